@@ -25,7 +25,7 @@ RUN pip install --no-cache-dir torch==2.11.0 fbgemm-gpu==1.6.0 && pip install --
 
 WORKDIR /app
 COPY . .
-RUN pip install --no-cache-dir ".[cuda,mpi]" && useradd --create-home dlrm && install -d -o dlrm -g dlrm runs
+RUN pip install --no-cache-dir ".[cuda,mpi,report]" && useradd --create-home dlrm && install -d -o dlrm -g dlrm runs
 
 # A name and a writable cache also for `docker run --user` with an id that the image does not know.
 ENV USER=dlrm TRITON_CACHE_DIR=/tmp/triton TENSORBOARD_HOST=127.0.0.1 PYTHONUNBUFFERED=1

@@ -26,7 +26,7 @@ from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import torch
 
@@ -118,8 +118,8 @@ class Ring:
         # They are deaf to SIGTERM, by which multiprocessing would end them at this process's end, and wait for that.
         self._end = Finalize(self, _kill, args=(list(self._workers),), exitpriority=0)
         if pin:
-            code = torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), self._memory.numel(), 0)
-            torch.cuda.check_error(code)
+            runtime: Any = torch.cuda.cudart()
+            torch.cuda.check_error(runtime.cudaHostRegister(self._memory.data_ptr(), self._memory.numel(), 0))
 
     def __iter__(self) -> Self:
         return self
@@ -162,7 +162,8 @@ class Ring:
         self._end()
         if self._pin:
             torch.cuda.synchronize()  # a copy from a slot may still run
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr()))
+            runtime: Any = torch.cuda.cudart()
+            torch.cuda.check_error(runtime.cudaHostUnregister(self._memory.data_ptr()))
         self._close_tokens()
         self._workers = []
 

@@ -28,12 +28,12 @@ _SUM_PROGRAMS, _SUM_WARPS = 1056, 8  # at most: eight programs a multiprocessor,
 
 @dataclass(frozen=True)
 class CallFlags:
-    """What a call between ranks begins with."""
+    """The flags of a call between ranks."""
 
     done: Flags
     """[W, 1]: peers are through with the call before; its clock is the epoch"""
     ready: tuple[Flags, ...]
-    """[W, slots]; number s awaits the first s + 1 slots of every peer"""
+    """[W, slots]; a wait for number s is for the first s + 1 slots of every peer"""
     counted: torch.Tensor
     """[1] int32: programs of the running kernel that are through; 0 before and after"""
 
@@ -42,12 +42,12 @@ class CallFlags:
 def _begin_call(
     done, counts, clock, status, rank, world_size, timeout: tl.int64, PEERS: tl.constexpr, INTERPRETED: tl.constexpr
 ):
-    """Await the flags DONE of the epoch that `clock` has, then raise the clock by one; the grid is one program.
+    """Wait for the flags DONE of the epoch that `clock` has, then raise the clock by one; the grid is one program.
 
-    Memory: `done` [W, 1] int64 are this rank's flags, of which row w is awaited if counts[w]. `clock` [1] int64.
+    Memory: `done` [W, 1] int64 are this rank's flags, which wait for row w if counts[w]. `clock` [1] int64.
 
-    Order: the flags are acquired at system scope, so what follows on the stream comes behind all that the peers have
-    read in the call before. What reads the clock is ordered by the end of the kernel.
+    Order: the flags are acquired at system scope, so later work of the stream comes after all reads of the peers in
+    the call before. The end of the kernel orders those that read the clock.
 
     Example: clock 6. Once the peers' flags have reached 6, the clock is 7.
     """
@@ -64,7 +64,7 @@ def _publish_rows(
     FIRST: tl.constexpr, KEEP: tl.constexpr, PEERS: tl.constexpr, FLAGS: tl.constexpr, TYPE: tl.constexpr,
     VECTOR: tl.constexpr, WORD: tl.constexpr, BLOCK: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Copy rows to this rank's window, say so to every rank, and await the same of all, as program p of P.
+    """Copy rows to this rank's window, raise a flag at every rank, and wait for those of all, as program p of P.
 
     Memory: `words` words of WORD bytes, which are VECTOR elements of TYPE, are read at the address `source` and stored
     at `window`, in this rank's memory, and if KEEP at `kept`, too: the blocks p, p + P, .. of BLOCK elements. `clock`
@@ -72,12 +72,12 @@ def _publish_rows(
 
     Order: if FIRST, every program has acquired DONE of the call before of all peers, `done` [W, 1], ahead of its first
     store. All stores come before the program's count (acquire and release, GPU scope); whoever counts last has so
-    acquired what the others have released, and releases all of it with element `rank` * `slots` + `slot` of every
+    acquired the others' stores, and releases all of them with element `rank` * `slots` + `slot` of every
     rank's flags. It then stores the clock, which all others have read, and acquires slots 0 .. `slot` of all peers,
-    `ready` [W, slots]. So what follows on the stream may read the peers' windows.
+    `ready` [W, slots]. So later work of the stream may read the peers' windows.
 
     Example: rank 0 of 2, FIRST, clock 6, slot 0. Rank 1's DONE has reached 6. The rows are copied; element 0 of both
-    ranks' flags READY becomes 7, and the clock; rank 1's element 0 here is awaited until it has reached 7.
+    ranks' flags READY becomes 7, and the clock; the program waits until rank 1's element 0 here has reached 7.
     """
     epoch = tl.load(clock) + FIRST
     if FIRST:
@@ -181,7 +181,7 @@ def _launch(
 
 
 class Parts(NamedTuple):
-    """What is added up."""
+    """The partial products, and their sums."""
 
     window: torch.Tensor
     """[W * lines * LINE] float16 or bfloat16: rank w's partial products begin at element w * lines * LINE"""
@@ -208,10 +208,10 @@ def _sum_parts(
     lane, adds them up in float32 in the order of the ranks, adds `bias`[i % columns] if BIAS, takes the greater of that
     and 0 if RELU, and stores element i of `out`.
 
-    Order: whoever launches this has awaited the flags behind the partial products; the end of that kernel orders them.
+    Order: the stream has waited for the flags of the partial products before; the end of that kernel orders them.
     If LAST, the program that ends last raises element `rank` of every rank's flags DONE, whose addresses are in
-    `peers_done`, to `clock` [1]: a release at system scope, behind all that has been read here, in earlier kernels of
-    the stream, too. Who has acquired it may overwrite the window. `counted` [1] is 0 before and after.
+    `peers_done`, to `clock` [1]: a release at system scope, after all reads here and in earlier kernels of the
+    stream. Who has acquired it may overwrite the window. `counted` [1] is 0 before and after.
 
     Example: begin 0, end 1, columns 4, window 1 2 3 4 5 6 7 8 of rank 0, ones of rank 1, bias 1 0 0 0: 3 3 4 5 7 7 8 9.
     """

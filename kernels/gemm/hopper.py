@@ -1,7 +1,7 @@
 """The products of `product` on Hopper: one warp loads, two groups of four warps multiply and store, in Gluon.
 
 The loads of the next tile are under way while a tile is stored, and a tile that waits for its rows stops the loads
-alone, not the products of what has been loaded. A group of warps, of which each computes half of a tile's rows, waits
+alone, not the products of loaded blocks. A group of warps, of which each computes half of a tile's rows, waits
 for nobody but the loads. Source: the division of labour of CUTLASS's cooperative kernels (Thakkar et al.).
 """
 
@@ -30,7 +30,7 @@ def _await_flag(ready, index, slots, rank, epoch, timeout, status):
     """Wait, as a warp, until element `index` of `ready` [W, slots] has reached `epoch`; see `primitives.await_few`.
 
     Returns:
-        0, computed from what has been acquired.
+        0, computed from the acquired value.
     """
     flag = ready + index
     began = clock(0, False)
@@ -53,7 +53,7 @@ def _load(
     GATHER: gl.constexpr, BY_K: gl.constexpr, ORDER: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Load the blocks of all tiles of this program, stage after stage, each when what was there has been multiplied."""
+    """Load the blocks of all tiles of this program, stage after stage, each when its last blocks are multiplied."""
     stage = 0
     phase = 1  # all stages are empty
     for tile in range(gl.program_id(0), blocks * world_size * columns, gl.num_programs(0)):
@@ -191,9 +191,9 @@ def product_on_hopper(
 
     Memory: STAGES blocks of both matrices lie in shared memory. `full` and `empty` are barriers of each stage.
 
-    Order: the warp that loads awaits a tile's flags, if GATHER, and acquires them; a fence lets TMA, which is another
-    proxy, see what has been acquired. It awaits `empty` of a stage and has TMA fill it, which completes `full`. Both
-    groups of warps await `full`, multiply, and arrive at `empty` when their product of the stage is complete. They
+    Order: if GATHER, the warp that loads waits for a tile's flags and acquires them; a fence lets TMA, which is another
+    proxy, see the acquired stores. It waits for `empty` of a stage and has TMA fill it, which completes `full`. Both
+    groups of warps wait for `full`, multiply, and arrive at `empty` when their product of the stage is complete. They
     store and, if SCATTER, count their half of a tile each, when they have multiplied the next one: its stores, which
     the count releases, have arrived at the peer by then. The count that completes a region is that of both halves of
     all its tiles.

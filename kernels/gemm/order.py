@@ -16,7 +16,7 @@ def tile_at(tile, blocks, columns, owners, world_size, GROUP: tl.constexpr, ORDE
         balanced      block 0 of all, then block 1 of all, ..: links and multiprocessors are busy all the time
 
     GROUP blocks that follow each other in this order are computed together, column after column, so that they share
-    what is in L2; but the rank's own blocks share a group with those of peers in the balanced order alone.
+    blocks in L2; but the rank's own blocks share a group with those of peers in the balanced order alone.
 
     Example: owners 1 0, 2 blocks each, 3 columns, GROUP 2, own_first: owner, block, column are 1 0 0, 1 1 0, 1 0 1,
     1 1 1, 1 0 2, 1 1 2, then 0 0 0, 0 1 0 and so forth.

@@ -1,4 +1,4 @@
-"""The products of `product` in plain Triton: what the interpreter runs, and GPUs before and after Hopper."""
+"""The products of `product` in plain Triton, for the interpreter and for GPUs before and after Hopper."""
 
 import triton
 import triton.language as tl
@@ -97,17 +97,17 @@ def product_in_triton(
     """Compute activation(x @ weight^T + bias) in the tiles p, p + P, .. of program p of P, in the order of `tile_at`.
 
     Memory: `x` describes [W * shard_rows, K], of which rank w owns the rows from w * shard_rows on, and `weight` [N,
-    K], or [K, N] where not BY_K; both of TYPE, read by TMA, which reads 0 behind their ends. N and K are `n_eighths`
+    K], or [K, N] where not BY_K; both of TYPE, read by TMA, which reads 0 after their ends. N and K are `n_eighths`
     and `k_eighths` times 8. Products are summed up in float32, along K, by one program. `bias` [N] is read if BIAS.
     The result is rounded once, to TYPE, and stored 16 bytes a lane: to `out` [W * shard_rows, N]; or, if SCATTER, to
     [shard_rows, N] in the owner's memory, whose address is in `targets` [W].
 
     A slot of flags stands for `slot_rows` rows of a shard: at least BLOCK_M, and a multiple of that if SCATTER.
 
-    Order: if GATHER, the program awaits, unless the rows are the rank's own, the flags of the one or two slots that a
-    tile's rows are in, element (owner, i) of `ready` [W, slots], until they have reached `clock` [1], and acquires them
-    at system scope. A fence lets TMA, which is another proxy, see what has been acquired; the tile's coordinates are
-    computed from what has been seen, too, so no load is moved before. If SCATTER, the program stores a tile, passes a
+    Order: if GATHER, the program waits, unless the rows are the rank's own, for the flags of the one or two slots that
+    a tile's rows are in, element (owner, i) of `ready` [W, slots], until they have reached `clock` [1]. It acquires
+    them at system scope. A fence lets TMA, which is another proxy, see the acquired stores; the tile's coordinates are
+    computed from the flags' values, too, so no load is moved before. If SCATTER, the program stores a tile, passes a
     barrier, and counts the tile in `done` [W, regions], a region being a slot's rows (acquire and release, GPU scope).
     Whoever completes a region sets the count back to 0 and raises element (rank, i) of the owner's flags, whose address
     is in `peers_ready` [W], to `clock`: a release at system scope, which covers the stores of all that have counted.

@@ -81,7 +81,7 @@ _ARGUMENTS = (
 
 
 class _Kind(NamedTuple):
-    """What a kernel of products is compiled for, beside its tiling."""
+    """The variants of a kernel of products, beside its tiling."""
 
     gather: bool
     scatter: bool
@@ -124,7 +124,7 @@ def _compiled(kind: _Kind, tiling: Tiling) -> CompiledKernel:
 
 
 def _descriptor(matrix: torch.Tensor, rows: int, columns: int, tiling: Tiling) -> Any:
-    """Return what TMA reads blocks of [rows, columns] of a contiguous matrix by."""
+    """Return the descriptor by which TMA reads blocks of [rows, columns] of a contiguous matrix."""
     if not tiling.specialised:
         return TensorDescriptor.from_tensor(matrix, [rows, columns])
     from triton.experimental.gluon.language import NVMMASharedLayout
@@ -161,11 +161,9 @@ def _on_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
-def _programs(device: torch.device, tiles: int, programs: int | None) -> int:
-    """Return the number of programs: as many as multiprocessors, unless that is more than tiles or `programs`."""
-    if device.type != "cuda":
-        return min(tiles, programs or 2)
-    return min(tiles, programs or torch.cuda.get_device_properties(device).multi_processor_count)
+def _programs(device: torch.device, tiles: int) -> int:
+    """Return the number of programs: as many as multiprocessors, unless that is more than tiles."""
+    return min(tiles, torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2)
 
 
 def _launch(
@@ -179,11 +177,10 @@ def _launch(
     signals: Signals | None,
     destinations: Destinations | None,
     tiling: Tiling,
-    programs: int | None,
 ) -> None:
     """Launch a kernel on the current stream; with signals it is gathered, with destinations, too, scattered.
 
-    What the kernel is compiled not to touch is given as `x`, an address like any other.
+    `x` stands in for arguments that the variant does not touch, an address like any other.
     """
     assert fits(x, weight), "ask `fits` first"
     (m, k), n, by_k = x.shape, weight.shape[0], weight.is_contiguous()
@@ -211,7 +208,7 @@ def _launch(
     tiles = -(-shard_rows // tiling.block_m) * world_size * -(-n // tiling.block_n)
     given, turns = x if bias is None else bias, x if owners is None else owners
     _compiled(kind, tiling)(
-        _programs(x.device, tiles, programs), (given.dtype,),
+        _programs(x.device, tiles), (given.dtype,),
         x if out is None else out, given, targets, turns, peers_ready, ready, done, clock, status, rows, columns,
         rank, world_size, shard_rows, n // ALIGNED, k // ALIGNED, slot_rows, slots,
         timeout,
@@ -225,7 +222,6 @@ def product(
     activation: str,
     out: torch.Tensor,
     tiling: Tiling = TILING,
-    programs: int | None = None,
 ) -> None:
     """Compute out = activation(x @ weight^T + bias) on the current stream, without communication.
 
@@ -236,9 +232,8 @@ def product(
         activation: none | relu.
         out: [M, N] contiguous, of the type of `x`.
         tiling: how the product is cut.
-        programs: of the grid; None takes one a multiprocessor.
     """
-    _launch(x, weight, bias, activation, out, 0, None, None, None, tiling, programs)
+    _launch(x, weight, bias, activation, out, 0, None, None, None, tiling)
 
 
 def gathered_product(
@@ -251,7 +246,6 @@ def gathered_product(
     owners: torch.Tensor,
     signals: Signals,
     tiling: Tiling = TILING,
-    programs: int | None = None,
 ) -> None:
     """Compute out = activation(x @ weight^T + bias) on the current stream, while the peers' shards of x arrive.
 
@@ -268,9 +262,8 @@ def gathered_product(
         owners: [W] int32: the order of the shards; the rank itself, then its peers, best as their rows arrive.
         signals: of `rank`, that the peers' rows are there; a slot has at least the rows of a tile.
         tiling: how the product is cut.
-        programs: of the grid; None takes one a multiprocessor.
     """
-    _launch(x, weight, bias, activation, out, rank, owners, signals, None, tiling, programs)
+    _launch(x, weight, bias, activation, out, rank, owners, signals, None, tiling)
 
 
 def scattered_product(
@@ -281,11 +274,10 @@ def scattered_product(
     signals: Signals,
     destinations: Destinations,
     tiling: Tiling = TILING,
-    programs: int | None = None,
 ) -> None:
     """Store this rank's part of x @ weight^T at the ranks that own its rows, and raise their flags.
 
-    The kernel waits for nobody. What is at an owner's is added up there by `sum_parts`.
+    The kernel waits for nobody. `calls.sum_parts` adds the parts up at their owner.
 
     Args:
         x: [M, K] as for `product`, K being this rank's part of the sum; rank w owns the rows [w * M / W, ..).
@@ -295,6 +287,5 @@ def scattered_product(
         signals: the flags that are raised, each once a slot's rows are there; a slot has whole tiles.
         destinations: where the tiles go.
         tiling: how the product is cut.
-        programs: of the grid; None takes one a multiprocessor.
     """
-    _launch(x, weight, None, "none", None, rank, owners, signals, destinations, tiling, programs)
+    _launch(x, weight, None, "none", None, rank, owners, signals, destinations, tiling)

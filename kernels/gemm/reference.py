@@ -1,4 +1,4 @@
-"""The kernels of products with communication inside, in plain PyTorch: what they are held against."""
+"""The kernels of products with communication inside, in plain PyTorch, as tests compare them with."""
 
 import torch
 
