@@ -13,10 +13,10 @@ from typing import NamedTuple
 import numpy as np
 
 from dlrm_overlap.simulate import stage
-from dlrm_overlap.simulate.cluster import Cluster
 from dlrm_overlap.simulate.config import SimulateConfig
 from dlrm_overlap.simulate.engine import Engine
 from dlrm_overlap.simulate.gpu_config import UpdateConfig
+from dlrm_overlap.simulate.network import Cluster
 from dlrm_overlap.simulate.workload import Workload
 
 _PART_BYTES, _MOST_PARTS = 32 << 20, 6  # as `embedding.protocol.gradients` cuts a rank's window

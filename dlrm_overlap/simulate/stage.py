@@ -19,12 +19,10 @@ import numpy as np
 
 from dlrm_overlap.kernels.grouping import Aggregator, Grouping
 from dlrm_overlap.kernels.schedule import TaskGrid, resolve_schedule
-from dlrm_overlap.simulate.cluster import Cluster
-from dlrm_overlap.simulate.collectives import arrivals
 from dlrm_overlap.simulate.config import SimulateConfig
 from dlrm_overlap.simulate.engine import Engine
 from dlrm_overlap.simulate.gpu_config import GpuConfig, LookupConfig
-from dlrm_overlap.simulate.topology import FatTree, Switch, Topology, Torus
+from dlrm_overlap.simulate.network import Cluster, FatTree, Switch, Topology, Torus, arrivals
 from dlrm_overlap.simulate.workload import Workload
 
 _MANY_BAGS = 1 << 17

@@ -24,10 +24,9 @@ from typing import NamedTuple
 from dlrm_overlap.embedding.traffic import DenseCounts, count_dense
 from dlrm_overlap.simulate import stage
 from dlrm_overlap.simulate.backward import add_backward, collective_backward, sort_of
-from dlrm_overlap.simulate.cluster import Cluster
-from dlrm_overlap.simulate.collectives import hierarchical_all_reduce, ring_all_reduce
 from dlrm_overlap.simulate.config import SimulateConfig
 from dlrm_overlap.simulate.engine import Engine, Timeline
+from dlrm_overlap.simulate.network import Cluster, hierarchical_all_reduce, ring_all_reduce
 from dlrm_overlap.simulate.workload import Workload, build_workload
 
 _OPTIMIZER_BYTES = 26  # a parameter: what an update under Adagrad with a bfloat16 shadow reads and writes
