@@ -59,10 +59,10 @@ def show(ms: float) -> str:
 def label(row: Row) -> str:
     """Return what tells the shape of a row: of a step its model and samples, of a stage its tables, batch and ids."""
     if "arch" not in row:
-        return shape(row).replace("\n", ", ")
+        return shape(row).replace(" x ", "x").replace("\n", ", ")
     gpus = int(row["world_size"])
-    text = f"{row['arch']}, dim {row['dim']}, {int(row['global_batch']) // gpus} samples a GPU, {gpus} x H200"
-    return f"{text}, host short of time" if row.get("pinned_host") == "True" else text
+    text = f"{row['arch']}, {int(row['global_batch']) // gpus} samples a GPU, {gpus} GPUs"
+    return f"{text}, pinned" if row.get("pinned_host") == "True" else text
 
 
 # Tables
@@ -77,14 +77,12 @@ def table_of_runs(*arguments: str) -> Lines:
     """
     files, columns = _split(arguments)
     found = [run for run in runs_of(*files) if all(_has(run, each) for each in columns if not re.search("[/%]", each))]
-    title = (
-        "ms" if "arch" in next(iter(found[0].values())) else "ms; tables a GPU x rows x dim, global batch, ids a bag"
-    )
-    yield [title, *(re.sub("[/%]", " / ", each) for each in columns)]
-    for run in found:
-        first = next(iter(run.values()))
-        ranks = f", {first['world_size']} x H200" if "arch" not in first else ""
-        yield [label(first) + ranks, *(_cell(run, each) for each in columns)]
+    shapes = [next(iter(run.values())) for run in found]
+    several = len({row["world_size"] for row in shapes}) > 1 and "arch" not in shapes[0]
+    yield ["ms", *(["GPUs"] if several else []), *(re.sub("[/%]", " / ", each) for each in columns)]
+    for run, first in zip(found, shapes, strict=True):
+        ranks = [first["world_size"]] if several else []
+        yield [label(first), *ranks, *(_cell(run, each) for each in columns)]
 
 
 def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -143,7 +141,7 @@ def table_of_values(column: str, *files: str) -> Lines:
     yield [f"ms, by {column}", *(value or "as many as fit" for value in values)]
     for rows in found:
         ms = {row[column]: show(ms_of(row)) for row in rows}
-        yield [f"{label(rows[0])}, {rows[0]['world_size']} x H200", *(ms.get(value, "-") for value in values)]
+        yield [f"{label(rows[0])}, {rows[0]['world_size']} GPUs", *(ms.get(value, "-") for value in values)]
 
 
 def table_of_columns(name: str, *columns: str) -> Lines:
@@ -274,14 +272,14 @@ def _busy_ms(row: Row) -> float:
     return float(row["step_ms"]) - float(row["idle_ms"])
 
 
-def table_of_collectives(name: str, operation: str, beside: str, captured: str) -> Lines:
+def table_of_collectives(name: str, operation: str, beside: str, captured: str, *sizes: str) -> Lines:
     """Return a line a size, in us: the medians, what `auto` takes, and the shortest median over that of it."""
     rows = [
         row for row in read(name) if (row["operation"], row["beside"], row["captured"]) == (operation, beside, captured)
     ]
     last = "product alone" if beside == "compute" else "its GB/s"
     yield ["us, by MB a peer", *_CARRIERS.values(), "`auto` takes", "best / that", last]
-    for size in dict.fromkeys(row["mb_per_peer"] for row in rows):
+    for size in sizes:
         same = [row for row in rows if row["mb_per_peer"] == size]
         found = {row["contender"]: row for row in same if is_todays(row)}
         taken = found[choose(int(size) << 20, beside, captured == "True")]
@@ -300,8 +298,8 @@ def is_todays(row: Row) -> bool:
     return row["contender"] != "stores" or row["store_programs"] == str(CollectivesRequest.store_programs)
 
 
-def table_of_strategies(name: str) -> Lines:
-    lines = summarise(_strategies(name))
+def table_of_strategies(name: str, *strategies: str) -> Lines:
+    lines = [line for line in summarise(_strategies(name)) if line["strategy"] in strategies]
     yield ["fraction of the ideal", *CLASSES, "all", "mean speedup", "fastest in"]
     for line in lines:
         cells = [f"{line[column]:.2f}" for column in (*CLASSES, "all", "mean_speedup")]
@@ -403,8 +401,8 @@ def region(page: Path, call: str) -> str:
     """Return what stands between the two comments: the table, and which rows it is made of."""
     name, *arguments = call.split()
     lines = [list(line) for line in TABLES[name](*arguments)]
-    lines.insert(1, ["---"] * len(lines[0]))
-    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    head, *body = (f"| {' | '.join(line)} |" for line in lines)
+    table = "\n".join([head, "|---" * len(lines[0]) + "|", *body])
     made_of: dict[str, list[str]] = {}
     for name in (each for each in arguments if each.endswith(".csv")):
         link = f"[{name}]({os.path.relpath(FOLDER / name, page.parent)})"
