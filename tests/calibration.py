@@ -23,7 +23,7 @@ from dlrm_overlap.embedding.traffic import UpdateBytes
 from dlrm_overlap.simulate.config import ExchangeConfig, NetworkConfig, ProductConfig, SimulateConfig, WorkConfig
 from dlrm_overlap.simulate.gpu_config import GpuConfig, LookupConfig, UpdateConfig
 from dlrm_overlap.simulate.product import product_alone_ms, simulate_product
-from dlrm_overlap.simulate.stage import build_cluster, forward, has_few_bags, pooling_s
+from dlrm_overlap.simulate.stage import Simulation, forward, has_few_bags, pooling_s
 from dlrm_overlap.simulate.step import dense_seconds, simulate
 from dlrm_overlap.simulate.workload import Workload, build_workload
 
@@ -205,12 +205,10 @@ def stage_config(row: Row, gpu: GpuConfig) -> SimulateConfig:
 def stage_ms(row: Row, gpu: GpuConfig) -> float:
     """Return the simulated time of what a row has measured."""
     config = stage_config(row, gpu)
-    cluster = build_cluster(config)
-    work = build_workload(config.model, config.work, cluster.world_size)
-    engine = cluster.engine()
+    sim = Simulation.of(config)
     copies = row["contender"] != "baseline"  # TorchRec copies its output into the send buffer; this one sends it as is
-    forward(engine, cluster, config, work, [[]] * cluster.world_size, copies=copies)
-    return engine.run().seconds * 1e3
+    forward(sim, [[]] * sim.cluster.world_size, copies=copies)
+    return sim.cluster.engine.run().seconds * 1e3
 
 
 def fit_step(gpu: GpuConfig, quickstart: Measured, head: Measured) -> GpuConfig:

@@ -143,7 +143,7 @@ def sentences() -> Iterator[tuple[str, str, Sequence[float]]]:
     number, near = sum(map(len, today)), sum(map(within, today))
     yield PAGE, "{} of {} rows of today's kernels, {:.0f}%, are within 10%", [near, number, 100 * near / number]
     off = [_off(*pair) for pair in _pairs(read("simulated_p1_ids.csv"))]
-    yield PAGE, "lies between {:.1f}% and {:.0f}%, by what it does not say", [min(off), max(off)]
+    yield PAGE, "lies between {:.1f}% and {:.0f}%, by assumptions that it does not state", [min(off), max(off)]
     pays: dict[tuple[str, str], list[float]] = {}
     for torchrec, fused in _both(read("simulated_pays.csv")):
         pays.setdefault((torchrec["hosts"], torchrec["nic_gbit_per_s"]), []).append(

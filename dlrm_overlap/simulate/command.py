@@ -28,7 +28,7 @@ _SHOWN_OF_PRODUCTS = ("name", "layer", "ranks", "way", "ms", "product_ms", "scat
 
 
 def run(argv: Sequence[str], description: str) -> int:
-    """Do what the command line asks for and return the exit code 0.
+    """Simulate, print and write rows, and return the exit code 0.
 
     Raises:
         InputError: if a key, a value or a file is wrong.
@@ -139,7 +139,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _check_file(path: Path) -> None:
-    """Raise what is wrong with a file to be written, before anything is simulated."""
+    """Refuse a file that cannot be written, before anything is simulated."""
     if not path.parent.is_dir():
         raise InputError(f"{path}: there is no folder {path.parent}; make it, or name another file")
     if path.is_dir():
@@ -148,7 +148,7 @@ def _check_file(path: Path) -> None:
 
 @contextmanager
 def _one_line(path: Path) -> Iterator[None]:
-    """Raise what the system says about a file as a user's mistake."""
+    """Report an error of the system about a file as a user's mistake."""
     try:
         yield
     except OSError as error:
@@ -213,10 +213,10 @@ def _verdict(torchrec: dict[str, Any], ours: dict[str, Any]) -> str:
 
 
 def read_training(path: Path, hosts: str) -> dict[str, Any]:
-    """Return what the training configuration of a file says on a simulated step, nested as in a simulation's file.
+    """Return the keys of a simulated step that a training configuration gives, nested as in a simulation's file.
 
-    Its ids have one skew; where the tables have several, it is their mean. What a run reads from its data, a
-    simulation must be given: rows.
+    Its ids have one skew; where the tables have several, it is their mean. A run reads the tables' rows from its data;
+    here they must be in the file.
 
     Raises:
         InputError: if the file is none, or lacks the tables' rows.

@@ -19,7 +19,7 @@ _MOST_GPUS, _MOST_WAVES, _MOST_TABLES, _MOST_TILES = 4096, 4096, 1 << 20, 1 << 1
 
 @dataclass(frozen=True)
 class NetworkConfig:
-    """Hosts and what joins them."""
+    """Hosts and the links between them."""
 
     kind: Literal["switch", "fat_tree", "torus"] = "switch"
     """switch: one host; fat_tree: a NIC a GPU, a leaf switch a rail, a spine; torus: hosts with four neighbours each"""
@@ -135,7 +135,7 @@ class ExchangeConfig:
     aggregate_us: NonNegativeFloat = 20.0
     """a gathered put leaves no later than this after its first bytes"""
     ids: Literal["beside", "behind"] = "beside"
-    """the next batch's ids share links with the step's transfers in equal parts, or take what these leave of them"""
+    """the next batch's ids share links with the step's transfers in equal parts, or take the rest of them"""
     waves: PositiveInt = 16
     """parts in which a rank's tasks are simulated; puts to other hosts leave at the end of each"""
 
@@ -148,10 +148,10 @@ class ExchangeConfig:
 
 @dataclass(frozen=True)
 class HostConfig:
-    """The host's time of a step, which runs beside the GPU's; whichever is longer counts."""
+    """The CPUs' time of a step, which runs beside the GPUs'; whichever is longer counts."""
 
     torchrec_ms: NonNegativeFloat = 0.0
-    """of torchrec, which issues its kernels one by one; 0 is a host that is never waited for"""
+    """of torchrec, which issues its kernels one by one; 0: the CPUs are never waited for"""
     captured_ms: NonNegativeFloat = 0.0
     """of pgas and fused"""
     stage_ms: NonNegativeFloat = 0.0
@@ -172,10 +172,10 @@ class ProductConfig:
     n: PositiveInt = 4256
     """columns of the result: the hidden size"""
     layer: Literal["out", "fc2", "fc1_backward", "qkv_backward"] = "fc2"
-    """of a transformer, which gives k: the attention's output, n; the second layer behind it, 4 n; the gradient of the
+    """of a transformer, which gives k: the attention's output, n; the second layer after it, 4 n; the gradient of the
     first layer's input, 4 n; that of the input of queries, keys and values, 3 n"""
     k: PositiveInt | None = None
-    """instead of what `layer` gives: terms of each sum, on all ranks together"""
+    """instead of `layer`: terms of each sum, on all ranks together"""
     way: Literal["serial", "software", "near_memory", "arbitrated", "ideal"] = "serial"
     """serial: product, then reduce-scatter; software: finished parts are copied by copy engines and summed by kernels
     beside the product; near_memory: finished parts are sent by triggered copies and summed by the memory; arbitrated:
@@ -202,7 +202,7 @@ class ProductConfig:
     cache_mb: PositiveFloat = 16.0
     """of the GPU's last cache"""
     update_factor: PositiveFloat = 2.0
-    """time that the memory takes to add a byte to what it holds, over that of a plain write"""
+    """time that the memory takes to add a byte to a byte that it holds, over that of a plain write"""
     trigger_us: NonNegativeFloat = 5.0
     """software: from the end of a part's last tile to the begin of its copy"""
     sum_share: PositiveFloat = 0.25
@@ -243,7 +243,7 @@ class SimulateConfig:
     exchange: ExchangeConfig = field(default_factory=ExchangeConfig)
     """the exchange"""
     host: HostConfig = field(default_factory=HostConfig)
-    """the host"""
+    """the CPUs"""
     product: ProductConfig = field(default_factory=ProductConfig)
     """the matrix product"""
 

@@ -1,4 +1,4 @@
-"""Which links join the GPUs, what a transfer over them takes, and the collectives that the simulator has.
+"""The links between GPUs, the demands of a transfer over them, and collectives.
 
 Every link is one direction of a wire, with a rate of its own. A topology numbers its links from 0 and gives, for a
 source, the links to all destinations at once, each with the share of the bytes that takes it.
@@ -7,7 +7,7 @@ A collective adds activities of all ranks to an engine and returns, for each ran
 end the rank has all that it receives. `nbytes` is a rank's whole buffer.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ from dlrm_overlap.simulate.engine import Engine
 
 _MOST_ROUNDS = 16  # of a ring: more make many events and change nothing, since all rounds of a ring are alike
 Demands = tuple[np.ndarray, np.ndarray]
-"""resources, and what is taken of each"""
+"""resources, and the amount of each"""
 
 
 class Routes(NamedTuple):
@@ -168,16 +168,17 @@ def _others(source: int, first: int, end: int) -> np.ndarray:
 
 
 def _star(source: int, destinations: np.ndarray, first_link: int, world_size: int) -> Routes:
-    """Return routes by the source's way out and the destinations' ways in, which are numbered behind the ways out."""
+    """Return routes by the source's way out and the destinations' ways in, which are numbered after the ways out."""
     out = np.full(len(destinations), first_link + source)
     links = np.concatenate([out, first_link + world_size + destinations])
     return Routes(np.concatenate([destinations, destinations]), links, np.ones(len(links)))
 
 
 class Cluster:
-    """Of each rank its products, its memory and its issuing of puts, in seconds of work at full rates; then the links.
+    """GPUs and their links, as resources of an engine, to which activities are added.
 
-    A kernel that needs a memory for 1 ms demands 1e-3 of it; two such kernels beside each other take 2 ms.
+    First come, of each rank, its products, its memory and its issuing of puts, in seconds of work at full rates; then
+    the links. A kernel that needs a memory for 1 ms demands 1e-3 of it; two such kernels together take 2 ms.
     """
 
     def __init__(self, topology: Topology, network_latency_s: float, peer_latency_s: float) -> None:
@@ -185,10 +186,7 @@ class Cluster:
         self.network_latency_s, self.peer_latency_s = network_latency_s, peer_latency_s
         self._first_link = 3 * self.world_size
         self.routes = cache(topology.routes)
-
-    def engine(self) -> Engine:
-        """Return an engine with these resources and no activity yet."""
-        return Engine(np.concatenate([np.ones(3 * self.world_size), self.topology.rates]))
+        self.engine = Engine(np.concatenate([np.ones(3 * self.world_size), topology.rates]))
 
     def products(self, rank: int) -> int:
         """Return the number of the resource that is the rank's matrix products."""
@@ -201,6 +199,31 @@ class Cluster:
     def issue(self, rank: int) -> int:
         """Return the number of the resource that is the rank's issuing of puts to the network."""
         return 2 * self.world_size + rank
+
+    def add_each(
+        self,
+        name: str,
+        of: Sequence[Callable[[int], int]],
+        seconds: float | np.ndarray,
+        after: Sequence[Sequence[int]],
+        *,
+        lane: str,
+        size: float = 0.0,
+        delay_s: float = 0.0,
+        least_s: float | np.ndarray = 0.0,
+    ) -> list[int]:
+        """Add an activity of each rank that takes so many `seconds`, one number or [W], of its resources `of`.
+
+        Without a `size` it shares them by these seconds. `after` has, for each rank, the activities that come before.
+        """
+        each_s, each_least_s = (np.broadcast_to(value, self.world_size).tolist() for value in (seconds, least_s))
+        return [
+            self.engine.add(
+                name, {resource(rank): taken for resource in of}, size or max(taken, 1e-12), after[rank], rank=rank,
+                lane=lane, delay_s=delay_s, least_s=each_least_s[rank],
+            )
+            for rank, taken in enumerate(each_s)
+        ]  # fmt: skip
 
     def same_host(self, source: int) -> np.ndarray:
         """Return [W] bool: the ranks of the host of `source`, itself included."""
@@ -216,11 +239,11 @@ class Cluster:
         issue_s: float = 0.0,
         peer_factor: float = 1.0,
     ) -> Demands:
-        """Return what it takes to bring bytes from `source` to every rank.
+        """Return the demands of bringing bytes from `source` to every rank.
 
         Args:
             source: the rank that sends.
-            bytes_to: [W] float64, what each rank gets; that of the source itself takes no link.
+            bytes_to: [W] float64, for each rank; those for the source itself take no link.
             memory_s: [W] float64, the seconds of each rank's memory, the source's excepted.
             own_s: seconds of the source's own memory.
             issue_s: seconds of the source's issuing of puts.
@@ -252,26 +275,25 @@ class Cluster:
         return self.peer_latency_s + float(self.topology.hops(source)[destinations].max()) * self.network_latency_s
 
 
-def arrivals(engine: Engine, cluster: Cluster, sends: Sequence[int], name: str) -> list[int]:
+def arrivals(cluster: Cluster, sends: Sequence[int], name: str) -> list[int]:
     """Return for each rank an activity that ends when all of `sends`, one a rank, have ended and arrived."""
-    sent = engine.add(f"{name}: all sent", {}, after=sends, lane="flags")
+    sent = cluster.engine.add(f"{name}: all sent", {}, after=sends, lane="flags")
     ranks = range(cluster.world_size)
     latencies_s = [cluster.latency_s(rank, ranks) for rank in ranks]
     return [
-        engine.add(f"{name}: arrived", {}, after=[sent], rank=rank, lane="flags", delay_s=latency_s)
+        cluster.engine.add(f"{name}: arrived", {}, after=[sent], rank=rank, lane="flags", delay_s=latency_s)
         for rank, latency_s in enumerate(latencies_s)
     ]
 
 
 def _demands(cluster: Cluster, source: int, to: Sequence[int], nbytes: float) -> tuple[Demands, float]:
-    """Return what it takes to send to others in equal parts, and the longest latency."""
+    """Return the demands of sending to others in equal parts, and the longest latency."""
     bytes_to = np.zeros(cluster.world_size)
     np.add.at(bytes_to, list(to), nbytes / len(to))
     return cluster.sent(source, bytes_to), cluster.latency_s(source, to)
 
 
 def ring(
-    engine: Engine,
     cluster: Cluster,
     sent_bytes: float,
     steps: int,
@@ -286,35 +308,37 @@ def ring(
     half to the next rank and half to the one before, as two rings do that run against each other.
     """
     if steps == 0:
-        return [engine.add(name, {}, after=after[rank], rank=rank) for rank in range(cluster.world_size)]
+        return [cluster.engine.add(name, {}, after=after[rank], rank=rank) for rank in range(cluster.world_size)]
     rounds = min(steps, _MOST_ROUNDS)
     last = [list(each) for each in after]
     near = {rank: (group[(i + 1) % len(group)], group[i - 1]) for group in groups for i, rank in enumerate(group)}
     to = {rank: near[rank] if both_ways else near[rank][:1] for rank in near}
-    # All rounds are alike, so that what a send takes is found once.
+    # All rounds are alike, so the demands of a send are found once.
     takes = {rank: _demands(cluster, rank, to[rank], sent_bytes / rounds) for rank in near}
     size = max(sent_bytes / rounds, 1.0)
     for _ in range(rounds):
         begun = {
-            rank: engine.add(
+            rank: cluster.engine.add(
                 name, demands, size, last[rank], rank=rank, lane="links", delay_s=latency_s * (steps / rounds)
             )
             for rank, (demands, latency_s) in takes.items()
         }
         last = [[begun[rank], *(begun[each] for each in near[rank])] for rank in range(cluster.world_size)]
-    return [engine.add(f"{name}: done", {}, after=last[r], rank=r, lane="flags") for r in range(cluster.world_size)]
+    return [
+        cluster.engine.add(f"{name}: done", {}, after=last[r], rank=r, lane="flags") for r in range(cluster.world_size)
+    ]
 
 
 def ring_all_reduce(
-    engine: Engine, cluster: Cluster, nbytes: float, after: Sequence[Sequence[int]], name: str = "all-reduce"
+    cluster: Cluster, nbytes: float, after: Sequence[Sequence[int]], name: str = "all-reduce"
 ) -> list[int]:
     """Sum over all ranks by a ring: each rank sends 2 (W - 1) / W of the buffer in 2 (W - 1) steps."""
     W = cluster.world_size
-    return ring(engine, cluster, 2 * (W - 1) / W * nbytes, 2 * (W - 1), [range(W)], after, name)
+    return ring(cluster, 2 * (W - 1) / W * nbytes, 2 * (W - 1), [range(W)], after, name)
 
 
 def hierarchical_all_reduce(
-    engine: Engine, cluster: Cluster, nbytes: float, after: Sequence[Sequence[int]], name: str = "all-reduce"
+    cluster: Cluster, nbytes: float, after: Sequence[Sequence[int]], name: str = "all-reduce"
 ) -> list[int]:
     """Scatter sums within each host, sum the parts over the hosts, rail by rail, and gather within the host.
 
@@ -326,7 +350,7 @@ def hierarchical_all_reduce(
 
     def scatter(part: float, groups: Sequence[Sequence[int]], before: list[list[int]], both: bool) -> list[list[int]]:
         k = len(groups[0])  # a gather takes as long, and is taken by the same sends
-        numbers = ring(engine, cluster, (k - 1) / k * part, k - 1, groups, before, name, both)
+        numbers = ring(cluster, (k - 1) / k * part, k - 1, groups, before, name, both)
         return [[number] for number in numbers]
 
     began = scatter(nbytes, hosts, [list(each) for each in after], False)
@@ -336,11 +360,11 @@ def hierarchical_all_reduce(
         columns = [range(first, W, row) for first in range(row)]
         began = scatter(nbytes / g, rows, began, True)
         sent = 2 * (topology.y - 1) / topology.y * nbytes / g / topology.x
-        summed = ring(engine, cluster, sent, 2 * (topology.y - 1), columns, began, name, both_ways=True)
+        summed = ring(cluster, sent, 2 * (topology.y - 1), columns, began, name, both_ways=True)
         gathered = scatter(nbytes / g, rows, [[number] for number in summed], True)
     else:
         H = W // g
         steps = 2 * (H - 1).bit_length()
-        summed = ring(engine, cluster, 2 * (H - 1) / H * nbytes / g, steps, rails, began, name)
+        summed = ring(cluster, 2 * (H - 1) / H * nbytes / g, steps, rails, began, name)
         gathered = [[number] for number in summed]
     return [number for (number,) in scatter(nbytes, hosts, gathered, False)]

@@ -4,11 +4,11 @@ Each rank multiplies [m, k / W] x [k / W, n]; the results are summed over the ra
 sums, and gathered where they are needed on all. There are W parts, equal runs of tiles. Every rank computes them in an
 order of its own, one further than the rank before, so that a part which rank r computes i-th is computed (i + 1)-th by
 rank r + 1: there the sum goes next. All ranks do the same at the same time, one part apart. So one rank stands for all,
-with what it sends arriving at itself; `ranks` simulates more of them, to the same times.
+and sends to itself; `ranks` simulates more of them, to the same times.
 
 | way | result of a part | on its way | summed by |
 |---|---|---|---|
-| serial | stored | ring by a kernel, behind the product | that kernel: reads both, writes the sum |
+| serial | stored | ring by a kernel, after the product | that kernel: reads both, writes the sum |
 | software | stored, counted | a copy engine's copy, when it is complete | a kernel beside the product |
 | near_memory | added by the memory; the first part straight to the next rank | a triggered copy | the memory |
 | arbitrated | the same; if the product is the longer of both, its accesses come first | the same | the memory |
@@ -16,11 +16,11 @@ with what it sends arriving at itself; `ranks` simulates more of them, to the sa
 
 A wave of tiles loads the first of its inputs, then computes while it loads the others, then stores; the next wave's
 programs begin when its stores are taken. Memory is shared fairly by whatever asks for it, save under `arbitrated`,
-which leaves copies what the product does not take, unless the links need longer than the product: copies do not starve.
+which serves the product before the copies, unless the links need longer than the product: copies do not starve.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 
 import numpy as np
 
@@ -42,7 +42,7 @@ class Wave:
     size: float = 1.0
     """of its tiles, over those that the product is said to have"""
     opens: bool = False
-    """whether it is the first of a kernel, which comes behind another one"""
+    """whether it is the first of a kernel that follows another one"""
 
 
 def tile_waves(product: ProductConfig, terms: int, parts: int, cached_results: bool) -> list[Wave]:
@@ -79,7 +79,7 @@ def tile_waves(product: ProductConfig, terms: int, parts: int, cached_results: b
 
 
 def waves_of_products(product: ProductConfig, terms: int, rows: Sequence[int]) -> list[Wave]:
-    """Return the waves of several products, one kernel behind the other, each with so many rows; each makes a part.
+    """Return the waves of several products, one kernel after the other, each with so many rows; each makes a part.
 
     Each reads the right input anew, and has the tiles that suit it best, as a library chooses them: as wide as those of
     `product`, three quarters or half of that, whichever computes the fewest columns of tiles one after the other.
@@ -135,14 +135,13 @@ class MemoryBytes:
     @property
     def total(self) -> float:
         """All bytes."""
-        scattered = self.scatter_read + self.scatter_written
-        return self.product_read + self.product_written + scattered + self.gather_read + self.gather_written
+        return sum(astuple(self))
 
 
 class ProductGraph:
     """Activities of some ranks, each of which has its products, its memory (in seconds at full rate) and its link.
 
-    Add the product, then the reduce-scatter of what it gives, then the all-gather of the sums, and run `engine`.
+    Add the product, then the reduce-scatter of its results, then the all-gather of the sums, and run `engine`.
     """
 
     def __init__(self, config: SimulateConfig, ranks: int, product_first: bool = False) -> None:
@@ -191,7 +190,7 @@ class ProductGraph:
         add, of, memory = self.engine.add, self.ranks + rank, self._memory_s
         done: list[list[int]] = [[] for _ in range(len(waves[0].stored_bytes))]
         last: list[int] = []
-        sent: list[int] = []  # what goes to the next rank, of the wave before; the programs are one wave ahead of it
+        sent: list[int] = []  # to the next rank, of the wave before; the programs are one wave ahead
         for wave in waves:
             if wave.opens:
                 last = [self._after(rank, last, self.gpu.kernel_us)]
@@ -238,12 +237,12 @@ class ProductGraph:
         self.memory.scatter_written += written * self.part_bytes
 
     def _ring_by_kernel(self, done: list[list[list[int]]]) -> list[int]:
-        """Send a part in each of W - 1 steps: the first as it is, the others summed with what has come."""
+        """Send a part in each of W - 1 steps: the first as it is, the others summed with the part that has come."""
         last = [each[-1] for each in done]
         factor = self.link / self.gpu.collective_gb_per_s / 1e9
         for step in range(1, self.parts):
             read, written = (1 if step == 1 else 2), 1
-            if step == self.parts - 1:  # what arrives is summed at once: both are read, the sum is written
+            if step == self.parts - 1:  # the part that arrives is summed at once: two are read, the sum is written
                 written += 3
             self._count(read + (2 if step == self.parts - 1 else 0), 2 if step == self.parts - 1 else 1)
             wait_s = self.gpu.collective_us / 1e6 if step == 1 else 0.0
@@ -352,7 +351,7 @@ class SimulatedProduct:
 def simulate_product(
     config: SimulateConfig, progress: Callable[[int, int], None] | None = None, ranks: int = 1
 ) -> SimulatedProduct:
-    """Simulate what the configuration says; `ranks` of them one by one, the others are like them."""
+    """Simulate a product; `ranks` of them one by one, the others are like them."""
     if config.product.way == "ideal":
         return _ideal(config, progress)
     made = ProductGraph(config, ranks, config.product.way == "arbitrated" and _product_is_longer(config))

@@ -28,14 +28,14 @@ TOPOLOGIES = {
 }
 
 
-def _all_to_all(engine: Engine, cluster: Cluster, nbytes: float) -> None:
+def _all_to_all(cluster: Cluster, nbytes: float) -> None:
     """Send 1 / W of the buffer to every rank at once, in equal progress; all links are used for the whole time."""
     W = cluster.world_size
     sends = []
     for rank in range(W):
         demands = cluster.sent(rank, np.full(W, nbytes / W))
-        sends.append(engine.add("all-to-all", demands, nbytes, rank=rank, lane="links"))
-    arrivals(engine, cluster, sends, "all-to-all")
+        sends.append(cluster.engine.add("all-to-all", demands, nbytes, rank=rank, lane="links"))
+    arrivals(cluster, sends, "all-to-all")
 
 
 def _all_to_all_s(topology: Topology, nbytes: float) -> float:
@@ -105,9 +105,8 @@ def test_a_least_time_and_an_activity_of_no_resource() -> None:
 def test_an_all_to_all_takes_what_its_fullest_link_takes(name: str) -> None:
     topology = TOPOLOGIES[name]
     cluster, W = Cluster(topology, 0.0, 0.0), topology.world_size
-    engine = cluster.engine()
-    _all_to_all(engine, cluster, NBYTES)
-    timeline = engine.run()
+    _all_to_all(cluster, NBYTES)
+    timeline = cluster.engine.run()
     assert timeline.seconds == pytest.approx(_all_to_all_s(topology, NBYTES), rel=0.01)
     links = timeline.carried[3 * W :]
     g = topology.gpus_per_host
@@ -126,34 +125,30 @@ def test_an_all_to_all_takes_what_its_fullest_link_takes(name: str) -> None:
 def test_a_ring_sums_in_the_time_of_its_closed_form(name: str, latency_us: float) -> None:
     topology = TOPOLOGIES[name]
     cluster = Cluster(topology, 0.0, latency_us / 1e6)
-    engine = cluster.engine()
-    ring_all_reduce(engine, cluster, NBYTES, [[]] * topology.world_size)
+    ring_all_reduce(cluster, NBYTES, [[]] * topology.world_size)
     slowest = 350e9 if isinstance(topology, Switch) else 50e9
     expected = _ring_all_reduce_s(cluster, NBYTES, slowest)
-    assert engine.run().seconds == pytest.approx(expected, rel=0.01)
+    assert cluster.engine.run().seconds == pytest.approx(expected, rel=0.01)
 
 
 def test_a_ring_of_many_ranks_has_all_its_latencies() -> None:
     cluster = Cluster(Switch(64, 350e9), 0.0, 2e-6)
-    engine = cluster.engine()
-    ring_all_reduce(engine, cluster, NBYTES, [[]] * 64)
-    assert engine.run().seconds == pytest.approx(2 * (63 / 64 * NBYTES / 350e9 + 63 * 2e-6), rel=0.01)
+    ring_all_reduce(cluster, NBYTES, [[]] * 64)
+    assert cluster.engine.run().seconds == pytest.approx(2 * (63 / 64 * NBYTES / 350e9 + 63 * 2e-6), rel=0.01)
 
 
 @pytest.mark.parametrize("topology", [FatTree(4, 8, 350e9, 50e9), Torus(4, 3, 2, 350e9, 25e9)])
 def test_a_hierarchical_sum(topology: FatTree | Torus) -> None:
     cluster = Cluster(topology, 0.0, 0.0)
-    engine = cluster.engine()
-    hierarchical_all_reduce(engine, cluster, NBYTES, [[]] * topology.world_size)
-    assert engine.run().seconds == pytest.approx(_hierarchical_all_reduce_s(topology, NBYTES), rel=0.01)
+    hierarchical_all_reduce(cluster, NBYTES, [[]] * topology.world_size)
+    assert cluster.engine.run().seconds == pytest.approx(_hierarchical_all_reduce_s(topology, NBYTES), rel=0.01)
 
 
 def test_an_oversubscribed_spine_slows_what_crosses_it() -> None:
     def seconds(topology: Topology) -> float:
         cluster = Cluster(topology, 0.0, 0.0)
-        engine = cluster.engine()
-        _all_to_all(engine, cluster, NBYTES)
-        return engine.run().seconds
+        _all_to_all(cluster, NBYTES)
+        return cluster.engine.run().seconds
 
     full = FatTree(8, 2, 350e9, 50e9, hosts_per_leaf=4)
     thin = FatTree(8, 2, 350e9, 50e9, hosts_per_leaf=4, oversubscription=2.0)
@@ -165,8 +160,7 @@ def test_an_oversubscribed_spine_slows_what_crosses_it() -> None:
 def test_the_same_graph_gives_the_same_bits() -> None:
     def ends() -> np.ndarray:
         cluster = Cluster(TOPOLOGIES["tree of 8 x 8"], 1e-6, 2e-6)
-        engine = cluster.engine()
-        hierarchical_all_reduce(engine, cluster, NBYTES, [[]] * 64)
-        return engine.run().end_s
+        hierarchical_all_reduce(cluster, NBYTES, [[]] * 64)
+        return cluster.engine.run().end_s
 
     assert (ends() == ends()).all()
