@@ -474,7 +474,7 @@ def fill(text: str, sentence: str, values: Sequence[float]) -> str:
     """
     parts = re.split(r"\{[^}]*\}", sentence)
     patterns = [re.escape(part).replace(r"\ ", r"\s+") for part in parts]
-    pattern = r"\d[\d.]*".join(f"({each})" for each in patterns)
+    pattern = r"\d+(?:\.\d+)?".join(f"({each})" for each in patterns)
     found = list(re.finditer(pattern, text))
     if len(found) != 1:
         raise ValueError(f"{len(found)} sentences like: {sentence}")
