@@ -12,11 +12,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dlrm_overlap.simulate import stage
-from dlrm_overlap.simulate.cluster import Cluster
 from dlrm_overlap.simulate.config import SimulateConfig
-from dlrm_overlap.simulate.engine import Engine
 from dlrm_overlap.simulate.gpu_config import UpdateConfig
+from dlrm_overlap.simulate.network import Cluster
+from dlrm_overlap.simulate.stage import Simulation, each_alone, send_all
 from dlrm_overlap.simulate.workload import Workload
 
 _PART_BYTES, _MOST_PARTS = 32 << 20, 6  # as `embedding.layout` cuts a rank's window
@@ -79,63 +78,40 @@ def gradient_parts(config: SimulateConfig, work: Workload) -> list[float]:
     return [(0.5 if part == 0 else 1.0) / (count - 0.5) if count > 1 else 1.0 for part in range(count)]
 
 
-def add_backward(
-    engine: Engine,
-    cluster: Cluster,
-    config: SimulateConfig,
-    work: Workload,
-    after: Sequence[Sequence[int]],
-    sorted_ids: Sequence[Sequence[int]],
-) -> Backward:
+def add_backward(sim: Simulation, after: Sequence[Sequence[int]], sorted_ids: Sequence[Sequence[int]]) -> Backward:
     """Add the backward of all ranks.
 
     Args:
-        engine: gets the activities.
-        cluster: its ranks.
-        config: says how gradients travel.
-        work: of a rank.
-        after: for each rank, what ends when its gradient is there.
-        sorted_ids: for each rank, what ends when its ids are sorted; the collective sorts them itself.
+        sim: gets the activities.
+        after: for each rank, the activities that give its gradient.
+        sorted_ids: for each rank, the activities that sort its ids; the collective sorts them itself.
     """
-    gpu, ranks, several = config.gpu, range(cluster.world_size), cluster.world_size > 1
-    received = work.pair_bytes * work.shares.links
-
-    def memory(name: str, seconds: np.ndarray, begins: Sequence[Sequence[int]], alone: bool = False) -> list[int]:
-        numbers = []
-        for r, taken in enumerate(seconds.tolist()):
-            # What goes on alone leaves the products no multiprocessor, and they leave it none.
-            demands = {cluster.memory(r): taken} | ({cluster.products(r): taken} if alone else {})
-            numbers.append(
-                engine.add(
-                    name, demands, max(taken, 1e-12), begins[r], rank=r, lane="memory", delay_s=gpu.kernel_us / 1e6
-                )
-            )
-        return numbers
-
+    config, cluster, work = sim
+    received, several = work.pair_bytes * work.shares.links, cluster.world_size > 1
+    kernel = {"lane": "memory", "delay_s": config.gpu.kernel_us / 1e6}
+    seconds = rows_s(config, work) * work.shares.memory
+    sent = [list(each) for each in after]
     if collective_backward(config):
-        pack_s = np.full(cluster.world_size, 2 * work.pooled_bytes / gpu.copy_gb_per_s / 1e9)
-        begun = memory("pack", pack_s, after) if several else None
-        gradients = [[number] for number in begun] if begun else after
-        arrived = gradients
         if several:
-            numbers = stage.send_all(engine, cluster, config, received, gradients, "push", collective=True)
-            arrived = [[number] for number in numbers]
-        sorts_s = np.array([sort_of(config, work, r).least_s for r in ranks])
-        seconds = sorts_s + rows_s(config, work) * work.shares.memory
-        return Backward(_joined(engine, arrived), memory("rows", seconds, arrived))
-    sent, rows = [list(each) for each in after], [list(each) for each in sorted_ids]
+            pack_s = 2 * work.pooled_bytes / config.gpu.copy_gb_per_s / 1e9
+            packed = cluster.add_each("pack", [cluster.memory], pack_s, sent, **kernel)
+            sent = each_alone(send_all(sim, received, each_alone(packed), "push", collective=True))
+        sorts_s = np.array([sort_of(config, work, r).least_s for r in range(cluster.world_size)])
+        rows = cluster.add_each("rows", [cluster.memory], sorts_s + seconds, sent, **kernel)
+        return Backward(_joined(cluster, sent), rows)
+    before = [list(each) for each in sorted_ids]
     for share in gradient_parts(config, work):
         if several:
-            numbers = stage.send_all(engine, cluster, config, received * share, sent, "push", collective=False)
-            sent = [[number] for number in numbers]
-        begins = [[*sent[r], *rows[r]] for r in ranks]
-        seconds = rows_s(config, work) * work.shares.memory * share
-        rows = [[number] for number in memory("rows", seconds, begins, alone=True)]
-    return Backward(_joined(engine, sent), [number for (number,) in rows])
+            sent = each_alone(send_all(sim, received * share, sent, "push", collective=False))
+        begins = [[*a, *b] for a, b in zip(sent, before, strict=True)]
+        # An update leaves products no multiprocessor, and they leave it none.
+        alone = [cluster.memory, cluster.products]
+        before = each_alone(cluster.add_each("rows", alone, seconds * share, begins, **kernel))
+    return Backward(_joined(cluster, sent), [number for (number,) in before])
 
 
-def _joined(engine: Engine, after: Sequence[Sequence[int]]) -> list[int]:
+def _joined(cluster: Cluster, after: Sequence[Sequence[int]]) -> list[int]:
     return [
-        each[0] if len(each) == 1 else engine.add("gradients are there", {}, after=each, rank=rank)
+        each[0] if len(each) == 1 else cluster.engine.add("gradients are there", {}, after=each, rank=rank)
         for rank, each in enumerate(after)
     ]

@@ -1,32 +1,34 @@
 """`dlrm-overlap simulate`: simulate a stage, a step or a product, or many that differ in some keys; rows, a trace."""
 
+import argparse
 import csv
 import itertools
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from dlrm_overlap.config import InputError
 from dlrm_overlap.launching.environment import commit
-from dlrm_overlap.launching.parsing import Parser, parse_sections, reader_may_leave
+from dlrm_overlap.launching.parsing import parse_config, parse_sections, reader_may_leave
 from dlrm_overlap.launching.text_table import format_table
 from dlrm_overlap.simulate.config import SimulateConfig
 from dlrm_overlap.simulate.product import SimulatedProduct, simulate_product
 from dlrm_overlap.simulate.rows import chrome_trace, describe, describe_product, phases
-from dlrm_overlap.simulate.step import simulate
-from dlrm_overlap.simulate.training import read_training
+from dlrm_overlap.simulate.step import Simulated, simulate
 
 _SHOWN = ("what", "backend", "world_size", "hosts", "samples", "ms", "gpu_ms", "samples_per_s", "busiest_link")
 _SHOWN_OF_PRODUCTS = ("name", "layer", "ranks", "way", "ms", "product_ms", "scatter_ms", "memory_mb")
 
 
 def run(argv: Sequence[str], description: str) -> int:
-    """Do what the command line asks for and return the exit code 0.
+    """Simulate, print and write rows, and return the exit code 0.
 
     Raises:
         InputError: if a key, a value or a file is wrong.
@@ -38,70 +40,93 @@ def run(argv: Sequence[str], description: str) -> int:
 
 
 def _run(argv: Sequence[str], description: str) -> int:
-    train = [text for _, _, text in _options_at(argv, "--train")]
-    hosts = [text for _, _, text in _options_at(argv, "--hosts")]
-    if hosts and not train:
-        raise InputError(f"--hosts {hosts[-1]}: it goes with --train; set network.hosts")
-    defaults = read_training(Path(train[-1]), hosts[-1] if hosts else "1") if train else None
+    own, keys = _split(argv)
+    if own.hosts and not own.train:
+        raise InputError(f"--hosts {own.hosts}: it goes with --train; set network.hosts")
+    defaults = read_training(Path(own.train), own.hosts or "1") if own.train else None
     if defaults:
-        argv = [*argv, "--vary", f"exchange.backend=torchrec,{defaults['exchange']['backend']}"]
-
-    def read(options: Sequence[str]) -> tuple[SimulateConfig, Any]:
-        return parse_sections(SimulateConfig, "dlrm-overlap simulate", description, options, _add_options, defaults)
-
-    first, values = read(_without_vary(argv))
-    output, trace = values.output and Path(values.output), values.trace and Path(values.trace)
+        own.vary.append(f"exchange.backend=torchrec,{defaults['exchange']['backend']}")
+    combinations = list(_combinations(own.vary))
+    output, trace = own.output and Path(own.output), own.trace and Path(own.trace)
     for path in filter(None, (output, trace)):
         _check_file(path)
-    header = _header_of(output) if output and values.append else []
-    combinations = list(_combinations(argv))
+    header = _header_of(output) if output and own.append else []
     if trace and len(combinations) > 1:
         raise InputError(
             f"--trace {trace}: it takes one simulation, and --vary asks for {len(combinations)}; leave one of both out"
         )
-    configs = [first]
-    if combinations[0]:
-        # All are read before the first is simulated, so that a mistake in the last value costs no time.
-        configs = [read([*_without_vary(argv), *_options(each)])[0] for each in combinations]
+    # All are read before the first is simulated, so that a mistake in the last value costs no time.
+    configs: list[SimulateConfig] = []
+    for each in combinations:
+        options = [*keys, *(part for key, value in each.items() for part in (f"--{key}", value))]
+        configs.append(
+            parse_sections(SimulateConfig, "dlrm-overlap simulate", description, options, _add_options, defaults)[0]
+        )
     if len({config.what == "product" for config in configs}) > 1:
         raise InputError("--vary what: rows of products have other columns than those of steps; simulate them apart")
-    rows, last = [], None
-    with _progress() as progress:
+    found = _simulate(configs)
+    rows = [describe_product(each) if isinstance(each, SimulatedProduct) else describe(each) for each in found]
+    if output:
+        _write(output, [row | {"commit": commit() or ""} for row in rows], header, own.append)
+    with reader_may_leave():
+        _print(combinations, rows)
+        if len(rows) == 1:
+            print(f"\nrank 0, us\n{format_table(phases(found[0]))}")
+        for base, ours in zip(rows[::2], rows[1::2], strict=True) if own.train else ():
+            print(_verdict(base, ours))
+    if trace:
+        with _one_line(trace):
+            trace.write_text(json.dumps(chrome_trace(found[0])))
+        print(f"\ntrace: {trace}")
+    return 0
+
+
+def _split(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Return the values of the options of this command, and the others: a simulation's keys."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    _add_options(parser)
+    try:
+        own, keys = parser.parse_known_args(argv)
+    except argparse.ArgumentError as error:
+        raise InputError(f"{error}; see --help") from None
+    own.vary = own.vary or []
+    return own, keys
+
+
+def _simulate(configs: Sequence[SimulateConfig]) -> list[Simulated | SimulatedProduct]:
+    """Simulate in turn, with a bar on standard error, if that is a terminal."""
+    found: list[Simulated | SimulatedProduct] = []
+    console = Console(stderr=True)
+    columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         for number, config in enumerate(configs):
             kind = config.product.way if config.what == "product" else config.exchange.backend
             title = f"{number + 1} of {len(configs)}: {kind}, {config.network.world_size} GPUs"
             task = progress.add_task(title, total=None)
 
-            def tell(done: int, all_of: int, task: TaskID = task) -> None:
+            def report(done: int, all_of: int, task: TaskID = task) -> None:
                 progress.update(task, completed=done, total=all_of)
 
-            last = simulate_product(config, tell) if config.what == "product" else simulate(config, tell)
-            rows.append(describe_product(last) if isinstance(last, SimulatedProduct) else describe(last))
-    if output:
-        made_by = {"commit": commit() or ""}
-        _write(output, [row | made_by for row in rows], header, values.append)
-    with reader_may_leave():
-        print("simulated, not measured")
-        shown = _SHOWN_OF_PRODUCTS if first.what == "product" else _SHOWN
-        varied = {key.rpartition(".")[2]: key for key in combinations[0]}
-        more = {name: key for name, key in varied.items() if name not in shown}
-        lines = ([str(row[name]) for name in shown] for row in rows)
-        values_varied = ([each[key] for key in more.values()] for each in combinations)
-        print(format_table([[*more, *shown], *([*a, *b] for a, b in zip(values_varied, lines, strict=True))]))
-        if last is not None and len(rows) == 1:
-            print(f"\nrank 0, us\n{format_table(phases(last))}")
-        for base, ours in zip(rows[::2], rows[1::2], strict=True) if train else ():
-            print(_verdict(base, ours))
-    if trace and last is not None:
-        with _one_line(trace):
-            trace.write_text(json.dumps(chrome_trace(last)))
-        print(f"\ntrace: {trace}")
-    return 0
+            found.append(simulate_product(config, report) if config.what == "product" else simulate(config, report))
+    return found
 
 
-def _add_options(parser: Parser) -> None:
+def _print(combinations: Sequence[dict[str, str]], rows: Sequence[dict[str, Any]]) -> None:
+    """Print a table: the keys that vary, then the columns that are always shown."""
+    shown = _SHOWN_OF_PRODUCTS if rows[0]["what"] == "product" else _SHOWN
+    varied = {key.rpartition(".")[2]: key for key in combinations[0]}
+    more = {name: key for name, key in varied.items() if name not in shown}
+    lines = (
+        [*(each[key] for key in more.values()), *(str(row[name]) for name in shown)]
+        for each, row in zip(combinations, rows, strict=True)
+    )
+    print("simulated, not measured")
+    print(format_table([[*more, *shown], *lines]))
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", help="CSV file for the rows; one that exists is replaced")
-    parser.add_argument("--append", action="store_true", help="instead: write the rows behind those of the file")
+    parser.add_argument("--append", action="store_true", help="instead: write the rows after those of the file")
     text = "instead of the sections model, work and exchange: a training configuration; says whether its backend pays"
     parser.add_argument("--train", metavar="FILE", help=text)
     parser.add_argument("--hosts", help="of a training configuration: hosts of 8 GPUs that a fat tree joins")
@@ -114,7 +139,7 @@ def _add_options(parser: Parser) -> None:
 
 
 def _check_file(path: Path) -> None:
-    """Raise what is wrong with a file to be written, before anything is simulated."""
+    """Refuse a file that cannot be written, before anything is simulated."""
     if not path.parent.is_dir():
         raise InputError(f"{path}: there is no folder {path.parent}; make it, or name another file")
     if path.is_dir():
@@ -123,7 +148,7 @@ def _check_file(path: Path) -> None:
 
 @contextmanager
 def _one_line(path: Path) -> Iterator[None]:
-    """Raise what the system says about a file as a user's mistake."""
+    """Report an error of the system about a file as a user's mistake."""
     try:
         yield
     except OSError as error:
@@ -153,26 +178,10 @@ def _write(path: Path, rows: Sequence[dict[str, Any]], found: Sequence[str], app
         writer.writerows(rows)
 
 
-def _options_at(argv: Sequence[str], name: str) -> Iterator[tuple[int, int, str]]:
-    """Yield for each option `name` the index of its first and behind its last part, and its text."""
-    for i, option in enumerate(argv):
-        if option.startswith(f"{name}="):
-            yield i, i + 1, option.partition("=")[2]
-        elif option == name:
-            if i + 1 == len(argv):
-                raise InputError(f"{name}: no value follows; see --help")
-            yield i, i + 2, argv[i + 1]
-
-
-def _without_vary(argv: Sequence[str]) -> list[str]:
-    taken = {i for first, end, _ in _options_at(argv, "--vary") for i in range(first, end)}
-    return [option for i, option in enumerate(argv) if i not in taken]
-
-
-def _combinations(argv: Sequence[str]) -> Iterator[dict[str, str]]:
+def _combinations(vary: Sequence[str]) -> Iterator[dict[str, str]]:
     """Yield for each simulation the value of each key that varies."""
     varied = []
-    for _, _, text in _options_at(argv, "--vary"):
+    for text in vary:
         key, equals, values = text.partition("=")
         if not equals or not all(values.split(",")):
             raise InputError(f"--vary {text}: it takes a key and its values; write --vary network.hosts=1,2,4")
@@ -193,18 +202,6 @@ def _together(keys: Sequence[str], values: Sequence[str], text: str) -> dict[str
     return dict(zip(keys, values, strict=True))
 
 
-def _options(values: dict[str, str]) -> list[str]:
-    """Return the options that give each key its value."""
-    return [part for key, value in values.items() for part in (f"--{key}", value)]
-
-
-def _progress() -> Progress:
-    """Return a bar on standard error, shown only on a terminal."""
-    console = Console(stderr=True)
-    columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
-    return Progress(*columns, console=console, disable=not console.is_terminal)
-
-
 def _verdict(torchrec: dict[str, Any], ours: dict[str, Any]) -> str:
     """Return one line: does the backend of a row pay, compared with that of torchrec?"""
     over = float(torchrec["ms"]) / float(ours["ms"])
@@ -213,3 +210,46 @@ def _verdict(torchrec: dict[str, Any], ours: dict[str, Any]) -> str:
         f"simulated, on {ours['world_size']} GPUs: {ours['backend']} {'pays' if over > 1 else 'does not pay'}, "
         f"{over:.2f} times as fast as torchrec's exchange in a captured step{idle}"
     )
+
+
+def read_training(path: Path, hosts: str) -> dict[str, Any]:
+    """Return the keys of a simulated step that a training configuration gives, nested as in a simulation's file.
+
+    Its ids have one skew; where the tables have several, it is their mean. A run reads the tables' rows from its data;
+    here they must be in the file.
+
+    Raises:
+        InputError: if the file is none, or lacks the tables' rows.
+    """
+    config = parse_config("dlrm-overlap simulate", "", ["--config", str(path)], lambda parser: None)[0]
+    backend = "fused" if config.embedding.backend == "fused" else "pgas"
+    tables, embedding, train = config.data.tables, replace(config.embedding, backend=backend), config.train
+    if tables.rows is None:
+        raise InputError(f"--train {path}: data.tables.rows is null; write the tables' rows into the file")
+    if not hosts.isdigit() or not int(hosts):
+        raise InputError(f"--hosts {hosts}: not a whole number above 0; give the number of hosts")
+    wire = embedding.resolved_wire_dtype(train.precision)
+    return {
+        "model": asdict(config.model),
+        "network": {"kind": "switch" if int(hosts) == 1 else "fat_tree", "hosts": int(hosts), "gpus_per_host": 8},
+        "work": {
+            "tables": tables.number(),
+            "rows": tables.rows,
+            "max_rows": tables.max_rows,
+            "multi_hot": tables.multi_hot,
+            "zipf_alpha": float(np.mean(tables.zipf_alpha)),
+            "samples": train.batch_size,
+            "global_batch": train.global_batch_size,
+            "dense_features": config.data.dense_features,
+            "row_bytes": 2 if embedding.weight_dtype == "fp16" else 4,
+            "wire_bytes": 4 if wire == "fp32" else 2,
+            "id_bytes": 4,
+            "optimizer": embedding.optimizer,
+        },
+        "exchange": {
+            "backend": backend,
+            "schedule": embedding.schedule,
+            "slice_bags": embedding.slice_bags,
+            "aggregate_bytes": embedding.aggregate_bytes,
+        },
+    }

@@ -7,19 +7,19 @@ from dlrm_overlap.config import (
     InputError,
     ModelConfig,
     NonNegativeFloat,
+    NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     parse_multi_hot,
 )
 from dlrm_overlap.simulate.gpu_config import GpuConfig
-from dlrm_overlap.simulate.product_config import ProductConfig
 
 _MOST_GPUS, _MOST_WAVES, _MOST_TABLES, _MOST_TILES = 4096, 4096, 1 << 20, 1 << 18  # more take minutes, or the memory
 
 
 @dataclass(frozen=True)
 class NetworkConfig:
-    """Hosts and what joins them."""
+    """Hosts and the links between them."""
 
     kind: Literal["switch", "fat_tree", "torus"] = "switch"
     """switch: one host; fat_tree: a NIC a GPU, a leaf switch a rail, a spine; torus: hosts with four neighbours each"""
@@ -135,7 +135,7 @@ class ExchangeConfig:
     aggregate_us: NonNegativeFloat = 20.0
     """a gathered put leaves no later than this after its first bytes"""
     ids: Literal["beside", "behind"] = "beside"
-    """the next batch's ids share links with the step's transfers in equal parts, or take what these leave of them"""
+    """the next batch's ids share links with the step's transfers in equal parts, or take the rest of them"""
     waves: PositiveInt = 16
     """parts in which a rank's tasks are simulated; puts to other hosts leave at the end of each"""
 
@@ -148,14 +148,80 @@ class ExchangeConfig:
 
 @dataclass(frozen=True)
 class HostConfig:
-    """The host's time of a step, which runs beside the GPU's; whichever is longer counts."""
+    """The CPUs' time of a step, which runs beside the GPUs'; whichever is longer counts."""
 
     torchrec_ms: NonNegativeFloat = 0.0
-    """of torchrec, which issues its kernels one by one; 0 is a host that is never waited for"""
+    """of torchrec, which issues its kernels one by one; 0: the CPUs are never waited for"""
     captured_ms: NonNegativeFloat = 0.0
     """of pgas and fused"""
     stage_ms: NonNegativeFloat = 0.0
     """of the stage alone, whatever the backend, where its kernels are issued one by one"""
+
+
+@dataclass(frozen=True)
+class ProductConfig:
+    """A matrix product [m, k] x [k, n] with k divided among the ranks, so that its results are summed over them.
+
+    The defaults but m and n describe the GPU of the simulations of T3 (Pati et al. 2024); its rates are in `gpu`.
+    """
+
+    name: str = "T-NLG"
+    """of the model, for the rows"""
+    m: PositiveInt = 8192
+    """rows of the result: the tokens of a batch"""
+    n: PositiveInt = 4256
+    """columns of the result: the hidden size"""
+    layer: Literal["out", "fc2", "fc1_backward", "qkv_backward"] = "fc2"
+    """of a transformer, which gives k: the attention's output, n; the second layer after it, 4 n; the gradient of the
+    first layer's input, 4 n; that of the input of queries, keys and values, 3 n"""
+    k: PositiveInt | None = None
+    """instead of `layer`: terms of each sum, on all ranks together"""
+    way: Literal["serial", "software", "near_memory", "arbitrated", "ideal"] = "serial"
+    """serial: product, then reduce-scatter; software: finished parts are copied by copy engines and summed by kernels
+    beside the product; near_memory: finished parts are sent by triggered copies and summed by the memory; arbitrated:
+    the same, with the product's memory accesses first; ideal: product and reduce-scatter side by side, as if alone"""
+    pattern: Literal["ring", "direct"] = "ring"
+    """ring: a part goes from rank to rank, growing; direct, software only: a part goes to its owner, who sums all"""
+    parts: NonNegativeInt = 0
+    """direct: ranges in which the rows of the first and of the last owner are multiplied and sent, those of the first
+    from small to large, those of the last the other way, as the way copies of our products has them; 0: whole"""
+    gather: bool = True
+    """whether an all-gather follows, so that the whole is an all-reduce"""
+    element_bytes: PositiveInt = 2
+    """of inputs and results"""
+    programs: PositiveInt = 80
+    """tiles that are computed at a time"""
+    tile_m: PositiveInt = 128
+    """rows of a tile of the result"""
+    tile_n: PositiveInt = 128
+    """columns of a tile of the result"""
+    k_step: PositiveInt = 64
+    """terms of the sums that a tile's program has loaded before it computes"""
+    group_rows: PositiveInt = 8
+    """rows of tiles that are computed column by column before the next ones"""
+    cache_mb: PositiveFloat = 16.0
+    """of the GPU's last cache"""
+    update_factor: PositiveFloat = 2.0
+    """time that the memory takes to add a byte to a byte that it holds, over that of a plain write"""
+    trigger_us: NonNegativeFloat = 5.0
+    """software: from the end of a part's last tile to the begin of its copy"""
+    sum_share: PositiveFloat = 0.25
+    """software: part of the multiprocessors that the kernel that sums holds while it runs"""
+    sum_gb_per_s: PositiveFloat = 750.0
+    """software: of that kernel, bytes read and written"""
+
+    def __post_init__(self) -> None:
+        if self.pattern == "direct" and self.way in ("near_memory", "arbitrated"):
+            raise InputError(
+                f"product.pattern: direct, but product.way {self.way} sums along a ring; set product.pattern ring"
+            )
+        if self.sum_share >= 1:
+            raise InputError(f"product.sum_share: {self.sum_share} must be below 1; the rest is left to the product")
+
+    @property
+    def terms(self) -> int:
+        """Number of terms of each sum, on all ranks together."""
+        return self.k or self.n * {"out": 1, "fc2": 4, "fc1_backward": 4, "qkv_backward": 3}[self.layer]
 
 
 @dataclass(frozen=True)
@@ -177,7 +243,7 @@ class SimulateConfig:
     exchange: ExchangeConfig = field(default_factory=ExchangeConfig)
     """the exchange"""
     host: HostConfig = field(default_factory=HostConfig)
-    """the host"""
+    """the CPUs"""
     product: ProductConfig = field(default_factory=ProductConfig)
     """the matrix product"""
 

@@ -24,7 +24,7 @@ import numpy as np
 from dlrm_overlap.config import InputError
 
 _MOST_SECONDS = 1e12  # of an activity
-_TOGETHER = 1e-9  # relative: what differs by less has one time, or one level
+_TOGETHER = 1e-9  # relative: times, or levels, that differ by less are one
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Activity:
     size: float
     """activities that share a resource get rates in proportion to 1 / size; for a transfer its bytes"""
     delay_s: float
-    """between the end of what it comes after and its start"""
+    """between the end of its predecessors and its start"""
     least_s: float
     """it takes no less time, be resources ever so free"""
     priority: int
@@ -51,7 +51,7 @@ class Activity:
 
 @dataclass(frozen=True)
 class Timeline:
-    """When each activity began and ended, in seconds, and what the resources carried."""
+    """When each activity began and ended, in seconds, and how much the resources carried."""
 
     activities: Sequence[Activity]
     start_s: np.ndarray
@@ -73,12 +73,13 @@ class _Running:
     """Some activities, in the order of their numbers, and their entries of resources one after the other."""
 
     numbers: np.ndarray
-    left: np.ndarray
     entry_of: np.ndarray
+    """of each entry the place of its activity in the other arrays"""
     resources: np.ndarray
     amounts: np.ndarray
     weights: np.ndarray
     caps: np.ndarray
+    """greatest rates"""
     priorities: np.ndarray
 
     @staticmethod
@@ -89,7 +90,6 @@ class _Running:
             caps = 1.0 / np.array([each.least_s for each in activities], np.float64)
         return _Running(
             numbers=np.arange(len(activities)),
-            left=np.ones(len(activities)),
             entry_of=np.repeat(np.arange(len(activities)), [len(each.resources) for each in activities]),
             resources=np.concatenate([each.resources for each in activities] or empty).astype(np.int64),
             amounts=np.concatenate([each.amounts for each in activities] or empty),
@@ -98,29 +98,20 @@ class _Running:
             priorities=np.array([each.priority for each in activities], np.int64),
         )
 
-
-class _Table:
-    """All activities as arrays, out of which those that run are taken."""
-
-    def __init__(self, activities: Sequence[Activity]) -> None:
-        self._all = _Running.of(activities)
-        self._counts = np.bincount(self._all.entry_of, minlength=len(activities))
-        self._first = np.cumsum(self._counts) - self._counts
-
-    def take(self, numbers: np.ndarray, left: np.ndarray) -> _Running:
-        """Return the activities `numbers`, which are in order; of each so much is left."""
-        counts, every = self._counts[numbers], self._all
+    def take(self, numbers: np.ndarray) -> "_Running":
+        """Return some of all activities, whose numbers are in order."""
+        first, end = np.searchsorted(self.entry_of, numbers), np.searchsorted(self.entry_of, numbers, "right")
+        counts = end - first
         begins = np.cumsum(counts) - counts  # of their entries, among those that are taken
-        entries = np.arange(counts.sum()) + np.repeat(self._first[numbers] - begins, counts)
+        entries = np.arange(counts.sum()) + np.repeat(first - begins, counts)
         return _Running(
-            numbers=numbers,
-            left=left,
-            entry_of=np.repeat(np.arange(len(numbers)), counts),
-            resources=every.resources[entries],
-            amounts=every.amounts[entries],
-            weights=every.weights[numbers],
-            caps=every.caps[numbers],
-            priorities=every.priorities[numbers],
+            numbers,
+            np.repeat(np.arange(len(numbers)), counts),
+            self.resources[entries],
+            self.amounts[entries],
+            self.weights[numbers],
+            self.caps[numbers],
+            self.priorities[numbers],
         )
 
 
@@ -129,9 +120,9 @@ class Engine:
     """Activities and the resources that they share; `run` finds out when each begins and ends."""
 
     capacities: np.ndarray
-    """[R] float64, a second: bytes for a link, 1 for what is counted in seconds"""
+    """[R] float64, a second: bytes for a link, 1 for products, memory and puts, which are counted in seconds"""
     activities: list[Activity] = field(default_factory=list)
-    _after: list[tuple[int, ...]] = field(default_factory=list)
+    _after: list[set[int]] = field(default_factory=list)
 
     def add(
         self,
@@ -156,46 +147,43 @@ class Engine:
         resources, amounts = demands
         with np.errstate(over="ignore", divide="ignore"):
             seconds = max(float((amounts / self.capacities[resources]).max(initial=0.0)), delay_s, least_s)
-        if not seconds <= _MOST_SECONDS:  # nor is it a number if an amount is none
+        if not seconds <= _MOST_SECONDS:  # NaN is no less, either
             raise InputError(
                 f"{name}: {seconds:.3g} s are more than the simulator takes, {_MOST_SECONDS:.0e}; some rate is too "
                 f"small, or some size too great"
             )
-        used = amounts > 0
-        number = len(self.activities)
+        used, number = amounts > 0, len(self.activities)
         assert all(each < number for each in after), "an activity comes after earlier ones"
         assert size > 0, "an activity has a size"
         self.activities.append(
             Activity(name, rank, lane, resources[used], amounts[used], size, delay_s, least_s, priority)
         )
-        self._after.append(tuple(after))
+        self._after.append(set(after))
         return number
 
     def run(self, progress: Callable[[int, int], None] | None = None) -> Timeline:
-        """Run all activities; `progress` is told how many of how many have ended, event by event."""
+        """Run all activities; after each event `progress` gets how many of how many have ended."""
         count = len(self.activities)
-        waits, following = [len(set(after)) for after in self._after], [[] for _ in range(count)]
+        waits, following = [len(after) for after in self._after], [[] for _ in range(count)]
         for number, after in enumerate(self._after):
-            for each in set(after):
+            for each in after:
                 following[each].append(number)
         start, end = np.full(count, np.nan), np.full(count, np.nan)
         carried = np.zeros(len(self.capacities))
         due = [(self.activities[n].delay_s, n) for n in range(count) if not waits[n]]
         heapq.heapify(due)
-        table = _Table(self.activities)
-        running, now, ended, events = table.take(np.empty(0, np.int64), np.empty(0)), 0.0, 0, 0
-        rates = np.empty(0)
+        every = _Running.of(self.activities)
+        running, left, rates = every.take(np.empty(0, np.int64)), np.empty(0), np.empty(0)
+        now, ended, events = 0.0, 0, 0
         while due or len(running.numbers):
             with np.errstate(divide="ignore"):  # one that others of a higher priority leave nothing
-                next_end = float((running.left / rates).min()) + now if len(rates) else np.inf
+                next_end = float((left / rates).min()) + now if len(rates) else np.inf
             later = min(next_end, due[0][0]) if due else next_end
-            step = later - now
-            done = rates * step
+            done = rates * (later - now)
             carried += np.bincount(
                 running.resources, running.amounts * done[running.entry_of], minlength=len(self.capacities)
             )
-            left = running.left - done
-            now, events = later, events + 1
+            left, now, events = left - done, later, events + 1
             over = left <= _TOGETHER * np.maximum(1.0, rates * now)
             begun: list[int] = []
             finished: list[int] = running.numbers[over].tolist()
@@ -211,14 +199,12 @@ class Engine:
                 while due and due[0][0] <= now * (1 + _TOGETHER):
                     n = heapq.heappop(due)[1]
                     start[n] = now
-                    if len(self.activities[n].resources) or self.activities[n].least_s:
-                        begun.append(n)
-                    else:
-                        finished.append(n)
+                    takes_time = len(self.activities[n].resources) or self.activities[n].least_s
+                    (begun if takes_time else finished).append(n)
             numbers = np.concatenate([running.numbers[~over], np.array(begun, np.int64)])
-            left = np.concatenate([left[~over], np.ones(len(begun))])
             order = np.argsort(numbers)
-            running = table.take(numbers[order], left[order])
+            running = every.take(numbers[order])
+            left = np.concatenate([left[~over], np.ones(len(begun))])[order]
             rates = self._rates(running)
             if progress is not None:
                 progress(ended, count)
@@ -252,5 +238,4 @@ class Engine:
             rising = rising & ~fixed
             taken = fixed[entry_of]
             free -= np.bincount(of[taken], amounts[taken] * rates[entry_of[taken]], minlength=resources)
-            keep = ~taken
-            entry_of, of, amounts = entry_of[keep], of[keep], amounts[keep]
+            entry_of, of, amounts = entry_of[~taken], of[~taken], amounts[~taken]

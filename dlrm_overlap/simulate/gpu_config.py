@@ -1,4 +1,4 @@
-"""The section `gpu` of a simulation: rates of one GPU, and of what runs on it."""
+"""The section `gpu` of a simulation: rates of one GPU and of its kernels."""
 
 from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any
@@ -58,12 +58,12 @@ class KernelsConfig:
     backward: NonNegativeInt = 5
     """likewise in the backward: two products, two that sum the bias' gradient, the activation's"""
     loss: NonNegativeInt = 9
-    """of the loss, of casts, and of what else the forward has once"""
+    """of the loss, of casts, and of all else that the forward has once"""
 
 
 @dataclass(frozen=True)
 class GpuConfig:
-    """Rates of one GPU and of what runs on it. The defaults are an H200's, as configs/simulate/h200.yaml explains."""
+    """Rates of one GPU and of its kernels. The defaults are an H200's, as configs/simulate/h200.yaml explains."""
 
     memory_gb_per_s: PositiveFloat = 4225.0
     """of a copy within the memory, bytes read and written; of another GPU's, the rates below that are those of an
@@ -89,7 +89,7 @@ class GpuConfig:
     pair_tflop_per_s: PositiveFloat | None = 6.46
     """of the dot interaction's products, each pair counted once; null: as of other products"""
     step_us: NonNegativeFloat = 15.2
-    """that a captured step takes around its kernels: its launch, counters, what awaits the next batch's ids"""
+    """that a captured step takes around its kernels: its launch, counters, the wait for the next batch's ids"""
     optimizer_gb_per_s: PositiveFloat = 4044.0
     """of the dense optimizer's 26 bytes a parameter"""
     baseline: LookupConfig = field(default_factory=lambda: LookupConfig(3442.0, 0.2919, 4090.0, 6.632))
@@ -116,7 +116,7 @@ class GpuConfig:
 
 
 def _scaled(value: Any, default: Any, factor: float) -> Any:
-    """Return a rate, or a section of rates, of a memory that is so much faster; what is not the default stays."""
+    """Return a rate, or a section of rates, of a so much faster memory; a value that is not the default stays."""
     if isinstance(default, float):
         return value * factor if value == default else value
     rates = {each.name: getattr(default, each.name) for each in fields(default) if each.name.endswith("_per_s")}

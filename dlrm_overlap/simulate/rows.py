@@ -1,4 +1,4 @@
-"""What is shown of a simulation: a row of a CSV file, a table of phases, a trace."""
+"""A simulation as it is shown: a row of a CSV file, a table of phases, a trace."""
 
 from dataclasses import asdict
 from typing import Any
@@ -79,7 +79,7 @@ def describe_product(simulated: SimulatedProduct) -> dict[str, Any]:
 
 
 def phases(simulated: Simulated | SimulatedProduct) -> list[tuple[str, ...]]:
-    """Return a table of what rank 0 does: name, lane, first start and last end."""
+    """Return a table of the work of rank 0: name, lane, first start and last end."""
     timeline = simulated.timeline
     found: dict[tuple[str, str], tuple[float, float]] = {}
     for activity, start, end in zip(timeline.activities, timeline.start_s, timeline.end_s, strict=True):

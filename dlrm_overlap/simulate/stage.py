@@ -1,9 +1,9 @@
-"""The embedding stage as activities: who pools when, what travels when, when it has arrived.
+"""The embedding stage as activities: who pools when, and when pooled embeddings travel and arrive.
 
 **pgas and fused.** A rank's tasks are taken in the order of `kernels.schedule`, cut into waves of equal numbers of
-tasks. A wave is one activity: it takes the rank's memory for what it pools, and the links to peers in the host for what
-it stores there, in proportion, so a full link holds the pooling up, as it does when programs store. What is for other
-hosts is put when the wave ends, and travels beside the next waves: a put is not waited for. Puts to the same ranks
+tasks. A wave is one activity: it takes the rank's memory to pool, and the links to peers in the host to store, in
+proportion, so a full link holds the pooling up, as it does when programs store. The embeddings for other hosts are put
+when the wave ends, and travel beside the next waves: a put is not waited for. Puts to the same ranks
 follow one another, those to others share the links with them. Waves of equal destinations, all within the host, count
 as one.
 
@@ -19,18 +19,15 @@ import numpy as np
 
 from dlrm_overlap.kernels.grouping import Aggregator, Grouping
 from dlrm_overlap.kernels.schedule import TaskGrid, resolve_schedule
-from dlrm_overlap.simulate.cluster import Cluster
-from dlrm_overlap.simulate.collectives import arrivals
 from dlrm_overlap.simulate.config import SimulateConfig
-from dlrm_overlap.simulate.engine import Engine
-from dlrm_overlap.simulate.gpu_config import GpuConfig, LookupConfig
-from dlrm_overlap.simulate.topology import FatTree, Switch, Topology, Torus
-from dlrm_overlap.simulate.workload import Workload
+from dlrm_overlap.simulate.gpu_config import LookupConfig
+from dlrm_overlap.simulate.network import Cluster, FatTree, Switch, Topology, Torus, arrivals
+from dlrm_overlap.simulate.workload import Workload, build_workload
 
 _MANY_BAGS = 1 << 17
 
 
-def build_topology(config: SimulateConfig) -> Topology:
+def _topology(config: SimulateConfig) -> Topology:
     """Return the links of the configuration's hosts."""
     network, link = config.network, config.gpu.link_gb_per_s * 1e9
     nic = network.nic_gbit_per_s / 8 * 1e9
@@ -46,9 +43,18 @@ def build_topology(config: SimulateConfig) -> Topology:
     return Torus(width, network.hosts // width, network.gpus_per_host, link, nic)
 
 
-def build_cluster(config: SimulateConfig) -> Cluster:
-    """Return the configuration's GPUs and links."""
-    return Cluster(build_topology(config), config.network.latency_ns / 1e9, config.gpu.peer_us / 1e6)
+class Simulation(NamedTuple):
+    """A simulation: the functions here and in `backward` and `step` add its activities to the cluster's engine."""
+
+    config: SimulateConfig
+    cluster: Cluster
+    work: Workload
+
+    @staticmethod
+    def of(config: SimulateConfig) -> "Simulation":
+        """Return a simulation without an activity yet."""
+        cluster = Cluster(_topology(config), config.network.latency_ns / 1e9, config.gpu.peer_us / 1e6)
+        return Simulation(config, cluster, build_workload(config.model, config.work, cluster.world_size))
 
 
 @lru_cache(maxsize=8)
@@ -78,45 +84,30 @@ def has_few_bags(work: Workload) -> bool:
 def pooling_s(lookup: LookupConfig, work: Workload) -> np.ndarray:
     """Return [W]: how long each rank pools if nothing holds it up, after `lookup.us`.
 
-    Tables are read one after the other. Each takes as long as the memory needs for what is not in the cache, or as the
-    cache needs for all of its rows, whichever is longer.
+    Tables are read one after the other. Each takes as long as the memory needs for rows that are not in the cache, or
+    as the cache needs for all of its rows, whichever is longer.
     """
     from_memory = work.missed_bytes if lookup.cached_gb_per_s else work.read_bytes
     through_cache_s = work.read_bytes / (lookup.cached_gb_per_s or np.inf)
-    with np.errstate(over="ignore"):  # the engine refuses what takes so long
+    with np.errstate(over="ignore"):  # the engine refuses such times
         rows_s = np.maximum(from_memory / lookup.gb_per_s, through_cache_s).sum() / 1e9
     bag_ns = lookup.bag_ns + lookup.few_bag_ns * has_few_bags(work)
     other_s = (work.hbm_bytes - work.read_bytes.sum()) / lookup.gb_per_s / 1e9 + work.bags * bag_ns / 1e9
     return rows_s * work.shares.memory + other_s * work.shares.links
 
 
-def forward(
-    engine: Engine,
-    cluster: Cluster,
-    config: SimulateConfig,
-    work: Workload,
-    after: Sequence[Sequence[int]],
-    copies: bool = True,
-) -> list[int]:
+def forward(sim: Simulation, after: Sequence[Sequence[int]], copies: bool = True) -> list[int]:
     """Add the stage, forward, of all ranks; return for each the activity that ends when its embeddings are there.
 
-    `copies` says whether torchrec's lookup is followed by a copy into the send buffer, which the baseline of `bench`
-    leaves out.
+    `copies` is false where torchrec's lookup is not followed by a copy into the send buffer, as in `bench`'s baseline.
     """
-    if config.exchange.backend == "torchrec":
-        return _collective_forward(engine, cluster, config, work, after, copies)
-    return _fused_forward(engine, cluster, config, work, after)
-
-
-def collective_s(gpu: GpuConfig) -> float:
-    """Return the latency of a collective, in seconds."""
-    return gpu.collective_us / 1e6
+    if sim.config.exchange.backend == "torchrec":
+        return _collective_forward(sim, after, copies)
+    return _fused_forward(sim, after)
 
 
 def send_all(
-    engine: Engine,
-    cluster: Cluster,
-    config: SimulateConfig,
+    sim: Simulation,
     pair_bytes: np.ndarray,
     after: Sequence[Sequence[int]],
     name: str,
@@ -127,60 +118,50 @@ def send_all(
 
     `pair_bytes` is [W, 1], of the rank that sends, or [W], of the rank that receives.
     """
-    gpu = config.gpu
+    config, cluster, _ = sim
+    gpu, W = config.gpu, cluster.world_size
     factor = gpu.link_gb_per_s / gpu.collective_gb_per_s if collective else 1.0
-    delay_s = collective_s(gpu) if collective else 0.0
+    delay_s = gpu.collective_us / 1e6 if collective else 0.0
     sends = []
-    for rank in range(cluster.world_size):
-        bytes_to = np.broadcast_to(pair_bytes, (cluster.world_size, cluster.world_size))[rank].copy()
+    for rank, bytes_to in enumerate(np.broadcast_to(pair_bytes, (W, W)).copy()):
         bytes_to[rank] = 0.0
         away = int((~cluster.same_host(rank)).sum())
         demands = cluster.sent(rank, bytes_to, issue_s=away * config.network.message_ns / 1e9, peer_factor=factor)
-        size = max(float(bytes_to.sum()), 1.0)
-        sends.append(
-            engine.add(name, demands, size, after[rank], rank=rank, lane="links", delay_s=delay_s, priority=priority)
-        )
-    return arrivals(engine, cluster, sends, name)
+        number = cluster.engine.add(
+            name, demands, max(float(bytes_to.sum()), 1.0), after[rank], rank=rank, lane="links", delay_s=delay_s,
+            priority=priority,
+        )  # fmt: skip
+        sends.append(number)
+    return arrivals(cluster, sends, name)
 
 
-def _collective_forward(
-    engine: Engine,
-    cluster: Cluster,
-    config: SimulateConfig,
-    work: Workload,
-    after: Sequence[Sequence[int]],
-    copies: bool,
-) -> list[int]:
-    gpu, W, sent = config.gpu, cluster.world_size, work.pair_bytes * work.shares.links
+def _collective_forward(sim: Simulation, after: Sequence[Sequence[int]], copies: bool) -> list[int]:
+    config, cluster, work = sim
+    gpu, several, sent = config.gpu, cluster.world_size > 1, work.pair_bytes * work.shares.links
 
-    def pass_s(nbytes: float) -> float:
-        return 2 * nbytes / gpu.copy_gb_per_s / 1e9 if W > 1 else 0.0  # one rank's output is neither sent nor copied
+    def pass_s(nbytes: float | np.ndarray) -> float | np.ndarray:
+        return 2 * nbytes / gpu.copy_gb_per_s / 1e9
 
-    looked_up = []
-    for rank, pooled_s in enumerate(pooling_s(gpu.baseline, work)):
-        demand = {cluster.memory(rank): pooled_s + (pass_s(sent[rank] * W) if copies else 0.0)}
-        number = engine.add(
-            "lookup", demand, work.hbm_bytes, after[rank], rank=rank, lane="memory", delay_s=gpu.baseline.us / 1e6
-        )
-        looked_up.append([number])
-    if W == 1:
-        return [number for (number,) in looked_up]
-    here = send_all(engine, cluster, config, sent[:, None], looked_up, "all-to-all", collective=True)
-    return [
-        engine.add(
-            "unpack",
-            {cluster.memory(r): pass_s(work.pooled_bytes)},
-            work.pooled_bytes,
-            [here[r]],
-            rank=r,
-            lane="memory",
-        )
-        for r in range(W)
-    ]
+    seconds = pooling_s(gpu.baseline, work)
+    if several and copies:
+        seconds = seconds + pass_s(sent * cluster.world_size)
+    looked_up = cluster.add_each(
+        "lookup", [cluster.memory], seconds, after, lane="memory", size=work.hbm_bytes, delay_s=gpu.baseline.us / 1e6
+    )
+    if not several:  # one rank's output is neither sent nor copied
+        return looked_up
+    here = send_all(sim, sent[:, None], each_alone(looked_up), "all-to-all", collective=True)
+    nbytes = work.pooled_bytes
+    return cluster.add_each("unpack", [cluster.memory], pass_s(nbytes), each_alone(here), lane="memory", size=nbytes)
+
+
+def each_alone(numbers: Sequence[int]) -> list[list[int]]:
+    """Return for each rank a list of its one activity, as `after` takes it."""
+    return [[number] for number in numbers]
 
 
 class Puts(NamedTuple):
-    """How what a rank has for another host leaves it."""
+    """How pooled embeddings for another host leave a rank."""
 
     bytes: float
     """of a put"""
@@ -191,7 +172,7 @@ class Puts(NamedTuple):
 def puts_to_host(config: SimulateConfig, work: Workload, host_bytes_per_s: float) -> Puts:
     """Return the puts of a rank to another host, by the exchange's own rule (`kernels.grouping`).
 
-    A put is a pooled embedding under pgas and a slice under fused, at most what there is for one rank. If they are
+    A put is a pooled embedding under pgas and a slice under fused, at most all that one rank gets. If they are
     gathered, they are finished at a constant rate, and the first group stands for all.
 
     Args:
@@ -213,10 +194,9 @@ def puts_to_host(config: SimulateConfig, work: Workload, host_bytes_per_s: float
     return Puts(group_bytes / len(puts), max(part - put.start for part, put in puts) * part_s)
 
 
-def _fused_forward(
-    engine: Engine, cluster: Cluster, config: SimulateConfig, work: Workload, after: Sequence[Sequence[int]]
-) -> list[int]:
-    gpu, exchange, W = config.gpu, config.exchange, cluster.world_size
+def _fused_forward(sim: Simulation, after: Sequence[Sequence[int]]) -> list[int]:
+    config, cluster, work = sim
+    engine, gpu, exchange, W = cluster.engine, config.gpu, config.exchange, cluster.world_size
     hosts = config.network.hosts
     lookup = gpu.fused if exchange.backend == "fused" else gpu.pgas
     schedule = resolve_schedule(exchange.schedule)
@@ -225,7 +205,7 @@ def _fused_forward(
     to_host = work.pair_bytes * config.network.gpus_per_host
     # Unless destinations take turns, a rank pools for one host at a time.
     put = puts_to_host(config, work, to_host / alone_s.mean() * (1 if schedule == "balanced" else hosts))
-    arriving_s = work.pair_bytes / gpu.memory_gb_per_s / 1e9  # of a peer's memory, for what one rank stores there
+    arriving_s = work.pair_bytes / gpu.memory_gb_per_s / 1e9  # of a peer's memory, for the stores of one rank
     ends = []
     for rank in range(W):
         near, pair_bytes = cluster.same_host(rank), work.pair_bytes * links[rank]
@@ -237,7 +217,7 @@ def _fused_forward(
         for part in parts:
             inside = np.where(near, part, 0.0) * pair_bytes
             inside[rank] = 0.0
-            own_s = part.sum() / W * alone_s[rank]  # what arrives from peers is in `alone_s` once, in all waves
+            own_s = part.sum() / W * alone_s[rank]  # `alone_s` counts stores of peers once, in all waves
             own_s -= part.sum() / W * (near.sum() - 1) * arriving_s if W > 1 else 0.0
             demands = cluster.sent(rank, inside, memory_s=inside / gpu.memory_gb_per_s / 1e9, own_s=max(own_s, 0.0))
             size = work.hbm_bytes * part.sum() / W
@@ -252,7 +232,7 @@ def _fused_forward(
                 before = [puts[to_same]] if to_same in puts else []
                 puts[to_same] = engine.add("put", demands, size, [ready, *before], rank=rank, lane="network")
         ends.append(engine.add("sent", {}, after=[*last, *puts.values()], rank=rank, lane="flags"))
-    return arrivals(engine, cluster, ends, "embeddings") if W > 1 else ends
+    return arrivals(cluster, ends, "embeddings") if W > 1 else ends
 
 
 def _merge(parts: np.ndarray) -> list[np.ndarray]:

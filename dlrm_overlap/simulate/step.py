@@ -2,14 +2,14 @@
 
     ids of the next batch     | over the links, beside everything
     lookup, exchange          | the bottom MLP's forward beside it
-    ids are sorted            | behind the lookup, beside the head's forward, which waits for their kernels
+    ids are sorted            | after the lookup, beside the head's forward, which waits for their kernels
     head, forward             | when the embeddings and the bottom MLP's output are there
     head's backward           | up to the embeddings' gradient
-    weights' gradients        | pgas, fused: of the cross network, behind the backward
-    push of gradients         | behind the first of these products, or behind the head's backward
+    weights' gradients        | pgas, fused: of the cross network, after the backward
+    push of gradients         | after the first of these products, or after the head's backward
     bottom MLP's backward     | beside the push
     rows are updated          | part by part, when their gradients are there and the ids are sorted
-    all-reduce, optimizer     | behind the products of all weights, and behind the push
+    all-reduce, optimizer     | after the products of all weights, and after the push
 
 That is the step of pgas and fused. Under torchrec, or with `exchange.backward: collective`, all weights' gradients are
 part of the backward, gradients of embeddings are packed and sent by a collective, and dense gradients are summed in
@@ -21,27 +21,28 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from dlrm_overlap.embedding.traffic import DenseCounts, count_dense
-from dlrm_overlap.simulate import stage
-from dlrm_overlap.simulate.backward import add_backward, collective_backward, sort_of
-from dlrm_overlap.simulate.cluster import Cluster
-from dlrm_overlap.simulate.collectives import hierarchical_all_reduce, ring_all_reduce
-from dlrm_overlap.simulate.config import SimulateConfig
-from dlrm_overlap.simulate.engine import Engine, Timeline
-from dlrm_overlap.simulate.workload import Workload, build_workload
+import numpy as np
 
-_OPTIMIZER_BYTES = 26  # a parameter: what an update under Adagrad with a bfloat16 shadow reads and writes
+from dlrm_overlap.embedding.traffic import DenseCounts, count_dense
+from dlrm_overlap.simulate.backward import add_backward, collective_backward, sort_of
+from dlrm_overlap.simulate.config import SimulateConfig
+from dlrm_overlap.simulate.engine import Timeline
+from dlrm_overlap.simulate.network import hierarchical_all_reduce, ring_all_reduce
+from dlrm_overlap.simulate.stage import Simulation, each_alone, forward, send_all
+from dlrm_overlap.simulate.workload import Workload
+
+_OPTIMIZER_BYTES = 26  # a parameter, read and written by an update under Adagrad with a bfloat16 shadow
 _BUCKETS = 4  # in which the collective backward sums dense gradients
 
 
 class DenseSeconds(NamedTuple):
-    """The products of the dense part's pieces, in seconds, and the kernels that each has one after the other."""
+    """The dense part's products, in seconds, and the kernels that each has one after the other."""
 
     bottom_forward: float
     head_forward: float
     head_backward: float
     weights: float
-    """gradients of the cross network's weights, which pgas and fused take behind the backward; else 0"""
+    """gradients of the cross network's weights, which pgas and fused take after the backward; else 0"""
     bottom_backward: float
     bottom_forward_kernels: int
     bottom_backward_kernels: int
@@ -91,114 +92,99 @@ class Simulated:
     timeline: Timeline
     work: Workload
     gpu_ms: float
-    """until the last rank has ended, the host aside"""
+    """until the last rank has ended, the CPUs aside"""
 
     @property
     def ms(self) -> float:
-        """The time of the GPUs or of the host, whichever is longer."""
+        """The time of the GPUs or of the CPUs, whichever is longer."""
         torchrec = self.config.exchange.backend == "torchrec"
         host_ms = self.config.host.torchrec_ms if torchrec else self.config.host.captured_ms
         return max(self.gpu_ms, host_ms if self.config.what == "step" else self.config.host.stage_ms)
 
 
 def simulate(config: SimulateConfig, progress: Callable[[int, int], None] | None = None) -> Simulated:
-    """Simulate what the configuration says."""
-    cluster = stage.build_cluster(config)
-    work = build_workload(config.model, config.work, cluster.world_size)
-    engine = cluster.engine()
+    """Simulate a stage, a backward or a step."""
+    sim = Simulation.of(config)
+    none: list[list[int]] = [[] for _ in range(sim.cluster.world_size)]
     if config.what == "stage":
-        stage.forward(engine, cluster, config, work, [[]] * cluster.world_size)
+        forward(sim, none)
     elif config.what == "backward":
-        add_backward(engine, cluster, config, work, [[]] * cluster.world_size, [[]] * cluster.world_size)
+        add_backward(sim, none, none)
     else:
-        _add_step(engine, cluster, config, work)
-    timeline = engine.run(progress)
-    return Simulated(config, timeline, work, timeline.seconds * 1e3)
+        _add_step(sim, none)
+    timeline = sim.cluster.engine.run(progress)
+    return Simulated(config, timeline, sim.work, timeline.seconds * 1e3)
 
 
-def _sorts(engine: Engine, cluster: Cluster, config: SimulateConfig, work: Workload, after: Sequence[int]) -> list[int]:
+def _add_sorts(sim: Simulation, after: Sequence[int]) -> list[list[int]]:
     """Add the sort of each rank's ids and return it; none where sorts take no time.
 
     Its kernels are in the same queue of programs as the dense part's: while they have the multiprocessors, those wait.
     """
+    config, cluster, work = sim
     sorts = [sort_of(config, work, rank) for rank in range(cluster.world_size)]
-    if not any(sort.least_s for sort in sorts):
-        return []
-    return [
-        engine.add(
-            "sort", {cluster.products(r): sort.busy_s}, max(sort.busy_s, 1e-12), [after[r]], rank=r, lane="ids",
-            least_s=sort.least_s,
-        )
-        for r, sort in enumerate(sorts)
-    ]  # fmt: skip
+    busy_s, least_s = (np.array(column) for column in zip(*sorts, strict=True))
+    if not least_s.any():
+        return [[] for _ in sorts]
+    numbers = cluster.add_each("sort", [cluster.products], busy_s, each_alone(after), lane="ids", least_s=least_s)
+    return each_alone(numbers)
 
 
-def _add_step(engine: Engine, cluster: Cluster, config: SimulateConfig, work: Workload) -> None:
-    ranks, gpu, dense = range(cluster.world_size), config.gpu, dense_seconds(config, work)
-    several, baseline = cluster.world_size > 1, config.exchange.backend == "torchrec"
-    collective = collective_backward(config)
+def _add_step(sim: Simulation, none: list[list[int]]) -> None:
+    config, cluster, work = sim
+    gpu, dense, engine = config.gpu, dense_seconds(config, work), cluster.engine
+    several, collective = cluster.world_size > 1, collective_backward(config)
 
     def products(name: str, seconds: float, after: list[list[int]], kernels: float) -> list[int]:
         delay_s = kernels * gpu.kernel_us / 1e6
-        return [
-            engine.add(
-                name, {cluster.products(r): seconds}, max(seconds, 1e-12), after[r], rank=r, lane="products",
-                delay_s=delay_s,
-            )
-            for r in ranks
-        ]  # fmt: skip
+        return cluster.add_each(name, [cluster.products], seconds, after, lane="products", delay_s=delay_s)
 
     def each(*numbers: list[int]) -> list[list[int]]:
         return [list(together) for together in zip(*numbers, strict=True)]
 
-    none: list[list[int]] = [[] for _ in ranks]
-    begun = [engine.add("step begins", {}, rank=r, delay_s=gpu.step_us / 1e6) for r in ranks]
+    begun = each_alone([engine.add("step begins", {}, rank=r, delay_s=gpu.step_us / 1e6) for r in range(len(none))])
     if several:
         received = work.id_bytes / (cluster.world_size - 1) * work.shares.ids
-        stage.send_all(
-            engine, cluster, config, received, none, "ids", collective=baseline,
-            priority=-1 if config.exchange.ids == "behind" else 0,
-        )  # fmt: skip
-    embeddings = stage.forward(engine, cluster, config, work, each(begun))
-    bottom = products("bottom MLP", dense.bottom_forward, each(begun), dense.bottom_forward_kernels)
+        priority = -1 if config.exchange.ids == "behind" else 0
+        send_all(sim, received, none, "ids", collective=config.exchange.backend == "torchrec", priority=priority)
+    embeddings = forward(sim, begun)
+    bottom = products("bottom MLP", dense.bottom_forward, begun, dense.bottom_forward_kernels)
     head = products("head", dense.head_forward, each(embeddings, bottom), dense.head_forward_kernels)
     buckets = _BUCKETS if collective else 1
-    back, pieces = head, []
+    back, ready = head, []
     for _ in range(buckets):
-        back = products(
-            "head's backward", dense.head_backward / buckets, each(back), dense.head_backward_kernels / buckets
-        )
-        pieces.append(back)
+        kernels = dense.head_backward_kernels / buckets
+        back = products("head's backward", dense.head_backward / buckets, each(back), kernels)
+        ready.append(each(back))
     first, weights = back, back
     if dense.weights:
         layers = config.model.cross_layers
         first = products("weights' gradients, first", dense.weights / layers, each(back), 1)
         weights = products("weights' gradients", dense.weights * (layers - 1) / layers, each(first), 1)
     bottom_back = products("bottom MLP's backward", dense.bottom_backward, each(back), dense.bottom_backward_kernels)
-    ids = [] if collective else _sorts(engine, cluster, config, work, embeddings)
-    gradients = each(back if collective else first)
-    arrived, _ = add_backward(engine, cluster, config, work, gradients, each(ids) if ids else none)
-    parameters = dense.counts.parameters
+    ids = none if collective else _add_sorts(sim, embeddings)
+    arrived, _ = add_backward(sim, each(back if collective else first), ids)
     summed = bottom_back
     if several:
-        way = ring_all_reduce if config.network.hosts == 1 else hierarchical_all_reduce
-        latency_s = stage.collective_s(gpu) if collective else 0.0
-        # A bucket is summed behind the one before; the last is that of the layers whose gradients come last.
-        parts = [each(piece) for piece in pieces[:-1]] + [
-            each(bottom_back) if collective else each(bottom_back, weights, arrived)
+        # The last bucket is that of the layers whose gradients come last.
+        ready[-1] = each(bottom_back) if collective else each(bottom_back, weights, arrived)
+        summed = _add_all_reduces(sim, ready, 4.0 * dense.counts.parameters)
+    seconds = _OPTIMIZER_BYTES * dense.counts.parameters / gpu.optimizer_gb_per_s / 1e9
+    cluster.add_each(
+        "optimizer", [cluster.memory], seconds, each_alone(summed), lane="memory", delay_s=gpu.kernel_us / 1e6
+    )
+
+
+def _add_all_reduces(sim: Simulation, ready: Sequence[list[list[int]]], nbytes: float) -> list[int]:
+    """Add the sums of all buckets, one after the other; each begins when its gradients are `ready`."""
+    config, cluster, _ = sim
+    all_reduce = ring_all_reduce if config.network.hosts == 1 else hierarchical_all_reduce
+    delay_s = config.gpu.collective_us / 1e6 if collective_backward(config) else 0.0
+    summed: list[int] = []
+    for bucket in ready:
+        begins = [
+            cluster.engine.add("all-reduce begins", {}, after=[*after, *summed[r : r + 1]], rank=r, delay_s=delay_s)
+            for r, after in enumerate(bucket)
         ]
-        summed = None
-        for part in parts:
-            begins = part if summed is None else [[*ends, before] for ends, before in zip(part, summed, strict=True)]
-            numbers = [
-                engine.add("all-reduce begins", {}, after=after, rank=r, delay_s=latency_s)
-                for r, after in enumerate(begins)
-            ]
-            summed = way(engine, cluster, 4.0 * parameters / len(parts), each(numbers))
-        assert summed is not None
-    seconds = _OPTIMIZER_BYTES * parameters / gpu.optimizer_gb_per_s / 1e9
-    for r in ranks:
-        engine.add(
-            "optimizer", {cluster.memory(r): seconds}, seconds, [summed[r]], rank=r, lane="memory",
-            delay_s=gpu.kernel_us / 1e6,
-        )  # fmt: skip
+        summed = all_reduce(cluster, nbytes / len(ready), each_alone(begins))
+    return summed

@@ -1,4 +1,4 @@
-"""What ranks have to do in a step, counted by `embedding.traffic` as the figures of `bench` count: the mean rank's
+"""The work of ranks in a step, counted by `embedding.traffic` as the figures of `bench` count: the mean rank's
 work, and how much of it each rank has by the plan.
 """
 
@@ -14,7 +14,7 @@ from dlrm_overlap.embedding.traffic import ShardTraffic, UpdateBytes, pooling_by
 from dlrm_overlap.simulate.config import WorkConfig
 
 _EXACT_RANKS, _BIN = 4096, 1.01  # the first so many rows one by one, then rows together up to 1% more
-CACHE_BYTES = 25e6  # half of an H200's L2: either half keeps what the multiprocessors beside it have read
+CACHE_BYTES = 25e6  # half of an H200's L2: either half keeps the rows that the multiprocessors beside it have read
 _CAPACITY_BYTES = 112 * 10**9  # of a rank's tables: an H200's memory, less the fifth that `embedding.plan` reserves
 
 
@@ -56,7 +56,7 @@ class Workload:
     pair_bytes: float
     """of pooled embeddings from one rank to one other"""
     pooled_bytes: float
-    """of a rank's samples, all tables: what it has after the exchange"""
+    """of a rank's samples, all tables, after the exchange"""
     update: UpdateBytes
     """of the backward"""
     id_bytes: float

@@ -18,7 +18,7 @@ from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
 from dlrm_overlap import backends, config
 from dlrm_overlap.bench.registry import FIGURES
-from dlrm_overlap.bench.report.measured import read_measured, runs, shape
+from dlrm_overlap.bench.report.measured import read_measured
 from dlrm_overlap.bench.report.page import make_section, markdown_page, report_order
 from dlrm_overlap.bench.report.plots import PLOTS
 from dlrm_overlap.config import Config
@@ -143,17 +143,6 @@ def test_the_page_of_figures_has_a_command_of_every_kind() -> None:
     assert set(FIGURES) <= set(PLOTS), "and each has a plot"
 
 
-def test_readme_and_its_plot_show_the_measured_rows() -> None:
-    shown, shapes = read_table("README.md", "| tables/GPU"), runs(read_rows(Path("docs/results/stage.csv")))
-    picture = Path("docs/results/report/stage.svg").read_text()
-    for cells, run in zip(shown, shapes, strict=True):
-        medians = [f"{float(run[name]['median_ms']):.2f}" for name in ("baseline", "torchrec", "pgas", "fused")]
-        first = run["baseline"]
-        assert cells == [shape(first).replace("\n", ", "), *medians, f"{float(first['limit_ms']):.2f}"]
-        ratios = [float(each["median_ms"]) / float(first["median_ms"]) for each in run.values()]
-        assert all(f">{ratio:.2f}</text>" in picture for ratio in ratios)
-
-
 def test_auto_is_as_fast_as_the_best_put() -> None:
     """`embedding.put: auto` is at most 3% slower than the fastest of the three, on every shape that was measured."""
     shapes: dict[tuple[str, ...], dict[str, float]] = {}
@@ -174,21 +163,6 @@ def test_a_report_is_made_of_all_rows() -> None:
     files.sort(key=report_order)
     page = markdown_page([make_section(each) for each in files])
     assert [each.name for each in files if each.name not in page] == []
-
-
-def test_the_pages_show_the_tables_that_scripts_make() -> None:
-    ablation, gemm, collectives = (runpy.run_path(f"docs/results/{name}_table.py") for name in _SCRIPTS)
-    tables = [("step", "ablation", ablation["ablation_table"], (reference,)) for reference in ablation["ABLATION"]]
-    for name in gemm["FILES"]:
-        tables += [("gemm", name.removesuffix(".csv"), gemm["gemm_table"], (each,)) for each in gemm["OPERATORS"]]
-    for name, found in (("collectives", "TABLES"), ("collectives_all_gather", "ALL_GATHER_TABLES")):
-        tables += [("collectives", name, collectives["collectives_table"], each) for each in collectives[found]]
-    for page, name, make, arguments in tables:
-        made = "\n".join(make(read_rows(Path(f"docs/results/{name}.csv")), *arguments))
-        assert made in Path(f"docs/results/{page}.md").read_text(), (page, name, arguments)
-
-
-_SCRIPTS = ("ablation", "gemm", "collectives")
 
 
 def test_the_map_names_every_chapter_and_every_heading_in_order() -> None:

@@ -1,6 +1,5 @@
 """The ablation of the whole step: one thing more or less, measured beside its reference."""
 
-import runpy
 from pathlib import Path
 from typing import Any
 
@@ -66,20 +65,3 @@ def test_groups_take_turns_with_both_references(
         ratio = float(row["median_ms"]) / float(row["reference_ms"])
         assert float(row["over_reference"]) == pytest.approx(ratio, rel=1e-2)
         assert (row["agrees"], row["fullest_rank_rows"], row["fullest_rank_columns"]) == ("True", "1", "1")
-
-
-def test_the_tables_of_the_page_tell_what_is_saved_and_what_it_costs_to_leave_out() -> None:
-    table = runpy.run_path("docs/results/ablation_table.py")["ablation_table"]
-    row = {"reference_ms": "10", "over_reference": "0.9"}
-    rows = [
-        {"contender": "torchrec", "median_ms": "10", **row},
-        {"contender": "torchrec_int32", "median_ms": "9", **row},
-        {"contender": "torchrec_compiled", "median_ms": "10.5", **row},
-        {"contender": "pgas_eager", "median_ms": "8.25", **row},
-        {"contender": "pgas_graph_no_flat", "median_ms": "3.5", "reference_ms": "3", "over_reference": ""},
-        {"contender": "pgas_graph_one_part", "median_ms": "3.25", "reference_ms": "3", "over_reference": "1.08"},
-    ]
-    numbers = [[cell.strip() for cell in line.split("|")[2:5]] for line in table(rows, "torchrec")[2:]]
-    assert numbers == [["8.25", "10.00", "1.75"], ["9.00", "10.00", "1.00"], ["10.50", "10.00", "-0.50"]]
-    numbers = [[cell.strip() for cell in line.split("|")[2:5]] for line in table(rows, "pgas_graph")[2:]]
-    assert numbers == [["3.50", "3.00", "-"], ["3.25", "3.00", "0.25"]]

@@ -168,18 +168,3 @@ def test_an_unknown_strategy_cannot_be_left_out() -> None:
 
 def test_a_strategy_of_few_multiprocessors_has_them_in_its_name() -> None:
     assert Strategy("partition", "collective_12", share=12, partitioned=True).label == "partition_12"
-
-
-def test_the_page_shows_what_was_measured() -> None:
-    text = Path("docs/results/concurrent.md").read_text()
-    numbers, expected = ("fraction_of_ideal", "speedup", "together_ms"), []
-    columns = ("G-long", "GC-equal", "C-long", "all", "mean_speedup")
-    for name in ("concurrent", "concurrent_repeated"):
-        measured = read_rows(Path(f"docs/results/{name}.csv"))
-        lines = summarise([{**row, **{key: float(row[key]) for key in numbers}} for row in measured])
-        expected += [
-            " | ".join([f"| `{line['strategy']}`", *(f"{line[key]:.2f}" for key in columns), f"{line['best']} |"])
-            for line in lines
-        ]
-        assert f"allows {limit_by_memory(measured):.2f} of the ideal" in " ".join(text.split())
-    assert [line for line in text.splitlines() if line.startswith("| `")] == expected

@@ -1,6 +1,5 @@
 """What a copy engine refuses, on CPU tensors: nothing reaches a GPU by then. What it copies is checked on GPUs."""
 
-import runpy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from dlrm_overlap.comm.copy_engine import Copy2D, CopyEngine, _check
 from dlrm_overlap.config import InputError
 from tests.conftest import read_rows
 from tests.distributed.interpreted import without_streams
+from tests.pages import is_todays
 
 BYTES, WORD = torch.zeros(6, 4, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64)
 
@@ -68,14 +68,13 @@ def test_large_rows_are_copied_and_small_ones_stored(case: tuple[str, bool], lea
 
 
 def test_no_way_is_faster_than_the_chosen_one_by_more_than_a_twentieth() -> None:
-    made = runpy.run_path("docs/results/collectives_table.py")
     medians: dict[tuple[str, ...], dict[str, float]] = {}
     best: dict[tuple[str, ...], float] = {}
     for row in read_rows(Path("docs/results/collectives.csv")):
         case = row["operation"], row["beside"], row["captured"], row["mb_per_peer"]
         median = float(row["median_ms"])
         best[case] = min(median, best.get(case, median))
-        if made["is_todays"](row):
+        if is_todays(row):
             medians.setdefault(case, {})[row["contender"]] = median
     assert best
     for case, least in best.items():

@@ -8,7 +8,7 @@ import torch
 
 from dlrm_overlap.dense.gemm.problem import Problem
 from dlrm_overlap.dense.gemm.products import rule
-from tests.published import Run, gemm_runs, ms_of
+from tests.pages import Row, Run, ms_of, read
 
 WAYS = ("serial", "copies", "pushes", "tiles", "triggered")
 
@@ -20,7 +20,10 @@ def problem_of(operator: str, rows: int, columns: int, inner: int) -> Problem:
 def measured() -> Iterator[tuple[Problem, int, Run]]:
     """Yield each problem of the committed rows, its ranks, and its rows."""
     for name in ("gemm", "gemm_two", "gemm_few"):
-        for (operator, m, k, n), run in gemm_runs(name).items():
+        found: dict[tuple[str, ...], dict[str, Row]] = {}
+        for row in read(f"{name}.csv"):
+            found.setdefault(tuple(row[each] for each in ("operator", "m", "k", "n")), {})[row["contender"]] = row
+        for (operator, m, k, n), run in found.items():
             ranks = int(run["serial"]["world_size"])
             hidden, features = int(n) // ranks, int(k)
             sizes = (hidden, features) if operator == "all_gather" else (features, hidden)

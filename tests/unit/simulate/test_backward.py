@@ -11,7 +11,7 @@ from dlrm_overlap.config import InputError, ModelConfig
 from dlrm_overlap.simulate.backward import add_backward, gradient_parts, rows_s, sort_of
 from dlrm_overlap.simulate.config import ExchangeConfig, NetworkConfig, SimulateConfig, WorkConfig
 from dlrm_overlap.simulate.gpu_config import GpuConfig, KernelsConfig, LookupConfig, UpdateConfig
-from dlrm_overlap.simulate.stage import build_cluster
+from dlrm_overlap.simulate.stage import Simulation
 from dlrm_overlap.simulate.step import dense_seconds, simulate
 from dlrm_overlap.simulate.workload import build_workload
 
@@ -39,10 +39,11 @@ def test_rows_are_updated_while_the_next_part_travels() -> None:
 
 def test_updates_and_products_take_turns() -> None:
     config = replace(CONFIG, network=NetworkConfig(gpus_per_host=1))
-    cluster, work = build_cluster(config), build_workload(config.model, config.work, 1)
-    engine = cluster.engine()
+    sim = Simulation.of(config)
+    _, cluster, work = sim
+    engine = cluster.engine
     product = engine.add("product", {cluster.products(0): 1e-3}, 1e-3, rank=0, lane="products")
-    updated = add_backward(engine, cluster, config, work, [[]], [[]]).updated
+    updated = add_backward(sim, [[]], [[]]).updated
     timeline = engine.run()
     both_s = 1e-3 + rows_s(config, work)
     assert timeline.seconds == pytest.approx(both_s), "as long as one after the other"

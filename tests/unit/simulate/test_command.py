@@ -3,7 +3,6 @@
 import csv
 import json
 import re
-import runpy
 import sys
 from dataclasses import replace
 from functools import lru_cache
@@ -136,20 +135,6 @@ def test_published_rows_name_the_commit_that_made_them(path: Path) -> None:
     with path.open(newline="") as file:
         commits = {row["commit"] for row in csv.DictReader(file)}
     assert all(re.fullmatch("[0-9a-f]{12}", each) for each in commits), commits
-
-
-def test_the_page_shows_the_table_of_products() -> None:
-    made = runpy.run_path("docs/results/simulated_products_table.py")
-    with Path("docs/results/simulated_products.csv").open(newline="") as file:
-        assert "\n".join(made["table"](list(csv.DictReader(file)))) in Path("docs/simulator.md").read_text()
-
-
-def test_the_page_shows_the_tables_of_steps_and_stages() -> None:
-    page = Path("docs/simulator.md").read_text()
-    tables = runpy.run_path("docs/results/simulated_tables.py")["tables"]()
-    assert len(tables) == 5
-    for name, lines in tables.items():
-        assert "\n".join(lines) in page, name
 
 
 @pytest.mark.parametrize(("rows", "alpha", "cached"), [(1000, 0.0, 100), (1000, 0.0, 1000), (5000, 1.05, 500)])

@@ -3,10 +3,17 @@
 import numpy as np
 import pytest
 
-from dlrm_overlap.simulate import collectives
-from dlrm_overlap.simulate.cluster import Cluster
 from dlrm_overlap.simulate.engine import Engine
-from dlrm_overlap.simulate.topology import FatTree, Switch, Topology, Torus
+from dlrm_overlap.simulate.network import (
+    Cluster,
+    FatTree,
+    Switch,
+    Topology,
+    Torus,
+    arrivals,
+    hierarchical_all_reduce,
+    ring_all_reduce,
+)
 
 NBYTES = 64e6
 TOPOLOGIES = {
@@ -19,6 +26,58 @@ TOPOLOGIES = {
     "torus of 2 x 1": Torus(2, 1, 1, 350e9, 25e9),
     "torus of one host": Torus(1, 1, 4, 350e9, 25e9),
 }
+
+
+def _all_to_all(cluster: Cluster, nbytes: float) -> None:
+    """Send 1 / W of the buffer to every rank at once, in equal progress; all links are used for the whole time."""
+    W = cluster.world_size
+    sends = []
+    for rank in range(W):
+        demands = cluster.sent(rank, np.full(W, nbytes / W))
+        sends.append(cluster.engine.add("all-to-all", demands, nbytes, rank=rank, lane="links"))
+    arrivals(cluster, sends, "all-to-all")
+
+
+def _all_to_all_s(topology: Topology, nbytes: float) -> float:
+    """Return how long an all-to-all must take without latencies, by the fullest link; for even hosts of a torus.
+
+    On a ring of X hosts, X even, a host's bytes for the ring's hosts take X^2 / 4 hops altogether, over two links.
+    Each host of g GPUs sends m = g^2 * nbytes / W to each host, and along x for each of the Y rows.
+    """
+    W, g = topology.world_size, topology.gpus_per_host
+    if isinstance(topology, Switch):
+        return (W - 1) / W * nbytes / topology.rates[0]
+    inside_s = (g - 1) / W * nbytes / topology.rates[0]
+    if isinstance(topology, FatTree):
+        return max(inside_s, (W - g) / W * nbytes / topology.rates[2 * W])
+    x, y = topology.x, topology.y
+    pair = g * g * nbytes / W
+    longest = max(_ring_hops(x) * y, _ring_hops(y) * x)
+    return max(inside_s, pair * longest / 2 / topology.rates[-1])
+
+
+def _ring_hops(length: int) -> float:
+    """Return the sum of the distances from one host of a ring to all of it."""
+    return float(sum(min(i, length - i) for i in range(length)))
+
+
+def _ring_all_reduce_s(cluster: Cluster, nbytes: float, slowest_bytes_per_s: float) -> float:
+    """Return the bytes over the slowest link's rate, and 2 (W - 1) of the longest of the ring's latencies."""
+    W = cluster.world_size
+    latency = max(cluster.latency_s(rank, [(rank + 1) % W]) for rank in range(W))
+    return 2 * (W - 1) / W * nbytes / slowest_bytes_per_s + 2 * (W - 1) * latency
+
+
+def _hierarchical_all_reduce_s(topology: FatTree | Torus, nbytes: float) -> float:
+    """Return the time of the parts of a hierarchical all-reduce, without latencies; both sides of a torus 3 or more."""
+    g, W = topology.gpus_per_host, topology.world_size
+    inside = 2 * (g - 1) / g * nbytes / topology.rates[0]
+    if isinstance(topology, Torus):  # g rails share a host's links, of which each ring has two
+        x, y = topology.x, topology.y
+        along_x = 2 * (x - 1) / x * nbytes
+        return inside + (along_x + 2 * (y - 1) / y * nbytes / x) / 2 / topology.rates[-1]
+    H = topology.hosts
+    return inside + 2 * (H - 1) / H * nbytes / g / topology.rates[2 * W]
 
 
 def test_two_that_share_a_link_and_one_that_does_not() -> None:
@@ -46,10 +105,9 @@ def test_a_least_time_and_an_activity_of_no_resource() -> None:
 def test_an_all_to_all_takes_what_its_fullest_link_takes(name: str) -> None:
     topology = TOPOLOGIES[name]
     cluster, W = Cluster(topology, 0.0, 0.0), topology.world_size
-    engine = cluster.engine()
-    collectives.all_to_all(engine, cluster, NBYTES, [[]] * W)
-    timeline = engine.run()
-    assert timeline.seconds == pytest.approx(collectives.all_to_all_s(topology, NBYTES), rel=0.01)
+    _all_to_all(cluster, NBYTES)
+    timeline = cluster.engine.run()
+    assert timeline.seconds == pytest.approx(_all_to_all_s(topology, NBYTES), rel=0.01)
     links = timeline.carried[3 * W :]
     g = topology.gpus_per_host
     assert links[:W].sum() >= W * (g - 1) / W * NBYTES * (1 - 1e-9)
@@ -67,34 +125,30 @@ def test_an_all_to_all_takes_what_its_fullest_link_takes(name: str) -> None:
 def test_a_ring_sums_in_the_time_of_its_closed_form(name: str, latency_us: float) -> None:
     topology = TOPOLOGIES[name]
     cluster = Cluster(topology, 0.0, latency_us / 1e6)
-    engine = cluster.engine()
-    collectives.ring_all_reduce(engine, cluster, NBYTES, [[]] * topology.world_size)
+    ring_all_reduce(cluster, NBYTES, [[]] * topology.world_size)
     slowest = 350e9 if isinstance(topology, Switch) else 50e9
-    expected = collectives.ring_all_reduce_s(cluster, NBYTES, slowest)
-    assert engine.run().seconds == pytest.approx(expected, rel=0.01)
+    expected = _ring_all_reduce_s(cluster, NBYTES, slowest)
+    assert cluster.engine.run().seconds == pytest.approx(expected, rel=0.01)
 
 
 def test_a_ring_of_many_ranks_has_all_its_latencies() -> None:
     cluster = Cluster(Switch(64, 350e9), 0.0, 2e-6)
-    engine = cluster.engine()
-    collectives.ring_all_reduce(engine, cluster, NBYTES, [[]] * 64)
-    assert engine.run().seconds == pytest.approx(2 * (63 / 64 * NBYTES / 350e9 + 63 * 2e-6), rel=0.01)
+    ring_all_reduce(cluster, NBYTES, [[]] * 64)
+    assert cluster.engine.run().seconds == pytest.approx(2 * (63 / 64 * NBYTES / 350e9 + 63 * 2e-6), rel=0.01)
 
 
 @pytest.mark.parametrize("topology", [FatTree(4, 8, 350e9, 50e9), Torus(4, 3, 2, 350e9, 25e9)])
 def test_a_hierarchical_sum(topology: FatTree | Torus) -> None:
     cluster = Cluster(topology, 0.0, 0.0)
-    engine = cluster.engine()
-    collectives.hierarchical_all_reduce(engine, cluster, NBYTES, [[]] * topology.world_size)
-    assert engine.run().seconds == pytest.approx(collectives.hierarchical_all_reduce_s(topology, NBYTES), rel=0.01)
+    hierarchical_all_reduce(cluster, NBYTES, [[]] * topology.world_size)
+    assert cluster.engine.run().seconds == pytest.approx(_hierarchical_all_reduce_s(topology, NBYTES), rel=0.01)
 
 
 def test_an_oversubscribed_spine_slows_what_crosses_it() -> None:
     def seconds(topology: Topology) -> float:
         cluster = Cluster(topology, 0.0, 0.0)
-        engine = cluster.engine()
-        collectives.all_to_all(engine, cluster, NBYTES, [[]] * topology.world_size)
-        return engine.run().seconds
+        _all_to_all(cluster, NBYTES)
+        return cluster.engine.run().seconds
 
     full = FatTree(8, 2, 350e9, 50e9, hosts_per_leaf=4)
     thin = FatTree(8, 2, 350e9, 50e9, hosts_per_leaf=4, oversubscription=2.0)
@@ -106,8 +160,7 @@ def test_an_oversubscribed_spine_slows_what_crosses_it() -> None:
 def test_the_same_graph_gives_the_same_bits() -> None:
     def ends() -> np.ndarray:
         cluster = Cluster(TOPOLOGIES["tree of 8 x 8"], 1e-6, 2e-6)
-        engine = cluster.engine()
-        collectives.hierarchical_all_reduce(engine, cluster, NBYTES, [[]] * 64)
-        return engine.run().end_s
+        hierarchical_all_reduce(cluster, NBYTES, [[]] * 64)
+        return cluster.engine.run().end_s
 
     assert (ends() == ends()).all()

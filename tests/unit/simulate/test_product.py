@@ -6,11 +6,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dlrm_overlap.simulate.config import NetworkConfig, SimulateConfig
+from dlrm_overlap.simulate.config import NetworkConfig, ProductConfig, SimulateConfig
 from dlrm_overlap.simulate.gpu_config import GpuConfig
-from dlrm_overlap.simulate.product import SimulatedProduct, product_alone_ms, simulate_product
-from dlrm_overlap.simulate.product_config import ProductConfig
-from dlrm_overlap.simulate.tiles import tile_waves, waves_of_products
+from dlrm_overlap.simulate.product import (
+    SimulatedProduct,
+    product_alone_ms,
+    simulate_product,
+    tile_waves,
+    waves_of_products,
+)
 
 WAYS = ["serial", "software", "near_memory", "arbitrated", "ideal"]
 W = 4

@@ -2,8 +2,6 @@
 
 import csv
 import dataclasses
-import re
-import runpy
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -14,57 +12,28 @@ import yaml
 
 from dlrm_overlap.config import ModelConfig
 from dlrm_overlap.embedding.traffic import count_dense
-from dlrm_overlap.simulate.calibrate import read_rows, split_sweep
 from dlrm_overlap.simulate.config import NetworkConfig, SimulateConfig, WorkConfig
 from dlrm_overlap.simulate.gpu_config import GpuConfig
-from dlrm_overlap.simulate.measured import (
-    calibrate_from,
-    product_config,
-    step_config,
-)
 from dlrm_overlap.simulate.product import product_alone_ms, simulate_product
 from dlrm_overlap.simulate.workload import build_workload
+from tests.calibration import calibrate, product_config, read_rows, split_sweep, step_config
 
 RESULTS = Path("docs/results")
 
 
 @pytest.fixture(scope="module")
 def gpu() -> GpuConfig:
-    return calibrate_from(RESULTS)
+    return calibrate(RESULTS)
 
 
-def test_the_file_of_rates_is_what_the_rows_tell(gpu: GpuConfig) -> None:
-    told = dataclasses.asdict(gpu)
-    assert yaml.safe_load(Path("configs/simulate/h200.yaml").read_text())["gpu"] == told
-    assert dataclasses.asdict(GpuConfig()) == told
+def test_the_file_of_rates_is_what_the_rows_give(gpu: GpuConfig) -> None:
+    rates = dataclasses.asdict(gpu)
+    assert yaml.safe_load(Path("configs/simulate/h200.yaml").read_text())["gpu"] == rates
+    assert dataclasses.asdict(GpuConfig()) == rates
 
 
-@pytest.fixture(scope="module")
-def check() -> dict[str, Any]:
-    return runpy.run_path("docs/results/simulator_check.py")
-
-
-def test_the_page_says_how_far_rows_are_off_that_were_not_fitted(check: dict[str, Any]) -> None:
-    page = Path("docs/simulator.md").read_text()
-    found, within = check["predictions"](), check["within"]
-    assert "\n".join(check["table"](found)) in page
-    told = re.sub(r"\s+", " ", page)
-    today = [rows for name, rows in found.items() if name.startswith("held out") and "calibration" not in name]
-    number, near = sum(map(len, today)), sum(map(within, today))
-    assert near >= 0.8 * number
-    assert f"{near} of {number} rows of today's kernels, {near / number:.0%}, are within 10%" in told
-    four = [
-        each for name, rows in found.items() if name.startswith("four GPUs") and "gemm" not in name for each in rows
-    ]
-    runs = len({each.simulated_ms for each in four})
-    assert (
-        f"{within(four)} of the {len(four)} rows on four GPUs are as near; they are {runs} distinct simulations" in told
-    )
-
-
-def test_held_out_rows_tell_nothing_to_the_calibration(gpu: GpuConfig, tmp_path: Path) -> None:
+def test_held_out_rows_do_not_change_the_calibration(gpu: GpuConfig, tmp_path: Path) -> None:
     """Each time that is held out, and each on four GPUs, is doubled: the rates stay."""
-    (tmp_path / "step.md").write_text((RESULTS / "step.md").read_text())
     shutil.copytree(RESULTS / "calibration", tmp_path / "calibration")
     for name in ("weak", "strong", "step", "weak_two_gpus", "sweep"):
         rows: list[Any] = read_rows(RESULTS / f"{name}.csv")
@@ -78,7 +47,7 @@ def test_held_out_rows_tell_nothing_to_the_calibration(gpu: GpuConfig, tmp_path:
             writer = csv.DictWriter(file, list(rows[0]))
             writer.writeheader()
             writer.writerows(rows)
-    assert calibrate_from(tmp_path) == gpu
+    assert calibrate(tmp_path) == gpu
 
 
 @pytest.mark.parametrize("name", ["weak", "strong", "stage"])

@@ -1,0 +1,616 @@
+"""Rates of a GPU from rows that `bench` has measured on one and two GPUs, and what they predict of other rows.
+
+`python -m tests.calibration` prints the section `gpu` of `configs/simulate/h200.yaml`, and every prediction. Four
+numbers describe a lookup: rates of the memory and of the cache, a time a bag and one on top. Every other shape of
+`sweep.csv`, and the shape of `weak_two_gpus.csv`, give them. The exchange's rates come from rows on two GPUs.
+"""
+
+import ast
+import csv
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import yaml
+
+from dlrm_overlap.config import ModelConfig
+from dlrm_overlap.dense.gemm.plan import WHOLE
+from dlrm_overlap.embedding.traffic import UpdateBytes
+from dlrm_overlap.simulate.config import ExchangeConfig, NetworkConfig, ProductConfig, SimulateConfig, WorkConfig
+from dlrm_overlap.simulate.gpu_config import GpuConfig, LookupConfig, UpdateConfig
+from dlrm_overlap.simulate.product import product_alone_ms, simulate_product
+from dlrm_overlap.simulate.stage import Simulation, forward, has_few_bags, pooling_s
+from dlrm_overlap.simulate.step import dense_seconds, simulate
+from dlrm_overlap.simulate.workload import Workload, build_workload
+
+Row = Mapping[str, str]
+
+_LOOKUPS = ("baseline", "pgas", "fused")
+BACKENDS = {"baseline": "torchrec", "torchrec": "torchrec", "pgas": "pgas", "fused": "fused"}
+_LINKED = 0.7  # part of a time that the links need, above which it tells nothing of a lookup
+_MEMORY_GB_PER_S, _CACHE_GB_PER_S = np.geomspace(2800, 5200, 25), np.geomspace(3500, 16000, 40)  # that are tried
+
+
+class Prediction(NamedTuple):
+    """A measured time and the simulated one."""
+
+    name: str
+    measured_ms: float
+    simulated_ms: float
+
+    @property
+    def error(self) -> float:
+        """The simulated time over the measured one, less 1."""
+        return self.simulated_ms / self.measured_ms - 1
+
+
+class Measured(NamedTuple):
+    """A simulation and the time that was measured of it."""
+
+    config: SimulateConfig
+    ms: float
+
+
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """Return the rows of a CSV file of `bench`."""
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def fit(rows: Sequence[Row], lookups: Sequence[Row], base: GpuConfig) -> GpuConfig:
+    """Return `base` with what rows of the embedding stage on one and on two GPUs tell; other rows are not looked at.
+
+    Args:
+        rows: of `bench weak` and `bench strong`, which tell the rates of memory, links, and the collective library.
+        lookups: rows of the stage with the lookups of today.
+        base: the rates that these rows do not tell.
+    """
+    one = [row for row in rows if row["world_size"] == "1"]
+    two = [row for row in rows if row["world_size"] == "2"]
+    assert one, "there are rows on one GPU"
+    assert two, "there are rows on two GPUs"
+    baseline = [row for row in two if row["contender"] == "baseline"]
+    slope, latency_ms = line_through(
+        [float(row["link_bytes"]) for row in baseline], [float(row["all_to_all_ms"]) for row in baseline]
+    )
+    copied = sum(2 * _pooled_bytes(row) for row in baseline)
+    unpack_ms = sum(float(row["unpack_ms"]) for row in baseline)
+    gpu = replace(
+        base,
+        memory_gb_per_s=round_rate(float(np.mean([float(row["hbm_gb_per_s"]) for row in one]))),
+        link_gb_per_s=round_rate(float(np.mean([float(row["link_gb_per_s"]) for row in two]))),
+        collective_gb_per_s=round_rate(1 / slope / 1e6),
+        collective_us=round_rate(latency_ms * 1e3),
+        copy_gb_per_s=round_rate(copied / unpack_ms / 1e6),
+    )
+    return replace(gpu, **{name: _fit_lookup([r for r in lookups if r["contender"] == name], gpu) for name in _LOOKUPS})
+
+
+def split_sweep(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
+    """Return the rows of the shapes that lookups are fitted to, and those that are held out.
+
+    They take turns like the fields of a chessboard, whose sides are the sweep's dims, bags and batches.
+    """
+    keys = ("dim", "pooling_factor", "global_batch")
+    places = {key: sorted({float(row[key]) for row in rows}) for key in keys}
+    fields: tuple[list[Row], list[Row]] = [], []
+    for row in rows:
+        fields[sum(places[key].index(float(row[key])) for key in keys) % 2].append(row)
+    return fields
+
+
+def round_rate(value: float) -> float:
+    """Return four digits of a rate or a time."""
+    return float(f"{value:.4g}")
+
+
+class _Lookup(NamedTuple):
+    """A measured lookup with its exchange, in seconds."""
+
+    work: Workload
+    seconds: float
+    links_s: float
+    """that stores to peers need beside the lookup"""
+    exchange_s: float
+    """that the exchange takes besides"""
+
+
+def _lookup_of(row: Row, gpu: GpuConfig) -> _Lookup:
+    config = stage_config(row, GpuConfig())
+    work = build_workload(config.model, config.work, config.network.world_size)
+    seconds = measured_ms(row) / 1e3
+    if work.world_size == 1:
+        return _Lookup(work, seconds, 0.0, 0.0)
+    if row["contender"] != "baseline":
+        return _Lookup(work, seconds, float(row["link_bytes"]) / float(row["link_gb_per_s"]) / 1e9, gpu.peer_us / 1e6)
+    collective_s = gpu.collective_us / 1e6 + work.link_bytes / gpu.collective_gb_per_s / 1e9
+    return _Lookup(work, seconds, 0.0, collective_s + 2 * work.pooled_bytes / gpu.copy_gb_per_s / 1e9)
+
+
+def _fit_lookup(rows: Sequence[Row], gpu: GpuConfig) -> LookupConfig:
+    """Return the lookup of one contender with the least squares of relative errors, of rates in steps of 3 and 4%.
+
+    Where the links take most of the time, it tells the time on top alone.
+    """
+    best = np.inf, LookupConfig()
+    lookups = [_lookup_of(row, gpu) for row in rows]
+    linked = np.array([each.links_s > _LINKED * each.seconds for each in lookups])
+    bags = np.array([each.work.bags for each in lookups])
+    few = bags * [
+        row["contender"] == "fused" and has_few_bags(each.work) for row, each in zip(rows, lookups, strict=True)
+    ]
+    seconds, links_s, exchange_s = (np.array(column) for column in list(zip(*lookups, strict=True))[1:])
+    unknown = np.stack([np.ones(len(bags)), bags, few], axis=1)
+    equations = np.where(linked[:, None], unknown * [1, 0, 0], unknown) / seconds[:, None]
+    scale = np.maximum(equations.max(axis=0), 1e-30)
+    for memory, cache in itertools.product(_MEMORY_GB_PER_S, _CACHE_GB_PER_S):
+        rates = LookupConfig(round_rate(float(memory)), 0.0, round_rate(float(cache)))
+        pooled_s = np.array([pooling_s(rates, each.work).mean() for each in lookups])
+        left = 1 - (np.where(linked, links_s, pooled_s) + exchange_s) / seconds
+        found = np.maximum(np.linalg.lstsq(equations / scale, left, rcond=None)[0] / scale, 0.0)
+        errors = (found[0] + np.maximum(pooled_s + unknown[:, 1:] @ found[1:], links_s) + exchange_s) / seconds - 1
+        us, bag_ns, few_bag_ns = (round_rate(each) for each in found * [1e6, 1e9, 1e9])
+        lookup = replace(rates, us=us, bag_ns=bag_ns, few_bag_ns=few_bag_ns)
+        best = min(best, (float(np.square(errors).sum()), lookup), key=lambda each: each[0])
+    return best[1]
+
+
+def measured_ms(row: Row) -> float:
+    """Return the GPU's time alone, where a row has it."""
+    return float(row.get("gpu_ms") or row["median_ms"])
+
+
+def line_through(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
+    """Return slope and constant, which is not below 0, of the line that is nearest to some points."""
+    slope, constant = np.polyfit(x, y, 1)
+    return float(slope), max(float(constant), 0.0)
+
+
+def _pooled_bytes(row: Row) -> float:
+    return int(row["global_batch"]) / int(row["world_size"]) * int(row["tables"]) * int(row["dim"]) * 4
+
+
+def _value(text: str) -> Any:
+    """Return a number or a list of a row's column, or the text where it is neither, as of a range of ids."""
+    return ast.literal_eval(text) if text[0] == "[" or text.isdigit() else text
+
+
+def stage_config(row: Row, gpu: GpuConfig) -> SimulateConfig:
+    """Return the simulation of what a row of the embedding stage has measured, over the links of its machine."""
+    dim, world_size = int(row["dim"]), int(row["world_size"])
+    link = float(row["link_gb_per_s"]) or gpu.link_gb_per_s  # 0 on one GPU
+    return SimulateConfig(
+        what="stage",
+        gpu=replace(gpu, link_gb_per_s=link),
+        network=NetworkConfig(gpus_per_host=world_size),
+        model=ModelConfig(dim=dim, bottom_mlp=[dim]),
+        work=WorkConfig(
+            tables=int(row["tables"]),
+            rows=_value(row["rows"]),
+            multi_hot=_value(row["multi_hot"]),
+            zipf_alpha=float(row["zipf_alpha"]),
+            global_batch=int(row["global_batch"]),
+        ),
+        exchange=ExchangeConfig(
+            backend=BACKENDS[row["contender"]],  # pyright: ignore[reportArgumentType]
+            schedule=row.get("schedule") or "auto",  # pyright: ignore[reportArgumentType]
+        ),
+    )
+
+
+def stage_ms(row: Row, gpu: GpuConfig) -> float:
+    """Return the simulated time of what a row has measured."""
+    config = stage_config(row, gpu)
+    sim = Simulation.of(config)
+    copies = row["contender"] != "baseline"  # TorchRec copies its output into the send buffer; this one sends it as is
+    forward(sim, [[]] * sim.cluster.world_size, copies=copies)
+    return sim.cluster.engine.run().seconds * 1e3
+
+
+def fit_step(gpu: GpuConfig, quickstart: Measured, head: Measured) -> GpuConfig:
+    """Return `gpu` with what a step takes beside its bytes and its operations, from two times on one GPU.
+
+    The quickstart's products are so small that its step is a chain of kernels, which share what else is left of its
+    time. The head alone gives the rate of the dense part, less its kernels.
+
+    Args:
+        gpu: from `fit`.
+        quickstart: a captured step on one GPU.
+        head: a step on one GPU, and the time of its head with loss, forward and backward, alone.
+    """
+
+    def chain_ms(us: float) -> float:
+        return simulate(replace(quickstart.config, gpu=replace(gpu, kernel_us=us))).ms
+
+    us = 0.0
+    for _ in range(4):  # branches side by side may change places as kernels get longer
+        ms = chain_ms(us)
+        us += (quickstart.ms - ms) / (chain_ms(us + 1.0) - ms)
+    gpu = replace(gpu, kernel_us=round_rate(us))
+    dense = dense_seconds(
+        replace(head.config, gpu=replace(gpu, dense_efficiency=1.0)),
+        build_workload(head.config.model, head.config.work, 1),
+    )
+    busy_ms = (dense.head_forward + dense.head_backward + dense.weights) * 1e3
+    kernels = dense.head_forward_kernels + dense.head_backward_kernels + (2 if dense.weights else 0)
+    return replace(gpu, dense_efficiency=round_rate(busy_ms / (head.ms - kernels * us / 1e3)))
+
+
+_OPTIMIZERS = ("sgd", "rowwise_adagrad")
+_FREE = 1e9  # GB/s: what takes no time
+
+
+def backward_config(row: Row, gpu: GpuConfig) -> SimulateConfig:
+    """Return the simulation of what a row of `bench backward` has measured, of the contenders baseline and push."""
+    found = stage_config({**row, "contender": "baseline" if row["contender"] == "baseline" else "pgas"}, gpu)
+    work = replace(found.work, optimizer=row["optimizer"])  # pyright: ignore[reportArgumentType]
+    return replace(found, what="backward", work=work)
+
+
+def fit_backward(rows: Sequence[Row], gpu: GpuConfig) -> GpuConfig:
+    """Return `gpu` with the rates of updates under ids without skew, from rows of `bench backward` on two GPUs.
+
+    A sort takes what the line of push's `prepare_ms` over the number of ids tells, an id and on top. The time of an
+    update is that with which the simulated backward takes as long as the measured one. Over the bytes that remain with
+    a cache without bounds it gives push a rate for each optimizer; where links take more than half of the time they
+    hide the update, so such rows do not count. What the baseline's packing and collective move is theirs, not its
+    update's, whose gradients have a rate of their own. Gradients that are read again come from the cache and take no
+    time. Rows with skewed ids would tell what they take, and what the longest runs of one row do.
+    """
+    push, baseline = ([row for row in rows if row["contender"] == name] for name in ("push", "baseline"))
+    slope, constant_ms = line_through([float(row["ids"]) for row in push], [float(row["prepare_ms"]) for row in push])
+    sort_ns, sort_us = round_rate(slope * 1e6), round_rate(constant_ms * 1e3)
+    gpu = replace(gpu, **{
+        name: replace(getattr(gpu, name), sort_ns=sort_ns, sort_us=sort_us) for name in ("update", "baseline_update")
+    })  # fmt: skip
+    return replace(gpu, update=_fit_push(push, gpu), baseline_update=_fit_baseline(baseline, gpu))
+
+
+def _update_of(config: SimulateConfig) -> UpdateBytes:
+    return build_workload(config.model, config.work, config.network.world_size).update
+
+
+def _fit_push(rows: Sequence[Row], gpu: GpuConfig) -> UpdateConfig:
+    taken: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        config, measured_ms = backward_config(row, gpu), float(row["median_ms"])
+        if 2 * float(row["link_bytes"]) / gpu.link_gb_per_s / 1e6 < measured_ms:
+            taken.setdefault(row["optimizer"], []).append((_update_of(config).compulsory, _rows_s(config, measured_ms)))
+    sgd, adagrad = (
+        round_rate(float(np.mean([nbytes / seconds for nbytes, seconds in taken[name]])) / 1e9) for name in _OPTIMIZERS
+    )
+    return replace(gpu.update, sgd_gb_per_s=sgd, adagrad_gb_per_s=adagrad, repeated_gb_per_s=_FREE, us=0.0)
+
+
+def _fit_baseline(rows: Sequence[Row], gpu: GpuConfig) -> UpdateConfig:
+    """Solve for a rate of each optimizer's rows and one of gradients, by least squares of relative errors."""
+    equations = []
+    for row in rows:
+        config = backward_config(row, gpu)
+        update, seconds = _update_of(config), _rows_s(config, float(row["median_ms"]))
+        own = update.compulsory - update.exchanged - update.gradients
+        each = [own if row["optimizer"] == name else 0.0 for name in _OPTIMIZERS]
+        equations.append([nbytes / seconds for nbytes in (*each, update.gradients)])
+    inverse = np.linalg.lstsq(np.array(equations), np.ones(len(equations)), rcond=None)[0]
+    sgd, adagrad, gradients = (round_rate(1 / each / 1e9) if each > 0 else _FREE for each in inverse)
+    return UpdateConfig(
+        sgd, adagrad, repeated_gb_per_s=_FREE, gradients_gb_per_s=gradients, exchanged_gb_per_s=_FREE,
+        sort_ns=gpu.baseline_update.sort_ns, sort_us=gpu.baseline_update.sort_us,
+    )  # fmt: skip
+
+
+def _rows_s(config: SimulateConfig, measured_ms: float) -> float:
+    """Return the time that the update of a rank's rows takes if the whole backward takes `measured_ms`."""
+
+    def with_rows(seconds: float) -> float:
+        gpu, rows = config.gpu, UpdateConfig(_FREE, _FREE, _FREE, us=seconds * 1e6)
+        # The sort is known, and not part of the rows' time.
+        update = replace(rows, sort_ns=gpu.update.sort_ns, sort_us=gpu.update.sort_us)
+        return simulate(replace(config, gpu=replace(gpu, update=update, baseline_update=update))).ms
+
+    seconds = measured_ms / 1e3
+    for _ in range(8):  # the less is hidden behind the links, the sooner it is found
+        seconds = max(seconds + (measured_ms - with_rows(seconds)) / 1e3, 1e-6)
+    return seconds
+
+
+def predict_backward(rows: Sequence[Row], gpu: GpuConfig) -> list[Prediction]:
+    """Return what the simulator says to rows of `bench backward` without skew, of contenders that it knows."""
+    found = []
+    for row in rows:
+        if row["contender"] in ("baseline", "push") and not float(row["zipf_alpha"]):
+            name = f"backward {row['contender']} {row['optimizer']}, {row['multi_hot']} x {row['dim']}"
+            found.append(Prediction(name, float(row["median_ms"]), simulate(backward_config(row, gpu)).ms))
+    return found
+
+
+def fit_traced_updates(traced: Sequence[Measured]) -> UpdateConfig:
+    """Return the rate of updates in a step, from traced ones: the bytes of all of them over the time of their kernels.
+
+    It is that beside what else runs then, with the skew of the ids, and one for all bytes. Other optimizers of rows
+    than those of the traced steps have it as well.
+
+    Args:
+        traced: steps on two GPUs, and the mean time of the ranks' kernels that update rows.
+    """
+    nbytes = sum(_update_of(each.config).hbm for each in traced)
+    rate = round_rate(nbytes / sum(each.ms for each in traced) / 1e6)
+    return UpdateConfig(rate, rate, rate)
+
+
+def fit_traced_sorts(traced: Sequence[Measured]) -> tuple[float, float]:
+    """Return the ns that a traced sort takes an id, and the us on top: the line of its time over a rank's ids."""
+    works = [build_workload(each.config.model, each.config.work, each.config.network.world_size) for each in traced]
+    ids = [work.ids * float(work.shares.ids.mean()) for work in works]
+    slope, constant_ms = line_through(ids, [each.ms for each in traced])
+    return round_rate(slope * 1e6), round_rate(constant_ms * 1e3)
+
+
+def fit_shared_updates(traced: Sequence[Measured], gpu: GpuConfig) -> UpdateConfig:
+    """Return the same, and a time on top, for an update that shares the GPU with what is simulated beside it.
+
+    Simulated updates take about as long as the traced ones, by least squares of their differences. What shares the
+    memory and the multiprocessors with them is simulated, too; the rate and the time are what the update has alone.
+
+    Args:
+        traced: as above, of steps of several sizes whose backward is push.
+        gpu: all other rates; those of its update are where the search begins.
+    """
+    update, nbytes = gpu.update, [_update_of(each.config).hbm for each in traced]
+    for _ in range(12):
+        alone = [each / update.adagrad_gb_per_s / 1e6 + update.us / 1e3 for each in nbytes]
+        shared = [_rows_ms(replace(each.config, gpu=replace(gpu, update=update))) for each in traced]
+        longer = [ms / own for ms, own in zip(shared, alone, strict=True)]
+        equations = [[k * b, k] for k, b in zip(longer, nbytes, strict=True)]
+        per_byte, on_top = np.linalg.lstsq(np.array(equations), np.array([each.ms for each in traced]), rcond=None)[0]
+        rate = 1 / per_byte / 1e6
+        update = replace(
+            update, sgd_gb_per_s=rate, adagrad_gb_per_s=rate, repeated_gb_per_s=rate, us=max(on_top, 0.0) * 1e3
+        )
+    rate = round_rate(update.adagrad_gb_per_s)
+    return replace(update, sgd_gb_per_s=rate, adagrad_gb_per_s=rate, repeated_gb_per_s=rate, us=round_rate(update.us))
+
+
+def _rows_ms(config: SimulateConfig) -> float:
+    """Return how long the simulated updates of a rank's rows take, on the mean rank."""
+    timeline = simulate(config).timeline
+    rows = [number for number, each in enumerate(timeline.activities) if each.name == "rows"]
+    return float((timeline.end_s[rows] - timeline.start_s[rows]).sum()) * 1e3 / config.network.world_size
+
+
+# The rows of `bench step` lack them: of configs/bench/step_mlperf.yaml and step_dot.yaml, and of the quickstart.
+_LAYERS = {128: ([512, 256, 128], [1024, 1024, 512, 256, 1]), 16: ([64, 16], [64, 32, 1])}
+_MULTIPROCESSORS, _SUM_SHARE = 132, 0.99  # of an H200; the kernel that sums runs when the product has ended
+_FREE = 1e9  # GB/s: what takes no time
+_PARTS = (WHOLE, 1, 2, 4, 8)  # that the way copies of our products can take
+_HOST = 0.75  # part of a simulated time above which the host's, to issue it, is what was measured
+_CONTENDERS = {"torchrec_strongest": "torchrec", "pgas_graph": "pgas", "fused_graph": "fused"}
+_HEAD_MS = 1.848  # of MLPerf's step, 8192 samples, alone on one H200: `python -m tests.gpu.cross`, docs/results/step.md
+
+
+def step_config(row: Row, gpu: GpuConfig) -> SimulateConfig:
+    """Return the simulation of what a row of `bench step` has measured."""
+    world_size, dim = int(row["world_size"]), int(row["dim"])
+    bottom, top = _LAYERS[dim]
+    return SimulateConfig(
+        what="step",
+        gpu=gpu,
+        network=NetworkConfig(gpus_per_host=world_size),
+        model=ModelConfig(row["arch"], dim, bottom, top),  # pyright: ignore[reportArgumentType]
+        work=WorkConfig(
+            tables=int(row["tables"]),
+            rows=ast.literal_eval(row["rows"]),
+            multi_hot=ast.literal_eval(row["multi_hot"]),
+            zipf_alpha=float(row["zipf_alpha"]),
+            global_batch=int(row["global_batch"]),
+            id_bytes=4,
+            wire_bytes=2 if row["precision"] == "bf16" else 4,
+            optimizer=row["optimizer"],  # pyright: ignore[reportArgumentType]
+        ),
+        exchange=ExchangeConfig(
+            backend=_CONTENDERS[row["contender"]],  # pyright: ignore[reportArgumentType]
+        ),
+    )
+
+
+def product_config(row: Mapping[str, str], gpu: GpuConfig) -> SimulateConfig | None:
+    """Return the simulation of what a row of `bench gemm` has measured, or None where there is no model of it.
+
+    There are models of `reduce_scatter` by `serial` and by `copies`: parts are copied to their owners, who sum them at
+    the memory's rate. The product [M, N / W] x [N / W, K] takes as long as it was measured alone, `gemm_ms`, on each
+    rank; all that is simulated is what goes on beside and behind it, in as many parts as take the least time.
+    """
+    ways = {"serial": "serial", "copies": "software"}
+    if row["operator"] != "reduce_scatter" or row["contender"] not in ways or row["device"] != "cuda":
+        return None
+    config = SimulateConfig(
+        what="product",
+        gpu=gpu,
+        network=NetworkConfig(gpus_per_host=int(row["world_size"])),
+        product=ProductConfig(
+            name="measured",
+            m=int(row["m"]),
+            n=int(row["k"]),
+            k=int(row["n"]),
+            way=ways[row["contender"]],  # pyright: ignore[reportArgumentType]
+            pattern="direct" if row["contender"] == "copies" else "ring",
+            gather=False,
+            programs=_MULTIPROCESSORS,
+            tile_n=256,  # of cuBLAS's usual tile on this GPU
+            cache_mb=50.0,
+            trigger_us=gpu.kernel_us,
+            sum_share=_SUM_SHARE,
+            sum_gb_per_s=gpu.copy_gb_per_s,
+        ),
+    )
+    config = with_product_ms(config, float(row["gemm_ms"]))
+    if row["contender"] == "serial":
+        return config
+    cut = (replace(config, product=replace(config.product, parts=parts)) for parts in _PARTS)
+    return min(cut, key=lambda config: simulate_product(config).ms)
+
+
+def with_product_ms(config: SimulateConfig, ms: float) -> SimulateConfig:
+    """Return the configuration with that part of the GPU's greatest rate with which the product alone takes `ms`.
+
+    Where the loads and stores of the tiles alone take longer, they set the time.
+    """
+    few, many = 0.01, 100.0
+    for _ in range(16):  # to 1 in 7000
+        middle = (few * many) ** 0.5
+        tried = replace(config, gpu=replace(config.gpu, dense_efficiency=middle))
+        few, many = (middle, many) if product_alone_ms(tried) > ms else (few, middle)
+    return replace(config, gpu=replace(config.gpu, dense_efficiency=few))
+
+
+def calibrate(folder: Path) -> GpuConfig:
+    """Return the rates that rows on one and two GPUs give; `folder` is docs/results."""
+    lookups = [*split_sweep(read_rows(folder / "sweep.csv"))[0], *read_rows(folder / "weak_two_gpus.csv")]
+    gpu = fit(read_rows(folder / "weak.csv") + read_rows(folder / "strong.csv"), lookups, GpuConfig())
+    traced = read_rows(folder / "calibration" / "timeline.csv")
+    sort_ns = fit_backward(read_rows(folder / "calibration" / "backward.csv"), gpu).update.sort_ns
+    pgas = _traced_updates(traced, "pgas_graph", "update")
+    # What a sort takes on top of its ids is the host's, which issues its kernels one by one; not so in a captured step.
+    update = replace(fit_traced_updates(pgas), sort_ns=sort_ns)
+    rows, sorts = (_traced_updates(traced, "torchrec_strongest", kind) for kind in ("update", "sort"))
+    baseline_ns, baseline_us = fit_traced_sorts(sorts)
+    baseline = replace(fit_traced_updates(rows), sort_ns=baseline_ns, sort_us=baseline_us)
+    gpu = replace(gpu, update=update, baseline_update=baseline)
+    quickstart = next(
+        row for row in read_rows(folder / "step.csv") if row["world_size"] == "1" and row["contender"] == "pgas_graph"
+    )
+    shape = step_config(next(row for row in traced if row["arch"] == "dcn"), gpu)
+    samples = 8192
+    alone = replace(shape, network=NetworkConfig(gpus_per_host=1), work=replace(shape.work, global_batch=samples))
+    gpu = fit_step(
+        gpu,
+        Measured(step_config(quickstart, gpu), float(quickstart["median_ms"])),
+        Measured(alone, _HEAD_MS),
+    )
+    return replace(gpu, update=fit_shared_updates(pgas, gpu))
+
+
+def _traced_updates(rows: Sequence[Row], contender: str, kind: str) -> list[Measured]:
+    """Return the traced steps of `contender`, and the mean time of the ranks' kernels of `kind`."""
+    chosen = [row for row in rows if row["contender"] == contender]
+    steps = {(row["arch"], row["global_batch"]): row for row in chosen}
+    traced = []
+    for key, step in steps.items():
+        ranks = [row for row in chosen if (row["arch"], row["global_batch"]) == key]
+        ms = [float(row[f"{kind}_kernels_ms"]) for row in ranks]
+        traced.append(Measured(step_config(step, GpuConfig()), sum(ms) / len(ms)))
+    return traced
+
+
+def predict_four(folder: Path, gpu: GpuConfig) -> dict[str, list[Prediction]]:
+    """Return the predictions of rows on four GPUs, of the stage, the backward and the step.
+
+    Rows that the host bounds are left out, and those of `fused` alone: they put staged slices, as no exchange does by
+    itself now. The backward's are those without skew, by the rates of updates without skew, which a step does not use.
+    """
+    stage, step = [], []
+    for row in (row for name in ("weak", "strong", "stage", "schedule") for row in read_rows(folder / f"{name}.csv")):
+        if row["world_size"] == "4" and row["contender"] in set(BACKENDS) - {"fused"}:
+            name = f"{row['kind']} {row['contender']} {row['schedule']}, {row['multi_hot']} x {row['dim']}"
+            stage.append((row, Prediction(name, measured_ms(row), stage_ms(row, gpu))))
+    for row in read_rows(folder / "step.csv"):
+        if row["world_size"] == "4" and row["contender"] in _CONTENDERS and row["pinned_host"] == "False":
+            name = f"step {row['contender']} {row['arch']}, {int(row['global_batch']) // 4} samples"
+            step.append((row, Prediction(name, measured_ms(row), simulate(step_config(row, gpu)).ms)))
+    unskewed = fit_backward(read_rows(folder / "calibration" / "backward.csv"), gpu)
+    backward = predict_backward(read_rows(folder / "backward.csv"), unskewed)
+    kept = ([each for row, each in rows if float(row["host_ms"]) < _HOST * each.simulated_ms] for rows in (stage, step))
+    return dict(zip(("stage", "step"), kept, strict=True)) | {"backward": backward}
+
+
+def predict_held_out(folder: Path, gpu: GpuConfig) -> dict[str, list[Prediction]]:
+    """Return the predictions of rows on one and two GPUs that nothing was fitted to, by the file that has them.
+
+    The GPU's time alone is predicted where the rows tell it. Of the sweep they are the shapes that were held out.
+    """
+    found: dict[str, list[Prediction]] = {}
+    for name in ("sweep", "grid", "strong_two_gpus", "calibration/cached", "calibration/skewed"):
+        rows: Sequence[Row] = read_rows(folder / f"{name}.csv")
+        if name == "sweep":
+            rows = split_sweep(rows)[1]
+        known = [row for row in rows if row["contender"] in BACKENDS]
+        found[name] = [
+            Prediction(
+                f"{row['contender']}, {row['tables']} tables of {row['multi_hot']} x {row['dim']}, "
+                f"{row['global_batch']} samples on {row['world_size']}",
+                measured_ms(row),
+                stage_ms(row, gpu),
+            )
+            for row in known
+        ]
+    return found
+
+
+def predict_parts(rows: Sequence[Row], gpu: GpuConfig) -> list[Prediction]:
+    """Return the measured and the simulated time of captured steps on two GPUs, whole and with a part left out.
+
+    Args:
+        rows: of the variants of `python -m tests.gpu.step_parts`, or of `bench timeline`, whose steps are whole; where
+            they are a row a rank, the slowest counts.
+        gpu: what does the work; these rows have not been looked at for it.
+    """
+    gpus = {
+        "whole": gpu,
+        "no_sort": replace(gpu, update=replace(gpu.update, sort_ns=0.0)),
+        "no_update": replace(gpu, update=UpdateConfig(_FREE, _FREE, _FREE)),
+    }
+    steps: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        steps.setdefault((row.get("variant", "whole"), row["global_batch"], row["multi_hot"]), []).append(row)
+    found: list[Prediction] = []
+    for (variant, batch, hot), ranks in steps.items():
+        ids = [int(each) for each in ast.literal_eval(hot)]
+        name = f"{variant}, {int(batch) // 2} samples, {max(ids)} of {sum(ids)} ids in one table"
+        slowest_ms = max(float(row.get("median_ms") or row["untraced_ms"]) for row in ranks)
+        simulated = simulate(step_config({**ranks[0], "contender": "pgas_graph"}, gpus[variant]))
+        found.append(Prediction(name, slowest_ms, simulated.ms))
+    return found
+
+
+def predict_products(rows: Sequence[Mapping[str, str]], gpu: GpuConfig) -> list[Prediction]:
+    """Return the measured and the simulated time of each row of `bench gemm` that the simulator has a model of."""
+    found: list[Prediction] = []
+    for row in rows:
+        config = product_config(row, gpu)
+        if config is not None:
+            name = f"{row['operator']} {row['contender']}, {row['m']} x {row['k']} x {row['n']}"
+            found.append(Prediction(name, float(row["median_ms"]), simulate_product(config).ms))
+    return found
+
+
+def predictions(folder: Path, gpu: GpuConfig) -> dict[str, list[Prediction]]:
+    """Return all predictions, by the rows that they are of."""
+    found: dict[str, list[Prediction]] = {}
+    for name, rows in predict_held_out(folder, gpu).items():
+        for each in rows:
+            found.setdefault(f"held out: {name}.csv, {each.name.partition(',')[0]}", []).append(each)
+    found |= {f"four GPUs: {kind}": rows for kind, rows in predict_four(folder, gpu).items()}
+    for name in ("cut", "parts", "clock"):
+        rows = read_rows(folder / "calibration" / f"{name}.csv")
+        found[f"two GPUs: step, {name}.csv"] = predict_parts(rows, gpu)
+    found["four GPUs: reduce-scatter, gemm.csv"] = predict_products(read_rows(folder / "gemm.csv"), gpu)
+    return found
+
+
+def main() -> None:
+    folder = Path("docs/results")
+    gpu = calibrate(folder)
+    print(yaml.safe_dump({"gpu": dataclasses.asdict(gpu)}, sort_keys=False))
+    for name, rows in predictions(folder, gpu).items():
+        print(f"\n{name}")
+        for each in rows:
+            simulated = f"{each.simulated_ms:.3f} simulated, {100 * each.error:+.1f}%"
+            print(f"{each.name}: {each.measured_ms:.3f} ms, {simulated}")
+
+
+if __name__ == "__main__":
+    main()

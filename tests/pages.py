@@ -1,0 +1,509 @@
+"""Write the tables and the numbers that pages take from measured rows: `python -m tests.pages`.
+
+A page has a table where it has the lines
+
+    <!-- rows: runs stage.csv baseline pgas baseline/pgas -->
+    <!-- end -->
+
+The first word names a function of `TABLES`, which gets the others; files are those of `docs/results`. Below the table
+stands which rows it is made of. `sentences` gives the numbers of single sentences. `test_pages.py` holds that a run
+changes nothing.
+"""
+
+import csv
+import os
+import re
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+
+from dlrm_overlap.bench.report.concurrent import CLASSES, limit_by_memory, summarise
+from dlrm_overlap.bench.report.map_plots import MAPS
+from dlrm_overlap.bench.report.measured import runs, shape
+from dlrm_overlap.bench.request import CollectivesRequest
+from dlrm_overlap.bench.step_contenders import ABLATION
+from dlrm_overlap.comm.calls import fastest_way
+from tests import simulated_pages
+
+FOLDER = Path("docs/results")
+PAGES = [Path("README.md"), *sorted(Path("docs").rglob("*.md"))]
+Row = Mapping[str, str]
+Run = Mapping[str, Row]
+"""contender -> its row"""
+Lines = Iterable[Sequence[str]]
+"""cells, those of the head first"""
+REGION = re.compile(r"(<!-- rows: (.*?) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def read(name: str) -> list[dict[str, str]]:
+    """Return the rows of a file of `docs/results`."""
+    with (FOLDER / name).open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def runs_of(*names: str) -> list[Run]:
+    """Return the runs of some files, in order."""
+    return [run for name in names for run in runs(read(name))]
+
+
+def ms_of(row: Row) -> float:
+    return float(row["median_ms"])
+
+
+def show(ms: float) -> str:
+    """Return a time with three digits behind the point below 1 ms, else two."""
+    return f"{ms:.2f}" if ms >= 0.995 else f"{ms:.3f}"
+
+
+def label(row: Row) -> str:
+    """Return what tells the shape of a row: of a step its model and samples, of a stage its tables, batch and ids."""
+    if "arch" not in row:
+        return shape(row).replace(" x ", "x").replace("\n", ", ")
+    gpus = int(row["world_size"])
+    text = f"{row['arch']}, {int(row['global_batch']) // gpus} samples a GPU, {gpus} GPUs"
+    return f"{text}, pinned" if row.get("pinned_host") == "True" else text
+
+
+# Tables
+
+
+def table_of_runs(*arguments: str) -> Lines:
+    """Return a line a run of the files among the arguments, with a cell for each other argument.
+
+    A contender's name gives its median; `A/B` how many times as long A takes as B, `A%B` the same in percent; `limit`
+    is the hardware's, `strongest` the fastest baseline, `chunked` that in chunks, `ours` the faster of pgas and fused.
+    `NAME:COLUMN` is another column than the median.
+    """
+    files, columns = _split(arguments)
+    found = [run for run in runs_of(*files) if all(_has(run, each) for each in columns if not re.search("[/%]", each))]
+    shapes = [next(iter(run.values())) for run in found]
+    several = len({row["world_size"] for row in shapes}) > 1 and "arch" not in shapes[0]
+    yield ["ms", *(["GPUs"] if several else []), *(re.sub("[/%]", " / ", each) for each in columns)]
+    for run, first in zip(found, shapes, strict=True):
+        ranks = [first["world_size"]] if several else []
+        yield [label(first), *ranks, *(_cell(run, each) for each in columns)]
+
+
+def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    return [each for each in arguments if ".csv" in each], [each for each in arguments if ".csv" not in each]
+
+
+def _has(run: Run, name: str) -> bool:
+    return name in _SPECIAL or name.partition(":")[0] in run or name == "torchrec_strongest"
+
+
+def _cell(run: Run, name: str) -> str:
+    try:
+        if "/" in name or "%" in name:
+            a, b = (_value(run, each) for each in re.split("[/%]", name))
+            return f"{a / b:.2f}x" if "/" in name else f"{a / b:.0%}"
+        return show(_value(run, name))
+    except KeyError:
+        return "-"
+
+
+def _value(run: Run, name: str) -> float:
+    if name in _SPECIAL:
+        return _SPECIAL[name](run)
+    contender, _, column = name.partition(":")
+    return float(run[contender][column or "median_ms"])
+
+
+def _fastest(run: Run, *begins: str) -> float:
+    return min(ms_of(row) for name, row in run.items() if name.startswith(begins))
+
+
+_SPECIAL: dict[str, Callable[[Run], float]] = {
+    "limit": lambda run: float(next(iter(run.values()))["limit_ms"]),
+    "strongest": lambda run: _fastest(run, "baseline", "torchrec", "nccl_chunked"),
+    "chunked": lambda run: _fastest(run, "nccl_chunked"),
+    "ours": lambda run: min(ms_of(run[name]) for name in ("pgas", "fused")),
+}
+
+
+def table_of_contenders(*arguments: str) -> Lines:
+    """Return a line a contender: its median in each run of a file, or some columns of a file of one run."""
+    (name,), columns = _split(arguments)
+    found = runs_of(name)
+    heads = [column.removesuffix("_ms") for column in columns] or [label(next(iter(run.values()))) for run in found]
+    yield ["ms", *heads]
+    for contender in found[0]:
+        own = [run.get(contender, {}) for run in found]
+        values = [own[0].get(column) for column in columns] or [row.get("median_ms") for row in own]
+        yield [f"`{contender}`", *(show(float(value)) if value else "-" for value in values)]
+
+
+def table_of_values(column: str, *files: str) -> Lines:
+    """Return a line a file: the median of `fused` by the values of a column; no value is as many programs as fit."""
+    found = [[row for row in read(name) if row["contender"].startswith("fused")] for name in files]
+    values = sorted({row[column] for rows in found for row in rows}, key=lambda value: int(value or 1 << 20))
+    yield [f"ms, by {column}", *(value or "as many as fit" for value in values)]
+    for rows in found:
+        ms = {row[column]: show(ms_of(row)) for row in rows}
+        yield [f"{label(rows[0])}, {rows[0]['world_size']} GPUs", *(ms.get(value, "-") for value in values)]
+
+
+def table_of_columns(name: str, *columns: str) -> Lines:
+    """Return columns of a file as they are."""
+    yield [column.removesuffix("_ms") for column in columns]
+    yield from ([row[column] for column in columns] for row in read(name))
+
+
+def table_of_schedules(name: str) -> Lines:
+    rows = {(row["contender"], row["schedule"]): row for row in read(name)}
+    orders = [order for contender, order in rows if contender == "pgas"]
+    yield ["ms; skew between ranks", *(f"`{order}`" for order in orders)]
+    for contender in ("pgas", "fused"):
+        own = [rows[contender, order] for order in orders]
+        yield [f"`{contender}`", *(f"{ms_of(row):.2f}; {float(row['skew_fraction']):.1%}" for row in own)]
+
+
+def table_of_volumes(name: str) -> Lines:
+    yield ["", "stage, us", "of it the links carry something", "then GB/s in the mean", "at most"]
+    rows = read(name)
+    for contender in dict.fromkeys(row["contender"] for row in rows):
+        own = [row for row in rows if row["contender"] == contender]
+        stage_us, busy_us, mean = _sent(own)
+        most = max(float(row["gb_per_s"]) for row in own)
+        yield [f"`{contender}`", f"{stage_us:.0f}", f"{busy_us / stage_us:.0%}", f"{mean:.0f}", f"{most:.0f}"]
+
+
+def _sent(rows: Sequence[Row]) -> tuple[float, float, float]:
+    """Return the us of a stage, those in which it sends, and the GB/s then."""
+    stage_us = float(rows[0]["stage_us"])
+    busy_us = sum(float(row["end_us"]) - float(row["begin_us"]) for row in rows if float(row["bytes"]))
+    busy_us = min(stage_us, busy_us)  # the last bin ends later
+    return stage_us, busy_us, sum(float(row["bytes"]) for row in rows) / busy_us / 1e3
+
+
+def table_of_map(name: str, by: str) -> Lines:
+    """Return a line for each value of a column of a map: speedups over the strongest baseline, by both times."""
+    rows = read(name)
+    yield [by, "shapes", "the GPU's time alone: least, mean, greatest", "as the host issues it"]
+    for value in [*dict.fromkeys(row[by] for row in rows), "all"]:
+        own = [row for row in rows if value in (row[by], "all")]
+        ranges = [_range(speedups(name, own, time)) for time in ("gpu_ms", "median_ms")]
+        yield [value, str(len(speedups(name, own, "gpu_ms"))), *ranges]
+
+
+def speedups(name: str, rows: Iterable[Row], time: str) -> list[float]:
+    """Return of each shape of a map the fastest of ours over the strongest baseline."""
+    return [cell.speedup for cell in MAPS[name.removesuffix(".csv")].cells(rows, time).values()]
+
+
+def _range(values: Sequence[float]) -> str:
+    return f"{min(values):.2f}x, {statistics.geometric_mean(values):.2f}x, {max(values):.2f}x"
+
+
+def table_of_fused_over_pgas(name: str) -> Lines:
+    yield ["`fused` over `pgas`", "least", "mean", "greatest"]
+    for time, title in (("gpu_ms", "the GPU's time alone"), ("median_ms", "as the host issues it")):
+        ratios = [float(run["fused"][time]) / float(run["pgas"][time]) for run in runs_of(name)]
+        yield [title, f"{min(ratios):.2f}", f"{statistics.geometric_mean(ratios):.2f}", f"{max(ratios):.2f}"]
+
+
+def table_of_backwards(name: str) -> Lines:
+    yield ["ms", "optimizer", "baseline", "`push`", "over it", "sort inside", "over it", "limit", "of it"]
+    rows = [row for row in read(name) if row["zipf_alpha"] == "0.0" or row["multi_hot"].startswith("[")]
+    baseline, push = [row for row in rows if row["contender"] in ("baseline", "push")], rows
+    for first in (row for row in baseline if row["contender"] == "baseline"):
+        after = iter(push[push.index(first) :])
+        hidden = next(row for row in after if row["contender"] == "push")
+        exposed = next(row for row in after if row["contender"] == "push_exposed")
+        times = [f"{ms_of(first) / ms_of(row):.2f}x" for row in (hidden, exposed)]
+        ms = [show(ms_of(row)) for row in (first, hidden, exposed)]
+        limit = float(hidden["limit_ms"])
+        cells = [ms[0], ms[1], times[0], ms[2], times[1], show(limit), f"{limit / ms_of(hidden):.0%}"]
+        yield [label(first), first["optimizer"], *cells]
+
+
+def table_of_hot_rows(name: str) -> Lines:
+    contenders = ("baseline", "push", "atomic")
+    yield ["ms, SGD", *(f"`{each}`, {ids}" for each in contenders for ids in ("uniform", "Zipf"))]
+    found: dict[str, dict[tuple[str, str], str]] = {}
+    for row in read(name):
+        if row["optimizer"] == "sgd" and not row["multi_hot"].startswith("["):
+            key = label({**row, "zipf_alpha": "0"})
+            found.setdefault(key, {})[row["contender"], row["zipf_alpha"]] = show(ms_of(row))
+    for key, ms in found.items():
+        yield [key, *(ms[each, alpha] for each in contenders for alpha in ("0.0", "1.05"))]
+
+
+def table_of_ablation(name: str, reference: str) -> Lines:
+    """Return the contenders against a reference, the greatest gain first; - where losses were not the reference's."""
+    found, ours = {row["contender"]: row for row in read(name)}, reference != "torchrec"
+    yield [
+        f"`{reference}` without" if ours else f"`{reference}` with",
+        "ms",
+        f"`{reference}`",
+        "costs" if ours else "saves",
+    ]
+    lines = []
+    for contender, text in ABLATION[reference].items():
+        if contender in found:
+            row = found[contender]
+            own, beside = ms_of(row), float(row["reference_ms"])
+            gain = own - beside if ours else beside - own
+            cells = [show(own), show(beside), f"{gain:.2f}" if row["over_reference"] else "-"]
+            lines.append((-gain, [f"{text} (`{contender}`)", *cells]))
+    yield from (cells for _, cells in sorted(lines))
+
+
+def table_of_timelines(name: str) -> Lines:
+    yield ["ranks in order", "untraced step, ms", "busy, ms", "exposed", "exposed at most", "idle"]
+    rows = read(name)
+    for arch, contender in dict.fromkeys((row["arch"], row["contender"]) for row in rows):
+        own = [row for row in rows if (row["arch"], row["contender"]) == (arch, contender)]
+        parts = (", ".join(f"{float(row[f'{each}_fraction']):.1%}" for row in own) for each in _TRACED)
+        busy = ", ".join(f"{_busy_ms(row):.3g}" for row in own)
+        yield [
+            f"`{contender}`, {label(own[0])}",
+            ", ".join(show(float(row["untraced_ms"])) for row in own),
+            busy,
+            *parts,
+        ]
+
+
+_TRACED = ("exposed", "exposed_most", "idle")
+
+
+def _busy_ms(row: Row) -> float:
+    return float(row["step_ms"]) - float(row["idle_ms"])
+
+
+def table_of_collectives(name: str, operation: str, beside: str, captured: str, *sizes: str) -> Lines:
+    """Return a line a size, in us: the medians, what `auto` takes, and the shortest median over that of it."""
+    rows = [
+        row for row in read(name) if (row["operation"], row["beside"], row["captured"]) == (operation, beside, captured)
+    ]
+    last = "product alone" if beside == "compute" else "its GB/s"
+    yield ["us, by MB a peer", *_CARRIERS.values(), "`auto` takes", "best / that", last]
+    for size in sizes:
+        same = [row for row in rows if row["mb_per_peer"] == size]
+        found = {row["contender"]: row for row in same if is_todays(row)}
+        taken = found[fastest_way(int(size) << 20, beside, captured == "True")]
+        best = min(map(ms_of, same)) / ms_of(taken)
+        value = 1e3 * float(taken["product_ms"]) if beside == "compute" else float(taken["gb_per_s"])
+        times = [f"{1e3 * ms_of(found[each]):.0f}" if each in found else "-" for each in _CARRIERS]
+        yield [size, *times, f"`{taken['contender']}`", f"{best:.2f}", f"{value:.0f}"]
+
+
+_CARRIERS = {"nccl": "NCCL", "nccl_registered": "registered", "nccl_copy_engines": "its copy engines"}
+_CARRIERS |= {"dma": "`dma`", "stores": "`stores`"}
+
+
+def is_todays(row: Row) -> bool:
+    """Return whether a row is of what is launched today: stores by the number of programs that they have."""
+    return row["contender"] != "stores" or row["store_programs"] == str(CollectivesRequest.store_programs)
+
+
+def table_of_strategies(name: str, *strategies: str) -> Lines:
+    lines = [line for line in summarise(_strategies(name)) if line["strategy"] in strategies]
+    yield ["fraction of the ideal", *CLASSES, "all", "mean speedup", "fastest in"]
+    for line in lines:
+        cells = [f"{line[column]:.2f}" for column in (*CLASSES, "all", "mean_speedup")]
+        yield [f"`{line['strategy']}`", *cells, str(line["best"])]
+
+
+def _strategies(name: str) -> list[dict[str, object]]:
+    numbers = ("fraction_of_ideal", "speedup", "together_ms")
+    return [{**row, **{each: float(row[each]) for each in numbers}} for row in read(name)]
+
+
+def table_of_gemm(name: str, operator: str) -> Lines:
+    """Return a line a shape, in us; the last columns are the part of the floor, and the speedups, of `auto`."""
+    problems: dict[str, dict[str, Row]] = {}
+    for row in read(name):
+        if row["operator"] == operator:
+            problems.setdefault(", ".join(row[each] for each in "mkn"), {})[row["contender"]] = row
+    names = list(dict.fromkeys(each for found in problems.values() for each in found))
+    yield ["M, K, N", "product", "links", *(f"`{each}`" for each in names), "of the floor", "over serial, torch"]
+    for problem, found in problems.items():
+        auto = found["auto"]
+        links_us = float(auto["link_bytes"]) / float(auto["link_gb_per_s"]) / 1e3
+        times_us = [1e3 * float(auto["gemm_ms"]), links_us, *(1e3 * ms_of(found[each]) for each in names)]
+        over = ", ".join(f"{ms_of(found[each]) / ms_of(auto):.2f}x" for each in ("serial", "torch"))
+        yield [problem, *(f"{each:.0f}" for each in times_us), f"{float(auto['of_floor']):.0%}", over]
+
+
+def table_of_headlines(*files: str) -> Lines:
+    """Return README's line a model of the captured step, over all kept runs."""
+    contenders = "TorchRec as run", "at its strongest", "`pgas`, captured"
+    yield ["model, samples a GPU", *contenders, "by the clock", "by the GPUs' own time"]
+    for (samples, arch), title in _HEADLINES.items():
+        found = step_runs(samples, arch)
+        ms = [[ms_of(run[name]) for run in found if name in run] for name in _STEPS]
+        ms[0] += [ms_of(run["torchrec_no_balance"]) for run in found if "torchrec_no_balance" in run]
+        clock = by_the_clock(samples, arch)
+        ends = dict.fromkeys(f"{each:.2g}x" for each in (clock[0], clock[-1]))
+        gpu = f"{busy(arch)[0]:.1f}x" if samples != 16384 else "-"
+        yield [title, *(_ends(each) for each in ms), " to ".join(ends), gpu]
+
+
+_STEPS = ("torchrec", "torchrec_strongest", "pgas_graph")
+_HEADLINES = {
+    (8192, "dcn"): "MLPerf's DLRM-DCNv2, rows capped at 4M, 8192, bf16",
+    (16384, "dcn"): "the same, 16384",
+    (2048, "dot"): "the same tables, dot products, 2048, bf16 (GPUs' own time: two GPUs)",
+}
+
+
+def _ends(values: Sequence[float]) -> str:
+    return " to ".join(dict.fromkeys([show(min(values)), show(max(values))]))
+
+
+def step_runs(samples: int, arch: str = "dcn") -> list[Run]:
+    """Return all runs of a step on four GPUs whose hosts are not short of time."""
+    wanted = {"world_size": "4", "arch": arch, "global_batch": str(4 * samples)}
+    found = [run for run in runs_of("step.csv", "ablation.csv", "strategies.csv") if "torchrec" in run]
+    found = [run for run in found if wanted.items() <= run["torchrec"].items()]
+    return [run for run in found if run["torchrec"].get("pinned_host") != "True"]
+
+
+def by_the_clock(samples: int, arch: str = "dcn") -> list[float]:
+    """Return how many times as fast as TorchRec's strongest the captured step is, in all kept runs, the least first."""
+    found = [run for run in step_runs(samples, arch) if "torchrec_strongest" in run]
+    return sorted(ms_of(run["torchrec_strongest"]) / ms_of(run["pgas_graph"]) for run in found)
+
+
+def busy(arch: str) -> tuple[float, float, float]:
+    """Return TorchRec's strongest over ours, and of both the ms that the GPU is busy on the rank where it is least."""
+    rows = [row for row in read("timeline.csv" if arch == "dcn" else "calibration/timeline.csv") if row["arch"] == arch]
+    theirs, ours = (
+        min(_busy_ms(row) for row in rows if row["contender"] == name) for name in ("torchrec_strongest", "pgas_graph")
+    )
+    return theirs / ours, theirs, ours
+
+
+TABLES: dict[str, Callable[..., Lines]] = {
+    "runs": table_of_runs,
+    "contenders": table_of_contenders,
+    "values": table_of_values,
+    "columns": table_of_columns,
+    "schedules": table_of_schedules,
+    "volumes": table_of_volumes,
+    "map": table_of_map,
+    "fused_over_pgas": table_of_fused_over_pgas,
+    "backwards": table_of_backwards,
+    "hot_rows": table_of_hot_rows,
+    "ablation": table_of_ablation,
+    "timelines": table_of_timelines,
+    "collectives": table_of_collectives,
+    "strategies": table_of_strategies,
+    "gemm": table_of_gemm,
+    "headlines": table_of_headlines,
+    **simulated_pages.TABLES,
+}
+
+
+def region(page: Path, call: str) -> str:
+    """Return what stands between the two comments: the table, and which rows it is made of."""
+    name, *arguments = call.split()
+    lines = [list(line) for line in TABLES[name](*arguments)]
+    head, *body = (f"| {' | '.join(line)} |" for line in lines)
+    table = "\n".join([head, "|---" * len(lines[0]) + "|", *body])
+    made_of: dict[str, list[str]] = {}
+    for name in (each for each in arguments if each.endswith(".csv")):
+        link = f"[{name}]({os.path.relpath(FOLDER / name, page.parent)})"
+        made_of.setdefault(origin(name), []).append(link)
+    rows = "; ".join(f"{', '.join(links)}: {text}" for text, links in made_of.items())
+    return f"{table}\n\nRows: {rows}.\n" if rows else f"{table}\n"
+
+
+def origin(name: str) -> str:
+    """Return the commits that rows name, and what they do not name."""
+    rows = read(name)
+    commits = sorted({row.get("commit", "") for row in rows} - {""})
+    text = f"commit {', '.join(commits)}" if commits else "no commit"
+    text = text.replace("-dirty", " with uncommitted changes")
+    return text if name.startswith("simulated") or all(row.get("command") for row in rows) else f"{text}, no command"
+
+
+# Numbers in sentences
+
+
+def sentences() -> Iterator[tuple[str, str, Sequence[float]]]:
+    """Yield a page, a part of a sentence with braces in the place of its numbers, and these."""
+    readme, step, stage = "README.md", "docs/results/step.md", "docs/results/stage.md"
+    clock = by_the_clock(8192)
+    yield readme, "is {:.1f} times as fast as TorchRec's at its strongest", [busy("dcn")[0]]
+    yield readme, "By the clock it was {:.1f} to {:.1f} times as fast", [clock[0], clock[-1]]
+    (eager,) = (row for row in read("ablation.csv") if row["contender"] == "pgas_eager")
+    yield readme, "makes that step {:.2f} times as fast", [float(eager["reference_ms"]) / ms_of(eager)]
+    swept = speedups("sweep.csv", read("sweep.csv"), "gpu_ms")
+    text = "is {:.2f} times as fast as its strongest baseline, in the geometric mean of {} shapes"
+    yield readme, text, [statistics.geometric_mean(swept), len(swept)]
+    chunked, times, copied = _chunked()
+    text = "it takes {:.2f} ms on the third shape: `pgas` is {:.2f} times as fast, and {:.2f} times"
+    yield readme, text, [chunked, times, copied]
+    yield stage, "In {} chunks that takes {:.2f} ms: `pgas` is {:.2f}x as fast", [4, chunked, times]
+    exposed, hidden = (
+        [float(row["speedup"]) for row in read("backward.csv") if row["contender"] == name]
+        for name in ("push_exposed", "push")
+    )
+    text = "is {:.2f} to {:.2f} times as fast as NCCL and FBGEMM's update, and {:.1f} to {:.1f} times"
+    yield readme, text, [min(exposed), max(exposed), min(hidden), max(hidden)]
+    yield readme, "takes {:.2f} ms instead of {:.2f}", sorted(map(ms_of, read("wide.csv")))
+    first = runs_of("step.csv")[0]
+    both = [ms_of(first[name]) for name in ("torchrec_strongest", "pgas_graph")]
+    yield "docs/architecture.md", "takes {:.2f} ms under TorchRec at its strongest, and {:.2f} ms captured", both
+    (_, *dcn), (_, *dot) = busy("dcn"), busy("dot")
+    text = "the GPU is busy for {:.2f} ms, and {:.2f} with dot products on two GPUs, of one of `pgas_graph` for {:.2f} "
+    yield step, text + "and {:.3f}", [dcn[0], dot[0], dcn[1], dot[1]]
+    floors = [100 * float(first["pgas_graph"][name]) / both[1] for name in ("floor_ms", "floor_sum_ms")]
+    yield step, "`pgas_graph` reaches {:.0f}% of the former and {:.0f}% of the latter", floors
+    for name in ("concurrent.csv", "concurrent_repeated.csv"):
+        text = f"on {read(name)[0]['world_size']} GPUs memory alone allows {{:.2f}}"
+        yield "docs/results/concurrent.md", text, [limit_by_memory(read(name))]
+    yield from simulated_pages.sentences()
+
+
+def _chunked() -> list[float]:
+    """Return the ms of the baseline in 4 chunks, and how many times as fast `pgas` is, without and with a copy."""
+    (run,) = runs_of("puts.csv")
+    ms = ms_of(run["nccl_chunked_4"])
+    return [ms, *(ms / ms_of(run[name]) for name in ("pgas", "pgas_copied"))]
+
+
+def fill(text: str, sentence: str, values: Sequence[float]) -> str:
+    """Return `text` with the numbers of a sentence replaced; where the sentence has a space, a line may end.
+
+    Raises:
+        ValueError: if the text has no such sentence, or more than one.
+    """
+    parts = re.split(r"\{[^}]*\}", sentence)
+    patterns = [re.escape(part).replace(r"\ ", r"\s+") for part in parts]
+    pattern = r"\d+(?:\.\d+)?".join(f"({each})" for each in patterns)
+    found = list(re.finditer(pattern, text))
+    if len(found) != 1:
+        raise ValueError(f"{len(found)} sentences like: {sentence}")
+    shown = [spec.format(value) for spec, value in zip(re.findall(r"\{[^}]*\}", sentence), values, strict=True)]
+    new = "".join(a + b for a, b in zip(found[0].groups(), [*shown, ""], strict=True))
+    return text[: found[0].start()] + new + text[found[0].end() :]
+
+
+@cache
+def _all_sentences() -> list[tuple[str, str, Sequence[float]]]:
+    return [*sentences()]
+
+
+def written(page: Path) -> str:
+    """Return the text of a page with its tables and numbers made anew."""
+    text = REGION.sub(lambda found: f"{found[1]}{region(page, found[2])}{found[3]}", page.read_text())
+    for name, sentence, values in _all_sentences():
+        if Path(name) == page:
+            text = fill(text, sentence, values)
+    return text
+
+
+def main() -> None:
+    for page in PAGES:
+        text = written(page)
+        if text != page.read_text():
+            page.write_text(text)
+            print(page)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""The tables and numbers of `docs/simulator.md`; `tests.pages` writes them there.
+
+Numbers are shown as the simulated rows have them. The simulator's own errors come from `tests.calibration`.
+"""
+
+import csv
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+
+from tests import calibration
+from tests.calibration import Prediction
+
+FOLDER = Path("docs/results")
+Row = Mapping[str, str]
+Lines = Iterable[Sequence[str]]
+PAGE = "docs/simulator.md"
+
+
+def read(name: str) -> list[dict[str, str]]:
+    with (FOLDER / name).open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def table_of_errors() -> Lines:
+    yield ["rows", "number", "within 10%", "least and greatest error"]
+    for name, rows in predictions().items():
+        errors = [100 * each.error for each in rows]
+        yield [name, str(len(rows)), str(within(rows)), f"{min(errors):+.0f}%, {max(errors):+.0f}%"]
+
+
+@cache
+def predictions() -> dict[str, list[Prediction]]:
+    return calibration.predictions(FOLDER, calibration.calibrate(FOLDER))
+
+
+def within(rows: Sequence[Prediction]) -> int:
+    return sum(abs(each.error) <= 0.1 for each in rows)
+
+
+def table_of_hosts(name: str) -> Lines:
+    """Return MLPerf's step by the number of GPUs, by the plan and with even tables."""
+    yield [
+        "GPUs", "fullest", "idle", "`torchrec`", "fused", "gathered", "over `torchrec`",
+        "even: `torchrec`", "fused", "gathered", "over `torchrec`",
+    ]  # fmt: skip
+    rows = read(name)
+    for gpus in dict.fromkeys(row["world_size"] for row in rows):
+        plan, even = (
+            [row for row in rows if (row["world_size"], row["plan"]) == (gpus, each)] for each in ("auto", "even")
+        )
+        work = ", ".join(f"{float(plan[0][f'fullest_{of}']):.3g}" for of in ("memory", "links", "ids"))
+        cells = [[*(ms := _variants(own)), f"{float(ms[0]) / float(ms[2]):.2f}x"] for own in (plan, even)]
+        yield [gpus, work, plan[0]["idle_ranks"], *cells[0], *cells[1]]
+
+
+def _variants(rows: Sequence[Row]) -> list[str]:
+    """Return the ms of torchrec's exchange, of fused, and of fused with an aggregator."""
+    found = {(row["backend"], row["aggregate_bytes"] != "0"): row["ms"] for row in rows}
+    return [found[each] for each in (("torchrec", False), ("fused", False), ("fused", True))]
+
+
+def table_of_ids(name: str) -> Lines:
+    yield ["samples a node", "bytes an id", "ids", "`torchrec`", "fused", "off a step"]
+    for torchrec, fused in _pairs(read(name)):
+        ms = torchrec["ms"], fused["ms"]
+        yield [torchrec["samples"], torchrec["id_bytes"], torchrec["ids"], *ms, f"{_off(torchrec, fused):.1f}%"]
+
+
+def _pairs(rows: Sequence[Row]) -> Iterator[tuple[Row, Row]]:
+    for torchrec, fused in zip(rows[::2], rows[1::2], strict=True):
+        assert (torchrec["backend"], fused["backend"]) == ("torchrec", "fused")
+        yield torchrec, fused
+
+
+def _off(torchrec: Row, fused: Row) -> float:
+    return 100 - 100 * float(fused["ms"]) / float(torchrec["ms"])
+
+
+def table_of_grid(name: str, down: str, across: str) -> Lines:
+    """Return the ms by the values of two columns."""
+    rows = read(name)
+    columns = sorted({float(row[across]) for row in rows})
+    yield [f"ms, by {down} and {across}", *(f"{each:g}" for each in columns)]
+    for value in sorted({float(row[down]) for row in rows}):
+        ms = {float(row[across]): row["ms"] for row in rows if float(row[down]) == value}
+        yield [f"{value:g}", *(ms[each] for each in columns)]
+
+
+WAYS = ("software", "near_memory", "arbitrated", "ideal")
+_ASSUMPTIONS = ("link_gb_per_s", "tflop_per_s", "update_factor", "gather")
+
+
+def table_of_products(name: str) -> Lines:
+    yield ["models", "link, GB/s", "TFLOP/s", "time of an update", "gather", *WAYS, "bytes less"]
+    rows = read(name)
+    for key in dict.fromkeys(map(_group, rows)):
+        of = [row for row in rows if _group(row) == key]
+        where, link, tflop, update, gather = key
+        moved = [less for _, less in gains(of, "arbitrated")]
+        cells = [where, f"{float(link):g}", f"{float(tflop):.0f}", f"{float(update):g}", gather.lower()]
+        cells += [_mean_and_most([speedup for speedup, _ in gains(of, way)]) for way in WAYS]
+        yield [*cells, f"{100 - 100 * geomean(moved):.0f}%, {100 - 100 * min(moved):.0f}%"]
+
+
+def _group(row: Row) -> tuple[str, ...]:
+    return ("on 32 ranks" if row["ranks"] == "32" else "on 8 and 16 ranks", *(row[each] for each in _ASSUMPTIONS))
+
+
+def gains(rows: Sequence[Row], way: str) -> list[tuple[float, float]]:
+    """Return for each product the speedup of a way over `serial`, and its bytes of memory over those of `serial`."""
+
+    def key(row: Row) -> tuple[str, ...]:
+        return tuple(row[each] for each in ("name", "ranks", "layer", *_ASSUMPTIONS))
+
+    serial = {key(row): row for row in rows if row["way"] == "serial"}
+    found = [(row, serial[key(row)]) for row in rows if row["way"] == way]
+    return [(float(a["ms"]) / float(b["ms"]), float(b["memory_mb"]) / float(a["memory_mb"])) for b, a in found]
+
+
+def geomean(values: Sequence[float]) -> float:
+    return math.exp(sum(map(math.log, values)) / len(values))
+
+
+def _mean_and_most(speedups: Sequence[float]) -> str:
+    return f"{100 * geomean(speedups) - 100:.0f}%, {100 * max(speedups) - 100:.0f}%"
+
+
+TABLES: dict[str, Callable[..., Lines]] = {
+    "errors": table_of_errors,
+    "hosts": table_of_hosts,
+    "ids": table_of_ids,
+    "grid": table_of_grid,
+    "products": table_of_products,
+}
+
+
+def sentences() -> Iterator[tuple[str, str, Sequence[float]]]:
+    """Yield the numbers of the page's sentences, as `tests.pages.sentences` does."""
+    found = predictions()
+    today = [rows for name, rows in found.items() if name.startswith("held out") and "calibration" not in name]
+    number, near = sum(map(len, today)), sum(map(within, today))
+    yield PAGE, "{} of {} rows of today's kernels, {:.0f}%, are within 10%", [near, number, 100 * near / number]
+    off = [_off(*pair) for pair in _pairs(read("simulated_p1_ids.csv"))]
+    yield PAGE, "lies between {:.1f}% and {:.0f}%, by assumptions that it does not state", [min(off), max(off)]
+    pays: dict[tuple[str, str], list[float]] = {}
+    for torchrec, fused in _both(read("simulated_pays.csv")):
+        pays.setdefault((torchrec["hosts"], torchrec["nic_gbit_per_s"]), []).append(
+            float(torchrec["ms"]) / float(fused["ms"])
+        )
+    most = [max(pays[key]) for key in (("1", "400.0"), ("16", "1600.0"), ("16", "400.0"))]
+    yield PAGE, "{:.1f} times as fast within a host, {:.1f} and {:.1f} times between hosts", most
+    yield PAGE, "with one id a bag over 1600 Gb/s it costs {:.0f}%", [100 / pays["16", "1600.0"][0] - 100]
+
+
+def _both(rows: Sequence[Row]) -> Iterator[tuple[Row, Row]]:
+    torchrec, fused = ([row for row in rows if row["backend"] == each] for each in ("torchrec", "fused"))
+    return zip(torchrec, fused, strict=True)
