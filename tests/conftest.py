@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from dlrm_overlap.config import Config
 from dlrm_overlap.launching.parsing import parse_config
+from tests import warm
 
 ROOT = Path(__file__).parents[1]
 PYTHON_PATH = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))  # for processes of tests
@@ -145,6 +146,8 @@ def run_cli(*argv: str, timeout_s: float = 120) -> subprocess.CompletedProcess[s
     """Run `dlrm-overlap ARGV` and return its exit code and output."""
     ours = ("RANK", "WORLD_SIZE", "TRITON_INTERPRET")
     environment = {k: v for k, v in os.environ.items() if k not in ours} | {"OMP_NUM_THREADS": "1"}
+    if not torch.cuda.is_available():
+        return warm.run_command(argv, environment, ROOT, timeout_s)
     return subprocess.run(
         [sys.executable, "-m", "dlrm_overlap", *argv],
         cwd=ROOT,
