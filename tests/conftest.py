@@ -32,11 +32,18 @@ if not torch.cuda.is_available():
     torch.set_num_threads(1)  # of small tensors: more threads wait for each other longer than they compute
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Take the options of `tests/gpu/test_exchange.py`."""
+    parser.addoption("--nproc", type=int, help="ranks, a GPU each where there are any")
+    parser.addoption("--ranks_per_gpu", type=int, help="ranks that share a GPU, which times nothing")
+    parser.addoption("--budget_s", type=float, help="seconds for all checks; by default 540 for each rank of a GPU")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip GPU tests where there is no GPU."""
+    """Skip GPU tests where there is no GPU, but those that have a fixture decide where they run."""
     if not torch.cuda.is_available():
         for item in items:
-            if "gpu" in item.keywords:
+            if "gpu" in item.keywords and "ranks" not in getattr(item, "fixturenames", ()):
                 item.add_marker(pytest.mark.skip(reason="needs NVIDIA GPUs"))
 
 
