@@ -153,17 +153,19 @@ def run_cli(*argv: str, timeout_s: float = 120) -> subprocess.CompletedProcess[s
     """Run `dlrm-overlap ARGV` and return its exit code and output."""
     ours = ("RANK", "WORLD_SIZE", "TRITON_INTERPRET")
     environment = {k: v for k, v in os.environ.items() if k not in ours} | {"OMP_NUM_THREADS": "1"}
-    if not torch.cuda.is_available():
-        return warm.run_command(argv, environment, ROOT, timeout_s)
-    return subprocess.run(
-        [sys.executable, "-m", "dlrm_overlap", *argv],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-    )
+    command = [sys.executable, "-m", "dlrm_overlap", *argv]
+    with tempfile.TemporaryDirectory() as folder:
+        streams = [Path(folder, name) for name in ("stdout", "stderr")]
+        with streams[0].open("w") as output, streams[1].open("w") as errors:
+            if torch.cuda.is_available():
+                process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=errors)
+            else:
+                process = warm.Command(argv, ROOT, environment, streams)
+            try:
+                code = process.wait(timeout_s)
+            finally:
+                process.kill()
+        return subprocess.CompletedProcess(command, code, *(path.read_text() for path in streams))
 
 
 def run_quickstart(folder: Path, name: str, nproc: int, *options: str) -> subprocess.CompletedProcess[str]:
