@@ -142,8 +142,9 @@ class _Rank:
             return
         try:
             os.setsid()
-            for descriptor in (1, 2) if stdout else ():
-                os.dup2(stdout.fileno(), descriptor)
+            if stdout is not None:
+                os.dup2(stdout.fileno(), 1)
+                os.dup2(stdout.fileno(), 2)
             _go_on(command[3:], env, main)
         finally:
             os._exit(1)

@@ -25,15 +25,17 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     world_size: int = options.nproc or default_world(sharing)
     if world_size % sharing:
         pytest.fail(f"--ranks_per_gpu {sharing} does not divide the ranks, which are {world_size}; give --nproc, too")
-    alone = sum(CHECKS[item.callspec.params["name"]].alone for item in request.session.items if _is_check(item))
+    alone = sum(CHECKS[name].alone for name in map(_name_of, request.session.items) if name)
     budget_s: float = options.budget_s or 540.0 * sharing
     made = Ranks(world_size, sharing, lambda: tmp_path_factory.mktemp("set"), budget_s, alone)
     yield made
     made.close()
 
 
-def _is_check(item: pytest.Item) -> bool:
-    return isinstance(item, pytest.Function) and item.originalname == test_exchange.__name__
+def _name_of(item: pytest.Item) -> str:
+    """Return the name of the check that a test runs; empty for another test."""
+    found = isinstance(item, pytest.Function) and item.originalname == test_exchange.__name__
+    return item.name.removeprefix(f"{test_exchange.__name__}[").removesuffix("]") if found else ""
 
 
 @pytest.mark.parametrize("name", sorted(CHECKS, key=lambda name: CHECKS[name].alone))

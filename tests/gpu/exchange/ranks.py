@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -102,8 +103,9 @@ class RankSet:
         self.closed = False
         self._checks, self._folder = {_START: Check(Place.meet, _START_TIMEOUT_S)}, folder
         folder.mkdir(parents=True, exist_ok=True)
-        method = "spawn" if torch.cuda.is_available() else START_METHOD
-        context, port = multiprocessing.get_context(method), free_port()
+        method: Any = "spawn" if torch.cuda.is_available() else START_METHOD
+        context: Any = multiprocessing.get_context(method)
+        port = free_port()
         pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
         self._asks = [ask for _, ask in pipes]
         self._processes = [
