@@ -36,7 +36,7 @@ def _die(place: Place) -> None:
 
 @pytest.fixture
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    made = Ranks(2, 1, lambda: tmp_path_factory.mktemp("set"), budget_s=60, alone=1)
+    made = Ranks(2, 1, lambda: tmp_path_factory.mktemp("set"), budget_s=600, alone=1)
     yield made
     made.close()
 
