@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from dlrm_overlap.config import Config
 from dlrm_overlap.launching.parsing import parse_config
+from tests import warm
 
 ROOT = Path(__file__).parents[1]
 PYTHON_PATH = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))  # for processes of tests
@@ -31,11 +32,18 @@ if not torch.cuda.is_available():
     torch.set_num_threads(1)  # of small tensors: more threads wait for each other longer than they compute
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Take the options of `tests/gpu/test_exchange.py`."""
+    parser.addoption("--nproc", type=int, help="ranks, a GPU each where there are any")
+    parser.addoption("--ranks_per_gpu", type=int, help="ranks that share a GPU, which times nothing")
+    parser.addoption("--budget_s", type=float, help="seconds for all checks; by default 540 for each rank of a GPU")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip GPU tests where there is no GPU."""
+    """Skip GPU tests where there is no GPU, but those that have a fixture decide where they run."""
     if not torch.cuda.is_available():
         for item in items:
-            if "gpu" in item.keywords:
+            if "gpu" in item.keywords and "ranks" not in getattr(item, "fixturenames", ()):
                 item.add_marker(pytest.mark.skip(reason="needs NVIDIA GPUs"))
 
 
@@ -145,15 +153,19 @@ def run_cli(*argv: str, timeout_s: float = 120) -> subprocess.CompletedProcess[s
     """Run `dlrm-overlap ARGV` and return its exit code and output."""
     ours = ("RANK", "WORLD_SIZE", "TRITON_INTERPRET")
     environment = {k: v for k, v in os.environ.items() if k not in ours} | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, "-m", "dlrm_overlap", *argv],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-    )
+    command = [sys.executable, "-m", "dlrm_overlap", *argv]
+    with tempfile.TemporaryDirectory() as folder:
+        streams = [Path(folder, name) for name in ("stdout", "stderr")]
+        with streams[0].open("w") as output, streams[1].open("w") as errors:
+            if torch.cuda.is_available():
+                process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=errors)
+            else:
+                process = warm.Command(argv, ROOT, environment, streams)
+            try:
+                code = process.wait(timeout_s)
+            finally:
+                process.kill()
+        return subprocess.CompletedProcess(command, code, *(path.read_text() for path in streams))
 
 
 def run_quickstart(folder: Path, name: str, nproc: int, *options: str) -> subprocess.CompletedProcess[str]:

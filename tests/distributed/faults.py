@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tests import warm
 from tests.conftest import PYTHON_PATH, ROOT, wait_until
 from tests.distributed.launchers import MPI_AS_ROOT, find_mpirun
 
@@ -34,7 +35,6 @@ def rank_main() -> None:
     """Run the command line of a rank, with the fault that the environment asks for."""
     from dlrm_overlap import cli
 
-    sys.argv = ["dlrm-overlap", *sys.argv[3:]]  # behind -m dlrm_overlap
     again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     if (fault := os.environ.get(_FAULT)) and not again:
         rank, step, how = fault.split(":")
@@ -84,7 +84,8 @@ class Run:
         self, folder: Path, *argv: str, fault: Mapping[str, str] | None = None, launcher: str = "nproc"
     ) -> None:
         wrapper = folder / "rank"
-        wrapper.write_text(f"#!{sys.executable}\nfrom tests.distributed.faults import rank_main\nrank_main()\n")
+        cut = "import sys; sys.argv[1:3] = []"  # -m dlrm_overlap
+        wrapper.write_text(f"#!{sys.executable}\n{cut}\nfrom tests.distributed.faults import rank_main\nrank_main()\n")
         wrapper.chmod(0o755)
         self._mark = uuid.uuid4().hex
         ours = ("RANK", "WORLD_SIZE", "TRITON_INTERPRET")
@@ -104,11 +105,20 @@ class Run:
             command = [sys.executable, *agent, "--no-python", str(wrapper), "-m", "dlrm_overlap", *argv]
             environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # as launch/torchrun.sh sets it
         self.errors = folder / "stderr"
+        environ |= fault or {}
+        self.process: subprocess.Popen[bytes] | warm.Command
+        if launcher == "forked":
+            mark = folder / self._mark
+            mark.write_text("mapped by each process of the run")
+            self.errors.write_text("")  # not that of a run before
+            streams = [Path(os.devnull), self.errors]
+            self.process = warm.Command(argv, ROOT, environ, streams, mark, rank_main)
+            return
         with self.errors.open("w") as errors:
             self.process = subprocess.Popen(
                 command,
                 cwd=ROOT,
-                env=environ | dict(fault or {}),
+                env=environ,
                 stdout=subprocess.DEVNULL,
                 stderr=errors,
             )
@@ -118,11 +128,11 @@ class Run:
         found = []
         for entry in Path("/proc").glob("[0-9]*"):
             try:
-                environ = (entry / "environ").read_bytes()
+                marks = (entry / "environ").read_bytes(), (entry / "maps").read_bytes()
                 state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
             except OSError:
                 continue
-            if self._mark.encode() in environ and state not in "ZX":
+            if any(self._mark.encode() in mark for mark in marks) and state not in "ZX":
                 found.append(int(entry.name))
         return found
 
@@ -165,9 +175,12 @@ class Run:
 
 
 def train(folder: Path, *options: str, fault: Mapping[str, str] | None = None, launcher: str = "nproc") -> Run:
-    """Start the quickstart on two CPU ranks, with a loader process each, which saves every 10 steps."""
+    """Start the quickstart on two CPU ranks, with a loader process each, which saves every 10 steps.
+
+    `launcher` is nproc, mpirun, torchrun, or forked: as nproc, by processes that need not import torch.
+    """
     argv = ["train", "--config", "configs/quickstart.yaml", "--train.device", "cpu"]
-    argv += ["--nproc", "2"] if launcher == "nproc" else []
+    argv += ["--nproc", "2"] if launcher in ("nproc", "forked") else []
     argv += ["--log.dir", str(folder), "--log.name", "run", "--log.every", "5", "--log.tensorboard", "false"]
     argv += ["--data.workers", "1", "--checkpoint.every", "10"]
     return Run(folder, *argv, *options, fault=fault, launcher=launcher)

@@ -31,7 +31,7 @@ VARIANTS = {
     "atomic": ("pgas", ["--embedding.backward", "atomic"]),
 }
 RESUMED = [("rowwise_adagrad", "torchrec", "pgas"), ("rowwise_adagrad", "fused", "torchrec")]
-RESUMED_MORE = [("adagrad", "torchrec", "pgas"), ("adagrad", "torchrec", "fused"), ("adagrad", "pgas", "torchrec")]
+RESUMED_MORE = [("adagrad", "torchrec", "fused")]
 QUICK = ("sgd", "rowwise_adagrad")  # optimizers of what every `make test` runs
 
 
@@ -89,8 +89,7 @@ def _train_variants(folder: Path) -> None:
 
 def _train_on_four_ranks(folder: Path) -> None:
     for backend in ("torchrec", *EXCHANGED):
-        for optimizer in ("sgd", "rowwise_adagrad"):
-            _run(folder, f"{optimizer}_{backend}", backend, optimizer)
+        _run(folder, f"sgd_{backend}", backend, "sgd")
         _run(folder, f"columns_{backend}", backend, "sgd", *COLUMNS)
 
 
@@ -141,10 +140,8 @@ def test_two_ranks_agree(request: pytest.FixtureRequest, backend: str, optimizer
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", EXCHANGED)
-@pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad"])
-def test_four_ranks_agree(four_ranks: Path, backend: str, optimizer: str) -> None:
-    reference = four_ranks / f"{optimizer}_torchrec"
-    _assert_agrees(four_ranks / f"{optimizer}_{backend}", reference, LOSS_TOLERANCE[optimizer])
+def test_four_ranks_agree(four_ranks: Path, backend: str) -> None:
+    _assert_agrees(four_ranks / f"sgd_{backend}", four_ranks / "sgd_torchrec", LOSS_TOLERANCE["sgd"])
 
 
 @pytest.mark.slow

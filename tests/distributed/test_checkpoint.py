@@ -93,9 +93,7 @@ CUTS = {  # optimizer, plan that writes, plan, backend and number of ranks that 
     "rowwise_adagrad column_wise 2 auto torchrec 1": 2e-3,
     "rowwise_adagrad column_wise 2 column_wise pgas 4": 1e-2,
     "rowwise_adagrad table_wise 1 column_wise fused 2": 2e-3,
-    "rowwise_adagrad column_wise 2 column_wise nccl 2": LOSS_TOLERANCE["rowwise_adagrad"],
     "adagrad column_wise 2 table_wise pgas 4": LOSS_TOLERANCE["adagrad"],
-    "sgd column_wise 2 table_wise torchrec 2": LOSS_TOLERANCE["sgd"],
     "sgd table_wise 2 auto pgas 4": LOSS_TOLERANCE["sgd"],
 }
 

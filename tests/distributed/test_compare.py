@@ -1,6 +1,7 @@
 """`compare` trains one backend after the other in the same processes, and each as if it were alone."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -187,7 +188,8 @@ def wrong_weights(*args, make=compare.run_configs):
 compare.run_configs = wrong_weights
 raise SystemExit(cli.main({[*COMPARE, "--backends", "torchrec", "pgas", "--log.dir", str(tmp_path)]!r}))
 """
-    result = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
+    command, environ = [sys.executable, "-c", script], os.environ | {"OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=False)
     assert result.returncode == 1, result.stderr
     (line,) = [line for line in result.stderr.splitlines() if line.startswith("dlrm-overlap:")]
     assert line.startswith("dlrm-overlap: pgas against torchrec: step 1: loss ")

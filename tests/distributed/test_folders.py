@@ -158,7 +158,7 @@ def test_a_second_command_is_refused_while_the_first_lives_and_no_longer(tmp_pat
     ]
     first = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
     lock, metrics = tmp_path / "torchrec" / LOCK_NAME, tmp_path / "torchrec" / "metrics.jsonl"
-    until = time.monotonic() + 60
+    until = time.monotonic() + 120
     while not (metrics.exists() and metrics.stat().st_size):
         assert time.monotonic() < until, "the first never trained"
         time.sleep(0.1)

@@ -479,6 +479,8 @@ def _run_case(case: str) -> None:
 # What every `make test` runs; the rest differs little from it.
 CAPTURED = [case for case in CASES if case.startswith("captured")]
 QUICK_ALONE = ["ends and resets", "another optimizer"]
+SLOW_ALONE = ["dot, fp32", "dcn, bf16", "evaluations within a segment", "graph, then torchrec", "data-parallel tables"]
+SLOW_ALONE += [*CAPTURED[:1], *CAPTURED[5:6]]
 SLOW_OF_TWO = [
     "dot, bf16",
     "torchrec, then graph, bf16",
@@ -495,9 +497,7 @@ QUICK_OF_TWO = [case for case in CASES if case not in SLOW_OF_TWO]
 OF_FOUR = ["dot, fp32", "dcn, bf16", "ends and resets", "data-parallel tables", *CAPTURED[:2], *CAPTURED[4:5]]
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[] if case in QUICK_ALONE else pytest.mark.slow) for case in CASES]
-)
+@pytest.mark.parametrize("case", [*QUICK_ALONE, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW_ALONE)])
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.usefixtures("world_of_one")
 def test_a_rank_alone(case: str) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import ProcessRaisedException, spawn
+from torch.multiprocessing.spawn import ProcessRaisedException, start_processes
 
 from dlrm_overlap.config import Config
 from dlrm_overlap.data.loader import open_datasets
@@ -22,6 +22,7 @@ from dlrm_overlap.embedding.sharded_module import exchanges
 from dlrm_overlap.launching.launcher import LOOPBACK, World
 from dlrm_overlap.train.ranks import Ranks
 from dlrm_overlap.train.trainer import Trainer
+from tests import warm
 from tests.conftest import ROOT, configuration
 
 _COLLECTIVE_TIMEOUT = timedelta(seconds=60)
@@ -35,7 +36,10 @@ def run_ranks(
     Raises:
         Exception: with the traceback of the first rank that failed; the others are ended.
     """
-    context = spawn(_rank, (world_size, work, folder, *arguments), nprocs=world_size, join=False)
+    method = "spawn" if torch.cuda.is_available() else warm.START_METHOD
+    context = start_processes(
+        _rank, (world_size, work, folder, *arguments), nprocs=world_size, join=False, start_method=method
+    )
     assert context is not None
     deadline = time.monotonic() + timeout_s
     try:

@@ -54,7 +54,7 @@ def test_random_kills_and_resumes_lose_nothing(tmp_path: Path) -> None:
     checkpoints = folder / "run" / "checkpoints"
     for number in range(ROUNDS):
         beside = ["--checkpoint.asynchronous", random.choice(["true", "false"])]
-        run = train(folder, *EVERY_STEP, *beside, "--train.steps", FOREVER)
+        run = train(folder, *EVERY_STEP, *beside, "--train.steps", FOREVER, launcher="forked")
         if random.random() < 0.8:  # else while it starts, resumes or takes its first steps
             run.wait_for(": loss")
         time.sleep(random.uniform(0, 1))
@@ -66,7 +66,7 @@ def test_random_kills_and_resumes_lose_nothing(tmp_path: Path) -> None:
     reached = max((read_manifest(path).step for path in checkpoint_folders(checkpoints)), default=0)
     steps = ["--train.steps", str(reached + 5)]
     for place in (folder, whole):
-        code, errors = train(place, *EVERY_STEP, *steps).end(60 + reached)
+        code, errors = train(place, *EVERY_STEP, *steps, launcher="forked").end(60 + reached)
         assert code == 0, errors
     assert read_metrics(folder / "run", "train/loss") == read_metrics(whole / "run", "train/loss")
     struck, expected = (read_metrics(place / "run", "eval/auroc") for place in (folder, whole))

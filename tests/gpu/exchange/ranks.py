@@ -1,5 +1,6 @@
 """Sets of processes that run checks one after the other, watched by a parent that no hang and no crash stops."""
 
+import contextlib
 import faulthandler
 import gc
 import json
@@ -9,9 +10,11 @@ import os
 import signal
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +23,7 @@ from dlrm_overlap.launching.launcher import LOOPBACK, World, free_port
 from dlrm_overlap.launching.process_group import find_device, init_process_group
 from tests.gpu.exchange.place import Check, Place
 from tests.gpu.exchange.sharing import init_shared, why_not_shared
+from tests.warm import START_METHOD
 
 _START, _START_TIMEOUT_S = "start", 120.0
 _GRACE_S = 10.0  # that the other ranks have once one has failed or ended
@@ -36,9 +40,9 @@ class Outcome:
     seconds: float
 
 
-def run_checks(place: Place, checks: Mapping[str, Check]) -> None:
+def run_checks(place: Place, checks: Iterable[tuple[str, Check]]) -> None:
     """Run `checks` on this rank, reporting each; end the process where its GPU has become unusable."""
-    for name, check in checks.items():
+    for name, check in checks:
         place.begin(name)
         error: BaseException | None = None
         try:
@@ -59,9 +63,15 @@ def run_checks(place: Place, checks: Mapping[str, Check]) -> None:
         place.meet()
 
 
-def _run_rank(
-    rank: int, world_size: int, ranks_per_gpu: int, port: int, folder: Path, checks: dict[str, Check]
-) -> None:
+def _asked_for(asks: Connection) -> Iterator[tuple[str, Check]]:
+    """Yield the checks that the parent asks for, until it asks for no more."""
+    yield _START, Check(Place.meet)
+    with contextlib.suppress(EOFError):
+        while True:
+            yield asks.recv()
+
+
+def _run_rank(rank: int, world_size: int, ranks_per_gpu: int, port: int, folder: Path, asks: Connection) -> None:
     log = os.open(folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -79,33 +89,47 @@ def _run_rank(
     group = dist.group.WORLD
     assert group is not None
     place = Place(world, group, device, folder)
-    run_checks(place, {_START: Check(Place.meet)} | checks)
+    run_checks(place, _asked_for(asks))
     os._exit(0)  # the interpreter's own end may abort, see cli.run
 
 
 class RankSet:
-    """Processes of one world that run `checks` in order."""
+    """Processes of one world that run the checks they are asked for, in that order."""
 
-    def __init__(self, checks: Mapping[str, Check], world_size: int, folder: Path, ranks_per_gpu: int = 1) -> None:
-        """Start them; `folder` takes their reports and logs."""
+    def __init__(self, world_size: int, folder: Path, ranks_per_gpu: int = 1) -> None:
+        """Start them; `folder`, which is new, takes their reports and logs."""
         self.outcomes: dict[str, Outcome] = {}
-        """of the start and of the checks that have ended; those behind one that broke the set were not run"""
-        self._checks, self._folder = {_START: Check(Place.meet, _START_TIMEOUT_S)} | dict(checks), folder
-        folder.mkdir(parents=True)
-        context, port = multiprocessing.get_context("spawn"), free_port()
+        """of the start and of the checks that have ended; those after one that broke the set were not run"""
+        self.closed = False
+        self._checks, self._folder = {_START: Check(Place.meet, _START_TIMEOUT_S)}, folder
+        folder.mkdir(parents=True, exist_ok=True)
+        method: Any = "spawn" if torch.cuda.is_available() else START_METHOD
+        context: Any = multiprocessing.get_context(method)
+        port = free_port()
+        pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
+        self._asks = [ask for _, ask in pipes]
         self._processes = [
-            context.Process(
-                target=_run_rank, args=(rank, world_size, ranks_per_gpu, port, folder, dict(checks)), daemon=True
-            )
-            for rank in range(world_size)
+            context.Process(target=_run_rank, args=(rank, world_size, ranks_per_gpu, port, folder, asks), daemon=True)
+            for rank, (asks, _) in enumerate(pipes)
         ]
         for process in self._processes:
             process.start()
+        for asks, _ in pipes:
+            asks.close()  # so that `ask` fails once the rank has ended
         self._began = time.monotonic()
         self._failed_at: float | None = None
 
+    def ask(self, name: str, check: Check) -> None:
+        """Let the ranks run `check` after those that they were asked for before."""
+        if len(self.outcomes) == len(self._checks):
+            self._began = time.monotonic()
+        self._checks[name] = check
+        for rank in self._asks:
+            with contextlib.suppress(BrokenPipeError):  # it has ended, which `poll` finds
+                rank.send((name, check))
+
     def poll(self) -> bool:
-        """Take up what has been reported; return whether there is more to come."""
+        """Take up the reports that have come; return whether more are to come of what was asked for."""
         while len(self.outcomes) < len(self._checks):
             name = list(self._checks)[len(self.outcomes)]
             ended = [rank for rank, process in enumerate(self._processes) if not process.is_alive()]
@@ -114,7 +138,6 @@ class RankSet:
                 return self._wait_on(name, reports, ended)
             self.outcomes[name] = self._outcome(reports, "")
             self._began, self._failed_at = time.monotonic(), None
-        self.close()
         return False
 
     def _wait_on(self, name: str, reports: Mapping[int, dict], ended: Sequence[int]) -> bool:
@@ -168,6 +191,7 @@ class RankSet:
 
     def close(self) -> None:
         """End the processes."""
+        self.closed = True
         for process in self._processes:
             process.kill()
         for process in self._processes:
@@ -176,6 +200,69 @@ class RankSet:
 
 def _written(path: Path) -> int:
     return path.stat().st_mtime_ns
+
+
+class Ranks:
+    """The ranks of a test session: one set that lasts, and a new one for each check that runs alone.
+
+    Sets for the latter are started ahead, while the check before runs: to start one takes longer than most checks.
+    """
+
+    def __init__(
+        self, world_size: int, ranks_per_gpu: int, make_folder: Callable[[], Path], budget_s: float, alone: int
+    ) -> None:
+        """Start nothing yet.
+
+        Args:
+            world_size: ranks of a set.
+            ranks_per_gpu: ranks that share a GPU; each check may take as many times as long.
+            make_folder: makes a new folder for a set's logs and reports.
+            budget_s: seconds for all checks.
+            alone: how many checks that run alone may be asked for.
+        """
+        self.ranks_per_gpu = ranks_per_gpu
+        self._world_size, self._make_folder = world_size, make_folder
+        self._deadline = time.monotonic() + budget_s
+        self._lasting: RankSet | None = None
+        self._ahead: list[RankSet] = []
+        self._to_start = alone
+        self._at_once = 3 if torch.cuda.is_available() else 1
+
+    def run(self, name: str, check: Check) -> Outcome | None:
+        """Run `check` on all ranks and return its outcome; None where the time for all checks is over before."""
+        if time.monotonic() > self._deadline:
+            return None
+        ranks = self._of_its_own() if check.alone else self._of_all()
+        ranks.ask(name, replace(check, timeout_s=self.ranks_per_gpu * check.timeout_s))
+        while ranks.poll():
+            time.sleep(0.01)
+            if time.monotonic() > self._deadline:
+                ranks.close()
+                return None
+        if check.alone:
+            ranks.close()
+        return ranks.outcomes[name]
+
+    def _of_all(self) -> RankSet:
+        if self._lasting is None or self._lasting.closed:
+            self._lasting = self._start()
+        return self._lasting
+
+    def _of_its_own(self) -> RankSet:
+        if self._lasting is not None:
+            self._lasting.close()  # gives back its GPUs' memory
+        while len(self._ahead) < self._at_once and (self._to_start or not self._ahead):
+            self._ahead.append(self._start())
+            self._to_start -= 1
+        return self._ahead.pop(0)
+
+    def _start(self) -> RankSet:
+        return RankSet(self._world_size, self._make_folder(), self.ranks_per_gpu)
+
+    def close(self) -> None:
+        """End all processes."""
+        for ranks in (*self._ahead, *([self._lasting] if self._lasting else [])):
+            ranks.close()
 
 
 def run_all(
@@ -205,7 +292,9 @@ def run_all(
     started = 0
     while True:
         while len(running) < (1 if together else at_once) and (together or alone):
-            ranks = RankSet(together or alone.pop(0), world_size, folder / f"set{started}", ranks_per_gpu)
+            ranks = RankSet(world_size, folder / f"set{started}", ranks_per_gpu)
+            for name, check in (together or alone.pop(0)).items():
+                ranks.ask(name, check)
             running.append(ranks)
             started += 1
         if not running:
@@ -213,6 +302,7 @@ def run_all(
         time.sleep(0.05)
         for ranks in list(running):
             if not ranks.poll():
+                ranks.close()
                 running.remove(ranks)
                 together = {name: check for name, check in together.items() if name not in ranks.outcomes}
             for name in ranks.outcomes.keys() & checks.keys() - outcomes.keys():

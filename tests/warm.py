@@ -1,0 +1,165 @@
+"""Processes that have torch and TorchRec from their first moment, which take 8 seconds of a core to import.
+
+multiprocessing's fork server imports them once for all tests. A command line and its ranks are forked from it, and go
+on as `python -m dlrm_overlap` does; so are the ranks of `run_ranks`. Not where CUDA is: it bears no fork.
+"""
+
+import mmap
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import IO
+
+START_METHOD = "forkserver"
+_CONTEXT = multiprocessing.get_context(START_METHOD)
+_CONTEXT.set_forkserver_preload(
+    ["tests.distributed.workers", "tests.warm", "dlrm_overlap.cli", "dlrm_overlap.observe.tensorboard"]
+)
+
+
+def _run() -> None:
+    from dlrm_overlap.__main__ import run
+
+    run()
+
+
+class Command:
+    """`dlrm-overlap ARGV` under way; it has the methods of a `subprocess.Popen` that tests use."""
+
+    def __init__(
+        self,
+        argv: Sequence[str],
+        folder: Path,
+        environ: Mapping[str, str],
+        streams: Sequence[Path],
+        mark: Path | None = None,
+        rank_main: Callable[[], None] = _run,
+    ) -> None:
+        """Start it.
+
+        Args:
+            argv: of the command line.
+            folder: the working folder.
+            environ: all environment variables.
+            streams: files for standard output and standard error.
+            mark: file, not empty, that the command's processes map into their memory, so that `/proc` shows whose they
+                are. Their environment does not: `/proc` shows the fork server's.
+            rank_main: runs the command line on a rank, in place of `python -m dlrm_overlap`.
+        """
+        arguments = (argv, folder, environ, streams, mark, rank_main)
+        self._process = _CONTEXT.Process(target=_begin, args=arguments)
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid: int = self._process.pid
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float) -> int:
+        self._process.join(timeout)
+        if (code := self._process.exitcode) is None:
+            raise subprocess.TimeoutExpired("dlrm-overlap", timeout)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+_maps: list[mmap.mmap] = []
+
+
+def _begin(
+    argv: Sequence[str],
+    folder: Path,
+    environ: Mapping[str, str],
+    streams: Sequence[Path],
+    mark: Path | None,
+    rank_main: Callable[[], None],
+) -> None:
+    from dlrm_overlap.launching import spawn
+
+    for descriptor, path in enumerate((Path(os.devnull), *streams)):
+        with path.open("w" if descriptor else "r") as file:
+            os.dup2(file.fileno(), descriptor)
+    if mark is not None:
+        with mark.open("rb") as file:
+            _maps.append(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+    os.chdir(folder)
+
+    def fork(*args: object, **options: object) -> _Rank:
+        return _Rank(rank_main, *args, **options)  # type: ignore[arg-type]
+
+    spawn.subprocess = SimpleNamespace(  # type: ignore[assignment]
+        Popen=fork, DEVNULL=subprocess.DEVNULL, STDOUT=subprocess.STDOUT
+    )
+    _go_on(argv, environ, _run)
+
+
+def _go_on(argv: Sequence[str], environ: Mapping[str, str], main: Callable[[], None]) -> None:
+    """Run `main` with what a process has that is executed anew: its own arguments, variables and signal handlers."""
+    os.environ.clear()
+    os.environ.update(environ)
+    sys.argv = ["dlrm-overlap", *argv]
+    for number in (number for number in signal.valid_signals() if callable(signal.getsignal(number))):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    main()
+
+
+class _Rank:
+    """A rank, forked from its launcher; it has the methods of a `subprocess.Popen` that `launching.spawn` uses."""
+
+    def __init__(
+        self,
+        main: Callable[[], None],
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        stdin: int,
+        stdout: IO[bytes] | None,
+        stderr: int | None,
+        start_new_session: bool,
+    ) -> None:
+        assert (list(command[1:3]), stdin, start_new_session) == (["-m", "dlrm_overlap"], subprocess.DEVNULL, True)
+        assert stderr == (stdout and subprocess.STDOUT)
+        self._code: int | None = None
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.pid = os.fork()
+        if self.pid:
+            return
+        try:
+            os.setsid()
+            if stdout is not None:
+                os.dup2(stdout.fileno(), 1)
+                os.dup2(stdout.fileno(), 2)
+            _go_on(command[3:], env, main)
+        finally:
+            os._exit(1)
+
+    def poll(self) -> int | None:
+        if self._code is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self._code = os.waitstatus_to_exitcode(status) if pid else None
+        return self._code
+
+    def wait(self) -> int:
+        if self._code is None:
+            self._code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self._code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
