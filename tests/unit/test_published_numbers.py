@@ -28,9 +28,7 @@ from tests.published import (
 
 FIGURES, SIMULATOR = "docs/figures.md", "docs/simulator.md"
 STAGE, GEMM = "docs/results/stage.md", "docs/results/gemm.md"
-_CHAPTERS = ("captured_step", "copy_engines", "forward", "plan")
-CAPTURED, COPIES, FORWARD, PLAN = (f"docs/architecture/{name}.md" for name in _CHAPTERS)
-ARCHITECTURE = "docs/architecture.md"
+ARCHITECTURE, STEP = "docs/architecture.md", "docs/architecture/step.md"
 Phrases = Callable[[], Iterable[tuple[str, str]]]
 PHRASES: list[Phrases] = []
 
@@ -61,21 +59,21 @@ def chapters() -> Iterable[tuple[str, str]]:
     for name, value in (("", "dma"), ("_stores", "stores"), ("_partition", "partition")):
         both = [f"{ms_of(run[f'pgas_graph{name}']):.3f}" for run in (once, twice) if f"pgas_graph{name}" in run]
         cell = f"{both[0]} ms" + "".join(f"; {each}" for each in both[1:])
-        lines = [line for line in Path(CAPTURED).read_text().splitlines() if line.startswith(f"| `{value}` | ")]
+        lines = [line for line in Path(STEP).read_text().splitlines() if line.startswith(f"| `{value}` | ")]
         assert len(lines) == 1
         assert lines[0].replace("with 16384 samples a GPU ", "").endswith(f" | {cell} |"), (lines[0], cell)
     ablation = runs_of("ablation")[-1]
     ours, nccl, replicated = (ms_of(ablation[f"pgas_graph{name}"]) for name in ("", "_collective", "_data_parallel"))
-    yield CAPTURED, f"{ours:.2f} ms, by NCCL {nccl:.2f}"
-    yield PLAN, f"MLPerf's step takes {replicated:.2f} ms instead of {ours:.2f} on 4 x H200"
+    yield STEP, f"{ours:.2f} ms, by NCCL {nccl:.2f}"
+    yield STEP, f"MLPerf's step takes {replicated:.2f} ms instead of {ours:.2f} on 4 x H200"
     puts = next(run for run in runs_of("stage_two_gpus") if run["pgas"]["dim"] == "128")
     in_place, stores, copies = (f"{ms_of(puts[name]):.2f}" for name in ("fused", "fused_stores", "fused_dma"))
-    yield FORWARD, f"{stores} ms there instead of {in_place}"
-    yield FORWARD, f"takes {copies} ms there, where nothing else wants the multiprocessors"
+    yield STEP, f"{stores} ms there instead of {in_place}"
+    yield STEP, f"takes {copies} ms there, where nothing else wants the multiprocessors"
     rows = [row for row in read("collectives") if row["operation"] == "all_to_all" and row["beside"] == "nothing"]
     copies = {row["mb_per_peer"]: row for row in rows if row["contender"] == "dma" and row["captured"] == "True"}
     gb_per_s = [f"{float(copies[size]['gb_per_s']):.0f}" for size in ("64", "192", "512")]
-    yield COPIES, f"has {gb_per_s[0]} and {gb_per_s[1]}, and {gb_per_s[2]} at 512 MB"
+    yield STEP, f"has {gb_per_s[0]} and {gb_per_s[1]}, and {gb_per_s[2]} at 512 MB"
 
 
 @_phrases
