@@ -70,10 +70,6 @@ def chapters() -> Iterable[tuple[str, str]]:
     in_place, stores, copies = (f"{ms_of(puts[name]):.2f}" for name in ("fused", "fused_stores", "fused_dma"))
     yield STEP, f"{stores} ms there instead of {in_place}"
     yield STEP, f"takes {copies} ms there, where nothing else wants the multiprocessors"
-    rows = [row for row in read("collectives") if row["operation"] == "all_to_all" and row["beside"] == "nothing"]
-    copies = {row["mb_per_peer"]: row for row in rows if row["contender"] == "dma" and row["captured"] == "True"}
-    gb_per_s = [f"{float(copies[size]['gb_per_s']):.0f}" for size in ("64", "192", "512")]
-    yield STEP, f"has {gb_per_s[0]} and {gb_per_s[1]}, and {gb_per_s[2]} at 512 MB"
 
 
 @_phrases
