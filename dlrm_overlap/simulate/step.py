@@ -1,4 +1,4 @@
-"""A training step as activities: the graph of docs/architecture/captured_step.md, and the baseline's.
+"""A training step as activities: the graph of docs/architecture/step.md, and the baseline's.
 
     ids of the next batch     | over the links, beside everything
     lookup, exchange          | the bottom MLP's forward beside it

@@ -2,7 +2,6 @@
 
 import ast
 import dataclasses
-import json
 import re
 import runpy
 import sys
@@ -16,18 +15,19 @@ import torch.distributed as dist
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
-from dlrm_overlap import backends, config
+from dlrm_overlap import backends
 from dlrm_overlap.bench.registry import FIGURES
 from dlrm_overlap.bench.report.measured import read_measured
 from dlrm_overlap.bench.report.page import make_section, markdown_page, report_order
 from dlrm_overlap.bench.report.plots import PLOTS
 from dlrm_overlap.config import Config
 from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder
+from tests import keys
 from tests.agreement import assert_same
 from tests.conftest import read_rows, read_table
 from tests.distributed.tiny_stage import Stage
 
-PAGES = [Path("README.md"), Path("CONTRIBUTING.md"), *sorted(Path("docs").rglob("*.md"))]
+PAGES = [Path("README.md"), Path("CONTRIBUTING.md"), Path("CHANGELOG.md"), *sorted(Path("docs").rglob("*.md"))]
 PAGES += [page for folder in ("launch", "kernels") for page in Path(folder).glob("*.md")]
 EVERY_PAGE = pytest.mark.parametrize("page", PAGES, ids=str)
 CHAPTERS = sorted(Path("docs/architecture").glob("*.md"))
@@ -35,31 +35,6 @@ ROOTS = (Path("."), Path("dlrm_overlap"))  # where the paths begin that a page n
 _MADE_BY_RUNS = {"runs", "build", "dist"}
 _SECTIONS = {field.name: getattr(field.type, "__name__", "") for field in dataclasses.fields(Config)}
 _FOLDERS = "|".join({f.name for root in ROOTS for f in root.iterdir() if f.is_dir()} - _MADE_BY_RUNS)
-
-
-def _meanings() -> dict[tuple[str, str], str]:
-    """Return (class, field) -> the string below the field."""
-    found = {}
-    for node in ast.parse(Path(config.__file__).read_text()).body:
-        if isinstance(node, ast.ClassDef):
-            for field, text in zip(node.body, node.body[1:], strict=False):
-                if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
-                    assert isinstance(field.target, ast.Name)
-                    found[node.name, field.target.id] = " ".join(ast.literal_eval(text.value).split())
-    return found
-
-
-def _rows(section: type, prefix: str = "") -> list[str]:
-    rows = []
-    for field in dataclasses.fields(section):
-        if isinstance(field.type, type) and dataclasses.is_dataclass(field.type):
-            rows += _rows(field.type, f"{prefix}{field.name}.")
-            continue
-        missing = field.default is dataclasses.MISSING
-        default = field.default_factory() if missing else field.default  # type: ignore[misc]
-        meaning = _meanings()[section.__name__, field.name].replace("|", "\\|")
-        rows.append(f"| `{prefix}{field.name}` | `{json.dumps(default)}` | {meaning} |")
-    return rows
 
 
 def _anchors(page: Path) -> list[str]:
@@ -70,10 +45,9 @@ def _anchors(page: Path) -> list[str]:
 
 
 def test_the_page_of_keys_has_every_key_and_no_other() -> None:
-    lines = Path("docs/configuration.md").read_text().splitlines()
-    start = lines.index("| key | default | meaning |") + 2
-    rows = _rows(Config)
-    assert lines[start : start + len(rows) + 1] == [*rows, ""]
+    page = keys.PAGE.read_text()
+    assert keys.rows()[-1] in page
+    assert page == keys.with_table(page), "run `python -m tests.keys`"
 
 
 @EVERY_PAGE
@@ -99,14 +73,6 @@ def test_every_test_that_the_page_of_faults_names_is_there() -> None:
     for file, test in named:
         found = [text for path, text in files.items() if path.name == file]
         assert any(f"def {test}(" in text if test else text for text in found), f"{file}::{test}"
-
-
-def test_what_the_changelog_says_moved_is_there() -> None:
-    page = Path("CHANGELOG.md")
-    moved = read_table(str(page), "  | was | is |")
-    assert len(moved) >= 10
-    for _, new in moved:
-        _check_names(page, new)
 
 
 def _check_names(page: Path, text: str) -> None:
@@ -165,17 +131,6 @@ def test_a_report_is_made_of_all_rows() -> None:
     assert [each.name for each in files if each.name not in page] == []
 
 
-def test_the_map_names_every_chapter_and_every_heading_in_order() -> None:
-    mapped: dict[str, list[str]] = {}
-    for row in read_table("docs/architecture.md", "| chapter |"):
-        chapter, *links = re.findall(r"\]\(architecture/(\w+\.md)(?:#([\w-]+))?\)", " ".join(row))
-        assert chapter[1] == "", "a chapter's link is to its beginning"
-        assert {file for file, _ in links} <= {chapter[0]}, "its headings follow in the same row"
-        mapped[chapter[0]] = [anchor for _, anchor in links]
-    headings = {chapter.name: _anchors(chapter)[1:] for chapter in CHAPTERS}
-    assert mapped == headings
-    for chapter, anchors in headings.items():
-        assert len(set(anchors)) == len(anchors), f"{chapter}: a title that is there twice has another anchor then"
 
 
 _CODE = ("dlrm_overlap", "kernels", "data", "tests", "configs")
@@ -194,7 +149,9 @@ _OF_OTHERS = {"cudaMemcpyBatchAsync", "DataLoader"}  # names that the chapters c
 
 @pytest.mark.parametrize("page", [Path("docs/architecture.md"), *CHAPTERS], ids=str)
 def test_what_the_chapters_name_in_code_is_there(page: Path, words_of_the_code: set[str]) -> None:
-    keys = {prefix: {key for name, key in _meanings() if name == section} for prefix, section in _SECTIONS.items()}
+    fields = {
+        prefix: {key for name, key in keys.meanings() if name == section} for prefix, section in _SECTIONS.items()
+    }
     files = ["pyproject.toml"]
     files += [str(path) for folder in (*_CODE, "docs", "launch") for path in Path(folder).rglob("*.*")]
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
@@ -203,8 +160,8 @@ def test_what_the_chapters_name_in_code_is_there(page: Path, words_of_the_code: 
             assert any(f"/{file}".endswith(f"/{name}") for file in files), f"{page} names {name}"
             continue
         section, _, key = name.partition(":")[0].partition(".")
-        if section in keys and re.fullmatch(r"\w+", key) and key != "json":  # checkpoint.json is a file of runs
-            assert key in keys[section], f"{page} names the key {name}"
+        if section in fields and re.fullmatch(r"\w+", key) and key != "json":  # checkpoint.json is a file of runs
+            assert key in fields[section], f"{page} names the key {name}"
         missing = set(re.findall(r"[A-Za-z_]\w+", name)) - words_of_the_code - _OF_OTHERS
         assert not missing, f"{page} names {name}, but the code has no {', '.join(missing)}"
 
