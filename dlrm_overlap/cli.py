@@ -342,6 +342,13 @@ def usage() -> str:
     return "\n".join(["usage: dlrm-overlap COMMAND ... | --version; COMMAND --help tells its options", "", *lines])
 
 
+def _check_working_folder() -> None:
+    try:
+        os.getcwd()
+    except OSError as error:  # neither jsonargparse nor torch loads there
+        raise InputError(f"this folder is gone, or not to be read ({error.strerror}); cd to another") from None
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that `argv` names and return its exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
@@ -352,6 +359,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"dlrm-overlap {dlrm_overlap.__version__}")
         return 0
     try:
+        _check_working_folder()
         if argv[0] not in COMMANDS:
             raise InputError(f"{argv[0]}: not a command; {suggest(argv[0], list(COMMANDS))}")
         if argv[0] != "train":  # which can save before it ends, and lets them come once it can

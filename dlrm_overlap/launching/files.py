@@ -96,7 +96,13 @@ def hold_folder(folder: Path, key: str) -> Iterator[bool]:
         owner = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
         with contextlib.suppress(OSError):  # a full disk: the lock holds all the same
             path.write_text(json.dumps(owner))
-        yield True
+        locked = path.stat()
+        try:
+            yield True
+        finally:
+            with contextlib.suppress(OSError):
+                if os.path.samestat(locked, path.stat()):  # else the folder was replaced, and the file is another's
+                    path.unlink()  # while it is held: a process that waits for it then makes the file anew
     finally:
         lock.release()
 

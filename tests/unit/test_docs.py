@@ -131,8 +131,6 @@ def test_a_report_is_made_of_all_rows() -> None:
     assert [each.name for each in files if each.name not in page] == []
 
 
-
-
 _CODE = ("dlrm_overlap", "kernels", "data", "tests", "configs")
 
 

@@ -67,7 +67,7 @@ def snapshot(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 def redone(before: dict[str, tuple[int, int]], after: dict[str, tuple[int, int]]) -> set[str]:
-    return {name for name in after if after[name] != before.get(name)} - {"meta.json", ".lock"}
+    return {name for name in after if after[name] != before.get(name)} - {"meta.json"}
 
 
 def parts(*days: int) -> set[str]:
@@ -82,7 +82,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_prepared_arrays_equal_the_text(source: Path, target: Path, block_bytes: int) -> None:
     meta = prepare_criteo(source, target, rows=13, block_bytes=block_bytes)
     assert [(day.name, day.samples) for day in meta.days] == [("day_0", 40), ("day_1.gz", 25), ("day_10", 30)]
-    assert {file.name for file in target.iterdir()} == parts(0, 1, 2) | {"meta.json", ".lock"}
+    assert {file.name for file in target.iterdir()} == parts(0, 1, 2) | {"meta.json"}
     arrays, samples = CriteoNpy(target, TablesConfig()), CriteoText(source, TablesConfig(rows=13))
     assert arrays.rows == samples.rows == meta.rows == [13] * 26
     assert arrays.num_samples == samples.num_samples == 95
@@ -93,7 +93,7 @@ def test_prepared_arrays_equal_the_text(source: Path, target: Path, block_bytes:
 
 def test_a_single_file_is_day_0(source: Path, target: Path) -> None:
     prepare_criteo(source / "day_10", target, rows=5)
-    assert {file.name for file in target.iterdir()} == parts(0) | {"meta.json", ".lock"}
+    assert {file.name for file in target.iterdir()} == parts(0) | {"meta.json"}
     assert_equal(
         CriteoNpy(target, TablesConfig()).read(0, 30), CriteoText(source / "day_10", TablesConfig(rows=5)).read(0, 30)
     )
@@ -150,7 +150,7 @@ def test_a_crash_costs_only_the_day_it_hits(
     with pytest.raises(KeyboardInterrupt):
         prepare_criteo(source, target, **mode, block_bytes=BLOCK)
     before = snapshot(target)
-    assert set(before) - {"vocabulary.npz"} == parts(0) | {"meta.json", ".lock"}
+    assert set(before) - {"vocabulary.npz"} == parts(0) | {"meta.json"}
     with pytest.raises(InputError, match=r"prepare. did not finish day_1.gz; run it again"):
         CriteoNpy(target, TablesConfig())
     # What a kill leaves, which runs no `finally`.
@@ -355,7 +355,7 @@ def test_a_malformed_line_leaves_no_part_of_its_day(source: Path, target: Path) 
     (source / "day_10").write_bytes(text(30, 2) + b"\n0\t1")
     with pytest.raises(InputError, match="day_10, line 31: 2 fields"):
         prepare_criteo(source, target, rows=13, block_bytes=BLOCK)
-    assert {file.name for file in target.iterdir()} == parts(0, 1) | {"meta.json", ".lock"}
+    assert {file.name for file in target.iterdir()} == parts(0, 1) | {"meta.json"}
 
 
 @pytest.mark.parametrize(

@@ -151,6 +151,17 @@ sys.exit(cli.main(["train", "--config", "nowhere.yaml"]))
     assert (result.returncode, result.stderr[: len(told) or None]) == (code, told)
 
 
+def test_a_working_folder_that_was_removed_is_a_mistake_in_one_line(tmp_path: Path) -> None:
+    told = "dlrm-overlap: this folder is gone, or not to be read (No such file or directory); cd to another\n"
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    command = 'rmdir "$PWD" && exec "$0" -m dlrm_overlap doctor'
+    environ = os.environ | {"PYTHONPATH": PYTHON_PATH, "MPLBACKEND": "nonsense"}
+    argv = ["sh", "-c", command, sys.executable]
+    result = subprocess.run(argv, cwd=gone, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    assert (result.returncode, result.stderr) == (2, told)
+
+
 def test_no_name_of_a_matplotlib_backend_keeps_pictures_from_files() -> None:
     argv = [sys.executable, "-c", "from dlrm_overlap import cli; cli.main = lambda: __import__('matplotlib') and 0"]
     argv[-1] += "; from dlrm_overlap.__main__ import run; run()"
