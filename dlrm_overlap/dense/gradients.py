@@ -13,7 +13,7 @@ from torch import nn
 from dlrm_overlap.comm.counters import Counters
 from dlrm_overlap.config import InputError
 from dlrm_overlap.dense.flat import FlatParameters
-from dlrm_overlap.dense.reduction import StoreOptions, open_reduction
+from dlrm_overlap.dense.reduction import CollectiveReduction, HostStores, Reduction, StoreOptions
 from dlrm_overlap.kernels.dense.arguments import BLOCK
 
 
@@ -276,3 +276,16 @@ class GradientBuckets:
 
 def _call(complete: Callable[[str], None], name: str, _: nn.Parameter) -> None:
     complete(name)
+
+
+def open_reduction(
+    flat: FlatParameters, group: dist.ProcessGroup, dtype: torch.dtype, stores: StoreOptions | None
+) -> Reduction:
+    """Return the reduction by stores, as `stores` says, or by the group's collective where that is None."""
+    if stores is None:
+        return CollectiveReduction(flat, group, dtype)
+    if flat.device.type != "cuda":
+        return HostStores(flat, group, dtype, stores)
+    from dlrm_overlap.dense.device_stores import DeviceStores  # a CPU needs no Triton
+
+    return DeviceStores(flat, group, dtype, stores)

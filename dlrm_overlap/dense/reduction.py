@@ -318,16 +318,3 @@ class HostStores(StoreReduction):
     def _wait(self, slot: int) -> None:
         counts = torch.full((self._world_size,), slot + 1, dtype=torch.int32, device="cpu")
         self._host.wait("flags", counts, self._epoch, self._options.wait_timeout_s, AWAITED)
-
-
-def open_reduction(
-    flat: FlatParameters, group: dist.ProcessGroup, dtype: torch.dtype, stores: StoreOptions | None
-) -> Reduction:
-    """Return the reduction by stores, as `stores` says, or by the group's collective where that is None."""
-    if stores is None:
-        return CollectiveReduction(flat, group, dtype)
-    if flat.device.type != "cuda":
-        return HostStores(flat, group, dtype, stores)
-    from dlrm_overlap.dense.device_stores import DeviceStores  # a CPU needs no Triton
-
-    return DeviceStores(flat, group, dtype, stores)

@@ -15,7 +15,8 @@ from dlrm_overlap.comm.collectives import PeerCollectives, Work
 from dlrm_overlap.config import InputError
 from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.gemm.serial import all_gather
-from dlrm_overlap.dense.reduction import StoreOptions, open_reduction
+from dlrm_overlap.dense.gradients import open_reduction
+from dlrm_overlap.dense.reduction import StoreOptions
 
 log = logging.getLogger("dlrm_overlap")
 
