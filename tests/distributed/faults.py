@@ -88,6 +88,7 @@ class Run:
         wrapper.write_text(f"#!{sys.executable}\n{cut}\nfrom tests.distributed.faults import rank_main\nrank_main()\n")
         wrapper.chmod(0o755)
         self._mark = uuid.uuid4().hex
+        self._others = _shared_names()
         ours = ("RANK", "WORLD_SIZE", "TRITON_INTERPRET")
         environ = {name: value for name, value in os.environ.items() if name not in ours}
         environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHON_PATH, "TMPDIR": str(folder), _MARK: self._mark}
@@ -169,9 +170,14 @@ class Run:
         while (left := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.02)
         assert not left, [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in left]
-        names = [name for name in os.listdir("/dev/shm") if name.startswith(("dlrm_overlap", "sem."))]
+        names = _shared_names() - self._others
         # Other programs on this machine may make semaphores, for a moment.
         wait_until(lambda: not any(Path("/dev/shm", name).exists() for name in names), 5, f"{names} stay")
+
+
+def _shared_names() -> set[str]:
+    """Return the names of shared memory and of semaphores, of whichever process."""
+    return {name for name in os.listdir("/dev/shm") if name.startswith(("dlrm_overlap", "sem."))}
 
 
 def train(folder: Path, *options: str, fault: Mapping[str, str] | None = None, launcher: str = "nproc") -> Run:
