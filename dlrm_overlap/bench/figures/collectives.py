@@ -19,13 +19,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dlrm_overlap.bench.harness.registered import RegisteredGroup
+from dlrm_overlap.bench.harness.chunked import RegisteredGroup
 from dlrm_overlap.bench.harness.timing import capture, counted, slowest_rank
+from dlrm_overlap.bench.harness.turns import greatest
 from dlrm_overlap.bench.report.rows import report
 from dlrm_overlap.bench.request import CollectivesRequest
 from dlrm_overlap.comm.calls import fastest_way
 from dlrm_overlap.comm.collectives import PeerCollectives
-from dlrm_overlap.comm.turns import greatest
 from dlrm_overlap.observe.metrics import StepTimer, quantile
 from dlrm_overlap.train.ranks import Ranks
 

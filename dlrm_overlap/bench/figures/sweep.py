@@ -22,12 +22,12 @@ from dlrm_overlap.bench.harness.chunked import make_chunked
 from dlrm_overlap.bench.harness.contenders import Baseline, Contender, Overlap, close_all
 from dlrm_overlap.bench.harness.limits import describe, describe_tables, forward_limit, measure_ceilings, times
 from dlrm_overlap.bench.harness.timing import in_time, time_contenders
+from dlrm_overlap.bench.harness.turns import Turns
 from dlrm_overlap.bench.harness.workload import Workload, collect_garbage, make_workload, read_ids
 from dlrm_overlap.bench.report.map_plots import MAPS
 from dlrm_overlap.bench.report.measured import Measured, hardware
 from dlrm_overlap.bench.report.rows import append_rows, as_text, print_faults
 from dlrm_overlap.bench.request import MapRequest
-from dlrm_overlap.comm.turns import Turns
 from dlrm_overlap.config import Config, parse_multi_hot
 from dlrm_overlap.launching.environment import environment
 from dlrm_overlap.train.ranks import Ranks
