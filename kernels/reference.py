@@ -27,6 +27,19 @@ def pool(weight: torch.Tensor, lengths: torch.Tensor, values: torch.Tensor, mean
     return pooled
 
 
+def add_partials(window: torch.Tensor, sums: Sequence[tuple[int, int, Sequence[int]]]) -> None:
+    """Add up the partial sums in a window [b, columns], in float32, in the order of the row shards; in place.
+
+    Args:
+        sums: the first column, the number of columns, and the first columns of the other row shards' partial sums.
+    """
+    for column, dim, others in sums:
+        total = window[:, column : column + dim].float()
+        for other in others:
+            total = total + window[:, other : other + dim].float()
+        window[:, column : column + dim] = total
+
+
 def pull_ids(
     published: Sequence[tuple[torch.Tensor, torch.Tensor]], requested: Sequence[int], samples: int
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""The drop-in's sharded module: TorchRec's own, whose table-wise and column-wise shards an `Exchange` serves."""
+"""The drop-in's sharded module: TorchRec's own, whose shards an `Exchange` serves."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -33,6 +33,8 @@ from dlrm_overlap.embedding.replicated import (
 from dlrm_overlap.embedding.shardings import (
     build_layout,
     groups_of,
+    hosts_of,
+    in_rank_order,
     model_order,
     output_types,
     why_not_exchanged,
@@ -44,7 +46,7 @@ log = logging.getLogger("dlrm_overlap")
 
 
 class OverlapShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
-    """TorchRec's sharded module, whose table-wise and column-wise shards exchange through an `Exchange`.
+    """TorchRec's sharded module, whose shards exchange through an `Exchange`.
 
     Shardings that an exchange cannot take fall back to TorchRec's own lookup and output_dist. The output
     has the features in TorchRec's order, which follows the plan; or, under `output_order` model, the exchanged ones
@@ -152,6 +154,8 @@ class OverlapShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         for i in self._replicated:
             if (reason := why_not_looked_up(self._embedding_shardings[i])) is not None:
                 return f"its data-parallel tables stay with TorchRec: {reason}"
+        if self.exchange.layout.partial_sums:
+            return "tables are cut by rows"
         options = self.exchange.options
         if not BACKENDS[options.backend].stores_to_peers or options.resolved_backward == "collective":
             return f"backend {options.backend} with backward {options.resolved_backward} waits for the host"
@@ -194,7 +198,7 @@ class OverlapShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         if self.exchange is None or self._falls_back(ctx, input):
             return super().compute_and_output_dist(ctx, input)
         batch_sizes = ctx.sharding_contexts[self._exchanged[0]].batch_size_per_rank  # type: ignore[union-attr]
-        exchanged = self.exchange.start([input[i] for i in self._exchanged], batch_sizes)
+        exchanged = self.exchange.start(self._in_rank_order(input, tuple(batch_sizes)), batch_sizes)
         others = {
             i: output_dist(lookup(input[i]), ctx.sharding_contexts[i])
             for i, (lookup, output_dist) in enumerate(zip(self._lookups, self._output_dists, strict=True))
@@ -205,6 +209,11 @@ class OverlapShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
             assert ctx.divisor is not None
             awaitable.callbacks.append(partial(self._divide, divisor=ctx.divisor))
         return awaitable
+
+    def _in_rank_order(self, input: KJTList, batch_sizes: tuple[int, ...]) -> list[KeyedJaggedTensor]:
+        """Return the ids of the shardings that are exchanged, each with the bags of rank 0's samples first."""
+        ids = [(input[i], hosts_of(self._embedding_shardings[i])) for i in self._exchanged]
+        return [each if hosts == 1 else in_rank_order(each, batch_sizes, hosts) for each, hosts in ids]
 
     def _awaitable(self, parts: list[Awaitable[torch.Tensor]]) -> EmbeddingBagCollectionAwaitable:
         return EmbeddingBagCollectionAwaitable(
