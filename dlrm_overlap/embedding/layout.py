@@ -43,6 +43,8 @@ class FeatureShard:
     """type of the rows"""
     feature_name: str
     """name of the feature in the ids: `name` unless several tables pool the feature"""
+    rows: tuple[int, int] = (0, 0)
+    """first row and end of the shard in its table, if that is cut by rows; else (0, 0)"""
     row_shard: int = 0
     """index of the shard among those of other rows and the same columns of the table, in order of their owners"""
 

@@ -17,6 +17,7 @@ from torchrec.distributed.embeddingbag import (
 )
 from torchrec.distributed.sharding.dp_sharding import DpPooledEmbeddingSharding
 from torchrec.distributed.types import Awaitable, LazyAwaitable, ShardingEnv2D, ShardingType
+from torchrec.modules.embedding_configs import PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from dlrm_overlap.backends import BACKENDS
@@ -139,8 +140,9 @@ class OverlapShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
     def leading_columns(self) -> int:
         """Columns that the model may fill in front of the output, see `ExchangeOptions`; 0 where there are none."""
         # Where it takes ids, an exchange fills the columns of data-parallel tables as well.
+        # A division makes other tensors of it.
         fills_all = self._takes_ids or len(self._exchanged) == len(self._embedding_shardings)
-        if self.exchange is None or self._output_order != "model" or not fills_all:
+        if self.exchange is None or self._output_order != "model" or not fills_all or self._has_mean_pooling_callback:
             return 0
         options = self.exchange.options
         return options.leading_columns if BACKENDS[options.backend].stores_to_peers else 0
@@ -154,8 +156,6 @@ class OverlapShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         for i in self._replicated:
             if (reason := why_not_looked_up(self._embedding_shardings[i])) is not None:
                 return f"its data-parallel tables stay with TorchRec: {reason}"
-        if self.exchange.layout.partial_sums:
-            return "tables are cut by rows"
         options = self.exchange.options
         if not BACKENDS[options.backend].stores_to_peers or options.resolved_backward == "collective":
             return f"backend {options.backend} with backward {options.resolved_backward} waits for the host"
@@ -179,6 +179,19 @@ class OverlapShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         else:
             self.exchange.take_ids(keys, bound)
         self._takes_ids = True
+        if self._has_mean_pooling_callback:
+            summed = set(self._pooling_type_to_rs_features[PoolingType.SUM.value])
+            features = [name.partition("@")[0] for name in self._embedding_names]
+            rows = torch.tensor([len(keys) if name in summed else list(keys).index(name) for name in features])
+            self._divided_by = rows.repeat_interleave(torch.tensor(self._embedding_dims)).to(self._device)
+
+    def _divisor(self, features: KeyedJaggedTensor) -> torch.Tensor:
+        """Return [b, D_total]: by what the columns in TorchRec's order are divided, as its `ctx.divisor`.
+
+        It is the bag's number of ids, not quite 0, or 1 for features that are pooled to sums of partial sums.
+        """
+        lengths = features.lengths().view(len(features.keys()), -1)
+        return torch.cat([lengths, torch.ones_like(lengths[:1])]).index_select(0, self._divided_by).T + 1e-6
 
     def _in_model_order(self, names: Sequence[str]) -> list[str]:
         positions = {name: i for i, name in enumerate(model_order(self._embedding_bag_configs))}
@@ -191,7 +204,10 @@ class OverlapShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         assert self.exchange is not None
         (features,) = (*input, *kwargs.values())
         self.exchange.check_samples(features.stride(), self.training)
-        return self._awaitable([self.exchange.start_sent(features)])
+        awaitable = self._awaitable([self.exchange.start_sent(features)])
+        if self._has_mean_pooling_callback:
+            awaitable.callbacks.append(partial(self._divide, divisor=self._divisor(features)))
+        return awaitable
 
     def compute_and_output_dist(self, ctx: EmbeddingBagCollectionContext, input: KJTList) -> LazyAwaitable[KeyedTensor]:
         """Look up and exchange; TorchRec's train pipelines call this with ids that are already at their owners."""

@@ -34,6 +34,7 @@ _EXCHANGED = (
 )
 # TorchRec pools sums of these, and divides them by the lengths of the whole bags after the exchange.
 _DIVIDED_LATER = RwPooledEmbeddingSharding, TwRwPooledEmbeddingSharding
+_CUT_BY_ROWS = (*_DIVIDED_LATER, GridPooledEmbeddingSharding)
 # TorchRec reduces the partial sums of these within a host first.
 _BY_HOST = TwRwPooledEmbeddingSharding, GridPooledEmbeddingSharding
 _OUTPUT_TYPES = (SparseType.FP32, SparseType.BF16, SparseType.FP16)
@@ -170,10 +171,12 @@ def build_layout(shardings: Sequence[Any], names: Sequence[str], world_size: int
         for number, sharding in enumerate(shardings):
             feature = 0
             only_sums = isinstance(sharding, _DIVIDED_LATER)
+            by_rows = isinstance(sharding, _CUT_BY_ROWS)
             for config in sharding._grouped_embedding_configs_per_rank[owner]:
                 for index, table in enumerate(config.embedding_tables):
                     for name, feature_name in zip(table.embedding_names, table.feature_names, strict=True):
-                        columns = name, table.local_metadata.shard_offsets[1]
+                        first_row, first_column = table.local_metadata.shard_offsets
+                        columns = name, first_column
                         shard = FeatureShard(
                             name=name,
                             owner=owner,
@@ -181,11 +184,12 @@ def build_layout(shardings: Sequence[Any], names: Sequence[str], world_size: int
                             feature=feature,
                             lookup=lookup,
                             table=index,
-                            first_column=columns[1],
+                            first_column=first_column,
                             dim=table.local_cols,
                             mean=config.pooling == PoolingType.MEAN and not only_sums,
                             dtype=data_type_to_dtype(config.data_type),
                             feature_name=feature_name,
+                            rows=(first_row, first_row + table.local_rows) if by_rows else (0, 0),
                             row_shard=row_shards[columns],
                         )
                         row_shards[columns] += 1
