@@ -71,9 +71,10 @@ class CollectiveForward(Forward):
         torch.cat([columns.view(mine, dim) for columns, dim in zip(received, dims, strict=True)], dim=1, out=pooled)
         step.work = step.received = None
         pooled = pooled if self._order is None else pooled.index_select(1, self._order)
-        if self.layout.partial_sums:
-            self.add_partials(pooled)
-        return pooled[:, : self.layout.total_dim]
+        if not self.layout.partial_sums:
+            return pooled
+        self.add_partials(pooled)
+        return pooled[:, : self.layout.total_dim].data  # no view, which autograd lets nobody change in place
 
 
 class CpuCollectiveForward(CollectiveForward):
