@@ -5,7 +5,7 @@ H200, three side by side reach two thirds of that (docs/results/collectives.md).
 graph, where a copy takes the GPU some 2 us beside its bytes; issued one by one, it takes the host 9.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -29,7 +29,9 @@ class Copy2D(NamedTuple):
 
     @staticmethod
     def of(destination: torch.Tensor, source: torch.Tensor) -> "Copy2D":
-        """Return the copy of `source` to `destination`, see `CopyEngine.copy_2d`.
+        """Return the copy of `source` to `destination`, [rows, columns] of one shape and type.
+
+        The rows of either are contiguous, in order, and need not follow each other.
 
         Raises:
             InputError: if they are not tensors that can be copied so.
@@ -37,14 +39,14 @@ class Copy2D(NamedTuple):
         shape, itemsize = tuple(source.shape), source.dtype.itemsize
         if source.dim() != 2 or tuple(destination.shape) != shape or destination.dtype != source.dtype:
             raise InputError(
-                f"CopyEngine.copy_2d: {shape} {source.dtype} to {tuple(destination.shape)} {destination.dtype}: must "
+                f"Copy2D.of: {shape} {source.dtype} to {tuple(destination.shape)} {destination.dtype}: must "
                 f"be [rows, columns] of one shape and type; reshape them"
             )
         rows, columns = shape
         for name, tensor in (("destination", destination), ("source", source)):
             if (columns > 1 and tensor.stride(1) != 1) or (rows > 1 and tensor.stride(0) < columns):
                 raise InputError(
-                    f"CopyEngine.copy_2d: the {name} has strides {tensor.stride()}: a row must be contiguous, and the "
+                    f"Copy2D.of: the {name} has strides {tensor.stride()}: a row must be contiguous, and the "
                     f"rows apart; transpose it back, or copy it first"
                 )
         # One row has no next one, whatever its stride: a pitch above 2 GiB is refused.
@@ -98,18 +100,6 @@ class CopyEngine:
         _check_bytes(destination, source)
         self._copy(destination, source)
 
-    def copy_each(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Copy each source to its destination, one after the other.
-
-        Args:
-            pairs: destination and source, as for `copy`.
-
-        Raises:
-            InputError: as `copy`, when the copies before the faulty one have been issued.
-        """
-        for destination, source in pairs:
-            self.copy(destination, source)
-
     def _copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         """Copy bytes, in a quarter of the host's time that `copy_` takes on a stream that has to be entered first."""
         if source.device.type == "cpu":  # where kernels are interpreted, nothing runs beside
@@ -121,22 +111,11 @@ class CopyEngine:
         kind, stream = runtime.cudaMemcpyKind.cudaMemcpyDeviceToDevice, self.stream.cuda_stream
         _check(runtime.cudaMemcpyAsync, destination.data_ptr(), source.data_ptr(), size, kind, stream)
 
-    def copy_2d(self, destination: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy rows that need not follow each other to rows that need not, in this GPU's memory or a peer's.
+    def issue(self, copy: Copy2D) -> None:
+        """Copy rows, in this GPU's memory or a peer's; both tensors must still be there.
 
         On H200 rows of 128 bytes and more are as fast as one copy of their bytes.
-
-        Args:
-            destination: [rows, columns], of the shape and the type of `source`; each row contiguous, the rows in order.
-            source: alike.
-
-        Raises:
-            InputError: if they are not such tensors.
         """
-        self.issue(Copy2D.of(destination, source))
-
-    def issue(self, copy: "Copy2D") -> None:
-        """Copy rows as `copy_2d` does, whose tensors have been checked before and are still there."""
         if copy.rows == 0 or copy.width_bytes == 0:
             return
         runtime = _runtime()
@@ -214,7 +193,7 @@ def _check_bytes(destination: torch.Tensor, source: torch.Tensor) -> None:
             f"{destination.dtype}: copy engines take bytes as they are; give tensors of one shape and type"
         )
     if not (destination.is_contiguous() and source.is_contiguous()):
-        raise InputError("CopyEngine.copy: a tensor is not contiguous; copy its rows by copy_2d")
+        raise InputError("CopyEngine.copy: a tensor is not contiguous; copy its rows by a Copy2D")
 
 
 def _check(function: Callable[..., Any], *arguments: Any) -> None:
