@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import track
 
 from dlrm_overlap.config import InputError
 from dlrm_overlap.launching.environment import commit
@@ -95,20 +95,9 @@ def _split(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def _simulate(configs: Sequence[SimulateConfig]) -> list[Simulated | SimulatedProduct]:
     """Simulate in turn, with a bar on standard error, if that is a terminal."""
-    found: list[Simulated | SimulatedProduct] = []
     console = Console(stderr=True)
-    columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        for number, config in enumerate(configs):
-            kind = config.product.way if config.what == "product" else config.exchange.backend
-            title = f"{number + 1} of {len(configs)}: {kind}, {config.network.world_size} GPUs"
-            task = progress.add_task(title, total=None)
-
-            def report(done: int, all_of: int, task: TaskID = task) -> None:
-                progress.update(task, completed=done, total=all_of)
-
-            found.append(simulate_product(config, report) if config.what == "product" else simulate(config, report))
-    return found
+    bar = track(configs, "simulating", console=console, disable=not console.is_terminal)
+    return [simulate_product(each) if each.what == "product" else simulate(each) for each in bar]
 
 
 def _print(combinations: Sequence[dict[str, str]], rows: Sequence[dict[str, Any]]) -> None:
