@@ -5,14 +5,13 @@ import csv
 import itertools
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import track
 
 from dlrm_overlap.config import InputError
 from dlrm_overlap.launching.environment import commit
@@ -35,6 +34,9 @@ def run(argv: Sequence[str], description: str) -> int:
     """
     try:
         return _run(argv, description)
+    except OSError as error:
+        file = error.filename or "--output or --trace"
+        raise InputError(f"{file}: {error.strerror or error}; name another file") from None
     except MemoryError:
         raise InputError("the simulation needs more memory than there is; take fewer GPUs, tables or waves") from None
 
@@ -49,8 +51,8 @@ def _run(argv: Sequence[str], description: str) -> int:
     combinations = list(_combinations(own.vary))
     output, trace = own.output and Path(own.output), own.trace and Path(own.trace)
     for path in filter(None, (output, trace)):
-        _check_file(path)
-    header = _header_of(output) if output and own.append else []
+        if not path.parent.is_dir():
+            raise InputError(f"{path}: there is no folder {path.parent}; make it, or name another file")
     if trace and len(combinations) > 1:
         raise InputError(
             f"--trace {trace}: it takes one simulation, and --vary asks for {len(combinations)}; leave one of both out"
@@ -67,7 +69,7 @@ def _run(argv: Sequence[str], description: str) -> int:
     found = _simulate(configs)
     rows = [describe_product(each) if isinstance(each, SimulatedProduct) else describe(each) for each in found]
     if output:
-        _write(output, [row | {"commit": commit() or ""} for row in rows], header, own.append)
+        _write(output, [row | {"commit": commit() or ""} for row in rows], own.append)
     with reader_may_leave():
         _print(combinations, rows)
         if len(rows) == 1:
@@ -75,8 +77,7 @@ def _run(argv: Sequence[str], description: str) -> int:
         for base, ours in zip(rows[::2], rows[1::2], strict=True) if own.train else ():
             print(_verdict(base, ours))
     if trace:
-        with _one_line(trace):
-            trace.write_text(json.dumps(chrome_trace(found[0])))
+        trace.write_text(json.dumps(chrome_trace(found[0])))
         print(f"\ntrace: {trace}")
     return 0
 
@@ -95,20 +96,9 @@ def _split(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def _simulate(configs: Sequence[SimulateConfig]) -> list[Simulated | SimulatedProduct]:
     """Simulate in turn, with a bar on standard error, if that is a terminal."""
-    found: list[Simulated | SimulatedProduct] = []
     console = Console(stderr=True)
-    columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        for number, config in enumerate(configs):
-            kind = config.product.way if config.what == "product" else config.exchange.backend
-            title = f"{number + 1} of {len(configs)}: {kind}, {config.network.world_size} GPUs"
-            task = progress.add_task(title, total=None)
-
-            def report(done: int, all_of: int, task: TaskID = task) -> None:
-                progress.update(task, completed=done, total=all_of)
-
-            found.append(simulate_product(config, report) if config.what == "product" else simulate(config, report))
-    return found
+    bar = track(configs, "simulating", console=console, disable=not console.is_terminal)
+    return [simulate_product(each) if each.what == "product" else simulate(each) for each in bar]
 
 
 def _print(combinations: Sequence[dict[str, str]], rows: Sequence[dict[str, Any]]) -> None:
@@ -138,42 +128,17 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--vary", action="append", metavar="KEY=A,B,..", help=text)
 
 
-def _check_file(path: Path) -> None:
-    """Refuse a file that cannot be written, before anything is simulated."""
-    if not path.parent.is_dir():
-        raise InputError(f"{path}: there is no folder {path.parent}; make it, or name another file")
-    if path.is_dir():
-        raise InputError(f"{path}: it is a folder; name a file in it")
-
-
-@contextmanager
-def _one_line(path: Path) -> Iterator[None]:
-    """Report an error of the system about a file as a user's mistake."""
-    try:
-        yield
-    except OSError as error:
-        raise InputError(f"{path}: {error.strerror or error}; name another file") from None
-
-
-def _header_of(path: Path) -> list[str]:
-    """Return the columns of a file of rows, none if it does not exist or is empty."""
-    if not path.exists():
-        return []
-    try:
-        with _one_line(path), path.open(newline="") as file:
-            return next(csv.reader(file), [])
-    except (UnicodeDecodeError, csv.Error):
-        raise InputError(f"--append {path}: it is no CSV file in UTF-8; give another file") from None
-
-
-def _write(path: Path, rows: Sequence[dict[str, Any]], found: Sequence[str], append: bool) -> None:
-    """Write the rows; `found` are the columns of the file to whose rows they are appended."""
-    header = list(rows[0])
-    if found and found != header:
+def _write(path: Path, rows: Sequence[dict[str, Any]], append: bool) -> None:
+    """Write the rows, or append them to those of a file that has the same columns."""
+    header, known = list(rows[0]), []
+    if append and path.exists():
+        with path.open(newline="") as file:
+            known = next(csv.reader(file), [])
+    if known and known != header:
         raise InputError(f"--append {path}: it has other columns than a simulation's rows; give another file")
-    with _one_line(path), path.open("a" if append else "w", newline="") as file:
+    with path.open("a" if append else "w", newline="") as file:
         writer = csv.DictWriter(file, header, lineterminator="\n")
-        if not found:
+        if not known:
             writer.writeheader()
         writer.writerows(rows)
 

@@ -16,8 +16,9 @@ ends, rates are constant. Activities that begin or end together make one event.
 """
 
 import heapq
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -68,9 +69,8 @@ class Timeline:
         return float(self.end_s.max(initial=0.0))
 
 
-@dataclass
-class _Running:
-    """Some activities, in the order of their numbers, and their entries of resources one after the other."""
+class _Running(NamedTuple):
+    """The activities that run, in the order of their numbers, and their entries of resources one after the other."""
 
     numbers: np.ndarray
     entry_of: np.ndarray
@@ -81,38 +81,6 @@ class _Running:
     caps: np.ndarray
     """greatest rates"""
     priorities: np.ndarray
-
-    @staticmethod
-    def of(activities: Sequence[Activity]) -> "_Running":
-        """Return all activities."""
-        empty = [np.empty(0)]
-        with np.errstate(divide="ignore"):
-            caps = 1.0 / np.array([each.least_s for each in activities], np.float64)
-        return _Running(
-            numbers=np.arange(len(activities)),
-            entry_of=np.repeat(np.arange(len(activities)), [len(each.resources) for each in activities]),
-            resources=np.concatenate([each.resources for each in activities] or empty).astype(np.int64),
-            amounts=np.concatenate([each.amounts for each in activities] or empty),
-            weights=1.0 / np.array([each.size for each in activities], np.float64),
-            caps=caps,
-            priorities=np.array([each.priority for each in activities], np.int64),
-        )
-
-    def take(self, numbers: np.ndarray) -> "_Running":
-        """Return some of all activities, whose numbers are in order."""
-        first, end = np.searchsorted(self.entry_of, numbers), np.searchsorted(self.entry_of, numbers, "right")
-        counts = end - first
-        begins = np.cumsum(counts) - counts  # of their entries, among those that are taken
-        entries = np.arange(counts.sum()) + np.repeat(first - begins, counts)
-        return _Running(
-            numbers,
-            np.repeat(np.arange(len(numbers)), counts),
-            self.resources[entries],
-            self.amounts[entries],
-            self.weights[numbers],
-            self.caps[numbers],
-            self.priorities[numbers],
-        )
 
 
 @dataclass
@@ -161,8 +129,8 @@ class Engine:
         self._after.append(set(after))
         return number
 
-    def run(self, progress: Callable[[int, int], None] | None = None) -> Timeline:
-        """Run all activities; after each event `progress` gets how many of how many have ended."""
+    def run(self) -> Timeline:
+        """Run all activities."""
         count = len(self.activities)
         waits, following = [len(after) for after in self._after], [[] for _ in range(count)]
         for number, after in enumerate(self._after):
@@ -172,9 +140,8 @@ class Engine:
         carried = np.zeros(len(self.capacities))
         due = [(self.activities[n].delay_s, n) for n in range(count) if not waits[n]]
         heapq.heapify(due)
-        every = _Running.of(self.activities)
-        running, left, rates = every.take(np.empty(0, np.int64)), np.empty(0), np.empty(0)
-        now, ended, events = 0.0, 0, 0
+        running, left, rates = self._running(np.empty(0, np.int64)), np.empty(0), np.empty(0)
+        now, events = 0.0, 0
         while due or len(running.numbers):
             with np.errstate(divide="ignore"):  # one that others of a higher priority leave nothing
                 next_end = float((left / rates).min()) + now if len(rates) else np.inf
@@ -190,7 +157,6 @@ class Engine:
             while finished or (due and due[0][0] <= now * (1 + _TOGETHER)):
                 for n in finished:
                     end[n] = now
-                    ended += 1
                     for after in following[n]:
                         waits[after] -= 1
                         if not waits[after]:
@@ -203,13 +169,26 @@ class Engine:
                     (begun if takes_time else finished).append(n)
             numbers = np.concatenate([running.numbers[~over], np.array(begun, np.int64)])
             order = np.argsort(numbers)
-            running = every.take(numbers[order])
+            running = self._running(numbers[order])
             left = np.concatenate([left[~over], np.ones(len(begun))])[order]
             rates = self._rates(running)
-            if progress is not None:
-                progress(ended, count)
-        assert ended == count, "every activity has ended"
+        assert not np.isnan(end).any(), "every activity has ended"
         return Timeline(self.activities, start, end, carried, events, self.capacities)
+
+    def _running(self, numbers: np.ndarray) -> _Running:
+        """Return what the rates of these activities are found from."""
+        chosen = [self.activities[number] for number in numbers.tolist()]
+        with np.errstate(divide="ignore"):
+            caps = 1.0 / np.array([each.least_s for each in chosen])
+        return _Running(
+            numbers=numbers,
+            entry_of=np.repeat(np.arange(len(chosen)), [len(each.resources) for each in chosen]),
+            resources=np.concatenate([np.empty(0, np.int64), *(each.resources for each in chosen)]),
+            amounts=np.concatenate([np.empty(0), *(each.amounts for each in chosen)]),
+            weights=1.0 / np.array([each.size for each in chosen]),
+            caps=caps,
+            priorities=np.array([each.priority for each in chosen], np.int64),
+        )
 
     def _rates(self, running: _Running) -> np.ndarray:
         """Return the rate of each running activity, from the highest priority on."""

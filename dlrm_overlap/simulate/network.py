@@ -31,25 +31,10 @@ class Routes(NamedTuple):
     """[N] float64, the part of the bytes for the destination that this link carries"""
 
 
-class Switch:
-    """One NVLink domain: a rank has one way out and one way in, and the switch between never fills."""
-
-    def __init__(self, world_size: int, link_bytes_per_s: float) -> None:
-        self.world_size = self.gpus_per_host = world_size
-        self.rates = np.full(2 * world_size, link_bytes_per_s)
-
-    def routes(self, source: int) -> Routes:
-        """Return the routes from `source` to every other rank: its way out, then the destination's way in."""
-        return _star(source, _others(source, 0, self.world_size), 0, self.world_size)
-
-    def hops(self, source: int) -> np.ndarray:
-        """Return [W] zeros."""
-        return np.zeros(self.world_size, np.int64)
-
-
 class FatTree:
-    """Hosts of GPUs with an NVLink switch in each, a NIC a GPU, and a leaf switch a rail.
+    """Hosts of GPUs with an NVLink switch in each, a NIC a GPU, and a leaf switch a rail; one host is its switch alone.
 
+    Within a host a rank has one way out and one way in, and the switch between never fills.
     GPU j of every host has its NIC on rail j. A leaf switch joins the NICs of one rail of `hosts_per_leaf` hosts. What
     goes to another rail, or to hosts of another leaf, takes the leaf's ways up to the spine and down from it, which
     carry the sum of the NICs' rates over `oversubscription`. They count as one link each, as if every packet took the
@@ -65,10 +50,10 @@ class FatTree:
         hosts_per_leaf: int = 32,
         oversubscription: float = 1.0,
     ) -> None:
-        self.hosts, self.gpus_per_host, self.hosts_per_leaf = hosts, gpus_per_host, hosts_per_leaf
+        self.hosts, self.gpus_per_host, self.hosts_per_leaf = hosts, gpus_per_host, min(hosts, hosts_per_leaf)
         self.world_size = world_size = hosts * gpus_per_host
-        self._leaves = -(-hosts // hosts_per_leaf)
-        up = nic_bytes_per_s * min(hosts, hosts_per_leaf) / oversubscription
+        self._leaves = -(-hosts // self.hosts_per_leaf)
+        up = nic_bytes_per_s * self.hosts_per_leaf / oversubscription
         self.rates = np.concatenate(
             [
                 np.full(2 * world_size, link_bytes_per_s),
@@ -158,7 +143,7 @@ class Torus:
         return np.repeat(ways, self.gpus_per_host)
 
 
-Topology = Switch | FatTree | Torus
+Topology = FatTree | Torus
 
 
 def _others(source: int, first: int, end: int) -> np.ndarray:

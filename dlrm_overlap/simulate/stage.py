@@ -21,7 +21,7 @@ from dlrm_overlap.kernels.grouping import Aggregator, Grouping
 from dlrm_overlap.kernels.schedule import TaskGrid, resolve_schedule
 from dlrm_overlap.simulate.config import SimulateConfig
 from dlrm_overlap.simulate.gpu_config import LookupConfig
-from dlrm_overlap.simulate.network import Cluster, FatTree, Switch, Topology, Torus, arrivals
+from dlrm_overlap.simulate.network import Cluster, FatTree, Topology, Torus, arrivals
 from dlrm_overlap.simulate.workload import Workload, build_workload
 
 _MANY_BAGS = 1 << 17
@@ -31,15 +31,14 @@ def _topology(config: SimulateConfig) -> Topology:
     """Return the links of the configuration's hosts."""
     network, link = config.network, config.gpu.link_gb_per_s * 1e9
     nic = network.nic_gbit_per_s / 8 * 1e9
-    if network.kind == "switch":
-        return Switch(network.gpus_per_host, link)
-    if network.kind == "fat_tree":
-        leaf = min(network.hosts_per_leaf, network.hosts), network.oversubscription
+    if network.kind != "torus":
+        leaf = network.hosts_per_leaf, network.oversubscription
         return FatTree(network.hosts, network.gpus_per_host, link, nic, *leaf)
-    width = network.torus_width
-    if width is None:
-        divisors = [d for d in range(1, network.hosts + 1) if network.hosts % d == 0]
-        width = min((d for d in divisors if d * d >= network.hosts), key=lambda d: d * d)
+    width = network.torus_width or min(
+        divisor
+        for divisor in range(1, network.hosts + 1)
+        if network.hosts % divisor == 0 and divisor * divisor >= network.hosts
+    )
     return Torus(width, network.hosts // width, network.gpus_per_host, link, nic)
 
 

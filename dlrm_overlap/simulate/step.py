@@ -16,7 +16,7 @@ part of the backward, gradients of embeddings are packed and sent by a collectiv
 buckets, the first of them while the head's backward goes on.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -102,7 +102,7 @@ class Simulated:
         return max(self.gpu_ms, host_ms if self.config.what == "step" else self.config.host.stage_ms)
 
 
-def simulate(config: SimulateConfig, progress: Callable[[int, int], None] | None = None) -> Simulated:
+def simulate(config: SimulateConfig) -> Simulated:
     """Simulate a stage, a backward or a step."""
     sim = Simulation.of(config)
     none: list[list[int]] = [[] for _ in range(sim.cluster.world_size)]
@@ -112,7 +112,7 @@ def simulate(config: SimulateConfig, progress: Callable[[int, int], None] | None
         add_backward(sim, none, none)
     else:
         _add_step(sim, none)
-    timeline = sim.cluster.engine.run(progress)
+    timeline = sim.cluster.engine.run()
     return Simulated(config, timeline, sim.work, timeline.seconds * 1e3)
 
 

@@ -3,7 +3,6 @@
 import csv
 import json
 import re
-import sys
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -205,16 +204,10 @@ def test_rows_and_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         (["--vary", "network.hosts=1,2", "--trace", "trace.json"], "--trace"),
         (["--vary", "network.hosts/work.samples=1,2"], "as many values as keys"),
         (["--output", "no/folder/rows.csv"], "no folder"),
-        (["--output", "."], "it is a folder"),
         (["--output", "/dev/full"], "No space left"),
-        (["--trace", "/dev/full"], "No space left"),
-        (["--append", "--output", sys.executable], "no CSV file in UTF-8"),
         (["--append", "--output", "docs/results/stage.csv"], "other columns"),
         (["--vary", "what=stage,product", "--network.hosts", "1"], "simulate them apart"),
-        (["--exchange.waves", "1000000000000"], "4096 at most"),
-        (["--work.rows", "9", "--work.multi_hot", "1", "--work.tables_per_rank", "1000000000000"], "1048576 at most"),
         (["--gpu.fused.gb_per_s", "1e-300"], "some rate is too small"),
-        (["--what", "product", "--network.hosts", "1", "--product.m", "1000000000000"], "262144 at most"),
         (["--what", "product"], "one host of 2 GPUs or more"),
         (["--what", "product", "--network.hosts", "1", "--product.m", "7"], "no multiple of 2"),
         (["--product.way", "arbitrated", "--product.pattern", "direct"], "set product.pattern ring"),
@@ -264,12 +257,6 @@ def test_a_gpu_with_a_faster_memory_is_faster_where_memory_bounds() -> None:
     config = _read(Path("configs/simulate/mlperf_step.yaml"))
     faster = replace(config, gpu=GpuConfig(memory_gb_per_s=8450.0))
     assert simulate(faster).ms < 0.97 * simulate(config).ms
-
-
-def test_a_leaf_of_more_hosts_than_there_are_is_a_leaf_of_all() -> None:
-    config = _read(Path("configs/simulate/slices.yaml"), "--network.hosts", "2")
-    many = replace(config, network=replace(config.network, hosts_per_leaf=10**20))
-    assert simulate(many).ms == simulate(config).ms
 
 
 def test_a_switch_joins_one_host() -> None:

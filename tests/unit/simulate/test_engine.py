@@ -7,7 +7,6 @@ from dlrm_overlap.simulate.engine import Engine
 from dlrm_overlap.simulate.network import (
     Cluster,
     FatTree,
-    Switch,
     Topology,
     Torus,
     arrivals,
@@ -17,7 +16,7 @@ from dlrm_overlap.simulate.network import (
 
 NBYTES = 64e6
 TOPOLOGIES = {
-    "switch of 8": Switch(8, 350e9),
+    "switch of 8": FatTree(1, 8, 350e9, 50e9),
     "tree of 8 x 8": FatTree(8, 8, 350e9, 50e9, hosts_per_leaf=4),
     "tree of 4 x 1": FatTree(4, 1, 350e9, 50e9),
     "torus of 4 x 4": Torus(4, 4, 1, 350e9, 25e9),
@@ -45,8 +44,6 @@ def _all_to_all_s(topology: Topology, nbytes: float) -> float:
     Each host of g GPUs sends m = g^2 * nbytes / W to each host, and along x for each of the Y rows.
     """
     W, g = topology.world_size, topology.gpus_per_host
-    if isinstance(topology, Switch):
-        return (W - 1) / W * nbytes / topology.rates[0]
     inside_s = (g - 1) / W * nbytes / topology.rates[0]
     if isinstance(topology, FatTree):
         return max(inside_s, (W - g) / W * nbytes / topology.rates[2 * W])
@@ -126,13 +123,13 @@ def test_a_ring_sums_in_the_time_of_its_closed_form(name: str, latency_us: float
     topology = TOPOLOGIES[name]
     cluster = Cluster(topology, 0.0, latency_us / 1e6)
     ring_all_reduce(cluster, NBYTES, [[]] * topology.world_size)
-    slowest = 350e9 if isinstance(topology, Switch) else 50e9
+    slowest = 350e9 if topology.gpus_per_host > 1 else 50e9
     expected = _ring_all_reduce_s(cluster, NBYTES, slowest)
     assert cluster.engine.run().seconds == pytest.approx(expected, rel=0.01)
 
 
 def test_a_ring_of_many_ranks_has_all_its_latencies() -> None:
-    cluster = Cluster(Switch(64, 350e9), 0.0, 2e-6)
+    cluster = Cluster(FatTree(1, 64, 350e9, 50e9), 0.0, 2e-6)
     ring_all_reduce(cluster, NBYTES, [[]] * 64)
     assert cluster.engine.run().seconds == pytest.approx(2 * (63 / 64 * NBYTES / 350e9 + 63 * 2e-6), rel=0.01)
 

@@ -20,13 +20,13 @@ WAYS = ["serial", "software", "near_memory", "arbitrated", "ideal"]
 W = 4
 
 
-def _simulate(ranks: int = 1, **product: Any) -> SimulatedProduct:
+def _simulate(**product: Any) -> SimulatedProduct:
     gpu = GpuConfig(
         memory_gb_per_s=1000, link_gb_per_s=75, collective_gb_per_s=75, collective_us=0, peer_us=0.5, tflop_per_s=100
     )
     shape = replace(ProductConfig(m=2048, n=1024, k=4096, programs=24), **product)
     network = NetworkConfig(gpus_per_host=W)
-    return simulate_product(SimulateConfig("product", gpu, network, product=shape), ranks=ranks)
+    return simulate_product(SimulateConfig("product", gpu, network, product=shape))
 
 
 def test_a_panel_stays_in_the_cache_by_what_was_used_since() -> None:
@@ -47,14 +47,6 @@ def test_a_cache_that_holds_all_reads_the_inputs_once_and_all_results_are_stored
     assert isinstance(stored, np.ndarray)
     assert stored.sum() == pytest.approx(1000 * 700 * 2)
     assert (stored > 0).all()
-
-
-@pytest.mark.parametrize(("way", "pattern"), [*((way, "ring") for way in WAYS), ("software", "direct")])
-def test_one_rank_stands_for_all(way: str, pattern: str) -> None:
-    one, all_of = _simulate(1, way=way, pattern=pattern), _simulate(W, way=way, pattern=pattern)
-    assert one.ms == pytest.approx(all_of.ms, rel=1e-9)
-    assert one.product_ms == pytest.approx(all_of.product_ms, rel=1e-9)
-    assert one.memory.total == pytest.approx(all_of.memory.total)
 
 
 def test_serial_is_the_product_then_two_rings() -> None:
