@@ -11,19 +11,24 @@ import pytest
 import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.sharding_plan import (
     ParameterShardingGenerator,
+    construct_module_sharding_plan,
     grid_shard,
     row_wise,
     table_row_wise,
 )
+from torchrec.distributed.types import ShardingEnv
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.data.batch import Batch
+from dlrm_overlap.embedding.id_layout import BatchBound
 from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder
 from tests.agreement import WEIGHT_TOLERANCE, assert_all_near
-from tests.distributed.models import MEAN, SUM, Model, Shards, Tables, make_plan, train
+from tests.distributed.models import CPU, MEAN, SUM, Model, Shards, Tables, make_plan, table_configs, train
 from tests.distributed.workers import run_ranks
 
 RANKS, HOST = 4, 2
@@ -137,6 +142,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("row_shards")
     run_ranks(_train_all, RANKS, folder)
     return folder
+
+
+@pytest.mark.parametrize("bad", [-1, 5, 1 << 31, 1 << 40])
+def test_an_id_outside_a_table_that_is_cut_by_rows(world_of_one: dist.ProcessGroup, bad: int) -> None:
+    """Where ids are sent by the exchange, the owner of the last rows reports it, by the bounds check's mode."""
+    module = EmbeddingBagCollection(table_configs({"t": (5, 4, ["f"], SUM)}), device=torch.device("meta"))
+    sharder: Any = OverlapEmbeddingBagCollectionSharder({"bounds_check_mode": BoundsCheckMode.FATAL})
+    plan = construct_module_sharding_plan(module, {"t": _fused(row_wise())}, sharder, 1, 1, "cpu")
+    sharded = sharder.shard(module, plan, ShardingEnv.from_process_group(world_of_one), CPU)
+    sharded.take_ids(["f"], BatchBound(2, {"f": (0, 2)}))
+    sharded(KeyedJaggedTensor(["f"], torch.tensor([4, 0, 1]), lengths=torch.tensor([2, 1]))).wait()
+    told = min(bad, 2**31 - 1)
+    with pytest.raises(ValueError, match=rf"id 1 of feature f in the batch of rank 0: f: id {told} is outside"):
+        sharded(KeyedJaggedTensor(["f"], torch.tensor([4, bad, 1]), lengths=torch.tensor([2, 1]))).wait()
 
 
 @pytest.mark.parametrize("way", WAYS)

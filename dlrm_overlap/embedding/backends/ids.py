@@ -196,8 +196,10 @@ class IdExchange(ABC):
         return self._replicated_tables.weight(shard).shape[0]
 
     def report(self, shard: FeatureShard, source: int, index: int, value: int, rows: int) -> None:
-        """Report an id outside its table, see `BadIds`."""
+        """Report an id outside its table, see `BadIds`; the ids of a share count from the first row of the shard."""
         name = shard.feature_name
+        first, end = shard.rows
+        value, rows = value + first, end or rows
         where = f"id {index} of feature {name} in the batch of rank {source}"
         bad_ids = self._own_bad_ids if shard.owner == EVERY_RANK else self.bad_ids
         bad_ids.report(f"{where}: {bad_id_message(name, value, rows)}")
