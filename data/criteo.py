@@ -51,7 +51,7 @@ class CriteoText(Days):
 class CriteoNpy(Days):
     """TorchRec's arrays, mapped from disk: day_i_{dense,sparse,labels}.npy for some days i, in ascending order.
 
-    dense: float32 [n, 13]. sparse: int32 [n, 26]. labels: int32 [n] or [n, 1]. Pickling carries the path alone.
+    dense: float32 [n, 13]. sparse: int32 [n, 26]. labels: int32 [n] or [n, 1].
     """
 
     def __init__(self, path: str | Path, tables: TablesConfig, bad_rows: str = "error"):
@@ -61,7 +61,6 @@ class CriteoNpy(Days):
             InputError: if the rows are unknown, if a file is missing, breaks the format, or differs in length from the
                 others of its day or in size from meta.json, or if `prepare` was interrupted.
         """
-        self._arguments = (path, tables, bad_rows)
         folder = Path(path)
         meta = read_meta(folder)
         unfinished = [day.name for day in meta.days if day.samples is None] if meta else []
@@ -81,15 +80,11 @@ class CriteoNpy(Days):
             )
         super().__init__(days, _per_table(rows), tables.max_rows, bad_rows)
 
-    def __reduce__(self) -> tuple:
-        return type(self), self._arguments, {"_borders": self._borders}
-
 
 class CriteoMultihot(Days):
     """MLPerf's multi-hot arrays, mapped from disk: day_i_sparse_multi_hot.npz and day_i_{dense,labels}.npy.
 
     The npz holds 0.npy .. 25.npy, one for each table, int32 [n, ids a bag]. dense and labels are as in `CriteoNpy`.
-    Pickling carries the path alone.
     """
 
     def __init__(self, path: str | Path, tables: TablesConfig, bad_rows: str = "error"):
@@ -99,7 +94,6 @@ class CriteoMultihot(Days):
             InputError: if `tables` has no rows, if a file is missing, breaks the format, is compressed or differs in
                 length from the others of its day, or if a day's bags hold other numbers of ids than the first day's.
         """
-        self._arguments = (path, tables, bad_rows)
         if tables.rows is None:
             raise InputError("data.tables.rows: null, but multi-hot arrays name no rows; set data.tables.rows")
         folder = Path(path)
@@ -112,9 +106,6 @@ class CriteoMultihot(Days):
             if (found := [ids.shape[1] for ids in day.ids]) != first:
                 raise InputError(f"{day.name}: bags of {found} ids, but the first day's have {first}; take one day out")
         super().__init__(days, _per_table(tables.rows), tables.max_rows, bad_rows)
-
-    def __reduce__(self) -> tuple:
-        return type(self), self._arguments, {"_borders": self._borders}
 
 
 def open_criteo(config: DataConfig, path: str) -> CriteoText | CriteoNpy | CriteoMultihot:

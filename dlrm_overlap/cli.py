@@ -207,13 +207,12 @@ def _bench_report(argv: list[str]) -> int:
     parser = Parser("dlrm-overlap bench report", "Write plots, an HTML page and Markdown of the rows in a folder.")
     parser.add_argument("folder", metavar="DIR", help="folder of the CSV files that bench has written")
     parser.add_argument("--output", help="folder to write to (default DIR/report)")
-    parser.add_argument("--json", action="store_true", help="write the rows as JSON too, numbers as numbers")
     values = parser.read(argv)
     folder = Path(values.folder)
     output = Path(values.output or folder / "report")
     from dlrm_overlap.bench.report.page import PAGE, write_report
 
-    for name in write_report(folder, output, values.json):
+    for name in write_report(folder, output):
         print(f"no plot for {plain(name)}.csv")
     print(f"page: {output / PAGE}")
     return 0

@@ -82,7 +82,7 @@ def _short_ids(dim: int, itemsize: int) -> int:
 def has_short_bags(table: FeatureTable, values: torch.Tensor, offsets: torch.Tensor) -> bool:
     """Return whether the bags of an input, see `Bags`, are short on average, by their shapes alone.
 
-    How few ids that are depends on the table's rows (H200; docs/lab/2026-11-23-pooling.md).
+    How few ids that are depends on the table's rows (H200; docs/lab.md).
 
     Example: of rows of 64 float32, 512 ids in 64 bags are short, 513 are not; of 128 float32, 64 are and 65 are not.
     """
@@ -93,7 +93,7 @@ def has_short_bags(table: FeatureTable, values: torch.Tensor, offsets: torch.Ten
 def tuning_for(dim: int, itemsize: int, groups: int = 1, short: bool = False) -> Tuning:
     """Return how to cut a launch for rows of `dim` elements of `itemsize` bytes.
 
-    The fastest on H200 (docs/lab/2026-11-23-pooling.md): a warp awaits up to 4 KB of rows at a time.
+    The fastest on H200 (docs/lab.md): a warp awaits up to 4 KB of rows at a time.
     Of rows of up to 128 bytes these are those of four bags side by side, so that a lane loads 16 bytes; of two bags up
     to 128 elements, and of one beyond. Ids are checked 64 at a time: with 16 or 32 the persistent kernel took up to 7%
     longer.

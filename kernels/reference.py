@@ -27,6 +27,41 @@ def pool(weight: torch.Tensor, lengths: torch.Tensor, values: torch.Tensor, mean
     return pooled
 
 
+def divide_ids(
+    values: torch.Tensor, offsets: torch.Tensor, shares: Sequence[tuple[int, int, int]], samples: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the ids of each share, less its first one, and the lengths [shares * samples] of their bags.
+
+    Args:
+        values: [n] int32, ids, bag after bag.
+        offsets: [features * samples + 1] int32, of the bags.
+        shares: feature, first id and end of each; a negative id counts as 2^32 more.
+        samples: of a feature.
+    """
+    lengths, ids = [], []
+    for feature, first, end in shares:
+        bags = offsets[feature * samples : (feature + 1) * samples + 1].long()
+        here = values[int(bags[0]) : int(bags[-1])].long() % (1 << 32)
+        inside = (here >= first) & (here < end)
+        bag = torch.repeat_interleave(bags.diff())[inside]
+        lengths.append(torch.bincount(bag, minlength=samples))
+        ids.append(here[inside] - first)
+    return torch.cat(ids).to(torch.int32), torch.cat(lengths)
+
+
+def add_partials(window: torch.Tensor, sums: Sequence[tuple[int, int, Sequence[int]]]) -> None:
+    """Add up the partial sums in a window [b, columns], in float32, in the order of the row shards; in place.
+
+    Args:
+        sums: the first column, the number of columns, and the first columns of the other row shards' partial sums.
+    """
+    for column, dim, others in sums:
+        total = window[:, column : column + dim].float()
+        for other in others:
+            total = total + window[:, other : other + dim].float()
+        window[:, column : column + dim] = total
+
+
 def pull_ids(
     published: Sequence[tuple[torch.Tensor, torch.Tensor]], requested: Sequence[int], samples: int
 ) -> tuple[torch.Tensor, torch.Tensor]:

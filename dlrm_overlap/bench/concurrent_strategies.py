@@ -4,11 +4,7 @@ Agrawal, Aga, Pati and Islam (ConCCL, ISPASS) name most of them: `plain` concurr
 issue or by streams, partitions of the multiprocessors, and copies by DMA engines. Loads no torch.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-
-from dlrm_overlap.bench.names import check_names
-from dlrm_overlap.config import InputError
 
 SHARES = (12, 20, 28)
 """multiprocessors that a communication is left with, and thread blocks (CTAs) that NCCL is limited to"""
@@ -71,15 +67,3 @@ def all_strategies() -> list[Strategy]:
         ),
         *(Strategy("dma_partition", "dma", share=share, partitioned=True) for share in COPY_SHARES),
     ]
-
-
-def check_left_out(names: Sequence[str]) -> None:
-    """Check the strategies that a user wants to leave out.
-
-    Raises:
-        InputError: for a name that is none, or if none is left.
-    """
-    known = dict.fromkeys(strategy.name for strategy in all_strategies())
-    check_names("--without", names, known, "a strategy", once=False)
-    if known.keys() <= set(names):
-        raise InputError("--without: every strategy is left out; leave one in")

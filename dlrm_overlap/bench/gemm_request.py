@@ -4,8 +4,7 @@ from dataclasses import dataclass
 
 from jsonargparse.typing import PositiveInt
 
-from dlrm_overlap.bench.names import check_names
-from dlrm_overlap.bench.request import Request, option
+from dlrm_overlap.bench.request import Request, check_names, option
 from dlrm_overlap.config import Config, InputError
 
 GEMM_SHAPES = (

@@ -13,13 +13,32 @@ from typing import Any, ClassVar, Self, get_args, get_type_hints
 
 from jsonargparse.typing import PositiveFloat, PositiveInt
 
-from dlrm_overlap.bench.concurrent_strategies import check_left_out
-from dlrm_overlap.bench.names import check_names
+from dlrm_overlap.bench.concurrent_strategies import all_strategies
 from dlrm_overlap.bench.step_contenders import ABLATION, STEP_CONTENDERS, USUAL, contender_config
 from dlrm_overlap.config import Config, EmbeddingConfig, InputError
 
 CHUNKS = (2, 4, 8)
 """of tables, in which a baseline looks up and sends"""
+
+
+def check_names(option: str, names: Sequence[str], known: Collection[str], what: str, once: bool = True) -> None:
+    """Check the values of an option.
+
+    Args:
+        option: as a user writes it, such as --contenders.
+        names: its values.
+        known: those that it takes.
+        what: each of these is, such as "a contender".
+        once: whether none may be there twice.
+
+    Raises:
+        InputError: naming the value that is wrong.
+    """
+    for name in names:
+        if name not in known:
+            raise InputError(f"{option} {name}: not {what}; known: {', '.join(known)}")
+    if once and len(set(names)) < len(names):
+        raise InputError(f"{option} {' '.join(names)}: one is there twice; name each once")
 
 
 def option(default: Any, help: str, **settings: Any) -> Any:
@@ -475,4 +494,7 @@ class ConcurrentRequest(Request):
     needs_peers = True
 
     def __post_init__(self) -> None:
-        check_left_out(self.without)
+        known = dict.fromkeys(strategy.name for strategy in all_strategies())
+        check_names("--without", self.without, known, "a strategy", once=False)
+        if known.keys() <= set(self.without):
+            raise InputError("--without: every strategy is left out; leave one in")

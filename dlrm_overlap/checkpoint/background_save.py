@@ -4,7 +4,7 @@
     this thread                  | to the CPU, checksum, disk .... | manifest, rename |
 
 The copy is made on the stream of the steps, and is the state after step s and nothing else. It stays on the GPU where
-that has room; else it goes to page-locked memory. docs/architecture/checkpoints.md has how long either takes. The
+that has room; else it goes to page-locked memory. docs/architecture/runs.md has how long either takes. The
 thread has a process group of its own, so that its collectives meet none of the training's.
 """
 

@@ -52,28 +52,30 @@ class Loan:
         self._count_users: Callable[[int], int] = torch._C._storage_Use_Count  # type: ignore[attr-defined]
         self._address = self._storage._cdata
         self._idle = self._count_users(self._address)
-        self._shaped: dict[tuple[int, int], torch.Tensor] = {}
-        """by rows and first column; they are not lent themselves"""
+        self._shaped: dict[tuple[int, int, int], torch.Tensor] = {}
+        """by rows, first column and columns; they are not lent themselves"""
 
-    def lend(self, rows: int, first_column: int = 0) -> torch.Tensor:
-        """Return the first `rows` rows, from `first_column` on: a tensor of its own on the region's storage.
+    def lend(self, rows: int, first_column: int = 0, columns: int | None = None) -> torch.Tensor:
+        """Return `columns` columns, None for all, from `first_column` on, of the first `rows` rows.
+
+        It is a tensor of its own on the region's storage.
 
         A view would be one made within an autograd function, which autograd does not let anyone change in place.
         """
-        shaped = self._shaped.get((rows, first_column))
+        columns = self._columns - first_column if columns is None else columns
+        shaped = self._shaped.get((rows, first_column, columns))
         if shaped is None:
-            shaped = self._shape(rows, first_column)
+            shaped = self._shape(rows, first_column, columns)
         return shaped.data  # no view, in a fifth of the time that a tensor takes to be made
 
-    def _shape(self, rows: int, first_column: int) -> torch.Tensor:
+    def _shape(self, rows: int, first_column: int, columns: int) -> torch.Tensor:
         """Make and keep the tensor of these rows and columns, which counts as one user of the idle storage."""
         if len(self._shaped) >= _MOST_SHAPES:
             self._idle -= len(self._shaped)
             self._shaped.clear()
-        shape = rows, self._columns - first_column
         with torch.inference_mode(False):  # else no later step could save it for its backward
-            shaped = self._region.new_empty(0).set_(self._storage, first_column, shape, self._strides)
-        self._shaped[rows, first_column] = shaped
+            shaped = self._region.new_empty(0).set_(self._storage, first_column, (rows, columns), self._strides)
+        self._shaped[rows, first_column, columns] = shaped
         self._idle += 1
         return shaped
 

@@ -4,14 +4,10 @@ from typing import Literal, NamedTuple, get_args
 
 import torch
 
-from dlrm_overlap.config import InputError
-
 Way = Literal["auto", "dma", "stores"]
 Beside = Literal["nothing", "compute"]
 AVERAGED = (torch.float32, torch.float16, torch.bfloat16)
 """types that an all-reduce adds up, in float32"""
-
-_LONGEST_WAIT_S = 1e9  # kernels count nanoseconds in 64 bits
 
 COPIED_FROM_BYTES = {
     ("nothing", False): 32 << 20,
@@ -105,20 +101,3 @@ def fastest_way(row_bytes: int, beside: str, captured: bool) -> str:
         captured: whether the call becomes a part of a CUDA graph.
     """
     return "dma" if row_bytes >= COPIED_FROM_BYTES[beside, captured] else "stores"
-
-
-def check_arguments(capacity_bytes: int, wait_timeout_s: float) -> None:
-    """Check the arguments of `PeerCollectives`.
-
-    Raises:
-        InputError: naming the one that is wrong.
-    """
-    if not isinstance(capacity_bytes, int):
-        raise InputError(f"PeerCollectives: capacity_bytes {capacity_bytes}: must be a whole number; round it up")
-    if capacity_bytes < 0:
-        raise InputError(f"PeerCollectives: capacity_bytes {capacity_bytes}: must be 0 or more; give the outputs' sum")
-    if not 0 < wait_timeout_s <= _LONGEST_WAIT_S:
-        raise InputError(
-            f"PeerCollectives: wait_timeout_s {wait_timeout_s:g}: must be above 0, and {_LONGEST_WAIT_S:g} at most; "
-            f"give the seconds that a slow peer may take"
-        )

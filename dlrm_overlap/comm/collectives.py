@@ -28,9 +28,7 @@ that take turns would save the hand-shake.
 collectives of others, all that awaits a peer is to be in one order on all ranks, see `comm.order`.
 """
 
-import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from math import gcd
 
@@ -38,38 +36,41 @@ import torch
 import torch.distributed as dist
 
 from dlrm_overlap.comm.arena import open_arena
-from dlrm_overlap.comm.calls import Beside, Call, Place, Way, check_arguments, fastest_way
+from dlrm_overlap.comm.calls import Beside, Call, Place, Way, fastest_way
 from dlrm_overlap.comm.every_rank import on_every_rank, require_alike
 from dlrm_overlap.comm.flows import Averaging, Flow, HostFlow, Transfer, regions
 from dlrm_overlap.comm.reach import check_whole
 from dlrm_overlap.comm.record import settle
-from dlrm_overlap.config import InputError, in_one_line
+from dlrm_overlap.config import InputError
 
 _ALIGNMENT_BYTES = 256
-
-
-def _nothing() -> None:
-    """Wait for no call; prepare nothing."""
 
 
 class Work:
     """A collective under way."""
 
-    def __init__(self, collectives: "PeerCollectives") -> None:
-        self._collectives = collectives
+    def __init__(self, wait: Callable[[], None]) -> None:
+        """Take the wait of a call, which also keeps the call's tensors alive."""
+        self._wait: Callable[[], None] | None = wait
+
+    @property
+    def waited_for(self) -> bool:
+        """Whether `wait` has returned."""
+        return self._wait is None
 
     def wait(self) -> None:
         """Make the current stream wait until all rows of the output are here and the input has been read.
 
         To be called once for every call, on its stream or on one that is ordered after it; again, it does nothing. On
-        a CPU it is the host that waits. Where nobody holds a call's `Work` any more, as after an exception, the next
-        call waits for it.
+        a CPU it is the host that waits.
 
         Raises:
             ExchangeTimeoutError: on a CPU, if a peer's rows have not come in time. A GPU records that and stops, see
                 `PeerCollectives.check`.
         """
-        self._collectives._finish(self)
+        if self._wait is not None:
+            self._wait()
+            self._wait = None
 
 
 class PeerCollectives:
@@ -97,22 +98,17 @@ class PeerCollectives:
             wait_timeout_s: bound of a wait for a peer.
 
         Raises:
-            InputError: on every rank, if the capacity is below 0 or not the same on all ranks, if the bound of a wait
-                is not above 0 or more than kernels count, if there is no room, or if the ranks do not reach each
-                other's memory.
+            InputError: on every rank, if the capacity is not the same on all ranks, if there is no room, or if the
+                ranks do not reach each other's memory.
         """
         self._group, self._capacity = group, capacity_bytes
         self._rank, self._world_size = group.rank(), group.size()
         require_alike(f"PeerCollectives(capacity_bytes={capacity_bytes})", group, "PeerCollectives: ")
-        on_every_rank(partial(check_arguments, capacity_bytes, wait_timeout_s), group)
         try:
             check_whole(group, device)
-        except InputError as error:
-            raise InputError(f"PeerCollectives: {error}") from None
-        try:
             self._arena = open_arena(regions(self._world_size, capacity_bytes), group, device)
         except InputError as error:
-            raise InputError(f"PeerCollectives: {capacity_bytes} bytes of outputs, but {error}") from None
+            raise InputError(f"PeerCollectives(capacity_bytes={capacity_bytes}): {error}") from None
         self._memory = self._arena.local("memory")
         self._base, self._used, self.device = self._memory.data_ptr(), 0, self._memory.device
         self._flow = self._open_flow(wait_timeout_s)
@@ -120,11 +116,8 @@ class PeerCollectives:
         """on all ranks, each of which has made them once"""
         self._known: set[tuple[Call, Place]] = set()
         """of this rank: prepared, and need no check"""
-        self._under_way: weakref.ref[Work] | None = None
-        self._wait = _nothing
-        """for the call under way, whose tensors it keeps alive"""
-        self._failure = ""
-        """the failure between the ranks on this one"""
+        self._work: Work | None = None
+        """of the last call"""
         self._closed = False
 
     def _open_flow(self, timeout_s: float) -> Flow:
@@ -147,17 +140,12 @@ class PeerCollectives:
         begin = -(-self._used // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         end = begin + size.numel() * dtype.itemsize
 
-        def check() -> None:
-            if any(length < 0 for length in size):
-                raise InputError(f"PeerCollectives.empty: {tuple(size)} has a negative length; give every length")
-            if end > self._capacity:
-                raise InputError(
-                    f"PeerCollectives.empty: {tuple(size)} {dtype} behind {begin} bytes ends at {end}, but there are "
-                    f"{self._capacity}; make it with a capacity_bytes of {end} or more"
-                )
-
-        on_every_rank(check, self._group)
         require_alike(f"empty({tuple(size)}, {dtype})", self._group, "PeerCollectives: ")
+        if end > self._capacity:
+            raise InputError(
+                f"PeerCollectives.empty: {tuple(size)} {dtype} after {begin} bytes ends at {end}, but there are "
+                f"{self._capacity}; make it with a capacity_bytes of {end} or more"
+            )
         self._used = end
         return self._memory[begin:end].view(dtype).view(size)
 
@@ -227,39 +215,20 @@ class PeerCollectives:
             input.dtype,
         )
         begin, wait = partial(self._flow.begin_average, averaging), partial(self._flow.wait_average, averaging)
-        return self._start("all_reduce", begin, wait)
+        return self._start(begin, wait)
 
     def _check_free(self, name: str) -> None:
         self._check_open(name)
-        if self._under_way is None:
-            return
-        if self._under_way() is not None:
+        if self._work is not None and not self._work.waited_for:
             raise InputError(
-                f"PeerCollectives.{name}: the call before has not been waited for; call its Work.wait first"
+                f"PeerCollectives.{name}: the call before has not been waited for; call its Work.wait first, or, if it "
+                f"has failed, close this on all ranks"
             )
-        self._end()  # its caller has lost the Work by an exception, so nobody can call that
 
-    def _start(self, name: str, begin: Callable[[], None], wait: Callable[[], None]) -> Work:
-        with self._failing_for_good(name):
-            begin()
-        work = Work(self)
-        self._under_way, self._wait = weakref.ref(work), wait
-        return work
-
-    def _end(self) -> None:
-        self._check_open("wait")
-        with self._failing_for_good("wait"):
-            self._wait()
-        self._under_way, self._wait = None, _nothing
-
-    @contextmanager
-    def _failing_for_good(self, name: str) -> Iterator[None]:
-        """Refuse all later calls if this one fails: peers that wait for its rows would take a later call's for them."""
-        try:
-            yield
-        except Exception as error:
-            self._failure = f"{name} has failed ({type(error).__name__}: {in_one_line(error)})"
-            raise
+    def _start(self, begin: Callable[[], None], wait: Callable[[], None]) -> Work:
+        self._work = Work(wait)  # before it begins: where that fails, peers would take a later call's rows for its own
+        begin()
+        return self._work
 
     @staticmethod
     def _bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -304,24 +273,15 @@ class PeerCollectives:
             self._admit(call, place, lambda: self._flow.prepare(transfer()))
             self._known.add((call, place))
         made = transfer()
-        return self._start(name, partial(self._flow.begin, made), partial(self._flow.wait, made))
+        return self._start(partial(self._flow.begin, made), partial(self._flow.wait, made))
 
     def _check_open(self, name: str) -> None:
         if self._closed:
             raise InputError(f"PeerCollectives.{name}: after close, which gave the memory back; make another one")
-        if self._failure:
-            raise RuntimeError(
-                f"PeerCollectives.{name}: {self._failure} on this rank, and the others wait for that call; close it on "
-                f"all ranks, and make another one"
-            )
 
     @property
     def _captured(self) -> bool:
         return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-    def _finish(self, work: Work) -> None:
-        if self._under_way is not None and self._under_way() is work:
-            self._end()
 
     def _placed(self, output: torch.Tensor, input: torch.Tensor, row_offset: int) -> str:
         """Return how `input` lies to `output`: apart, in place (the row that this rank sends to itself) or across."""
@@ -331,7 +291,7 @@ class PeerCollectives:
             return "apart"
         return "in place" if first == self._base + row_offset else "across"
 
-    def _admit(self, call: Call, place: Place, prepare: Callable[[], None] = _nothing) -> None:
+    def _admit(self, call: Call, place: Place, prepare: Callable[[], None] = lambda: None) -> None:
         """Check a call that this rank has not made so before, and `prepare` it: on all ranks, if it is new to them.
 
         One that all have made asks none of them: where the tensors lie is this rank's affair, and the others, whose own
@@ -379,7 +339,7 @@ class PeerCollectives:
         if self._closed:
             return
         settle(self._group, self.device, self.check)
-        self._under_way, self._wait, self._closed = None, _nothing, True
+        self._work, self._closed = None, True
         self._memory = torch.empty(0, device="cpu")
         del self._flow  # which has views of all ranks' memory
         self._arena.close()

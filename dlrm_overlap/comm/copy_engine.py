@@ -5,13 +5,11 @@ H200, three side by side reach two thirds of that (docs/results/collectives.md).
 graph, where a copy takes the GPU some 2 us beside its bytes; issued one by one, it takes the host 9.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-
-from dlrm_overlap.config import InputError
 
 
 class Copy2D(NamedTuple):
@@ -29,24 +27,16 @@ class Copy2D(NamedTuple):
 
     @staticmethod
     def of(destination: torch.Tensor, source: torch.Tensor) -> "Copy2D":
-        """Return the copy of `source` to `destination`, see `CopyEngine.copy_2d`.
+        """Return the copy of `source` to `destination`, [rows, columns] of one shape and type.
 
-        Raises:
-            InputError: if they are not tensors that can be copied so.
+        The rows of either are contiguous, in order, and need not follow each other.
         """
-        shape, itemsize = tuple(source.shape), source.dtype.itemsize
-        if source.dim() != 2 or tuple(destination.shape) != shape or destination.dtype != source.dtype:
-            raise InputError(
-                f"CopyEngine.copy_2d: {shape} {source.dtype} to {tuple(destination.shape)} {destination.dtype}: must "
-                f"be [rows, columns] of one shape and type; reshape them"
-            )
-        rows, columns = shape
-        for name, tensor in (("destination", destination), ("source", source)):
-            if (columns > 1 and tensor.stride(1) != 1) or (rows > 1 and tensor.stride(0) < columns):
-                raise InputError(
-                    f"CopyEngine.copy_2d: the {name} has strides {tensor.stride()}: a row must be contiguous, and the "
-                    f"rows apart; transpose it back, or copy it first"
-                )
+        (rows, columns), itemsize = source.shape, source.dtype.itemsize
+        assert destination.shape == source.shape
+        assert destination.dtype == source.dtype
+        for tensor in (destination, source):
+            assert columns <= 1 or tensor.stride(1) == 1, "a row must be contiguous"
+            assert rows <= 1 or tensor.stride(0) >= columns, "rows must not overlap"
         # One row has no next one, whatever its stride: a pitch above 2 GiB is refused.
         pitches = [(each.stride(0) if rows > 1 else columns) * itemsize for each in (destination, source)]
         return Copy2D(destination.data_ptr(), pitches[0], source.data_ptr(), pitches[1], columns * itemsize, rows)
@@ -88,30 +78,14 @@ class CopyEngine:
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         """Copy `source` to `destination`, in this GPU's memory or a peer's.
 
+        This takes a quarter of the host's time of `copy_` on a stream that has to be entered first.
+
         Args:
             destination: contiguous, of the shape and the type of `source`.
             source: contiguous.
-
-        Raises:
-            InputError: if they are not: a kernel would copy them.
         """
-        _check_bytes(destination, source)
-        self._copy(destination, source)
-
-    def copy_each(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Copy each source to its destination, one after the other.
-
-        Args:
-            pairs: destination and source, as for `copy`.
-
-        Raises:
-            InputError: as `copy`, when the copies before the faulty one have been issued.
-        """
-        for destination, source in pairs:
-            self.copy(destination, source)
-
-    def _copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy bytes, in a quarter of the host's time that `copy_` takes on a stream that has to be entered first."""
+        assert (destination.shape, destination.dtype) == (source.shape, source.dtype), "bytes are copied as they are"
+        assert all(each.is_contiguous() for each in (destination, source)), "rows that are apart are a Copy2D"
         if source.device.type == "cpu":  # where kernels are interpreted, nothing runs beside
             destination.copy_(source)
             return
@@ -121,22 +95,11 @@ class CopyEngine:
         kind, stream = runtime.cudaMemcpyKind.cudaMemcpyDeviceToDevice, self.stream.cuda_stream
         _check(runtime.cudaMemcpyAsync, destination.data_ptr(), source.data_ptr(), size, kind, stream)
 
-    def copy_2d(self, destination: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy rows that need not follow each other to rows that need not, in this GPU's memory or a peer's.
+    def issue(self, copy: Copy2D) -> None:
+        """Copy rows, in this GPU's memory or a peer's; both tensors must still be there.
 
         On H200 rows of 128 bytes and more are as fast as one copy of their bytes.
-
-        Args:
-            destination: [rows, columns], of the shape and the type of `source`; each row contiguous, the rows in order.
-            source: alike.
-
-        Raises:
-            InputError: if they are not such tensors.
         """
-        self.issue(Copy2D.of(destination, source))
-
-    def issue(self, copy: "Copy2D") -> None:
-        """Copy rows as `copy_2d` does, whose tensors have been checked before and are still there."""
         if copy.rows == 0 or copy.width_bytes == 0:
             return
         runtime = _runtime()
@@ -153,17 +116,10 @@ class CopyEngine:
         Args:
             flag: [1] int64, in this GPU's memory or a peer's.
             word: [1] int64, in this GPU's memory; unchanged until the copy is done.
-
-        Raises:
-            InputError: if they are not one number each.
         """
-        for name, tensor in (("flag", flag), ("word", word)):
-            if tensor.numel() != 1 or tensor.dtype != torch.int64:
-                raise InputError(
-                    f"CopyEngine.write_flag: the {name} is {tuple(tensor.shape)} {tensor.dtype}: must be one int64; "
-                    f"pass such a view"
-                )
-        self._copy(flag, word)
+        assert flag.numel() == word.numel() == 1
+        assert flag.dtype == word.dtype == torch.int64
+        self.copy(flag, word)
 
     def wait_counter(self, word: torch.Tensor, count: int) -> None:
         """Make all later work here wait until `word` has reached `count`.
@@ -178,15 +134,10 @@ class CopyEngine:
         Args:
             word: [1] int64 in this GPU's memory, which kernels raise by atomics at GPU scope or wider, 0 before.
             count: at least 1.
-
-        Raises:
-            InputError: if these are not such a word and such a number.
         """
-        if word.numel() != 1 or word.dtype != torch.int64 or count < 1:
-            raise InputError(
-                f"CopyEngine.wait_counter: {tuple(word.shape)} {word.dtype}, count {count}: must be one int64 and a "
-                f"count of 1 or more; pass such a view and count"
-            )
+        assert word.numel() == 1
+        assert word.dtype == torch.int64
+        assert count >= 1
         from cuda.bindings import driver  # pyright: ignore[reportMissingImports] # not on a CPU
 
         stream, address = driver.CUstream(self.stream.cuda_stream), driver.CUdeviceptr(word.data_ptr())
@@ -200,21 +151,6 @@ def _runtime() -> Any:
     from cuda.bindings import runtime  # pyright: ignore[reportMissingImports] # not on a CPU
 
     return runtime
-
-
-def _check_bytes(destination: torch.Tensor, source: torch.Tensor) -> None:
-    """Check that `source` can be copied as it is.
-
-    Raises:
-        InputError: if it cannot.
-    """
-    if destination.shape != source.shape or destination.dtype != source.dtype:
-        raise InputError(
-            f"CopyEngine.copy: {tuple(source.shape)} {source.dtype} to {tuple(destination.shape)} "
-            f"{destination.dtype}: copy engines take bytes as they are; give tensors of one shape and type"
-        )
-    if not (destination.is_contiguous() and source.is_contiguous()):
-        raise InputError("CopyEngine.copy: a tensor is not contiguous; copy its rows by copy_2d")
 
 
 def _check(function: Callable[..., Any], *arguments: Any) -> None:

@@ -1,10 +1,8 @@
 """Work and calls that are alike on all ranks: if one of them cannot do its own, every rank raises an error."""
 
-import hashlib
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
-import torch
 import torch.distributed as dist
 
 from dlrm_overlap.config import InputError, PeerError, in_one_line
@@ -77,26 +75,3 @@ def require_alike(call: object, group: dist.ProcessGroup, caller: str = "") -> N
                 f"{caller}rank 0 calls {calls[0]}, rank {rank} {each}; make the same calls in the same order on all "
                 f"ranks"
             )
-
-
-def known_everywhere(call: object, known: bool, group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Return whether all ranks make this call and know it. On CPUs it is a collective, on GPUs this rank's guess.
-
-    A rank that knows its call goes on to the communication of the call itself, which meets the first question of a
-    rank that does not know it. On GPUs a bounded wait reports that. gloo ends the process at once where two
-    ranks' sizes differ, so between CPUs all ask before every call, in 16 bytes.
-
-    Args:
-        call: whose text all ranks write alike; it is asked for on CPUs alone, where it does not delay a GPU.
-        known: whether this rank has made it before.
-        group: of the ranks.
-        device: of the tensors that it is about.
-    """
-    if device.type != "cpu" or group.size() == 1:
-        return known
-    digest = hashlib.blake2b(str(call).encode(), digest_size=8).digest()
-    mine = torch.tensor([int.from_bytes(digest, "little", signed=True), known])
-    calls = [torch.empty_like(mine) for _ in range(group.size())]
-    dist.all_gather(calls, mine, group=group)
-    digests, all_known = torch.stack(calls).unbind(1)
-    return bool(all_known.all()) and bool((digests == digests[0]).all())

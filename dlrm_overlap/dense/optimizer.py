@@ -90,9 +90,7 @@ class FlatOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self.flat.adopt_gradients()
-        if self.flat.device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
-            self.refresh()
-        self._kernels.update_parameters(self._update)
+        self.step_in_ranges([(0, self.flat.weights.tensor.numel())])
         return loss
 
     @torch.no_grad()

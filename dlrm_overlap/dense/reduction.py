@@ -239,7 +239,9 @@ class StoreReduction(Reduction):
         if number == 0:
             self._epochs.each[0].value += 1
         ready, pieces = self._cut[number]
-        self._copy_to(arena, number)
+        begin, end = self._ranges[number]
+        if self._dtype != torch.float32:  # the gradient itself is not in memory that peers read
+            arena.local("gradients")[begin:end].copy_(self._gradients[begin:end])
         self._raise(ready)
         self._wait(ready)
         for piece in pieces:
@@ -252,21 +254,12 @@ class StoreReduction(Reduction):
         for _, pieces in self._cut:
             for piece in pieces:
                 self._await_arrival(piece.slot)
-                self._copy_from(self._arena, piece.begin * LINE, piece.end * LINE)
-                yield piece.end * LINE
+                begin, end = piece.begin * LINE, piece.end * LINE
+                if self._dtype != torch.float32:
+                    self._gradients[begin:end].copy_(self._arena.local("gradients")[begin:end])
+                yield end
         if stream is not None:  # which is done by then, but a capture asks for it
             torch.cuda.current_stream(self._flat.device).wait_stream(stream)
-
-    def _copy_to(self, arena: Arena, number: int) -> None:
-        """Copy a range to the memory that peers read, if that is not the gradient itself."""
-        if self._dtype != torch.float32:
-            begin, end = self._ranges[number]
-            arena.local("gradients")[begin:end].copy_(self._gradients[begin:end])
-
-    def _copy_from(self, arena: Arena, begin: int, end: int) -> None:
-        """Copy elements that have arrived to the gradient."""
-        if self._dtype != torch.float32:
-            self._gradients[begin:end].copy_(arena.local("gradients")[begin:end])
 
     @abstractmethod
     def _prepare(self, arena: Arena) -> None:

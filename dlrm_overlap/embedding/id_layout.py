@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 
@@ -68,9 +69,27 @@ class BatchBound:
         return [self.samples * self.bag_sizes[key][1] for key in keys]
 
 
+_EVERY_ID = 1 << 32  # more than any id, also than those below 0, which kernels read as numbers without a sign
+
+
+class Share(NamedTuple):
+    """The ids of one feature that are of one row shard of its table; the shard's rows count from 0."""
+
+    key: int
+    """index of the feature in the keys"""
+    first: int
+    """first id of the shard"""
+    end: int
+    """the id after its last; beyond all ids for the last shard that has rows, whose owner finds those outside"""
+
+
 @dataclass(frozen=True)
 class IdLayout:
     """Where ids are in a rank's window, and where they arrive.
+
+    Where tables are cut by rows, a window has the ids of all features, then those of every share, which are sorted out
+    where they are published. The offsets are those of the features, of a feature of no interest between, and of the
+    shares: T features, then, from T + 1 on, the shares.
 
     Example: features f of 1 id a bag and g of 0 .. 2, 3 samples a rank, W = 2. A window has room for 3 + 6 ids, then
     the offsets of 2 * 3 bags. An owner of g alone has room for 2 * 6 ids.
@@ -93,6 +112,43 @@ class IdLayout:
         return sum(self.capacity)
 
     @cached_property
+    def shares(self) -> list[Share]:
+        """The shares of the tables that are cut by rows, alike on all ranks."""
+        return sorted(set(self._share_of.values()))
+
+    @cached_property
+    def _share_of(self) -> dict[FeatureShard, Share]:
+        indices = {key: index for index, key in enumerate(self.keys)}
+        rows: dict[str, int] = {}
+        cut = [s for shards in self.layout.by_owner for s in shards if s.row_shard > 0 or s.rows != (0, 0)]
+        for shard in cut:
+            rows[shard.name] = max(rows.get(shard.name, 0), shard.rows[1])
+        return {shard: Share(indices[shard.feature_name], *_ids_of(shard.rows, rows[shard.name])) for shard in cut}
+
+    @property
+    def known_lengths(self) -> bool:
+        """Whether every bag that is published has a number of ids that is known beforehand."""
+        return self.bound.known_lengths and not self.shares
+
+    @cached_property
+    def shared_values(self) -> int:
+        """The most ids of a rank's batch in shares; every id of a feature is in one share of each of its cuts."""
+        cuts = {(share.key, share.end) for share in self.shares if share.first == 0}
+        return sum(self.capacity[key] for key, _ in cuts)
+
+    @cached_property
+    def published_capacity(self) -> list[int]:
+        """The most ids of what a rank publishes: of each feature and, where there are shares, of what follows."""
+        if not self.shares:
+            return self.capacity
+        return [*self.capacity, self.shares_at, *(self.capacity[share.key] for share in self.shares)]
+
+    @property
+    def shares_at(self) -> int:
+        """First word of the ids in shares."""
+        return -(-self.values // _ALIGNMENT) * _ALIGNMENT
+
+    @cached_property
     def _sample_ids(self) -> int:
         return sum(self.bound.bag_sizes[key][1] for key in self.keys)
 
@@ -103,7 +159,7 @@ class IdLayout:
     @property
     def offsets_at(self) -> int:
         """First word of a window's offsets."""
-        return -(-self.values // _ALIGNMENT) * _ALIGNMENT
+        return -(-(self.shares_at + self.shared_values) // _ALIGNMENT) * _ALIGNMENT
 
     @property
     def windows(self) -> WindowSpec:
@@ -111,16 +167,22 @@ class IdLayout:
 
         Where lengths are known, the number of ids is there in place of the offsets.
         """
-        offsets = 0 if self.bound.known_lengths else len(self.keys) * self.bound.samples
+        offsets = 0 if self.known_lengths else len(self.published_capacity) * self.bound.samples
         return WindowSpec("ids", Region((self.offsets_at + offsets + 1,), torch.int32), 1)
 
     def features(self, rank: int) -> list[int]:
-        """Return the index in `keys` of each feature shard of `rank`."""
-        return self._indices(self.layout.by_owner[rank])
+        """Return of each feature shard of `rank` which of the published features or shares it looks up."""
+        first = len(self.keys) + 1
+        numbers = {share: first + number for number, share in enumerate(self.shares)}
+        shards, shares = self.layout.by_owner[rank], self._share_of
+        return [
+            numbers[shares[shard]] if shard in shares else index
+            for shard, index in zip(shards, self._indices(shards), strict=True)
+        ]
 
     def arriving(self, features: Sequence[int], sources: int) -> int:
-        """Return the most ids of `features`, indices in `keys`, that arrive from `sources` ranks."""
-        return sources * sum(self.capacity[feature] for feature in features)
+        """Return the most ids of `features`, as `features()` returns them, that arrive from `sources` ranks."""
+        return sources * sum(self.published_capacity[feature] for feature in features)
 
     @property
     def replicated(self) -> list[int]:
@@ -164,6 +226,14 @@ class IdLayout:
         firsts = [starts[feature] for feature in features for _ in range(sources)]
         arrivals = [0, *accumulate(counts)]
         return firsts, counts, arrivals[:-1], arrivals[::sources]
+
+
+def _ids_of(rows: tuple[int, int], table_rows: int) -> tuple[int, int]:
+    """Return the first id and the end of a row shard's share, in a table of `table_rows` rows."""
+    first, end = rows
+    if first == end:
+        return _EVERY_ID, _EVERY_ID
+    return first, _EVERY_ID if end == table_rows else end
 
 
 def joined(layout: Layout) -> Layout:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
@@ -17,7 +18,7 @@ class FeatureShard:
     """The columns of one feature's pooled embedding that one rank computes: those of a shard of its table.
 
     A table that is not cut has one shard, and so its feature one FeatureShard. Two features that share a table have
-    one each.
+    one each. Of a table that is cut by rows each shard gives a partial sum of the same columns; their sum is pooled.
     """
 
     name: str
@@ -42,6 +43,10 @@ class FeatureShard:
     """type of the rows"""
     feature_name: str
     """name of the feature in the ids: `name` unless several tables pool the feature"""
+    rows: tuple[int, int] = (0, 0)
+    """first row and end of the shard in its table, if that is cut by rows; else (0, 0)"""
+    row_shard: int = 0
+    """index of the shard among those of other rows and the same columns of the table, in order of their owners"""
 
 
 @dataclass(frozen=True)
@@ -68,8 +73,26 @@ class FusedLookup:
         return sum(shard.dim for shard in self.shards)
 
 
+class PartialSums(NamedTuple):
+    """The columns of the output that are a sum of partial sums, one of each row shard.
+
+    Example: a table of dim 4 at columns 8 .. 11 of an output of 20, cut by rows over three ranks. The first rank's
+    partial sums arrive at 8, those of the others at 20 and 24, the first columns after the output: `column` is 8,
+    `others` are (20, 24).
+    """
+
+    column: int
+    """first of the columns, where the partial sums of the first row shard arrive, and the sum is stored"""
+    dim: int
+    others: tuple[int, ...]
+    """where those of the other row shards arrive"""
+
+
 class Layout:
     """The feature shards of all ranks, and the output [b, D_total], whose columns are in the order of `names`.
+
+    Pooled embeddings arrive in rows of `arrival_dim` columns: those of the output, then a place for the partial sums of
+    each row shard but the first.
 
     Example: features a and b of dims 4 and 8, a on rank 1, b cut into two halves on ranks 0 and 1. The output has 12
     columns: a at 0, the first half of b at 4, the second at 8. Rank 1 pools a and the second half: `owner_dims` is
@@ -84,7 +107,7 @@ class Layout:
         """shards that are never sent: each rank pools them for its own samples"""
         width: dict[str, int] = dict.fromkeys(names, 0)
         for shard in shards:
-            width[shard.name] += shard.dim
+            width[shard.name] += shard.dim if shard.row_shard == 0 else 0
         self.dims = list(width.values())
         self.total_dim = sum(self.dims)
         first = 0
@@ -92,10 +115,28 @@ class Layout:
         for name, dim in width.items():
             self._first_column[name] = first
             first += dim
+        self._behind: dict[FeatureShard, int] = {}
+        for shard in shards:
+            if shard.row_shard > 0:
+                self._behind[shard] = first
+                first += shard.dim
+        self.arrival_dim = first
 
     def column(self, shard: FeatureShard) -> int:
-        """Return the first of the output's columns that the shard fills."""
+        """Return the first of the columns in which the shard's pooled embeddings arrive."""
+        return self._behind.get(shard, self.output_column(shard))
+
+    def output_column(self, shard: FeatureShard) -> int:
+        """Return the first of the output's columns that the shard fills, or adds to; its gradient is there."""
         return self._first_column[shard.name] + shard.first_column
+
+    @cached_property
+    def partial_sums(self) -> Sequence[PartialSums]:
+        """The columns of the output that are sums of what arrives from several ranks."""
+        others: dict[tuple[int, int], list[FeatureShard]] = {}
+        for shard in sorted(self._behind, key=lambda shard: shard.row_shard):
+            others.setdefault((self.output_column(shard), shard.dim), []).append(shard)
+        return [PartialSums(*place, tuple(self._behind[s] for s in shards)) for place, shards in others.items()]
 
     @cached_property
     def owner_dims(self) -> list[int]:
@@ -104,13 +145,12 @@ class Layout:
 
     def owner_columns(self, rank: int) -> torch.Tensor:
         """Return [D_local] int64: the output's columns that `rank` computes, in the order of its shards."""
-        ranges = [torch.arange(self.column(s), self.column(s) + s.dim, device="cpu") for s in self.by_owner[rank]]
-        return torch.cat(ranges) if ranges else torch.empty(0, dtype=torch.int64, device="cpu")
+        return _ranges([(self.output_column(shard), shard.dim) for shard in self.by_owner[rank]])
 
     @cached_property
     def sent_columns(self) -> torch.Tensor:
-        """[D_total] int64: the output's columns in the order in which a collective brings them: rank 0's first."""
-        return torch.cat([self.owner_columns(rank) for rank in range(self.world_size)])
+        """[sum of D_local] int64: the column of each that a collective brings where it arrives, rank 0's first."""
+        return _ranges([(self.column(shard), shard.dim) for shards in self.by_owner for shard in shards])
 
     @cached_property
     def sent_in_order(self) -> bool:
@@ -137,6 +177,12 @@ class Layout:
         for shard in self.replicated if rank == EVERY_RANK else self.by_owner[rank]:
             together.setdefault((shard.input, shard.dim, shard.dtype), []).append(shard)
         return together
+
+
+def _ranges(ranges: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """Return [n] int64: the columns of some ranges, each given by its first column and its number of columns."""
+    columns = [torch.arange(first, first + dim, device="cpu") for first, dim in ranges]
+    return torch.cat(columns) if columns else torch.empty(0, dtype=torch.int64, device="cpu")
 
 
 _PART_BYTES = 32 << 20  # of a window: so much takes the links longer than the launches that a part costs

@@ -1,4 +1,4 @@
-"""The drop-in's sharded module: TorchRec's own, whose table-wise and column-wise shards an `Exchange` serves."""
+"""The drop-in's sharded module: TorchRec's own, whose shards an `Exchange` serves."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +17,7 @@ from torchrec.distributed.embeddingbag import (
 )
 from torchrec.distributed.sharding.dp_sharding import DpPooledEmbeddingSharding
 from torchrec.distributed.types import Awaitable, LazyAwaitable, ShardingEnv2D, ShardingType
+from torchrec.modules.embedding_configs import PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from dlrm_overlap.backends import BACKENDS
@@ -33,6 +34,8 @@ from dlrm_overlap.embedding.replicated import (
 from dlrm_overlap.embedding.shardings import (
     build_layout,
     groups_of,
+    hosts_of,
+    in_rank_order,
     model_order,
     output_types,
     why_not_exchanged,
@@ -44,7 +47,7 @@ log = logging.getLogger("dlrm_overlap")
 
 
 class OverlapShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
-    """TorchRec's sharded module, whose table-wise and column-wise shards exchange through an `Exchange`.
+    """TorchRec's sharded module, whose shards exchange through an `Exchange`.
 
     Shardings that an exchange cannot take fall back to TorchRec's own lookup and output_dist. The output
     has the features in TorchRec's order, which follows the plan; or, under `output_order` model, the exchanged ones
@@ -137,8 +140,9 @@ class OverlapShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
     def leading_columns(self) -> int:
         """Columns that the model may fill in front of the output, see `ExchangeOptions`; 0 where there are none."""
         # Where it takes ids, an exchange fills the columns of data-parallel tables as well.
+        # A division makes other tensors of it.
         fills_all = self._takes_ids or len(self._exchanged) == len(self._embedding_shardings)
-        if self.exchange is None or self._output_order != "model" or not fills_all:
+        if self.exchange is None or self._output_order != "model" or not fills_all or self._has_mean_pooling_callback:
             return 0
         options = self.exchange.options
         return options.leading_columns if BACKENDS[options.backend].stores_to_peers else 0
@@ -175,6 +179,19 @@ class OverlapShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         else:
             self.exchange.take_ids(keys, bound)
         self._takes_ids = True
+        if self._has_mean_pooling_callback:
+            summed = set(self._pooling_type_to_rs_features[PoolingType.SUM.value])
+            features = [name.partition("@")[0] for name in self._embedding_names]
+            rows = torch.tensor([len(keys) if name in summed else list(keys).index(name) for name in features])
+            self._divided_by = rows.repeat_interleave(torch.tensor(self._embedding_dims)).to(self._device)
+
+    def _divisor(self, features: KeyedJaggedTensor) -> torch.Tensor:
+        """Return [b, D_total]: by what the columns in TorchRec's order are divided, as its `ctx.divisor`.
+
+        It is the bag's number of ids, not quite 0, or 1 for features that are pooled to sums of partial sums.
+        """
+        lengths = features.lengths().view(len(features.keys()), -1)
+        return torch.cat([lengths, torch.ones_like(lengths[:1])]).index_select(0, self._divided_by).T + 1e-6
 
     def _in_model_order(self, names: Sequence[str]) -> list[str]:
         positions = {name: i for i, name in enumerate(model_order(self._embedding_bag_configs))}
@@ -187,14 +204,17 @@ class OverlapShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         assert self.exchange is not None
         (features,) = (*input, *kwargs.values())
         self.exchange.check_samples(features.stride(), self.training)
-        return self._awaitable([self.exchange.start_sent(features)])
+        awaitable = self._awaitable([self.exchange.start_sent(features)])
+        if self._has_mean_pooling_callback:
+            awaitable.callbacks.append(partial(self._divide, divisor=self._divisor(features)))
+        return awaitable
 
     def compute_and_output_dist(self, ctx: EmbeddingBagCollectionContext, input: KJTList) -> LazyAwaitable[KeyedTensor]:
         """Look up and exchange; TorchRec's train pipelines call this with ids that are already at their owners."""
         if self.exchange is None or self._falls_back(ctx, input):
             return super().compute_and_output_dist(ctx, input)
         batch_sizes = ctx.sharding_contexts[self._exchanged[0]].batch_size_per_rank  # type: ignore[union-attr]
-        exchanged = self.exchange.start([input[i] for i in self._exchanged], batch_sizes)
+        exchanged = self.exchange.start(self._in_rank_order(input, tuple(batch_sizes)), batch_sizes)
         others = {
             i: output_dist(lookup(input[i]), ctx.sharding_contexts[i])
             for i, (lookup, output_dist) in enumerate(zip(self._lookups, self._output_dists, strict=True))
@@ -205,6 +225,11 @@ class OverlapShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
             assert ctx.divisor is not None
             awaitable.callbacks.append(partial(self._divide, divisor=ctx.divisor))
         return awaitable
+
+    def _in_rank_order(self, input: KJTList, batch_sizes: tuple[int, ...]) -> list[KeyedJaggedTensor]:
+        """Return the ids of the shardings that are exchanged, each with the bags of rank 0's samples first."""
+        ids = [(input[i], hosts_of(self._embedding_shardings[i])) for i in self._exchanged]
+        return [each if hosts == 1 else in_rank_order(each, batch_sizes, hosts) for each, hosts in ids]
 
     def _awaitable(self, parts: list[Awaitable[torch.Tensor]]) -> EmbeddingBagCollectionAwaitable:
         return EmbeddingBagCollectionAwaitable(

@@ -33,8 +33,8 @@ _KEYS = (
 class OverlapEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
     """TorchRec's sharder with another exchange: any model that `DistributedModelParallel` takes gets it by this.
 
-    Table-wise and column-wise shards in GPU memory (or the host's, for CPU ranks) with SGD, Adagrad or row-wise Adagrad
-    are exchanged; captured steps look up data-parallel tables, too. All else stays with TorchRec, which the log says
+    Shards of every type in GPU memory (or the host's, for CPU ranks) with SGD, Adagrad or row-wise Adagrad are
+    exchanged; captured steps look up data-parallel tables, too. All else stays with TorchRec, which the log says
     once. Checkpoints are TorchRec's own, and so is the order of the output's columns. docs/torchrec.md has
     the differences.
 

@@ -1,6 +1,8 @@
 """TorchRec's shardings of a module: which of them an exchange can take, and the layout of those."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -8,10 +10,14 @@ from fbgemm_gpu.split_embedding_configs import SparseType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.sharding.cw_sharding import CwPooledEmbeddingSharding
+from torchrec.distributed.sharding.grid_sharding import GridPooledEmbeddingSharding
+from torchrec.distributed.sharding.rw_sharding import RwPooledEmbeddingSharding
 from torchrec.distributed.sharding.tw_sharding import TwPooledEmbeddingSharding
+from torchrec.distributed.sharding.twrw_sharding import TwRwPooledEmbeddingSharding
 from torchrec.distributed.types import ParameterSharding
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType, data_type_to_dtype
 from torchrec.modules.embedding_modules import get_embedding_names_by_table
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.config import InputError
 from dlrm_overlap.embedding.layout import FeatureShard, Layout
@@ -19,6 +25,18 @@ from dlrm_overlap.embedding.options import WIRE_DTYPES
 from dlrm_overlap.embedding.replicated import MOST_COLUMNS, names_a_feature_twice
 from dlrm_overlap.embedding.tables import unsupported
 
+_EXCHANGED = (
+    TwPooledEmbeddingSharding,
+    CwPooledEmbeddingSharding,
+    RwPooledEmbeddingSharding,
+    TwRwPooledEmbeddingSharding,
+    GridPooledEmbeddingSharding,
+)
+# TorchRec pools sums of these, and divides them by the lengths of the whole bags after the exchange.
+_DIVIDED_LATER = RwPooledEmbeddingSharding, TwRwPooledEmbeddingSharding
+_CUT_BY_ROWS = (*_DIVIDED_LATER, GridPooledEmbeddingSharding)
+# TorchRec reduces the partial sums of these within a host first.
+_BY_HOST = TwRwPooledEmbeddingSharding, GridPooledEmbeddingSharding
 _OUTPUT_TYPES = (SparseType.FP32, SparseType.BF16, SparseType.FP16)
 
 
@@ -50,8 +68,8 @@ def why_not_exchanged(sharding: Any, wire_dtype: torch.dtype) -> str | None:
     Args:
         wire_dtype: in which pooled embeddings would travel.
     """
-    if type(sharding) not in (TwPooledEmbeddingSharding, CwPooledEmbeddingSharding):
-        return "only table-wise and column-wise shards are exchanged"
+    if type(sharding) not in _EXCHANGED:
+        return f"shards of type {type(sharding).__name__} are not exchanged"
     if sharding.qcomm_codecs_registry:
         return "quantised communication: use wire_dtype instead"
     # Not by the sharding's names, among which those of a table that is cut by columns stand once.
@@ -100,25 +118,65 @@ def why_not_together(shardings: Sequence[Any]) -> str | None:
     return f"bounds check modes {' and '.join(sorted(modes))}" if len(modes) > 1 else None
 
 
+def hosts_of(sharding: Any) -> int:
+    """Return the hosts by which a sharding's input has its samples out of order, see `in_rank_order`; 1 if it has not.
+
+    TorchRec reduces partial sums within a host first, and sorts the samples for that.
+    """
+    return sharding._world_size // sharding._local_size if isinstance(sharding, _BY_HOST) else 1
+
+
+def in_rank_order(ids: KeyedJaggedTensor, batch_sizes: tuple[int, ...], hosts: int) -> KeyedJaggedTensor:
+    """Return the ids of an input with rank 0's samples first, those of rank 1 next, and so on.
+
+    Args:
+        ids: with the samples of the first rank of each of `hosts` hosts, then those of each second one, and so on.
+        batch_sizes: samples of each rank.
+
+    Example: 2 hosts of 2 ranks with a sample each. The samples of ranks 0, 2, 1, 3 become those of ranks 0, 1, 2, 3.
+    """
+    order = _rank_order(len(ids.keys()), batch_sizes, hosts, ids.device())
+    lengths, values, _ = torch.ops.fbgemm.permute_1D_sparse_data(order, ids.lengths(), ids.values())
+    return KeyedJaggedTensor(ids.keys(), values, lengths=lengths, stride=sum(batch_sizes))
+
+
+@lru_cache
+def _rank_order(features: int, batch_sizes: tuple[int, ...], hosts: int, device: torch.device) -> torch.Tensor:
+    """Return [features * B] int32: for each bag in the order of the ranks, its place before."""
+    ranks = len(batch_sizes)
+    before = [rank for first in range(ranks // hosts) for rank in range(first, ranks, ranks // hosts)]
+    starts, begin = {}, 0
+    for rank in before:
+        starts[rank] = begin
+        begin += batch_sizes[rank]
+    bags = torch.cat([torch.arange(starts[rank], starts[rank] + size) for rank, size in enumerate(batch_sizes)])
+    return (torch.arange(features)[:, None] * begin + bags).flatten().to(device, torch.int32)
+
+
 def model_order(tables: Sequence[EmbeddingBagConfig]) -> list[str]:
     """Return the names of the pooled embeddings in the order of the unsharded module."""
     return [name for names in get_embedding_names_by_table(list(tables)) for name in names]
 
 
 def build_layout(shardings: Sequence[Any], names: Sequence[str], world_size: int) -> Layout:
-    """Return the layout of table-wise and column-wise shardings, alike on all ranks, for an output in order of `names`.
+    """Return the layout of shardings, alike on all ranks, for an output in order of `names`.
 
     Args:
         shardings: TorchRec's; sharding i has its ids in input i of each rank.
     """
     shards: list[FeatureShard] = []
+    row_shards: Counter[tuple[str, int]] = Counter()
     for owner in range(world_size):
         lookup = 0
         for number, sharding in enumerate(shardings):
             feature = 0
+            only_sums = isinstance(sharding, _DIVIDED_LATER)
+            by_rows = isinstance(sharding, _CUT_BY_ROWS)
             for config in sharding._grouped_embedding_configs_per_rank[owner]:
                 for index, table in enumerate(config.embedding_tables):
                     for name, feature_name in zip(table.embedding_names, table.feature_names, strict=True):
+                        first_row, first_column = table.local_metadata.shard_offsets
+                        columns = name, first_column
                         shard = FeatureShard(
                             name=name,
                             owner=owner,
@@ -126,12 +184,15 @@ def build_layout(shardings: Sequence[Any], names: Sequence[str], world_size: int
                             feature=feature,
                             lookup=lookup,
                             table=index,
-                            first_column=table.local_metadata.shard_offsets[1],
+                            first_column=first_column,
                             dim=table.local_cols,
-                            mean=config.pooling == PoolingType.MEAN,
+                            mean=config.pooling == PoolingType.MEAN and not only_sums,
                             dtype=data_type_to_dtype(config.data_type),
                             feature_name=feature_name,
+                            rows=(first_row, first_row + table.local_rows) if by_rows else (0, 0),
+                            row_shard=row_shards[columns],
                         )
+                        row_shards[columns] += 1
                         shards.append(shard)
                         feature += 1
                 lookup += 1

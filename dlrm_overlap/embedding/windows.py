@@ -90,14 +90,14 @@ class WindowPair:
         first, second = self._loans
         return first.held or second.held
 
-    def lend(self, rows: int, first_column: int = 0) -> torch.Tensor:
-        """Return the first `rows` rows of the current window, from `first_column` on.
+    def lend(self, rows: int, first_column: int = 0, columns: int | None = None) -> torch.Tensor:
+        """Return `columns` columns, None for all, from `first_column` on, of the first `rows` rows of the window.
 
         The window is in use until nothing holds them any more.
         """
         if not self._loans:
             self._loans = [self.arena.loan(name) for name in self.names]
-        return self._loans[self.epoch % 2].lend(rows, first_column)
+        return self._loans[self.epoch % 2].lend(rows, first_column, columns)
 
     def close(self) -> None:
         """Forget the loans, so that the arena can be closed."""

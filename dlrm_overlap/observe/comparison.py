@@ -201,23 +201,11 @@ def write_board(
     board.layout({title: chart for title, chart in _LAYOUT.items() if parts or title != _EXPOSED})
     order = _TURNS.format(turn) if (turn := comparison["interleave"]) else _ORDER
     notes = [order, _CPU_NOTE] if comparison["device"] == "cpu" else [order]
-    board.text("comparison", "\n\n".join([*_answers(comparison), comparison_markdown(comparison), *notes]))
+    board.text("comparison", "\n\n".join([comparison_markdown(comparison), *notes]))
     if parts:
         board.text("breakdown", breakdown_markdown(parts))
         board.image("breakdown", draw_breakdown(parts))
     board.close()
-
-
-def _answers(comparison: Mapping[str, Any]) -> list[str]:
-    """Return a line of Markdown for each backend: how many times as fast as the reference's its step is."""
-    reference = comparison["reference"]
-    reference_ms = comparison["backends"][reference]["step_ms_p50"]
-    return [
-        f"**{name}: a step is {result['speedup']:.2f} times as fast as with {reference}**, "
-        f"{_show(result['step_ms_p50'])} ms instead of {_show(reference_ms)} in the median."
-        for name, result in comparison["backends"].items()
-        if name != reference and result["speedup"] is not None
-    ]
 
 
 def comparison_markdown(comparison: Mapping[str, Any]) -> str:

@@ -50,12 +50,6 @@ def update_range(update: FlatUpdate, begin: int, end: int) -> None:
         update.shadow[begin:end].copy_(weights)
 
 
-def update_parameters(update: FlatUpdate) -> None:
-    """Count an update and update all flat weights by it."""
-    begin_update(update)
-    update_range(update, 0, update.weights.numel())
-
-
 def add_layer(x0: torch.Tensor, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor, out: torch.Tensor) -> None:
     """Write out = x0 * (w + bias) + x, calculated in float32; see the kernel of this name."""
     out.copy_(x0.float() * (w.float() + bias) + x.float())

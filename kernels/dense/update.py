@@ -108,9 +108,3 @@ def update_range(update: FlatUpdate, first: int, end: int) -> None:
     state, square = (*(state[first:end] for state in update.states), weights, weights)[:2]
     shadow = weights if update.shadow is None else update.shadow[first:end]
     change((end - first) // BLOCK, (), weights, update.gradients[first:end], state, square, shadow, update.factors)
-
-
-def update_parameters(update: FlatUpdate) -> None:
-    """Update all weights on the current stream; a CUDA graph may hold it, since all numbers are in device memory."""
-    begin_update(update)
-    update_range(update, 0, update.weights.numel())

@@ -4,6 +4,7 @@ import contextlib
 import random
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -111,29 +112,28 @@ def _told(call: Callable[[], Any]) -> str:
 
 
 def check_mistakes() -> None:
-    """A mistake of one rank is an error on all, and the next call is as good as any."""
+    """A mistake of one rank in a new call is an error on all, and the next call is as good as any."""
     wrong, ranks = dist.get_rank() == CULPRIT, dist.get_world_size()
+    products = ParallelProducts(world(), torch.device("cpu"))
+    gather = partial(all_gather_matmul, products=products)
+    scatter = partial(matmul_reduce_scatter, products=products)
     x, weight = torch.zeros(2 * ranks, 3), torch.zeros(4, 3)
-    assert "must be [rows, K] and [N, K]" in _told(lambda: all_gather_matmul(x, weight.t() if wrong else weight))
-    assert "x (), weight" in _told(lambda: all_gather_matmul(x[0, 0] if wrong else x, weight))
-    told = _told(lambda: all_gather_matmul(x, weight, torch.zeros(3 if wrong else 4)))
+    assert "must be [rows, K] and [N, K]" in _told(lambda: gather(x, weight.t() if wrong else weight))
+    assert "x (), weight" in _told(lambda: gather(x[0, 0] if wrong else x, weight))
+    told = _told(lambda: gather(x, weight, torch.zeros(3 if wrong else 4)))
     assert "bias (3,): must be [4]" in told, told
-    told = _told(lambda: all_gather_matmul(x, weight.bfloat16() if wrong else weight))
+    told = _told(lambda: gather(x, weight.bfloat16() if wrong else weight))
     assert "all_gather_matmul: torch.float32, torch.bfloat16: must be all float16" in told, told
-    assert "must be all float16" in _told(lambda: all_gather_matmul(x.double(), weight.double()))
-    told = _told(lambda: matmul_reduce_scatter(x[: -1 if wrong else None], weight))
+    assert "must be all float16" in _told(lambda: gather(x.double(), weight.double()))
+    told = _told(lambda: scatter(x[: -1 if wrong else None], weight))
     assert "pad x to a multiple" in told, told
-    told = _told(lambda: all_gather_matmul(x[: 1 if wrong else None], weight))
+    told = _told(lambda: gather(x[: 1 if wrong else None], weight))
     assert f"rank 0 calls all_gather_matmul(M {2 * ranks * ranks}" in told, told
     assert f"rank {CULPRIT} all_gather_matmul(M {ranks}," in told, told
-    assert "way fast is not known" in _told(lambda: all_gather_matmul(x, weight, way="fast"))
-    assert all_gather_matmul(x, weight).shape == (2 * ranks * ranks, 4)
-    assert matmul_reduce_scatter(x, weight[:0]).shape == (2, 0)
-    told = _told(lambda: all_gather_matmul(x[: 2 if wrong else None], weight))  # the others have made theirs before
-    assert f"rank {CULPRIT} all_gather_matmul(M {2 * ranks}," in told, told
-    told = _told(lambda: matmul_reduce_scatter(x, weight[:0]) if wrong else all_gather_matmul(x, weight))  # all have
-    assert f"rank {CULPRIT} matmul_reduce_scatter(M {2 * ranks}," in told, told
-    assert all_gather_matmul(x, weight).shape == (2 * ranks * ranks, 4)
+    assert "way fast is not known" in _told(lambda: gather(x, weight, way="fast"))
+    assert gather(x, weight).shape == (2 * ranks * ranks, 4)
+    assert scatter(x, weight[:0]).shape == (2, 0)
+    assert gather(x, weight).shape == (2 * ranks * ranks, 4)
 
 
 HALVES = [

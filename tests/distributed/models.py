@@ -35,8 +35,8 @@ CPU = torch.device("cpu")
 SUM, MEAN = PoolingType.SUM, PoolingType.MEAN
 Tables = Mapping[str, tuple[int, int, list[str], PoolingType]]
 """table -> rows, dim, features, pooling"""
-Shards = Mapping[str, Sequence[int]]
-"""table -> ranks of its shards: one is table-wise, several are column-wise, none is data-parallel"""
+Shards = Mapping[str, Sequence[int] | ParameterShardingGenerator]
+"""table -> ranks of its shards: one is table-wise, several are column-wise, none is data-parallel; or its sharding"""
 
 
 def world() -> dist.ProcessGroup:
@@ -82,7 +82,9 @@ class Model(nn.Module):
         return torch.stack(losses).sum() * 0.01, {name: output.detach().clone() for name, output in outputs.items()}
 
 
-def _sharding(ranks: Sequence[int]) -> ParameterShardingGenerator:
+def _sharding(ranks: Sequence[int] | ParameterShardingGenerator) -> ParameterShardingGenerator:
+    if callable(ranks):
+        return ranks
     if not ranks:
         return data_parallel()
     if len(ranks) == 1:
@@ -90,14 +92,16 @@ def _sharding(ranks: Sequence[int]) -> ParameterShardingGenerator:
     return column_wise(list(ranks), compute_kernel="fused")
 
 
-def make_plan(model: Model, tables: Shards, others: Shards, sharder: ModuleSharder) -> ShardingPlan:
+def make_plan(
+    model: Model, tables: Shards, others: Shards, sharder: ModuleSharder, local_size: int | None = None
+) -> ShardingPlan:
     return ShardingPlan(
         {
             name: construct_module_sharding_plan(
                 model.get_submodule(name),
                 {table: _sharding(ranks) for table, ranks in shards.items()},
                 sharder,
-                local_size=world().size(),
+                local_size=local_size or world().size(),
                 world_size=world().size(),
                 device_type="cpu",
             )

@@ -402,7 +402,7 @@ def test_that_the_drop_in_is_active_is_one_line(
             _shard_alone(OverlapEmbeddingBagCollectionSharder(params), way, world_of_one)
     lines = [record.getMessage() for record in caplog.records if record.levelname == "INFO"]
     told = ("1 of 1 tables exchanged, update by push", "0 of 1 tables exchanged, update by FBGEMM")
-    assert lines == [f"backend pgas: {told[0]}", f"backend pgas: {told[1]}", f"backend pgas: {told[1]}"]
+    assert lines == [f"backend pgas: {told[0]}", f"backend pgas: {told[0]}", f"backend pgas: {told[1]}"]
 
 
 def test_lookups_called_apart_stay_with_torchrec(
@@ -458,13 +458,12 @@ FUSED = table_wise(0, compute_kernel="fused")
 @pytest.mark.parametrize(
     ("way", "params", "codecs", "reason"),
     [
-        (row_wise(compute_kernel="fused"), {}, None, "only table-wise and column-wise shards are exchanged"),
         (table_wise(0, compute_kernel="dense"), {}, None, "compute kernel dense"),
         (FUSED, {"optimizer": EmbOptimType.EXACT_ADAGRAD, "gradient_clipping": True}, None, "gradient clipping"),
         (FUSED, {"extra_optimizer_config": WRITEBACK}, None, "a writeback hook"),
         (FUSED, {}, _bf16_codecs, "quantised communication: use wire_dtype instead"),
     ],
-    ids=["row_wise", "dense", "gradient_clipping", "writeback", "codecs"],
+    ids=["dense", "gradient_clipping", "writeback", "codecs"],
 )
 def test_reasons_to_fall_back(
     world_of_one: dist.ProcessGroup,

@@ -2,7 +2,7 @@
 
 Prints, for 16.8 M parameters, the reduction alone and the reduction with the update of the parameters (Adagrad with a
 bfloat16 shadow), captured: by NCCL, then by stores for each number of programs, number of pieces, and type. Times are
-medians over replays of the slowest rank's mean over a graph's steps. `python -m tests.gpu.exchange dense_` checks
+medians over replays of the slowest rank's mean over a graph's steps. `tests/gpu/test_exchange.py` checks
 that the sums are right.
 """
 

@@ -1,6 +1,7 @@
 """The kernel that updates the dense parameters against its twin, and the twin against torch.optim."""
 
 from collections.abc import Callable
+from types import ModuleType
 
 import pytest
 import torch
@@ -41,6 +42,11 @@ def _make(kind: str, shadow: torch.dtype | None = None, elements: int = 3 * BLOC
     )
 
 
+def _update_all(kernels: ModuleType, tensors: FlatUpdate) -> None:
+    kernels.begin_update(tensors)
+    kernels.update_range(tensors, 0, tensors.weights.numel())
+
+
 @every_kind
 def test_the_twin_has_the_bits_of_torch_optim(kind: str) -> None:
     ours = _make(kind)
@@ -50,7 +56,7 @@ def test_the_twin_has_the_bits_of_torch_optim(kind: str) -> None:
         theirs.grad = _random(seed, theirs.numel())
         ours.gradients.copy_(theirs.grad)
         optimizer.step()
-        reference.update_parameters(ours)
+        _update_all(reference, ours)
     assert_same(ours.weights, theirs.data, "weights")
     for name, state in zip(STATES[kind], ours.states, strict=True):
         assert_same(state, optimizer.state[theirs][name], name)
@@ -65,8 +71,8 @@ def test_the_kernel_agrees_with_its_twin(kind: str, shadow: torch.dtype | None) 
         for each in (ours, theirs):
             each.gradients.copy_(_random(seed, each.gradients.numel()))
             each.numbers[0] = LR / seed
-        update.update_parameters(ours)
-        reference.update_parameters(theirs)
+        _update_all(update, ours)
+        _update_all(reference, theirs)
         assert ours.step.item() == theirs.step.item() == seed
         assert_near(ours.weights, theirs.weights, _ROUNDING, f"weights after {seed} updates")
         for name, state, expected in zip(STATES[kind], ours.states, theirs.states, strict=True):
@@ -82,7 +88,7 @@ def test_ranges_are_updated_as_the_whole(kind: str) -> None:
     for seed in (1, 2):
         for each in (ours, theirs):
             each.gradients.copy_(_random(seed, each.gradients.numel()))
-        update.update_parameters(theirs)
+        _update_all(update, theirs)
         update.begin_update(ours)
         for first, end in ((0, BLOCK), (BLOCK, BLOCK), (BLOCK, 5 * BLOCK)):
             update.update_range(ours, first, end)
@@ -102,7 +108,7 @@ def test_bias_corrections_have_all_their_digits(steps: int) -> None:
     adam.numbers[2:].copy_(torch.tensor([0.9, 0.999]))
     adam.step.fill_(steps - 1)
     adam.gradients.zero_()
-    update.update_parameters(adam)
+    _update_all(update, adam)
     beta1, beta2 = adam.numbers[2:].tolist()
     assert adam.factors[update.RATE].item() == pytest.approx(LR / (1 - beta1**steps), rel=1e-7)
     assert adam.factors[update.ROOT].item() == pytest.approx((1 - beta2**steps) ** 0.5, rel=1e-7)
@@ -110,7 +116,7 @@ def test_bias_corrections_have_all_their_digits(steps: int) -> None:
 
 def test_a_flat_tensor_that_is_not_padded_is_refused() -> None:
     with pytest.raises(AssertionError, match=rf"elements 0 .. 1000; pad to multiples of {BLOCK}"):
-        update.update_parameters(_make("sgd", elements=1000))
+        _update_all(update, _make("sgd", elements=1000))
 
 
 @pytest.mark.slow

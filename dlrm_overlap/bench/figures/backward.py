@@ -32,6 +32,7 @@ from dlrm_overlap.bench.harness.limits import (
     times,
 )
 from dlrm_overlap.bench.harness.timing import time_contenders, time_parts
+from dlrm_overlap.bench.harness.turns import greatest
 from dlrm_overlap.bench.harness.workload import (
     Ids,
     Workload,
@@ -42,7 +43,6 @@ from dlrm_overlap.bench.harness.workload import (
 )
 from dlrm_overlap.bench.report.rows import report
 from dlrm_overlap.bench.request import BackwardRequest
-from dlrm_overlap.comm.turns import greatest
 from dlrm_overlap.config import Config, EmbeddingConfig
 from dlrm_overlap.embedding.backends.base import gradient_scale
 from dlrm_overlap.embedding.backends.collective import pack

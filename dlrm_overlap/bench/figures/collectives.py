@@ -4,14 +4,13 @@ Contenders: NCCL as it comes, in registered memory, and by its copy engines; our
 takes of the two; each called eagerly and as a part of a CUDA graph, one call a launch. Every output is compared with
 the inputs of the ranks, element by element, before anything is timed.
 
-A call is timed on the GPU, from its begin to the end of the wait. Before it, the GPU is kept busy for 1 ms, so that
-the CPU has issued all of the call by then, and then meets all other GPUs, so that none waits for a late one.
+A call is timed on the GPU, from its begin to the end of the wait, by `harness.turns`: the ranks begin together, and the
+CPU has issued the call before.
 `host_ms` is the CPU's time to issue it. `gb_per_s` are the bytes that leave each GPU for its peers in the median,
 `of_best` the shortest median of all contenders at the size, over the contender's. Beside a product the time is that of
 both, and `product_ms` that of the product alone.
 """
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
@@ -19,20 +18,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dlrm_overlap.bench.harness.registered import RegisteredGroup
-from dlrm_overlap.bench.harness.timing import capture, counted, slowest_rank
+from dlrm_overlap.bench.harness.chunked import RegisteredGroup
+from dlrm_overlap.bench.harness.timing import capture, counted
+from dlrm_overlap.bench.harness.turns import Turns, greatest
 from dlrm_overlap.bench.report.rows import report
 from dlrm_overlap.bench.request import CollectivesRequest
 from dlrm_overlap.comm.calls import fastest_way
 from dlrm_overlap.comm.collectives import PeerCollectives
-from dlrm_overlap.comm.turns import greatest
-from dlrm_overlap.observe.metrics import StepTimer, quantile
 from dlrm_overlap.train.ranks import Ranks
 
 _MB = 1 << 20
-_ROUNDS = 4  # contenders take turns
-_WARM_UP = 2
-_BUSY_CYCLES = 2_000_000  # 1 ms
 _PRODUCT = {"cuda": 8192, "cpu": 256}  # rows and columns of its matrices
 _SHOWN = (
     "operation", "beside", "mb_per_peer", "captured", "contender", "way", "median_ms", "p10_ms", "p90_ms", "host_ms",
@@ -172,35 +167,6 @@ class _Call:
         wait()
 
 
-class _Clock:
-    """Times calls that all ranks begin together."""
-
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self._gate = OwnCollectives("stores", group, device, 16 * group.size())
-        self._device = device
-
-    def time(self, call: Callable[[], object], calls: int) -> tuple[list[float], list[float]]:
-        """Return the times of so many calls in ms: of the device, and of the CPU to issue them."""
-        timer, host_ms = StepTimer(self._device), list[float]()
-        ranks = self._gate.group.size()
-        for number in range(_WARM_UP + calls):
-            if number == _WARM_UP:
-                timer.take_ms()
-            if self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)
-                torch.cuda._sleep(_BUSY_CYCLES)
-            self._gate.begin("all_gather", self._gate.output.view(ranks, 16), self._gate.input[:16], "nothing")()
-            timer.mark()
-            began = time.perf_counter()
-            call()
-            host_ms.append((time.perf_counter() - began) * 1e3)
-            timer.mark()
-        return timer.take_ms()[1::2], host_ms[_WARM_UP:]
-
-    def close(self) -> None:
-        self._gate.close()
-
-
 def run(request: CollectivesRequest, ranks: Ranks) -> int:
     """Measure the figure, print its table and append its rows on rank 0. All ranks call this.
 
@@ -211,7 +177,7 @@ def run(request: CollectivesRequest, ranks: Ranks) -> int:
     sizes_mb = request.sizes_on(device.type)
     capacity_bytes = max(sizes_mb) * _MB * group.size()
     contenders = make_contenders(request.contenders, group, device, capacity_bytes, request.store_programs)
-    clock, multiply = _Clock(group, device), _make_product(device)
+    turns, multiply = Turns(group, device), _make_product(device)
     rows, faults = list[dict[str, Any]](), list[str]()
     with torch.no_grad():
         for operation in request.operations:
@@ -221,10 +187,9 @@ def run(request: CollectivesRequest, ranks: Ranks) -> int:
                     cases = [_Call(each, operation, size * _MB, product) for each in contenders]
                     columns = {"kind": request.kind, "operation": operation, "beside": beside, "mb_per_peer": size}
                     columns["store_programs"] = request.store_programs
-                    measured, wrong = _measure(cases, clock, size * _MB, request.iterations, product, columns)
+                    measured, wrong = _measure(cases, turns, size * _MB, request.iterations, product, columns)
                     rows, faults = rows + measured, faults + wrong
                     del cases
-    clock.close()
     for each in contenders:
         each.close()
     if ranks.world.rank == 0:
@@ -240,7 +205,7 @@ def _make_product(device: torch.device) -> Callable[[], object]:
 
 def _measure(
     cases: list[_Call],
-    clock: _Clock,
+    turns: Turns,
     row_bytes: int,
     iterations: int,
     product: Callable[[], object] | None,
@@ -262,23 +227,12 @@ def _measure(
                 break
         else:
             found |= runs
-    calls = -(-iterations // _ROUNDS)
-    turns = sorted(found, key=lambda turn: turn[0])
-    device_ms = {turn: list[float]() for turn in turns}
-    host_ms = {turn: list[float]() for turn in turns}
-    product_ms = list[float]()
-    for _ in range(_ROUNDS):
-        for turn in turns:
-            times, host = clock.time(found[turn], calls)
-            device_ms[turn] += times
-            host_ms[turn] += host
-        if product is not None:
-            product_ms += clock.time(product, calls)[0]
+    order = sorted(found, key=lambda key: key[0])
+    pieces = [found[key] for key in order]
+    timed = turns.time([*pieces, product] if product is not None else pieces, iterations)
+    alone_ms = timed[-1].median_ms if product is not None else None
     rows = list[dict[str, Any]]()
-    alone = slowest_rank(product_ms, device).median_ms if product_ms else None
-    for (captured, case), times in device_ms.items():
-        measured = slowest_rank(times, device)
-        (host,) = greatest([quantile(host_ms[captured, case], 0.5)], device)
+    for (captured, case), times in zip(order, timed, strict=False):
         rows.append(
             columns
             | {
@@ -286,11 +240,10 @@ def _measure(
                 "contender": case.contender.name,
                 "way": case.contender.way(row_bytes, columns["beside"], captured),
                 "world_size": group.size(),
-                "steps": len(times),
-                **vars(measured),
-                "host_ms": host,
-                "gb_per_s": (group.size() - 1) * row_bytes / measured.median_ms / 1e6,
-                "product_ms": alone,
+                "steps": iterations,
+                **times._asdict(),
+                "gb_per_s": (group.size() - 1) * row_bytes / times.median_ms / 1e6,
+                "product_ms": alone_ms,
             }
         )
     for row in rows:

@@ -27,10 +27,10 @@ from dlrm_overlap.bench.harness.communications import KINDS, Implementations, Pa
 from dlrm_overlap.bench.harness.computations import Computation, keep_capturable, make_computations
 from dlrm_overlap.bench.harness.issuer import Issuer
 from dlrm_overlap.bench.harness.timing import capture, fraction_of_ideal, in_time
+from dlrm_overlap.bench.harness.turns import Timed, Turns, greatest
 from dlrm_overlap.bench.report.concurrent import headline, summarise
 from dlrm_overlap.bench.report.rows import append_rows, print_faults, print_table
 from dlrm_overlap.bench.request import ConcurrentRequest
-from dlrm_overlap.comm.turns import Timed, Turns, greatest
 from dlrm_overlap.train.ranks import Ranks
 
 # Ratio of computation to communication that is aimed at -> MB of the communications, which the computations share out.

@@ -30,9 +30,9 @@ from dlrm_overlap.bench.gemm_request import GemmRequest
 from dlrm_overlap.bench.harness.gemm_contenders import Call, Case, Shape
 from dlrm_overlap.bench.harness.limits import measure_ceilings
 from dlrm_overlap.bench.harness.timing import counted, gather
+from dlrm_overlap.bench.harness.turns import Timed, Turns, greatest
 from dlrm_overlap.bench.report.rows import report
 from dlrm_overlap.comm.collectives import PeerCollectives
-from dlrm_overlap.comm.turns import Timed, Turns, greatest
 from dlrm_overlap.dense.gemm.products import parallel_products
 from dlrm_overlap.train.ranks import Ranks
 

@@ -18,10 +18,10 @@ from dlrm_overlap.bench.harness.contenders import Baseline, Overlap, close_all
 from dlrm_overlap.bench.harness.limits import describe
 from dlrm_overlap.bench.harness.timing import counted
 from dlrm_overlap.bench.harness.traces import LEAD_MS
+from dlrm_overlap.bench.harness.turns import begin_together
 from dlrm_overlap.bench.harness.workload import Workload, make_workload, read_ids
 from dlrm_overlap.bench.report.rows import report
 from dlrm_overlap.bench.request import ProgramsRequest
-from dlrm_overlap.comm.turns import begin_together
 from dlrm_overlap.config import InputError
 from dlrm_overlap.embedding.options import ExchangeOptions
 from dlrm_overlap.embedding.steps import BatchSizes, Step

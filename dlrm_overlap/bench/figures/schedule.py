@@ -16,9 +16,9 @@ from dlrm_overlap.backends import BACKENDS
 from dlrm_overlap.bench.harness.contenders import Baseline, Contender, Overlap
 from dlrm_overlap.bench.harness.forward import Row, measure_forward
 from dlrm_overlap.bench.harness.timing import gather
+from dlrm_overlap.bench.harness.turns import begin_together, greatest
 from dlrm_overlap.bench.harness.workload import Workload
 from dlrm_overlap.bench.request import ForwardRequest
-from dlrm_overlap.comm.turns import begin_together, greatest
 from dlrm_overlap.config import EmbeddingConfig
 from dlrm_overlap.embedding.backends.base import Forward
 from dlrm_overlap.embedding.options import ExchangeOptions

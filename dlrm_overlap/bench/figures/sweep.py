@@ -22,12 +22,12 @@ from dlrm_overlap.bench.harness.chunked import make_chunked
 from dlrm_overlap.bench.harness.contenders import Baseline, Contender, Overlap, close_all
 from dlrm_overlap.bench.harness.limits import describe, describe_tables, forward_limit, measure_ceilings, times
 from dlrm_overlap.bench.harness.timing import in_time, time_contenders
+from dlrm_overlap.bench.harness.turns import Turns
 from dlrm_overlap.bench.harness.workload import Workload, collect_garbage, make_workload, read_ids
 from dlrm_overlap.bench.report.map_plots import MAPS
 from dlrm_overlap.bench.report.measured import Measured, hardware
-from dlrm_overlap.bench.report.rows import append_rows, as_text, print_faults
+from dlrm_overlap.bench.report.rows import append_rows, as_text, print_faults, print_table
 from dlrm_overlap.bench.request import MapRequest
-from dlrm_overlap.comm.turns import Turns
 from dlrm_overlap.config import Config, parse_multi_hot
 from dlrm_overlap.launching.environment import environment
 from dlrm_overlap.train.ranks import Ranks
@@ -38,7 +38,7 @@ _GPU_REPETITIONS = 10
 
 
 def run(request: MapRequest, ranks: Ranks) -> int:
-    """Measure the figure; on rank 0 append its rows and print in words where it pays. All ranks call this.
+    """Measure the figure; on rank 0 append its rows and print where it pays. All ranks call this.
 
     Returns:
         The exit code: 1 if outputs differ from the baseline's on some shape.
@@ -69,7 +69,9 @@ def run(request: MapRequest, ranks: Ranks) -> int:
         print_faults(faults)
         if rows:
             print(hardware([environment()]))
-            print("\n".join(MAPS[request.kind].words(Measured(request.kind, request.kind, as_text(rows)))))
+            measured, layout = Measured(request.kind, request.kind, as_text(rows)), MAPS[request.kind]
+            print("\n".join(layout.words(measured)))
+            print_table(lines := layout.table(measured), list(lines[0]))
             print(f"rows in {request.output}")
     return 1 if faults else 0
 

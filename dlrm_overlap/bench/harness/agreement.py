@@ -8,8 +8,8 @@ from itertools import accumulate
 import torch
 
 from dlrm_overlap.bench.harness.contenders import Contender
+from dlrm_overlap.bench.harness.turns import greatest
 from dlrm_overlap.bench.harness.workload import Workload
-from dlrm_overlap.comm.turns import greatest
 
 # The greatest difference from the baseline that agrees, relative to the baseline's greatest element: sums of a hundred
 # rows in another order, or one unit in the last place of the type, the wire's or the rows'.

@@ -1,10 +1,10 @@
 """The baseline as a skilled user would write it: in chunks, so that NCCL sends one while FBGEMM looks up the next."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,16 +13,18 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 
 from dlrm_overlap.bench.harness.contenders import Contender
-from dlrm_overlap.bench.harness.registered import RegisteredGroup
 from dlrm_overlap.bench.harness.traces import record_step
+from dlrm_overlap.bench.harness.turns import greatest
 from dlrm_overlap.bench.harness.workload import Ids, Workload
-from dlrm_overlap.comm.turns import greatest
 
 log = logging.getLogger("dlrm_overlap")
 
 _COPIED_CHUNKS = 4
 _WARMUP = 3
 NAME = "nccl_chunked"
+_WARM_UP_BYTES = 1 << 10  # to each rank, so that NCCL makes the communicator
+
+T = TypeVar("T")
 
 
 class Chunked(Contender):
@@ -98,6 +100,40 @@ class Chunked(Contender):
             return
         for part, column, dim in zip(received.split([mine * dim for dim in dims]), columns, dims, strict=True):
             output[:, column : column + dim].copy_(part.view(mine, dim))
+
+
+class RegisteredGroup:
+    """A group of all ranks, and memory that NCCL has allocated and registered; its copy engines take no other."""
+
+    def __init__(self, device: torch.device, copy_engines: bool) -> None:
+        """Make the group; all ranks call this.
+
+        Args:
+            device: of this rank.
+            copy_engines: ask NCCL to take no multiprocessor (its zero-CTA policy), and so copy engines where it can:
+                between registered memory, in collectives whose parts are alike.
+        """
+        options: Any = dist.ProcessGroupNCCL.Options()
+        if copy_engines:
+            options.config.cta_policy = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO  # type: ignore[attr-defined]
+        group: Any = dist.new_group(backend="nccl", pg_options=options, device_id=device)
+        self.group = group
+        warm_up = torch.zeros(group.size() * _WARM_UP_BYTES, dtype=torch.uint8, device=device)
+        dist.all_to_all_single(torch.empty_like(warm_up), warm_up, group=group)  # makes the communicator
+        self._backend = group._get_backend(device)
+        self._pool = torch.cuda.MemPool(self._backend.mem_allocator)
+
+    def allocate(self, make: Callable[[], T]) -> T:
+        """Return what `make` makes, its memory registered; once, and alike on all ranks, which all call this."""
+        with torch.cuda.use_mem_pool(self._pool):
+            made = make()
+        self._backend.register_mem_pool(self._pool, symm=True)
+        return made
+
+    def close(self) -> None:
+        """Take the memory off NCCL's list, and end the group; nobody may use the memory any more."""
+        self._backend.deregister_mem_pool(self._pool)
+        dist.destroy_process_group(self.group)
 
 
 class RegisteredChunks(Chunked):

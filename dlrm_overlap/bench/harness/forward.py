@@ -18,10 +18,10 @@ from dlrm_overlap.bench.harness.computations import Computation, make_product
 from dlrm_overlap.bench.harness.contenders import Baseline, Contender, close_all
 from dlrm_overlap.bench.harness.limits import describe, forward_limit, measure_ceilings, times
 from dlrm_overlap.bench.harness.timing import Timing, fraction_of_ideal, time_contenders, time_parts
+from dlrm_overlap.bench.harness.turns import greatest
 from dlrm_overlap.bench.harness.workload import Workload, collect_garbage, make_workload, read_ids
 from dlrm_overlap.bench.report.rows import report
 from dlrm_overlap.bench.request import ForwardRequest
-from dlrm_overlap.comm.turns import greatest
 from dlrm_overlap.config import Config, EmbeddingConfig
 from dlrm_overlap.train.ranks import Ranks
 

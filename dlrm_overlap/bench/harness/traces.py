@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from dlrm_overlap.bench.harness.contenders import Contender
+from dlrm_overlap.bench.harness.turns import begin_together
 from dlrm_overlap.bench.harness.workload import Workload
-from dlrm_overlap.comm.turns import begin_together
 from dlrm_overlap.observe.trace_summary import Shares, Span, Work, gpu_work, length, read_events, share, spans_by_kind
 
 MARK = re.compile(r"\bspin_kernel\b")

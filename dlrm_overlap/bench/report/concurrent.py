@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from statistics import mean
 from typing import Any
 
-from dlrm_overlap.comm.two_roofs import Communication, Computation, preferred
+from dlrm_overlap.bench.two_roofs import Communication, Computation, preferred
 
 CLASSES = ("G-long", "GC-equal", "C-long")
 _CASE = ("computation", "calls", "communication", "megabytes")
@@ -16,7 +16,7 @@ def summarise(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return a line for each strategy: its mean fraction of the ideal speedup by class and in all, and its speedups.
 
     `best` counts the cases in which no strategy is faster. Of the last lines, `by_rule` takes in each case what
-    `comm.two_roofs` prefers, or `serial`, and `best_of_all` the fastest.
+    `bench.two_roofs` prefers, or `serial`, and `best_of_all` the fastest.
     """
     by_case: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for row in rows:

@@ -1,6 +1,6 @@
 """Maps of the speedup over shapes, of `bench sweep` and `bench grid`: heat maps in grey, a table, and words."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -10,7 +10,6 @@ from dlrm_overlap.bench.report.style import Picture
 PAYS = 1.05
 """the speedup over the strongest baseline from which the words say that it pays"""
 _HOST = 0.9  # of a step's time: from there on a step takes as long as its CPU takes to issue it
-_EVERYWHERE = "every one measured"
 _DARKEST = 3.0  # speedups beyond are as dark
 _NUMBERS = f"speedup over the strongest baseline; hatched: below {PAYS}; in brackets: the host's time decides"
 
@@ -110,29 +109,11 @@ class Map:
         return table
 
     def words(self, measured: Measured) -> list[str]:
-        """Return where it pays in sentences: one for all shapes and one for each panel, by each time."""
-        found = []
-        for time, label in _TIMES.items():
-            whole = self.cells(measured.rows, time)
-            found.append(f"{label[0].upper()}{label[1:]}: {_in_all(whole)}")
-            for panel in sorted({panel for panel, _, _ in whole}):
-                own = {(y, x): cell for (p, y, x), cell in whole.items() if p == panel}
-                place = f"{self.panel.label} {panel:g}, " if self.panel else ""
-                found.append(f"By {self.x.label}, {place}{label}, it pays {self._by_y(own)}.")
-        return found
-
-    def _by_y(self, own: Mapping[tuple[float, float], Cell]) -> str:
-        """Return at which x it pays for each y, those that are alike together.
-
-        Example: at dim 8: none; dim 16, 32: from 8 on.
-        """
-        ys_by_text: dict[str, list[float]] = {}
-        for y in sorted({y for y, _ in own}):
-            ys_by_text.setdefault(_where([x for at, x in sorted(own) if at == y], own, y), []).append(y)
-        if list(ys_by_text) == [_EVERYWHERE]:
-            return f"at {_EVERYWHERE}"
-        parts = [f"{self.y.label} {', '.join(f'{y:g}' for y in ys)}: {text}" for text, ys in ys_by_text.items()]
-        return f"at {'; '.join(parts)}"
+        """Return on how many shapes it pays, and from which to which speedup: a sentence for each time."""
+        return [
+            f"{label[0].upper()}{label[1:]}: {_in_all(self.cells(measured.rows, time))}"
+            for time, label in _TIMES.items()
+        ]
 
 
 def _cell(rows: Iterable[Row], time: str) -> Cell:
@@ -154,21 +135,6 @@ def _in_all(found: Mapping[Any, Cell]) -> str:
     if bound := sum(cell.host_bound for cell in found.values()):
         text += f" On {bound} of them the baseline takes as long as its host takes to issue it."
     return text
-
-
-def _where(xs: Sequence[float], own: Mapping[tuple[float, float], Cell], y: float) -> str:
-    """Return at which of the ascending `xs` it pays. Example: of 1, 8, 32, from 8 on."""
-    pays = [own[y, x].speedup >= PAYS for x in xs]
-    if all(pays):
-        return _EVERYWHERE
-    if not any(pays):
-        return "none"
-    first, last = pays.index(True), len(pays) - 1 - pays[::-1].index(True)
-    if all(pays[first : last + 1]):
-        if last == len(xs) - 1:
-            return f"from {xs[first]:g} on"
-        return f"up to {xs[last]:g}" if first == 0 else f"{xs[first]:g} to {xs[last]:g}"
-    return ", ".join(f"{x:g}" for x, each in zip(xs, pays, strict=True) if each)
 
 
 MAPS = {

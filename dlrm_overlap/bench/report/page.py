@@ -1,8 +1,6 @@
 """`dlrm-overlap bench report`: the CSV files of a folder as one HTML page that needs no other file, and as Markdown."""
 
 import base64
-import contextlib
-import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -31,7 +29,7 @@ from dlrm_overlap.config import InputError
 from dlrm_overlap.launching.text_table import count_of
 from dlrm_overlap.observe.result_files import write_atomically
 
-PAGE, MARKDOWN, JSON = "index.html", "report.md", "rows.json"
+PAGE, MARKDOWN = "index.html", "report.md"
 _MOST_ROWS = 100  # of a file whose rows are all on the page; longer ones are in their plot and its table
 _ENVIRONMENT = ("gpu", "cpu", "python", "torch", "cuda", "nccl", "fbgemm", "torchrec", "triton", "numpy", "commit")
 _COMMANDS = (
@@ -109,13 +107,12 @@ def as_text(lines: Table) -> pd.DataFrame:
     return pd.DataFrame(lines, dtype=object).map(text)
 
 
-def write_report(folder: Path, output: Path, as_json: bool = False) -> list[str]:
+def write_report(folder: Path, output: Path) -> list[str]:
     """Write the page, the Markdown, and each plot as SVG and PNG to `output`; return the files that have no plot.
 
     Args:
         folder: of the CSV files.
         output: made if it is not there.
-        as_json: write the rows of all files to `rows.json` too.
 
     Raises:
         InputError: if `folder` has no rows that can be drawn, or `output` cannot be written.
@@ -129,29 +126,9 @@ def write_report(folder: Path, output: Path, as_json: bool = False) -> list[str]
         sections = [_draw(each, output) for each in known]
         write_atomically(output / PAGE, html_page(sections))
         write_atomically(output / MARKDOWN, markdown_page(sections))
-        if as_json:
-            write_atomically(output / JSON, rows_as_json(files))
     except OSError as error:
         raise InputError(f"--output: {output} cannot be written ({error.strerror}); give another folder") from None
     return [each.name for each in files if each.kind not in PLOTS]
-
-
-def rows_as_json(files: Iterable[Measured]) -> str:
-    """Return file -> its kind and rows as JSON: finite numbers as numbers, versions as text, an empty cell as null."""
-    found = {
-        each.name: {"kind": each.kind, "rows": [{name: _value(name, row[name]) for name in row} for row in each.rows]}
-        for each in files
-    }
-    return json.dumps(found, indent=1, allow_nan=False) + "\n"
-
-
-def _value(column: str, cell: str) -> float | str | None:
-    if column not in _ENVIRONMENT:
-        for read in (int, float):
-            with contextlib.suppress(ValueError):
-                found = read(cell)
-                return found if math.isfinite(found) else cell
-    return cell or None
 
 
 def report_order(measured: Measured) -> tuple[int, bool, str]:

@@ -77,7 +77,8 @@ class _Rows:
 
     def finish(self) -> None:
         """Let the engine raise DONE at all peers when it has read all rows, and the current stream wait for it."""
-        self.window.engine.copy_each((self.window.done_at[peer], self.window.word) for peer in self._turns)
+        for peer in self._turns:
+            self.window.engine.write_flag(self.window.done_at[peer], self.window.word)
         self.window.engine.join()
 
 

@@ -8,7 +8,7 @@
 
 `copies/4` is copies with a rank's rows in four parts. `auto` takes one of the first three by a rule, see `rule`. A
 capture cannot ask other ranks, so a problem that has not been run before is refused there. Ranks whose calls differ all
-raise an error that names both calls: on CPUs at any call, on GPUs where the call is new to all of them.
+raise an error that names both calls, where the call is new to all of them.
 """
 
 import logging
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from dlrm_overlap.comm.every_rank import known_everywhere, on_every_rank, require_alike
+from dlrm_overlap.comm.every_rank import on_every_rank, require_alike
 from dlrm_overlap.config import InputError
 from dlrm_overlap.dense.gemm.problem import Finish, Layer, Problem
 from dlrm_overlap.dense.gemm.serial import SerialGather, SerialScatter
@@ -106,8 +106,7 @@ class ParallelProducts:
         rows, columns, inner = (0, 0, 0) if fault else (x.shape[0] * shards, *layer.weight.shape)
         problem = Problem(operator, rows, columns, inner, x.dtype, layer.bias is not None, layer.activation, keep)
         choice = self._known.get((problem, way)) if not fault else None
-        everywhere = known_everywhere((problem, way), choice is not None, self.group, self.device)
-        return choice if choice and everywhere else self._agree(problem, way, fault)
+        return choice or self._agree(problem, way, fault)
 
     @torch.inference_mode(False)  # memory that is made here serves training, too
     def _agree(self, problem: Problem, way: str, fault: str) -> Choice:

@@ -5,6 +5,7 @@ subclasses of `Backward` that bring gradients back to the rows. `dlrm_overlap/ba
 """
 
 from abc import ABC, abstractmethod
+from math import gcd
 
 import torch
 from torchrec.distributed.comm_ops import get_gradient_division
@@ -16,6 +17,8 @@ from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions
 from dlrm_overlap.embedding.steps import Step
 from dlrm_overlap.embedding.tables import BadIds, FbgemmUpdate, bags_of
 from dlrm_overlap.embedding.windows import WindowPair, WindowSpec
+from dlrm_overlap.kernels import reference
+from dlrm_overlap.kernels.forward.add_partials import PartialTable, add_partials, partial_table
 
 
 class Half(ABC):  # noqa: B024  its subclasses have the abstract methods
@@ -53,6 +56,7 @@ class Forward(Half):
         self._on_gpu = self.device.type == "cuda"
         self._current = CurrentStream(self.device)
         self._stream: torch.cuda.Stream | None = None
+        self._partial_table: PartialTable | None = None
 
     @abstractmethod
     def start(self, step: Step) -> None:
@@ -65,6 +69,25 @@ class Forward(Half):
         Their rows may lie further apart than D_total elements.
         It is valid until the next `start`, unless `copy`.
         """
+
+    def add_partials(self, arrived: torch.Tensor, leading: int = 0) -> None:
+        """Add up the partial sums of tables that are cut by rows, in place.
+
+        Args:
+            arrived: [b, leading + arrival_dim] of the wire's type, see `Layout`.
+            leading: columns in front of those of the layout.
+        """
+        sums = [
+            (leading + each.column, each.dim, [leading + other for other in each.others])
+            for each in self.layout.partial_sums
+        ]
+        if not self._on_gpu:
+            reference.add_partials(arrived, sums)
+            return
+        if self._partial_table is None:
+            columns = [number for column, dim, others in sums for number in (column, dim, *others)]
+            self._partial_table = partial_table(sums, gcd(16, *columns), self.device)
+        add_partials(arrived, self._partial_table)
 
     def join_stream(self) -> None:
         """Make the current stream wait for the stream of the last `start` or `finish`, if that is another one.
@@ -138,7 +161,7 @@ class WindowForward(Forward):
     def __init__(self, context: ExchangeContext, windows: WindowPair) -> None:
         super().__init__(context, windows)
         self.windows, self.leading = windows, context.options.leading_columns
-        self.stride = self.leading + self.layout.total_dim
+        self.stride = self.leading + self.layout.arrival_dim
         """elements of a window's row"""
 
     def column(self, shard: FeatureShard) -> int:
@@ -151,7 +174,7 @@ class WindowForward(Forward):
         layout, samples = context.layout, context.samples_per_rank
         most = max(len(shards) for shards in layout.by_owner)
         slots = max(1, most * cls.slices(context.options, samples))
-        columns = context.options.leading_columns + layout.total_dim
+        columns = context.options.leading_columns + layout.arrival_dim
         return WindowSpec("outputs", Region((samples, columns), context.options.wire_dtype), slots)
 
     @classmethod
@@ -174,7 +197,10 @@ class WindowForward(Forward):
 
     def output(self, step: Step, copy: bool) -> torch.Tensor:
         """Return the pooled embeddings that have arrived: the window itself, lent, or a copy of it."""
-        pooled = self.windows.lend(step.batch.per_rank[self.rank], self.leading)
+        samples = step.batch.per_rank[self.rank]
+        if self.layout.partial_sums:
+            self.add_partials(self.windows.local[:samples], self.leading)
+        pooled = self.windows.lend(samples, self.leading, self.layout.total_dim)
         return pooled.clone(memory_format=torch.contiguous_format) if copy else pooled
 
     def close(self) -> None:

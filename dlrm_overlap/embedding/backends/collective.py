@@ -47,7 +47,7 @@ class CollectiveForward(Forward):
         send = self._send[: samples * self._width].view(samples, self._width)
         self.pool(step, send)
         mine = step.batch.per_rank[self.rank]
-        step.received = torch.empty(mine * self.layout.total_dim, dtype=wire, device=self.device)
+        step.received = torch.empty(mine * self.layout.arrival_dim, dtype=wire, device=self.device)
         step.work = dist.all_to_all_single(
             step.received,
             send.view(-1),
@@ -66,11 +66,15 @@ class CollectiveForward(Forward):
             step.received.record_stream(self._stream)
         mine, dims = step.batch.per_rank[self.rank], self.layout.owner_dims
         received = step.received.split([mine * dim for dim in dims])
-        pooled = step.received.new_empty(mine, self.layout.total_dim)
+        pooled = step.received.new_empty(mine, self.layout.arrival_dim)
         # `out` keeps autocast away, which refuses to join tensors of the half type that is not its own.
         torch.cat([columns.view(mine, dim) for columns, dim in zip(received, dims, strict=True)], dim=1, out=pooled)
         step.work = step.received = None
-        return pooled if self._order is None else pooled.index_select(1, self._order)
+        pooled = pooled if self._order is None else pooled.index_select(1, self._order)
+        if not self.layout.partial_sums:
+            return pooled
+        self.add_partials(pooled)
+        return pooled[:, : self.layout.total_dim].data  # no view, which autograd lets nobody change in place
 
 
 class CpuCollectiveForward(CollectiveForward):

@@ -167,7 +167,7 @@ class CpuPush(WindowBackward):
             for turn in range(len(self._reached)):
                 owner = self._reached[(next_one + turn) % len(self._reached)]
                 window, shards = self._arena.view(self.windows.name, owner), by_owner[owner]
-                columns = [self.layout.column(shard) for shard in shards]
+                columns = [self.layout.output_column(shard) for shard in shards]
                 targets = [self.gradient_of(shard, window, step.batch.total) for shard in shards]
                 for shard, column, rows in zip(shards, columns, targets, strict=True):
                     rows[first : first + gradient.shape[0]] = gradient[:, column : column + shard.dim]
@@ -273,7 +273,7 @@ class CpuPushAcross(CpuPush):
 
         def gather(message: Message, rows: torch.Tensor, group: range) -> None:
             for shard, column in self._crossing.columns_of(message.host).items():
-                first = self.layout.column(shard)
+                first = self.layout.output_column(shard)
                 rows[:, column : column + shard.dim] = gradient[group.start : group.stop, first : first + shard.dim]
 
         step.work = self._buffers.send(self._crossing.gradients(step.batch), gather)

@@ -70,7 +70,7 @@ class CopyPush(Push):
         begin, total = step.batch.first_sample[self.rank], step.batch.total
         for shard in self.gradients.shards[part][owner]:
             into = window + (self.gradients.starts[shard] * total + begin * shard.dim) * size
-            source, width = base + self.layout.column(shard) * size, shard.dim * size
+            source, width = base + self.layout.output_column(shard) * size, shard.dim * size
             self._engine.issue(Copy2D(into, width, source, pitch * size, width, gradient.shape[0]))
 
     def store_own(self, step: Step, gradient: torch.Tensor) -> None:

@@ -33,7 +33,7 @@ def persistent_tuning(table: FeatureTable, samples: int, slice_bags: int, short:
 
     A program pays for each task, so it takes one of twice as many bags where there are many, if slices have so many. Of
     `short` bags, see `has_short_bags`, it takes four times as many: all programs draw their tasks from one ticket,
-    which gives out one in 1.1 to 1.3 ns at best (H200; docs/lab/2026-11-23-pooling.md), and otherwise decides.
+    which gives out one in 1.1 to 1.3 ns at best (H200; docs/lab.md), and otherwise decides.
     """
     bags = table.entries.shape[0] * samples
     short = short and bags >= _FEWEST_SHORT_BAGS

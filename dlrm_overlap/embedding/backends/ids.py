@@ -23,6 +23,7 @@ from dlrm_overlap.embedding.steps import BatchSizes, StepCache
 from dlrm_overlap.embedding.tables import BadIds, bad_id_message
 from dlrm_overlap.embedding.windows import WindowPair, ready_flags, skip_epoch
 from dlrm_overlap.kernels import reference
+from dlrm_overlap.kernels.divide_ids import Shares, divide_ids
 from dlrm_overlap.kernels.flags import raise_flags, wait_flags
 from dlrm_overlap.kernels.pull_ids import BLOCK_IDS, Arrivals, Published, place_ids, pull_ids, pull_tasks
 
@@ -47,9 +48,9 @@ class IdPull:
     ) -> None:
         """Take the ranks to read from, and of each feature its index in the keys and the rows of its table."""
         self._ids, self._features, self._sources = ids, features, len(sources)
-        self._device, self._known = windows.arena.device, ids.bound.known_lengths
+        self._device, self._known = windows.arena.device, ids.known_lengths
         self.record = Record(self._device)
-        numbers = self._tensor(features), self._tensor(rows), self._tensor(ids.capacity)
+        numbers = self._tensor(features), self._tensor(rows), self._tensor(ids.published_capacity)
         seen = [[published_window(windows.arena, name, rank) for rank in sources] for name in windows.names]
         addresses = [torch.tensor([each.data_ptr() for each in one], device=self._device) for one in seen]
         self._published = [Published(each, ids.offsets_at, *numbers) for each in addresses]
@@ -74,7 +75,7 @@ class IdPull:
             pairs = features * sources
             arrivals = Arrivals(*(self._tensor([0] * n) for n in (pairs, pairs, pairs + 1)))
             offsets = [self._tensor([0] * ((features + 1) * sources * samples + 1)) for _ in range(2)]
-        capacities = [self._ids.capacity[feature] for feature in self._features]
+        capacities = [self._ids.published_capacity[feature] for feature in self._features]
         padded = 0 if self._known else self._values[0].numel()
         tasks = pull_tasks(capacities, sources, samples, padded, BLOCK_IDS)
         arrived = list(zip(values, offsets, strict=True))
@@ -121,7 +122,7 @@ class IdExchange(ABC):
         self._replicated_tables, self._own_bad_ids = context.replicated, BadIds(BoundsCheckMode.NONE)
         if context.replicated is not None:
             self._own_bad_ids = BadIds(context.replicated.bounds_check)
-        self.known = ids.bound.known_lengths
+        self.known = ids.known_lengths
         self.requested, self.replicated = ids.features(self.rank), ids.replicated
         self.bad_ids = BadIds(self.tables.bounds_check)
 
@@ -166,10 +167,16 @@ class IdExchange(ABC):
         if not self.known:
             lengths = features.lengths()
             torch.cumsum(lengths, 0, dtype=torch.int32, out=offsets[1 : lengths.numel() + 1])
+            if self.ids.shares:
+                self.divide(window, features.stride())
         elif count is not None:
             offsets[:1].copy_(count)
         else:
             offsets[:1].fill_(values.numel())
+
+    @abstractmethod
+    def divide(self, window: torch.Tensor, samples: int) -> None:
+        """Publish the ids of each share of tables that are cut by rows, out of those of the features in `window`."""
 
     @abstractmethod
     def _fetch(self, samples: int) -> ArrivedIds:
@@ -189,15 +196,18 @@ class IdExchange(ABC):
         return self._replicated_tables.weight(shard).shape[0]
 
     def report(self, shard: FeatureShard, source: int, index: int, value: int, rows: int) -> None:
-        """Report an id outside its table, see `BadIds`."""
+        """Report an id outside its table, see `BadIds`; the ids of a share count from the first row of the shard."""
         name = shard.feature_name
+        first, end = shard.rows
+        value, rows = value + first, end or rows
         where = f"id {index} of feature {name} in the batch of rank {source}"
         bad_ids = self._own_bad_ids if shard.owner == EVERY_RANK else self.bad_ids
         bad_ids.report(f"{where}: {bad_id_message(name, value, rows)}")
 
     def overflow(self, rank: int, feature: int, count: int, most: int) -> ValueError:
         """Return the error for a batch that has too many ids, or another number than is known."""
-        name = self.ids.keys[feature]
+        first_share = len(self.ids.keys) + 1
+        name = self.ids.keys[self.ids.shares[feature - first_share].key if feature >= first_share else feature]
         if self.known:
             text = f"{count} ids, but by its bound, which gives every bag of a feature the same number, it has {most}"
         else:
@@ -224,6 +234,18 @@ def _input(values: torch.Tensor, offsets: torch.Tensor, samples: int) -> KeyedJa
 
 class CpuIdExchange(IdExchange):
     """`IdExchange` on CPUs: every rank copies the ids of its tables as the reference does."""
+
+    def divide(self, window: torch.Tensor, samples: int) -> None:
+        """Divide the ids as the reference does; of a batch beyond its bound, whose error comes later, none."""
+        offsets, features = window[self.ids.offsets_at :], len(self.ids.keys)
+        shared = offsets[(features + 1) * samples :][: len(self.ids.shares) * samples + 1]
+        shared.fill_(self.ids.shares_at)
+        counts = offsets[: features * samples + 1 : samples].diff()
+        if (counts < 0).any() or (counts > torch.tensor(self.ids.capacity)).any():
+            return
+        ids, lengths = reference.divide_ids(window, offsets, self.ids.shares, samples)
+        window[self.ids.shares_at : self.ids.shares_at + ids.numel()] = ids
+        shared[1:] += lengths.cumsum(0)
 
     def _fetch(self, samples: int) -> ArrivedIds:
         arena = self.windows.arena
@@ -255,9 +277,10 @@ class CpuIdExchange(IdExchange):
             if int(offsets[0]) != (total := self.ids.known_total(samples)):
                 raise self.overflow(rank, 0, int(offsets[0]), total)
             return window, known
-        offsets = offsets[: len(keys) * samples + 1]
+        capacity = self.ids.published_capacity
+        offsets = offsets[: len(capacity) * samples + 1]
         counts = offsets[::samples].diff().tolist()
-        for feature, (count, most) in enumerate(zip(counts, self.ids.capacity, strict=True)):
+        for feature, (count, most) in enumerate(zip(counts, capacity, strict=True)):
             if not 0 <= count <= most:
                 raise self.overflow(rank, feature, count, most)
         return window, offsets
@@ -295,11 +318,21 @@ class DeviceIdExchange(IdExchange):
         self._pull_own: IdPull | None = None
         if self.replicated:
             self._pull_own = IdPull(ids, windows, range(self.rank, self.rank + 1), self.replicated, rows[1])
+        if ids.shares:
+            entries = torch.tensor(ids.shares, dtype=torch.int64, device=self.device)
+            where = ids.shares_at, ids.shared_values, ids.offsets_at, len(ids.keys)
+            self._shares = Shares(entries, ids.values, *where)
+            room = 1 + len(ids.shares) * ids.bound.samples
+            self._counts = torch.full((room,), ids.shares_at, dtype=torch.int32, device=self.device)
         self._carrier: IdsByPuts | IdsByCollective | None = None
         if not windows.arena.reach.whole:
             self._carrier = (IdsByPuts if context.puts else IdsByCollective)(context, windows)
         counts = torch.ones(self.world_size, dtype=torch.int32, device="cpu")
         self._flags = ready_flags(windows, counts, self._pull.record.status, self.options.wait_timeout_s)
+
+    def divide(self, window: torch.Tensor, samples: int) -> None:
+        """Divide the ids by kernels."""
+        divide_ids(window, self._shares, samples, self._counts)
 
     def _fetch(self, samples: int) -> ArrivedIds:
         self.check()

@@ -101,7 +101,7 @@ class DeviceLocalLookup(LocalLookup):
         self._lookup = DeviceLookup(context, in_window, bad_ids, self.replicated)
         wire = self.options.wire_dtype
         own = [torch.tensor([windows.arena.local(name).data_ptr()], device=self.device) for name in windows.names]
-        self._windows = [Windows(address, self.leading + self.layout.total_dim, wire) for address in own]
+        self._windows = [Windows(address, self.leading + self.layout.arrival_dim, wire) for address in own]
         # As updates: after the work that the peers wait for, and after the main stream's.
         self._stream = torch.cuda.Stream(self.device, priority=0)
         self._issued, self._done = torch.cuda.Event(), torch.cuda.Event()

@@ -71,7 +71,7 @@ class Push(WindowBackward):
         done = torch.zeros(self.gradients.parts, dtype=torch.int32, device=self.device)
         flags = PartFlags(windows.arena.addresses(windows.flags), done, windows.counter.word)
         self._dims = sorted({shard.dim for shards in self.layout.by_owner for shard in shards})
-        self.own = Pushed(self.rank, [self._shard_table(dim, self.layout.column) for dim in self._dims], flags)
+        self.own = Pushed(self.rank, [self._shard_table(dim, self.layout.output_column) for dim in self._dims], flags)
         """this rank's gradients"""
         self._storage: tuple[int, ...] | None = None
         self._inputs: list[InputRows] = []

@@ -22,13 +22,12 @@ import torch.distributed as dist
 from dlrm_overlap.launching.launcher import LOOPBACK, World, free_port
 from dlrm_overlap.launching.process_group import find_device, init_process_group
 from tests.gpu.exchange.place import Check, Place
-from tests.gpu.exchange.sharing import init_shared, why_not_shared
+from tests.gpu.exchange.sharing import init_shared
 from tests.warm import START_METHOD
 
 _START, _START_TIMEOUT_S = "start", 120.0
 _GRACE_S = 10.0  # that the other ranks have once one has failed or ended
 _COLLECTIVE_TIMEOUT_S = 120.0
-SKIPPED = "skipped: "
 
 
 @dataclass(frozen=True)
@@ -265,57 +264,6 @@ class Ranks:
             ranks.close()
 
 
-def run_all(
-    checks: Mapping[str, Check],
-    world_size: int,
-    folder: Path,
-    budget_s: float,
-    at_once: int,
-    tell: Callable[[str, Outcome], None],
-    ranks_per_gpu: int = 1,
-) -> dict[str, Outcome]:
-    """Run all `checks`: most in one set, begun anew behind a check that broke it; `at_once` of those that run alone.
-
-    Args:
-        tell: is called with each check that ends, and its outcome.
-        ranks_per_gpu: ranks that share a GPU; each check may take as many times as long.
-
-    Returns:
-        The outcome of each, in the order of `checks`: what the time was not enough for is told as not run.
-    """
-    deadline = time.monotonic() + budget_s
-    checks = {name: replace(check, timeout_s=ranks_per_gpu * check.timeout_s) for name, check in checks.items()}
-    outcomes: dict[str, Outcome] = {}
-    together = {name: check for name, check in checks.items() if not check.alone}
-    alone = [{name: check} for name, check in checks.items() if check.alone]
-    running: list[RankSet] = []
-    started = 0
-    while True:
-        while len(running) < (1 if together else at_once) and (together or alone):
-            ranks = RankSet(world_size, folder / f"set{started}", ranks_per_gpu)
-            for name, check in (together or alone.pop(0)).items():
-                ranks.ask(name, check)
-            running.append(ranks)
-            started += 1
-        if not running:
-            break
-        time.sleep(0.05)
-        for ranks in list(running):
-            if not ranks.poll():
-                ranks.close()
-                running.remove(ranks)
-                together = {name: check for name, check in together.items() if name not in ranks.outcomes}
-            for name in ranks.outcomes.keys() & checks.keys() - outcomes.keys():
-                outcomes[name] = ranks.outcomes[name]
-                tell(name, outcomes[name])
-        if time.monotonic() > deadline:
-            for ranks in running:
-                ranks.close()
-            break
-    missing = Outcome(f"not run: {budget_s:g} s were not enough", 0.0)
-    return {name: outcomes.get(name, missing) for name in checks}
-
-
 def default_world(ranks_per_gpu: int = 1) -> int:
     """Return how many ranks to start where none are asked for: those of at most four GPUs, or two on a CPU.
 
@@ -323,15 +271,3 @@ def default_world(ranks_per_gpu: int = 1) -> int:
     """
     gpus = torch.cuda.device_count()
     return min(max(1, 4 // ranks_per_gpu), gpus) * ranks_per_gpu or 2
-
-
-def runnable(checks: Mapping[str, Check], patterns: Sequence[str]) -> dict[str, Check]:
-    """Return the checks that can run here, and whose names hold one of `patterns`, if there are any."""
-    here = {name: check for name, check in checks.items() if torch.cuda.is_available() or not check.gpu_only}
-    return {name: check for name, check in here.items() if not patterns or any(p in name for p in patterns)}
-
-
-def skipped(checks: Iterable[str], ranks_per_gpu: int) -> dict[str, Outcome]:
-    """Return the outcome of those of `checks` that cannot hold where so many ranks share a GPU: why not."""
-    reasons = {name: why_not_shared(name) for name in checks if ranks_per_gpu > 1}
-    return {name: Outcome(f"{SKIPPED}{why}", 0.0) for name, why in reasons.items() if why}

@@ -15,9 +15,9 @@ from dlrm_overlap.bench.concurrent_strategies import Strategy, all_strategies
 from dlrm_overlap.bench.figures import concurrent
 from dlrm_overlap.bench.harness import timing
 from dlrm_overlap.bench.harness.communications import Collective, Implementations, Payload, make_groups
+from dlrm_overlap.bench.harness.turns import Turns, round_of
 from dlrm_overlap.bench.report.concurrent import limit_by_memory, summarise
 from dlrm_overlap.bench.request import ConcurrentRequest
-from dlrm_overlap.comm.turns import Turns, round_of
 from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.train.ranks import Ranks
 from tests.conftest import read_rows

@@ -8,10 +8,10 @@ import pytest
 
 from dlrm_overlap.bench.figures.gemm import compare, crossovers
 from dlrm_overlap.bench.gemm_request import GemmRequest
+from dlrm_overlap.bench.harness.turns import Timed
 from dlrm_overlap.bench.registry import FIGURES
 from dlrm_overlap.bench.report.measured import read_measured
 from dlrm_overlap.bench.report.plots import PLOTS
-from dlrm_overlap.comm.turns import Timed
 from dlrm_overlap.config import InputError
 
 COLUMNS = {"operator": "all_gather", "m": 4096, "k": 64, "n": 128}

@@ -48,11 +48,7 @@ def test_words_say_where_it_pays() -> None:
     assert "5% or more faster than the strongest baseline on 3 of 4 shapes" in words[0]
     assert "1.00x to 2.50x" in words[0]
     assert "host" not in words[0].partition(":")[2]
-    assert words[1].endswith("it pays at dim 32: from 8 on; dim 64: every one measured.")
-    assert "on 0 of 4 shapes" in words[2]
-    assert words[3].endswith("it pays at dim 32, 64: none.")
-    rows = [{**row, "dim": "64"} for row in _rows() if row["dim"] == "64"]
-    assert MAPS["sweep"].words(Measured("sweep", "sweep", rows))[1].endswith("it pays at every one measured.")
+    assert "on 0 of 4 shapes" in words[1]
     slow_host = MAPS["sweep"].words(Measured("sweep", "sweep", _rows(host_ms="5")))
     assert slow_host[0].endswith("On 4 of them the baseline takes as long as its host takes to issue it.")
 

@@ -2,7 +2,6 @@
 
 import base64
 import csv
-import json
 import re
 import shutil
 from html.parser import HTMLParser
@@ -237,16 +236,3 @@ def test_a_browser_shows_the_page_from_a_file(tmp_path: Path) -> None:
     for row in read_measured(tmp_path / "step.csv").rows:
         assert f'<td class="text">{row["contender"]}</td>' in shown
     assert "4.66x" in shown
-
-
-def test_json_has_the_rows_with_numbers_as_numbers(tmp_path: Path) -> None:
-    shutil.copy(RESULTS / "slice.csv", tmp_path / "slice.csv")
-    (tmp_path / "notes.csv").write_text("remark,size,cuda\nnan,1e3,13.0\n,7,\n")
-    assert main(["bench", "report", str(tmp_path), "--json"]) == 0
-    found = json.loads((tmp_path / "report" / "rows.json").read_text())
-    first, second = found["notes"]["rows"]
-    assert first == {"remark": "nan", "size": 1000.0, "cuda": "13.0"}
-    assert second == {"remark": None, "size": 7, "cuda": None}
-    rows = read_measured(RESULTS / "slice.csv").rows
-    assert [row["median_ms"] for row in found["slice"]["rows"]] == [float(row["median_ms"]) for row in rows]
-    assert found["slice"]["rows"][0]["contender"] == rows[0]["contender"]

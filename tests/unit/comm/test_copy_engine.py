@@ -1,46 +1,14 @@
-"""What a copy engine refuses, on CPU tensors: nothing reaches a GPU by then. What it copies is checked on GPUs."""
+"""The pitches and errors of a copy engine, and the choice between its copies and stores."""
 
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from dlrm_overlap.comm.calls import COPIED_FROM_BYTES, fastest_way
-from dlrm_overlap.comm.copy_engine import Copy2D, CopyEngine, _check
-from dlrm_overlap.config import InputError
+from dlrm_overlap.comm.copy_engine import Copy2D, _check
 from tests.conftest import read_rows
-from tests.distributed.interpreted import without_streams
 from tests.pages import is_todays
-
-BYTES, WORD = torch.zeros(6, 4, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64)
-
-
-@pytest.fixture
-def engine() -> Iterator[CopyEngine]:
-    with without_streams():
-        yield CopyEngine(torch.device("cpu"))
-
-
-@pytest.mark.parametrize(
-    ("call", "told"),
-    [
-        (lambda engine: engine.copy(BYTES, BYTES[:5]), "(5, 4) torch.uint8 to (6, 4) torch.uint8"),
-        (lambda engine: engine.copy(BYTES.int(), BYTES), "give tensors of one shape and type"),
-        (lambda engine: engine.copy(BYTES.t(), BYTES.t()), "copy its rows by copy_2d"),
-        (lambda engine: engine.copy_2d(BYTES.view(-1), BYTES.view(-1)), "must be [rows, columns]"),
-        (lambda engine: engine.copy_2d(BYTES[:4], BYTES[:4].t()), "the source has strides (1, 4)"),
-        (lambda engine: engine.copy_2d(BYTES[:1].expand(6, 4), BYTES), "the destination has strides (0, 1)"),
-        (lambda engine: engine.write_flag(WORD.int(), WORD), "the flag is (1,) torch.int32"),
-        (lambda engine: engine.write_flag(WORD, WORD.expand(2)), "the word is (2,) torch.int64"),
-        (lambda engine: engine.wait_counter(WORD, 0), "count 0: must be one int64 and a count of 1 or more"),
-    ],
-)
-def test_what_no_copy_engine_can_do_is_refused(engine: CopyEngine, call: Callable[..., Any], told: str) -> None:
-    with pytest.raises(InputError) as error:
-        call(engine)
-    assert told in str(error.value)
 
 
 def test_one_row_has_no_pitch_but_its_width() -> None:

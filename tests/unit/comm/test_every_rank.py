@@ -1,10 +1,8 @@
-"""What ranks ask each other before a call, and what they do not; whom they wait for where one of them has failed."""
+"""Whom ranks wait for where one of them has failed."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 from typing import Any, NoReturn
-from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -12,24 +10,7 @@ import torch.distributed as dist
 
 from dlrm_overlap.comm.every_rank import on_every_rank
 from dlrm_overlap.config import InputError, PeerError
-from dlrm_overlap.dense.gemm.problem import Layer, Problem
-from dlrm_overlap.dense.gemm.products import Choice, ParallelProducts
 from tests.unit.comm.threads import Rank, Threads
-
-
-def _tell(_: Problem) -> NoReturn:
-    raise AssertionError("the host writes a text for nobody")
-
-
-def test_a_known_product_on_gpus_takes_the_host_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dlrm_overlap.dense.gemm.products._fault", lambda *_: "")
-    monkeypatch.setattr(Problem, "__str__", _tell)
-    ranks, choice = MagicMock(), Choice("serial")
-    ranks.size.return_value = 2
-    known = {(Problem("reduce_scatter", 4, 2, 3, torch.float32, False, "none"), "auto"): choice}
-    products: Any = SimpleNamespace(_known=known, group=ranks, device=torch.device("cuda"))
-    layer = Layer(torch.zeros(2, 3))
-    assert ParallelProducts._choose(products, "reduce_scatter", torch.zeros(4, 3), layer, "auto") is choice
 
 
 def _runs_out() -> NoReturn:

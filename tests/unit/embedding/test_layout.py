@@ -63,3 +63,15 @@ def test_a_launch_has_one_input_dim_and_type(layout: Layout) -> None:
     half = [make_shard("a", 0, 4), FeatureShard("b", 0, 0, 1, 0, 1, 0, 4, True, torch.float16, "b")]
     both = Layout(half, ["a", "b"], world_size=1).pooled_together(0)
     assert both == {(0, 4, torch.float32): half[:1], (0, 4, torch.float16): half[1:]}
+
+
+def test_partial_sums_of_a_table_that_is_cut_by_rows() -> None:
+    """The first owner's arrive where the sum is read, those of the others after all columns of the output."""
+    cut = [make_shard("cut", owner, 4, rows=(owner * 3, owner * 3 + 3), row_shard=owner) for owner in range(3)]
+    layout = Layout([make_shard("whole", 0, 8), *cut, make_shard("last", 1, 8)], ["whole", "cut", "last"], 3)
+    assert (layout.total_dim, layout.arrival_dim, layout.dims) == (20, 28, [8, 4, 8])
+    assert layout.partial_sums == [(8, 4, (20, 24))]
+    assert [layout.column(shard) for shard in cut] == [8, 20, 24]
+    assert [layout.output_column(shard) for shard in cut] == [8, 8, 8]
+    assert layout.owner_columns(1).tolist() == [8, 9, 10, 11, *range(12, 20)]
+    assert sorted(layout.sent_columns.tolist()) == list(range(28))

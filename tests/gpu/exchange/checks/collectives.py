@@ -11,7 +11,7 @@ import torch.distributed as dist
 from dlrm_overlap.comm import device_flow
 from dlrm_overlap.comm.arena import Region, open_arena
 from dlrm_overlap.comm.collectives import PeerCollectives
-from dlrm_overlap.comm.copy_engine import CopyEngine
+from dlrm_overlap.comm.copy_engine import Copy2D, CopyEngine
 from tests.agreement import assert_same
 from tests.gpu.exchange.checks.faults import CULPRIT, TIMEOUT_S, flag_told_of
 from tests.gpu.exchange.checks.stress import capture, take_late, told_in_a_capture
@@ -226,7 +226,7 @@ def _check_engine(place: Place) -> None:
         source.copy_((number * 10 + place.rank).expand_as(source))  # only the counter says that this is done
         word.add_(3)
         engine.wait_counter(word, 3)
-        engine.copy_2d(arena.view("rows", peer)[:, 8:40], source[:, :32])
+        engine.issue(Copy2D.of(arena.view("rows", peer)[:, 8:40], source[:, :32]))
         engine.join()
 
     def check(what: str, times: int) -> None:

@@ -111,6 +111,32 @@ def _check_losses(place: Place, optimizer: str, known: bool, data_parallel: bool
         _close(place, trainer)
 
 
+def _check_row_shards(place: Place, known: bool) -> None:
+    """Tables that are cut by rows train as whole ones do: step by step, captured, and captured under delays."""
+
+    def run(plan: str, backend: str, put: str, backward: str, pipeline: str, late: bool) -> list[list[float]]:
+        config = graph_config(place, backend, "sgd", known)
+        embedding = replace(config.embedding, plan=plan, put=put, backward=backward)  # type: ignore[arg-type]
+        train = replace(config.train, pipeline=pipeline)  # type: ignore[arg-type]
+        *found, trainer = train_in_segments(place, replace(config, embedding=embedding, train=train), late)
+        _close(place, trainer)
+        return found
+
+    expected = run("table_wise", "pgas", "auto", "push", "torchrec", late=False)
+    ways = [
+        ("nccl", "auto", "auto", "torchrec"),
+        ("pgas", "auto", "push", "torchrec"),
+        ("pgas", "auto", "push", "graph"),
+    ]
+    ways += [("pgas", "auto", "dma", "graph"), *(("fused", put, "push", "graph") for put in PUTS)]
+    for backend, put, backward, pipeline in ways:
+        for late in (False, True) if (put, backward, pipeline) == ("auto", "push", "graph") else (False,):
+            found = run("row_wise", backend, put, backward, pipeline, late)
+            for what, losses, wanted in zip(("trained", "evaluated"), found, expected, strict=True):
+                name = f"{backend}, put {put}, backward {backward}, pipeline {pipeline}, {what}"
+                assert_agree(losses, wanted, LOSS_TOLERANCE["sgd"], name)
+
+
 def _joins_in_place(trainer: Trainer) -> bool:
     (model,) = [module for module in trainer.model.modules() if isinstance(module, DLRM)]
     return model.joins_in_place
@@ -274,6 +300,10 @@ CHECKS = (
             partial(_check_losses, optimizer=optimizer, known=known)
         )
         for optimizer in ("sgd", "adagrad")
+        for known in (False, True)
+    }
+    | {
+        f"graph_rows_{'known' if known else 'ranges'}": Check(partial(_check_row_shards, known=known))
         for known in (False, True)
     }
     | {

@@ -116,10 +116,10 @@ def rows_of(trainer: Trainer) -> _Rows:
 def _run(
     place: Place, backend: str, optimizer: str, plan: str = "auto", graph_dense: bool = False
 ) -> tuple[list[float], _Rows, _Rows]:
-    """Return a run's losses, and its rows before and after; its backend must be what exchanges, but row-wise."""
+    """Return a run's losses, and its rows before and after; its backend must be what exchanges."""
     trainer = make_trainer(place, small_config(place, backend, optimizer, plan, graph_dense))
     used = [exchange.options.backend for exchange in exchanges(trainer.model)]
-    assert used == ([] if backend == "torchrec" or plan == "row_wise" else [backend]), f"exchanged by {used}"
+    assert used == ([] if backend == "torchrec" else [backend]), f"exchanged by {used}"
     backward = BACKENDS[backend].backwards[:1]
     assert all((exchange.options.resolved_backward,) == backward for exchange in exchanges(trainer.model))
     before = rows_of(trainer)
@@ -296,7 +296,7 @@ def _check_collections(place: Place, case: _Case) -> None:
         assert list(outputs) == list(expected)
         for name in expected:
             where = f"step {step}, feature {name}"
-            if step == 0:
+            if step == 0 and not case.row_wise:  # whose partial sums stock TorchRec adds up in the collective's order
                 assert_same(outputs[name], expected[name], where)
             error = (outputs[name] - expected[name]).abs().max() / expected[name].abs().max()
             rounding = 0.0 if case.output == SparseType.FP32 else torch.finfo(case.output.as_dtype()).eps

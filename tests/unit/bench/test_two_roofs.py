@@ -5,13 +5,13 @@ import sys
 
 import pytest
 
-from dlrm_overlap.comm.two_roofs import Communication, Computation, Roofs, preferred
+from dlrm_overlap.bench.two_roofs import Communication, Computation, Roofs, preferred
 
 PRODUCT, LOOKUP = Computation("gemm", 6.5e11, 1e8), Computation("lookup", 0.0, 4.2e9)  # 1 ms each
 
 
 def test_it_loads_no_torch() -> None:
-    script = "import sys, dlrm_overlap.comm.two_roofs; sys.exit('torch' in sys.modules)"
+    script = "import sys, dlrm_overlap.bench.two_roofs; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], timeout=60, check=False).returncode == 0
 
 

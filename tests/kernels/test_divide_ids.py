@@ -1,0 +1,68 @@
+"""Ids divided into shares, under Triton's interpreter: every id and offset against the reference."""
+
+import pytest
+import torch
+
+from dlrm_overlap.kernels import reference
+from dlrm_overlap.kernels.divide_ids import Shares, divide_ids
+from tests.kernels.emulation import interpreted
+
+pytestmark = interpreted
+
+EVERY_ID = 1 << 32
+GUARD = -7
+
+
+@pytest.mark.parametrize("samples", [1, 5, 130])
+def test_shares_of_three_features(samples: int) -> None:
+    """Two features are cut, one of them in two ways; ids outside a table are in the share of its last rows."""
+    shares = [
+        (0, 0, 4),
+        (0, 4, EVERY_ID),
+        (2, 0, 3),
+        (2, 0, 5),
+        (2, 3, EVERY_ID),
+        (2, 5, EVERY_ID),
+        (2, EVERY_ID, EVERY_ID),
+    ]
+    generator = torch.Generator().manual_seed(samples)
+    lengths = torch.randint(0, 4, (3 * samples,), generator=generator)
+    values = torch.randint(-1, 9, (int(lengths.sum()),), dtype=torch.int32, generator=generator)
+    room, shared = 9 * samples, 9 * samples
+    values_at, offsets_at = room + 3, room + 3 + shared + 1
+    window = torch.full((offsets_at + (3 + 1 + len(shares)) * samples + 1 + 4,), GUARD, dtype=torch.int32)
+    window[: values.numel()] = values
+    window[offsets_at : offsets_at + lengths.numel() + 1] = torch.cat([torch.zeros(1), lengths.cumsum(0)])
+    before = window.clone()
+    counts = torch.full((1 + len(shares) * samples,), values_at, dtype=torch.int32)
+    divide_ids(window, Shares(torch.tensor(shares), room, values_at, shared, offsets_at, 3), samples, counts)
+    ids, share_lengths = reference.divide_ids(before, before[offsets_at:], shares, samples)
+    assert torch.equal(window[values_at : values_at + ids.numel()], ids)
+    first = offsets_at + 4 * samples
+    expected = torch.cat([torch.zeros(1), share_lengths.cumsum(0)]).int() + values_at
+    assert torch.equal(window[first : first + expected.numel()], expected)
+    untouched = torch.ones_like(window, dtype=torch.bool)
+    untouched[values_at : values_at + ids.numel()] = False
+    untouched[first : first + expected.numel()] = False
+    assert torch.equal(window[untouched], before[untouched])
+
+
+def test_the_reference() -> None:
+    """The example of the module."""
+    ids, lengths = reference.divide_ids(
+        torch.tensor([5, 1, 7, 4], dtype=torch.int32), torch.tensor([0, 2, 4]), [(0, 0, 4), (0, 4, EVERY_ID)], 2
+    )
+    assert ids.tolist() == [1, 1, 3, 0]
+    assert lengths.tolist() == [1, 0, 1, 2]
+
+
+def test_a_batch_beyond_its_bound_stays_in_its_place() -> None:
+    """What the offsets say is not believed beyond the window's room for ids."""
+    samples, room, shared = 2, 4, 4
+    window = torch.full((8 + 6 * samples + 1,), GUARD, dtype=torch.int32)
+    window[:4] = torch.tensor([0, 1, 2, 3])
+    window[8:11] = torch.tensor([0, 100, 200])
+    counts = torch.full((1 + 2 * samples,), 4, dtype=torch.int32)
+    shares = Shares(torch.tensor([[0, 0, EVERY_ID], [0, 0, EVERY_ID]]), room, 4, shared, 8, 1)
+    divide_ids(window, shares, samples, counts)
+    assert window[:8].tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
