@@ -28,10 +28,13 @@ from dlrm_overlap.simulate.step import dense_seconds, simulate
 from dlrm_overlap.simulate.workload import Workload, build_workload
 
 Row = Mapping[str, str]
+"""column -> value, of a measured row"""
 
 _LOOKUPS = ("baseline", "pgas", "fused")
 BACKENDS = {"baseline": "torchrec", "torchrec": "torchrec", "pgas": "pgas", "fused": "fused"}
 _LINKED = 0.7  # part of a time that the links need, above which it tells nothing of a lookup
+_FREE = 1e9  # GB/s: what takes no time
+_OPTIMIZERS = ("sgd", "rowwise_adagrad")
 _MEMORY_GB_PER_S, _CACHE_GB_PER_S = np.geomspace(2800, 5200, 25), np.geomspace(3500, 16000, 40)  # that are tried
 
 
@@ -240,10 +243,6 @@ def fit_step(gpu: GpuConfig, quickstart: Measured, head: Measured) -> GpuConfig:
     return replace(gpu, dense_efficiency=round_rate(busy_ms / (head.ms - kernels * us / 1e3)))
 
 
-_OPTIMIZERS = ("sgd", "rowwise_adagrad")
-_FREE = 1e9  # GB/s: what takes no time
-
-
 def backward_config(row: Row, gpu: GpuConfig) -> SimulateConfig:
     """Return the simulation of what a row of `bench backward` has measured, of the contenders baseline and push."""
     found = stage_config({**row, "contender": "baseline" if row["contender"] == "baseline" else "pgas"}, gpu)
@@ -385,9 +384,8 @@ def _rows_ms(config: SimulateConfig) -> float:
 # The rows of `bench step` lack them: of configs/bench/step_mlperf.yaml and step_dot.yaml, and of the quickstart.
 _LAYERS = {128: ([512, 256, 128], [1024, 1024, 512, 256, 1]), 16: ([64, 16], [64, 32, 1])}
 _MULTIPROCESSORS, _SUM_SHARE = 132, 0.99  # of an H200; the kernel that sums runs when the product has ended
-_FREE = 1e9  # GB/s: what takes no time
 _PARTS = (WHOLE, 1, 2, 4, 8)  # that the way copies of our products can take
-_HOST = 0.75  # part of a simulated time above which the host's, to issue it, is what was measured
+_HOST = 0.75  # part of a simulated time above which the host's is what was measured
 _CONTENDERS = {"torchrec_strongest": "torchrec", "pgas_graph": "pgas", "fused_graph": "fused"}
 _HEAD_MS = 1.848  # of MLPerf's step, 8192 samples, alone on one H200: `python -m tests.gpu.cross`, docs/results/step.md
 
@@ -507,46 +505,53 @@ def _traced_updates(rows: Sequence[Row], contender: str, kind: str) -> list[Meas
 
 
 def predict_four(folder: Path, gpu: GpuConfig) -> dict[str, list[Prediction]]:
-    """Return the predictions of rows on four GPUs, of the stage, the backward and the step.
+    """Return the predictions of rows on four GPUs, of the stage, the step and the backward.
 
     Rows that the host bounds are left out, and those of `fused` alone: they put staged slices, as no exchange does by
-    itself now. The backward's are those without skew, by the rates of updates without skew, which a step does not use.
+    itself now. The rows of the backward have ids without skew. They are predicted by the rates of updates that such
+    rows on two GPUs give, which no simulated step uses, and by the rates of `gpu`.
     """
     stage, step = [], []
     for row in (row for name in ("weak", "strong", "stage", "schedule") for row in read_rows(folder / f"{name}.csv")):
         if row["world_size"] == "4" and row["contender"] in set(BACKENDS) - {"fused"}:
             name = f"{row['kind']} {row['contender']} {row['schedule']}, {row['multi_hot']} x {row['dim']}"
-            stage.append((row, Prediction(name, measured_ms(row), stage_ms(row, gpu))))
+            prediction = Prediction(name, measured_ms(row), stage_ms(row, gpu))
+            stage += [] if _host_bounds(row, prediction) else [prediction]
     for row in read_rows(folder / "step.csv"):
         if row["world_size"] == "4" and row["contender"] in _CONTENDERS and row["pinned_host"] == "False":
             name = f"step {row['contender']} {row['arch']}, {int(row['global_batch']) // 4} samples"
-            step.append((row, Prediction(name, measured_ms(row), simulate(step_config(row, gpu)).ms)))
+            prediction = Prediction(name, measured_ms(row), simulate(step_config(row, gpu)).ms)
+            step += [] if _host_bounds(row, prediction) else [prediction]
+    rows = read_rows(folder / "backward.csv")
     unskewed = fit_backward(read_rows(folder / "calibration" / "backward.csv"), gpu)
-    backward = predict_backward(read_rows(folder / "backward.csv"), unskewed)
-    kept = ([each for row, each in rows if float(row["host_ms"]) < _HOST * each.simulated_ms] for rows in (stage, step))
-    return dict(zip(("stage", "step"), kept, strict=True)) | {"backward": backward}
+    return {
+        "four GPUs: stage": stage,
+        "four GPUs: step": step,
+        "four GPUs: backward, rates of such ids": predict_backward(rows, unskewed),
+        "four GPUs: backward, rates of h200.yaml": predict_backward(rows, gpu),
+    }
+
+
+def _host_bounds(row: Row, prediction: Prediction) -> bool:
+    """Return whether the host's time, to issue the kernels, is what was measured."""
+    return float(row["host_ms"]) >= _HOST * prediction.simulated_ms
 
 
 def predict_held_out(folder: Path, gpu: GpuConfig) -> dict[str, list[Prediction]]:
-    """Return the predictions of rows on one and two GPUs that nothing was fitted to, by the file that has them.
+    """Return the predictions of rows on one and two GPUs that nothing was fitted to, by file and contender.
 
-    The GPU's time alone is predicted where the rows tell it. Of the sweep they are the shapes that were held out.
+    The GPU's time alone is predicted where the rows have it. Of the sweep they are the shapes that were held out.
     """
     found: dict[str, list[Prediction]] = {}
-    for name in ("sweep", "grid", "strong_two_gpus", "calibration/cached", "calibration/skewed"):
-        rows: Sequence[Row] = read_rows(folder / f"{name}.csv")
-        if name == "sweep":
-            rows = split_sweep(rows)[1]
-        known = [row for row in rows if row["contender"] in BACKENDS]
-        found[name] = [
-            Prediction(
-                f"{row['contender']}, {row['tables']} tables of {row['multi_hot']} x {row['dim']}, "
-                f"{row['global_batch']} samples on {row['world_size']}",
-                measured_ms(row),
-                stage_ms(row, gpu),
-            )
-            for row in known
-        ]
+    for file in ("sweep", "grid", "strong_two_gpus", "calibration/cached", "calibration/skewed"):
+        rows: Sequence[Row] = read_rows(folder / f"{file}.csv")
+        for row in split_sweep(rows)[1] if file == "sweep" else rows:
+            contender = row["contender"]
+            if contender in BACKENDS:
+                shape = f"{row['tables']} tables of {row['multi_hot']} x {row['dim']}, {row['global_batch']} samples"
+                name = f"{contender}, {shape} on {row['world_size']}"
+                prediction = Prediction(name, measured_ms(row), stage_ms(row, gpu))
+                found.setdefault(f"held out: {file}.csv, {contender}", []).append(prediction)
     return found
 
 
@@ -589,11 +594,7 @@ def predict_products(rows: Sequence[Mapping[str, str]], gpu: GpuConfig) -> list[
 
 def predictions(folder: Path, gpu: GpuConfig) -> dict[str, list[Prediction]]:
     """Return all predictions, by the rows that they are of."""
-    found: dict[str, list[Prediction]] = {}
-    for name, rows in predict_held_out(folder, gpu).items():
-        for each in rows:
-            found.setdefault(f"held out: {name}.csv, {each.name.partition(',')[0]}", []).append(each)
-    found |= {f"four GPUs: {kind}": rows for kind, rows in predict_four(folder, gpu).items()}
+    found = predict_held_out(folder, gpu) | predict_four(folder, gpu)
     for name in ("cut", "parts", "clock"):
         rows = read_rows(folder / "calibration" / f"{name}.csv")
         found[f"two GPUs: step, {name}.csv"] = predict_parts(rows, gpu)

@@ -10,7 +10,6 @@ stands which rows it is made of. `sentences` gives the numbers of single sentenc
 changes nothing.
 """
 
-import csv
 import os
 import re
 import statistics
@@ -25,21 +24,13 @@ from dlrm_overlap.bench.request import CollectivesRequest
 from dlrm_overlap.bench.step_contenders import ABLATION
 from dlrm_overlap.comm.calls import fastest_way
 from tests import simulated_pages
+from tests.calibration import Row
+from tests.simulated_pages import FOLDER, Lines, read
 
-FOLDER = Path("docs/results")
 PAGES = [Path("README.md"), *sorted(Path("docs").rglob("*.md"))]
-Row = Mapping[str, str]
 Run = Mapping[str, Row]
 """contender -> its row"""
-Lines = Iterable[Sequence[str]]
-"""cells, those of the head first"""
 REGION = re.compile(r"(<!-- rows: (.*?) -->\n).*?(<!-- end -->)", re.DOTALL)
-
-
-def read(name: str) -> list[dict[str, str]]:
-    """Return the rows of a file of `docs/results`."""
-    with (FOLDER / name).open(newline="") as file:
-        return list(csv.DictReader(file))
 
 
 def runs_of(*names: str) -> list[Run]:

@@ -3,24 +3,23 @@
 Numbers are shown as the simulated rows have them. The simulator's own errors come from `tests.calibration`.
 """
 
-import csv
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
 from tests import calibration
-from tests.calibration import Prediction
+from tests.calibration import Prediction, Row, read_rows
 
 FOLDER = Path("docs/results")
-Row = Mapping[str, str]
 Lines = Iterable[Sequence[str]]
+"""cells, those of the head first"""
 PAGE = "docs/simulator.md"
 
 
 def read(name: str) -> list[dict[str, str]]:
-    with (FOLDER / name).open(newline="") as file:
-        return list(csv.DictReader(file))
+    """Return the rows of a file of `docs/results`."""
+    return read_rows(FOLDER / name)
 
 
 def table_of_errors() -> Lines:
@@ -63,15 +62,16 @@ def _variants(rows: Sequence[Row]) -> list[str]:
 
 def table_of_ids(name: str) -> Lines:
     yield ["samples a node", "bytes an id", "ids", "`torchrec`", "fused", "off a step"]
-    for torchrec, fused in _pairs(read(name)):
+    for torchrec, fused in _pairs(name):
         ms = torchrec["ms"], fused["ms"]
         yield [torchrec["samples"], torchrec["id_bytes"], torchrec["ids"], *ms, f"{_off(torchrec, fused):.1f}%"]
 
 
-def _pairs(rows: Sequence[Row]) -> Iterator[tuple[Row, Row]]:
-    for torchrec, fused in zip(rows[::2], rows[1::2], strict=True):
-        assert (torchrec["backend"], fused["backend"]) == ("torchrec", "fused")
-        yield torchrec, fused
+def _pairs(name: str) -> Iterator[tuple[Row, Row]]:
+    """Return the rows of torchrec's exchange, each with the row of fused that has all else in common."""
+    rows = read(name)
+    torchrec, fused = ([row for row in rows if row["backend"] == each] for each in ("torchrec", "fused"))
+    return zip(torchrec, fused, strict=True)
 
 
 def _off(torchrec: Row, fused: Row) -> float:
@@ -101,7 +101,7 @@ def table_of_products(name: str) -> Lines:
         moved = [less for _, less in gains(of, "arbitrated")]
         cells = [where, f"{float(link):g}", f"{float(tflop):.0f}", f"{float(update):g}", gather.lower()]
         cells += [_mean_and_most([speedup for speedup, _ in gains(of, way)]) for way in WAYS]
-        yield [*cells, f"{100 - 100 * geomean(moved):.0f}%, {100 - 100 * min(moved):.0f}%"]
+        yield [*cells, f"{100 - 100 * statistics.geometric_mean(moved):.0f}%, {100 - 100 * min(moved):.0f}%"]
 
 
 def _group(row: Row) -> tuple[str, ...]:
@@ -119,12 +119,8 @@ def gains(rows: Sequence[Row], way: str) -> list[tuple[float, float]]:
     return [(float(a["ms"]) / float(b["ms"]), float(b["memory_mb"]) / float(a["memory_mb"])) for b, a in found]
 
 
-def geomean(values: Sequence[float]) -> float:
-    return math.exp(sum(map(math.log, values)) / len(values))
-
-
 def _mean_and_most(speedups: Sequence[float]) -> str:
-    return f"{100 * geomean(speedups) - 100:.0f}%, {100 * max(speedups) - 100:.0f}%"
+    return f"{100 * statistics.geometric_mean(speedups) - 100:.0f}%, {100 * max(speedups) - 100:.0f}%"
 
 
 TABLES: dict[str, Callable[..., Lines]] = {
@@ -142,18 +138,13 @@ def sentences() -> Iterator[tuple[str, str, Sequence[float]]]:
     today = [rows for name, rows in found.items() if name.startswith("held out") and "calibration" not in name]
     number, near = sum(map(len, today)), sum(map(within, today))
     yield PAGE, "{} of {} rows of today's kernels, {:.0f}%, are within 10%", [near, number, 100 * near / number]
-    off = [_off(*pair) for pair in _pairs(read("simulated_p1_ids.csv"))]
+    off = [_off(*pair) for pair in _pairs("simulated_p1_ids.csv")]
     yield PAGE, "lies between {:.1f}% and {:.0f}%, by assumptions that it does not state", [min(off), max(off)]
     pays: dict[tuple[str, str], list[float]] = {}
-    for torchrec, fused in _both(read("simulated_pays.csv")):
+    for torchrec, fused in _pairs("simulated_pays.csv"):
         pays.setdefault((torchrec["hosts"], torchrec["nic_gbit_per_s"]), []).append(
             float(torchrec["ms"]) / float(fused["ms"])
         )
     most = [max(pays[key]) for key in (("1", "400.0"), ("16", "1600.0"), ("16", "400.0"))]
     yield PAGE, "{:.1f} times as fast within a host, {:.1f} and {:.1f} times between hosts", most
     yield PAGE, "with one id a bag over 1600 Gb/s it costs {:.0f}%", [100 / pays["16", "1600.0"][0] - 100]
-
-
-def _both(rows: Sequence[Row]) -> Iterator[tuple[Row, Row]]:
-    torchrec, fused = ([row for row in rows if row["backend"] == each] for each in ("torchrec", "fused"))
-    return zip(torchrec, fused, strict=True)
