@@ -133,8 +133,11 @@ class IdLayout:
     @cached_property
     def shared_values(self) -> int:
         """The most ids of a rank's batch in shares; every id of a feature is in one share of each of its cuts."""
-        cuts = {(share.key, share.end) for share in self.shares if share.first == 0}
-        return sum(self.capacity[key] for key, _ in cuts)
+        cuts: dict[tuple[str, int], set[Share]] = {}
+        for shard, share in self._share_of.items():
+            cuts.setdefault((shard.name, shard.first_column), set()).add(share)
+        different = {tuple(sorted(cut)) for cut in cuts.values()}
+        return sum(self.capacity[shares[0].key] for shares in different)
 
     @cached_property
     def published_capacity(self) -> list[int]:

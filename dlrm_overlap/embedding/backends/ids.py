@@ -206,11 +206,14 @@ class IdExchange(ABC):
 
     def overflow(self, rank: int, feature: int, count: int, most: int) -> ValueError:
         """Return the error for a batch that has too many ids, or another number than is known."""
-        first_share = len(self.ids.keys) + 1
-        name = self.ids.keys[self.ids.shares[feature - first_share].key if feature >= first_share else feature]
+        keys = self.ids.keys
         if self.known:
             text = f"{count} ids, but by its bound, which gives every bag of a feature the same number, it has {most}"
+        elif feature == len(keys):  # the room between the ids of the features and those of the shares
+            count = most - count
+            text = f"{count} ids, beyond the {most} of all its bounds"
         else:
+            name = keys[feature if feature < len(keys) else self.ids.shares[feature - len(keys) - 1].key]
             text = f"{count} ids of feature {name}, beyond the {most} of its bound"
         cure = "correct the bound's bag_sizes" if count >= 0 else "give every bag a length of 0 or more"
         return ValueError(f"the batch of rank {rank} has {text}; {cure}, and start again")

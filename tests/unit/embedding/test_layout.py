@@ -1,8 +1,11 @@
 """Which rank pools what, and where it lies: worked on a layout with every irregularity at once."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from dlrm_overlap.embedding.id_layout import BatchBound, IdLayout
 from dlrm_overlap.embedding.layout import FeatureShard, Layout
 from tests.unit.embedding.shards import make_shard
 
@@ -75,3 +78,17 @@ def test_partial_sums_of_a_table_that_is_cut_by_rows() -> None:
     assert [layout.output_column(shard) for shard in cut] == [8, 8, 8]
     assert layout.owner_columns(1).tolist() == [8, 9, 10, 11, *range(12, 20)]
     assert sorted(layout.sent_columns.tolist()) == list(range(28))
+
+
+def test_shares_of_a_feature_whose_tables_are_cut_at_other_rows() -> None:
+    """Shares that are alike are published once; there is room for all ids of either cut."""
+    cuts = [("a", owner, (owner * 3, owner * 3 + 3)) for owner in range(4)] + [("b", 0, (0, 3)), ("b", 1, (3, 6))]
+    shards = [make_shard(name, owner, 4, rows=rows, row_shard=owner) for name, owner, rows in cuts]
+    named = [replace(shard, feature_name="f") for shard in shards]
+    ids = IdLayout(Layout(named, ["a", "b"], 4), ["other", "f"], BatchBound(2, {"other": (1, 1), "f": (0, 5)}))
+    every = 1 << 32
+    assert ids.shares == [(1, 0, 3), (1, 3, 6), (1, 3, every), (1, 6, 9), (1, 9, every)]
+    assert (ids.shares_at, ids.shared_values, ids.offsets_at) == (12, 20, 32)
+    assert [ids.features(rank) for rank in range(4)] == [[3, 3], [4, 5], [6], [7]]
+    assert ids.published_capacity == [2, 10, 12, 10, 10, 10, 10, 10]
+    assert not ids.known_lengths
