@@ -120,7 +120,7 @@ class IdLayout:
     def _share_of(self) -> dict[FeatureShard, Share]:
         indices = {key: index for index, key in enumerate(self.keys)}
         rows: dict[str, int] = {}
-        cut = [s for shards in self.layout.by_owner for s in shards if s.row_shard > 0 or s.rows != (0, 0)]
+        cut = [s for shards in self.layout.by_owner for s in shards if s.rows != (0, 0)]
         for shard in cut:
             rows[shard.name] = max(rows.get(shard.name, 0), shard.rows[1])
         return {shard: Share(indices[shard.feature_name], *_ids_of(shard.rows, rows[shard.name])) for shard in cut}
@@ -141,7 +141,7 @@ class IdLayout:
 
     @cached_property
     def published_capacity(self) -> list[int]:
-        """The most ids of what a rank publishes: of each feature and, where there are shares, of what follows."""
+        """The most ids of each feature and, where there are shares, of the feature between and of each share."""
         if not self.shares:
             return self.capacity
         return [*self.capacity, self.shares_at, *(self.capacity[share.key] for share in self.shares)]

@@ -132,7 +132,7 @@ class Layout:
 
     @cached_property
     def partial_sums(self) -> Sequence[PartialSums]:
-        """The columns of the output that are sums of what arrives from several ranks."""
+        """The columns of the output that are sums of the partial sums of several ranks."""
         others: dict[tuple[int, int], list[FeatureShard]] = {}
         for shard in sorted(self._behind, key=lambda shard: shard.row_shard):
             others.setdefault((self.output_column(shard), shard.dim), []).append(shard)

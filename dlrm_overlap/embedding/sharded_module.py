@@ -186,7 +186,7 @@ class OverlapShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
             self._divided_by = rows.repeat_interleave(torch.tensor(self._embedding_dims)).to(self._device)
 
     def _divisor(self, features: KeyedJaggedTensor) -> torch.Tensor:
-        """Return [b, D_total]: by what the columns in TorchRec's order are divided, as its `ctx.divisor`.
+        """Return the divisors [b, D_total] of the columns in TorchRec's order, as its `ctx.divisor`.
 
         It is the bag's number of ids, not quite 0, or 1 for features that are pooled to sums of partial sums.
         """

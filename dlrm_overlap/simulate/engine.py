@@ -176,7 +176,7 @@ class Engine:
         return Timeline(self.activities, start, end, carried, events, self.capacities)
 
     def _running(self, numbers: np.ndarray) -> _Running:
-        """Return what the rates of these activities are found from."""
+        """Return the numbers from which the rates of these activities are found."""
         chosen = [self.activities[number] for number in numbers.tolist()]
         with np.errstate(divide="ignore"):
             caps = 1.0 / np.array([each.least_s for each in chosen])

@@ -4,7 +4,7 @@ Each rank multiplies [m, k / W] x [k / W, n]; the results are summed over the ra
 sums, and gathered where they are needed on all. There are W parts, equal runs of tiles. Every rank computes them in an
 order of its own, one further than the rank before, so that a part which rank r computes i-th is computed (i + 1)-th by
 rank r + 1: there the sum goes next. All ranks do the same at the same time, one part apart. So one rank is
-simulated for all of them: what it sends to the next rank takes its own memory, as if it came from the rank before.
+simulated for all of them: its transfers to the next rank take its own memory, as if they came from the rank before.
 
 | way | result of a part | on its way | summed by |
 |---|---|---|---|

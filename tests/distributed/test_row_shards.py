@@ -1,6 +1,5 @@
 """Tables that are cut by rows, on four CPU ranks of two emulated hosts: the drop-in against stock TorchRec."""
 
-import logging
 import os
 import random
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ from dlrm_overlap.embedding.id_layout import BatchBound
 from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder
 from tests.agreement import WEIGHT_TOLERANCE, assert_all_near
 from tests.distributed.models import CPU, MEAN, SUM, Model, Shards, Tables, make_plan, table_configs, train
-from tests.distributed.workers import run_ranks
+from tests.distributed.workers import logged_messages, run_ranks
 
 RANKS, HOST = 4, 2
 STEPS = 3
@@ -121,10 +120,7 @@ def _train(drawn: Drawn, seed: int, sharder: Any, pipeline: str = "none") -> dic
 
 def _train_all(folder: Path) -> None:
     os.environ["LOCAL_WORLD_SIZE"] = str(HOST)
-    messages: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: messages.append(record.getMessage())
-    logging.getLogger("dlrm_overlap").addHandler(handler)
+    messages = logged_messages()
     for seed in range(PLANS):
         drawn = _drawn(seed)
         params = {"optimizer": drawn.optimizer, "learning_rate": 0.5, "eps": 1e-3}

@@ -3,7 +3,6 @@
 To the last bit where gradients go by the collective; up to the order of sums where they are pushed.
 """
 
-import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,7 +47,7 @@ from tests.distributed.models import (
     train,
     world,
 )
-from tests.distributed.workers import run_ranks
+from tests.distributed.workers import logged_messages, run_ranks
 
 STEPS = 3
 # Two tables share a feature, and one of them has another of its own.
@@ -170,10 +169,7 @@ def _train(case: Case, sharder: ModuleSharder) -> dict[str, Any]:
 
 def _train_all(folder: Path, *ways: str) -> None:
     """Train every case with stock TorchRec and with the drop-in in `ways`, and save what all gave."""
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())
-    logging.getLogger("dlrm_overlap").addHandler(handler)
+    messages = logged_messages()
     for name, case in CASES.items():
         params = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.5, **case.fused_params}
         saved: dict[str, Any] = {"stock": _train(case, EmbeddingBagCollectionSharder(dict(params)))}

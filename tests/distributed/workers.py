@@ -50,6 +50,15 @@ def run_ranks(
             process.kill()  # type: ignore[union-attr]
 
 
+def logged_messages() -> list[str]:
+    """Return a list to which each later message of the package's log is appended, in this process."""
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger("dlrm_overlap").addHandler(handler)
+    return messages
+
+
 def _run_cases(
     run: Callable[[str], None], world_size: int, folder: Path, cases: Sequence[str]
 ) -> Callable[[str], None]:

@@ -5,6 +5,7 @@ subclasses of `Backward` that bring gradients back to the rows. `dlrm_overlap/ba
 """
 
 from abc import ABC, abstractmethod
+from functools import cached_property
 from math import gcd
 
 import torch
@@ -12,7 +13,7 @@ from torchrec.distributed.comm_ops import get_gradient_division
 
 from dlrm_overlap.comm.arena import Region
 from dlrm_overlap.comm.order import CurrentStream
-from dlrm_overlap.embedding.layout import FeatureShard, GradientLayout
+from dlrm_overlap.embedding.layout import FeatureShard, GradientLayout, PartialSums
 from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions
 from dlrm_overlap.embedding.steps import Step
 from dlrm_overlap.embedding.tables import BadIds, FbgemmUpdate, bags_of
@@ -50,13 +51,15 @@ class Half(ABC):  # noqa: B024  its subclasses have the abstract methods
 class Forward(Half):
     """The forward on one rank. `start` and `finish` take turns, the same steps on every rank."""
 
+    leading = 0
+    """columns in front of the pooled embeddings where they arrive"""
+
     def __init__(self, context: ExchangeContext, windows: WindowPair | None) -> None:
         super().__init__(context, windows)
         self.bad_ids = BadIds(self.tables.bounds_check)
         self._on_gpu = self.device.type == "cuda"
         self._current = CurrentStream(self.device)
         self._stream: torch.cuda.Stream | None = None
-        self._partial_table: PartialTable | None = None
 
     @abstractmethod
     def start(self, step: Step) -> None:
@@ -70,24 +73,30 @@ class Forward(Half):
         It is valid until the next `start`, unless `copy`.
         """
 
-    def add_partials(self, arrived: torch.Tensor, leading: int = 0) -> None:
+    def add_partials(self, arrived: torch.Tensor) -> None:
         """Add up the partial sums of tables that are cut by rows, in place.
 
         Args:
             arrived: [b, leading + arrival_dim] of the wire's type, see `Layout`.
-            leading: columns in front of those of the layout.
         """
-        sums = [
-            (leading + each.column, each.dim, [leading + other for other in each.others])
+        if self._on_gpu:
+            add_partials(arrived, self._partial_table)
+        else:
+            reference.add_partials(arrived, self._partial_sums)
+
+    @cached_property
+    def _partial_sums(self) -> list[PartialSums]:
+        """The partial sums of the layout, by the columns of a row with the leading ones."""
+        first = self.leading
+        return [
+            PartialSums(first + each.column, each.dim, tuple(first + other for other in each.others))
             for each in self.layout.partial_sums
         ]
-        if not self._on_gpu:
-            reference.add_partials(arrived, sums)
-            return
-        if self._partial_table is None:
-            columns = [number for column, dim, others in sums for number in (column, dim, *others)]
-            self._partial_table = partial_table(sums, gcd(16, *columns), self.device)
-        add_partials(arrived, self._partial_table)
+
+    @cached_property
+    def _partial_table(self) -> PartialTable:
+        columns = [number for each in self._partial_sums for number in (each.column, each.dim, *each.others)]
+        return partial_table(self._partial_sums, gcd(16, *columns), self.device)
 
     def join_stream(self) -> None:
         """Make the current stream wait for the stream of the last `start` or `finish`, if that is another one.
@@ -199,7 +208,7 @@ class WindowForward(Forward):
         """Return the pooled embeddings that have arrived: the window itself, lent, or a copy of it."""
         samples = step.batch.per_rank[self.rank]
         if self.layout.partial_sums:
-            self.add_partials(self.windows.local[:samples], self.leading)
+            self.add_partials(self.windows.local[:samples])
         pooled = self.windows.lend(samples, self.leading, self.layout.total_dim)
         return pooled.clone(memory_format=torch.contiguous_format) if copy else pooled
 
