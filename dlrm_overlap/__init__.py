@@ -8,15 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dlrm_overlap.embedding.id_layout import BatchBound
+    from dlrm_overlap.embedding.plan import constraints
     from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder
+    from dlrm_overlap.train.explain import explain
     from dlrm_overlap.train.graphs.train_pipeline import GraphTrainPipeline
 
-__all__ = ["BatchBound", "GraphTrainPipeline", "OverlapEmbeddingBagCollectionSharder"]
+__all__ = ["BatchBound", "GraphTrainPipeline", "OverlapEmbeddingBagCollectionSharder", "constraints", "explain"]
 
 _MODULES = {
     "BatchBound": "embedding.id_layout",
     "GraphTrainPipeline": "train.graphs.train_pipeline",
     "OverlapEmbeddingBagCollectionSharder": "embedding.sharder",
+    "constraints": "embedding.plan",
+    "explain": "train.explain",
 }
 
 

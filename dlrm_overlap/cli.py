@@ -171,8 +171,8 @@ def bench(argv: list[str]) -> int:
     """Measure training steps, the embedding stage, communication or the input; `bench --help` lists the benchmarks."""
     kind = argv[0] if argv else ""
     if kind in ("-h", "--help"):
-        lines = [f"  {name:11} {figure.summary}" for name, figure in FIGURES.items()]
-        lines.append(f"  {'report':11} the rows of a folder on one page, with plots and tables: bench report DIR")
+        lines = [f"  {name:12} {figure.summary}" for name, figure in FIGURES.items()]
+        lines.append(f"  {'report':12} the rows of a folder on one page, with plots and tables: bench report DIR")
         print("\n".join(["usage: dlrm-overlap bench KIND ...", "", *lines]))
         return 0
     if not kind:

@@ -36,25 +36,10 @@ else:
 
 CRITEO_DENSE, CRITEO_TABLES = 13, 26
 HELD_BATCHES = 3  # that loader processes keep beyond those read ahead: copies of so many may be under way at once
+_MOST_HOT = 100_000  # ids of a bag
 _RANGE = re.compile(r"([0-9]{1,18})(?:\.\.([0-9]{1,18}))?")
-_GREATEST_FLOAT32 = (2 - 2**-23) * 2.0**127
 _WAIT_S = (0.1, 86400.0)
-_FLOAT32 = (_GREATEST_FLOAT32, "it is a float32")
-# Greatest values of keys, and why: far beyond use, yet below sizes that would take for ever to allocate.
-_MOST = {
-    "data.tables.count": (100_000, "the largest models have some thousands"),
-    "data.eval_samples": (10**9, "ten times the Terabyte set's test day"),
-    "data.dense_features": (100_000, "Criteo has 13"),
-    "data.distinct_steps": (10**9, "they are kept in memory"),
-    "data.workers": (256, "each is a process, and each rank has its own"),
-    "data.prefetch": (1000, "a few suffice, since a batch takes longer to train on than to read"),
-    "embedding.lr": _FLOAT32,
-    "embedding.eps": _FLOAT32,
-    "train.seed": (2**31 - 1, "it shares 64 bits with a table's number"),
-    "train.steps": (10**12, "a thousand years of steps of 30 ms"),
-    "train.lr": _FLOAT32,
-    "train.eps": _FLOAT32,
-}
+_GREATEST = {int: 2**31 - 1, float: (2 - 2**-23) * 2.0**127}  # a float32's
 
 
 class InputError(ValueError):
@@ -86,7 +71,7 @@ class TablesConfig:
     """skew of the synthetic ids, P(k-th row) ~ 1/k^alpha; 0 is uniform"""
 
     def __post_init__(self) -> None:
-        _check_section("data.tables", self)
+        _check_numbers("data.tables", self)
         for spec in self.multi_hot if isinstance(self.multi_hot, list) else [self.multi_hot]:
             parse_multi_hot(spec)
         for name in ("rows", "multi_hot", "zipf_alpha"):
@@ -134,9 +119,9 @@ class DataConfig:
     eval_fraction: NonNegativeFloat = 0.25
     """share of path's samples, the last ones, held out for evaluation"""
     bad_rows: Literal["error", "skip"] = "error"
-    """files: what a row that is no sample does: a line that cannot be parsed, a label other than 0 and 1, a number that
-    is not finite, an id outside its table. error ends the run; skip leaves lines out, lets the next good sample of
-    arrays, of 1000 on either side, stand in, and counts"""
+    """files: what a row does that is no sample: a line that cannot be parsed, a label other than 0 and 1, a number that
+    is not finite, an id outside its table. error ends the run; skip leaves lines out, lets a good sample near by stand
+    in for one of arrays, and counts"""
     eval_samples: PositiveInt = 65536
     """synthetic: samples of an evaluation"""
     dense_features: PositiveInt = CRITEO_DENSE
@@ -145,18 +130,16 @@ class DataConfig:
     seed: NonNegativeInt = 0
     """synthetic: seed of the sample stream and of the teacher that labels it"""
     generate: Literal["auto", "cpu", "gpu"] = "auto"
-    """synthetic: what makes the samples, which are the same bit for bit; auto takes the GPU if the run is on one, and
-    then needs no loader processes"""
+    """synthetic: what makes the samples, the same bit for bit; auto takes the GPU if the run is on one"""
     distinct_steps: NonNegativeInt = 0
-    """training batches repeat, from memory, after this many steps; 0 never: for benchmarks, since a CPU takes longer to
-    make up ids than to read them"""
+    """training batches repeat, from memory, after this many steps, for benchmarks; 0 never"""
     workers: NonNegativeInt = 2
     """loader processes a rank; 0 reads in the training process"""
     prefetch: PositiveInt = 4
     """batches each worker reads ahead"""
 
     def __post_init__(self) -> None:
-        _check_section("data", self)
+        _check_numbers("data", self)
         if self.eval_fraction >= 1:
             raise InputError(f"data.eval_fraction: {self.eval_fraction} must be below 1; 0.25 holds out a quarter")
         if self.kind != "synthetic" and self.dense_features != CRITEO_DENSE:
@@ -197,19 +180,18 @@ class ModelConfig:
     top_mlp: list[PositiveInt] = field(default_factory=lambda: [64, 32, 1])
     """layer sizes of the top MLP; the last is 1"""
     top_parallel: Literal["data", "tensor"] = "data"
-    """how ranks share the top MLP. data: each has all of it for its samples, and weights' gradients are summed. tensor:
-    layers 1 and 2, 3 and 4, .. have their weights divided over the ranks, and activations travel, which are fewer bytes
-    where layers are wide and a rank's samples few. The logit's layer, one without a pair, and pairs whose inner width
-    the ranks do not divide stay as under data. Checkpoints of either load into the other"""
+    """how ranks share the top MLP. data: each has all of it for its samples. tensor: pairs of layers have their weights
+    divided over the ranks and activations travel, fewer bytes where layers are wide and a rank's samples few; the
+    logit's layer, one without a pair, and pairs whose inner width the ranks do not divide stay as under data"""
     activation: Literal["relu", "gelu"] = "relu"
-    """of the MLPs' layers; gelu is smooth, so runs that differ by rounding stay together for hundreds of steps"""
+    """of the MLPs' layers; gelu is smooth, so runs that differ by rounding stay together longer"""
     cross_layers: PositiveInt = 3
     """dcn: cross layers"""
     cross_rank: PositiveInt = 512
     """dcn: rank of each cross layer"""
     cross_parallel: Literal["data", "tensor"] = "data"
-    """dcn: how ranks share the cross layers, as top_parallel has it for the top MLP; tensor divides their rank, and
-    sends fewer bytes only where a rank has fewer samples than cross_rank over the number of ranks"""
+    """dcn: how ranks share the cross layers; tensor divides their rank, which pays only where a rank has fewer samples
+    than cross_rank over the number of ranks"""
 
     def __post_init__(self) -> None:
         if self.dim % 4:
@@ -225,15 +207,15 @@ class EmbeddingConfig:
     """The embedding stage: ids in, pooled embeddings out, gradients back."""
 
     backend: BackendName = "torchrec"
-    """torchrec: FBGEMM lookup, then an All-to-All of NCCL (gloo on CPU). nccl: our lookup, then the same. pgas: pooled
-    rows stored straight into the peers' memory. fused: the same by one persistent kernel, which is less for the host
-    to issue than pgas: it pays where steps are not captured and the GPU needs less than some 40 us for the stage"""
+    """torchrec: FBGEMM's lookup, then an All-to-All of NCCL (gloo on CPU). nccl: our lookup, then the same. pgas:
+    pooled rows stored straight into the peers' memory. fused: the same by one persistent kernel, for steps that are
+    short and not captured"""
     schedule: Literal["auto", "linear", "remote_first", "balanced"] = "auto"
     """pgas, fused: order of the destinations; auto is balanced where peers are reached by stores"""
     put: Literal["auto", "in_place", "stores", "dma"] = "auto"
     """fused, on GPUs: how a slice gets into the peer's window. in_place: each pooled row is stored there at once.
-    stores: rows are staged in this GPU's memory, and the program that finishes the slice copies it. dma: rows are
-    staged, and copy engines take them, some megabytes at a time. auto is in_place where peers are reached by stores"""
+    stores: rows are staged, and the program that finishes the slice copies it. dma: rows are staged, and copy engines
+    take them. auto is in_place where peers are reached by stores"""
     slice_bags: PositiveInt = 32
     """fused, put stores or dma: bags of a table in a slice; a power of two from 4 on"""
     programs_per_sm: PositiveInt | None = None
@@ -243,33 +225,28 @@ class EmbeddingConfig:
     brought by copy engines. collective: All-to-All, then FBGEMM's update. atomic: stored, then added id by id; sgd
     only, not deterministic. auto is dma if train.overlap is, else push"""
     gradient_parts: PositiveInt | None = None
-    """push: the most parts in which a rank's gradients travel, each some of its tables: rows of one part are updated
-    while the next part travels. null takes as many as pay, up to six"""
+    """push: the most parts, each some tables, in which a rank's gradients travel; null takes what pays, up to six"""
     hosts: PositiveInt | Literal["auto"] = "auto"
-    """pgas, fused: auto finds out which ranks reach each other by stores; the others get messages, one a host and rank.
-    A number is for tests: it emulates so many hosts of consecutive ranks, whatever they reach. 1 has all ranks store to
-    each other, as in an NVLink domain of several machines"""
+    """pgas, fused: auto finds out which ranks reach each other by stores; the others get messages. A number emulates so
+    many hosts of consecutive ranks, for tests; 1 has all ranks store to each other"""
     between_hosts: Literal["messages", "puts", "auto"] = "messages"
     """pgas, fused, GPUs of several hosts: messages sends all of a step in one call of NCCL. puts has kernels send each
-    part of a message when it is ready, by NVSHMEM; so far that was tried on emulated hosts alone. auto takes puts where
-    every rank has NVSHMEM, else messages; rank 0's log says which"""
+    part when it is ready, by NVSHMEM, tried on emulated hosts alone. auto takes puts where every rank has NVSHMEM"""
     aggregate_bytes: NonNegativeInt = 65536
-    """pgas, fused, between hosts: what is for one host leaves in groups of parts that have at least so many
-    bytes, as they are finished; 0 has each part leave by itself"""
+    """pgas, fused, between hosts: finished parts for one host leave in groups of at least so many bytes; 0 has each
+    leave by itself"""
     aggregate_us: NonNegativeFloat | None = 200.0
-    """between hosts, puts from kernels: a finished part that has waited for so long does not wait for its group; 0
-    lets none wait, null lets all"""
+    """between hosts, puts: a finished part waits at most so long for its group; null lets it wait without a bound"""
     wait_timeout_s: PositiveFloat = 600.0
-    """every backend: a step, an evaluation or a save that waits longer for another rank ends the run, and tells for
-    which one; so does a wait for a loader process"""
+    """every backend: a step, an evaluation or a save that waits longer for another rank or a loader process ends the
+    run, and names it"""
     plan: Literal["auto", "table_wise", "column_wise", "row_wise"] = "auto"
-    """auto balances rows read and columns over the ranks; where that takes it, it cuts the tables of most ids by
-    columns, but not under rowwise_adagrad. The others leave the plan to TorchRec's planner, with shards of that type
-    alone"""
+    """auto balances rows read and columns over the ranks; where that takes it, it cuts tables of many ids by columns,
+    but not under rowwise_adagrad, else by rows. The others leave the plan to TorchRec's planner, with shards of that
+    type alone"""
     data_parallel_rows: NonNegativeInt = 0
     """plan auto, fp32 rows: tables of at most so many rows are whole on every rank and looked up without an exchange,
-    unless all tables are so small. They belong to the dense part: train.optimizer, train.lr and train.eps train them,
-    not embedding's"""
+    unless all are so small; train.optimizer, train.lr and train.eps train them"""
     optimizer: Literal["sgd", "adagrad", "rowwise_adagrad"] = "rowwise_adagrad"
     """optimizer of the tables, fused into the backward"""
     lr: PositiveFloat = 0.05
@@ -280,7 +257,7 @@ class EmbeddingConfig:
     """storage of the rows"""
     wire_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """pooled embeddings and their gradients between ranks; auto is bf16 where train.precision is bf16 and the backend
-    is not torchrec, since the model rounds to bf16 in any case, else fp32"""
+    is not torchrec, else fp32"""
 
     def __post_init__(self) -> None:
         if self.slice_bags < 4 or self.slice_bags & (self.slice_bags - 1):
@@ -299,7 +276,7 @@ class EmbeddingConfig:
                 f"embedding.wait_timeout_s: {self.wait_timeout_s:g} must lie in {least:g} .. {most:g} s: a shorter "
                 f"wait ends a run that is well, a longer one ends none; the default is 600"
             )
-        _check_section("embedding", self)
+        _check_numbers("embedding", self)
         if self.backward == "atomic" and self.optimizer != "sgd":
             raise InputError(
                 f"embedding.backward: atomic, but only the update of sgd is a sum, and embedding.optimizer is "
@@ -347,31 +324,27 @@ class TrainConfig:
     precision: Literal["fp32", "tf32", "bf16"] = "fp32"
     """of the dense part: fp32, tf32 matrix products (GPU) or bf16 autocast"""
     graph_dense: bool = False
-    """run the dense part's forward and backward as CUDA graphs (GPU), where not the whole step is one; under
-    model.top_parallel tensor the bottom MLP's alone"""
+    """run the dense part's forward and backward as CUDA graphs (GPU), where not the whole step is one"""
     compile_dense: bool = False
     """have torch.compile fuse the dense part's kernels when the run starts: a minute the first time, seconds from then
-    on; on CPUs it needs a C++ compiler. Under model.top_parallel tensor the top MLP's stay as they are"""
+    on; on CPUs it needs a C++ compiler"""
     gradient_dtype: Literal["fp32", "bf16"] = "fp32"
     """pipeline graph: in which the dense gradients are sent over the ranks"""
     dense_reduce: Literal["auto", "collective", "stores"] = "auto"
-    """pipeline graph: how the dense gradients are summed over the ranks. collective: by NCCL's all-reduce (gloo's on
-    CPU). stores: by loads and stores of the peers' memory, in pieces, each updated while the next one travels. auto is
-    stores where all ranks are on one host"""
+    """pipeline graph: how the dense gradients are summed over the ranks. collective: by NCCL (gloo on CPU). stores: by
+    loads and stores of the peers' memory, in pieces. auto is stores where all ranks are on one host"""
     overlap: Literal["auto", "stores", "dma", "partition"] = "auto"
     """how the gradients of pooled embeddings travel beside the dense part, where embedding.backward is auto. stores: by
     a kernel of few programs. dma: by copy engines. partition: as stores, and the head's weights' products leave them
-    multiprocessors. auto is stores: on MLPerf's step they and copy engines differ by 2%, either way"""
+    multiprocessors. auto is stores"""
     pipeline: Literal["auto", "torchrec", "graph"] = "auto"
     """torchrec: TrainPipelineSparseDist, which overlaps the next batches' copy and id exchange with the step. graph:
-    steps are CUDA graphs, and ids go to their owners without the host; pgas and fused alone. auto takes graph on GPUs
-    where it can, else torchrec"""
+    steps are CUDA graphs; pgas and fused alone. auto takes graph on GPUs where it can"""
     capture: bool = True
-    """pipeline graph: capture steps in CUDA graphs (GPU); false has the host issue the same kernels one by one, for
-    debuggers and for comparison"""
+    """pipeline graph: capture steps in CUDA graphs (GPU); false issues the same kernels one by one, for debuggers"""
     flat_dense: bool = True
-    """pipeline graph: keep the dense parameters in one tensor, which one kernel updates and, under bf16, casts for the
-    next step; false leaves them to the optimizer of torch.optim, behind the graph, and to autocast"""
+    """pipeline graph: keep the dense parameters in one tensor, which one kernel updates and casts; false leaves them to
+    torch.optim and autocast"""
     eval_every: NonNegativeInt = 0
     """steps between evaluations; 0 evaluates at the end only"""
     target_auroc: NonNegativeFloat = 0.0
@@ -380,7 +353,7 @@ class TrainConfig:
     """seed of the initial weights"""
 
     def __post_init__(self) -> None:
-        _check_section("train", self)
+        _check_numbers("train", self)
         if self.target_auroc >= 1:
             raise InputError(f"train.target_auroc: {self.target_auroc} must be below 1; 0 is off")
         if self.decay_steps and self.decay_start_step < self.warmup_steps:
@@ -460,9 +433,8 @@ class CheckpointConfig:
     keep_best: NonNegativeInt = 0
     """checkpoints to keep besides: those whose evaluation had the greatest AUROC"""
     asynchronous: bool = False
-    """save on the way while training goes on: what is written is a copy of the state, made beside the steps, which
-    takes as much memory again as the tables and their optimizer's state, on the GPU if half of what is free there
-    suffices, else on the host"""
+    """save on the way while training goes on: a copy of the state is written, which takes as much memory again as the
+    tables and their optimizer's state, on the GPU if half of what is free there suffices, else on the host"""
     resume: str = "auto"
     """auto goes on where dir/name left off; never starts anew; else the path of a checkpoint"""
     resume_changed: bool = False
@@ -566,22 +538,17 @@ def parse_multi_hot(spec: int | str) -> tuple[int, int]:
     text = str(spec)
     match = _RANGE.fullmatch(text)
     low, high = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
-    _check_most("data.tables.multi_hot", high, 100_000, "ids of one bag")
-    if low > high or high == 0:
+    if low > high or high == 0 or high > _MOST_HOT:
         raise InputError(
-            f"data.tables.multi_hot: {text!r:.100} is not a number of ids a bag, at least 1, or a range of them; "
+            f"data.tables.multi_hot: {text!r:.100} is not a number of ids a bag, 1 to {_MOST_HOT}, or a range of them; "
             f"write 3 or '0..8'"
         )
     return low, high
 
 
-def _check_section(name: str, section: Any) -> None:
-    """Check the greatest values that `_MOST` has for keys of the section `name`."""
-    for key, (most, why) in _MOST.items():
-        if key.rpartition(".")[0] == name and (value := getattr(section, key.rpartition(".")[2])) is not None:
-            _check_most(key, value, most, why)
-
-
-def _check_most(key: str, value: float, most: float, why: str) -> None:
-    if value > most:
-        raise InputError(f"{key}: {value} is above {most}, the most there may be ({why}); take a smaller one")
+def _check_numbers(name: str, section: Any) -> None:
+    """Check that the numbers of the section `name` fit into 32 bits, as kernels and seeds take them."""
+    for key, value in vars(section).items():
+        for kind, most in _GREATEST.items():
+            if isinstance(value, kind) and value > most:
+                raise InputError(f"{name}.{key}: {value} is above {most:.10g}, the most there may be; take less")

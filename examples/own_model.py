@@ -21,7 +21,7 @@ from torch import nn
 from torchrec.datasets.utils import Batch
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints
+from torchrec.distributed.planner import EmbeddingShardingPlanner
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.distributed.types import ModuleSharder
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
@@ -30,7 +30,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dlrm_overlap import OverlapEmbeddingBagCollectionSharder
+from dlrm_overlap import OverlapEmbeddingBagCollectionSharder, constraints
 from dlrm_overlap.embedding.sharded_module import exchanges
 from dlrm_overlap.launching import launcher, process_group
 
@@ -97,8 +97,7 @@ def main() -> None:
         sharders = [OverlapEmbeddingBagCollectionSharder(fused_params, backend=options.backend)]
 
     towers = TwoTowers(device)
-    exchanged = ParameterConstraints(sharding_types=["table_wise", "column_wise"], compute_kernels=["fused"])
-    planner = EmbeddingShardingPlanner(batch_size=SAMPLES, constraints={f"t_{name}": exchanged for name in ROWS})
+    planner = EmbeddingShardingPlanner(batch_size=SAMPLES, constraints=constraints(towers))
     plan = planner.collective_plan(towers, sharders, dist.group.WORLD)
     model = DistributedModelParallel(towers, device=device, plan=plan, sharders=sharders)
 

@@ -1,5 +1,6 @@
 """The arguments of the exchange's kernels: tensors, integers and tables of addresses."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -31,8 +32,9 @@ class FeatureTable:
     """The features that one launch pools, whose tables have one dim and one type."""
 
     entries: torch.Tensor
-    """[F, 5] int64, a row a feature: address of its table's first row, rows of the table, column of the window, index
-    of the feature in the input that has its bags, and 1 for a mean or 0 for a sum; see `pooling.FEATURE_COLUMNS`"""
+    """[F, 6] int64, a row a feature: address of its table's first row, rows of the table, column of the window, index
+    of the feature in the input that has its bags, 1 for a mean or 0 for a sum, and 1 if empty bags are not stored; see
+    `pooling.FEATURE_COLUMNS`"""
     dim: int
     """D, a multiple of 4, at most 1024"""
     weight_dtype: torch.dtype
@@ -41,6 +43,18 @@ class FeatureTable:
     """bytes, a power of two up to 16, that divide every table's address and every row's size"""
     column_alignment: int
     """elements, a power of two up to 16, that divide every column"""
+    leaves_out: bool = False
+    """whether empty bags of some of the features are not stored"""
+
+
+class Partials(NamedTuple):
+    """A sum of the partial sums of a table's row shards, in a window."""
+
+    columns: Sequence[int]
+    """first column of the partial sums of each row shard; the sum is stored at the first"""
+    dim: int
+    shares: Sequence[int] = ()
+    """index of the feature whose bags are those of each row shard, where that is known"""
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 
 import torch
 
+from dlrm_overlap.kernels.arguments import Partials
+
 
 def pool(weight: torch.Tensor, lengths: torch.Tensor, values: torch.Tensor, mean: bool = False) -> torch.Tensor:
     """Return the sum or mean of the rows of each bag of one table; an empty bag gives zeros.
@@ -49,17 +51,28 @@ def divide_ids(
     return torch.cat(ids).to(torch.int32), torch.cat(lengths)
 
 
-def add_partials(window: torch.Tensor, sums: Sequence[tuple[int, int, Sequence[int]]]) -> None:
+def add_partials(window: torch.Tensor, sums: Sequence[Partials], offsets: torch.Tensor | None = None) -> None:
     """Add up the partial sums in a window [b, columns], in float32, in the order of the row shards; in place.
 
     Args:
-        sums: the first column, the number of columns, and the first columns of the other row shards' partial sums.
+        sums: where they are.
+        offsets: [shares * b + 1] int32, of the bags of each share; the partial sum of an empty bag has not arrived and
+            is not read. None: all have arrived.
     """
-    for column, dim, others in sums:
-        total = window[:, column : column + dim].float()
-        for other in others:
-            total = total + window[:, other : other + dim].float()
-        window[:, column : column + dim] = total
+    for sum in sums:
+        total = torch.zeros(window.shape[0], sum.dim, dtype=torch.float32, device=window.device)
+        for number, column in enumerate(sum.columns):
+            part = window[:, column : column + sum.dim].float()
+            if offsets is not None:
+                filled = have_ids(offsets, sum.shares[number], window.shape[0])
+                part = part.masked_fill(~filled[:, None], 0.0)
+            total += part
+        window[:, sum.columns[0] : sum.columns[0] + sum.dim] = total
+
+
+def have_ids(offsets: torch.Tensor, feature: int, samples: int) -> torch.Tensor:
+    """Return [samples] bool: which of a feature's bags have ids, by the offsets [features * samples + 1] of all."""
+    return offsets[feature * samples : (feature + 1) * samples + 1].diff() > 0
 
 
 def pull_ids(

@@ -17,7 +17,14 @@ EVAL_TOLERANCE = 1e-5
 WEIGHT_TOLERANCE = {
     "fp32": 5e-6,
     "fp16_rows": 2e-3,  # what lies between two float16 may be rounded to the other one
+    "fp16_sums": 2e-3,  # TorchRec adds partial sums up in float16, an exchange in float32
     "bf16_wire": 2e-4,  # the same of bfloat16, for some of a row's gradients
+}
+# The same of pooled embeddings.
+POOLED_TOLERANCE = {
+    "fp32": WEIGHT_TOLERANCE["fp32"],
+    "fp16_rows": 5 * WEIGHT_TOLERANCE["fp16_rows"],  # sums of up to five rows, each of which may be off by so much
+    "bf16_wire": 2**-7,  # what lies between two bfloat16 may be rounded to the other one
 }
 
 

@@ -16,11 +16,12 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
-from dlrm_overlap.bench.report.concurrent import CLASSES, limit_by_memory, summarise
+from dlrm_overlap.bench.report.concurrent import CLASSES, summarise
+from dlrm_overlap.bench.report.drawing import todays
 from dlrm_overlap.bench.report.map_plots import MAPS
-from dlrm_overlap.bench.report.measured import runs, shape
-from dlrm_overlap.bench.request import CollectivesRequest
+from dlrm_overlap.bench.report.measured import milliseconds, runs, shape
 from dlrm_overlap.bench.step_contenders import ABLATION
 from dlrm_overlap.comm.calls import fastest_way
 from tests import simulated_pages
@@ -40,11 +41,6 @@ def runs_of(*names: str) -> list[Run]:
 
 def ms_of(row: Row) -> float:
     return float(row["median_ms"])
-
-
-def show(ms: float) -> str:
-    """Return a time with three digits behind the point below 1 ms, else two."""
-    return f"{ms:.2f}" if ms >= 0.995 else f"{ms:.3f}"
 
 
 def label(row: Row) -> str:
@@ -89,7 +85,7 @@ def _cell(run: Run, name: str) -> str:
         if "/" in name or "%" in name:
             a, b = (_value(run, each) for each in re.split("[/%]", name))
             return f"{a / b:.2f}x" if "/" in name else f"{a / b:.0%}"
-        return show(_value(run, name))
+        return milliseconds(_value(run, name))
     except KeyError:
         return "-"
 
@@ -122,7 +118,7 @@ def table_of_contenders(*arguments: str) -> Lines:
     for contender in found[0]:
         own = [run.get(contender, {}) for run in found]
         values = [own[0].get(column) for column in columns] or [row.get("median_ms") for row in own]
-        yield [f"`{contender}`", *(show(float(value)) if value else "-" for value in values)]
+        yield [f"`{contender}`", *(milliseconds(float(value)) if value else "-" for value in values)]
 
 
 def table_of_values(column: str, *files: str) -> Lines:
@@ -131,7 +127,7 @@ def table_of_values(column: str, *files: str) -> Lines:
     values = sorted({row[column] for rows in found for row in rows}, key=lambda value: int(value or 1 << 20))
     yield [f"ms, by {column}", *(value or "as many as fit" for value in values)]
     for rows in found:
-        ms = {row[column]: show(ms_of(row)) for row in rows}
+        ms = {row[column]: milliseconds(ms_of(row)) for row in rows}
         yield [f"{label(rows[0])}, {rows[0]['world_size']} GPUs", *(ms.get(value, "-") for value in values)]
 
 
@@ -168,6 +164,21 @@ def _sent(rows: Sequence[Row]) -> tuple[float, float, float]:
     return stage_us, busy_us, sum(float(row["bytes"]) for row in rows) / busy_us / 1e3
 
 
+def table_of_partial_sums(name: str) -> Lines:
+    """Return a line a number of ranks: forward and backward bytes by ids a bag, of TorchRec's, and those expected."""
+    rows = read(name)
+    sizes = list(dict.fromkeys(row["multi_hot"] for row in rows))
+    yield ["ranks", "TorchRec, MB each way", *(f"L = {size}" for size in sizes)]
+    for ranks in dict.fromkeys(row["world_size"] for row in rows):
+        own = [row for row in rows if row["world_size"] == ranks]
+        parts = (
+            [float(row[f"{way}_bytes"]) / float(row["torchrec_bytes"]) for way in ("forward", "backward", "expected")]
+            for row in own
+        )
+        cells = (f"{forward:.1%}, {backward:.1%}; {expected:.1%}" for forward, backward, expected in parts)
+        yield [ranks, f"{float(own[0]['torchrec_bytes']) / 1e6:.2f}", *cells]
+
+
 def table_of_map(name: str, by: str) -> Lines:
     """Return a line for each value of a column of a map: speedups over the strongest baseline, by both times."""
     rows = read(name)
@@ -187,13 +198,6 @@ def _range(values: Sequence[float]) -> str:
     return f"{min(values):.2f}x, {statistics.geometric_mean(values):.2f}x, {max(values):.2f}x"
 
 
-def table_of_fused_over_pgas(name: str) -> Lines:
-    yield ["`fused` over `pgas`", "least", "mean", "greatest"]
-    for time, title in (("gpu_ms", "the GPU's time alone"), ("median_ms", "as the host issues it")):
-        ratios = [float(run["fused"][time]) / float(run["pgas"][time]) for run in runs_of(name)]
-        yield [title, f"{min(ratios):.2f}", f"{statistics.geometric_mean(ratios):.2f}", f"{max(ratios):.2f}"]
-
-
 def table_of_backwards(name: str) -> Lines:
     yield ["ms", "optimizer", "baseline", "`push`", "over it", "sort inside", "over it", "limit", "of it"]
     rows = [row for row in read(name) if row["zipf_alpha"] == "0.0" or row["multi_hot"].startswith("[")]
@@ -203,9 +207,9 @@ def table_of_backwards(name: str) -> Lines:
         hidden = next(row for row in after if row["contender"] == "push")
         exposed = next(row for row in after if row["contender"] == "push_exposed")
         times = [f"{ms_of(first) / ms_of(row):.2f}x" for row in (hidden, exposed)]
-        ms = [show(ms_of(row)) for row in (first, hidden, exposed)]
+        ms = [milliseconds(ms_of(row)) for row in (first, hidden, exposed)]
         limit = float(hidden["limit_ms"])
-        cells = [ms[0], ms[1], times[0], ms[2], times[1], show(limit), f"{limit / ms_of(hidden):.0%}"]
+        cells = [ms[0], ms[1], times[0], ms[2], times[1], milliseconds(limit), f"{limit / ms_of(hidden):.0%}"]
         yield [label(first), first["optimizer"], *cells]
 
 
@@ -216,7 +220,7 @@ def table_of_hot_rows(name: str) -> Lines:
     for row in read(name):
         if row["optimizer"] == "sgd" and not row["multi_hot"].startswith("["):
             key = label({**row, "zipf_alpha": "0"})
-            found.setdefault(key, {})[row["contender"], row["zipf_alpha"]] = show(ms_of(row))
+            found.setdefault(key, {})[row["contender"], row["zipf_alpha"]] = milliseconds(ms_of(row))
     for key, ms in found.items():
         yield [key, *(ms[each, alpha] for each in contenders for alpha in ("0.0", "1.05"))]
 
@@ -236,7 +240,7 @@ def table_of_ablation(name: str, reference: str) -> Lines:
             row = found[contender]
             own, beside = ms_of(row), float(row["reference_ms"])
             gain = own - beside if ours else beside - own
-            cells = [show(own), show(beside), f"{gain:.2f}" if row["over_reference"] else "-"]
+            cells = [milliseconds(own), milliseconds(beside), f"{gain:.2f}" if row["over_reference"] else "-"]
             lines.append((-gain, [f"{text} (`{contender}`)", *cells]))
     yield from (cells for _, cells in sorted(lines))
 
@@ -250,7 +254,7 @@ def table_of_timelines(name: str) -> Lines:
         busy = ", ".join(f"{_busy_ms(row):.3g}" for row in own)
         yield [
             f"`{contender}`, {label(own[0])}",
-            ", ".join(show(float(row["untraced_ms"])) for row in own),
+            ", ".join(milliseconds(float(row["untraced_ms"])) for row in own),
             busy,
             *parts,
         ]
@@ -272,7 +276,7 @@ def table_of_collectives(name: str, operation: str, beside: str, captured: str, 
     yield ["us, by MB a peer", *_CARRIERS.values(), "`auto` takes", "best / that", last]
     for size in sizes:
         same = [row for row in rows if row["mb_per_peer"] == size]
-        found = {row["contender"]: row for row in same if is_todays(row)}
+        found = {row["contender"]: row for row in todays(same)}
         taken = found[fastest_way(int(size) << 20, beside, captured == "True")]
         best = min(map(ms_of, same)) / ms_of(taken)
         value = 1e3 * float(taken["product_ms"]) if beside == "compute" else float(taken["gb_per_s"])
@@ -284,22 +288,41 @@ _CARRIERS = {"nccl": "NCCL", "nccl_registered": "registered", "nccl_copy_engines
 _CARRIERS |= {"dma": "`dma`", "stores": "`stores`"}
 
 
-def is_todays(row: Row) -> bool:
-    """Return whether a row is of what is launched today: stores by the number of programs that they have."""
-    return row["contender"] != "stores" or row["store_programs"] == str(CollectivesRequest.store_programs)
-
-
 def table_of_strategies(name: str, *strategies: str) -> Lines:
-    lines = [line for line in summarise(_strategies(name)) if line["strategy"] in strategies]
+    lines = [line for line in summarise(read(name)) if line["strategy"] in strategies]
     yield ["fraction of the ideal", *CLASSES, "all", "mean speedup", "fastest in"]
     for line in lines:
         cells = [f"{line[column]:.2f}" for column in (*CLASSES, "all", "mean_speedup")]
         yield [f"`{line['strategy']}`", *cells, str(line["best"])]
 
 
-def _strategies(name: str) -> list[dict[str, object]]:
-    numbers = ("fraction_of_ideal", "speedup", "together_ms")
-    return [{**row, **{each: float(row[each]) for each in numbers}} for row in read(name)]
+_CASE = ("computation", "calls", "communication", "megabytes")
+_COPY_GB_PER_S = 4200.0  # read and written by a copy on an H200
+_BOUND = 0.8
+
+
+def limit_by_memory(rows: Sequence[Mapping[str, Any]]) -> float:
+    """Return the mean fraction of the ideal that the bandwidth of the GPU's memory allows, over all cases.
+
+    A computation that moves bytes at more than `_BOUND` of a copy's rate counts as bound by memory: beside it, the
+    bytes that the communication must read and write take time of their own. Any other hides as many as it leaves room
+    for. An all-to-all reads and writes the row of the rank for itself, too; the other two may find it in place.
+
+    Example: c = 2 ms of a lookup and m = 1 ms of an all-gather that must move 0.84 GB: 2.2 ms at least at 4200 GB/s,
+    speedup 3 / 2.2 of an ideal 3 / 2: 0.73.
+    """
+    found = []
+    for row in {tuple(row[column] for column in _CASE): row for row in rows}.values():
+        c, m = float(row["computation_ms"]), float(row["communication_ms"])
+        moved_bytes = 2 * float(row["link_bytes"])  # read here, and as many written by the peers
+        if row["communication"] == "all_to_all":
+            moved_bytes *= int(row["world_size"]) / (int(row["world_size"]) - 1)
+        moved_ms = moved_bytes / _COPY_GB_PER_S / 1e6
+        computed_ms = float(row["hbm_bytes"]) / _COPY_GB_PER_S / 1e6
+        bound = computed_ms > _BOUND * c
+        least = max(c, m, (c if bound else computed_ms) + moved_ms)
+        found.append(((c + m) / least - 1) / ((c + m) / max(c, m) - 1))
+    return statistics.mean(found)
 
 
 def table_of_gemm(name: str, operator: str) -> Lines:
@@ -341,7 +364,7 @@ _HEADLINES = {
 
 
 def _ends(values: Sequence[float]) -> str:
-    return " to ".join(dict.fromkeys([show(min(values)), show(max(values))]))
+    return " to ".join(dict.fromkeys([milliseconds(min(values)), milliseconds(max(values))]))
 
 
 def step_runs(samples: int, arch: str = "dcn") -> list[Run]:
@@ -374,8 +397,8 @@ TABLES: dict[str, Callable[..., Lines]] = {
     "columns": table_of_columns,
     "schedules": table_of_schedules,
     "volumes": table_of_volumes,
+    "partial_sums": table_of_partial_sums,
     "map": table_of_map,
-    "fused_over_pgas": table_of_fused_over_pgas,
     "backwards": table_of_backwards,
     "hot_rows": table_of_hot_rows,
     "ablation": table_of_ablation,
@@ -429,6 +452,9 @@ def sentences() -> Iterator[tuple[str, str, Sequence[float]]]:
     text = "it takes {:.2f} ms on the third shape: `pgas` is {:.2f} times as fast, and {:.2f} times"
     yield readme, text, [chunked, times, copied]
     yield stage, "In {} chunks that takes {:.2f} ms: `pgas` is {:.2f}x as fast", [4, chunked, times]
+    ratios = [float(run["fused"]["gpu_ms"]) / float(run["pgas"]["gpu_ms"]) for run in runs_of("sweep.csv")]
+    text = "takes {:.2f} to {:.2f} times as long in the sweep, {:.2f} in the mean"
+    yield stage, text, [min(ratios), max(ratios), statistics.geometric_mean(ratios)]
     exposed, hidden = (
         [float(row["speedup"]) for row in read("backward.csv") if row["contender"] == name]
         for name in ("push_exposed", "push")

@@ -3,6 +3,7 @@
 Numbers are shown as the simulated rows have them. The simulator's own errors come from `tests.calibration`.
 """
 
+import re
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
@@ -23,10 +24,21 @@ def read(name: str) -> list[dict[str, str]]:
 
 
 def table_of_errors() -> Lines:
-    yield ["rows", "number", "within 10%", "least and greatest error"]
+    """Return a line for the rows of each name; of files of few shapes all contenders have one."""
+    lines: dict[str, list[Prediction]] = {}
     for name, rows in predictions().items():
+        file = name.partition(", ")[0]
+        together = re.search(r"held out: (?!sweep|grid)|two GPUs", name)
+        lines.setdefault(file if together else name, []).extend(rows)
+    yield ["rows", "number", "within 10%", "least and greatest error"]
+    for name, rows in lines.items():
         errors = [100 * each.error for each in rows]
-        yield [name, str(len(rows)), str(within(rows)), f"{min(errors):+.0f}%, {max(errors):+.0f}%"]
+        yield [
+            name.removeprefix("held out: "),
+            str(len(rows)),
+            str(within(rows)),
+            f"{min(errors):+.0f}%, {max(errors):+.0f}%",
+        ]
 
 
 @cache
@@ -39,32 +51,19 @@ def within(rows: Sequence[Prediction]) -> int:
 
 
 def table_of_hosts(name: str) -> Lines:
-    """Return MLPerf's step by the number of GPUs, by the plan and with even tables."""
-    yield [
-        "GPUs", "fullest", "idle", "`torchrec`", "fused", "gathered", "over `torchrec`",
-        "even: `torchrec`", "fused", "gathered", "over `torchrec`",
-    ]  # fmt: skip
-    rows = read(name)
+    """Return MLPerf's step by the number of GPUs, by our plan and by that of TorchRec's planner."""
+    plan = ["fullest", "`torchrec`", "fused"]
+    yield ["GPUs", f"ours: {plan[0]}", *plan[1:], f"TorchRec's: {plan[0]}", *plan[1:], "best over best"]
+    rows = [row for row in read(name) if row["backend"] == "torchrec" or row["aggregate_bytes"] != "0"]
     for gpus in dict.fromkeys(row["world_size"] for row in rows):
-        plan, even = (
-            [row for row in rows if (row["world_size"], row["plan"]) == (gpus, each)] for each in ("auto", "even")
-        )
-        work = ", ".join(f"{float(plan[0][f'fullest_{of}']):.3g}" for of in ("memory", "links", "ids"))
-        cells = [[*(ms := _variants(own)), f"{float(ms[0]) / float(ms[2]):.2f}x"] for own in (plan, even)]
-        yield [gpus, work, plan[0]["idle_ranks"], *cells[0], *cells[1]]
+        pairs = [[row for row in rows if (row["world_size"], row["plan"]) == (gpus, p)] for p in ("auto", "torchrec")]
+        best = [min(float(pair[which]["ms"]) for pair in pairs) for which in (0, 1)]
+        cells = [cell for torchrec, fused in pairs for cell in (_fullest(fused), torchrec["ms"], fused["ms"])]
+        yield [gpus, *cells, f"{best[0] / best[1]:.2f}x"]
 
 
-def _variants(rows: Sequence[Row]) -> list[str]:
-    """Return the ms of torchrec's exchange, of fused, and of fused with an aggregator."""
-    found = {(row["backend"], row["aggregate_bytes"] != "0"): row["ms"] for row in rows}
-    return [found[each] for each in (("torchrec", False), ("fused", False), ("fused", True))]
-
-
-def table_of_ids(name: str) -> Lines:
-    yield ["samples a node", "bytes an id", "ids", "`torchrec`", "fused", "off a step"]
-    for torchrec, fused in _pairs(name):
-        ms = torchrec["ms"], fused["ms"]
-        yield [torchrec["samples"], torchrec["id_bytes"], torchrec["ids"], *ms, f"{_off(torchrec, fused):.1f}%"]
+def _fullest(row: Row) -> str:
+    return ", ".join(f"{float(row[f'fullest_{of}']):.3g}" for of in ("memory", "links", "ids"))
 
 
 def _pairs(name: str) -> Iterator[tuple[Row, Row]]:
@@ -92,20 +91,30 @@ WAYS = ("software", "near_memory", "arbitrated", "ideal")
 _ASSUMPTIONS = ("link_gb_per_s", "tflop_per_s", "update_factor", "gather")
 
 
+_SHOWN = ("{}", "{} GB/s a link", "{} TFLOP/s", "an update as long as {} writes", "all-gather {}")
+
+
 def table_of_products(name: str) -> Lines:
-    yield ["models", "link, GB/s", "TFLOP/s", "time of an update", "gather", *WAYS, "bytes less"]
-    rows = read(name)
+    """Return a line for each set of assumptions: all of the first one, then the differences from these."""
+    yield ["assumed", *WAYS, "bytes less"]
+    rows, first = read(name), tuple[str, ...]()
     for key in dict.fromkeys(map(_group, rows)):
         of = [row for row in rows if _group(row) == key]
-        where, link, tflop, update, gather = key
+        assumed = [text.format(_short(each)) for text, each in zip(_SHOWN, key, strict=True) if each not in first]
+        first = first or key
         moved = [less for _, less in gains(of, "arbitrated")]
-        cells = [where, f"{float(link):g}", f"{float(tflop):.0f}", f"{float(update):g}", gather.lower()]
-        cells += [_mean_and_most([speedup for speedup, _ in gains(of, way)]) for way in WAYS]
-        yield [*cells, f"{100 - 100 * statistics.geometric_mean(moved):.0f}%, {100 - 100 * min(moved):.0f}%"]
+        cells = [_mean_and_most([speedup for speedup, _ in gains(of, way)]) for way in WAYS]
+        cells.append(f"{100 - 100 * statistics.geometric_mean(moved):.0f}%, {100 - 100 * min(moved):.0f}%")
+        yield [", ".join(assumed), *cells]
+
+
+def _short(value: str) -> str:
+    """Return a number with two digits or more, all of an integer; and other text as it is, in small letters."""
+    return f"{float(value):.3g}" if value.replace(".", "").isdigit() else value.lower()
 
 
 def _group(row: Row) -> tuple[str, ...]:
-    return ("on 32 ranks" if row["ranks"] == "32" else "on 8 and 16 ranks", *(row[each] for each in _ASSUMPTIONS))
+    return ("32 ranks" if row["ranks"] == "32" else "8 and 16 ranks", *(row[each] for each in _ASSUMPTIONS))
 
 
 def gains(rows: Sequence[Row], way: str) -> list[tuple[float, float]]:
@@ -126,7 +135,6 @@ def _mean_and_most(speedups: Sequence[float]) -> str:
 TABLES: dict[str, Callable[..., Lines]] = {
     "errors": table_of_errors,
     "hosts": table_of_hosts,
-    "ids": table_of_ids,
     "grid": table_of_grid,
     "products": table_of_products,
 }
@@ -138,6 +146,8 @@ def sentences() -> Iterator[tuple[str, str, Sequence[float]]]:
     today = [rows for name, rows in found.items() if name.startswith("held out") and "calibration" not in name]
     number, near = sum(map(len, today)), sum(map(within, today))
     yield PAGE, "{} of {} rows of today's kernels, {:.0f}%, are within 10%", [near, number, 100 * near / number]
+    gathered = {int(row["aggregate_bytes"]): float(row["ms"]) for row in read("simulated_aggregator.csv")}
+    yield PAGE, "from {} to {} ms", [gathered[0], gathered[1 << 16]]
     off = [_off(*pair) for pair in _pairs("simulated_p1_ids.csv")]
     yield PAGE, "lies between {:.1f}% and {:.0f}%, by assumptions that it does not state", [min(off), max(off)]
     pays: dict[tuple[str, str], list[float]] = {}

@@ -20,10 +20,10 @@ class Strategy:
 
     name: str
     implementation: str | None
-    """of the communication, of `implementations.Implementations`; None: the one that is fastest alone"""
-    communication_first: bool = True
-    """whether the communication is issued before the computation"""
+    """of the communication, of `communications.make_communications`; None: the one that is fastest alone"""
     concurrent: bool = True
+    first: bool = True
+    """whether the communication is issued before the computation"""
     urgent: bool = False
     """whether the communication's stream has a high priority, the computation's a low one"""
     share: int | None = None
@@ -32,10 +32,6 @@ class Strategy:
     """whether these multiprocessors are the communication's own, by two green contexts"""
     carved: bool = False
     """whether cuBLAS cuts products for the other multiprocessors, which binds neither side"""
-    aside: bool = False
-    """whether a communication that has streams of its own meets its peers on yet another, not the computation's"""
-    apart: bool = False
-    """whether it also awaits their data there, so that the computation's stream only joins it in the end"""
 
     @property
     def label(self) -> str:
@@ -46,24 +42,17 @@ class Strategy:
 def all_strategies() -> list[Strategy]:
     """Return those of a GPU with everything."""
     return [
-        Strategy("serial", None, concurrent=False),
-        Strategy("plain", "collective", communication_first=False),
-        Strategy("communication_first", "collective"),
+        Strategy("serial", None, concurrent=False, first=False),
+        Strategy("plain", "collective", first=False),
         Strategy("priority", "collective", urgent=True),
         *(Strategy("limited", f"collective_{share}", urgent=True, share=share) for share in SHARES),
         *(Strategy("partition", f"collective_{share}", share=share, partitioned=True) for share in SHARES),
         *(Strategy("carved", f"collective_{share}", urgent=True, share=share, carved=True) for share in SHARES),
-        Strategy("stores", "stores", urgent=True),
-        Strategy("stores_apart", "stores", urgent=True, aside=True, apart=True),
-        Strategy("dma", "dma", urgent=True),
-        Strategy("dma_aside", "dma", urgent=True, aside=True),
-        Strategy("dma_apart", "dma", urgent=True, aside=True, apart=True),
-        Strategy("dma_averaged", "dma_averaged", urgent=True, aside=True, apart=True),
-        Strategy("dma_gathered", "dma_gathered", urgent=True, aside=True, apart=True),
-        *(
-            Strategy(f"{name}_carved", name, urgent=True, aside=True, apart=True, share=share, carved=True)
-            for name, shares in (("stores", SHARES[1:2]), ("dma", COPY_SHARES), ("dma_averaged", COPY_SHARES))
-            for share in shares
-        ),
+        Strategy("stores_apart", "stores", urgent=True),
+        Strategy("stores_carved", "stores", urgent=True, share=SHARES[1], carved=True),
+        Strategy("dma_apart", "dma", urgent=True),
+        *(Strategy("dma_carved", "dma", urgent=True, share=share, carved=True) for share in COPY_SHARES),
         *(Strategy("dma_partition", "dma", share=share, partitioned=True) for share in COPY_SHARES),
+        Strategy("dma_averaged", "dma_averaged", urgent=True),
+        *(Strategy("dma_averaged_carved", "dma_averaged", urgent=True, share=n, carved=True) for n in COPY_SHARES),
     ]

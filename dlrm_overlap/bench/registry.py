@@ -10,7 +10,6 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 from dlrm_overlap.bench import request
-from dlrm_overlap.bench.gemm_request import GemmRequest
 
 
 class Figure(NamedTuple):
@@ -46,9 +45,10 @@ FIGURES = {
     "occupancy": Figure("occupancy", request.OccupancyRequest),
     "programs": Figure("programs", request.ProgramsRequest),
     "volume": Figure("volume", request.VolumeRequest),
+    "partial_sums": Figure("partial_sums", request.PartialSumsRequest),
     "schedule": Figure("schedule", request.ScheduleRequest),
     "backward": Figure("backward", request.BackwardRequest),
     "collectives": Figure("collectives", request.CollectivesRequest),
     "concurrent": Figure("concurrent", request.ConcurrentRequest),
-    "gemm": Figure("gemm", GemmRequest),
+    "gemm": Figure("gemm", request.GemmRequest),
 }

@@ -71,11 +71,12 @@ class Request:
     output: Path
     """CSV file to append the rows to"""
 
-    output_help: ClassVar[str] = "CSV file to append the rows to"
     lacks_on_cpu: ClassVar[str | None] = None
     """why a CPU cannot measure the figure, as in "a CPU has no clock"; None where it can rehearse it"""
     needs_peers: ClassVar[bool] = False
     """whether one rank alone has nothing to measure"""
+    makes_shapes: ClassVar[bool] = False
+    """whether it changes the configuration's tables or batch, so that samples must be synthetic"""
 
     @classmethod
     def options(cls, kind: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -84,7 +85,7 @@ class Request:
             if each.metadata:
                 default = list(each.default) if isinstance(each.default, tuple) else each.default
                 yield each.name, {"default": default, **each.metadata}
-        yield "output", {"default": f"runs/bench/{kind}.csv", "help": cls.output_help}
+        yield "output", {"default": f"runs/bench/{kind}.csv", "help": "CSV file to append the rows to"}
 
     @classmethod
     def read(cls, kind: str, values: Any) -> Self:
@@ -107,6 +108,11 @@ class Request:
             raise InputError(f"bench {self.kind}: {self.lacks_on_cpu}; run it on GPUs")
         if world_size == 1 and self.needs_peers:
             raise InputError(f"bench {self.kind}: one rank has nobody to communicate with; add --nproc 2, or more")
+        if self.makes_shapes and config.data.kind != "synthetic":
+            raise InputError(
+                f"data.kind: {config.data.kind}, but bench {self.kind} takes shapes that no file has; set "
+                f"data.kind synthetic"
+            )
 
     def check_hosts(self, config: Config) -> None:
         """Check that rows will say that hosts are emulated: only those of `bench stage` do.
@@ -127,8 +133,6 @@ class InputRequest(Request):
     """The step fed by the loader, against the step on one cached batch."""
 
     steps: int = _count(200, "timed steps of each kind")
-
-    output_help: ClassVar[str] = "CSV file to append the row to"
 
 
 @dataclass(frozen=True)
@@ -167,15 +171,6 @@ class StepRequest(TrainingRequest):
         790.0, "of matrix products, for the floor; the default is cuBLAS's best on an H200, bf16", type=PositiveFloat
     )
 
-    def check_ranks(self, config: Config, world_size: int, device_type: str) -> None:
-        """Check also that the step's bytes can be counted."""
-        if config.embedding.plan == "row_wise":
-            raise InputError(
-                "embedding.plan: row_wise, but this figure counts the bytes of table-wise and column-wise shards; set "
-                "embedding.plan auto"
-            )
-        super().check_ranks(config, world_size, device_type)
-
 
 _ABLATED = tuple(name for others in ABLATION.values() for name in others)
 
@@ -194,15 +189,12 @@ class AblationRequest(TrainingRequest):
 
 @dataclass(frozen=True)
 class TimelineRequest(TrainingRequest):
-    """What of a traced step is exposed communication, with a picture (GPU)."""
+    """What of a traced step is exposed communication, with a picture and the traces beside the rows (GPU)."""
 
     contenders: tuple[str, ...] = _names(("torchrec", "torchrec_strongest", "pgas_graph"), "whose steps are traced")
     steps: int = _count(5, "traced steps of each contender")
     batches: int = _count(16, _BATCHES)
 
-    output_help: ClassVar[str] = (
-        "CSV file to append the rows to; the picture is beside it as .svg, the traces are in a folder of its name"
-    )
     lacks_on_cpu: ClassVar[str | None] = "a CPU's trace has no kernels and no streams"
 
     def __post_init__(self) -> None:
@@ -276,17 +268,6 @@ class EveryoneRequest(ForwardRequest):
     """The embedding stage's forward on one shape, all contenders."""
 
     chunks: tuple[int, ...] = _counts(CHUNKS, "of the baseline in chunks; none leaves it out", nargs="*")
-    copy_engines: bool = _flag("NCCL in registered memory too, and its copy engines; tables as on every rank (GPU)")
-
-    def check_ranks(self, config: Config, world_size: int, device_type: str) -> None:
-        """Check also that there are copy engines, and somebody to send to."""
-        super().check_ranks(config, world_size, device_type)
-        tables = self.shape(config, world_size).data.tables.number()
-        if self.copy_engines and (device_type == "cpu" or world_size == 1 or tables % world_size):
-            raise InputError(
-                f"--copy_engines: {tables} tables on {world_size} ranks ({device_type}); NCCL's copy engines need "
-                f"GPUs, two ranks or more, and as many tables on each"
-            )
 
 
 @dataclass(frozen=True)
@@ -323,6 +304,7 @@ class MapRequest(StageRequest):
     An axis that is not given has the values of `grid`, or on CPUs those of `toys`, which take two ranks a minute.
     """
 
+    makes_shapes = True
     grid: ClassVar[Mapping[str, tuple[int, ...]]]
     """option -> its values where it is not given"""
     toys: ClassVar[Mapping[str, tuple[int, ...]]]
@@ -350,12 +332,7 @@ class MapRequest(StageRequest):
         raise NotImplementedError
 
     def check_ranks(self, config: Config, world_size: int, device_type: str) -> None:
-        """Check every shape, and that the samples are synthetic."""
-        if config.data.kind != "synthetic":
-            raise InputError(
-                f"data.kind: {config.data.kind}, but bench {self.kind} takes shapes that no file has; set "
-                f"data.kind synthetic"
-            )
+        """Check also every shape."""
         super().check_ranks(config, world_size, device_type)
         self.points(config, world_size, device_type)
 
@@ -437,6 +414,20 @@ class VolumeRequest(StageRequest):
 
 
 @dataclass(frozen=True)
+class PartialSumsRequest(Request):
+    """Bytes of partial sums and of their gradients, of tables that are cut by rows over all ranks."""
+
+    pooling_factors: tuple[int, ...] = _counts((1, 2, 8, 32), "ids of every bag, L")
+
+    needs_peers = makes_shapes = True
+
+    def check_ranks(self, config: Config, world_size: int, device_type: str) -> None:
+        """Check also that the samples can be divided among the ranks."""
+        super().check_ranks(config, world_size, device_type)
+        config.train.samples_per_rank(world_size)
+
+
+@dataclass(frozen=True)
 class BackwardRequest(StageRequest):
     """The embedding stage's backward: push and atomic against the collective with FBGEMM's update.
 
@@ -498,3 +489,51 @@ class ConcurrentRequest(Request):
         check_names("--without", self.without, known, "a strategy", once=False)
         if known.keys() <= set(self.without):
             raise InputError("--without: every strategy is left out; leave one in")
+
+
+_GEMM_SHAPES = {
+    "cuda": (
+        *("1024x12288x49152", "4096x12288x49152", "8192x12288x49152", "8192x4096x4096", "32768x4096x4096"),
+        *("32768x3456x1024", "32768x1024x1024"),
+    ),
+    "cpu": ("64x48x96", "128x48x96"),
+}
+_GEMM_CONTENDERS = ("serial", "torch", "copies", "pushes", "tiles", "triggered", "auto")
+
+
+@dataclass(frozen=True)
+class GemmRequest(Request):
+    """Products with their all-gather or reduce-scatter inside, by each way to do it."""
+
+    shapes: tuple[str, ...] = _names(
+        (), "M x K x N of two layers, such as 4096x12288x49152; none takes those of wide layers, or toys"
+    )
+    operators: tuple[str, ...] = _names(("all_gather", "reduce_scatter"), "of both layers")
+    contenders: tuple[str, ...] = _names(_GEMM_CONTENDERS, "who takes part, serial among them")
+    repetitions: int = _count(20, "timed calls of each")
+
+    needs_peers = True
+
+    def __post_init__(self) -> None:
+        check_names("--operators", self.operators, ("all_gather", "reduce_scatter"), "an operator", once=False)
+        check_names("--contenders", self.contenders, _GEMM_CONTENDERS, "a contender", once=False)
+        if "serial" not in self.contenders:
+            raise InputError("--contenders: serial is left out, but others are compared with it; add it")
+
+    def shapes_on(self, device_type: str) -> tuple[str, ...]:
+        """Return the shapes to measure on such a device."""
+        return self.shapes or _GEMM_SHAPES[device_type]
+
+    def check_ranks(self, config: Config, world_size: int, device_type: str) -> None:
+        """Check that the ranks can share out the rows and the hidden units of every shape.
+
+        Raises:
+            InputError: naming the shape, or for one rank.
+        """
+        super().check_ranks(config, world_size, device_type)
+        for text in self.shapes_on(device_type):
+            sizes = text.split("x")
+            if len(sizes) != 3 or not all(size.isdigit() and int(size) > 0 for size in sizes):
+                raise InputError(f"--shapes {text}: not M x K x N; write it as 4096x12288x49152")
+            if int(sizes[0]) % world_size or int(sizes[2]) % world_size:
+                raise InputError(f"--shapes {text}: {world_size} ranks do not divide M and N; take multiples")

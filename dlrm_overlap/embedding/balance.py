@@ -1,14 +1,21 @@
-"""Which rank holds which table, and which tables are cut by columns, so that all ranks have alike work in a step.
+"""Which rank holds which table, and which tables are cut, so that all ranks have alike work in a step.
 
 A step waits for its slowest rank twice, in the exchange of pooled embeddings and in that of gradients. A rank's work
 there is memory traffic, which goes with the elements of rows that it reads (ids a bag times columns), and traffic on
-its links, which goes with its columns. Both are balanced.
+its links, which goes with the columns that it sends. Both are balanced.
+
+A table is cut by columns first: its owners send as many bytes as one owner would. But each of them reads all ids, and
+shorter rows. Rows are cut over all ranks, which have alike work then. But each sends a partial sum of the whole
+columns for every bag that has an id of its rows: of 8 ranks and 100 ids a bag, 8 times the bytes.
 """
 
 from collections.abc import Sequence
+from math import ceil
 from typing import NamedTuple
 
-_ENOUGH = 1.1  # times the mean: a fuller rank is worth another cut
+from dlrm_overlap.embedding.traffic import partial_sums
+
+_ENOUGH = 1.1  # times the mean: a fuller rank is worth another cut; times less work: worth cuts by rows
 _MOST_TRIES = 400_000  # a second or so
 _LEAST_ROW_BYTES = 64  # of a shard: the least that memory gives at once
 
@@ -24,17 +31,21 @@ class TableLoad(NamedTuple):
     """bytes of a row"""
     bytes: int
     """bytes of all rows and their optimizer's state"""
+    rows: int = 0
+    """number of rows; 0 if they must not be cut"""
 
 
 class Balance(NamedTuple):
     """Where each table's shards are placed, and how even the ranks' work is then."""
 
     ranks: list[list[int]]
-    """of each table the ranks that hold its shards: equal ranges of its columns, in their order"""
+    """of each table the ranks that hold its shards: equal ranges of its columns or rows, in their order"""
     memory: float
     """row elements that the fullest rank reads, over the mean of the ranks"""
     links: float
-    """columns of the rank that has most, over the mean"""
+    """columns that the rank sends which sends most, over the mean of the ranks if no table were cut by rows"""
+    by_rows: frozenset[int] = frozenset()
+    """tables that are cut by rows, over all ranks"""
 
     @property
     def worst(self) -> float:
@@ -46,54 +57,82 @@ def balance(
     tables: Sequence[TableLoad],
     world_size: int,
     capacity_bytes: int,
-    cut: bool = True,
+    cut_columns: bool = True,
     everywhere: Sequence[TableLoad] = (),
 ) -> Balance | None:
     """Place all tables on the ranks; None if they do not fit.
 
-    Starts from whole tables. While the fullest rank has more than 1.1 times the mean's work, the table whose shards
-    are the heaviest is cut in twice as many, down to rows of 64 bytes. Of all placements on the way the one with the
-    least `worst` is returned, the least cut of equals. The same arguments give the same placement; how long the search
-    goes on is counted, not timed.
+    Starts from whole tables. While there is no room, or the fullest rank has more than 1.1 times the mean's work, the
+    table whose shards are the largest, or the heaviest, is cut by columns in twice as many, down to rows of 64 bytes.
+    If that was not enough, tables are cut by rows instead, one after the other, from the best of these placements on.
+    Of all placements on the way the one with the least `worst` is returned, the least cut of equals; cuts by rows must
+    make it 1.1 times less. The same arguments give the same placement; the search's length is counted, not timed.
 
     Args:
         capacity_bytes: the room of a rank.
-        cut: whether tables may be cut.
+        cut_columns: whether tables may be cut by columns.
         everywhere: tables that every rank holds and looks up for its own samples: of their work each rank has an equal
             part, beside which an imbalance of the others counts less. They are not placed.
 
     Example:
         4 ranks, tables of 128 columns: one of 100 ids a bag, eight of 12, sixteen of 1. The mean is 53 ids a rank. The
         first table is cut in two, of 64 columns on two ranks each, which so read 50 ids' worth of it and little else.
+        Without cuts of columns its rows are cut: each rank reads 25 ids' worth of it, and sends 128 columns for it.
     """
     every = [*tables, *everywhere]
     memory = sum(table.pooling * table.dim for table in every) / world_size or 1.0  # all bags may be empty
     links = sum(table.dim for table in every) / world_size
-    even_memory = sum(table.pooling * table.dim for table in everywhere) / world_size / memory
-    even = even_memory, sum(table.dim for table in everywhere) / world_size / links
     whole = [
         _Shard(t, table.pooling * table.dim / memory, table.dim / links, table.bytes) for t, table in enumerate(tables)
     ]
-    cuts = [1] * len(tables)
+    even_memory = sum(table.pooling * table.dim for table in everywhere) / world_size / memory
+    empty = _Rank(capacity_bytes, even_memory, sum(table.dim for table in everywhere) / world_size / links)
+    columns, by_rows = [1] * len(tables), set[int]()
     tries = _Tries()
     best: Balance | None = None
+
+    def worst_of(candidates: Sequence[int]) -> int:
+        """Return the table of the heaviest shards or, while there is no room, of the largest."""
+        shards = [(whole[t].cut(columns[t])[0], -t) for t in candidates]
+        return -max((s.bytes, s.work, t) if best is None else (s.work, s.bytes, t) for s, t in shards)[-1]
+
     while True:
-        placed = _place(whole, cuts, [_Rank(capacity_bytes, *even) for _ in range(world_size)], tries)
-        if placed is not None and (best is None or placed.worst < best.worst - 1e-9):
-            best = placed
-        if best is not None and best.worst <= _ENOUGH:
+        left = [t for t in range(len(tables)) if t not in by_rows]
+        shards = [shard for t in left for shard in whole[t].cut(columns[t])]
+        if (ranks := _place(shards, empty, world_size, tries)) is not None:
+            held = [list(range(world_size)) if t in by_rows else [] for t in range(len(tables))]
+            for number, rank in enumerate(ranks):
+                for shard in rank.shards:
+                    held[shard.table].append(number)
+            memory, links = max(rank.memory for rank in ranks), max(rank.links for rank in ranks)
+            least_gain = _ENOUGH if by_rows else 1 + 1e-9  # cuts by rows have links carry more
+            if best is None or max(memory, links) * least_gain < best.worst:
+                best = Balance(held, memory, links, frozenset(by_rows))
+            if best.worst <= _ENOUGH:
+                return best
+        mean = empty.links + sum(whole[t].links for t in left) / world_size
+        if best is not None and (tries.used_up or mean >= best.worst):  # further cuts by rows only add to the mean
             return best
-        cuttable = [t for t, table in enumerate(tables) if cut and _can_cut(table, 2 * cuts[t], world_size)]
-        if not cuttable or (tries.used_up and best is not None):
+        if not by_rows:
+            if cuttable := [t for t in left if cut_columns and _can_cut_columns(tables[t], 2 * columns[t], world_size)]:
+                columns[worst_of(cuttable)] *= 2
+                continue
+            columns = [len(held) for held in best.ranks] if best is not None else [1] * len(tables)
+        if not (cuttable := [t for t in left if _can_cut_rows(tables[t], world_size)]):
             return best
-        heaviest = max(cuttable, key=lambda t: (whole[t].work / cuts[t], whole[t].bytes / cuts[t], -t))
-        cuts[heaviest] *= 2
+        by_rows.add(chosen := worst_of(cuttable))
+        empty.add(whole[chosen].cut_by_rows(tables[chosen], world_size))
 
 
-def _can_cut(table: TableLoad, shards: int, world_size: int) -> bool:
+def _can_cut_columns(table: TableLoad, shards: int, world_size: int) -> bool:
     return (
         shards <= world_size and table.dim % (4 * shards) == 0 and table.row_bytes >= shards * _LEAST_ROW_BYTES
     )  # FBGEMM takes columns by fours
+
+
+def _can_cut_rows(table: TableLoad, world_size: int) -> bool:
+    # Each rank has some, though TorchRec gives all but the last the number that is rounded up.
+    return world_size > 1 and table.rows >= world_size**2
 
 
 class _Tries:
@@ -141,38 +180,44 @@ class _Rank:
 
 
 class _Shard:
-    """Columns of a table, all or some, as shares of the mean rank's work; two of a table are not the same."""
+    """Columns or rows of a table, all or some, as shares of the mean rank's work; two of a table are not the same."""
 
     def __init__(self, table: int, memory: float, links: float, bytes: float) -> None:
         self.table, self.memory, self.links, self.bytes = table, memory, links, bytes
         self.work = max(memory, links)
 
+    def cut(self, shards: int) -> "list[_Shard]":
+        """Return so many equal ranges of the columns."""
+        n = shards
+        return [_Shard(self.table, self.memory / n, self.links / n, self.bytes / n) for _ in range(n)]
 
-def _place(whole: Sequence[_Shard], cuts: Sequence[int], empty: Sequence[_Rank], tries: _Tries) -> Balance | None:
-    """Place all shards, the heaviest first, or the largest first if there is no room so; then mend the fullest rank."""
-    shards = [
-        _Shard(table.table, table.memory / n, table.links / n, table.bytes / n)
-        for table, n in zip(whole, cuts, strict=True)
-        for _ in range(n)
-    ]
-    shards.sort(key=lambda shard: (-shard.work, -shard.bytes, shard.table))
-    ranks = _fill(shards, empty)
+    def cut_by_rows(self, table: TableLoad, shards: int) -> "_Shard":
+        """Return the largest of so many ranges of the rows, of which only bags travel that have one of them."""
+        rows = ceil(table.rows / shards) / table.rows
+        links = self.links * partial_sums(table.pooling, shards) / shards
+        return _Shard(self.table, self.memory / shards, links, self.bytes * rows)
+
+
+def _place(shards: Sequence[_Shard], empty: _Rank, world_size: int, tries: _Tries) -> list[_Rank] | None:
+    """Place all shards on ranks like `empty`, the heaviest first, or the largest first if there is no room so.
+
+    Then mend the fullest rank.
+    """
+    if empty.room < 0:
+        return None
+    ranks = _fill(sorted(shards, key=lambda shard: (-shard.work, -shard.bytes, shard.table)), empty, world_size)
     if ranks is None:
-        ranks = _fill(sorted(shards, key=lambda shard: -shard.bytes), empty)
+        ranks = _fill(sorted(shards, key=lambda shard: -shard.bytes), empty, world_size)
     if ranks is None:
         return None
     while max(rank.score() for rank in ranks)[0] > _ENOUGH and not tries.used_up and _mend(ranks, tries):
         pass
-    held: list[list[int]] = [[] for _ in whole]
-    for number, rank in enumerate(ranks):
-        for shard in rank.shards:
-            held[shard.table].append(number)
-    return Balance(held, max(rank.memory for rank in ranks), max(rank.links for rank in ranks))
+    return ranks
 
 
-def _fill(shards: Sequence[_Shard], empty: Sequence[_Rank]) -> list[_Rank] | None:
+def _fill(shards: Sequence[_Shard], empty: _Rank, world_size: int) -> list[_Rank] | None:
     """Place each shard, in order, on the rank that then has the least work; None if one finds no room."""
-    ranks = [_Rank(rank.room, rank.memory, rank.links) for rank in empty]
+    ranks = [_Rank(empty.room, empty.memory, empty.links) for _ in range(world_size)]
     for shard in shards:
         free = [rank for rank in ranks if rank.takes(shard)]
         if not free:

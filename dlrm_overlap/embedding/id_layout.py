@@ -120,10 +120,18 @@ class IdLayout:
     def _share_of(self) -> dict[FeatureShard, Share]:
         indices = {key: index for index, key in enumerate(self.keys)}
         rows: dict[str, int] = {}
-        cut = [s for shards in self.layout.by_owner for s in shards if s.rows != (0, 0)]
+        cut = [s for shards in self.layout.by_owner for s in shards if s.gives_partial_sums]
         for shard in cut:
             rows[shard.name] = max(rows.get(shard.name, 0), shard.rows[1])
         return {shard: Share(indices[shard.feature_name], *_ids_of(shard.rows, rows[shard.name])) for shard in cut}
+
+    def share_number(self, shard: FeatureShard) -> int:
+        """Return the index in `shares` of the ids of a shard of a table that is cut by rows."""
+        return self._numbers[self._share_of[shard]]
+
+    @cached_property
+    def _numbers(self) -> dict[Share, int]:
+        return {share: number for number, share in enumerate(self.shares)}
 
     @property
     def known_lengths(self) -> bool:
@@ -175,11 +183,9 @@ class IdLayout:
 
     def features(self, rank: int) -> list[int]:
         """Return of each feature shard of `rank` which of the published features or shares it looks up."""
-        first = len(self.keys) + 1
-        numbers = {share: first + number for number, share in enumerate(self.shares)}
-        shards, shares = self.layout.by_owner[rank], self._share_of
+        first, shards = len(self.keys) + 1, self.layout.by_owner[rank]
         return [
-            numbers[shares[shard]] if shard in shares else index
+            first + self.share_number(shard) if shard.gives_partial_sums else index
             for shard, index in zip(shards, self._indices(shards), strict=True)
         ]
 

@@ -1,6 +1,7 @@
 """Which rank pools which feature, and where pooled embeddings and their gradients are; all ranks know all of it."""
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -22,7 +23,7 @@ class FeatureShard:
     """
 
     name: str
-    """name of the feature's pooled embedding in the output"""
+    """name of the feature's pooled embedding in the output, see `distinct`"""
     owner: int
     """rank that holds the shard; EVERY_RANK for a whole table that each rank holds and looks up for its own samples"""
     input: int
@@ -47,6 +48,24 @@ class FeatureShard:
     """first row and end of the shard in its table, if that is cut by rows; else (0, 0)"""
     row_shard: int = 0
     """index of the shard among those of other rows and the same columns of the table, in order of their owners"""
+
+    @property
+    def gives_partial_sums(self) -> bool:
+        """Whether the table is cut by rows."""
+        return self.rows != (0, 0)
+
+
+def distinct(names: Iterable[str]) -> dict[str, str]:
+    """Return the names in their order, each under one of its own: a table that names a feature twice pools it twice.
+
+    Example: a, b, a are {"a": "a", "b": "b", "a (2)": "a"}.
+    """
+    times: Counter[str] = Counter()
+    found: dict[str, str] = {}
+    for name in names:
+        times[name] += 1
+        found[name if times[name] == 1 else f"{name} ({times[name]})"] = name
+    return found
 
 
 @dataclass(frozen=True)
@@ -77,15 +96,15 @@ class PartialSums(NamedTuple):
     """The columns of the output that are a sum of partial sums, one of each row shard.
 
     Example: a table of dim 4 at columns 8 .. 11 of an output of 20, cut by rows over three ranks. The first rank's
-    partial sums arrive at 8, those of the others at 20 and 24, the first columns after the output: `column` is 8,
-    `others` are (20, 24).
+    partial sums arrive at 8, those of the others at 20 and 24, the first columns after the output: `columns` are
+    (8, 20, 24).
     """
 
-    column: int
-    """first of the columns, where the partial sums of the first row shard arrive, and the sum is stored"""
+    columns: tuple[int, ...]
+    """where the partial sums of each row shard arrive, in the order of their owners; the sum is stored at the first"""
     dim: int
-    others: tuple[int, ...]
-    """where those of the other row shards arrive"""
+    shards: tuple[FeatureShard, ...]
+    """the row shards"""
 
 
 class Layout:
@@ -133,10 +152,20 @@ class Layout:
     @cached_property
     def partial_sums(self) -> Sequence[PartialSums]:
         """The columns of the output that are sums of the partial sums of several ranks."""
-        others: dict[tuple[int, int], list[FeatureShard]] = {}
-        for shard in sorted(self._behind, key=lambda shard: shard.row_shard):
-            others.setdefault((self.output_column(shard), shard.dim), []).append(shard)
-        return [PartialSums(*place, tuple(self._behind[s] for s in shards)) for place, shards in others.items()]
+        together: dict[int, list[FeatureShard]] = {}
+        for shards in self.by_owner:
+            for shard in shards:
+                together.setdefault(self.output_column(shard), []).append(shard)
+        return [
+            PartialSums(tuple(self.column(s) for s in shards), shards[0].dim, tuple(shards))
+            for _, shards in sorted(together.items())
+            if len(shards) > 1
+        ]
+
+    @cached_property
+    def added_up(self) -> frozenset[FeatureShard]:
+        """The shards whose partial sums are added to those of others."""
+        return frozenset(shard for each in self.partial_sums for shard in each.shards)
 
     @cached_property
     def owner_dims(self) -> list[int]:

@@ -12,7 +12,7 @@ from dlrm_overlap.comm.order import CommunicationOrder
 from dlrm_overlap.comm.reach import Reach
 from dlrm_overlap.config import EmbeddingConfig
 from dlrm_overlap.embedding.id_layout import IdLayout
-from dlrm_overlap.embedding.layout import Layout
+from dlrm_overlap.embedding.layout import FeatureShard, Layout
 from dlrm_overlap.embedding.replicated import ReplicatedTables
 from dlrm_overlap.embedding.steps import BatchSizes
 from dlrm_overlap.embedding.tables import LocalTables
@@ -120,6 +120,13 @@ class ExchangeContext:
     """which ranks are reached by stores; None has `open_halves` find out"""
     puts: bool | None = None
     """whether kernels put messages to other hosts, on GPUs; None has `open_halves` find out"""
+
+    def leaves_out(self, shard: FeatureShard) -> bool:
+        """Return whether a shard's empty bags are not sent, which the samples' ranks know by the ids they published.
+
+        Where all rows have one owner nothing is added up, and its pooled embeddings are read as they are.
+        """
+        return self.ids is not None and shard in self.layout.added_up
 
     @property
     def largest_batch(self) -> BatchSizes:

@@ -13,9 +13,11 @@ from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterCons
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import PlannerError
 from torchrec.distributed.sharding_plan import (
+    ParameterShardingGenerator,
     column_wise,
     construct_module_sharding_plan,
     data_parallel,
+    row_wise,
     table_wise,
 )
 from torchrec.distributed.types import ModuleSharder, ShardingPlan, ShardingType
@@ -25,6 +27,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from dlrm_overlap.config import EmbeddingConfig, InputError, in_one_line
 from dlrm_overlap.data.batch import table_keys
 from dlrm_overlap.embedding.balance import TableLoad, balance
+from dlrm_overlap.embedding.traffic import partial_sums
 
 log = logging.getLogger("dlrm_overlap")
 
@@ -41,6 +44,33 @@ _PCIE_BYTES_PER_S = 25e9
 _NETWORK_BYTES_PER_S = 50e9  # a 400 Gb/s adapter a GPU
 _RESERVED = 0.2  # of a device's memory: all but tables
 _REPLICATED_BYTES = 4 * 4  # of an element of a data-parallel table: weight, gradient, up to two states of the optimizer
+
+
+_LEAST_COLUMNS = 32  # of a shard by `constraints`, a quarter of the usual 128, of which TorchRec's planner cuts none
+
+
+def constraints(model: nn.Module, bag_sizes: Mapping[str, float] | None = None) -> dict[str, ParameterConstraints]:
+    """Return constraints by table, under which the plan of TorchRec's planner is exchanged and captured.
+
+    All lookups have compute kernel `fused`. Tables may be cut by columns down to shards of 32, instead of 128.
+
+    Args:
+        model: not sharded yet.
+        bag_sizes: feature -> mean number of ids in a bag, which the planner otherwise takes for 1.
+
+    Example:
+        planner = EmbeddingShardingPlanner(constraints=constraints(model, {"clicks": 20}))
+    """
+    every = [module for module in model.modules() if isinstance(module, EmbeddingBagCollection)]
+    return {
+        config.name: ParameterConstraints(
+            compute_kernels=[EmbeddingComputeKernel.FUSED.value],
+            min_partition=_LEAST_COLUMNS,
+            pooling_factors=[(bag_sizes or {}).get(feature, 1.0) for feature in config.feature_names],
+        )
+        for module in every
+        for config in module.embedding_bag_configs()
+    }
 
 
 def build_topology(device: torch.device, world_size: int, local_world_size: int) -> Topology:
@@ -114,6 +144,19 @@ def build_plan(
     return plan
 
 
+def torchrecs_planner(
+    topology: Topology, batch_size: int, constraints: dict[str, ParameterConstraints]
+) -> EmbeddingShardingPlanner:
+    """Return TorchRec's planner, which leaves a fifth of the memory to all but tables, for batches of a rank."""
+    return EmbeddingShardingPlanner(
+        topology=topology,
+        batch_size=batch_size,
+        constraints=constraints,
+        storage_reservation=FixedPercentageStorageReservation(percentage=_RESERVED),
+        debug=False,
+    )
+
+
 def _planners_plan(
     module: nn.Module,
     sharder: ModuleSharder,
@@ -136,15 +179,8 @@ def _planners_plan(
         )
         for key, factor in zip(table_keys(len(pooling)), pooling, strict=True)
     }
-    planner = EmbeddingShardingPlanner(
-        topology=topology,
-        batch_size=batch_size,
-        constraints=constraints,
-        storage_reservation=FixedPercentageStorageReservation(percentage=_RESERVED),
-        debug=False,
-    )
     try:
-        return planner.collective_plan(module, [sharder], group)
+        return torchrecs_planner(topology, batch_size, constraints).collective_plan(module, [sharder], group)
     except PlannerError as error:
         raise _does_not_fit(config.plan, in_one_line(error)) from None
 
@@ -157,7 +193,7 @@ def _balanced_plan(
     pooling: Sequence[float],
     group: dist.ProcessGroup,
 ) -> ShardingPlan:
-    """Return data-parallel tables, and table-wise and column-wise shards placed by `balance`; all ranks do so alike."""
+    """Return data-parallel tables, and the shards of the others placed by `balance`; all ranks do so alike."""
     (path, tables), *others = [(p, m) for p, m in module.named_modules() if isinstance(m, EmbeddingBagCollection)]
     assert not others, "one collection holds all tables"
     world_size, device_type = group.size(), topology.compute_device
@@ -171,28 +207,31 @@ def _balanced_plan(
         row_bytes = table.embedding_dim * data_type_to_dtype(table.data_type).itemsize
         state_bytes = {"sgd": 0, "rowwise_adagrad": 4, "adagrad": 4 * table.embedding_dim}[config.optimizer]
         size = table.num_embeddings * (row_bytes + state_bytes)
-        loads[table.name] = TableLoad(ids, table.embedding_dim, row_bytes, size)
+        loads[table.name] = TableLoad(ids, table.embedding_dim, row_bytes, size, table.num_embeddings)
     divided = [load for name, load in loads.items() if name not in replicated]
     everywhere = [load for name, load in loads.items() if name in replicated]
     whole = sum(table.num_embeddings * table.embedding_dim for table in every if table.name in replicated)
     capacity = int(min(capacities) * (1 - _RESERVED)) - whole * _REPLICATED_BYTES
-    # FBGEMM keeps row-wise Adagrad's state for each shard's rows apart: where cuts depend on the number of ranks, so
-    # would the training, and losses would part where a checkpoint is loaded on another number.
+    # FBGEMM keeps row-wise Adagrad's state of each shard's columns apart: where cuts of columns depend on the number of
+    # ranks, so would the training, and losses would part where a checkpoint is loaded on another number.
     placed = balance(divided, world_size, capacity, config.optimizer != "rowwise_adagrad", everywhere)
     if placed is None:
         held = sum(load.bytes for load in divided)
         raise _does_not_fit("auto", f"{held} bytes of tables on {world_size} ranks with room for {capacity} each")
-    kernel = EmbeddingComputeKernel.FUSED.value
-    shardings = {
-        name: table_wise(rank=ranks[0], compute_kernel=kernel)
-        if len(ranks) == 1
-        else column_wise(ranks=ranks, compute_kernel=kernel)
-        for name, ranks in zip((name for name in loads if name not in replicated), placed.ranks, strict=True)
-    }
-    shardings |= {name: data_parallel() for name in sorted(replicated)}
+    shardings: dict[str, ParameterShardingGenerator] = {name: data_parallel() for name in sorted(replicated)}
+    names = [name for name in loads if name not in replicated]
+    for number, (name, ranks) in enumerate(zip(names, placed.ranks, strict=True)):
+        if number in placed.by_rows:
+            shardings[name] = row_wise()
+        elif len(ranks) == 1:
+            shardings[name] = table_wise(rank=ranks[0])
+        else:
+            shardings[name] = column_wise(ranks=ranks)
     made = construct_module_sharding_plan(
         tables, shardings, sharder, topology.local_world_size, world_size, device_type
     )
+    for name in names:
+        made[name].compute_kernel = EmbeddingComputeKernel.FUSED.value
     return ShardingPlan({path: made})
 
 
@@ -210,26 +249,31 @@ def data_parallel_tables(config: EmbeddingConfig, rows: Sequence[int]) -> list[i
 
 
 def fullest_rank(plan: ShardingPlan, pooling: Mapping[str, float], world_size: int) -> tuple[float, float]:
-    """Return the row elements that the fullest rank reads, and the columns it has, each over the mean of the ranks.
+    """Return the row elements that the fullest rank reads, and the columns it sends, each over the mean of the ranks.
 
-    Data-parallel tables, which are work to all ranks alike, are left out.
+    The mean of columns is that of whole tables, to which partial sums of tables cut by rows only add. Data-parallel
+    tables, which are work to all ranks alike, are left out.
 
     Args:
         pooling: mean number of ids in a bag, by table.
 
-    Example: 2 ranks, tables of 16 columns, one of 3 ids a bag on rank 0, one of 1 id on rank 1: (1.5, 1.0).
+    Example: 2 ranks, tables of 16 columns, one of 3 ids a bag on rank 0, one of 1 id on rank 1: (1.5, 1.0). The first
+    cut by rows: rank 0 reads 24 elements, rank 1 40; rank 0 sends 14 columns, rank 1 30, where the mean is 16.
     """
-    memory, links = [0.0] * world_size, [0.0] * world_size
+    memory, links, columns = [0.0] * world_size, [0.0] * world_size, 0
     for tables in plan.plan.values():
         for table, sharding in tables.items():  # type: ignore[attr-defined]
             if sharding.sharding_type == ShardingType.DATA_PARALLEL.value:
                 continue
-            rows = sum(shard.shard_sizes[0] for shard in sharding.sharding_spec.shards if shard.shard_offsets[1] == 0)
-            for shard in sharding.sharding_spec.shards:
+            shards = [shard for shard in sharding.sharding_spec.shards if shard.shard_sizes[0]]
+            cut = [shard for shard in shards if shard.shard_offsets[1] == 0]
+            rows = sum(shard.shard_sizes[0] for shard in cut)
+            columns += sum(shard.shard_sizes[1] for shard in shards if shard.shard_offsets[0] == 0)
+            for shard in shards:
                 rank = shard.placement.rank()
                 memory[rank] += pooling[table] * shard.shard_sizes[1] * shard.shard_sizes[0] / rows
-                links[rank] += shard.shard_sizes[1]
-    return max(memory) * world_size / (sum(memory) or 1.0), max(links) * world_size / (sum(links) or 1.0)
+                links[rank] += shard.shard_sizes[1] * partial_sums(pooling[table], len(cut)) / len(cut)
+    return max(memory) * world_size / (sum(memory) or 1.0), max(links) * world_size / (columns or 1)
 
 
 def _does_not_fit(kind: str, reason: str) -> InputError:

@@ -16,8 +16,8 @@ from torchrec.distributed.composable.table_batched_embedding_slice import TableB
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.modules.embedding_configs import DataType, PoolingType, data_type_to_dtype
 
-from dlrm_overlap.embedding.layout import EVERY_RANK, FeatureShard
-from dlrm_overlap.embedding.tables import StoredRows
+from dlrm_overlap.embedding.layout import EVERY_RANK, FeatureShard, distinct
+from dlrm_overlap.embedding.tables import StoredRows, bounds_check_modes, why_not_checked_together
 
 MOST_COLUMNS = 1024  # of a shard: a program holds whole rows in registers
 
@@ -33,9 +33,10 @@ class ReplicatedTables:
     def of(cls, shardings: Sequence[Any], lookups: Sequence[Any]) -> "ReplicatedTables":
         """Return the tables of TorchRec's data-parallel shardings and their lookup modules."""
         params = [group.fused_params or {} for s in shardings for group in s._grouped_embedding_configs]
-        mode = params[0].get("bounds_check_mode", BoundsCheckMode.WARNING)  # FBGEMM's default
         modules = [lookup.module if isinstance(lookup, DistributedDataParallel) else lookup for lookup in lookups]
-        return cls([each.emb_module for module in modules for each in module._emb_modules], BoundsCheckMode(mode))
+        return cls(
+            [each.emb_module for module in modules for each in module._emb_modules], min(bounds_check_modes(params))
+        )
 
     def storage(self) -> tuple[int, ...]:
         """Return the addresses of the lookups' rows, which change when rows are moved or replaced."""
@@ -92,20 +93,13 @@ def why_not_looked_up(sharding: Any) -> str | None:
             return f"compute kernel {' '.join(sorted(kernel.value for kernel in kernels))}"
         if group.has_feature_processor:
             return "feature processors"
-        if names_a_feature_twice(group):
-            return "a table names a feature twice"
         if group.data_type != DataType.FP32:
             return f"rows of type {group.data_type.value}"
         if (group.fused_params or {}).get("output_dtype", SparseType.FP32) != SparseType.FP32:
             return "output of another type than fp32"
         if any(table.local_cols % 4 or table.local_cols > MOST_COLUMNS for table in group.embedding_tables):
             return f"a dim that is no multiple of 4, or more than {MOST_COLUMNS}"
-    return None
-
-
-def names_a_feature_twice(group: Any) -> bool:
-    """Return whether a table of one lookup does, so that two columns of its output would have one name."""
-    return any(len(set(table.feature_names)) < len(table.feature_names) for table in group.embedding_tables)
+    return why_not_checked_together(group.fused_params or {} for group in sharding._grouped_embedding_configs)
 
 
 def replicated_shards(shardings: Sequence[Any]) -> list[FeatureShard]:
@@ -114,7 +108,7 @@ def replicated_shards(shardings: Sequence[Any]) -> list[FeatureShard]:
     groups = [group for sharding in shardings for group in sharding._grouped_embedding_configs]
     for number, group in enumerate(groups):
         for index, table in enumerate(group.embedding_tables):
-            for name, feature_name in zip(table.embedding_names, table.feature_names, strict=True):
+            for name, feature_name in zip(distinct(table.embedding_names), table.feature_names, strict=True):
                 shard = FeatureShard(
                     name=name,
                     owner=EVERY_RANK,

@@ -16,7 +16,15 @@ from torchrec.distributed.embeddingbag import (
     ShardedEmbeddingBagCollection,
 )
 from torchrec.distributed.sharding.dp_sharding import DpPooledEmbeddingSharding
-from torchrec.distributed.types import Awaitable, LazyAwaitable, ShardingEnv2D, ShardingType
+from torchrec.distributed.types import (
+    Awaitable,
+    LazyAwaitable,
+    NoWait,
+    ShardingEnv,
+    ShardingEnv2D,
+    ShardingStrategy,
+    ShardingType,
+)
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
@@ -37,10 +45,12 @@ from dlrm_overlap.embedding.shardings import (
     hosts_of,
     in_rank_order,
     model_order,
+    names_of,
     output_types,
     why_not_exchanged,
     why_not_together,
 )
+from dlrm_overlap.embedding.stock import StockTables, why_not_beside_graphs
 from dlrm_overlap.embedding.tables import LocalTables, only_fbgemm
 
 log = logging.getLogger("dlrm_overlap")
@@ -61,57 +71,76 @@ class OverlapShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         self._reasons_told: set[str] = set()
         self.exchange: Exchange | None = None
         self._takes_ids = False
+        self.stock: StockTables | None = None
+        """the tables that stay with TorchRec, if there are any, where the exchange takes the ids of the others"""
         self._set_up_exchange()
 
+    @property
+    def _logs(self) -> bool:
+        """Whether this rank says what falls back: rank 0 of all, not of each sharding group."""
+        return (self._env.global_rank if isinstance(self._env, ShardingEnv2D) else self._env.rank) == 0
+
     def _set_up_exchange(self) -> None:
-        reasons = self._reasons_to_fall_back()
-        for sharding_type, reason in zip(self._sharding_types, reasons, strict=True):
+        by_type: dict[str, Any] = dict(zip(self._sharding_types, self._embedding_shardings, strict=True))
+        reasons = reasons_to_fall_back(by_type, self._env, self._is_weighted, self._options.wire_dtype)
+        self.why_not_exchanged: Mapping[str, str | None] = reasons
+        """sharding type -> why its tables stay with TorchRec, alike on all ranks, or None if they are exchanged"""
+        for sharding_type, reason in reasons.items():
             # Data-parallel tables have nothing to exchange.
-            if reason and sharding_type != ShardingType.DATA_PARALLEL.value and self._env.rank == 0:
+            if reason and sharding_type != ShardingType.DATA_PARALLEL.value and self._logs:
                 log.warning(
                     "backend %s: %s tables stay with TorchRec: %s", self._options.backend, sharding_type, reason
                 )
-        self._exchanged = [i for i, reason in enumerate(reasons) if reason is None]
+        self._exchanged = [i for i, reason in enumerate(reasons.values()) if reason is None]
         self._replicated = [
             i for i, sharding in enumerate(self._embedding_shardings) if type(sharding) is DpPooledEmbeddingSharding
         ]
+        self._ours = self._exchanged
+        """the shardings whose columns the exchange fills: with those of replicated tables, where it takes ids"""
         every: list[Any] = self._embedding_shardings
         shardings = [every[i] for i in self._exchanged]
         exchanged = {table.name for each in shardings for group in groups_of(each) for table in group.embedding_tables}
         options = self._options_for(shardings) if shardings else self._options
-        if self._env.rank == 0:
+        if self._logs:
             text = "backend %s: %d of %d tables exchanged, update by %s"
             update = options.resolved_backward if exchanged else "FBGEMM"
             log.info(text, options.backend, len(exchanged), len(self._embedding_bag_configs), update)
         if not shardings:
             return
-        group, device = self._env.process_group, self._device
+        # Under 2D parallelism each sharding group holds all tables, and exchanges among its own ranks.
+        group = self._env.sharding_pg if isinstance(self._env, ShardingEnv2D) else self._env.process_group
+        device = self._device
         assert group is not None
         assert device is not None
-        names = [name for sharding in shardings for name in sharding.embedding_names()]
-        if self._output_order == "model":
-            names = self._in_model_order(names)
-        layout = build_layout(shardings, names, group.size())
+        layout = build_layout(shardings, list(self._exchanged_names()), group.size())
         tables = LocalTables.of([self._lookups[i] for i in self._exchanged])
         self.exchange = Exchange(layout, tables, options, group, device)
+        self._order_output(layout)
+
+    def _exchanged_names(self) -> dict[str, str]:
+        """Return the names of the pooled embeddings that the exchange brings, in the order of its output.
+
+        Returns:
+            Name in the layout -> TorchRec's name, see `names_of`.
+        """
+        every: list[Any] = self._embedding_shardings
+        names = names_of([every[i] for i in self._ours])
+        if self._output_order == "plan":
+            return names
+        return {name: names[name] for name in model_order(self._embedding_bag_configs) if name in names}
+
+    def _order_output(self, layout: Layout) -> None:
+        """Find the order of all pooled embeddings, of which those of `layout` are the exchange's."""
         self._output_names, self._output_dims = self._embedding_names, self._embedding_dims
         if self._output_order == "model":
-            others = [every[i] for i in range(len(every)) if i not in self._exchanged]
-            self._output_names = names + [name for sharding in others for name in sharding.embedding_names()]
-            self._output_dims = layout.dims + [dim for sharding in others for dim in sharding.embedding_dims()]
+            others = self._others
+            self._output_names = [*self._exchanged_names().values(), *names_of(others).values()]
+            self._output_dims = layout.dims + [dim for each in others for dim in each.embedding_dims()]
 
-    def _reasons_to_fall_back(self) -> list[str | None]:
-        """Return, of each sharding, why it stays with TorchRec, alike on all ranks, or None if it is exchanged."""
-        if self._is_weighted:
-            whole = "bags have weights"
-        elif isinstance(self._env, ShardingEnv2D):
-            whole = "2D parallelism"
-        else:
-            whole = None
-        shardings: list[Any] = self._embedding_shardings
-        reasons = [why_not_exchanged(each, self._options.wire_dtype) or whole for each in shardings]
-        alone = why_not_together([each for each, reason in zip(shardings, reasons, strict=True) if reason is None])
-        return [reason or alone for reason in reasons]
+    @property
+    def _others(self) -> list[Any]:
+        """The shardings whose columns the exchange does not fill."""
+        return [each for i, each in enumerate(self._embedding_shardings) if i not in self._ours]
 
     def _options_for(self, shardings: Sequence[Any]) -> ExchangeOptions:
         """Return the options, with the lookups' type, and the collective where the rows' update is FBGEMM's alone."""
@@ -122,7 +151,7 @@ class OverlapShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         reasons = {reason for group in groups if (reason := only_fbgemm(group.fused_params or {}, backward))}
         if backward == "collective" or not reasons:
             return options
-        if self._env.rank == 0:
+        if self._logs:
             log.warning("backward %s: gradients go by the collective: %s", backward, ", ".join(sorted(reasons)))
         return replace(options, backward="collective")
 
@@ -139,10 +168,8 @@ class OverlapShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
     @property
     def leading_columns(self) -> int:
         """Columns that the model may fill in front of the output, see `ExchangeOptions`; 0 where there are none."""
-        # Where it takes ids, an exchange fills the columns of data-parallel tables as well.
         # A division makes other tensors of it.
-        fills_all = self._takes_ids or len(self._exchanged) == len(self._embedding_shardings)
-        if self.exchange is None or self._output_order != "model" or not fills_all or self._has_mean_pooling_callback:
+        if self.exchange is None or self._output_order != "model" or self._others or self._has_mean_pooling_callback:
             return 0
         options = self.exchange.options
         return options.leading_columns if BACKENDS[options.backend].stores_to_peers else 0
@@ -151,8 +178,9 @@ class OverlapShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         """Return why this module leaves the ids to TorchRec, alike on all ranks, or None if `take_ids` would work."""
         if self.exchange is None:
             return "it exchanges nothing"
-        if len(self._exchanged) + len(self._replicated) < len(self._embedding_shardings):
-            return "some of its tables stay with TorchRec"
+        every: list[Any] = self._embedding_shardings
+        if (reason := why_not_beside_graphs(every[i] for i in self._stock())) is not None:
+            return reason
         for i in self._replicated:
             if (reason := why_not_looked_up(self._embedding_shardings[i])) is not None:
                 return f"its data-parallel tables stay with TorchRec: {reason}"
@@ -163,27 +191,45 @@ class OverlapShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
             return "a tracker is registered"
         return None
 
+    def _stock(self) -> list[int]:
+        """Return the numbers of the shardings that stay with TorchRec where the exchange takes ids."""
+        ours = {*self._exchanged, *self._replicated}
+        return [i for i in range(len(self._embedding_shardings)) if i not in ours]
+
     def take_ids(self, keys: Sequence[str], bound: BatchBound) -> None:
         """From now on, send ids to the owners of their rows by the exchange; a collective, see `Exchange.take_ids`."""
         assert self.exchange is not None
+        stock = self._stock()
+        self.stock = StockTables(self, stock) if stock else None
         if self._replicated:
             every: list[Any] = self._embedding_shardings
-            names = [name for sharding in every for name in sharding.embedding_names()]
-            if self._output_order == "model":
-                names = self._in_model_order(names)
+            self._ours = sorted({*self._exchanged, *self._replicated})
             exchanged = [shard for shards in self.exchange.layout.by_owner for shard in shards]
             shardings, lookups = ([kept[i] for i in self._replicated] for kept in (every, self._lookups))
-            layout = Layout(exchanged + replicated_shards(shardings), names, self.exchange.layout.world_size)
+            shards, names = exchanged + replicated_shards(shardings), list(self._exchanged_names())
+            layout = Layout(shards, names, self.exchange.layout.world_size)
             self.exchange.take_ids(keys, bound, layout, ReplicatedTables.of(shardings, lookups))
-            self._output_names, self._output_dims = names, layout.dims
+            self._order_output(layout)
         else:
             self.exchange.take_ids(keys, bound)
         self._takes_ids = True
         if self._has_mean_pooling_callback:
-            summed = set(self._pooling_type_to_rs_features[PoolingType.SUM.value])
-            features = [name.partition("@")[0] for name in self._embedding_names]
-            rows = torch.tensor([len(keys) if name in summed else list(keys).index(name) for name in features])
-            self._divided_by = rows.repeat_interleave(torch.tensor(self._embedding_dims)).to(self._device)
+            self._divided_by = self._rows_of_divisor(keys).to(self._device)
+
+    def _rows_of_divisor(self, keys: Sequence[str]) -> torch.Tensor:
+        """Return [D_total] int64: for each column in TorchRec's order the feature of `keys` whose lengths divide it.
+
+        It is len(keys) for a column that is not divided. TorchRec's `_create_mean_pooling_divisor` decides which: only
+        the first of the columns of a feature that is pooled to sums of partial sums is none of its means.
+        """
+        every: list[Any] = self._embedding_shardings
+        features = [name for sharding in every for name in sharding.feature_names()]
+        undivided = {features.index(name) for name in self._pooling_type_to_rs_features[PoolingType.SUM.value]}
+        columns = list(range(len(features)))
+        if len(self._embedding_names) != len(features):
+            columns = [features.index(name.partition("@")[0]) for name in self._embedding_names]
+        rows = [len(keys) if i in undivided else list(keys).index(features[i]) for i in columns]
+        return torch.tensor(rows).repeat_interleave(torch.tensor(self._embedding_dims))
 
     def _divisor(self, features: KeyedJaggedTensor) -> torch.Tensor:
         """Return the divisors [b, D_total] of the columns in TorchRec's order, as its `ctx.divisor`.
@@ -193,10 +239,6 @@ class OverlapShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         lengths = features.lengths().view(len(features.keys()), -1)
         return torch.cat([lengths, torch.ones_like(lengths[:1])]).index_select(0, self._divided_by).T + 1e-6
 
-    def _in_model_order(self, names: Sequence[str]) -> list[str]:
-        positions = {name: i for i, name in enumerate(model_order(self._embedding_bag_configs))}
-        return sorted(names, key=positions.__getitem__)
-
     def forward(self, *input: Any, **kwargs: Any) -> LazyAwaitable[KeyedTensor]:
         """Look up and exchange, as TorchRec's sharded module does; where ids are taken, they are sent here at last."""
         if not self._takes_ids:
@@ -204,7 +246,11 @@ class OverlapShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         assert self.exchange is not None
         (features,) = (*input, *kwargs.values())
         self.exchange.check_samples(features.stride(), self.training)
-        awaitable = self._awaitable([self.exchange.start_sent(features)])
+        exchanged, others = self.exchange.start_sent(features), {}
+        if self.stock is not None:
+            pooled = zip(self.stock.numbers, self.stock.pooled(features), strict=True)
+            others = {number: NoWait(each) for number, each in pooled}
+        awaitable = self._awaitable(self._in_order(exchanged, others))
         if self._has_mean_pooling_callback:
             awaitable.callbacks.append(partial(self._divide, divisor=self._divisor(features)))
         return awaitable
@@ -264,7 +310,7 @@ class OverlapShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
 
     def _tell_once(self, reason: str) -> None:
         """Say why a step stays with TorchRec, on rank 0, the first time."""
-        if reason not in self._reasons_told and self._env.rank == 0:
+        if reason not in self._reasons_told and self._logs:
             log.warning("backend %s: steps stay with TorchRec: %s", self._options.backend, reason)
         self._reasons_told.add(reason)
 
@@ -279,9 +325,9 @@ class OverlapShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         if self._output_order == "model" or not others:
             return [exchanged, *others.values()]
         every: list[Any] = self._embedding_shardings
-        widths = [sum(every[i].embedding_dims()) for i in self._exchanged]
+        widths = [sum(every[i].embedding_dims()) for i in self._ours]
         parts = cache(lambda: exchanged.wait().split(widths, dim=1))
-        ours = {i: _Part(parts, number) for number, i in enumerate(self._exchanged)}
+        ours = {i: _Part(parts, number) for number, i in enumerate(self._ours)}
         return [ours[i] if i in ours else others[i] for i in range(len(every))]
 
     def _divide(self, pooled: KeyedTensor, divisor: torch.Tensor) -> KeyedTensor:
@@ -308,6 +354,27 @@ class _Part(Awaitable[torch.Tensor]):
 
     def _wait_impl(self) -> torch.Tensor:
         return self._parts()[self._number]
+
+
+def reasons_to_fall_back(
+    shardings: Mapping[str, Any], env: ShardingEnv, is_weighted: bool, wire_dtype: torch.dtype
+) -> dict[str, str | None]:
+    """Return by sharding type why tables of a module stay with TorchRec, alike on all ranks, or None if they do not.
+
+    Args:
+        shardings: sharding type -> TorchRec's sharding.
+        is_weighted: whether the module's bags have weights.
+        wire_dtype: in which pooled embeddings would travel.
+    """
+    if is_weighted:
+        whole = "bags have weights"
+    elif isinstance(env, ShardingEnv2D) and env.sharding_strategy == ShardingStrategy.FULLY_SHARDED:
+        whole = "2D parallelism with fully sharded rows"
+    else:
+        whole = None
+    reasons = {kind: why_not_exchanged(each, wire_dtype) or whole for kind, each in shardings.items()}
+    alone = why_not_together([shardings[kind] for kind, reason in reasons.items() if reason is None])
+    return {kind: reason or alone for kind, reason in reasons.items()}
 
 
 def _weighted(ids: KeyedJaggedTensor) -> bool:

@@ -12,6 +12,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from dlrm_overlap.backends import BACKENDS, BACKWARDS, EXCHANGED
 from dlrm_overlap.config import EmbeddingConfig, InputError
+from dlrm_overlap.embedding.codecs import precisions
 from dlrm_overlap.embedding.options import PUTS, WIRE_DTYPES, ExchangeOptions
 from dlrm_overlap.embedding.sharded_module import OverlapShardedEmbeddingBagCollection, exchanges
 from dlrm_overlap.embedding.shardings import check_columns
@@ -69,6 +70,8 @@ class OverlapEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
         """Take TorchRec's arguments, the configuration's keys of section `embedding`, and the form of the output.
 
         Args:
+            qcomm_codecs_registry: one that asks for the same of fp32, bf16 and fp16 both ways gives the wire its type;
+                under another, tables stay with TorchRec.
             copy_output: return a copy of the pooled embeddings. False returns the window that peers have stored them
                 in, which saves reading and writing them once more; it must be let go of before the next forward of the
                 module, which raises `WindowHeldError` otherwise.
@@ -94,6 +97,12 @@ class OverlapEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
         ):
             if value not in known:
                 raise InputError(f"{name}: {value!r} is not known; take one of {', '.join(known)}")
+        asked = precisions(qcomm_codecs_registry)
+        if wire_dtype != "fp32" and asked and asked != {wire_dtype}:
+            found = " and ".join(sorted(asked))
+            raise InputError(f"wire_dtype: {wire_dtype!r}, but qcomm_codecs_registry has {found}; give one of the two")
+        if len(asked) == 1 and asked <= WIRE_DTYPES.keys():
+            (wire_dtype,) = asked
         if output_dtype not in ("fp32", wire_dtype):
             raise InputError(f"output_dtype: {output_dtype!r}, but the wire's type is {wire_dtype}; take fp32 or that")
         for name, count, least, cure in (

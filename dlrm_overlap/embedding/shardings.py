@@ -7,34 +7,36 @@ from typing import Any
 
 import torch
 from fbgemm_gpu.split_embedding_configs import SparseType
-from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.sharding.cw_sharding import CwPooledEmbeddingSharding
 from torchrec.distributed.sharding.grid_sharding import GridPooledEmbeddingSharding
 from torchrec.distributed.sharding.rw_sharding import RwPooledEmbeddingSharding
 from torchrec.distributed.sharding.tw_sharding import TwPooledEmbeddingSharding
+from torchrec.distributed.sharding.twcw_sharding import TwCwPooledEmbeddingSharding
 from torchrec.distributed.sharding.twrw_sharding import TwRwPooledEmbeddingSharding
-from torchrec.distributed.types import ParameterSharding
+from torchrec.distributed.types import CommOp, ParameterSharding
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType, data_type_to_dtype
 from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.config import InputError
-from dlrm_overlap.embedding.layout import FeatureShard, Layout
+from dlrm_overlap.embedding.codecs import precisions
+from dlrm_overlap.embedding.layout import FeatureShard, Layout, distinct
 from dlrm_overlap.embedding.options import WIRE_DTYPES
-from dlrm_overlap.embedding.replicated import MOST_COLUMNS, names_a_feature_twice
-from dlrm_overlap.embedding.tables import unsupported
+from dlrm_overlap.embedding.replicated import MOST_COLUMNS
+from dlrm_overlap.embedding.tables import unsupported, why_not_checked_together
 
 _EXCHANGED = (
     TwPooledEmbeddingSharding,
     CwPooledEmbeddingSharding,
+    TwCwPooledEmbeddingSharding,
     RwPooledEmbeddingSharding,
     TwRwPooledEmbeddingSharding,
     GridPooledEmbeddingSharding,
 )
-# TorchRec pools sums of these, and divides them by the lengths of the whole bags after the exchange.
-_DIVIDED_LATER = RwPooledEmbeddingSharding, TwRwPooledEmbeddingSharding
-_CUT_BY_ROWS = (*_DIVIDED_LATER, GridPooledEmbeddingSharding)
+# TorchRec pools sums of these, and divides by the lengths of the whole bags after the exchange, if it does.
+_CUT_BY_ROWS = RwPooledEmbeddingSharding, TwRwPooledEmbeddingSharding, GridPooledEmbeddingSharding
+_CUT_BY_COLUMNS = CwPooledEmbeddingSharding, TwCwPooledEmbeddingSharding, GridPooledEmbeddingSharding
 # TorchRec reduces the partial sums of these within a host first.
 _BY_HOST = TwRwPooledEmbeddingSharding, GridPooledEmbeddingSharding
 _OUTPUT_TYPES = (SparseType.FP32, SparseType.BF16, SparseType.FP16)
@@ -70,13 +72,36 @@ def why_not_exchanged(sharding: Any, wire_dtype: torch.dtype) -> str | None:
     """
     if type(sharding) not in _EXCHANGED:
         return f"shards of type {type(sharding).__name__} are not exchanged"
-    if sharding.qcomm_codecs_registry:
-        return "quantised communication: use wire_dtype instead"
-    # Not by the sharding's names, among which those of a table that is cut by columns stand once.
-    if any(names_a_feature_twice(group) for group in groups_of(sharding)):
-        return "a table names a feature twice"
+    if (reason := _why_not_sent(sharding, wire_dtype)) is not None:
+        return reason
+    # TorchRec gives the columns of both one name, with those of each shard side by side.
+    if isinstance(sharding, _CUT_BY_COLUMNS) and any(_names_a_feature_twice(group) for group in groups_of(sharding)):
+        return "a table that is cut by columns names a feature twice"
     reasons = (_why_not_pooled(group, wire_dtype) for group in groups_of(sharding))
     return next((reason for reason in reasons if reason is not None), None)
+
+
+def _names_a_feature_twice(group: Any) -> bool:
+    return any(len(set(table.feature_names)) < len(table.feature_names) for table in group.embedding_tables)
+
+
+def _why_not_sent(sharding: Any, wire_dtype: torch.dtype) -> str | None:
+    """Return why `wire_dtype` cannot take the place of the codecs of a sharding, or None if it can."""
+    asked = precisions(sharding.qcomm_codecs_registry, _collectives(sharding))
+    if not asked:
+        return None
+    if {WIRE_DTYPES.get(precision) for precision in asked} != {wire_dtype}:
+        return f"quantised communication: {' and '.join(sorted(asked))}"
+    if outputs := output_types(sharding) - {SparseType.FP32}:  # which TorchRec's codecs decode to float32
+        return f"quantised communication of output of type {outputs.pop().value}"
+    return None
+
+
+def _collectives(sharding: Any) -> list[CommOp]:
+    """Return the collectives by which TorchRec would send a sharding's pooled embeddings."""
+    summed = [CommOp.POOLED_EMBEDDINGS_REDUCE_SCATTER] if isinstance(sharding, _CUT_BY_ROWS) else []
+    alone = isinstance(sharding, RwPooledEmbeddingSharding)
+    return summed if alone else [*summed, CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL]
 
 
 def _why_not_pooled(group: Any, wire_dtype: torch.dtype) -> str | None:
@@ -98,6 +123,11 @@ def _why_not_pooled(group: Any, wire_dtype: torch.dtype) -> str | None:
     return unsupported(params)
 
 
+def names_of(shardings: Sequence[Any]) -> dict[str, str]:
+    """Return the names of the pooled embeddings of shardings in TorchRec's order, see `distinct`."""
+    return distinct(name for sharding in shardings for name in sharding.embedding_names())
+
+
 def groups_of(sharding: Any) -> list[Any]:
     """Return the `GroupedEmbeddingConfig`s of a sharding's lookups on all ranks."""
     return [group for groups in sharding._grouped_embedding_configs_per_rank for group in groups]
@@ -113,9 +143,7 @@ def why_not_together(shardings: Sequence[Any]) -> str | None:
     types = {output.value for sharding in shardings for output in output_types(sharding)}
     if len(types) > 1:
         return f"outputs of types {' and '.join(sorted(types))}"
-    params = [group.fused_params or {} for sharding in shardings for group in groups_of(sharding)]
-    modes = {BoundsCheckMode(each.get("bounds_check_mode", BoundsCheckMode.WARNING)).name for each in params}
-    return f"bounds check modes {' and '.join(sorted(modes))}" if len(modes) > 1 else None
+    return why_not_checked_together(group.fused_params or {} for sharding in shardings for group in groups_of(sharding))
 
 
 def hosts_of(sharding: Any) -> int:
@@ -154,12 +182,12 @@ def _rank_order(features: int, batch_sizes: tuple[int, ...], hosts: int, device:
 
 
 def model_order(tables: Sequence[EmbeddingBagConfig]) -> list[str]:
-    """Return the names of the pooled embeddings in the order of the unsharded module."""
-    return [name for names in get_embedding_names_by_table(list(tables)) for name in names]
+    """Return the distinct names of the pooled embeddings in the order of the unsharded module."""
+    return list(distinct(name for names in get_embedding_names_by_table(list(tables)) for name in names))
 
 
 def build_layout(shardings: Sequence[Any], names: Sequence[str], world_size: int) -> Layout:
-    """Return the layout of shardings, alike on all ranks, for an output in order of `names`.
+    """Return the layout of shardings, alike on all ranks, for an output in order of the distinct `names`.
 
     Args:
         shardings: TorchRec's; sharding i has its ids in input i of each rank.
@@ -170,11 +198,10 @@ def build_layout(shardings: Sequence[Any], names: Sequence[str], world_size: int
         lookup = 0
         for number, sharding in enumerate(shardings):
             feature = 0
-            only_sums = isinstance(sharding, _DIVIDED_LATER)
             by_rows = isinstance(sharding, _CUT_BY_ROWS)
             for config in sharding._grouped_embedding_configs_per_rank[owner]:
                 for index, table in enumerate(config.embedding_tables):
-                    for name, feature_name in zip(table.embedding_names, table.feature_names, strict=True):
+                    for name, feature_name in zip(distinct(table.embedding_names), table.feature_names, strict=True):
                         first_row, first_column = table.local_metadata.shard_offsets
                         columns = name, first_column
                         shard = FeatureShard(
@@ -186,7 +213,7 @@ def build_layout(shardings: Sequence[Any], names: Sequence[str], world_size: int
                             table=index,
                             first_column=first_column,
                             dim=table.local_cols,
-                            mean=config.pooling == PoolingType.MEAN and not only_sums,
+                            mean=config.pooling == PoolingType.MEAN and not by_rows,
                             dtype=data_type_to_dtype(config.data_type),
                             feature_name=feature_name,
                             rows=(first_row, first_row + table.local_rows) if by_rows else (0, 0),

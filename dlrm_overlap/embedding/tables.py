@@ -1,7 +1,7 @@
 """This rank's rows, where FBGEMM keeps them: ids outside them, and their update by FBGEMM's own operator."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -64,11 +64,12 @@ class LocalTables:
 
     @property
     def bounds_check(self) -> BoundsCheckMode:
-        """The treatment of an id outside its table.
+        """The treatment of an id outside its table, the strictest that a lookup asks for.
 
         NONE does not look for such ids, IGNORE and WARNING take row 0 instead, FATAL stops.
         """
-        return BoundsCheckMode(self.lookups[0].bounds_check_mode_int) if self.lookups else BoundsCheckMode.NONE
+        modes = (BoundsCheckMode(lookup.bounds_check_mode_int) for lookup in self.lookups)
+        return min(modes, default=BoundsCheckMode.NONE)
 
     def storage(self) -> tuple[int, ...]:
         """Return the addresses of the lookups' rows and states, which change when these are moved or replaced."""
@@ -194,6 +195,22 @@ class BadIds:
         if self.mode == BoundsCheckMode.WARNING and not self._warned:
             log.warning("%s; row 0 was taken. Later ones are not reported", message)
             self._warned = True
+
+
+def bounds_check_modes(fused_params: Iterable[Mapping[str, Any]]) -> set[BoundsCheckMode]:
+    """Return the bounds check modes of lookups made with these; the least is the strictest."""
+    modes = (each.get("bounds_check_mode", BoundsCheckMode.WARNING) for each in fused_params)  # FBGEMM's default
+    return {BoundsCheckMode[BoundsCheckMode(mode).name.removeprefix("V2_")] for mode in modes}
+
+
+def why_not_checked_together(fused_params: Iterable[Mapping[str, Any]]) -> str | None:
+    """Return why ids of lookups made with these cannot be checked by the strictest mode of all, or None if they can.
+
+    Those of a table that does not ask for FATAL must not stop the run.
+    """
+    modes = bounds_check_modes(fused_params)
+    unlike = len(modes) > 1 and BoundsCheckMode.FATAL in modes
+    return f"bounds check modes {' and '.join(sorted(mode.name for mode in modes))}" if unlike else None
 
 
 def bad_id_message(name: str, value: int | None, rows: int) -> str:

@@ -22,7 +22,8 @@ which may refuse a good run.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+
+import numpy as np
 
 Losses = Mapping[int, float]
 """step -> logged training loss"""
@@ -33,20 +34,6 @@ _LOOK_AHEAD = 1.25
 _GREATEST_NOISE = 0.1
 _WINDOWS = 5
 _LEAST_LOSS = 1e-30  # below it, a relative difference means nothing and may overflow
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """How a run's losses compare with those of the reference runs."""
-
-    fault: str | None
-    """the fault at the first step where they part; None if they agree"""
-    max_difference: float | None
-    """greatest relative difference of a loss from the reference runs' mean; None if no loss can be compared"""
-    max_difference_step: int | None
-    """its step"""
-    closest: "Comparison | None"
-    """the comparison whose difference takes the greatest share of its bound"""
 
 
 @dataclass(frozen=True)
@@ -68,6 +55,20 @@ class Comparison:
         return self.difference / self.bound if self.bound else math.inf if self.difference else 0.0
 
 
+@dataclass(frozen=True)
+class Verdict:
+    """How a run's losses compare with those of the reference runs."""
+
+    fault: str | None
+    """the fault at the first step where they part; None if they agree"""
+    max_difference: float | None
+    """greatest relative difference of a loss from the reference runs' mean; None if no loss can be compared"""
+    max_difference_step: int | None
+    """its step"""
+    closest: Comparison | None
+    """the comparison whose difference takes the greatest share of its bound"""
+
+
 def loss_bound(reference: Sequence[Losses], rtol: float, window: int = 1) -> dict[int, float]:
     """Return step -> greatest relative difference from the reference runs' mean loss that agrees.
 
@@ -82,26 +83,20 @@ def loss_bound(reference: Sequence[Losses], rtol: float, window: int = 1) -> dic
     Returns:
         A bound for each step at which every run has a finite loss, but the first `window` - 1.
     """
-    steps = _comparable_steps(reference)
-    runs = len(reference)
-    if runs == 1:
-        return dict.fromkeys(steps[window - 1 :], rtol)
-    expected = _mean_losses(reference, steps)
-    deviations = [_differences(run, expected, steps) for run in reference]
-    variances = [sum(d * d for d in at_step) / (runs - 1) for at_step in zip(*deviations, strict=True)]
+    steps, losses = _table(reference)
+    steps, runs = steps[window - 1 :], len(reference)
+    if runs == 1 or not steps:
+        return dict.fromkeys(steps, rtol)
+    deviations = _differences(losses, losses.mean(0))
+    variances = (deviations**2).sum(0) / (runs - 1)
     if window > 1:
         # The means of few runs may cancel by luck, hence at least those of independent deviations.
-        independent = [v / window for v in _trailing_means(variances, window)]
-        means = [_trailing_means(each, window) for each in deviations]
-        of_means = [sum(d * d for d in at_step) / (runs - 1) for at_step in zip(*means, strict=True)]
-        variances = [max(both) for both in zip(independent, of_means, strict=True)]
-    greatest = [math.sqrt(v * (1 + 1 / runs)) for v in accumulate(variances, max)]
-    factor = _FACTORS.get(runs, _FACTOR_OF_MORE)
-    bound = {}
-    for i, step in enumerate(steps[window - 1 :]):
-        ahead = min(len(greatest) - 1, math.ceil(i * _LOOK_AHEAD) + 1)
-        bound[step] = max(rtol, min(_GREATEST_NOISE, factor * greatest[ahead]))
-    return bound
+        of_means = (_means(deviations, window) ** 2).sum(0) / (runs - 1)
+        variances = np.maximum(_means(variances, window) / window, of_means)
+    greatest = np.maximum.accumulate(np.sqrt(variances * (1 + 1 / runs)))
+    ahead = np.minimum(np.ceil(np.arange(len(steps)) * _LOOK_AHEAD).astype(int) + 1, len(steps) - 1)
+    bounds = np.minimum(_FACTORS.get(runs, _FACTOR_OF_MORE) * greatest[ahead], _GREATEST_NOISE)
+    return dict(zip(steps, np.maximum(bounds, rtol).tolist(), strict=True))
 
 
 def judge(losses: Losses, reference: Sequence[Losses], rtol: float) -> Verdict:
@@ -112,13 +107,9 @@ def judge(losses: Losses, reference: Sequence[Losses], rtol: float) -> Verdict:
         reference: the same of each reference run; several widen the tolerance (`loss_bound`).
         rtol: greatest relative difference that agrees where no noise was measured.
     """
-    steps = _comparable_steps([losses, *reference])
-    bound = loss_bound(reference, rtol)
-    expected = _mean_losses(reference, steps)
-    signed = _differences(losses, expected, steps)
-    single = [Comparison(step, step, abs(d), bound[step]) for step, d in zip(steps, signed, strict=True)]
-    means = _compare_means(steps, signed, reference, rtol) if len(reference) > 1 else []
-    fault = _first_fault(losses, reference, {c.step: c for c in single}, rtol)
+    single = _compare(losses, reference, rtol, 1)
+    means = _compare(losses, reference, rtol, max(2, len(single) // _WINDOWS)) if len(reference) > 1 else []
+    fault = _first_fault(losses, reference, {each.step: each for each in single}, rtol)
     if fault is None and (parted := next((mean for mean in means if mean.difference > mean.bound), None)):
         fault = (
             f"steps {parted.first_step} to {parted.step}: losses differ by {parted.difference:.1e} in the mean; "
@@ -133,15 +124,14 @@ def judge(losses: Losses, reference: Sequence[Losses], rtol: float) -> Verdict:
     )
 
 
-def _compare_means(
-    steps: Sequence[int], signed: Sequence[float], reference: Sequence[Losses], rtol: float
-) -> list[Comparison]:
-    """Compare the means of a fifth of the logged losses, two at least, each ending at one of `steps`."""
-    window = max(2, len(steps) // _WINDOWS)
+def _compare(losses: Losses, reference: Sequence[Losses], rtol: float, window: int) -> list[Comparison]:
+    """Compare the means of each `window` consecutive logged losses with the reference runs' mean."""
+    steps, table = _table([losses, *reference])
     bound = loss_bound(reference, rtol, window)
+    differences = np.abs(_means(_differences(table[0], table[1:].mean(0)), window)).tolist()
     return [
-        Comparison(first, last, abs(mean), bound[last])
-        for first, last, mean in zip(steps, steps[window - 1 :], _trailing_means(signed, window), strict=False)
+        Comparison(first, last, difference, bound[last])
+        for first, last, difference in zip(steps, steps[window - 1 :], differences, strict=False)
     ]
 
 
@@ -170,24 +160,23 @@ def _rule(bound: float, runs: int) -> str:
     return f"tolerance {bound:g}" if runs == 1 else f"bound {bound:.1e}, from {runs} reference runs"
 
 
-def _comparable_steps(runs: Sequence[Losses]) -> list[int]:
-    """Return the steps at which every run has a finite loss."""
+def _table(runs: Sequence[Losses]) -> tuple[list[int], np.ndarray]:
+    """Return the steps at which every run has a finite loss, and these losses, [runs, steps]."""
     common = set(runs[0]).intersection(*runs[1:])
-    return sorted(step for step in common if all(math.isfinite(run[step]) for run in runs))
+    steps = sorted(step for step in common if all(math.isfinite(run[step]) for run in runs))
+    return steps, np.array([[run[step] for step in steps] for run in runs])
 
 
-def _mean_losses(runs: Sequence[Losses], steps: Sequence[int]) -> dict[int, float]:
-    return {step: sum(run[step] for run in runs) / len(runs) for step in steps}
+def _differences(losses: np.ndarray, expected: np.ndarray) -> np.ndarray:
+    """Return the signed relative differences of `losses` [.., steps] from `expected` [steps]."""
+    return (losses - expected) / np.maximum(np.abs(expected), _LEAST_LOSS)
 
 
-def _differences(losses: Losses, expected: Losses, steps: Sequence[int]) -> list[float]:
-    """Return the signed relative differences of `losses` from `expected` at `steps`."""
-    return [(losses[step] - expected[step]) / max(abs(expected[step]), _LEAST_LOSS) for step in steps]
-
-
-def _trailing_means(values: Sequence[float], window: int) -> list[float]:
-    """Return the mean of each `window` consecutive values: 3, 5 for 2, 4, 6 and a window of 2."""
-    return [sum(values[i : i + window]) / window for i in range(len(values) - window + 1)]
+def _means(values: np.ndarray, window: int) -> np.ndarray:
+    """Return the mean of each `window` consecutive values [.., steps]: 3, 5 for 2, 4, 6 and a window of 2."""
+    if values.shape[-1] < window:
+        return values[..., :0]
+    return np.lib.stride_tricks.sliding_window_view(values, window, axis=-1).mean(-1)
 
 
 def _show(loss: float | None) -> str:

@@ -87,7 +87,7 @@ def add_backward(sim: Simulation, after: Sequence[Sequence[int]], sorted_ids: Se
         sorted_ids: for each rank, the activities that sort its ids; the collective sorts them itself.
     """
     config, cluster, work = sim
-    received, several = work.pair_bytes * work.shares.links, cluster.world_size > 1
+    received, several = sim.pair_bytes().T, cluster.world_size > 1  # gradients of what was sent
     kernel = {"lane": "memory", "delay_s": config.gpu.kernel_us / 1e6}
     seconds = rows_s(config, work) * work.shares.memory
     sent = [list(each) for each in after]

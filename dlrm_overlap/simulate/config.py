@@ -88,9 +88,9 @@ class WorkConfig:
     """instead: samples of all ranks, so that a rank's share shrinks with the number of ranks"""
     dense_features: PositiveInt = 13
     """dense inputs of a sample"""
-    plan: Literal["auto", "even"] = "auto"
-    """auto: as `embedding.plan: auto` places the tables on so many ranks; even: as if every table could be divided
-    evenly over all ranks"""
+    plan: Literal["auto", "torchrec", "even"] = "auto"
+    """auto: as `embedding.plan: auto` places the tables on so many ranks, without cuts by rows; torchrec: as TorchRec's
+    planner does, which also cuts tables by rows; even: as if every table could be divided evenly over all ranks"""
     row_bytes: PositiveInt = 4
     """of an element of a row"""
     id_bytes: PositiveInt = 8

@@ -39,7 +39,7 @@ def describe(simulated: Simulated) -> dict[str, Any]:
         "id_bytes": config.work.id_bytes,
         "ids": exchange.ids,
         "plan": config.work.plan,
-        **{f"fullest_{name}": f"{float(each.max()):.4g}" for name, each in work.shares._asdict().items()},
+        **{f"fullest_{name}": f"{float(getattr(work.shares, name).max()):.4g}" for name in ("memory", "links", "ids")},
         "idle_ranks": work.shares.idle_ranks,
         "hbm_bytes": round(work.hbm_bytes),
         "link_bytes": round(work.link_bytes),

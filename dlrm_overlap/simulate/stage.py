@@ -53,7 +53,14 @@ class Simulation(NamedTuple):
     def of(config: SimulateConfig) -> "Simulation":
         """Return a simulation without an activity yet."""
         cluster = Cluster(_topology(config), config.network.latency_ns / 1e9, config.gpu.peer_us / 1e6)
-        return Simulation(config, cluster, build_workload(config.model, config.work, cluster.world_size))
+        where, dense = (cluster.world_size, config.network.gpus_per_host), config.exchange.backend == "torchrec"
+        return Simulation(config, cluster, build_workload(config.model, config.work, *where, dense))
+
+    def pair_bytes(self) -> np.ndarray:
+        """Return [W, W]: the bytes of pooled embeddings from each rank, a row, to each other, a column."""
+        shares, ranks = self.work.shares, range(self.cluster.world_size)
+        same_host = np.stack([self.cluster.same_host(rank) for rank in ranks])
+        return self.work.pair_bytes * np.where(same_host, shares.near[:, None], shares.away[:, None])
 
 
 @lru_cache(maxsize=8)
@@ -115,7 +122,7 @@ def send_all(
 ) -> list[int]:
     """Send `pair_bytes` from each rank to each other at once: by the collective library, or by stores and puts.
 
-    `pair_bytes` is [W, 1], of the rank that sends, or [W], of the rank that receives.
+    `pair_bytes` is [W, W], a row a rank that sends, or [W], of the rank that receives.
     """
     config, cluster, _ = sim
     gpu, W = config.gpu, cluster.world_size
@@ -136,20 +143,20 @@ def send_all(
 
 def _collective_forward(sim: Simulation, after: Sequence[Sequence[int]], copies: bool) -> list[int]:
     config, cluster, work = sim
-    gpu, several, sent = config.gpu, cluster.world_size > 1, work.pair_bytes * work.shares.links
+    gpu, several = config.gpu, cluster.world_size > 1
 
     def pass_s(nbytes: float | np.ndarray) -> float | np.ndarray:
         return 2 * nbytes / gpu.copy_gb_per_s / 1e9
 
     seconds = pooling_s(gpu.baseline, work)
     if several and copies:
-        seconds = seconds + pass_s(sent * cluster.world_size)
+        seconds = seconds + pass_s(work.pair_bytes * work.shares.links * cluster.world_size)
     looked_up = cluster.add_each(
         "lookup", [cluster.memory], seconds, after, lane="memory", size=work.hbm_bytes, delay_s=gpu.baseline.us / 1e6
     )
     if not several:  # one rank's output is neither sent nor copied
         return looked_up
-    here = send_all(sim, sent[:, None], each_alone(looked_up), "all-to-all", collective=True)
+    here = send_all(sim, sim.pair_bytes(), each_alone(looked_up), "all-to-all", collective=True)
     nbytes = work.pooled_bytes
     return cluster.add_each("unpack", [cluster.memory], pass_s(nbytes), each_alone(here), lane="memory", size=nbytes)
 
@@ -200,21 +207,21 @@ def _fused_forward(sim: Simulation, after: Sequence[Sequence[int]]) -> list[int]
     lookup = gpu.fused if exchange.backend == "fused" else gpu.pgas
     schedule = resolve_schedule(exchange.schedule)
     count = max(exchange.waves, 4 * W) if hosts == 1 else exchange.waves
-    alone_s, links = pooling_s(lookup, work), work.shares.links
+    alone_s, pair_bytes = pooling_s(lookup, work), sim.pair_bytes()
     to_host = work.pair_bytes * config.network.gpus_per_host
     # Unless destinations take turns, a rank pools for one host at a time.
     put = puts_to_host(config, work, to_host / alone_s.mean() * (1 if schedule == "balanced" else hosts))
     arriving_s = work.pair_bytes / gpu.memory_gb_per_s / 1e9  # of a peer's memory, for the stores of one rank
     ends = []
     for rank in range(W):
-        near, pair_bytes = cluster.same_host(rank), work.pair_bytes * links[rank]
+        near = cluster.same_host(rank)
         parts = waves(rank, W, schedule, count)
         if hosts == 1:
             parts = _merge(parts)
         last, puts = list(after[rank]), {}
         delay_s = lookup.us / 1e6
         for part in parts:
-            inside = np.where(near, part, 0.0) * pair_bytes
+            inside = np.where(near, part, 0.0) * pair_bytes[rank]
             inside[rank] = 0.0
             own_s = part.sum() / W * alone_s[rank]  # `alone_s` counts stores of peers once, in all waves
             own_s -= part.sum() / W * (near.sum() - 1) * arriving_s if W > 1 else 0.0
@@ -222,7 +229,7 @@ def _fused_forward(sim: Simulation, after: Sequence[Sequence[int]]) -> list[int]
             size = work.hbm_bytes * part.sum() / W
             last = [engine.add("pool", demands, size, last, rank=rank, lane="memory", delay_s=delay_s)]
             delay_s = 0.0
-            away = np.where(near, 0.0, part) * pair_bytes
+            away = np.where(near, 0.0, part) * pair_bytes[rank]
             if away.any():
                 issue_s = away.sum() / put.bytes * config.network.message_ns / 1e9
                 demands = cluster.sent(rank, away, issue_s=issue_s)
@@ -231,7 +238,14 @@ def _fused_forward(sim: Simulation, after: Sequence[Sequence[int]]) -> list[int]
                 before = [puts[to_same]] if to_same in puts else []
                 puts[to_same] = engine.add("put", demands, size, [ready, *before], rank=rank, lane="network")
         ends.append(engine.add("sent", {}, after=[*last, *puts.values()], rank=rank, lane="flags"))
-    return arrivals(cluster, ends, "embeddings") if W > 1 else ends
+    if W == 1:
+        return ends
+    here = arrivals(cluster, ends, "embeddings")
+    if not work.shares.added:
+        return here
+    seconds = work.pooled_bytes * work.shares.added / gpu.copy_gb_per_s / 1e9
+    kernel = {"lane": "memory", "delay_s": gpu.kernel_us / 1e6}
+    return cluster.add_each("partial sums", [cluster.memory], seconds, each_alone(here), **kernel)
 
 
 def _merge(parts: np.ndarray) -> list[np.ndarray]:

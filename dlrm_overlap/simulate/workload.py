@@ -3,35 +3,18 @@ work, and how much of it each rank has by the plan.
 """
 
 from dataclasses import dataclass
-from functools import cache, lru_cache
-from typing import NamedTuple
+from functools import cache
 
 import numpy as np
 
-from dlrm_overlap.config import InputError, ModelConfig, parse_multi_hot
-from dlrm_overlap.embedding.balance import TableLoad, balance
+from dlrm_overlap.config import ModelConfig, parse_multi_hot
+from dlrm_overlap.embedding.balance import TableLoad
 from dlrm_overlap.embedding.traffic import ShardTraffic, UpdateBytes, pooling_bytes, update_bytes
 from dlrm_overlap.simulate.config import WorkConfig
+from dlrm_overlap.simulate.shares import Placement, PlannedTable, Shares, planned_shares
 
 _EXACT_RANKS, _BIN = 4096, 1.01  # the first so many rows one by one, then rows together up to 1% more
 CACHE_BYTES = 25e6  # half of an H200's L2: either half keeps the rows that the multiprocessors beside it have read
-_CAPACITY_BYTES = 112 * 10**9  # of a rank's tables: an H200's memory, less the fifth that `embedding.plan` reserves
-
-
-class Shares(NamedTuple):
-    """Of each rank, [W], its part of the work over the mean rank's."""
-
-    memory: np.ndarray
-    """row elements that it reads"""
-    links: np.ndarray
-    """columns that it sends"""
-    ids: np.ndarray
-    """ids that it looks up and sorts: a table that is cut by columns has all its ids at each shard"""
-
-    @property
-    def idle_ranks(self) -> int:
-        """Ranks that hold no table."""
-        return int((self.links == 0).sum())
 
 
 @dataclass(frozen=True)
@@ -52,9 +35,9 @@ class Workload:
     missed_bytes: np.ndarray
     """[T] of these the rows that are not in the cache"""
     link_bytes: float
-    """out to peers in the forward"""
+    """out to peers in the forward, if no table is cut by rows"""
     pair_bytes: float
-    """of pooled embeddings from one rank to one other"""
+    """of pooled embeddings from one rank to one other, if no table is cut by rows"""
     pooled_bytes: float
     """of a rank's samples, all tables, after the exchange"""
     update: UpdateBytes
@@ -66,8 +49,17 @@ class Workload:
     shares: Shares
 
 
-def build_workload(model: ModelConfig, work: WorkConfig, world_size: int) -> Workload:
+def build_workload(
+    model: ModelConfig, work: WorkConfig, world_size: int, gpus_per_host: int | None = None, dense: bool = False
+) -> Workload:
     """Return the work of the mean rank, and the ranks' shares of it by the plan.
+
+    Args:
+        model: gives the dim.
+        work: tables and batch.
+        world_size: number of ranks.
+        gpus_per_host: ranks of a host; None: all.
+        dense: whether a collective carries partial sums, see `planned_shares`.
 
     Raises:
         InputError: if the plan has no room for the tables.
@@ -77,14 +69,15 @@ def build_workload(model: ModelConfig, work: WorkConfig, world_size: int) -> Wor
     batch, dim = samples * world_size, model.dim
     every_rows = work.rows if isinstance(work.rows, list) else [work.rows] * tables
     every_hot = work.multi_hot if isinstance(work.multi_hot, list) else [work.multi_hot] * tables
-    shards, loads, read, missed = [], [], [], []
+    shards, planned, read, missed = [], [], [], []
     for rows, spec in zip(every_rows, every_hot, strict=True):
         least, most = parse_multi_hot(spec)
         ids = batch * (least + most) / 2
         rows = min(rows, work.max_rows or rows)
         row_bytes = dim * work.row_bytes
         state_bytes = {"sgd": 0, "rowwise_adagrad": 4, "adagrad": 4 * dim}[work.optimizer]
-        loads.append(TableLoad((least + most) / 2, dim, row_bytes, rows * (row_bytes + state_bytes)))
+        load = TableLoad((least + most) / 2, dim, row_bytes, rows * (row_bytes + state_bytes))
+        planned.append(PlannedTable(load, rows, range(least, most + 1)))
         touched = expected_rows(rows, work.zipf_alpha, ids)
         read.append(ids * row_bytes / world_size)
         missed.append(misses(rows, work.zipf_alpha, ids, CACHE_BYTES / row_bytes) * row_bytes / world_size)
@@ -103,6 +96,10 @@ def build_workload(model: ModelConfig, work: WorkConfig, world_size: int) -> Wor
         gradient_bytes=work.wire_bytes,
         optimizer=work.optimizer,
     )
+    shares = Shares.even(world_size)
+    if work.plan != "even":
+        placement = Placement(work.plan, world_size, gpus_per_host or world_size, samples, work.optimizer)
+        shares = planned_shares(tuple(planned), placement, dense)
     bags = batch * tables / world_size
     own_ids = sum(shard.ids for shard in shards)
     return Workload(
@@ -119,31 +116,8 @@ def build_workload(model: ModelConfig, work: WorkConfig, world_size: int) -> Wor
         update=update,
         id_bytes=(own_ids + bags) * work.id_bytes * (world_size - 1) / world_size,
         ids=own_ids,
-        shares=_shares(tuple(loads), world_size, work.optimizer != "rowwise_adagrad", work.plan == "even"),
+        shares=shares,
     )
-
-
-@lru_cache(maxsize=32)
-def _shares(tables: tuple[TableLoad, ...], world_size: int, cut: bool, even: bool) -> Shares:
-    """Return the ranks' shares by the plan of these tables; equal ones if `even`, or if every rank gets as many alike.
-
-    Example: 2 ranks, tables of 4, 3 and 1 ids a bag, 64 columns each, none of them cut: the ranks hold the first, and
-    both others. Of memory both have 1, of columns 2/3 and 4/3, and of ids 1.
-    """
-    if even or world_size == 1 or (len(set(tables)) == 1 and len(tables) % world_size == 0):
-        return Shares(*np.ones((3, world_size)))
-    placed = balance(tables, world_size, _CAPACITY_BYTES, cut)
-    if placed is None:
-        raise InputError(
-            f"work: tables of {sum(table.bytes for table in tables) / 1e9:.0f} GB, of which {world_size} ranks have no "
-            f"room for {_CAPACITY_BYTES / 1e9:.0f} GB each; set work.max_rows, or take more ranks"
-        )
-    found = np.zeros((3, world_size))
-    for table, ranks in zip(tables, placed.ranks, strict=True):
-        columns = table.dim / len(ranks)
-        found[:, ranks] += np.array([[table.pooling * columns], [columns], [table.pooling]])
-    total = [sum(t.pooling * t.dim for t in tables), sum(t.dim for t in tables), sum(t.pooling for t in tables)]
-    return Shares(*(found * world_size / np.array(total)[:, None]))
 
 
 @cache

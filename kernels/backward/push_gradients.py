@@ -31,7 +31,9 @@ from dlrm_overlap.kernels.primitives import raise_flags, task_at
 # Columns of the shard table [parts, W, most, 3] int64.
 SOURCE = tl.constexpr(0)  # column of the output's gradient where the shard begins
 START = tl.constexpr(1)  # column of D_local where the shard begins at its owner
-PRESENT = tl.constexpr(2)  # 0: no shard, since this rank has fewer in this part than the fullest
+# 0: no shard, since this rank has fewer in this part than the fullest; 1: a shard; from 2 on: one of a table that is
+# cut by rows, whose ids are those of the share 0, 1, ..
+PRESENT = tl.constexpr(2)
 SHARD_COLUMNS = tl.constexpr(3)
 
 _NUM_WARPS = 32
@@ -47,8 +49,7 @@ class ShardTable:
     """The shards of one dim, by part and owner: where each is in the gradient, and where at its owner."""
 
     entries: torch.Tensor
-    """[parts, W, most, 3] int64: column of the gradient, column of D_local at the owner, and 1; 0 in the last column
-    where the owner has no further shard"""
+    """[parts, W, most, 3] int64: column of the gradient, column of D_local at the owner, and `PRESENT`"""
     counts: torch.Tensor
     """[parts] int32: shards in this part of the rank that has most"""
     dim: int
@@ -71,14 +72,14 @@ class PartFlags:
     """[1] int64: added to the epoch, as in `Flags`"""
 
 
-@triton.jit(do_not_specialize=[*_SIZES, "scale", "epoch"])
+@triton.jit(do_not_specialize=[*_SIZES, "scale", "epoch"], do_not_specialize_on_alignment=["offsets"])
 def _push_gradients(
-    gradient, shards, counts, windows, peers_ready, done, clock,
+    gradient, offsets, shards, counts, windows, peers_ready, done, clock,
     rank, world_size, parts, first_part, end_part,
     most, blocks, samples, batch: tl.int64, first_sample: tl.int64, scale, programs, epoch: tl.int64,
     SCHEDULE: tl.constexpr, PEERS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
     WIRE: tl.constexpr, STRIDE: tl.constexpr, WINDOW_ALIGNMENT: tl.constexpr, SOURCE_ALIGNMENT: tl.constexpr,
-    START_ALIGNMENT: tl.constexpr, SCALED: tl.constexpr,
+    START_ALIGNMENT: tl.constexpr, SCALED: tl.constexpr, SHARES: tl.constexpr,
 ):  # fmt: skip
     """Store this program's share of the shards of one dim, part after part, into the windows of their owners.
 
@@ -88,8 +89,10 @@ def _push_gradients(
 
     Memory: the program reads this rank's `gradient`, b rows STRIDE elements apart. It stores the gradient in the wire's
     type, SCALED times `scale`, to the rows from `first_sample` on of the shard's [B, DIM] in one window, this rank's or
-    a peer's; where it is not SCALED and has the wire's type, rows are copied as they are. No two programs store to one
-    place. `done` [parts] counts the programs of all dims' launches that are through with a part.
+    a peer's; where it is not SCALED and has the wire's type, rows are copied as they are. With SHARES a bag that has no
+    ids of a shard's rows, by `offsets` [shares * samples + 1], gets nothing there, since no row is updated by it. No
+    two programs store to one place. `done` [parts] counts the programs of all dims' launches that are through with a
+    part.
 
     Order: the program stores its share of a part, passes a barrier, and counts itself in `done` (acquire and release,
     GPU scope). The one of `programs` that counts last has so acquired all that the others have released. It sets the
@@ -107,12 +110,18 @@ def _push_gradients(
         for position in range(tl.program_id(0), world_size * here * blocks, tl.num_programs(0)):
             destination, which, block = task_at(position, rank, world_size, here, blocks, SCHEDULE)
             shard = shards + ((part * world_size + destination) * most + which) * SHARD_COLUMNS
-            if tl.load(shard + PRESENT) != 0:
+            present = tl.load(shard + PRESENT)
+            if present != 0:
                 source = tl.multiple_of(tl.load(shard + SOURCE), SOURCE_ALIGNMENT)
                 start = tl.multiple_of(tl.load(shard + START), START_ALIGNMENT)
                 window = tl.multiple_of(tl.load(windows + destination).to(tl.pointer_type(WIRE)), WINDOW_ALIGNMENT)
                 sample = block * ROWS + tl.arange(0, ROWS).to(tl.int64)
-                mask = (sample < samples)[:, None] & (at < DIM)[None, :]
+                live = sample < samples
+                if SHARES and present >= 2:
+                    bag = offsets + (present - 2) * samples + sample
+                    first = tl.load(bag, mask=live, other=0)
+                    live = live & (tl.load(bag + 1, mask=live, other=0) > first)
+                mask = live[:, None] & (at < DIM)[None, :]
                 rows = tl.load(gradient + sample[:, None] * STRIDE + (source + at)[None, :], mask=mask, other=0.0)
                 if SCALED:
                     rows = rows.to(tl.float32) * scale
@@ -127,7 +136,7 @@ def _push_gradients(
 
 
 _ARGUMENTS = (
-    "gradient", "shards", "counts", "windows", "peers_ready", "done", "clock",
+    "gradient", "offsets", "shards", "counts", "windows", "peers_ready", "done", "clock",
     "rank", "world_size", "parts", "first_part", "end_part",
     "most", "blocks", "samples", "batch", "first_sample", "scale", "programs", "epoch",
 )  # fmt: skip
@@ -145,6 +154,7 @@ def _compiled(
     start_alignment: int,
     gradient_bytes: int,
     scaled: bool,
+    shares: bool,
 ) -> CompiledKernel:
     block = power_of_2(dim)
     constants: dict[str, Any] = {
@@ -159,6 +169,7 @@ def _compiled(
         "SOURCE_ALIGNMENT": source_alignment,
         "START_ALIGNMENT": start_alignment,
         "SCALED": scaled,
+        "SHARES": shares,
     }
     return CompiledKernel(_push_gradients, _ARGUMENTS, constants, num_warps=_NUM_WARPS)
 
@@ -177,11 +188,13 @@ def pushing_gradients(
     programs: int,
     first_part: int,
     end_part: int,
+    offsets: torch.Tensor | None = None,
 ) -> list[Launch]:
     """Return launches, one for each dim, that store parts of a rank's gradient into the windows of the rows' owners.
 
-    In each exchange all of them are called, each with a gradient of the shape, type and strides of this one, and with
-    the epoch. The last to finish a part raises its flag at every rank, to the epoch + `flags.clock`.
+    In each exchange all of them are called, each with a gradient of the shape, type and strides of this one, with such
+    offsets if there are any, and with the epoch. The last to finish a part raises its flag at every rank, to the sum of
+    the epoch and `flags.clock`.
 
     Args:
         gradient: [b, D_total] float32, bfloat16 or float16, of the rank's samples: rows `stride(0)` elements apart,
@@ -197,21 +210,25 @@ def pushing_gradients(
         programs: of each launch, of 32 warps each: links need few, and the rest of the GPU stays free.
         first_part: the first part to send.
         end_part: the part after the last one to send.
+        offsets: [shares * b + 1] int32, of the rank's bags of each share; an empty one gets no gradient. None: all do.
     """
     assert gradient.stride(1) == 1
     assert gradient.data_ptr() % 16 == 0
+    changing = ("gradient", "epoch") if offsets is None else ("gradient", "offsets", "epoch")
     launches: list[Launch] = []
     for table in tables:
         parts, world_size, most, _ = table.entries.shape
         kernel = _compiled(
             schedule, world_size, table.dim, windows.dtype, gradient.stride(0),
             windows.alignment, table.source_alignment, table.start_alignment, gradient.element_size(), scale != 1.0,
+            offsets is not None,
         )  # fmt: skip
         blocks, counted = -(-most_samples // kernel.constants["ROWS"]), programs * len(tables)
         arguments = (
-            gradient, table.entries, table.counts, windows.addresses, flags.addresses, flags.done, flags.clock,
+            gradient, table.counts if offsets is None else offsets, table.entries, table.counts,
+            windows.addresses, flags.addresses, flags.done, flags.clock,
             rank, world_size, parts, first_part, end_part,
             most, blocks, gradient.shape[0], batch, first_sample, scale, counted, 0,
         )  # fmt: skip
-        launches.append(Launch(kernel, programs, (gradient.dtype,), arguments, changing=("gradient", "epoch")))
+        launches.append(Launch(kernel, programs, (gradient.dtype,), arguments, changing=changing))
     return launches

@@ -1,7 +1,7 @@
 """The sum of partial sums: of a table that is cut by rows, several ranks pool shares of each bag, which arrive apart.
 
-Each sum of a window is of some of its columns, see `PartialSums`. The first row shard's partial sums arrive where the
-sum is stored, those of the others in columns of their own, later in the row.
+Each sum of a window is of some of its columns, see `Partials`. Where it is known which owners have ids of a bag, the
+others have stored nothing, and what is in their columns is not read.
 
 Example: a window of rows of 12 columns, a table of dim 4 at column 0 that is cut over three ranks. The partial sums are
 in columns 0 .. 3, 4 .. 7 and 8 .. 11 of each sample's row; the kernel stores their sum to 0 .. 3.
@@ -9,51 +9,57 @@ in columns 0 .. 3, 4 .. 7 and 8 .. 11 of each sample's row; the kernel stores th
 
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import chain
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from dlrm_overlap.kernels.arguments import Partials
 from dlrm_overlap.kernels.compiled import CompiledKernel
 
 _ROWS = 8
 _COLUMNS = 128
 _NUM_WARPS = 4
 
-# Columns of the table of sums [S, 3 + most] int64, in front of those of the other row shards' columns.
-COLUMN = tl.constexpr(0)
-DIM = tl.constexpr(1)
-OTHERS = tl.constexpr(2)  # how many other row shards there are
-FIRST_OTHER = tl.constexpr(3)
+# Columns of the table of sums [S, 2 + 2 * most] int64, in front of the pairs of each row shard.
+DIM = tl.constexpr(0)
+SHARDS = tl.constexpr(1)  # how many row shards there are
+FIRST_SHARD = tl.constexpr(2)  # the first column of each one's partial sums, and its share
 
 
 class PartialTable(NamedTuple):
     """The sums of a window."""
 
     entries: torch.Tensor
-    """[S, 3 + most] int64, a row a sum: its first column, its dim, the number of other row shards, and the first
-    columns of their partial sums"""
+    """[S, 2 + 2 * most] int64, a row a sum: its dim, the number of row shards, and of each of them the first column of
+    its partial sums and its share"""
     alignment: int
     """elements, a power of two up to 16, that divide every column and dim"""
 
 
-def partial_table(sums: Sequence[tuple[int, int, Sequence[int]]], alignment: int, device: torch.device) -> PartialTable:
-    """Return the table of sums that are given by column, dim and the columns of the other row shards."""
-    most = max(len(others) for _, _, others in sums)
-    rows = [[column, dim, len(others), *others, *[0] * (most - len(others))] for column, dim, others in sums]
+def partial_table(sums: Sequence[Partials], alignment: int, device: torch.device) -> PartialTable:
+    """Return the table of some sums."""
+    most = max(len(each.columns) for each in sums)
+    rows = []
+    for columns, dim, shares in sums:
+        pairs = zip(columns, shares or [0] * len(columns), strict=True)
+        row = [dim, len(columns), *chain.from_iterable(pairs)]
+        rows.append(row + [0] * (2 + 2 * most - len(row)))
     return PartialTable(torch.tensor(rows, dtype=torch.int64, device=device), alignment)
 
 
-@triton.jit(do_not_specialize=["samples", "blocks", "width"])
+@triton.jit(do_not_specialize=["samples", "blocks", "width"], do_not_specialize_on_alignment=["offsets"])
 def _add_partials(
-    window, sums, samples, blocks, width,
-    STRIDE: tl.constexpr, ALIGNMENT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    window, sums, offsets, samples, blocks, width,
+    STRIDE: tl.constexpr, ALIGNMENT: tl.constexpr, SOME: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Add up one sum in ROWS rows of the window.
 
     Memory: the program reads the partial sums of its rows, COLUMNS columns at a time, adds them up in float32 in the
     order of the row shards, and stores the sum over the first one's. No other program touches these columns and rows.
+    With SOME it reads no partial sums of a share's empty bags, by `offsets` [shares * samples + 1].
 
     Order: the kernel comes after the wait for the peers' flags on the stream. Later kernels read the sum.
 
@@ -62,38 +68,47 @@ def _add_partials(
     sum_entry = sums + (tl.program_id(0) // blocks) * width
     row = (tl.program_id(0) % blocks) * ROWS + tl.arange(0, ROWS)
     at = window + row.to(tl.int64)[:, None] * STRIDE
-    column = tl.multiple_of(tl.load(sum_entry + COLUMN), ALIGNMENT)
     dim = tl.multiple_of(tl.load(sum_entry + DIM), ALIGNMENT)
-    others = tl.load(sum_entry + OTHERS)
+    shards = tl.load(sum_entry + SHARDS)
+    into = tl.multiple_of(tl.load(sum_entry + FIRST_SHARD), ALIGNMENT)
     for first in range(0, dim, COLUMNS):
         here = first + tl.arange(0, COLUMNS)
         mask = (row < samples)[:, None] & (here < dim)[None, :]
-        total = tl.load(at + (column + here)[None, :], mask=mask, other=0.0).to(tl.float32)
-        for other in range(others):
-            begin = tl.multiple_of(tl.load(sum_entry + FIRST_OTHER + other), ALIGNMENT)
-            total += tl.load(at + (begin + here)[None, :], mask=mask, other=0.0).to(tl.float32)
-        tl.store(at + (column + here)[None, :], total.to(window.dtype.element_ty), mask=mask)
+        total = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for shard in range(shards):
+            column = tl.multiple_of(tl.load(sum_entry + FIRST_SHARD + 2 * shard), ALIGNMENT)
+            arrived = mask
+            if SOME:
+                bag = offsets + tl.load(sum_entry + FIRST_SHARD + 2 * shard + 1) * samples + row
+                begin = tl.load(bag, mask=row < samples, other=0)
+                arrived = mask & (tl.load(bag + 1, mask=row < samples, other=0) > begin)[:, None]
+            total += tl.load(at + (column + here)[None, :], mask=arrived, other=0.0).to(tl.float32)
+        tl.store(at + (into + here)[None, :], total.to(window.dtype.element_ty), mask=mask)
 
 
-_ARGUMENTS = ("window", "sums", "samples", "blocks", "width")
+_ARGUMENTS = ("window", "sums", "offsets", "samples", "blocks", "width")
 
 
 @lru_cache
-def _compiled(stride: int, alignment: int) -> CompiledKernel:
-    constants = {"STRIDE": stride, "ALIGNMENT": alignment, "ROWS": _ROWS, "COLUMNS": _COLUMNS}
+def _compiled(stride: int, alignment: int, some: bool) -> CompiledKernel:
+    constants = {"STRIDE": stride, "ALIGNMENT": alignment, "SOME": some, "ROWS": _ROWS, "COLUMNS": _COLUMNS}
     return CompiledKernel(_add_partials, _ARGUMENTS, constants, num_warps=_NUM_WARPS)
 
 
-def add_partials(window: torch.Tensor, table: PartialTable) -> None:
+def add_partials(window: torch.Tensor, table: PartialTable, offsets: torch.Tensor | None = None) -> None:
     """Add up the partial sums in a window.
 
     Args:
         window: [b, columns] float32, bfloat16 or float16, rows of `stride(0)` elements; overwritten where sums are.
         table: the sums.
+        offsets: [shares * b + 1] int32, of the bags of each share, whose empty ones have no partial sum; None: all have
+            arrived.
     """
     samples, (sums, width) = window.shape[0], table.entries.shape
     blocks = -(-samples // _ROWS)
     if blocks == 0:
         return
-    kernel = _compiled(window.stride(0), table.alignment)
-    kernel(blocks * sums, (window.dtype,), window, table.entries, samples, blocks, width)
+    kernel = _compiled(window.stride(0), table.alignment, offsets is not None)
+    bags = table.entries if offsets is None else offsets  # which the kernel does not touch without
+    types = window.dtype, bags.dtype
+    kernel(blocks * sums, types, window, table.entries, bags, samples, blocks, width)

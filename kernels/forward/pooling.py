@@ -10,13 +10,14 @@ from dlrm_overlap.kernels.arguments import FeatureTable, PoolingOptions, Windows
 from dlrm_overlap.kernels.compiled import TYPES
 from dlrm_overlap.kernels.primitives import BAD_ID, record
 
-# Columns of the feature table [F, 5] int64, which has a row for each feature that a launch pools.
+# Columns of the feature table [F, 6] int64, which has a row for each feature that a launch pools.
 ADDRESS = tl.constexpr(0)  # of the first row of the feature's table
 ROWS = tl.constexpr(1)  # of its table
 COLUMN = tl.constexpr(2)  # of the window, where its pooled embedding begins
 INPUT_FEATURE = tl.constexpr(3)  # its index f in the input that has its bags: sample s has bag f * B + s
 MEAN = tl.constexpr(4)  # 1: divide by the number of ids
-FEATURE_COLUMNS = tl.constexpr(5)
+LEFT_OUT = tl.constexpr(5)  # 1: an empty bag is not stored, since nobody reads it
+FEATURE_COLUMNS = tl.constexpr(6)
 
 _INTEGERS = [
     "rank",
@@ -69,9 +70,11 @@ def check_ids(ids, length, bag, batch, rows, status, BAGS: tl.constexpr, CHUNK: 
 def pool(
     values, offsets, feature, sample, live, batch, status,
     BAGS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, UNROLL: tl.constexpr, WEIGHT: tl.constexpr,
-    ALIGNMENT: tl.constexpr, CHECK: tl.constexpr,
+    ALIGNMENT: tl.constexpr, CHECK: tl.constexpr, LEAVES_OUT: tl.constexpr,
 ):  # fmt: skip
-    """Return the pooled embeddings [BAGS, BLOCK_DIM] float32 of samples `sample` [BAGS] where `live`, else zeros.
+    """Return the pooled embeddings [BAGS, BLOCK_DIM] float32 of samples `sample` [BAGS] where `live`, else zeros; and
+    which of them [BAGS] are to be stored: those that live or, with LEAVES_OUT, of a feature whose empty bags are left
+    out, those that live and have ids.
 
     `feature` points to the feature's row of the feature table. The program adds the rows up in the order of the ids, in
     float32, and loads UNROLL rows of each bag at a time. Unless CHECK is 0, it looks at all ids first, CHECK of each
@@ -102,7 +105,9 @@ def pool(
     if tl.load(feature + MEAN) != 0:
         scale = 1.0 / tl.maximum(length, 1).to(tl.float32)
         total = total * scale[:, None]
-    return total
+    if LEAVES_OUT:
+        live = live & ((length > 0) | (tl.load(feature + LEFT_OUT) == 0))
+    return total, live
 
 
 @triton.jit
@@ -135,6 +140,8 @@ class PoolingShape(NamedTuple):
     """bytes, of the windows' addresses"""
     column_alignment: int
     """elements, of the columns of a window"""
+    leaves_out: bool
+    """whether empty bags of some features are not stored"""
 
     @staticmethod
     def fields_of(features: FeatureTable, windows: Windows, options: PoolingOptions) -> tuple[Any, ...]:
@@ -148,6 +155,7 @@ class PoolingShape(NamedTuple):
             features.alignment,
             windows.alignment,
             features.column_alignment,
+            features.leaves_out,
         )
 
     def constants(self) -> dict[str, Any]:
@@ -165,4 +173,5 @@ class PoolingShape(NamedTuple):
             "WINDOW_ALIGNMENT": self.window_alignment,
             "COLUMN_ALIGNMENT": self.column_alignment,
             "CHECK": self.options.tuning.checked_ids if self.options.check_ids else 0,
+            "LEAVES_OUT": self.leaves_out,
         }

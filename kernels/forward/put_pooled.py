@@ -30,7 +30,7 @@ def _put_pooled(
     FORM: tl.constexpr, INTERPRETED: tl.constexpr,
     SCHEDULE: tl.constexpr, BAGS: tl.constexpr, UNROLL: tl.constexpr, STRIDE: tl.constexpr, DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr, WEIGHT: tl.constexpr, WIRE: tl.constexpr, ALIGNMENT: tl.constexpr,
-    WINDOW_ALIGNMENT: tl.constexpr, COLUMN_ALIGNMENT: tl.constexpr, CHECK: tl.constexpr,
+    WINDOW_ALIGNMENT: tl.constexpr, COLUMN_ALIGNMENT: tl.constexpr, CHECK: tl.constexpr, LEAVES_OUT: tl.constexpr,
 ):  # fmt: skip
     """Do one task: pool BAGS bags of one feature into the message, and put the parts that leave with it.
 
@@ -63,12 +63,12 @@ def _put_pooled(
     live = sample < samples
     address = tl.load(windows + destination)
     window = tl.multiple_of(address.to(tl.pointer_type(WIRE)), WINDOW_ALIGNMENT)
-    rows = pool(
+    rows, filled = pool(
         values, offsets, feature, first + sample, live, batch, status,
-        BAGS, DIM, BLOCK_DIM, UNROLL, WEIGHT, ALIGNMENT, CHECK,
+        BAGS, DIM, BLOCK_DIM, UNROLL, WEIGHT, ALIGNMENT, CHECK, LEAVES_OUT,
     )  # fmt: skip
     column = tl.multiple_of(tl.load(feature + COLUMN), COLUMN_ALIGNMENT)
-    store_rows(rows, window, sample, column, live, STRIDE, DIM, BLOCK_DIM)
+    store_rows(rows, window, sample, column, filled, STRIDE, DIM, BLOCK_DIM)
     mine = tl.minimum(BAGS, samples - block * BAGS)
     if mine > 0:
         epoch = epoch + tl.load(clock_word)

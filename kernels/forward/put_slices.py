@@ -63,7 +63,7 @@ def _put_slices(
     FLAGS: tl.constexpr, TRACE: tl.constexpr, INTERPRETED: tl.constexpr,
     SCHEDULE: tl.constexpr, BAGS: tl.constexpr, UNROLL: tl.constexpr, STRIDE: tl.constexpr, DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr, WEIGHT: tl.constexpr, WIRE: tl.constexpr, ALIGNMENT: tl.constexpr,
-    WINDOW_ALIGNMENT: tl.constexpr, COLUMN_ALIGNMENT: tl.constexpr, CHECK: tl.constexpr,
+    WINDOW_ALIGNMENT: tl.constexpr, COLUMN_ALIGNMENT: tl.constexpr, CHECK: tl.constexpr, LEAVES_OUT: tl.constexpr,
 ):  # fmt: skip
     """Do task after task as the ticket gives them out, put the slices that this program completes, await flags.
 
@@ -123,17 +123,17 @@ def _put_slices(
         staged = staging + pair.to(tl.int64) * (blocks * GROUPS * BAGS) * DIM
         sample = (block * GROUPS + group) * BAGS + tl.arange(0, BAGS)
         live = sample < samples
-        rows = pool(
+        rows, filled = pool(
             values, offsets, feature, first + sample, live, batch, status,
-            BAGS, DIM, BLOCK_DIM, UNROLL, WEIGHT, ALIGNMENT, CHECK,
+            BAGS, DIM, BLOCK_DIM, UNROLL, WEIGHT, ALIGNMENT, CHECK, LEAVES_OUT,
         )  # fmt: skip
         if IN_PLACE or destination == rank:
-            store_rows(rows, window, sample, column, live, STRIDE, DIM, BLOCK_DIM)
+            store_rows(rows, window, sample, column, filled, STRIDE, DIM, BLOCK_DIM)
         elif COPIED:
             staged = staging + destination.to(tl.int64) * (blocks * GROUPS * BAGS) * features_here * DIM
-            store_rows(rows, staged, sample * features_here + which, 0, live, DIM, DIM, BLOCK_DIM)
+            store_rows(rows, staged, sample * features_here + which, 0, filled, DIM, DIM, BLOCK_DIM)
         else:
-            store_rows(rows, staged, sample, 0, live, DIM, DIM, BLOCK_DIM)
+            store_rows(rows, staged, sample, 0, filled, DIM, DIM, BLOCK_DIM)
         group += 1
         if group == GROUPS:
             if TRACE:

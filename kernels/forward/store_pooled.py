@@ -29,7 +29,7 @@ def _store_pooled(
     rank, world_size, features_here, blocks, batch,
     SCHEDULE: tl.constexpr, BAGS: tl.constexpr, UNROLL: tl.constexpr, STRIDE: tl.constexpr, DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr, WEIGHT: tl.constexpr, WIRE: tl.constexpr, ALIGNMENT: tl.constexpr,
-    WINDOW_ALIGNMENT: tl.constexpr, COLUMN_ALIGNMENT: tl.constexpr, CHECK: tl.constexpr,
+    WINDOW_ALIGNMENT: tl.constexpr, COLUMN_ALIGNMENT: tl.constexpr, CHECK: tl.constexpr, LEAVES_OUT: tl.constexpr,
 ):  # fmt: skip
     """Do one task: pool BAGS bags of one feature, and store them into the window of the rank that owns the samples.
 
@@ -52,12 +52,12 @@ def _store_pooled(
     sample = block * BAGS + tl.arange(0, BAGS)
     live = sample < tl.load(first_sample + destination + 1) - first
     window = tl.multiple_of(tl.load(windows + destination).to(tl.pointer_type(WIRE)), WINDOW_ALIGNMENT)
-    rows = pool(
+    rows, filled = pool(
         values, offsets, feature, first + sample, live, batch, status,
-        BAGS, DIM, BLOCK_DIM, UNROLL, WEIGHT, ALIGNMENT, CHECK,
+        BAGS, DIM, BLOCK_DIM, UNROLL, WEIGHT, ALIGNMENT, CHECK, LEAVES_OUT,
     )  # fmt: skip
     column = tl.multiple_of(tl.load(feature + COLUMN), COLUMN_ALIGNMENT)
-    store_rows(rows, window, sample, column, live, STRIDE, DIM, BLOCK_DIM)
+    store_rows(rows, window, sample, column, filled, STRIDE, DIM, BLOCK_DIM)
 
 
 _ARGUMENTS = (

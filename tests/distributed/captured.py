@@ -99,8 +99,8 @@ class StandIn(CapturedStep):
 
 def _anew(arrived: ArrivedIds) -> ArrivedIds:
     """Return the ids that are in the memory of some that arrived before."""
-    ids, batch, replicated = arrived
-    return ArrivedIds(_fresh(ids), batch, _fresh(replicated) if replicated is not None else None)
+    own = _fresh(arrived.replicated) if arrived.replicated is not None else None
+    return arrived._replace(ids=_fresh(arrived.ids), replicated=own)
 
 
 def _fresh(ids: KeyedJaggedTensor) -> KeyedJaggedTensor:

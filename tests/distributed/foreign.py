@@ -98,6 +98,9 @@ def collection(keys: Sequence[str]) -> EmbeddingBagCollection:
 class Plain(nn.Module):
     """One collection and a layer; what the others change a little."""
 
+    kernel = "fused"
+    """compute kernel of the table of h"""
+
     def __init__(self) -> None:
         super().__init__()
         self.embedding = collection(KEYS)
@@ -217,6 +220,12 @@ class FrozenTower(Plain):
         return self.bottom(self.tower(batch.dense))
 
 
+class InHostMemory(Plain):
+    """Has a table in the CPU's memory, which TorchRec serves beside the captured steps."""
+
+    kernel = "fused_uvm"
+
+
 def _sgd(parameters: Mapping[str, Any]) -> Any:
     return KeyedOptimizerWrapper(dict(parameters), lambda each: torch.optim.SGD(each, lr=0.5))
 
@@ -252,6 +261,7 @@ PROGRAMS: dict[str, Program] = {
     "fails_at_first": Program(FailsAtFirst),
     "frozen_tower": Program(FrozenTower),
     "unused_tower": Program(UnusedTower, optimizer=_clipped_adamw),
+    "in_host_memory": Program(InHostMemory),
     "growing_bags": Program(Offsets, growing=True),
 }
 
@@ -283,7 +293,7 @@ def _plan(model: Plain, sharder: ModuleSharder, world_size: int, device: torch.d
         if not isinstance(module, EmbeddingBagCollection):
             continue
         ways = {
-            config.name: column_wise([i % world_size for i in range(2)], compute_kernel="fused")
+            config.name: column_wise([i % world_size for i in range(2)], compute_kernel=model.kernel)
             if config.name == "t_h"
             else table_wise(KEYS.index(config.name[-1]) % world_size, compute_kernel="fused")
             for config in module.embedding_bag_configs()

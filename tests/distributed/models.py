@@ -93,16 +93,22 @@ def _sharding(ranks: Sequence[int] | ParameterShardingGenerator) -> ParameterSha
 
 
 def make_plan(
-    model: Model, tables: Shards, others: Shards, sharder: ModuleSharder, local_size: int | None = None
+    model: Model,
+    tables: Shards,
+    others: Shards,
+    sharder: ModuleSharder,
+    local_size: int | None = None,
+    world_size: int | None = None,
 ) -> ShardingPlan:
+    world_size = world_size or world().size()
     return ShardingPlan(
         {
             name: construct_module_sharding_plan(
                 model.get_submodule(name),
                 {table: _sharding(ranks) for table, ranks in shards.items()},
                 sharder,
-                local_size=local_size or world().size(),
-                world_size=world().size(),
+                local_size=local_size or world_size,
+                world_size=world_size,
                 device_type="cpu",
             )
             for name, shards in {"embedding": tables, "other": others}.items()
@@ -110,7 +116,7 @@ def make_plan(
     )
 
 
-def _pipeline(kind: str, model: DistributedModelParallel, optimizer: Any, batches: Sequence[Batch]) -> Any:
+def open_pipeline(kind: str, model: DistributedModelParallel, optimizer: Any, batches: Sequence[Batch]) -> Any:
     """Return TorchRec's pipeline that works ahead, its simplest one, or ours of captured steps, uncaptured here."""
     if kind == "none":
         return TrainPipelineBase(model, optimizer, CPU)
@@ -132,12 +138,16 @@ def train(
     pipeline: str = "none",
     wrap: Callable[[CombinedOptimizer], Any] = lambda optimizer: optimizer,
     dense_optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
+    before: Callable[[DistributedModelParallel, CombinedOptimizer], object] = lambda *_: None,
+    after: Callable[[DistributedModelParallel, CombinedOptimizer], object] = lambda *_: None,
 ) -> dict[str, Any]:
     """Return what a step on each of `batches` gives on this rank: outputs, weights and states, and what exchanged.
 
     Args:
         wrap: gives what the pipeline is given, by the optimizer of all.
         dense_optimizer: of the dense parameters, at a learning rate of 0.1.
+        before: called with the sharded model and the optimizer of all, before the first step.
+        after: called with the same, after the last one.
     """
     sharded = DistributedModelParallel(
         model, env=ShardingEnv.from_process_group(world()), device=CPU, plan=plan, sharders=[sharder]
@@ -147,12 +157,15 @@ def train(
     for parameter in dense.values():  # the data-parallel tables among them
         nn.init.uniform_(parameter.data, 0.5, 1.0, generator=torch.Generator().manual_seed(0))
     keyed = KeyedOptimizerWrapper(dense, lambda parameters: dense_optimizer(parameters, lr=0.1))
-    optimizer = wrap(CombinedOptimizer([sharded.fused_optimizer, ("dense", keyed)]))
-    steps, remaining = _pipeline(pipeline, sharded, optimizer, batches), iter(batches)
+    combined = CombinedOptimizer([sharded.fused_optimizer, ("dense", keyed)])
+    before(sharded, combined)
+    optimizer = wrap(combined)
+    steps, remaining = open_pipeline(pipeline, sharded, optimizer, batches), iter(batches)
     outputs = []
     for _ in batches:
         outputs.append(steps.progress(remaining))
         optimizer.zero_grad()  # as a loop of one's own may; the pipelines do without
+    after(sharded, combined)
     states = {
         f"{name}, {key}": state
         for name, states in sharded.fused_optimizer.state_dict()["state"].items()

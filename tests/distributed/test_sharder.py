@@ -3,7 +3,7 @@
 To the last bit where gradients go by the collective; up to the order of sums where they are pushed.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dlrm_overlap.backends import EXCHANGED
 from dlrm_overlap.config import InputError
 from dlrm_overlap.data.batch import Batch
+from dlrm_overlap.embedding.id_layout import BatchBound
 from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder
 from dlrm_overlap.embedding.weights import initialise_tables
 from tests.agreement import WEIGHT_TOLERANCE, assert_all_near, assert_near, assert_same
@@ -42,6 +43,7 @@ from tests.distributed.models import (
     SUM,
     Model,
     Tables,
+    local_tensors,
     make_plan,
     table_configs,
     train,
@@ -94,6 +96,8 @@ class Case:
     rows: DataType = DataType.FP32
     other: tuple[int, ...] = (0,)
     """ranks of the shards of the other module's table"""
+    codecs: CommType | None = None
+    """precision of quantised communication, both ways"""
     only_fbgemm: str | None = None
     """why gradients that should be pushed go by the collective"""
 
@@ -120,6 +124,8 @@ CASES = {plan: Case(plan) for plan in (*PLANS, "planner")} | {
     # Stock TorchRec sends float32 from a rank without tables, and FBGEMM has no output in bfloat16 on a CPU.
     "fp16_output": Case("columns_and_data_parallel", other=(0, 1), fused_params={"output_dtype": SparseType.FP16}),
     "graph_fp16_output": Case(pipeline="graph", other=(0, 1), fused_params={"output_dtype": SparseType.FP16}),
+    "fp16_codecs": Case("columns_and_data_parallel", codecs=CommType.FP16),
+    "graph_bf16_codecs": Case(pipeline="graph", codecs=CommType.BF16),
     "weighted": Case(weighted=True),
 }
 WAYS: dict[str, dict[str, Any]] = {
@@ -172,10 +178,12 @@ def _train_all(folder: Path, *ways: str) -> None:
     messages = logged_messages()
     for name, case in CASES.items():
         params = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.5, **case.fused_params}
-        saved: dict[str, Any] = {"stock": _train(case, EmbeddingBagCollectionSharder(dict(params)))}
+        codecs = _codecs(case.codecs, case.codecs) if case.codecs else None
+        saved: dict[str, Any] = {"stock": _train(case, EmbeddingBagCollectionSharder(dict(params), codecs))}
         for way in ways:
             messages.clear()
-            ours = _train(case, OverlapEmbeddingBagCollectionSharder(dict(params), slice_bags=4, **WAYS[way]))
+            sharder = OverlapEmbeddingBagCollectionSharder(dict(params), codecs, slice_bags=4, **WAYS[way])
+            ours = _train(case, sharder)
             saved[way] = ours | {"log": list(messages)}
         torch.save(saved, folder / f"{name}_{dist.get_rank()}.pt")
 
@@ -257,6 +265,34 @@ def test_steps_that_are_tracked_stay_with_torchrec(
     assert lines == ["backend pgas: steps stay with TorchRec: a tracker is registered"]
 
 
+def test_steps_of_features_with_batches_of_their_own_stay_with_torchrec(
+    world_of_one: dist.ProcessGroup, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Three samples have two different bags of x, and three of y."""
+    tables: Tables = {"a": (5, 4, ["x"], SUM), "b": (5, 8, ["y"], SUM)}
+    module = EmbeddingBagCollection(table_configs(tables), device=torch.device("meta"))
+    found = []
+    ours: Any = OverlapEmbeddingBagCollectionSharder()
+    stock: Any = EmbeddingBagCollectionSharder()
+    for sharder in (ours, stock):
+        plan = construct_module_sharding_plan(module, dict.fromkeys(tables, FUSED), sharder, 1, 1, "cpu")
+        sharded = sharder.shard(module, dict(plan), ShardingEnv.from_process_group(world_of_one), CPU)
+        initialise_tables(sharded, seed=0)
+        ids = KeyedJaggedTensor(
+            ["x", "y"],
+            torch.tensor([1, 2, 3, 0, 4, 2]),
+            lengths=torch.tensor([2, 1, 1, 1, 1]),
+            stride_per_key_per_rank=[[2], [3]],
+            inverse_indices=(["x", "y"], torch.tensor([[0, 1, 0], [0, 1, 2]])),
+        )
+        pooled = sharded(ids).wait()
+        (pooled.values() * torch.arange(36).view(3, 12)).sum().backward()
+        found.append(dict(sorted(pooled.to_dict().items())) | dict(local_tensors(sharded.state_dict())))
+    assert_all_near(found[0], found[1], 0.0, "output or row")
+    lines = [record.getMessage() for record in caplog.records if record.name == "dlrm_overlap"]
+    assert lines == ["backend pgas: steps stay with TorchRec: features have batches of different sizes"]
+
+
 def test_the_output_in_the_models_order(world_of_one: dist.ProcessGroup) -> None:
     tables: Tables = {"a": (5, 4, ["x", "y"], SUM), "b": (5, 8, ["y"], SUM), "c": (5, 4, ["z"], SUM)}
     tables = dict(tables) | {"d": (5, 4, ["x"], SUM)}
@@ -271,6 +307,20 @@ def test_the_output_in_the_models_order(world_of_one: dist.ProcessGroup) -> None
     assert by_model.keys() == ["x@a", "y@a", "z", "x@d", "y@b"], "what TorchRec keeps comes last"
     assert by_plan.keys() != by_model.keys()
     assert by_plan.keys() == EmbeddingBagCollectionSharder().shard(module, plan, environment, CPU)(ids).keys()
+
+
+@pytest.mark.parametrize("bad", [-1, 5, 1 << 31, 1 << 40])
+def test_an_id_outside_a_table_that_is_cut_by_rows(world_of_one: dist.ProcessGroup, bad: int) -> None:
+    """Where ids are sent by the exchange, the owner of the last rows reports it, by the bounds check's mode."""
+    module = EmbeddingBagCollection(table_configs({"t": (5, 4, ["f"], SUM)}), device=torch.device("meta"))
+    sharder: Any = OverlapEmbeddingBagCollectionSharder({"bounds_check_mode": BoundsCheckMode.FATAL})
+    plan = construct_module_sharding_plan(module, {"t": row_wise(compute_kernel="fused")}, sharder, 1, 1, "cpu")
+    sharded = sharder.shard(module, plan, ShardingEnv.from_process_group(world_of_one), CPU)
+    sharded.take_ids(["f"], BatchBound(2, {"f": (0, 2)}))
+    sharded(KeyedJaggedTensor(["f"], torch.tensor([4, 0, 1]), lengths=torch.tensor([2, 1]))).wait()
+    told = min(bad, 2**31 - 1)
+    with pytest.raises(ValueError, match=rf"id 1 of feature f in the batch of rank 0: f: id {told} is outside"):
+        sharded(KeyedJaggedTensor(["f"], torch.tensor([4, bad, 1]), lengths=torch.tensor([2, 1]))).wait()
 
 
 @pytest.mark.parametrize("output_order", ["plan", "model"])
@@ -364,29 +414,72 @@ def test_outputs_of_several_types_stay_with_torchrec(
 def test_what_one_exchange_cannot_tell_apart_stays_with_torchrec(
     world_of_one: dist.ProcessGroup, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Tables whose bad ids are treated differently, and columns of one name."""
+    """Tables whose bad ids are treated differently, and interleaved columns of one name."""
     environment = ShardingEnv.from_process_group(world_of_one)
     sharder: Any = OverlapEmbeddingBagCollectionSharder()
-    for features, mode in ((["x"], BoundsCheckMode.FATAL), (["x", "x"], None)):
-        tables: Tables = {"a": (5, 4, features, SUM), "b": (5, 8, ["y"], SUM)}
+    by_columns = column_wise([0, 0], compute_kernel="fused")
+    for features, mode, way in ((["x"], BoundsCheckMode.FATAL, FUSED), (["x", "x"], None, by_columns)):
+        tables: Tables = {"a": (5, 8, features, SUM), "b": (5, 8, ["y"], SUM)}
         module = EmbeddingBagCollection(table_configs(tables), device=torch.device("meta"))
-        plan = dict(construct_module_sharding_plan(module, dict.fromkeys(tables, FUSED), sharder, 1, 1, "cpu"))
+        plan = dict(construct_module_sharding_plan(module, dict.fromkeys(tables, way), sharder, 1, 1, "cpu"))
         plan["b"].bounds_check_mode = mode
         assert sharder.shard(module, plan, environment, CPU).exchange is None
-    told = ("bounds check modes FATAL and WARNING", "a table names a feature twice")
+    told = ("bounds check modes FATAL and WARNING", "a table that is cut by columns names a feature twice")
     assert [message.rpartition("TorchRec: ")[2] for message in caplog.messages] == [*told]
 
 
-@pytest.mark.parametrize("way", [table_wise(0, compute_kernel="fused"), column_wise([0, 0], compute_kernel="fused")])
-def test_a_table_that_names_a_feature_twice_stays_with_torchrec(
-    world_of_one: dist.ProcessGroup, caplog: pytest.LogCaptureFixture, way: ParameterShardingGenerator
+def test_the_strictest_bounds_check_of_a_module_holds(
+    world_of_one: dist.ProcessGroup, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its two columns have one name, which TorchRec gives once where it joins the shards of a table."""
-    module = EmbeddingBagCollection(table_configs({"a": (5, 8, ["x", "x"], SUM)}), device=torch.device("meta"))
-    sharder: Any = OverlapEmbeddingBagCollectionSharder()
-    plan = dict(construct_module_sharding_plan(module, {"a": way}, sharder, 1, 1, "cpu"))
-    assert sharder.shard(module, plan, ShardingEnv.from_process_group(world_of_one), CPU).exchange is None
-    assert caplog.messages[0].endswith("tables stay with TorchRec: a table names a feature twice")
+    """Where none of them stops the run, row 0 is taken under each, as by TorchRec."""
+    tables: Tables = {"a": (5, 4, ["x"], SUM), "b": (5, 8, ["y"], SUM)}
+    module = EmbeddingBagCollection(table_configs(tables), device=torch.device("meta"))
+    ours: Any = OverlapEmbeddingBagCollectionSharder()
+    stock: Any = EmbeddingBagCollectionSharder()
+    found = []
+    for sharder in (ours, stock):
+        plan = dict(construct_module_sharding_plan(module, dict.fromkeys(tables, FUSED), sharder, 1, 1, "cpu"))
+        plan["a"].bounds_check_mode, plan["b"].bounds_check_mode = BoundsCheckMode.IGNORE, BoundsCheckMode.V2_WARNING
+        sharded = sharder.shard(module, plan, ShardingEnv.from_process_group(world_of_one), CPU)
+        initialise_tables(sharded, seed=0)
+        ids = KeyedJaggedTensor(["x", "y"], torch.tensor([1, 7, 3]), lengths=torch.tensor([2, 1]))
+        found.append(dict(sorted(sharded(ids).to_dict().items())))
+    assert_all_near(found[0], found[1], 0.0, "output")
+    lines = [record.getMessage() for record in caplog.records if record.name == "dlrm_overlap"]
+    assert [line.partition(";")[0] for line in lines] == ["x: id 7 is outside its table of 5 rows"]
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("order", ["plan", "model"])
+def test_a_table_that_names_a_feature_twice(world_of_one: dist.ProcessGroup, order: str, captured: bool) -> None:
+    """Its two columns have one name; both are pooled, and their gradients are added up."""
+    tables: Tables = {
+        "a": (5, 4, ["x", "y", "x"], MEAN),
+        "b": (5, 8, ["z", "z"], SUM),
+        "c": (5, 4, ["y", "y"], SUM),
+    }
+    module = EmbeddingBagCollection(table_configs(tables), device=torch.device("meta"))
+    ways = {"a": FUSED, "b": row_wise(compute_kernel="fused"), "c": data_parallel()}
+    ids = KeyedJaggedTensor(["x", "y", "z"], torch.tensor([1, 2, 2, 3, 4]), lengths=torch.tensor([2, 2, 1]))
+    ours: Any = OverlapEmbeddingBagCollectionSharder(output_order=order)
+    stock: Any = EmbeddingBagCollectionSharder()
+    found: list[list[torch.Tensor]] = []
+    for sharder in (ours, stock):
+        plan = construct_module_sharding_plan(module, ways, sharder, 1, 1, "cpu")
+        sharded: Any = sharder.shard(module, plan, ShardingEnv.from_process_group(world_of_one), CPU)
+        initialise_tables(sharded, seed=0)
+        if captured and sharder is ours:
+            sharded.take_ids(["x", "y", "z"], BatchBound(1, dict.fromkeys("xyz", (0, 2))))
+        pooled = sharded(ids).wait()
+        columns = zip(pooled.keys(), pooled.values().split(pooled.length_per_key(), dim=1), strict=True)
+        by_name = [column for _, column in sorted(columns, key=lambda each: each[0])]
+        torch.stack([number * column.sum() for number, column in enumerate(by_name)]).sum().backward()
+        found.append([column.detach() for column in by_name])
+        found[-1] += [each for _, each in local_tensors(sharded.state_dict())]
+        if sharder is ours and order == "model":
+            assert pooled.keys() == ["x@a", "y@a", "x@a", "z@b", "z@b", "y@c", "y@c"]
+    for number, (tensor, expected) in enumerate(zip(*found, strict=True)):
+        assert_near(tensor, expected, WEIGHT_TOLERANCE["fp32"], f"tensor {number}")
 
 
 def test_that_the_drop_in_is_active_is_one_line(
@@ -437,8 +530,8 @@ def test_evaluation_in_inference_mode_before_training(world_of_one: dist.Process
     assert_same(trained[0], trained[1], "rows")
 
 
-def _bf16_codecs() -> dict[str, QuantizedCommCodecs] | None:
-    return get_qcomm_codecs_registry(QCommsConfig(forward_precision=CommType.BF16, backward_precision=CommType.BF16))
+def _codecs(forward: CommType, backward: CommType, scale: float | None = None) -> dict[str, QuantizedCommCodecs] | None:
+    return get_qcomm_codecs_registry(QCommsConfig(forward, backward, backward_loss_scale=scale))
 
 
 def _shard_alone(sharder: Any, way: ParameterShardingGenerator, group: dist.ProcessGroup) -> Any:
@@ -449,6 +542,7 @@ def _shard_alone(sharder: Any, way: ParameterShardingGenerator, group: dist.Proc
 
 WRITEBACK = UserEnabledConfigDefinition(use_writeback_bwd_prehook=True)
 FUSED = table_wise(0, compute_kernel="fused")
+FP16, BF16, INT8 = CommType.FP16, CommType.BF16, CommType.INT8
 
 
 @pytest.mark.parametrize(
@@ -457,19 +551,32 @@ FUSED = table_wise(0, compute_kernel="fused")
         (table_wise(0, compute_kernel="dense"), {}, None, "compute kernel dense"),
         (FUSED, {"optimizer": EmbOptimType.EXACT_ADAGRAD, "gradient_clipping": True}, None, "gradient clipping"),
         (FUSED, {"extra_optimizer_config": WRITEBACK}, None, "a writeback hook"),
-        (FUSED, {}, _bf16_codecs, "quantised communication: use wire_dtype instead"),
+        (FUSED, {}, _codecs(FP16, BF16), "quantised communication: fp16 forward, bf16 backward"),
+        (FUSED, {}, _codecs(INT8, INT8), "quantised communication: int8"),
+        (
+            FUSED,
+            {},
+            _codecs(FP16, FP16, 8.0),
+            "quantised communication: fp16 forward, fp16 with loss scale 8.0 backward",
+        ),
+        (
+            FUSED,
+            {"output_dtype": SparseType.FP16},
+            _codecs(FP16, FP16),
+            "quantised communication of output of type fp16",
+        ),
     ],
-    ids=["dense", "gradient_clipping", "writeback", "codecs"],
+    ids=["dense", "gradient_clipping", "writeback", "two_codecs", "int8_codecs", "loss_scale", "codecs_and_output"],
 )
 def test_reasons_to_fall_back(
     world_of_one: dist.ProcessGroup,
     caplog: pytest.LogCaptureFixture,
     way: ParameterShardingGenerator,
     params: dict[str, Any],
-    codecs: Callable[[], dict[str, QuantizedCommCodecs] | None] | None,
+    codecs: dict[str, QuantizedCommCodecs] | None,
     reason: str,
 ) -> None:
-    sharder: Any = OverlapEmbeddingBagCollectionSharder(params, codecs and codecs())
+    sharder: Any = OverlapEmbeddingBagCollectionSharder(params, codecs)
     assert _shard_alone(sharder, way, world_of_one).exchange is None
     lines = [record.getMessage() for record in caplog.records if record.name == "dlrm_overlap"]
     assert len(lines) == 1
@@ -539,3 +646,13 @@ def test_wrong_arguments_are_told_in_one_line(option: str, value: Any) -> None:
     with pytest.raises(InputError, match=f"{option}.*{value}") as raised:
         OverlapEmbeddingBagCollectionSharder(**{option: value})
     assert "\n" not in str(raised.value)
+
+
+def test_a_wire_type_beside_codecs_of_another_is_refused() -> None:
+    told = "wire_dtype: 'bf16', but qcomm_codecs_registry has fp16; give one of the two"
+    with pytest.raises(InputError, match=told):
+        OverlapEmbeddingBagCollectionSharder(None, _codecs(FP16, FP16), wire_dtype="bf16")
+    assert (
+        OverlapEmbeddingBagCollectionSharder(None, _codecs(FP16, FP16), output_dtype="fp16").options.casts_output
+        is False
+    )

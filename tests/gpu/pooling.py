@@ -37,7 +37,7 @@ class _Lookup:
         offsets = torch.cat((torch.zeros(1, dtype=torch.int64, device=device), lengths.cumsum(0)))
         values = torch.randint(0, ROWS, (int(offsets[-1]),), device=device, generator=generator)
         dim, table_bytes = rows.shape[1], ROWS * rows.shape[1] * rows.itemsize
-        entries = [[rows.data_ptr() + table * table_bytes, ROWS, table * dim, table, 0] for table in range(TABLES)]
+        entries = [[rows.data_ptr() + table * table_bytes, ROWS, table * dim, table, 0, 0] for table in range(TABLES)]
         first_sample = torch.tensor([0, samples], dtype=torch.int32, device=device)
         self._bags = Bags(values, offsets, first_sample, samples, samples)
         self._table = FeatureTable(

@@ -53,6 +53,8 @@ class Case:
     tuning: Tuning | None = None
     """None takes the default for dim"""
     check: bool = True
+    leaves_out: bool = False
+    """whether empty bags of even features are not stored"""
 
     @property
     def world_size(self) -> int:
@@ -149,8 +151,12 @@ class World:
         windows = [torch.full_like(window, GUARD) for window in self.windows]
         for destination, (window, samples) in enumerate(zip(windows, self.case.batch_sizes, strict=True)):
             for rank, feature, columns in self._places:
-                pooled = self.pooled(rank, feature, destination)
-                window[1 : samples + 1, columns] = to_wire(pooled, self.case.wire)
+                pooled = to_wire(self.pooled(rank, feature, destination), self.case.wire)
+                if self.case.leaves_out and feature % 2 == 0:
+                    first, end = self.first_sample[destination : destination + 2].tolist()
+                    lengths, _ = self.ids[rank].bags(self.input_feature(rank, feature), first, end)
+                    pooled[lengths == 0] = torch.nan  # as before
+                window[1 : samples + 1, columns] = pooled
         return windows
 
     def assert_windows(self) -> None:
@@ -166,15 +172,16 @@ class World:
         case, features = self.case, range(self.case.features[rank])
         tables = [self.table(rank, feature) for feature in features]
         entries = [
-            [table.data_ptr(), self.ROWS, column, self.input_feature(rank, feature), feature % 2]
+            [table.data_ptr(), self.ROWS, column, self.input_feature(rank, feature), feature % 2, 1 - feature % 2]
             for feature, table, column in zip(features, tables, self.columns[rank], strict=True)
         ]
         return FeatureTable(
-            entries=torch.tensor(entries, dtype=torch.int64).view(-1, 5),
+            entries=torch.tensor(entries, dtype=torch.int64).view(-1, 6),
             dim=case.dim,
             weight_dtype=case.weights,
             alignment=gcd(16, case.dim * case.weights.itemsize, *(table.data_ptr() for table in tables)),
             column_alignment=gcd(16, *self.columns[rank]),
+            leaves_out=case.leaves_out,
         )
 
     def destinations(self) -> Windows:
@@ -299,6 +306,7 @@ CASES = {
     "a_rank_without_samples": Case((3, 0, 2), (1, 1, 2), dim=4),
     "a_rank_without_tables": Case((3, 5), (0, 2), dim=4, schedule="linear"),
     "empty_bags_only": Case((3, 2), (2, 1), longest=0),
+    "empty_bags_left_out": Case((5, 4), (3, 1), longest=1, leaves_out=True),
     "long_bags": Case((2, 3), (1, 1), longest=11),
     "int64": Case(ids=torch.int64, offsets=torch.int64),
     "int64_ids_int32_offsets": Case((3, 4), (2, 1), dim=64, ids=torch.int64),

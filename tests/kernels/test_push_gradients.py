@@ -37,6 +37,8 @@ class Case:
     """columns behind the last of the gradient"""
     programs: int = 3
     parts: int = 2
+    shares: bool = False
+    """whether all shards but each owner's first one are of tables that are cut by rows, of a share each"""
 
 
 class World:
@@ -68,10 +70,19 @@ class World:
                 gradient[:, column : column + dim] = torch.randn(gradient.shape[0], dim, generator=generator)
         self.ready = [torch.zeros(len(case.dims), case.parts, dtype=torch.int64) for _ in case.dims]
         self.done = torch.zeros(case.parts, dtype=torch.int32)
+        self.lengths = [
+            torch.randint(0, 2, (len(self.shards), samples), generator=generator) for samples in case.batch_sizes
+        ]
+        """of each rank's samples, ids of the bags of each shard"""
+
+    def share_of(self, shard: tuple[int, int, int, int, int]) -> int | None:
+        """Return the share of a shard, or None if its table is not cut by rows."""
+        return self.shards.index(shard) if self.case.shares and shard[3] > self.case.gap else None
 
     def shard_table(self, dim: int) -> ShardTable:
         """Return the shards of one dim."""
-        shards = [(key[:2], [*key[2:4], 1]) for key in self.shards if key[4] == dim]
+        present = {key: 1 if (share := self.share_of(key)) is None else 2 + share for key in self.shards}
+        shards = [(key[:2], [*key[2:4], present[key]]) for key in self.shards if key[4] == dim]
         places = [
             [[place for of, place in shards if of == (part, owner)] for owner in self.owners]
             for part in range(self.case.parts)
@@ -92,6 +103,8 @@ class World:
         """Run the kernel of one rank, for the shards of `dims` and the parts `parts`, or all."""
         case = self.case
         addresses = [storage[4:].data_ptr() for storage in self.storage]
+        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), self.lengths[rank].flatten().cumsum(0)]).int()
+        changing = [offsets] if case.shares else []
         for push in pushing_gradients(
             self.gradients[rank],
             [self.shard_table(dim) for dim in dims or sorted({dim for *_, dim in self.shards})],
@@ -106,14 +119,18 @@ class World:
             programs=case.programs,
             first_part=parts.start if parts else 0,
             end_part=parts.stop if parts else case.parts,
+            offsets=offsets if case.shares else None,
         ):
-            push(self.gradients[rank], epoch)
+            push(self.gradients[rank], *changing, epoch)
 
     def assert_windows(self, scale: float) -> None:
         """Check every element of every window, guards included."""
         expected = [torch.full_like(storage, GUARD) for storage in self.storage]
-        for _, owner, column, start, dim in self.shards:
+        for key in self.shards:
+            _, owner, column, start, dim = key
             shard = torch.cat([gradient[:, column : column + dim] for gradient in self.gradients]).float() * scale
+            if (share := self.share_of(key)) is not None:
+                shard[torch.cat([lengths[share] for lengths in self.lengths]) == 0] = torch.nan  # as before
             into = expected[owner][4:-4][start * self.batch : (start + dim) * self.batch]
             into.copy_(to_wire(shard, self.case.wire).flatten())
         for rank, (storage, wanted) in enumerate(zip(self.storage, expected, strict=True)):
@@ -170,6 +187,10 @@ def test_any_number_of_programs(schedule: str, programs: int) -> None:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_dims_go_one_after_the_other(schedule: str) -> None:
     _check(Case((5, 2, 3), ((4, 12), (128,), (12, 4, 4)), schedule=schedule, parts=3))
+
+
+def test_bags_without_ids_of_a_row_shard_get_no_gradient() -> None:
+    _check(Case((5, 2, 3), ((4, 12), (128,), (12, 4, 4)), parts=3, shares=True))
 
 
 def test_a_dim_leaves_the_others_alone() -> None:

@@ -24,7 +24,7 @@ RANGES = DataConfig(
     dense_features=2,
 )
 NO_SIGNALS = DataConfig(tables=TablesConfig(count=2, rows=1), dense_features=1)
-FEW_DENSE = DataConfig(tables=TablesConfig(rows=[7, 1, 900, 7], zipf_alpha=0.3), dense_features=1, seed=2**70)
+FEW_DENSE = DataConfig(tables=TablesConfig(rows=[7, 1, 900, 7], zipf_alpha=0.3), dense_features=1, seed=2**31 - 1)
 
 
 @pytest.mark.parametrize("split", ["train", "eval"])

@@ -74,12 +74,7 @@ def run(request: AblationRequest, ranks: Ranks) -> int:
     for each in staying:
         each.close()
     if ranks.world.rank == 0:
-        first_row = rows[0]
-        headline = (
-            f"{first_row['tables']} tables, dim {first_row['dim']}, {first_row['arch']}, {first_row['precision']}, "
-            f"global batch {first_row['global_batch']}, {first_row['world_size']} ranks"
-        )
-        report(rows, faults, request.output, headline, _SHOWN)
+        report(rows, faults, request.output, _SHOWN)
     return 1 if faults else 0
 
 

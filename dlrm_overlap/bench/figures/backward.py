@@ -225,8 +225,7 @@ def run(request: BackwardRequest, ranks: Ranks) -> int:
         if faults:
             break
     if world.rank == 0:
-        reported = [] if faults else rows
-        report(reported, faults, request.output, _headline(reported) if reported else "", _SHOWN)
+        report([] if faults else rows, faults, request.output, _SHOWN)
     return 1 if faults else 0
 
 
@@ -321,19 +320,3 @@ def _parts(
     elif isinstance(contender, Push) and contender.prepares:
         (parts["prepare_ms"],) = time_parts(contender.prepare, 1, batches, workload, steps)
     return parts
-
-
-def _headline(rows: Sequence[dict[str, Any]]) -> str:
-    first = rows[0]
-    limits = ", ".join(
-        f"{row['optimizer']} memory {row['hbm_bytes'] / 1e6:.4g} MB (at least {row['compulsory_bytes'] / 1e6:.4g})"
-        for row in rows
-        if row["contender"] == "baseline"
-    )
-    return (
-        f"{first['tables']} tables x {first['rows']} x {first['dim']}, global batch {first['global_batch']}, "
-        f"{first['multi_hot']} ids a bag, {first['world_size']} ranks; the one with the greatest limit: {first['ids']} "
-        f"ids of {first['touched_rows']} rows; {limits} at {first['hbm_gb_per_s']:.4g} GB/s, links "
-        f"{first['link_bytes'] / 1e6:.4g} MB at {first['link_gb_per_s']:.4g} GB/s; baseline: packing "
-        f"{first['pack_ms']:.3g}, All-to-All {first['all_to_all_ms']:.3g}, update {first['update_ms']:.3g} ms"
-    )

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dlrm_overlap.bench.harness.chunked import RegisteredGroup
 from dlrm_overlap.bench.harness.timing import capture, counted
 from dlrm_overlap.bench.harness.turns import Turns, greatest
 from dlrm_overlap.bench.report.rows import report
@@ -28,6 +27,7 @@ from dlrm_overlap.comm.collectives import PeerCollectives
 from dlrm_overlap.train.ranks import Ranks
 
 _MB = 1 << 20
+_WARM_UP_BYTES = 1 << 10  # to each rank
 _PRODUCT = {"cuda": 8192, "cpu": 256}  # rows and columns of its matrices
 _SHOWN = (
     "operation", "beside", "mb_per_peer", "captured", "contender", "way", "median_ms", "p10_ms", "p90_ms", "host_ms",
@@ -74,18 +74,31 @@ class GroupCollectives(CollectiveContender):
 
 
 class RegisteredCollectives(GroupCollectives):
-    """NCCL's, in memory that NCCL has allocated and registered; by copy engines where its policy asks for no CTA."""
+    """NCCL's, in memory that NCCL has allocated and registered; its copy engines take no other.
+
+    `nccl_copy_engines` asks NCCL to take no multiprocessor (its zero-CTA policy), and so copy engines where it can.
+    """
 
     def _memory(self, capacity_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
-        self._registered = RegisteredGroup(self.device, self.name == "nccl_copy_engines")
-        self.group = self._registered.group
-        make = super()._memory
-        return self._registered.allocate(lambda: make(capacity_bytes))
+        options: Any = dist.ProcessGroupNCCL.Options()
+        if self.name == "nccl_copy_engines":
+            options.config.cta_policy = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO  # type: ignore[attr-defined]
+        group: Any = dist.new_group(backend="nccl", pg_options=options, device_id=self.device)
+        self.group = group
+        warm_up = torch.zeros(group.size() * _WARM_UP_BYTES, dtype=torch.uint8, device=self.device)
+        dist.all_to_all_single(torch.empty_like(warm_up), warm_up, group=group)  # makes the communicator
+        self._backend = group._get_backend(self.device)
+        self._pool = torch.cuda.MemPool(self._backend.mem_allocator)
+        with torch.cuda.use_mem_pool(self._pool):
+            made = super()._memory(capacity_bytes)
+        self._backend.register_mem_pool(self._pool, symm=True)
+        return made
 
     def close(self) -> None:
         """Take the memory off NCCL's list, and end the group."""
         super().close()
-        self._registered.close()
+        self._backend.deregister_mem_pool(self._pool)
+        dist.destroy_process_group(self.group)
 
 
 class OwnCollectives(CollectiveContender):
@@ -193,7 +206,7 @@ def run(request: CollectivesRequest, ranks: Ranks) -> int:
     for each in contenders:
         each.close()
     if ranks.world.rank == 0:
-        report(rows, faults, request.output, f"{group.size()} ranks, a call alone or beside a product", _SHOWN)
+        report(rows, faults, request.output, _SHOWN, "a call alone or beside a product")
     return 1 if faults else 0
 
 

@@ -13,8 +13,7 @@ brings c closest to 0.4, .. 2.5 times m, as measured at the start, so that all c
 Contenders: the strategies of `bench.concurrent_strategies`. A row is a case under a strategy.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -22,9 +21,17 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from dlrm_overlap.bench.concurrent_strategies import SHARES, Strategy, all_strategies
-from dlrm_overlap.bench.harness.communications import KINDS, Implementations, Payload, make_groups, open_peer_memory
-from dlrm_overlap.bench.harness.computations import Computation, keep_capturable, make_computations
+from dlrm_overlap.bench.concurrent_strategies import SHARES, all_strategies
+from dlrm_overlap.bench.harness.communications import (
+    KINDS,
+    Communication,
+    Payload,
+    make_communications,
+    make_groups,
+    open_peer_memory,
+    wrong,
+)
+from dlrm_overlap.bench.harness.computations import Computation, make_computations
 from dlrm_overlap.bench.harness.issuer import Issuer
 from dlrm_overlap.bench.harness.timing import capture, fraction_of_ideal, in_time
 from dlrm_overlap.bench.harness.turns import Timed, Turns, greatest
@@ -50,7 +57,7 @@ _FEWEST, _TRIALS = 3, 5
 _LONG = 1.15  # G-long and C-long, by P3's definition
 IMPLEMENTATIONS = (
     *("collective", *(f"collective_{share}" for share in SHARES)),
-    *("stores", "dma", "dma_averaged", "dma_gathered"),
+    *("stores", "dma", "dma_averaged"),
 )
 
 
@@ -101,9 +108,9 @@ def run(request: ConcurrentRequest, ranks: Ranks) -> int:
     faults: list[str] = []
     with study.stream():
         for cases in in_time(request.most_seconds, "communications", study.by_payload(), device, group):
-            found, wrong = study.payload(cases)
+            found, bad = study.payload(cases)
             rows += found
-            faults += wrong
+            faults += bad
             if ranks.world.rank == 0 and found:
                 append_rows(request.output, found)
         study.close()
@@ -118,33 +125,23 @@ def run(request: ConcurrentRequest, ranks: Ranks) -> int:
 
 
 class _Study:
-    """The contenders of all pairs, made once, and the measurement of the pairs of one communication."""
+    """The contenders of all cases, made once, and the measurement of the cases of one communication."""
 
     def __init__(self, request: ConcurrentRequest, group: dist.ProcessGroup, device: torch.device) -> None:
         self._request, self._group, self._device = request, group, device
-        strategies = [each for each in all_strategies() if each.name not in request.without]
-        self._issuer = Issuer(strategies, group, device, request.captured)
+        self._captured = request.captured and device.type == "cuda"
+        self._issuer = Issuer([each for each in all_strategies() if each.name not in request.without], group, device)
+        self.stream = self._issuer.stream
         self._computations = make_computations(device)
-        if request.captured:
-            with self.stream():
-                self._computations = keep_capturable(self._computations, group, device)
         self._groups = make_groups(group, device, SHARES)
         self._cases = make_cases(list(self._computations), device.type)
         most = max(case.megabytes for case in self._cases)
         self._memory = open_peer_memory(group, device, max(1 << 20, round(most * 1e6 / 4)))
         self._turns = Turns(group, device)
         with self.stream():
-            self._call_ms = self._time_calls()
-
-    def stream(self) -> AbstractContextManager[object]:
-        """Return a context in which the current stream is the one that is timed."""
-        return self._issuer.stream()
-
-    def _time_calls(self) -> dict[str, float]:
-        """Return about how long a call of each computation takes."""
-        calls = [_repeated(each, _FEWEST) for each in self._computations.values()]
-        timed = self._turns.time(calls, _TRIALS)
-        return {name: each.median_ms / _FEWEST for name, each in zip(self._computations, timed, strict=True)}
+            calls = [_repeated(each, _FEWEST) for each in self._computations.values()]
+            timed = self._turns.time(calls, _TRIALS)
+        self._call_ms = {name: each.median_ms / _FEWEST for name, each in zip(self._computations, timed, strict=True)}
 
     def by_payload(self) -> list[list[Case]]:
         """Return the cases of one communication after the other."""
@@ -153,39 +150,35 @@ class _Study:
     def payload(self, cases: Sequence[Case]) -> tuple[list[dict[str, Any]], list[str]]:
         """Return the rows of `cases`, which have one communication, and no fault, or faults."""
         payload = Payload(cases[0].kind, cases[0].megabytes, self._group, self._device)
-        implementations = Implementations(payload, self._groups, self._memory, self._request.captured)
-        implementations.leave_out(
-            set(self._request.without) - {each.implementation for each in self._issuer.strategies}
-        )
-        wrong, names = implementations.wrong(), list(implementations.by_name)
-        anywhere = greatest([float(name in wrong) for name in names], self._device, self._group)
+        made = make_communications(payload, self._groups, self._memory, self._captured)
+        used = {each.implementation for each in self._issuer.strategies} | {"collective"}
+        contenders = {name: each for name, each in made.items() if name in used}
+        bad = wrong(contenders, self._captured)
+        anywhere = greatest([float(name in bad) for name in contenders], self._device, self._group)
         faults = [
             f"{payload.kind} of {payload.megabytes:g} MB by {name}: a rank's result is wrong; no time is reported"
-            for name, bad in zip(names, anywhere, strict=True)
-            if bad
+            for name, is_wrong in zip(contenders, anywhere, strict=True)
+            if is_wrong
         ]
         rows: list[dict[str, Any]] = []
         if not faults:
-            strategies = self._issuer.possible(implementations.by_name, self._group)
-            pieces = [each.run for each in implementations.by_name.values()]
-            alone = self._time(pieces, _TRIALS)
-            fastest = min(zip(alone, names, strict=True))[1]
-            least_ms = min(alone).median_ms
-            measured: set[tuple[str, int]] = set()
-            for case in cases:
-                calls = max(1, round(case.ratio * least_ms / self._call_ms[case.computation]))
-                if (case.computation, calls) not in measured:
-                    measured.add((case.computation, calls))
-                    computation = self._computations[case.computation]
-                    rows += self._case(computation, calls, implementations, strategies, fastest)
+            alone = self._time([each.run for each in contenders.values()], _TRIALS)
+            least_ms, fastest = min((time.median_ms, name) for name, time in zip(contenders, alone, strict=True))
+            pairs = [
+                (case.computation, max(1, round(case.ratio * least_ms / self._call_ms[case.computation])))
+                for case in cases
+            ]
+            for name, calls in dict.fromkeys(pairs):
+                rows += self._case(self._computations[name], calls, payload, contenders, fastest)
         dist.barrier(self._group)
-        implementations.close()
+        for each in made.values():
+            each.close()
         return rows, faults
 
     @torch.no_grad()
     def _time(self, pieces: Sequence[Callable[[], object]], repetitions: int) -> list[Timed]:
         """Time pieces in turns, each captured where that is asked for."""
-        if self._request.captured:
+        if self._captured:
             pieces = [capture(piece, self._device) for piece in pieces]
         return self._turns.time(pieces, repetitions)
 
@@ -193,51 +186,45 @@ class _Study:
         self,
         computation: Computation,
         calls: int,
-        implementations: Implementations,
-        strategies: Sequence[Strategy],
+        payload: Payload,
+        contenders: Mapping[str, Communication],
         fastest: str,
     ) -> list[dict[str, Any]]:
         """Return a row for each strategy."""
-        compute, by_name = _repeated(computation, calls), implementations.by_name
-        used = [strategy.implementation or fastest for strategy in strategies]
-        pieces: list[Callable[[], object]] = [compute]
-        pieces += [each.run for each in by_name.values()]
-        pieces += [
-            partial(self._issuer.issue, strategy, compute, by_name[name])
-            for strategy, name in zip(strategies, used, strict=True)
-        ]
+        compute = _repeated(computation, calls)
+        used = {each: each.implementation or fastest for each in self._issuer.strategies}
+        used = {each: name for each, name in used.items() if name in contenders}
+        pieces: list[Callable[[], object]] = [compute, *(each.run for each in contenders.values())]
+        pieces += [partial(self._issuer.issue, each, compute, contenders[name]) for each, name in used.items()]
         timed = self._time(pieces, self._request.repetitions)
-        alone = dict(zip(by_name, timed[1:], strict=False))
-        best = min(alone, key=lambda name: alone[name].median_ms)
+        alone_ms = {name: each.median_ms for name, each in zip(contenders, timed[1:], strict=False)}
+        best = min(alone_ms, key=lambda name: alone_ms[name])
+        times = timed[0].median_ms, alone_ms[best]
         shared = {
-            **_describe(computation, calls, implementations.payload),
-            "captured": self._request.captured and self._device.type == "cuda",
-            "class": classify(timed[0].median_ms, alone[best].median_ms),
-            "computation_ms": timed[0].median_ms,
-            "communication_ms": alone[best].median_ms,
+            "kind": self._request.kind,
+            **_describe(computation, calls, payload),
+            "captured": self._captured,
+            "class": classify(*times),
+            "computation_ms": times[0],
+            "communication_ms": times[1],
             "fastest_alone": best,
-            **{f"{name}_alone_ms": alone[name].median_ms if name in alone else None for name in IMPLEMENTATIONS},
+            **{f"{name}_alone_ms": alone_ms.get(name) for name in IMPLEMENTATIONS},
         }
-        together = timed[1 + len(by_name) :]
         return [
-            {"kind": self._request.kind} | shared | self._outcome(strategy, name, shared, each)
-            for strategy, name, each in zip(strategies, used, together, strict=True)
+            shared
+            | {
+                "strategy": strategy.label,
+                "implementation": name,
+                "communication_sms": self._issuer.sms(strategy),
+                "repetitions": self._request.repetitions,
+                "together_ms": time.median_ms,
+                "p10_ms": time.p10_ms,
+                "p90_ms": time.p90_ms,
+                "host_ms": time.host_ms,
+                **fraction_of_ideal(*times, time.median_ms),
+            }
+            for (strategy, name), time in zip(used.items(), timed[1 + len(contenders) :], strict=True)
         ]
-
-    def _outcome(self, strategy: Strategy, implementation: str, shared: dict[str, Any], timed: Timed) -> dict[str, Any]:
-        """Return the columns of one strategy."""
-        times = shared["computation_ms"], shared["communication_ms"], timed.median_ms
-        return {
-            "strategy": strategy.label,
-            "implementation": implementation,
-            "communication_sms": self._issuer.sms(strategy),
-            "repetitions": self._request.repetitions,
-            "together_ms": timed.median_ms,
-            "p10_ms": timed.p10_ms,
-            "p90_ms": timed.p90_ms,
-            "host_ms": timed.host_ms,
-            **fraction_of_ideal(*times),
-        }
 
     def close(self) -> None:
         """Free the memory that peers see. Every rank must be through."""

@@ -26,12 +26,12 @@ from typing import Any
 
 import torch
 
-from dlrm_overlap.bench.gemm_request import GemmRequest
 from dlrm_overlap.bench.harness.gemm_contenders import Call, Case, Shape
 from dlrm_overlap.bench.harness.limits import measure_ceilings
 from dlrm_overlap.bench.harness.timing import counted, gather
 from dlrm_overlap.bench.harness.turns import Timed, Turns, greatest
 from dlrm_overlap.bench.report.rows import report
+from dlrm_overlap.bench.request import GemmRequest
 from dlrm_overlap.comm.collectives import PeerCollectives
 from dlrm_overlap.dense.gemm.products import parallel_products
 from dlrm_overlap.train.ranks import Ranks
@@ -80,8 +80,7 @@ def run(request: GemmRequest, ranks: Ranks) -> int:
     products.close()
     own.close()
     if ranks.world.rank == 0:
-        headline = f"{group.size()} ranks on {device.type}, {_DTYPE}"
-        report(rows, faults, request.output, headline, _SHOWN)
+        report(rows, faults, request.output, _SHOWN, f"{group.size()} ranks on {device.type}, {_DTYPE}")
         for line in crossovers(rows):
             print(line)
     return 1 if faults else 0

@@ -55,7 +55,8 @@ def run(request: ProgramsRequest, ranks: Ranks) -> int:
         tasks = describe_tasks(trace, schedule, workload.rank, group.size(), _PROGRAMS)
         rows = [head | {"rank": 0} | task | describe(config, workload) for task in tasks]
     if ranks.world.rank == 0:
-        report(rows, faults, request.output, f"{len(rows)} tasks of {_PROGRAMS} programs on rank 0, {schedule}", _SHOWN)
+        title = f"{len(rows)} tasks of {_PROGRAMS} programs on rank 0, {schedule}"
+        report(rows, faults, request.output, _SHOWN, title)
     return 1 if faults else 0
 
 

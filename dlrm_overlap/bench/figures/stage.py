@@ -3,8 +3,7 @@
 Contenders: the baseline; the same in 2, 4 and 8 chunks of tables, so that NCCL sends one while FBGEMM looks up the next
 (`nccl_chunked_2` and so on, as far as every rank has so many tables); TorchRec's own path; every backend whose exchange
 is ours; on GPUs `fused` once more for each other put, such as `fused_stores`; and `pgas` once
-more, which returns a copy of its window, as the drop-in does unless it is asked not to. With `--copy_engines` also the
-baseline in 4 chunks in memory that NCCL has registered, by its kernels and by its copy engines (zero-CTA policy). Under
+more, which returns a copy of its window, as the drop-in does unless it is asked not to. Under
 `--embedding.hosts N` also `pgas` and `fused` between N emulated hosts, whose messages go over the links of this one, by
 NCCL and, where NVSHMEM is there, by puts: that shows the cost of either beside stores, not that of a network. No extra
 column.
@@ -15,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 
 from dlrm_overlap.backends import EXCHANGED
-from dlrm_overlap.bench.harness.chunked import make_chunked, make_registered
+from dlrm_overlap.bench.harness.chunked import make_chunked
 from dlrm_overlap.bench.harness.contenders import Baseline, Contender, Overlap, TorchRec
 from dlrm_overlap.bench.harness.forward import measure_forward
 from dlrm_overlap.bench.harness.workload import Workload
@@ -53,7 +52,6 @@ def make_contenders(request: EveryoneRequest, config: EmbeddingConfig, workload:
     ]
     baseline, *backends = every_backend(config, workload)
     chunked = make_chunked(workload, request.chunks)
-    chunked += make_registered(workload) if request.copy_engines else []
     variants = (*by_put, copied, *emulated)
     return [baseline, *chunked, *backends, *(Overlap(workload, options) for options in variants)]
 

@@ -43,7 +43,8 @@ _RATE = 0.03  # of the configuration's learning rates
 _BASELINES = ("torchrec", "torchrec_strongest")
 _SHOWN = (
     "contender", "pinned_host", "median_ms", "p95_to_median", "host_ms", "samples_per_s",
-    *(f"speedup_over_{name}" for name in _BASELINES), "fraction_of_floor", "max_relative_difference", "tolerance",
+    *(f"speedup_over_{name}" for name in _BASELINES), "dense_ms", "hbm_ms", "link_ms",
+    "floor_ms", "fraction_of_floor", "max_relative_difference", "tolerance",
 )  # fmt: skip
 
 
@@ -87,7 +88,7 @@ def run(request: StepRequest, ranks: Ranks) -> int:
         each.close()
     if ranks.world.rank == 0:
         shown = [column for column in _SHOWN if request.pinned_host or column != "pinned_host"]
-        report(rows, faults, request.output, _headline(rows[0]), shown)
+        report(rows, faults, request.output, shown)
     return 1 if faults else 0
 
 
@@ -227,14 +228,3 @@ def _times(
         "tolerance": agreement.tolerance,
         "agrees": agreement.agrees,
     }
-
-
-def _headline(row: dict[str, Any]) -> str:
-    return (
-        f"{row['tables']} tables, dim {row['dim']}, {row['arch']}, {row['precision']}, global batch "
-        f"{row['global_batch']}, {row['world_size']} ranks: floor {row['floor_ms']:.3g} ms (sum of the three "
-        f"{row['floor_sum_ms']:.3g}), products {row['dense_ms']:.3g} ms, {row['dense_flop'] / 1e9:.4g} GFLOP at "
-        f"{row['dense_tflop_per_s']:.4g} TFLOP/s, memory {row['hbm_ms']:.3g} ms, {row['hbm_bytes'] / 1e6:.4g} MB at "
-        f"{row['hbm_gb_per_s']:.4g} GB/s, links {row['link_ms']:.3g} ms, {row['link_bytes'] / 1e6:.4g} MB at "
-        f"{row['link_gb_per_s']:.4g} GB/s"
-    )

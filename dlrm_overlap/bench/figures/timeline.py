@@ -67,7 +67,7 @@ def run(request: TimelineRequest, ranks: Ranks) -> int:
         draw(
             traced, f"A traced step on rank 0 of {environment().get('gpu', 'a CPU')}; {shape}", command_line(), picture
         )
-        report(rows, [], request.output, f"{shape}, {ranks.world.world_size} ranks", _SHOWN)
+        report(rows, [], request.output, _SHOWN)
         print(f"picture: {picture}\ntraces:  {request.output.with_suffix('')}")
     return 0
 

@@ -1,10 +1,9 @@
 """The baseline as a skilled user would write it: in chunks, so that NCCL sends one while FBGEMM looks up the next."""
 
-import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from itertools import accumulate, pairwise
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,18 +12,9 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 
 from dlrm_overlap.bench.harness.contenders import Contender
-from dlrm_overlap.bench.harness.traces import record_step
-from dlrm_overlap.bench.harness.turns import greatest
 from dlrm_overlap.bench.harness.workload import Ids, Workload
 
-log = logging.getLogger("dlrm_overlap")
-
-_COPIED_CHUNKS = 4
-_WARMUP = 3
 NAME = "nccl_chunked"
-_WARM_UP_BYTES = 1 << 10  # to each rank, so that NCCL makes the communicator
-
-T = TypeVar("T")
 
 
 class Chunked(Contender):
@@ -100,93 +90,6 @@ class Chunked(Contender):
             return
         for part, column, dim in zip(received.split([mine * dim for dim in dims]), columns, dims, strict=True):
             output[:, column : column + dim].copy_(part.view(mine, dim))
-
-
-class RegisteredGroup:
-    """A group of all ranks, and memory that NCCL has allocated and registered; its copy engines take no other."""
-
-    def __init__(self, device: torch.device, copy_engines: bool) -> None:
-        """Make the group; all ranks call this.
-
-        Args:
-            device: of this rank.
-            copy_engines: ask NCCL to take no multiprocessor (its zero-CTA policy), and so copy engines where it can:
-                between registered memory, in collectives whose parts are alike.
-        """
-        options: Any = dist.ProcessGroupNCCL.Options()
-        if copy_engines:
-            options.config.cta_policy = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO  # type: ignore[attr-defined]
-        group: Any = dist.new_group(backend="nccl", pg_options=options, device_id=device)
-        self.group = group
-        warm_up = torch.zeros(group.size() * _WARM_UP_BYTES, dtype=torch.uint8, device=device)
-        dist.all_to_all_single(torch.empty_like(warm_up), warm_up, group=group)  # makes the communicator
-        self._backend = group._get_backend(device)
-        self._pool = torch.cuda.MemPool(self._backend.mem_allocator)
-
-    def allocate(self, make: Callable[[], T]) -> T:
-        """Return what `make` makes, its memory registered; once, and alike on all ranks, which all call this."""
-        with torch.cuda.use_mem_pool(self._pool):
-            made = make()
-        self._backend.register_mem_pool(self._pool, symm=True)
-        return made
-
-    def close(self) -> None:
-        """Take the memory off NCCL's list, and end the group; nobody may use the memory any more."""
-        self._backend.deregister_mem_pool(self._pool)
-        dist.destroy_process_group(self.group)
-
-
-class RegisteredChunks(Chunked):
-    """The same in memory that NCCL has registered, by its kernels or its copy engines.
-
-    Registered, NCCL reads and writes the buffers themselves instead of copying by way of its own. Its copy engines,
-    which need that, take no multiprocessor from the lookup. FBGEMM allocates its output itself, so each chunk is copied
-    to where NCCL can send it from, in the pass that casts it where the wire is narrower.
-    """
-
-    def __init__(self, workload: Workload, chunks: int, copy_engines: bool) -> None:
-        """As `Chunked`; all ranks call this, with tables alike on all of them, which the collective needs."""
-        super().__init__(workload, chunks)
-        assert self._alike, "copy engines carry parts that are alike"
-        self.name = f"nccl_{'copy_engines' if copy_engines else 'registered'}_{chunks}"
-        self._registered = RegisteredGroup(workload.device, copy_engines)
-        peers, dtype = len(workload.batch_sizes), workload.wire_dtype
-        sizes = [peers * self._samples * dims[self._rank] for dims in self._dims]
-
-        def make() -> tuple[torch.Tensor, torch.Tensor]:
-            both = torch.empty(2, sum(sizes), dtype=dtype, device=workload.device)
-            return both[0], both[1]
-
-        sent, received = self._registered.allocate(make)
-        self._parts = list(zip(sent.split(sizes), received.split(sizes), strict=True))
-
-    def _send(self, pooled: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor, Any]:
-        sent, received = self._parts[k]
-        sent.copy_(pooled.view(-1))
-        return sent, received, dist.all_to_all_single(received, sent, group=self._registered.group, async_op=True)
-
-    def close(self) -> None:
-        """Give the memory back."""
-        self._parts = []
-        self._registered.close()
-
-
-@torch.no_grad()
-def make_registered(workload: Workload) -> list[Contender]:
-    """Return the baseline in 4 chunks in registered memory, and by NCCL's copy engines if a trace shows that these ran.
-
-    NCCL takes its kernels, without a word, where it finds no way by copy engines. All ranks call this.
-    """
-    chunks = min(_COPIED_CHUNKS, *map(len, workload.layout.by_owner))
-    registered = RegisteredChunks(workload, chunks, copy_engines=False)
-    contender = RegisteredChunks(workload, chunks, copy_engines=True)
-    kernels = [each.name for each in record_step(contender, workload, _WARMUP) if each.name.startswith("nccl")]
-    if greatest([float(len(kernels))], workload.device, workload.group)[0] == 0:
-        return [registered, contender]
-    log.warning("%s: left out, since NCCL took no copy engines but %s", contender.name, ", ".join(sorted({*kernels})))
-    dist.barrier(workload.group)
-    contender.close()
-    return [registered]
 
 
 def make_chunked(workload: Workload, chunks: Sequence[int]) -> list[Contender]:

@@ -1,9 +1,9 @@
 """Communications between all ranks: their bytes, and their implementations by collectives, stores and copy engines."""
 
 import logging
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Sequence
-from typing import NamedTuple, cast
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -11,7 +11,7 @@ from torch import nn
 
 from dlrm_overlap.bench.harness.timing import capture
 from dlrm_overlap.comm.calls import Way
-from dlrm_overlap.comm.collectives import PeerCollectives, Work
+from dlrm_overlap.comm.collectives import PeerCollectives
 from dlrm_overlap.config import InputError
 from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.gemm.serial import all_gather
@@ -72,115 +72,81 @@ class Payload:
         return True
 
 
-class Communication(ABC):
+@dataclass
+class Communication:
     """One implementation of a payload's communication. All ranks make the same calls."""
 
-    forks = False
-    """whether `begin` leaves the work to streams of its own: later work of the current stream runs beside it"""
-
-    def __init__(self, name: str, payload: Payload, output: torch.Tensor) -> None:
-        """Take the memory of the result, [W, n] or flat."""
-        self.name, self.payload, self._output = name, payload, output
-
-    @abstractmethod
-    def begin(self) -> None:
-        """Issue the communication on the current stream and those that the implementation has."""
-
-    def finish(self) -> None:  # noqa: B027  work on the current stream ends there
-        """Make the current stream wait for the result; the stream has waited for that of `begin`."""
+    payload: Payload
+    result: torch.Tensor
+    """[W, n] or flat"""
+    begin: Callable[[], Callable[[], object]]
+    """issues the communication from the current stream on; returns a function that makes that stream wait for it"""
+    close: Callable[[], None] = field(default=lambda: None)
+    """frees the memory that outlives Python references; every rank must be through"""
 
     def run(self) -> None:
-        """Issue the communication on the current stream, with nothing beside it."""
-        self.begin()
-        self.finish()
+        """Issue the communication and wait for it on the current stream."""
+        self.begin()()
 
-    def result(self) -> torch.Tensor:
-        """Return the result, [W, n] or flat."""
-        return self._output
-
-    @property
-    def source(self) -> torch.Tensor:
-        """The input. An all-gather and an all-reduce find it in the result, where the rank's own part then stays."""
-        result, kind = self.result(), self.payload.kind
-        if kind == "all_to_all":
-            return self.payload.input
-        return result.view(self.payload.shape)[self.payload.rank] if kind == "all_gather" else result
-
-    def reset(self) -> None:
-        """Destroy the result and bring the input, before the result is checked."""
-        self.result().fill_(torch.nan)
-        self.source.view(-1).copy_(self.payload.input.view(-1))
-
-    def close(self) -> None:  # noqa: B027  most have nothing to free
-        """Free the memory that outlives Python references. Every rank must be through."""
+    def is_right(self, run: Callable[[], object]) -> bool:
+        """Return whether `run`, which is this or a replay of it, leaves the right result on this rank. A collective."""
+        self.result.fill_(torch.nan)
+        input_of(self.payload, self.result).view(-1).copy_(self.payload.input.view(-1))
+        dist.barrier(self.payload.group)  # no rank writes into a result that is yet to be destroyed
+        run()
+        return self.payload.is_right(self.result)
 
 
-class Collective(Communication):
-    """The collective of a process group: NCCL's kernel on the current stream, or on a CPU gloo's threads."""
-
-    def __init__(self, name: str, payload: Payload, output: torch.Tensor, group: dist.ProcessGroup) -> None:
-        """Take the memory of the result, [W, n], and the group, which has the ranks of the payload's."""
-        super().__init__(name, payload, output)
-        self._group = group
-        self._asynchronous = payload.device.type == "cpu"
-        self._work: dist.Work | None = None
-
-    def begin(self) -> None:
-        """Issue the collective; an all-reduce that is repeated averages the averages."""
-        kind, source = self.payload.kind, self.source
-        options = {"group": self._group, "async_op": self._asynchronous}
-        if kind == "all_to_all":
-            self._work = dist.all_to_all_single(self._output, source, **options)
-        elif kind == "all_gather":
-            self._work = all_gather(self._output.view(-1), source, **options)
-        elif self._asynchronous:  # gloo has no mean
-            self._work = dist.all_reduce(self._output, **options)
-        else:
-            dist.all_reduce(self._output, dist.ReduceOp.AVG, **options)
-
-    def finish(self) -> None:
-        """Wait for gloo."""
-        if self._work is not None:
-            self._work.wait()
-            if self.payload.kind == "all_reduce":
-                self._output.div_(self.payload.world_size)
-        self._work = None
+def input_of(payload: Payload, result: torch.Tensor) -> torch.Tensor:
+    """Return the input. An all-gather and an all-reduce find it in the result, where the rank's own part then stays."""
+    if payload.kind == "all_to_all":
+        return payload.input
+    return result.view(payload.shape)[payload.rank] if payload.kind == "all_gather" else result
 
 
-class StoredReduction(Communication):
-    """The all-reduce by loads and stores of the peers' memory, as captured steps reduce dense gradients."""
+def by_collective(payload: Payload, group: dist.ProcessGroup) -> Communication:
+    """Return the collective of `group`: NCCL's kernel on the current stream, or on a CPU gloo's threads."""
+    result = payload.input.new_empty(payload.shape)
+    source, on_cpu = input_of(payload, result), payload.device.type == "cpu"
+    options = {"group": group, "async_op": on_cpu}
 
-    def __init__(self, payload: Payload, captured: bool = False) -> None:
-        """Make the gradient that is averaged; if calls are to be captured too, the device counts the epochs."""
-        self._flat = FlatParameters({"weight": nn.Parameter(torch.empty(payload.input.numel(), device=payload.device))})
-        super().__init__("stores", payload, self._flat.gradients.tensor)
-        self._captured = captured
-        options = StoreOptions(wait_timeout_s=_TIMEOUT_S)
-        self._reduction = open_reduction(self._flat, payload.group, torch.float32, options)
-        self._reduction.cut([(0, self._flat.gradients.tensor.numel())])
-        self._stream: torch.cuda.Stream | None = None
+    def begin() -> Callable[[], object]:
+        if payload.kind == "all_to_all":
+            work = dist.all_to_all_single(result, source, **options)
+        elif payload.kind == "all_gather":
+            work = all_gather(result.view(-1), source, **options)
+        else:  # gloo has no mean; one that is repeated averages the averages
+            work = dist.all_reduce(result, dist.ReduceOp.SUM if on_cpu else dist.ReduceOp.AVG, **options)
 
-    def begin(self) -> None:
-        """Issue the kernels that average this rank's share."""
-        if self.payload.device.type == "cuda":
-            self._stream = torch.cuda.current_stream(self.payload.device)
-        if self._captured:  # CPU and device then count alike in every call, so the kernels' arguments stay the same
-            for counters in self._reduction.counters:
-                counters.advance()
-        self._reduction.reduce(0)
+        def finish() -> None:
+            if work is not None:
+                work.wait()
+                if payload.kind == "all_reduce":
+                    result.div_(payload.world_size)
 
-    def finish(self) -> None:
-        """Wait for the flags of all pieces."""
-        for _ in self._reduction.arrivals(self._stream):
-            pass
+        return finish
 
-    def result(self) -> torch.Tensor:
-        """Return the gradient, in whose memory peers store, without the zeros at its end."""
-        return self._output[: self.payload.input.numel()]
+    return Communication(payload, result, begin)
 
-    def close(self) -> None:
-        """Give back the windows."""
-        self._reduction.close()
+
+def by_stores(payload: Payload, captured: bool) -> Communication:
+    """Return the all-reduce by loads and stores of the peers' memory, as captured steps reduce dense gradients.
+
+    If calls are `captured`, the device counts the epochs in every call, so the kernels' arguments stay the same.
+    """
+    flat = FlatParameters({"weight": nn.Parameter(torch.empty(payload.input.numel(), device=payload.device))})
+    gradient = flat.gradients.tensor  # in whose memory peers store; zeros at its end
+    reduction = open_reduction(flat, payload.group, torch.float32, StoreOptions(wait_timeout_s=_TIMEOUT_S))
+    reduction.cut([(0, gradient.numel())])
+
+    def begin() -> Callable[[], object]:
+        stream = torch.cuda.current_stream(payload.device) if payload.device.type == "cuda" else None
+        for counters in reduction.counters if captured else ():
+            counters.advance()
+        reduction.reduce(0)
+        return lambda: [*reduction.arrivals(stream)]
+
+    return Communication(payload, gradient[: payload.input.numel()], begin, reduction.close)
 
 
 class PeerMemory:
@@ -192,90 +158,24 @@ class PeerMemory:
         Raises:
             InputError: if the ranks do not reach each other's memory.
         """
-        self.collectives = PeerCollectives(group, device, 2 * (4 * elements + _ROOM_BYTES), _TIMEOUT_S)
-        self.results = self.collectives.empty((elements,), torch.float32)
-        self.shares = self.collectives.empty((elements,), torch.float32)
+        self._collectives = PeerCollectives(group, device, 2 * (4 * elements + _ROOM_BYTES), _TIMEOUT_S)
+        self._results = self._collectives.empty((elements,), torch.float32)
+        self._shares = self._collectives.empty((elements,), torch.float32)
+        self.close = self._collectives.close
 
-    def close(self) -> None:
-        """Give it back."""
-        self.collectives.close()
-
-
-class PeerCommunication(Communication):
-    """Begins a call of `PeerCollectives`, into the peers' memory."""
-
-    _work: Work
-
-    def __init__(self, name: str, payload: Payload, memory: PeerMemory) -> None:
+    def call(self, payload: Payload, way: Way) -> Communication:
+        """Return the call of `PeerCollectives` that does it, by copy engines or, but of an all-reduce, by stores."""
         elements = payload.world_size * payload.part
-        super().__init__(name, payload, memory.results[:elements].view(payload.shape))
-        self._collectives = memory.collectives
-        self._shares = memory.shares[:elements].view(payload.shape)
+        result, shares = (each[:elements].view(payload.shape) for each in (self._results, self._shares))
+        source = input_of(payload, result)
 
-    def finish(self) -> None:
-        """Wait for the peers' bytes."""
-        self._work.wait()
+        def begin() -> Callable[[], object]:
+            if payload.kind == "all_reduce":
+                return self._collectives.all_reduce(result, payload.input.view(payload.shape), shares).wait
+            issue = self._collectives.all_to_all if payload.kind == "all_to_all" else self._collectives.all_gather
+            return issue(result, source, way=way).wait
 
-
-class PeerRows(PeerCommunication):
-    """All-to-all or all-gather, by copy engines or by a kernel of few programs: the way that is its name."""
-
-    forks = True
-
-    def begin(self) -> None:
-        """Issue hand-shake and copies."""
-        collectives = self._collectives
-        issue = collectives.all_to_all if self.payload.kind == "all_to_all" else collectives.all_gather
-        self._work = issue(self._output, self.source, way=cast(Way, self.name))
-
-
-class CopiedReduction(PeerCommunication):
-    """The all-reduce by copy engines: shares to their owners, a kernel that averages them, the means to all ranks."""
-
-    def begin(self) -> None:
-        """Issue everything up to the second copies."""
-        self._collectives.all_to_all(self._shares, self.payload.input.view(self.payload.shape), way="dma").wait()
-        mean = torch.mean(self._shares, 0, out=self._output[self.payload.rank])
-        self._work = self._collectives.all_gather(self._output, mean, way="dma")
-
-
-class AveragedReduction(PeerCommunication):
-    """The same with one kernel between the copies, which waits for the shares itself, and no second hand-shake."""
-
-    forks = True
-
-    def begin(self) -> None:
-        """Issue everything but the last wait."""
-        shares = self.payload.input.view(self.payload.shape)
-        self._work = self._collectives.all_reduce(self._output, shares, self._shares)
-
-
-class GatheredReduction(PeerCommunication):
-    """The all-reduce by copy engines, of few bytes: every rank's buffer to all ranks, and there a kernel that averages.
-
-    Each rank sends W / 2 times the bytes of `CopiedReduction`, but once: only the average comes after the copies, and
-    that needs no peer.
-    """
-
-    def __init__(self, name: str, payload: Payload, memory: PeerMemory) -> None:
-        super().__init__(name, payload, memory)
-        each = payload.world_size * payload.part
-        self._gathered = memory.shares[: payload.world_size * each].view(payload.world_size, each)
-        self._output = torch.empty_like(payload.input)
-
-    @staticmethod
-    def fits(payload: Payload, memory: PeerMemory) -> bool:
-        """Return whether the memory has room for the buffers of all ranks."""
-        return payload.world_size**2 * payload.part <= memory.shares.numel()
-
-    def begin(self) -> None:
-        """Issue the copies."""
-        self._work = self._collectives.all_gather(self._gathered, self.payload.input.view(-1), way="dma")
-
-    def finish(self) -> None:
-        """Wait for the peers' buffers, and average them."""
-        super().finish()
-        torch.mean(self._gathered, 0, out=self._output.view(-1))
+        return Communication(payload, result, begin)
 
 
 def open_peer_memory(group: dist.ProcessGroup, device: torch.device, elements: int) -> PeerMemory | None:
@@ -287,79 +187,49 @@ def open_peer_memory(group: dist.ProcessGroup, device: torch.device, elements: i
         return None
 
 
-class Groups(NamedTuple):
-    """The process groups of the collectives: the ranks' own, and on GPUs others of few NCCL thread blocks."""
+def make_groups(group: dist.ProcessGroup, device: torch.device, limits: Sequence[int]) -> dict[str, dist.ProcessGroup]:
+    """Return `collective` -> `group` and, on GPUs, `collective_K` -> a group of at most K of NCCL's thread blocks.
 
-    whole: dist.ProcessGroup
-    limited: dict[int, dist.ProcessGroup]
-    """most thread blocks (CTAs) of a collective -> group"""
-
-
-def make_groups(group: dist.ProcessGroup, device: torch.device, limits: Sequence[int]) -> Groups:
-    """Make a group for each of `limits`, on GPUs; a collective."""
-    limited: dict[int, dist.ProcessGroup] = {}
-    if device.type == "cuda":
-        for limit in limits:
-            options = dist.ProcessGroupNCCL.Options()
-            options.config.max_ctas = limit
-            options.config.cga_cluster_size = 0  # few multiprocessors need not have room for a cluster
-            made = dist.new_group(backend="nccl", pg_options=options)
-            assert isinstance(made, dist.ProcessGroup)
-            limited[limit] = made
-    return Groups(group, limited)
+    A collective.
+    """
+    found = {"collective": group}
+    for limit in limits if device.type == "cuda" else ():
+        options = dist.ProcessGroupNCCL.Options()
+        options.config.max_ctas = limit
+        options.config.cga_cluster_size = 0  # few multiprocessors need not have room for a cluster
+        found[f"collective_{limit}"] = cast(dist.ProcessGroup, dist.new_group(backend="nccl", pg_options=options))
+    return found
 
 
-class Implementations:
-    """All implementations of one payload's communication that the machine has."""
+def make_communications(
+    payload: Payload, groups: dict[str, dist.ProcessGroup], memory: PeerMemory | None, captured: bool = False
+) -> dict[str, Communication]:
+    """Return name -> implementation of a payload's communication, all that the machine has; a collective.
 
-    def __init__(self, payload: Payload, groups: Groups, memory: PeerMemory | None, captured: bool = False) -> None:
-        """Make them; a collective.
+    Args:
+        payload: of all of them.
+        groups: from `make_groups`.
+        memory: that peers write; None leaves the implementations that need no access to peers.
+        captured: whether calls are to be captured in CUDA graphs, too.
+    """
+    made = {name: by_collective(payload, group) for name, group in groups.items()}
+    if memory is not None and payload.kind == "all_reduce":
+        made |= {"stores": by_stores(payload, captured), "dma_averaged": memory.call(payload, "dma")}
+    elif memory is not None:
+        made |= {"stores": memory.call(payload, "stores"), "dma": memory.call(payload, "dma")}
+    return made
 
-        Args:
-            payload: of all of them.
-            groups: of the collectives.
-            memory: that peers write; None leaves the implementations that need no access to peers.
-            captured: whether calls are to be captured in CUDA graphs, too.
-        """
-        self.payload, self._captured = payload, captured
-        output = payload.input.new_empty(payload.shape)
-        made: list[Communication] = [Collective("collective", payload, output, groups.whole)]
-        made += [Collective(f"collective_{limit}", payload, output, group) for limit, group in groups.limited.items()]
-        if memory is not None and payload.kind == "all_reduce":
-            made += [StoredReduction(payload, captured), CopiedReduction("dma", payload, memory)]
-            made.append(AveragedReduction("dma_averaged", payload, memory))
-            if GatheredReduction.fits(payload, memory):
-                made.append(GatheredReduction("dma_gathered", payload, memory))
-        elif memory is not None:
-            made += [PeerRows(way, payload, memory) for way in ("stores", "dma")]
-        self.by_name = {each.name: each for each in made}
 
-    def leave_out(self, names: Container[str]) -> None:
-        """Close the implementations of these names, and forget them; a collective."""
-        for name in [each for each in self.by_name if each in names]:
-            self.by_name.pop(name).close()
+def wrong(communications: dict[str, Communication], captured: bool) -> list[str]:
+    """Run each implementation, if `captured` as a CUDA graph too, and return those with a wrong result here.
 
-    def wrong(self) -> list[str]:
-        """Run each implementation, also captured where that is asked for, and return those with a wrong result here.
-
-        A collective.
-        """
-        found = []
-        for name, communication in self.by_name.items():
-            right = self._is_right(communication, communication.run)
-            if right and self._captured:
-                right = self._is_right(communication, capture(communication.run, self.payload.device))
-            if not right:
-                found.append(name)
-        return found
-
-    def _is_right(self, communication: Communication, run: Callable[[], object]) -> bool:
-        communication.reset()
-        dist.barrier(self.payload.group)  # no rank writes into a result that is yet to be destroyed
-        run()
-        return self.payload.is_right(communication.result())
-
-    def close(self) -> None:
-        """Free them. Every rank must be through."""
-        for communication in self.by_name.values():
-            communication.close()
+    A collective.
+    """
+    found = []
+    for name, each in communications.items():
+        right = each.is_right(each.run)
+        if right and captured:
+            right = each.is_right(capture(each.run, each.payload.device))
+        if not right:
+            found.append(name)
+    return found

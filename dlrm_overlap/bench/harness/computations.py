@@ -1,23 +1,16 @@
 """Computations that run beside a communication and have nothing to do with it: products, lookups, optimizer passes."""
 
-import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import ComputeDevice, SplitTableBatchedEmbeddingBagsCodegen
 from torch import nn
 
-from dlrm_overlap.bench.harness.timing import capture
-from dlrm_overlap.comm.every_rank import on_every_rank
-from dlrm_overlap.config import InputError
 from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.optimizer import FlatOptimizer
-
-log = logging.getLogger("dlrm_overlap")
 
 _ADAGRAD_BYTES = 5 * 4 + 2  # an element: weight, gradient and state are read, weight, state and bf16 shadow written
 _ID_BYTES = 8
@@ -57,31 +50,6 @@ def make_computations(device: torch.device) -> dict[str, Computation]:
     made = [make_product(name, *shape, device) for name, shape in _GEMMS[device.type].items()]
     made += [_lookup(*_LOOKUPS[device.type], device), _optimizer(_PARAMETERS[device.type], device)]
     return {computation.name: computation for computation in made}
-
-
-@torch.no_grad()
-def keep_capturable(
-    computations: Mapping[str, Computation], group: dist.ProcessGroup, device: torch.device
-) -> dict[str, Computation]:
-    """Return those of `computations` that every rank of `group` can capture in a CUDA graph, and log the others.
-
-    All ranks call this, and each on a stream that is not the default one.
-    """
-
-    def check(computation: Computation) -> None:
-        try:
-            capture(computation.call, device)
-        except RuntimeError as error:
-            raise InputError(f"{computation.name}: {str(error).partition(chr(10))[0]}") from error
-
-    kept = {}
-    for name, computation in computations.items():
-        try:
-            on_every_rank(partial(check, computation), group)
-            kept[name] = computation
-        except InputError as error:
-            log.warning("bench concurrent: without %s: %s", name, error)
-    return kept
 
 
 def make_product(name: str, rows: int, inner: int, columns: int, device: torch.device) -> Computation:

@@ -34,7 +34,8 @@ _BESIDE = ("product", "product_ms", "together_ms", "fraction_of_ideal")
 _SETTINGS = ("schedule", "put", "slice_bags", "programs_per_sm")
 _SHOWN = (
     "contender", *_SETTINGS, "world_size", "median_ms", "p10_ms", "p90_ms", "host_ms",
-    "fraction_of_limit", "speedup", "together_ms", "fraction_of_ideal", "equal",
+    "limit_ms", "fraction_of_limit", "speedup", "lookup_ms", "all_to_all_ms", "unpack_ms", "together_ms",
+    "fraction_of_ideal", "equal",
 )  # fmt: skip
 
 
@@ -86,7 +87,7 @@ def measure_forward(
         measured.reverse()
         compare_worlds([rows for rows, _ in measured])
         for rows, faults in measured:
-            report(rows, faults, request.output, _headline(rows) if rows else "", [*_SHOWN, *shown])
+            report(rows, faults, request.output, [*_SHOWN, *shown])
     return 0 if agreed else 1
 
 
@@ -173,14 +174,3 @@ def _parts(contender: Contender, workload: Workload, steps: int) -> dict[str, fl
     if not isinstance(contender, Baseline):
         return dict.fromkeys(names)
     return dict(zip(names, time_parts(contender.step, len(names), workload.batches, workload, steps), strict=True))
-
-
-def _headline(rows: Sequence[Row]) -> str:
-    first = rows[0]
-    return (
-        f"{first['tables']} tables x {first['rows']} x {first['dim']}, global batch {first['global_batch']}, "
-        f"{first['multi_hot']} ids a bag, {first['world_size']} ranks: limit {first['limit_ms']:.3g} ms, memory "
-        f"{first['hbm_bytes'] / 1e6:.4g} MB at {first['hbm_gb_per_s']:.4g} GB/s, links {first['link_bytes'] / 1e6:.4g} "
-        f"MB at {first['link_gb_per_s']:.4g} GB/s; baseline: lookup {first['lookup_ms']:.3g}, All-to-All "
-        f"{first['all_to_all_ms']:.3g}, unpacking {first['unpack_ms']:.3g} ms"
-    )

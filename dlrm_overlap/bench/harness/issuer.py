@@ -1,17 +1,15 @@
 """Issues a computation and a communication that do not depend on each other, by the strategies that the machine has."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from dlrm_overlap.bench.concurrent_strategies import COPY_SHARES, SHARES, Strategy
+from dlrm_overlap.bench.concurrent_strategies import Strategy
 from dlrm_overlap.bench.harness.communications import Communication
-from dlrm_overlap.bench.harness.timing import capture
 from dlrm_overlap.comm.every_rank import on_every_rank
 from dlrm_overlap.config import InputError
 from dlrm_overlap.dense.cast import products_on
@@ -74,33 +72,28 @@ def make_partition(device: torch.device, sms: int) -> Partition:
 class Issuer:
     """Issues computations and communications by strategies, on streams of its own; on a CPU from one thread."""
 
-    def __init__(
-        self, strategies: Sequence[Strategy], group: dist.ProcessGroup, device: torch.device, captured: bool = False
-    ) -> None:
+    def __init__(self, strategies: Sequence[Strategy], group: dist.ProcessGroup, device: torch.device) -> None:
         """Make the streams and partitions, and log which the machine lacks. All ranks of `group` call this.
 
         Args:
             strategies: those that are asked for; `strategies` then has those of them that are possible here.
             group: of the communications.
             device: of this rank.
-            captured: whether the strategies are to be captured in a CUDA graph, too, before they are found possible.
         """
-        self._cuda, self._device, self._captured = device.type == "cuda", device, captured
+        self._cuda, self._device = device.type == "cuda", device
         self._partitions: dict[int, Partition] = {}
-        self._tried: set[str] = set()
         self.strategies = list(strategies)
         if not self._cuda:
-            log.info("bench concurrent: a CPU has no streams or multiprocessors to share; left are serial, plain, dma")
-            self.strategies = [each for each in self.strategies if each.name in ("serial", "plain", "dma")]
+            left = ("serial", "plain", "dma_apart", "dma_averaged")
+            log.info("bench concurrent: a CPU has no streams or multiprocessors to share; left are %s", ", ".join(left))
+            self.strategies = [each for each in self.strategies if each.label in left]
             return
         least, most = torch.cuda.Stream.priority_range()  # pyright: ignore[reportCallIssue]
         self._computing = torch.cuda.Stream(device, priority=least)
         self._sending = torch.cuda.Stream(device, priority=least)
         self._urgent = torch.cuda.Stream(device, priority=most)
-        if not any(each.partitioned for each in self.strategies):
-            return
         try:
-            for share in sorted({*SHARES, *COPY_SHARES}):
+            for share in sorted({each.share for each in self.strategies if each.partitioned and each.share}):
                 self._partitions[share] = on_every_rank(lambda share=share: make_partition(device, share), group)
         except InputError as error:
             log.warning("bench concurrent: without partitions: %s", error)
@@ -113,43 +106,6 @@ class Issuer:
         """
         return torch.cuda.stream(self._computing) if self._cuda else nullcontext()
 
-    @torch.no_grad()
-    def possible(self, by_name: Mapping[str, Communication], group: dist.ProcessGroup) -> list[Strategy]:
-        """Return the strategies whose implementation is in `by_name`, and that raise no error here.
-
-        Each is tried once; one that the machine refuses is logged, and left out from then on. A collective.
-        """
-        kept = []
-        for strategy in list(self.strategies):
-            communication = by_name.get(strategy.implementation or "collective")
-            if communication is None:
-                continue
-            if strategy.label not in self._tried:
-                self._tried.add(strategy.label)
-                try:
-                    on_every_rank(partial(self._try, strategy, communication), group)
-                except InputError as error:
-                    log.warning("bench concurrent: without %s: %s", strategy.label, error)
-                    self.strategies.remove(strategy)
-                    continue
-            kept.append(strategy)
-        return kept
-
-    def _try(self, strategy: Strategy, communication: Communication) -> None:
-        """Run `strategy` with a small computation.
-
-        Raises:
-            InputError: if the machine refuses.
-        """
-        try:
-            square = torch.ones(256, 256, device=self._device)
-            piece = partial(self.issue, strategy, lambda: square @ square, communication)
-            (capture(piece, self._device) if self._captured else piece)()
-            if self._cuda:
-                torch.cuda.synchronize(self._device)
-        except RuntimeError as error:
-            raise InputError(f"{strategy.label}: {str(error).partition(chr(10))[0]}") from error
-
     def sms(self, strategy: Strategy) -> int | None:
         """Return the multiprocessors that `strategy` leaves to the communication, or None."""
         if strategy.partitioned and strategy.share is not None:
@@ -159,56 +115,43 @@ class Issuer:
     def issue(self, strategy: Strategy, compute: Callable[[], object], communication: Communication) -> None:
         """Issue both; the current stream waits for both in the end.
 
-        The computation is issued on the current stream, but under a partition. A communication that has streams of its
-        own begins and ends there, too, as in a training step, so that no kernel that waits for a peer is in the
-        computation's way. One that is issued `aside` only ends there, one `apart` does neither.
+        The computation is issued on the current stream, but under a partition. The communication begins and ends on a
+        stream of its own, so that no kernel that waits for a peer is in the computation's way.
         """
         if not self._cuda:
-            compute_first = not (strategy.concurrent and strategy.communication_first)
-            order = (compute, communication.begin) if compute_first else (communication.begin, compute)
-            for part in (*order, communication.finish):
-                part()
+            waits = [] if not strategy.first else [communication.begin()]
+            compute()
+            for wait in waits or [communication.begin()]:
+                wait()
             return
         main = torch.cuda.current_stream(self._device)
-        computing, sending = self._streams(strategy, communication, main)
+        computing, sending = self._streams(strategy, main)
         for stream in {computing, sending} - {main}:
             stream.wait_stream(main)
 
-        def begin() -> None:
+        def communicate() -> None:
             with torch.cuda.stream(sending):
-                communication.begin()
-                if strategy.apart:
-                    communication.finish()
+                communication.run()
 
-        if strategy.communication_first and strategy.concurrent:
-            begin()
+        if strategy.first:
+            communicate()
         with torch.cuda.stream(computing), products_on(self._left_to_products(strategy)):
             compute()
-        if not (strategy.communication_first and strategy.concurrent):
-            begin()
-        if sending != computing:
-            computing.wait_stream(sending)
-        if not strategy.apart:
-            with torch.cuda.stream(computing):
-                communication.finish()
-        if computing != main:
-            main.wait_stream(computing)
+        if not strategy.first:
+            communicate()
+        for stream in {computing, sending} - {main}:
+            main.wait_stream(stream)
 
     def _left_to_products(self, strategy: Strategy) -> int | None:
         if not strategy.carved or strategy.share is None:
             return None
         return torch.cuda.get_device_properties(self._device).multi_processor_count - strategy.share
 
-    def _streams(
-        self, strategy: Strategy, communication: Communication, main: torch.cuda.Stream
-    ) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+    def _streams(self, strategy: Strategy, main: torch.cuda.Stream) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
         """Return the streams of the computation and of the communication."""
         if not strategy.concurrent:
             return main, main
-        if strategy.partitioned:
-            assert strategy.share is not None
+        if strategy.partitioned and strategy.share is not None:
             partition = self._partitions[strategy.share]
             return partition.computation, partition.communication
-        if communication.forks and not strategy.aside:
-            return main, main
         return main, self._urgent if strategy.urgent else self._sending

@@ -79,12 +79,13 @@ def count_bytes(
         ShardTraffic(counts[shard.input][shard.feature], 0, 0, shard.dim, shard.dtype.itemsize)
         for shard in layout.by_owner[rank]
     ]
+    arriving, sent = _travelling_columns(layout, rank, sum(batch_sizes), inputs)
     hbm_bytes, link_bytes = pooling_bytes(
         shards,
         samples=sum(batch_sizes),
         own_samples=batch_sizes[rank],
-        total_dim=layout.total_dim,
-        owner_dim=layout.owner_dims[rank],
+        total_dim=arriving,
+        owner_dim=sent,
         id_bytes=0,  # inputs may have ids of different types
         wire_bytes=wire_dtype.itemsize,
     )
@@ -92,6 +93,29 @@ def count_bytes(
         hbm_bytes += counts[shard.input][shard.feature] * inputs[shard.input].values().element_size()
     hbm_bytes += sum(ids.offsets().numel() * ids.offsets().element_size() for ids in inputs)
     return int(hbm_bytes), int(link_bytes)
+
+
+def _travelling_columns(
+    layout: Layout, rank: int, samples: int, inputs: Sequence[KeyedJaggedTensor]
+) -> tuple[float, float]:
+    """Return the columns that arrive of each of the rank's samples, and those that it sends of each, on average.
+
+    Of a table that is cut by rows a partial sum travels only for a bag that has ids of its rows. Other owners are taken
+    to send as many as this one.
+
+    Example: a table of dim 4 on each of two ranks, and one of dim 8 that is cut by rows; 3 of 4 bags have ids of rank
+    0's rows. Of each sample rank 0 sends 4 + 6 columns, and 4 + 4 + 2 * 6 arrive.
+    """
+    arriving, sent = float(layout.total_dim), float(layout.owner_dims[rank])
+    for shard in layout.by_owner[rank]:
+        if shard.rows == (0, 0):
+            continue
+        lengths, _ = lengths_and_ids(inputs[shard.input], shard.feature * samples, (shard.feature + 1) * samples)
+        columns = shard.dim * int((lengths > 0).sum()) / samples
+        place = shard.name, shard.first_column
+        owners = sum((each.name, each.first_column) == place for shards in layout.by_owner for each in shards)
+        arriving, sent = arriving + owners * columns - shard.dim, sent + columns - shard.dim
+    return arriving, sent
 
 
 def forward_limit(workload: Workload, ceilings: tuple[float, float]) -> Limit:
@@ -159,12 +183,13 @@ def count_update(
         named = sum(values.numel() for _, values in bags)
         filled = sum(int((lengths > 0).sum()) for lengths, _ in bags)
         shards.append(ShardTraffic(named, rows, filled, together[0].dim, together[0].dtype.itemsize))
+    arriving, sent = _travelling_columns(layout, rank, samples, inputs)
     counted = update_bytes(
         shards,
         samples=samples,
         own_samples=batch_sizes[rank],
-        total_dim=layout.total_dim,
-        owner_dim=layout.owner_dims[rank],
+        total_dim=arriving,
+        owner_dim=sent,
         wire_bytes=wire_dtype.itemsize,
         gradient_bytes=gradient_dtype.itemsize,
         optimizer=optimizer,

@@ -196,12 +196,12 @@ def _repeated_row_bytes(layout: Layout, rank: int, samples: int, inputs: Sequenc
 
 
 def _sent_id_bytes(layout: Layout, rank: int, sparse: KeyedJaggedTensor) -> int:
-    """Return the bytes of ids and lengths that `rank` sends: those of each table to every other rank with a shard."""
-    ids = dict(zip(sparse.keys(), sparse.length_per_key(), strict=True))
-    lengths_bytes = sparse.stride() * sparse.lengths().element_size()
-    return sum(
-        ids[name] * sparse.values().element_size() + lengths_bytes
-        for owner, shards in enumerate(layout.by_owner)
-        if owner != rank
-        for name in {shard.name for shard in shards}
-    )
+    """Return the bytes of ids and lengths that `rank` sends: to every other rank with a shard, those of its rows."""
+    ids, lengths_bytes = sparse.to_dict(), sparse.stride() * sparse.lengths().element_size()
+    sent = 0
+    for owner, shards in enumerate(layout.by_owner):
+        for name, (first, end) in {(shard.name, shard.rows) for shard in shards} if owner != rank else ():
+            values = ids[name].values()
+            count = int(((values >= first) & (values < end)).sum()) if end else values.numel()
+            sent += count * values.element_size() + lengths_bytes
+    return sent

@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import SparseType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
-from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
+from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise, table_wise
 from torchrec.distributed.types import ShardingEnv
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -117,6 +118,7 @@ def make_workload(
     check_ids: bool = True,
     optimizer: str = "sgd",
     precision: str | None = None,
+    cut_rows: bool = False,
 ) -> Workload:
     """Shard the tables of `config` over `group` and send the ids `sparse` to their owners. All ranks of it call this.
 
@@ -134,6 +136,7 @@ def make_workload(
         check_ids: whether FBGEMM checks that every id is within its table.
         optimizer: of the rows; the default keeps no state.
         precision: of the dense part that the pooled embeddings are for, see `Workload`; None: that of `config`.
+        cut_rows: whether each table is cut by rows over all ranks instead.
     """
     precision = precision or config.train.precision
     rank, world_size = group.rank(), group.size()
@@ -152,11 +155,13 @@ def make_workload(
     keys: dict[str, Any] = {"backend": "torchrec", "backward": "auto", "optimizer": optimizer, "wire_dtype": wire_dtype}
     sharder: Any = build_sharder(replace(config.embedding, **keys), fused_params=about_tables)
     places = {
-        table.name: table_wise(rank=t * world_size // tables, compute_kernel="fused")
+        table.name: row_wise() if cut_rows else table_wise(rank=t * world_size // tables)
         for t, table in enumerate(collection.embedding_bag_configs())
     }
     local_size = min(local_world_size, world_size)
     plan = construct_module_sharding_plan(collection, places, sharder, local_size, world_size, device.type)
+    for sharding in plan.values():
+        sharding.compute_kernel = EmbeddingComputeKernel.FUSED.value
     environment = ShardingEnv.from_local(world_size, rank)  # `from_process_group` would wait for ranks outside it
     environment.process_group = group
     module = sharder.shard(collection, plan, environment, device)

@@ -8,8 +8,7 @@ from dlrm_overlap.bench.two_roofs import Communication, Computation, preferred
 
 CLASSES = ("G-long", "GC-equal", "C-long")
 _CASE = ("computation", "calls", "communication", "megabytes")
-_COPY_GB_PER_S = 4200.0  # read and written by a copy on an H200
-_BOUND = 0.8
+_NUMBERS = ("fraction_of_ideal", "speedup", "together_ms")
 
 
 def summarise(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -18,20 +17,20 @@ def summarise(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     `best` counts the cases in which no strategy is faster. Of the last lines, `by_rule` takes in each case what
     `bench.two_roofs` prefers, or `serial`, and `best_of_all` the fastest.
     """
-    by_case: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    rows = [{**row, **{name: float(row[name]) for name in _NUMBERS}} for row in rows]  # text, of a file's rows
+    cases: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    chosen: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
-        key = tuple(row[column] for column in _CASE)
-        by_case.setdefault(key, []).append(row)
-    best = [min(case, key=lambda row: row["together_ms"]) for case in by_case.values()]
-    ruled = [_preferred(case) for case in by_case.values()]
-    lines = []
-    for strategy in dict.fromkeys(row["strategy"] for row in rows):
-        own = [row for row in rows if row["strategy"] == strategy]
-        line = {"strategy": strategy, **_averages(own), "best": sum(row["strategy"] == strategy for row in best)}
-        lines.append(line)
-    for name, chosen in (("by_rule", ruled), ("best_of_all", best)):
-        lines.append({"strategy": name, **_averages(chosen), "best": sum(map(_same, chosen, best))})
-    return lines
+        cases.setdefault(tuple(row[column] for column in _CASE), []).append(row)
+        chosen.setdefault(row["strategy"], []).append(row)
+    best = {key: min(case, key=lambda row: row["together_ms"])["strategy"] for key, case in cases.items()}
+    chosen["by_rule"] = [_preferred(case) for case in cases.values()]
+    chosen["best_of_all"] = [row for row in rows if row["strategy"] == best[tuple(row[column] for column in _CASE)]]
+    return [
+        {"strategy": name, **_averages(own)}
+        | {"best": sum(row["strategy"] == best[tuple(row[column] for column in _CASE)] for row in own)}
+        for name, own in chosen.items()
+    ]
 
 
 def _preferred(case: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
@@ -41,34 +40,6 @@ def _preferred(case: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     communication = Communication(row["communication"], float(row["megabytes"]) * 1e6)
     names = (*preferred(computation, communication, int(row["world_size"])), "serial")
     return next(by_strategy[name] for name in names if name in by_strategy)
-
-
-def _same(chosen: Mapping[str, Any], best: Mapping[str, Any]) -> bool:
-    return chosen["strategy"] == best["strategy"]
-
-
-def limit_by_memory(rows: Sequence[Mapping[str, Any]]) -> float:
-    """Return the mean fraction of the ideal that the bandwidth of the GPU's memory allows, over all cases.
-
-    A computation that moves bytes at more than `_BOUND` of a copy's rate counts as bound by memory: beside it, the
-    bytes that the communication must read and write take time of their own. Any other hides as many as it leaves room
-    for. An all-to-all reads and writes the row of the rank for itself, too; the other two may find it in place.
-
-    Example: c = 2 ms of a lookup and m = 1 ms of an all-gather that must move 0.84 GB: 2.2 ms at least at 4200 GB/s,
-    speedup 3 / 2.2 of an ideal 3 / 2: 0.73.
-    """
-    found = []
-    for row in {tuple(row[column] for column in _CASE): row for row in rows}.values():
-        c, m = float(row["computation_ms"]), float(row["communication_ms"])
-        moved_bytes = 2 * float(row["link_bytes"])  # read here, and as many written by the peers
-        if row["communication"] == "all_to_all":
-            moved_bytes *= int(row["world_size"]) / (int(row["world_size"]) - 1)
-        moved_ms = moved_bytes / _COPY_GB_PER_S / 1e6
-        computed_ms = float(row["hbm_bytes"]) / _COPY_GB_PER_S / 1e6
-        bound = computed_ms > _BOUND * c
-        least = max(c, m, (c if bound else computed_ms) + moved_ms)
-        found.append(((c + m) / least - 1) / ((c + m) / max(c, m) - 1))
-    return mean(found)
 
 
 def _averages(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

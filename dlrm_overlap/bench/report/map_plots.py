@@ -1,6 +1,6 @@
 """Maps of the speedup over shapes, of `bench sweep` and `bench grid`: heat maps in grey, a table, and words."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,67 +12,63 @@ PAYS = 1.05
 _HOST = 0.9  # of a step's time: from there on a step takes as long as its CPU takes to issue it
 _DARKEST = 3.0  # speedups beyond are as dark
 _NUMBERS = f"speedup over the strongest baseline; hatched: below {PAYS}; in brackets: the host's time decides"
-
-
-class Axis(NamedTuple):
-    """A direction of the map."""
-
-    column: str
-    label: str
+_TIMES = {"median_ms": "as the host issues it", "gpu_ms": "the GPU's time alone"}
 
 
 class Cell(NamedTuple):
-    """The fastest of ours on a shape against the strongest baseline, by one of the two times."""
+    """The fastest of ours on a shape and the strongest baseline, by one of the two times."""
 
-    ours: str
-    ours_ms: float
-    baseline: str
-    baseline_ms: float
-    host_bound: bool
-    """whether the strongest baseline takes as long as its host takes to issue it"""
+    ours: Row
+    baseline: Row
+    time: str
 
     @property
     def speedup(self) -> float:
         """The baseline's time over ours."""
-        return self.baseline_ms / self.ours_ms
+        return need(self.baseline, self.time) / need(self.ours, self.time)
 
-
-_TIMES = {"median_ms": "as the host issues it", "gpu_ms": "the GPU's time alone"}
-
-Place = tuple[float, float, float]
-"""a shape: panel, y, x"""
+    @property
+    def host_bound(self) -> bool:
+        """Whether the strongest baseline takes as long as its host takes to issue it."""
+        return self.time == "median_ms" and need(self.baseline, "host_ms") >= _HOST * need(self.baseline, self.time)
 
 
 @dataclass(frozen=True)
 class Map:
-    """How a figure's rows are laid out: heat maps of x and y, one for each value of the panel and each time."""
+    """How a figure's rows are laid out: a heat map of x and y for each value of the panel, if there is one, and time.
 
-    x: Axis
-    y: Axis
-    panel: Axis | None = None
+    Each axis is a column of the rows and its label.
+    """
 
-    def cells(self, rows: Iterable[Row], time: str) -> dict[Place, Cell]:
-        """Return shape -> its cell by the column `time`, of a shape that was measured twice the last."""
-        found: dict[Place, dict[str, Row]] = {}
+    x: tuple[str, str]
+    y: tuple[str, str]
+    panel: tuple[str, str] | None = None
+
+    def cells(self, rows: Iterable[Row], time: str) -> dict[tuple[float, ...], Cell]:
+        """Return shape -> its cell by the column `time`, of a shape that was measured twice the last.
+
+        A shape is its values of panel, y and x, or of y and x.
+        """
+        found: dict[tuple[float, ...], dict[str, Row]] = {}
         for row in rows:
-            panel = need(row, self.panel.column) if self.panel else 0.0
-            found.setdefault((panel, need(row, self.y.column), need(row, self.x.column)), {})[row["contender"]] = row
-        return {place: _cell(by_name.values(), time) for place, by_name in sorted(found.items())}
+            place = tuple(need(row, axis[0]) for axis in (self.panel, self.y, self.x) if axis)
+            found.setdefault(place, {})[row["contender"]] = row
+        return {place: _cell([*by_name.values()], time) for place, by_name in sorted(found.items())}
 
     def draw(self, measured: Measured) -> Picture:
         """Draw the heat maps, numbers in the cells; a number in brackets is bound by the CPU."""
-        panels = sorted({panel for panel, _, _ in self.cells(measured.rows, "median_ms")})
+        by_time = {time: self.cells(measured.rows, time) for time in _TIMES}
+        panels = sorted({place[:-2] for place in by_time["median_ms"]})
         picture = Picture(2.7 * len(_TIMES) + 1.0, len(panels), len(_TIMES))
         picture.figure.suptitle(_NUMBERS, fontsize=8.5)
         places = [(time, panel) for time in _TIMES for panel in panels]
         for axes, (time, panel) in zip(picture.panels, places, strict=True):
-            own = {(y, x): cell for (p, y, x), cell in self.cells(measured.rows, time).items() if p == panel}
-            self._draw_panel(axes, own)
-            title = f"{_TIMES[time]}, {self.panel.label} {panel:g}" if self.panel else _TIMES[time]
+            self._draw_panel(axes, {place[-2:]: cell for place, cell in by_time[time].items() if place[:-2] == panel})
+            title = f"{_TIMES[time]}, {self.panel[1]} {panel[0]:g}" if self.panel else _TIMES[time]
             axes.set_title(title, fontsize=8, loc="left")
         return picture
 
-    def _draw_panel(self, axes: Any, own: Mapping[tuple[float, float], Cell]) -> None:
+    def _draw_panel(self, axes: Any, own: Mapping[tuple[float, ...], Cell]) -> None:
         xs, ys = sorted({x for _, x in own}), sorted({y for y, _ in own})
         for (y, x), cell in own.items():
             dark = min(1.0, max(0.0, (cell.speedup - 1) / (_DARKEST - 1)))
@@ -88,22 +84,20 @@ class Map:
         axes.set_yticks(range(len(ys)), [f"{y:g}" for y in ys])
         axes.set_xlim(-0.5, len(xs) - 0.5)
         axes.set_ylim(-0.5, len(ys) - 0.5)
-        axes.set_xlabel(self.x.label)
-        axes.set_ylabel(self.y.label)
+        axes.set_xlabel(self.x[1])
+        axes.set_ylabel(self.y[1])
 
     def table(self, measured: Measured) -> Table:
         """Return a line a shape: by both times the fastest of ours, the strongest baseline, and the speedup."""
-        axes = [axis.label for axis in (self.panel, self.y, self.x) if axis]
+        labels = [axis[1] for axis in (self.panel, self.y, self.x) if axis]
         by_time = {label: self.cells(measured.rows, time) for time, label in _TIMES.items()}
         table: Table = []
         for place in by_time[_TIMES["median_ms"]]:
-            cells: dict[str, Any] = {
-                label: f"{value:g}" for label, value in zip(axes, place[-len(axes) :], strict=True)
-            }
+            cells: dict[str, Any] = {label: f"{value:g}" for label, value in zip(labels, place, strict=True)}
             for label, found in by_time.items():
                 cell = found[place]
-                cells[f"ours, ms: {label}"] = f"{milliseconds(cell.ours_ms)} ({cell.ours})"
-                cells[f"strongest baseline, ms: {label}"] = f"{milliseconds(cell.baseline_ms)} ({cell.baseline})"
+                for name, row in (("ours", cell.ours), ("strongest baseline", cell.baseline)):
+                    cells[f"{name}, ms: {label}"] = f"{milliseconds(need(row, cell.time))} ({row['contender']})"
                 cells[f"speedup: {label}"] = f"{cell.speedup:.2f}x"
             table.append(cells)
         return table
@@ -116,12 +110,12 @@ class Map:
         ]
 
 
-def _cell(rows: Iterable[Row], time: str) -> Cell:
-    rows = list(rows)
-    ours = min((row for row in rows if row["is_baseline"] == "False"), key=lambda row: need(row, time))
-    base = min((row for row in rows if row["is_baseline"] == "True"), key=lambda row: need(row, time))
-    bound = time == "median_ms" and need(base, "host_ms") >= _HOST * need(base, time)
-    return Cell(ours["contender"], need(ours, time), base["contender"], need(base, time), bound)
+def _cell(rows: Sequence[Row], time: str) -> Cell:
+    ours, baseline = (
+        min((row for row in rows if row["is_baseline"] == side), key=lambda row: need(row, time))
+        for side in ("False", "True")
+    )
+    return Cell(ours, baseline, time)
 
 
 def _in_all(found: Mapping[Any, Cell]) -> str:
@@ -138,6 +132,6 @@ def _in_all(found: Mapping[Any, Cell]) -> str:
 
 
 MAPS = {
-    "sweep": Map(Axis("pooling_factor", "pooling factor"), Axis("dim", "dim"), Axis("global_batch", "global batch")),
-    "grid": Map(Axis("tables_per_rank", "tables a GPU"), Axis("global_batch", "global batch")),
+    "sweep": Map(("pooling_factor", "pooling factor"), ("dim", "dim"), ("global_batch", "global batch")),
+    "grid": Map(("tables_per_rank", "tables a GPU"), ("global_batch", "global batch")),
 }

@@ -118,8 +118,3 @@ def milliseconds(value: float | None) -> str:
     if value is None:
         return "-"
     return f"{value:.2f}" if value >= 0.995 else f"{value:.3f}" if value >= 0.01 else f"{value:.2g}"
-
-
-def ms(row: Row, *columns: str) -> dict[str, str]:
-    """Return the cells of some columns of times, such as {"median, ms": "1.25"}."""
-    return {f"{column.removesuffix('_ms')}, ms": milliseconds(number(row, column)) for column in columns}

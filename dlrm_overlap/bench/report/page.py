@@ -23,15 +23,12 @@ from dlrm_overlap.bench.report.measured import (
     runs,
     trusted,
 )
-from dlrm_overlap.bench.report.plots import PLOTS, Plot
-from dlrm_overlap.bench.report.step_plots import step_title
+from dlrm_overlap.bench.report.plots import PLOTS, Plot, step_title
 from dlrm_overlap.config import InputError
 from dlrm_overlap.launching.text_table import count_of
 from dlrm_overlap.observe.result_files import write_atomically
 
 PAGE, MARKDOWN = "index.html", "report.md"
-_MOST_ROWS = 100  # of a file whose rows are all on the page; longer ones are in their plot and its table
-_ENVIRONMENT = ("gpu", "cpu", "python", "torch", "cuda", "nccl", "fbgemm", "torchrec", "triton", "numpy", "commit")
 _COMMANDS = (
     "A figure's command measures one of its shapes on four GPUs, and not always that of these rows: other shapes have "
     "files of their own under configs/bench. Where rows name the commands that measured them, these are given instead."
@@ -87,13 +84,6 @@ class Section(NamedTuple):
     def source(self) -> str:
         """A name for the commands."""
         return "the figure's command" if self.commands == [self.plot.command] else "measured by"
-
-    @property
-    def varying(self) -> pd.DataFrame | None:
-        """The columns in which rows differ, or None for too many rows."""
-        frame = as_text([dict(row) for row in self.measured.rows])
-        differing = frame.loc[:, frame.nunique() > 1]
-        return None if len(frame) > _MOST_ROWS else frame if differing.empty else differing
 
 
 def as_text(lines: Table) -> pd.DataFrame:
@@ -221,12 +211,7 @@ def html_page(sections: Sequence[Section]) -> str:
     contents: dict[str, list[str]] = {}
     for each in sections:
         contents.setdefault(each.plot.title, []).append(each.measured.name)
-    rows: Table = [
-        {"file": each.measured.name} | {name: row.get(name) for name in _ENVIRONMENT}
-        for each in sections
-        for row in each.measured.rows
-    ]
-    return _render("page.html.j2", sections, contents=contents, environments=as_text(rows).drop_duplicates())
+    return _render("page.html.j2", sections, contents=contents)
 
 
 def markdown_page(sections: Sequence[Section]) -> str:

@@ -13,6 +13,8 @@ from dlrm_overlap.config import InputError
 from dlrm_overlap.launching.environment import environment
 from dlrm_overlap.launching.text_table import format_table
 
+_SHAPE = ("tables", "rows", "dim", "multi_hot", "arch", "precision", "global_batch", "world_size")
+
 
 def command_line() -> str:
     """Return the command that this process is a rank of, as a user would type it."""
@@ -60,7 +62,7 @@ def append_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def report(
-    rows: Sequence[Mapping[str, Any]], faults: Sequence[str], output: Path, headline: str, columns: Sequence[str]
+    rows: Sequence[Mapping[str, Any]], faults: Sequence[str], output: Path, columns: Sequence[str], title: str = ""
 ) -> None:
     """Print the faults to standard error; print the rows as a table and append them to the CSV file `output`.
 
@@ -68,8 +70,8 @@ def report(
         rows: if there is none, only the faults are printed.
         faults: one line each.
         output: see `append_rows`.
-        headline: printed above the table.
         columns: those that the table has, as far as a row has a value there. The CSV file has all columns.
+        title: printed above the table, before the shape that the rows have in common.
 
     Raises:
         InputError: if the file has other columns or cannot be written.
@@ -77,7 +79,8 @@ def report(
     print_faults(faults)
     if not rows:
         return
-    print(headline)
+    shape = [f"{name.replace('_', ' ')} {rows[0][name]}" for name in _SHAPE if rows[0].get(name) is not None]
+    print(", ".join(([title] if title else []) + shape))
     print_table(rows, columns)
     append_rows(output, rows)
     print(f"rows in {output}")

@@ -13,12 +13,13 @@ from torchrec.distributed.comm_ops import get_gradient_division
 
 from dlrm_overlap.comm.arena import Region
 from dlrm_overlap.comm.order import CurrentStream
-from dlrm_overlap.embedding.layout import FeatureShard, GradientLayout, PartialSums
+from dlrm_overlap.embedding.layout import FeatureShard, GradientLayout
 from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions
 from dlrm_overlap.embedding.steps import Step
 from dlrm_overlap.embedding.tables import BadIds, FbgemmUpdate, bags_of
 from dlrm_overlap.embedding.windows import WindowPair, WindowSpec
 from dlrm_overlap.kernels import reference
+from dlrm_overlap.kernels.arguments import Partials
 from dlrm_overlap.kernels.forward.add_partials import PartialTable, add_partials, partial_table
 
 
@@ -56,6 +57,7 @@ class Forward(Half):
 
     def __init__(self, context: ExchangeContext, windows: WindowPair | None) -> None:
         super().__init__(context, windows)
+        self._ids = context.ids
         self.bad_ids = BadIds(self.tables.bounds_check)
         self._on_gpu = self.device.type == "cuda"
         self._current = CurrentStream(self.device)
@@ -73,30 +75,30 @@ class Forward(Half):
         It is valid until the next `start`, unless `copy`.
         """
 
-    def add_partials(self, arrived: torch.Tensor) -> None:
+    def add_partials(self, step: Step, arrived: torch.Tensor) -> None:
         """Add up the partial sums of tables that are cut by rows, in place.
 
         Args:
             arrived: [b, leading + arrival_dim] of the wire's type, see `Layout`.
         """
         if self._on_gpu:
-            add_partials(arrived, self._partial_table)
+            add_partials(arrived, self._partial_table, step.share_offsets)
         else:
-            reference.add_partials(arrived, self._partial_sums)
+            reference.add_partials(arrived, self._partials, step.share_offsets)
 
     @cached_property
-    def _partial_sums(self) -> list[PartialSums]:
+    def _partials(self) -> list[Partials]:
         """The partial sums of the layout, by the columns of a row with the leading ones."""
-        first = self.leading
+        number = self._ids.share_number if self._ids is not None else lambda _: 0
         return [
-            PartialSums(first + each.column, each.dim, tuple(first + other for other in each.others))
+            Partials([self.leading + column for column in each.columns], each.dim, [number(s) for s in each.shards])
             for each in self.layout.partial_sums
         ]
 
     @cached_property
     def _partial_table(self) -> PartialTable:
-        columns = [number for each in self._partial_sums for number in (each.column, each.dim, *each.others)]
-        return partial_table(self._partial_sums, gcd(16, *columns), self.device)
+        divisible = [number for each in self._partials for number in (each.dim, *each.columns)]
+        return partial_table(self._partials, gcd(16, *divisible), self.device)
 
     def join_stream(self) -> None:
         """Make the current stream wait for the stream of the last `start` or `finish`, if that is another one.
@@ -208,7 +210,7 @@ class WindowForward(Forward):
         """Return the pooled embeddings that have arrived: the window itself, lent, or a copy of it."""
         samples = step.batch.per_rank[self.rank]
         if self.layout.partial_sums:
-            self.add_partials(self.windows.local[:samples])
+            self.add_partials(step, self.windows.local[:samples])
         pooled = self.windows.lend(samples, self.leading, self.layout.total_dim)
         return pooled.clone(memory_format=torch.contiguous_format) if copy else pooled
 

@@ -73,7 +73,7 @@ class CollectiveForward(Forward):
         pooled = pooled if self._order is None else pooled.index_select(1, self._order)
         if not self.layout.partial_sums:
             return pooled
-        self.add_partials(pooled)
+        self.add_partials(step, pooled)
         return pooled[:, : self.layout.total_dim].data  # no view, which autograd lets nobody change in place
 
 

@@ -82,7 +82,7 @@ class CpuZeroCopyForward(WindowForward):
         super().__init__(context, windows)
         assert isinstance(windows.arena, HostArena)
         self._arena, self._reached = windows.arena, windows.arena.reached
-        self._shards = [(shard, self.column(shard)) for shard in self.layout.by_owner[self.rank]]
+        self._shards = [(s, self.column(s), context.leaves_out(s)) for s in self.layout.by_owner[self.rank]]
 
     def begin(self, step: Step) -> None:
         """Check the ids and take the next epoch; messages to other hosts are sent after that."""
@@ -106,12 +106,18 @@ class CpuZeroCopyForward(WindowForward):
         grid = TaskGrid(here, len(reached), len(weights), batch.most, task_bags=bags, slice_bags=bags)
         tasks = [(task, grid.slice_of(task)) for task in grid.order(self.schedule)]
         for task, slot in tasks:
-            destination, (shard, column) = reached[task.destination], self._shards[task.feature]
+            destination, (shard, column, leaves_out) = reached[task.destination], self._shards[task.feature]
             samples, first = batch.per_rank[destination], batch.first_sample[destination]
             begin = min(task.block * bags, samples)
             end = min(begin + bags, samples)
             pooled = pool_on_cpu(shard, weights[task.feature], step, first + begin, first + end)
-            windows[destination][begin:end, column : column + shard.dim] = pooled
+            into = windows[destination][begin:end, column : column + shard.dim]
+            if leaves_out:
+                bag = shard.feature * batch.total + first
+                filled = step.inputs[shard.input].lengths()[bag + begin : bag + end] > 0
+                into[filled] = pooled[filled].to(into.dtype)
+            else:
+                into.copy_(pooled)
             if self.sliced and destination != self.rank:
                 self._raise(destination, slot)
         if not (self.sliced and tasks):
@@ -145,6 +151,11 @@ class CpuPush(WindowBackward):
         super().__init__(context, windows)
         assert isinstance(windows.arena, HostArena)
         self._arena, self._reached = windows.arena, windows.arena.reached
+        self._shares: dict[FeatureShard, int] = {}
+        """of shards whose bags without ids get no gradient, the index of their ids among the shares"""
+        if (ids := context.ids) is not None:
+            cut = [s for shards in self.layout.by_owner for s in shards if s.gives_partial_sums]
+            self._shares = {shard: ids.share_number(shard) for shard in cut}
         self._unfinished: Step | None = None
 
     def send(self, step: Step, gradient: torch.Tensor) -> None:
@@ -170,7 +181,12 @@ class CpuPush(WindowBackward):
                 columns = [self.layout.output_column(shard) for shard in shards]
                 targets = [self.gradient_of(shard, window, step.batch.total) for shard in shards]
                 for shard, column, rows in zip(shards, columns, targets, strict=True):
-                    rows[first : first + gradient.shape[0]] = gradient[:, column : column + shard.dim]
+                    here, into = gradient[:, column : column + shard.dim], rows[first : first + gradient.shape[0]]
+                    if step.share_offsets is not None and shard in self._shares:
+                        filled = reference.have_ids(step.share_offsets, self._shares[shard], gradient.shape[0])
+                        into[filled] = here[filled].to(into.dtype)
+                    else:
+                        into.copy_(here)
                 self._arena.raise_flag(self.windows.flags, owner, part, epoch)
 
     def finish(self, step: Step) -> None:

@@ -107,6 +107,8 @@ class ArrivedIds(NamedTuple):
     """the samples of each rank"""
     replicated: KeyedJaggedTensor | None = None
     """of this rank's samples, the ids of the replicated features, padded likewise; None without such features"""
+    share_offsets: torch.Tensor | None = None
+    """[shares * b + 1] int32: of this rank's samples, the offsets of the bags of each share; None without shares"""
 
 
 class IdExchange(ABC):
@@ -186,7 +188,13 @@ class IdExchange(ABC):
         """Return the ids that have arrived for this rank's shards, and its own of replicated tables, as a step's."""
         ids = _input(*shards, self.world_size * samples)
         batch = BatchSizes.of((samples,) * self.world_size)
-        return ArrivedIds(ids, batch, _input(*replicated, samples) if replicated is not None else None)
+        own = _input(*replicated, samples) if replicated is not None else None
+        return ArrivedIds(ids, batch, own, self._share_offsets(samples) if self.ids.shares else None)
+
+    def _share_offsets(self, samples: int) -> torch.Tensor:
+        """Return [shares * samples + 1]: in this rank's window, the offsets of the bags of each share."""
+        offsets = self.windows.local[self.ids.offsets_at + (len(self.ids.keys) + 1) * samples :]
+        return offsets[: len(self.ids.shares) * samples + 1]
 
     def rows_of(self, shard: FeatureShard) -> int:
         """Return the rows of the table of a shard that this rank holds, be it alone or as every rank does."""
@@ -241,7 +249,7 @@ class CpuIdExchange(IdExchange):
     def divide(self, window: torch.Tensor, samples: int) -> None:
         """Divide the ids as the reference does; of a batch beyond its bound, whose error comes later, none."""
         offsets, features = window[self.ids.offsets_at :], len(self.ids.keys)
-        shared = offsets[(features + 1) * samples :][: len(self.ids.shares) * samples + 1]
+        shared = self._share_offsets(samples)
         shared.fill_(self.ids.shares_at)
         counts = offsets[: features * samples + 1 : samples].diff()
         if (counts < 0).any() or (counts > torch.tensor(self.ids.capacity)).any():

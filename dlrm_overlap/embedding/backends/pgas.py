@@ -79,9 +79,10 @@ class DeviceLookup:
 
     def _table(self, shards: list[FeatureShard]) -> FeatureTable:
         weights = [self._rows.weight(shard) for shard in shards]
+        leaves_out = [self._context.leaves_out(shard) for shard in shards]
         entries = [
-            [weight.data_ptr(), weight.shape[0], self._columns[shard], shard.feature, int(shard.mean)]
-            for shard, weight in zip(shards, weights, strict=True)
+            [weight.data_ptr(), weight.shape[0], self._columns[shard], shard.feature, int(shard.mean), int(left_out)]
+            for shard, weight, left_out in zip(shards, weights, leaves_out, strict=True)
         ]
         dim, dtype = shards[0].dim, shards[0].dtype
         return FeatureTable(
@@ -90,6 +91,7 @@ class DeviceLookup:
             weight_dtype=dtype,
             alignment=gcd(16, dim * dtype.itemsize, *(weight.data_ptr() for weight in weights)),
             column_alignment=gcd(16, *(self._columns[shard] for shard in shards)),
+            leaves_out=any(leaves_out),
         )
 
     def first_samples(self, batch: BatchSizes, ranks: range | None = None) -> torch.Tensor:

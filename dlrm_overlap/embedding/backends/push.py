@@ -19,6 +19,7 @@ from dlrm_overlap.comm.order import CurrentStream, OnStream
 from dlrm_overlap.comm.record import Record
 from dlrm_overlap.embedding.backends.base import WindowBackward
 from dlrm_overlap.embedding.backends.rows import DeviceRules, InputRows, UpdateRange, in_readable_rows
+from dlrm_overlap.embedding.id_layout import IdLayout
 from dlrm_overlap.embedding.layout import FeatureShard
 from dlrm_overlap.embedding.options import ExchangeContext
 from dlrm_overlap.embedding.steps import Step, StepCache
@@ -56,6 +57,7 @@ class Push(WindowBackward):
 
     def __init__(self, context: ExchangeContext, windows: WindowPair) -> None:
         super().__init__(context, windows)
+        self._ids = context.ids
         # Where programs of several streams could start, those do that others wait for: gradients, which peers await,
         # then the main stream's (of priority -1, see `process_group`), then updates, needed by the next step.
         self._push_stream = torch.cuda.Stream(self.device, priority=-2)
@@ -71,7 +73,7 @@ class Push(WindowBackward):
         done = torch.zeros(self.gradients.parts, dtype=torch.int32, device=self.device)
         flags = PartFlags(windows.arena.addresses(windows.flags), done, windows.counter.word)
         self._dims = sorted({shard.dim for shards in self.layout.by_owner for shard in shards})
-        self.own = Pushed(self.rank, [self._shard_table(dim, self.layout.output_column) for dim in self._dims], flags)
+        self.own = Pushed(self.rank, [self._own_shards(dim) for dim in self._dims], flags)
         """this rank's gradients"""
         self._storage: tuple[int, ...] | None = None
         self._inputs: list[InputRows] = []
@@ -88,14 +90,25 @@ class Push(WindowBackward):
         flags = ready_flags(self.windows, counts, self._record.status, self.options.wait_timeout_s)
         return awaiting_flags(flags, self.rank)
 
-    def _shard_table(self, dim: int, column: Callable[[FeatureShard], int]) -> ShardTable:
-        """Return where the shards of one dim are: in a gradient, by `column`, and at the owners reached."""
+    def _own_shards(self, dim: int) -> ShardTable:
+        """Return where the shards of one dim are in the gradient of this rank's samples, whose ids it knows."""
+        return self._shard_table(dim, self.layout.output_column, self._ids)
+
+    def _shard_table(self, dim: int, column: Callable[[FeatureShard], int], ids: IdLayout | None = None) -> ShardTable:
+        """Return where the shards of one dim are: in a gradient, by `column`, and at the owners reached.
+
+        Args:
+            ids: if known, bags that have none of a shard's are to be left out.
+        """
         starts, reached = self.gradients.starts, self.windows.arena.reached
+
+        def present(shard: FeatureShard, owner: int) -> int:
+            if ids is None or not shard.gives_partial_sums or not self.is_stored(owner):
+                return int(self.is_stored(owner))
+            return 2 + ids.share_number(shard)
+
         offsets = [
-            [
-                [[column(s), starts[s], self.is_stored(owner)] for s in by_owner[owner] if s.dim == dim]
-                for owner in reached
-            ]
+            [[[column(s), starts[s], present(s, owner)] for s in by_owner[owner] if s.dim == dim] for owner in reached]
             for by_owner in self.gradients.shards
         ]
         counts = [max(map(len, shards)) for shards in offsets]
@@ -194,20 +207,34 @@ class Push(WindowBackward):
 
     def store(self, step: Step, gradient: torch.Tensor, first: int, end: int) -> None:
         """Store the parts [first, end) of the gradient by a kernel, on the current stream."""
-        self.store_of(self.own, step, gradient, self.sent_scale, first, end)
+        self.store_of(self.own, step, gradient, self.sent_scale, first, end, step.share_offsets)
 
-    def store_of(self, pushed: Pushed, step: Step, gradient: torch.Tensor, scale: float, first: int, end: int) -> None:
-        """Store the parts [first, end) of `scale` times the gradient [b, ..] of `pushed`'s rank, as that rank does."""
+    def store_of(
+        self,
+        pushed: Pushed,
+        step: Step,
+        gradient: torch.Tensor,
+        scale: float,
+        first: int,
+        end: int,
+        offsets: torch.Tensor | None = None,
+    ) -> None:
+        """Store the parts [first, end) of `scale` times the gradient [b, ..] of `pushed`'s rank, as that rank does.
+
+        Args:
+            offsets: of that rank's bags of each share, if they are known here.
+        """
         key = self.windows.epoch % 2, step.batch, scale, first, end, gradient.dtype, gradient.stride(0)
-        for launch in pushed.launches.get(key, self._storing, pushed, step, gradient, scale, first, end):
-            launch(gradient, self.windows.counter.argument)
+        changed = [gradient] if offsets is None else [gradient, offsets]
+        for launch in pushed.launches.get(key, self._storing, pushed, step, changed, scale, first, end):
+            launch(*changed, self.windows.counter.argument)
 
     def _storing(
-        self, pushed: Pushed, step: Step, gradient: torch.Tensor, scale: float, first: int, end: int
+        self, pushed: Pushed, step: Step, changed: list[torch.Tensor], scale: float, first: int, end: int
     ) -> list[Launch]:
         """Return the launches by which `store_of` stores in steps like this one."""
         return pushing_gradients(
-            gradient,
+            changed[0],
             pushed.tables,
             self._peers[self.windows.epoch % 2],
             pushed.flags,
@@ -220,6 +247,7 @@ class Push(WindowBackward):
             programs=self.programs,
             first_part=first,
             end_part=end,
+            offsets=changed[1] if len(changed) > 1 else None,
         )
 
     def _await(self, part: int) -> None:

@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.comm.order import CommunicationOrder
 from dlrm_overlap.config import InputError
 from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.embedding.id_layout import BatchBound
 from dlrm_overlap.embedding.sharded_module import OverlapShardedEmbeddingBagCollection
+from dlrm_overlap.embedding.stock import StockTables
 from dlrm_overlap.train.graphs.static_batch import IdCuts, StaticBatch
 
 log = logging.getLogger("dlrm_overlap")
@@ -112,6 +114,9 @@ class ReadAhead:
         self._working: list[StaticBatch] = []
         self._senders: list[tuple[Exchange, int]] = []
         """the exchanges whose ids are sent a step ahead, and which leaf of the batch those are"""
+        self._stock: list[tuple[StockTables, int]] = []
+        self.made_in_model = False
+        """whether the model itself makes ids of tables that stay with TorchRec, which it needs before a graph"""
         self.ids_are_sent = False
         """whether the ids of the next step are under way"""
         self.reset()
@@ -178,6 +183,10 @@ class ReadAhead:
             exchange.send_ids(ids.tensor, ids.count)
         self.ids_are_sent = True
 
+    def stock_tables(self, parity: int) -> list[tuple[StockTables, KeyedJaggedTensor]]:
+        """Return the tables that stay with TorchRec, each with its ids in the batch of `parity`."""
+        return [(tables, self._working[parity].ids(index).tensor) for tables, index in self._stock]
+
     def forget_sent_ids(self) -> None:
         """Forget ids that were sent for a step that does not come next."""
         for module in self._modules:
@@ -213,10 +222,13 @@ class ReadAhead:
             index = next((i for batch in self._working if (i := batch.find(features)) is not None), None)
             if index is not None:
                 self._senders.append((module.exchange, index))
+                self._stock += [(module.stock, index)] if module.stock is not None else []
             else:
+                self.made_in_model |= module.stock is not None
                 log.info("train pipeline: ids that the model makes itself are sent in their own step, none ahead")
 
         self._senders.clear()  # of a first step that failed
+        self._stock.clear()
         hooks = [module.register_forward_pre_hook(find, with_kwargs=True) for module in self._modules]
         try:
             yield

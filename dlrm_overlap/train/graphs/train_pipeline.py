@@ -16,12 +16,12 @@ same steps are taken one by one.
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.model_parallel import DistributedModelParallel, DMPCollection
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.distributed.train_pipeline.train_pipelines import TrainPipeline
 from torchrec.optim.keyed import KeyedOptimizer
@@ -86,6 +86,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         gradient_dtype: torch.dtype = torch.float32,
         dense_reduce: str = "auto",
         capture: bool | None = None,
+        dmp_collection_sync_interval_batches: int | None = 1,
     ) -> None:
         """Take the arguments of TorchRec's pipelines, and the bound of the batches.
 
@@ -97,6 +98,8 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
             dense_reduce: collective | stores | auto, which is stores where all ranks are on one host: how they are
                 summed, see `dense.stores`.
             capture: None captures on GPUs.
+            dmp_collection_sync_interval_batches: the replicas of a `DMPCollection` are averaged after every so many
+                batches, as by TorchRec's pipelines; None leaves that to the caller.
 
         Raises:
             InputError: if `dense_reduce` is not known, the model is no `DistributedModelParallel`, a dense parameter
@@ -113,7 +116,13 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
             if dist.get_rank(group) == 0:
                 log.warning("train pipeline: TorchRec's, since the step cannot be captured: %s", reason)
             model.init_data_parallel()  # does nothing to a model that has been wrapped before
-            self._fallback = TrainPipelineSparseDist(model, optimizer, device, execute_all_batches=True)
+            self._fallback = TrainPipelineSparseDist(
+                model,
+                optimizer,
+                device,
+                execute_all_batches=True,
+                dmp_collection_sync_interval_batches=dmp_collection_sync_interval_batches,
+            )
             return
         self._model, self._optimizer, self._device = model, optimizer, device
         self._captures = device.type == "cuda" if capture is None else capture
@@ -134,6 +143,8 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         self._graphs: list[CapturedStep | None] = [None, None]
         self._captured_places: list[Any] = []
         self._steps = 0
+        self._replicas = model if isinstance(model, DMPCollection) else None
+        self._sync_interval = dmp_collection_sync_interval_batches
         self._learning_rates: list[Any] = []
 
     def _open_dense_step(
@@ -152,8 +163,8 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
             for parameter in frozen_parameters(self._model):
                 dist.broadcast(parameter.data, group=group, group_src=0)
         exchanges = self._exchanges
-        # Where all exchanges store to all their peers, dense gradients can be stored there as well.
-        reached = all(exchange.reach.whole for exchange in exchanges)
+        # Where all exchanges store to all ranks, dense gradients can be stored there as well.
+        reached = all(len(exchange.reach.here) == group.size() for exchange in exchanges)
         by_stores = dense_reduce == "stores" or (dense_reduce == "auto" and reached)
         timeout_s = min(exchange.options.wait_timeout_s for exchange in exchanges)
         stores = StoreOptions(wait_timeout_s=timeout_s) if by_stores else None
@@ -227,6 +238,8 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         following = self._ahead.holds(1 - parity)
         output = self._take_step(parity, following)
         self._dense.update_after()
+        if self._replicas is not None and self._sync_interval and self._steps % self._sync_interval == 0:
+            self._replicas.sync()
         self._ahead.release(parity)
         self._steps += 1
         if following:
@@ -239,9 +252,10 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         # A replay leaves the ids that were sent ahead to the next replay: no eager step and no capture would find them.
         # So the graphs are replayed once there are both; the first is captured anew where a segment's end came between.
         if (captured := self._graphs[parity]) is not None and self._graphs[1 - parity] is not None:
-            return captured.replay()
-        if self._captures and self._steps >= _WARMUP_STEPS and following:
-            return self._capture(parity).launch()
+            return self._with_stock_tables(parity, captured.replay)
+        captures = self._captures and not self._ahead.made_in_model
+        if captures and self._steps >= _WARMUP_STEPS and following:
+            return self._with_stock_tables(parity, lambda: self._capture(parity).launch())
         if self._steps:
             return self._step(parity, following)
         with self._ahead.finding_ids(), self._dense.learn(), NoCollectives():
@@ -250,6 +264,16 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         self._dense.update()
         if following:
             self._ahead.bring_in(1 - parity)
+        return output
+
+    def _with_stock_tables(self, parity: int, take: Callable[[], Any]) -> Any:
+        """Take a captured step; tables that stay with TorchRec are looked up before it, and updated after it."""
+        stock = self._ahead.stock_tables(parity)
+        for tables, ids in stock:
+            tables.look_up(ids)
+        output = take()
+        for tables, _ in stock:
+            tables.update()
         return output
 
     def _step(self, parity: int, following: bool) -> Any:

@@ -14,13 +14,14 @@ import torch.distributed as dist
 from dlrm_overlap.bench.concurrent_strategies import Strategy, all_strategies
 from dlrm_overlap.bench.figures import concurrent
 from dlrm_overlap.bench.harness import timing
-from dlrm_overlap.bench.harness.communications import Collective, Implementations, Payload, make_groups
+from dlrm_overlap.bench.harness.communications import Payload, make_communications, make_groups, wrong
 from dlrm_overlap.bench.harness.turns import Turns, round_of
-from dlrm_overlap.bench.report.concurrent import limit_by_memory, summarise
+from dlrm_overlap.bench.report.concurrent import summarise
 from dlrm_overlap.bench.request import ConcurrentRequest
 from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.train.ranks import Ranks
 from tests.conftest import read_rows
+from tests.pages import limit_by_memory
 
 CPU = torch.device("cpu")
 
@@ -60,11 +61,9 @@ def test_every_implementation_that_a_strategy_names_has_a_column() -> None:
 @pytest.mark.parametrize("kind", concurrent.KINDS)
 def test_a_wrong_result_is_found(kind: str, world_of_one: dist.ProcessGroup) -> None:
     payload = Payload(kind, 0.02, world_of_one, CPU)
-    implementations = Implementations(payload, make_groups(world_of_one, CPU, ()), None)
-    assert implementations.wrong() == []
-    collective = implementations.by_name["collective"]
-    assert isinstance(collective, Collective)
-    result = collective.result()
+    made = make_communications(payload, make_groups(world_of_one, CPU, ()), None)
+    assert wrong(made, captured=False) == []
+    result = made["collective"].result
     result.view(-1)[-1] += 1e-3
     assert not payload.is_right(result)
 
@@ -140,7 +139,9 @@ def test_a_rehearsal_on_one_rank_writes_a_row_a_strategy(tmp_path: Path, world_o
         speedup = (value["computation_ms"] + value["communication_ms"]) / value["together_ms"]
         assert float(row["speedup"]) == pytest.approx(speedup, rel=1e-2)
     assert len(cases) == 9
-    assert all(names == ["serial", "plain", "dma"] for names in cases.values())
+    for (_, communication), names in cases.items():
+        copies = "dma_averaged" if communication == "all_reduce" else "dma_apart"
+        assert names == ["serial", "plain", copies]
 
 
 def test_a_figure_that_takes_too_long_ends_behind_small_communications(

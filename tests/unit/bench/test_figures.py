@@ -24,7 +24,7 @@ def _contenders(
 
     for figure in (occupancy, scaling, schedule, slice, stage):
         monkeypatch.setattr(figure, "measure_forward", measure)
-    request = SimpleNamespace(chunks=(2,), copy_engines=False)
+    request = SimpleNamespace(chunks=(2,))
     assert FIGURES[kind].load()(request, None) == 0
     found = [(contender.name, contender.columns()) for contender in made]
     for contender in made:

@@ -72,7 +72,7 @@ def test_a_sweep_of_fused_with_staged_slices_is_drawn(name: str) -> None:
     rows = [{**row, "contender": row["contender"].replace("fused", "fused_stores")} for row in measured.rows]
     drawn = PLOTS[name].draw(measured._replace(rows=rows)).svg().decode()
     assert ">fused_stores</text>" in drawn
-    assert ">baseline: 4.78 ms</text>" in drawn
+    assert ">4.78</text>" in drawn
 
 
 def test_the_page_loads_nothing(tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_a_contender_whose_losses_differ_gets_no_speedup_and_is_not_the_fastest(
     section = _section(read_measured(path))
     assert _lines([section])[0][6] == "fused_graph"
     (line,) = [line for line in section.table.to_numpy().tolist() if line[1] == "pgas_graph" and line[3] == "0.500"]
-    assert line[-2:] == ["none: losses differ"] * 2
+    assert line[-1] == "False", "the table says that its losses differ"
 
 
 def test_the_page_begins_with_how_much_faster_a_step_is(tmp_path: Path) -> None:

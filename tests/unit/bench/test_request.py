@@ -11,7 +11,6 @@ from dlrm_overlap.bench.registry import FIGURES
 from dlrm_overlap.bench.request import (
     BackwardRequest,
     CollectivesRequest,
-    EveryoneRequest,
     GridRequest,
     StageRequest,
     StepRequest,
@@ -88,24 +87,11 @@ def test_maps_have_their_shapes_in_order_of_their_tables() -> None:
         sweep.check_ranks(criteo, 4, "cuda")
 
 
-def test_copy_engines_need_gpus_and_tables_that_are_alike() -> None:
-    request = EveryoneRequest("stage", OUTPUT, copy_engines=True)
-    request.check_ranks(_config("tiny"), 2, "cuda")
-    for ranks, device in ((2, "cpu"), (1, "cuda"), (4, "cuda")):
-        with pytest.raises(InputError, match=f"--copy_engines: 6 tables on {ranks} ranks"):
-            request.check_ranks(_config("tiny"), ranks, device)
-
-
 def test_contenders_are_known_and_named_once() -> None:
     with pytest.raises(InputError, match=r"--contenders pgsa: not a contender; known: torchrec, torchrec_strongest, "):
         StepRequest("step", OUTPUT, contenders=("torchrec", "pgsa"))
     with pytest.raises(InputError, match="--contenders pgas pgas: one is there twice"):
         StepRequest("step", OUTPUT, contenders=("pgas", "pgas"))
-
-
-def test_a_step_of_row_wise_shards_is_refused() -> None:
-    with pytest.raises(InputError, match=r"embedding\.plan: row_wise, but this figure counts"):
-        StepRequest("step", OUTPUT).check_ranks(_config("step_dot", "--embedding.plan", "row_wise"), 2, "cuda")
 
 
 def test_collectives_of_half_a_gigabyte_are_a_gpus() -> None:

@@ -106,6 +106,32 @@ def test_bytes_of_a_hand_computed_step(tmp_path: Path, wire_dtype: str, wire: in
     assert link == 2 * 4 * wire + 2 * 8 * wire + (2 * 4 + 2 * 4)
 
 
+def test_bytes_of_a_table_that_is_cut_by_rows(tmp_path: Path) -> None:
+    """Two ranks of 2 samples; a of dim 4 is whole on rank 0, b of dim 8 has its rows 0 .. 3 there, 4 .. 7 on 1."""
+    shards = [
+        FeatureShard(name, owner, 0, feature, 0, feature, 0, dim, False, torch.float32, name, rows, owner)
+        for name, owner, feature, dim, rows in (
+            ("a", 0, 0, 4, (0, 0)),
+            ("b", 0, 1, 8, (0, 4)),
+            ("b", 1, 0, 8, (4, 8)),
+        )
+    ]
+    layout = Layout(shards, ["a", "b"], world_size=2)
+    values = torch.tensor([5, 6, 3, 4, 5])
+    sparse = KeyedJaggedTensor(["a", "b"], values, lengths=torch.tensor([1, 1, 2, 1]))
+    # Of all samples a has an id each, of rows of its own; of b one of 4 bags has an id of rank 0's rows.
+    lengths, values = torch.tensor([1, 1, 1, 1, 1, 0, 0, 0]), torch.tensor([5, 6, 7, 8, 3])
+    inputs = [KeyedJaggedTensor(["a", "b"], values, lengths=lengths)]
+    config = quickstart(tmp_path, "run", "--embedding.optimizer", "sgd", "--embedding.wire_dtype", "fp32")
+    hbm, link, _ = _count_tables(layout, 0, [2, 2], sparse, inputs, config)
+    sent, arriving = 4 + 8 / 4, 4 + 2 * 8 / 4
+    ids = 2 * 8 + 2 * 8  # 2 ids of rank 1's rows, and 2 lengths
+    assert link == (2 * sent + 2 * (arriving - sent)) * 4 + ids
+    rows, runs, places = 4 * 4 * 4 + 8 * 4, 5 * 16, 5 * 4
+    forward = rows + 5 * 8 + 9 * 8 + 2 * arriving * 4
+    assert hbm == forward + 2 * rows + runs + places + rows + 2 * arriving * 4 + 4 * sent * 4
+
+
 def test_bytes_of_a_hand_computed_dense_part_whose_layers_are_divided(tmp_path: Path) -> None:
     config = quickstart(tmp_path, "run", "--train.precision", "bf16")
     counts, samples = DenseCounts(0, 100, 50), 3

@@ -5,7 +5,8 @@ from itertools import combinations
 import pytest
 from matplotlib.colors import to_rgb
 
-from dlrm_overlap.bench.report.style import Look, Picture, bars, looks
+from dlrm_overlap.bench.report.drawing import bars
+from dlrm_overlap.bench.report.style import Look, Picture, looks
 
 FIGURES = {
     "stage": [
@@ -55,12 +56,3 @@ def test_a_bar_that_is_cut_tells_its_height_with_an_arrow() -> None:
     assert [bar.get_height() for bar in axes.patches] == [1.0, 0.5, 1.6]
     assert [text.get_text() for text in axes.texts] == ["1.00", "0.50", "4.50 \u2191"]
     assert axes.get_xticklabels()[0].get_text() == "a shape\nbaseline 2.00 ms"
-
-
-def test_no_number_is_crossed_by_the_line_of_the_limit() -> None:
-    (axes,) = Picture(2.0).panels
-    times = {"baseline": 2.0, "nccl": 0.99, "pgas": 0.95, "fused": 0.5}
-    group = {name: {"median_ms": str(time), "limit_ms": "1"} for name, time in times.items()}
-    bars(axes, [group], ["a shape"], limit="limit_ms")
-    feet = [text.xy[1] for text in axes.texts]
-    assert feet == [2.0, 1.0, 1.0, 0.5], "the two whose numbers would be crossed stand on it"

@@ -60,3 +60,16 @@ def test_rows_end_with_their_stage_and_hold_all_bytes_and_the_plot_draws_them() 
     panels = PLOTS["volume"].draw(measured).figure.axes
     areas = [sum(p.get_height() * p.get_width() for p in axes.patches) for axes in panels]  # type: ignore[attr-defined]
     assert areas == pytest.approx([1.0, 1.0], rel=1e-3), "GB/s times us: thousands of bytes"
+
+
+def test_bytes_of_partial_sums_are_drawn_beside_torchrecs() -> None:
+    rows = [
+        {"world_size": ranks, "multi_hot": size, "torchrec_bytes": 2_000_000}
+        | {"forward_bytes": bytes_, "backward_bytes": bytes_, "expected_bytes": 500_000}
+        for ranks, size, bytes_ in ((2, 1, 1_000_000), (4, 1, 510_000))
+    ]
+    measured = Measured("partial_sums", "partial_sums", as_text(rows))
+    (axes,) = PLOTS["partial_sums"].draw(measured).figure.axes
+    assert [p.get_height() for p in axes.patches] == [2, 2, 0.5, 0.5, 1, 0.51]  # type: ignore[attr-defined]
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["2 ranks\n1 ids", "4 ranks\n1 ids"]
+    assert PLOTS["partial_sums"].table(measured)[1]["forward bytes"] == "510000"

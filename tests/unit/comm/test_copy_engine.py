@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from dlrm_overlap.bench.report.drawing import todays
 from dlrm_overlap.comm.calls import COPIED_FROM_BYTES, fastest_way
 from dlrm_overlap.comm.copy_engine import Copy2D, _check
 from tests.conftest import read_rows
-from tests.pages import is_todays
 
 
 def test_one_row_has_no_pitch_but_its_width() -> None:
@@ -42,7 +42,7 @@ def test_no_way_is_faster_than_the_chosen_one_by_more_than_a_twentieth() -> None
         case = row["operation"], row["beside"], row["captured"], row["mb_per_peer"]
         median = float(row["median_ms"])
         best[case] = min(median, best.get(case, median))
-        if is_todays(row):
+        if todays([row]):
             medians.setdefault(case, {})[row["contender"]] = median
     assert best
     for case, least in best.items():

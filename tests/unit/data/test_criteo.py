@@ -308,7 +308,7 @@ def test_open_criteo_dispatches_on_the_kind(tmp_path: Path, kind: str) -> None:
         (TablesConfig(rows=ROWS), "nowhere", "nowhere"),
         (TablesConfig(rows=ROWS), "hollow", "hollow: holds no"),
         (TablesConfig(), "full", "data.tables.rows: null"),
-        (TablesConfig(rows=2**31), "full", "overflows int32"),
+        (TablesConfig(rows=[2**31] * 26), "full", "overflows int32"),
     ],
 )
 def test_open_criteo_refuses(tmp_path: Path, kind: str, tables: TablesConfig, path: str, rule: str) -> None:

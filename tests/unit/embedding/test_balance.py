@@ -16,13 +16,13 @@ def _mlperf() -> list[TableLoad]:
     assert isinstance(pooling, list)
     row_bytes = 4 * dim
     return [
-        TableLoad(float(ids), dim, row_bytes, min(n, 4_000_000) * (row_bytes + 4))
+        TableLoad(float(ids), dim, row_bytes, min(n, 4_000_000) * (row_bytes + 4), min(n, 4_000_000))
         for n, ids in zip(rows, pooling, strict=True)
     ]
 
 
-def _placed(tables: list[TableLoad], world_size: int, room: int = _ROOM) -> Balance:
-    placed = balance(tables, world_size, room)
+def _placed(tables: list[TableLoad], world_size: int, room: int = _ROOM, cut_columns: bool = True) -> Balance:
+    placed = balance(tables, world_size, room, cut_columns)
     assert placed is not None
     return placed
 
@@ -30,12 +30,14 @@ def _placed(tables: list[TableLoad], world_size: int, room: int = _ROOM) -> Bala
 def _work(tables: list[TableLoad], placed: Balance, world_size: int) -> tuple[list[float], list[float], list[float]]:
     """Return the row elements that each rank reads, its columns and its bytes, by adding up its shards."""
     memory, links, held = ([0.0] * world_size for _ in range(3))
-    for table, ranks in zip(tables, placed.ranks, strict=True):
+    for number, (table, ranks) in enumerate(zip(tables, placed.ranks, strict=True)):
         assert len(set(ranks)) == len(ranks), "one shard of a table a rank"
-        assert table.dim % (4 * len(ranks)) == 0
+        by_rows = number in placed.by_rows
+        assert ranks == list(range(world_size)) if by_rows else table.dim % (4 * len(ranks)) == 0
+        filled = 1 - (1 - 1 / world_size) ** table.pooling  # of the bags, have ids of a rank's rows
         for rank in ranks:
             memory[rank] += table.pooling * table.dim / len(ranks)
-            links[rank] += table.dim / len(ranks)
+            links[rank] += table.dim * filled if by_rows else table.dim / len(ranks)
             held[rank] += table.bytes / len(ranks)
     return memory, links, held
 
@@ -83,16 +85,36 @@ def test_large_tables_of_few_ids_find_room() -> None:
     assert sorted(held) == [90, 90]
 
 
-def test_nothing_is_cut_where_that_is_asked() -> None:
-    placed = balance(_mlperf(), 4, _ROOM, cut=False)
-    assert placed is not None
-    assert all(len(ranks) == 1 for ranks in placed.ranks)
-    assert placed.worst == pytest.approx(100 * 4 / 214), "the rank of the 100-hot table"
+@pytest.mark.parametrize("world_size", [4, 8, 16])
+def test_rows_are_cut_where_columns_do_not_balance(world_size: int) -> None:
+    """Row-wise Adagrad's state forbids cuts of columns; the rows of the table of most ids are cut then."""
+    tables = _mlperf()
+    whole = _placed([table._replace(rows=0) for table in tables], world_size, cut_columns=False)
+    assert all(len(ranks) == 1 for ranks in whole.ranks)
+    placed = _placed(tables, world_size, cut_columns=False)
+    assert placed.by_rows == {20}
+    assert all(len(ranks) == 1 for table, ranks in enumerate(placed.ranks) if table not in placed.by_rows)
+    assert placed.worst < 0.7 * whole.worst
+    memory, links, _ = _work(tables, placed, world_size)
+    assert max(memory) * world_size / sum(memory) == pytest.approx(placed.memory)
+    assert max(links) * world_size / (26 * 128) == pytest.approx(placed.links), "over the mean of whole tables"
+
+
+@pytest.mark.parametrize("world_size", [4, 8, 16])
+def test_columns_that_balance_leave_rows_alone(world_size: int) -> None:
+    placed = _placed(_mlperf(), world_size)
+    assert placed.worst <= 1.1
+    assert not placed.by_rows
 
 
 def test_a_table_is_cut_to_fit() -> None:
     (ranks,) = _placed([TableLoad(1.0, 64, 256, 8 << 30)], 4, room=3 << 30).ranks
     assert len(ranks) == 4
+    small = [TableLoad(20.0, 16, 64, 1 << 20, 1000)] * 4
+    placed = _placed([TableLoad(1.0, 16, 64, 8 << 30, 1 << 27), *small], 4, room=3 << 30)
+    assert placed.by_rows == {0}, "the largest, whose rows have no columns to spare, not those of most ids"
+    few = TableLoad(1.0, 16, 64, 8 << 30, 15)
+    assert balance([few], 4, 3 << 30) is None, "so few rows that a rank might get none"
 
 
 def test_bags_that_are_all_empty() -> None:

@@ -6,8 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharding_spec.api import EnumerableShardingSpec
 from torch.distributed.remote_device import _remote_device
-from torchrec.distributed.types import ShardingPlan
+from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
 
 from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.embedding import plan
@@ -66,6 +68,17 @@ def test_the_fullest_rank(world_of_one: dist.ProcessGroup) -> None:
     assert fullest_rank(made, dict.fromkeys(pooling, 0.0), 2) == (0.0, 1.0)
 
 
+def test_the_fullest_rank_of_tables_cut_by_rows() -> None:
+    """Of two ranks each reads half the rows of t; of 3 ids a bag 7 of 8 bags have one of a rank's rows."""
+    spec = EnumerableShardingSpec([ShardMetadata([5 * rank, 0], [5, 16], f"rank:{rank}/cpu") for rank in range(2)])
+    cut = ParameterSharding("row_wise", "fused", [0, 1], spec)
+    one = EnumerableShardingSpec([ShardMetadata([0, 0], [9, 16], "rank:1/cpu")])
+    whole = ParameterSharding("table_wise", "fused", [1], one)
+    made = ShardingPlan({"": EmbeddingModuleShardingPlan({"t": cut, "u": whole})})
+    memory, links = fullest_rank(made, {"t": 3.0, "u": 1.0}, 2)
+    assert (memory, links) == pytest.approx((1.25, (14 + 16) / 16))
+
+
 def test_state_is_room_too(world_of_one: dist.ProcessGroup) -> None:
     config = _config("--embedding.optimizer", "adagrad")
     topology = build_topology(torch.device("cpu"), 1, 1)
@@ -88,7 +101,7 @@ def test_data_parallel_tables_are_room_too(world_of_one: dist.ProcessGroup) -> N
 
 
 def test_auto_cuts_what_balance_cuts(world_of_one: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    placed = Balance([[1, 0], [0], [1], [0]], memory=1.0, links=1.0)
+    placed = Balance([[1, 0], [0], [1], [0]], memory=1.0, links=1.0, by_rows=frozenset({3}))
     given: list[list[TableLoad]] = []
     may_cut: list[bool] = []
 
@@ -112,13 +125,13 @@ def test_auto_cuts_what_balance_cuts(world_of_one: dist.ProcessGroup, monkeypatc
         "t_00": ("column_wise", [(1, 0, 8), (0, 8, 8)]),
         "t_01": ("table_wise", [(0, 0, 16)]),
         "t_02": ("table_wise", [(1, 0, 16)]),
-        "t_03": ("table_wise", [(0, 0, 16)]),
+        "t_03": ("row_wise", [(0, 0, 16)]),
     }
     row_bytes = 4 * 16
     _plan(_config("--embedding.optimizer", "adagrad"), world_of_one)
     assert may_cut == [False, True], "row-wise state would depend on the cuts"
     assert given[:1] == [
-        [TableLoad(p, 16, row_bytes, n * (row_bytes + 4)) for n, p in zip(_ROWS, _POOLING, strict=True)]
+        [TableLoad(p, 16, row_bytes, n * (row_bytes + 4), n) for n, p in zip(_ROWS, _POOLING, strict=True)]
     ]
 
 

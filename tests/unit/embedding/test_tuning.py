@@ -36,14 +36,14 @@ def test_short_bags_have_few_rows_under_way_and_small_rows_few_ids_to_check(
 @pytest.mark.parametrize("slice_bags", [4, 8, 32])
 @pytest.mark.parametrize("dim", _DIMS)
 def test_a_task_lies_in_one_slice_however_many_bags_there_are(dim: int, slice_bags: int, short: bool) -> None:
-    table = FeatureTable(torch.zeros(16, 5, dtype=torch.int64), dim, torch.float32, 16, 16)
+    table = FeatureTable(torch.zeros(16, 6, dtype=torch.int64), dim, torch.float32, 16, 16)
     for samples in (1, 8192, 65536):
         assert slice_bags % persistent_tuning(table, samples, slice_bags, short).task_bags == 0
 
 
 @pytest.mark.parametrize(("samples", "short", "cut"), [(2048, True, 16), (2047, True, 2), (32768, False, 4)])
 def test_tasks_of_many_short_bags_are_larger(samples: int, short: bool, cut: int) -> None:
-    table = FeatureTable(torch.zeros(16, 5, dtype=torch.int64), 64, torch.float32, 16, 16)
+    table = FeatureTable(torch.zeros(16, 6, dtype=torch.int64), 64, torch.float32, 16, 16)
     assert persistent_tuning(table, samples, 32, short).task_bags == cut
 
 
@@ -59,7 +59,7 @@ def test_tasks_of_many_short_bags_are_larger(samples: int, short: bool, cut: int
     ],
 )
 def test_bags_are_short_by_the_shapes_of_their_input_and_the_rows(dim: int, dtype: torch.dtype, most: int) -> None:
-    table = FeatureTable(torch.zeros(16, 5, dtype=torch.int64), dim, dtype, 16, 16)
+    table = FeatureTable(torch.zeros(16, 6, dtype=torch.int64), dim, dtype, 16, 16)
     offsets = torch.zeros(65, dtype=torch.int32)
     assert has_short_bags(table, torch.empty(64 * most), offsets)
     assert not has_short_bags(table, torch.empty(64 * most + 1), offsets)

@@ -107,7 +107,7 @@ def test_tables_of_torchrecs_are_not_captured(world_of_one: dist.ProcessGroup) -
     beside = nn.ModuleList([_shard(ours, world_of_one, FUSED), stock])
     assert why_not_captured(beside) == "ShardedEmbeddingBagCollection is TorchRec's own, which waits for the host"
     some = _shard(ours, world_of_one, FUSED, row_wise())
-    assert why_not_captured(some) == "some of its tables stay with TorchRec"
+    assert why_not_captured(some) == "table two stays with TorchRec, with compute kernel dense"
     nothing = _shard(ours, world_of_one, FUSED, weighted=True)
     assert why_not_captured(nothing) == "it exchanges nothing"
 
@@ -121,21 +121,15 @@ def test_data_parallel_tables_are_captured(world_of_one: dist.ProcessGroup, rows
     assert why_not_captured(module) == reason
 
 
-def test_a_data_parallel_table_that_names_a_feature_twice_is_not_captured(world_of_one: dist.ProcessGroup) -> None:
-    twice: Tables = {"two": (5, 4, ["g", "g"], SUM)}
-    module = _shard(OverlapEmbeddingBagCollectionSharder(), world_of_one, FUSED, data_parallel(), second=twice)
-    told = "its data-parallel tables stay with TorchRec: a table names a feature twice"
-    assert why_not_captured(module) == told
-
-
-@pytest.mark.parametrize("mode", [None, BoundsCheckMode.FATAL, BoundsCheckMode.NONE])
+@pytest.mark.parametrize("mode", [None, BoundsCheckMode.FATAL, BoundsCheckMode.V2_FATAL, BoundsCheckMode.NONE])
 def test_ids_of_data_parallel_tables_are_checked_as_the_sharder_says(
     world_of_one: dist.ProcessGroup, mode: BoundsCheckMode | None
 ) -> None:
     params = {} if mode is None else {"bounds_check_mode": mode}
     module: Any = _shard(OverlapEmbeddingBagCollectionSharder(params), world_of_one, data_parallel())
     tables = ReplicatedTables.of(module._embedding_shardings, module._lookups)
-    assert tables.bounds_check == (BoundsCheckMode.WARNING if mode is None else mode)
+    plain = BoundsCheckMode.FATAL if mode == BoundsCheckMode.V2_FATAL else mode
+    assert tables.bounds_check == (BoundsCheckMode.WARNING if plain is None else plain)
 
 
 def test_what_cannot_be_one_flat_tensor_is_not_captured(world_of_one: dist.ProcessGroup) -> None:

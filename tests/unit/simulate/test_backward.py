@@ -8,9 +8,11 @@ import pytest
 import yaml
 
 from dlrm_overlap.config import InputError, ModelConfig
+from dlrm_overlap.embedding.balance import TableLoad
 from dlrm_overlap.simulate.backward import add_backward, gradient_parts, rows_s, sort_of
 from dlrm_overlap.simulate.config import ExchangeConfig, NetworkConfig, SimulateConfig, WorkConfig
 from dlrm_overlap.simulate.gpu_config import GpuConfig, KernelsConfig, LookupConfig, UpdateConfig
+from dlrm_overlap.simulate.shares import PlannedTable, Shard, shares_of
 from dlrm_overlap.simulate.stage import Simulation
 from dlrm_overlap.simulate.step import dense_seconds, simulate
 from dlrm_overlap.simulate.workload import build_workload
@@ -119,7 +121,7 @@ def test_every_rank_has_the_work_that_the_plan_gives_it() -> None:
     assert (few.idle_ranks, many.idle_ranks) == (0, 28)
     for shares in (few, many):
         assert [shares.memory.mean(), shares.links.mean()] == pytest.approx([1.0, 1.0])
-    assert (np.stack(build_workload(model, replace(work, plan="even"), 64).shares) == 1).all()
+    assert (np.stack(build_workload(model, replace(work, plan="even"), 64).shares[:5]) == 1).all()
     with pytest.raises(InputError, match="no room"):
         build_workload(model, replace(work, max_rows=None, rows=40_000_000), 2)
 
@@ -130,3 +132,39 @@ def test_an_optimizer_with_state_has_a_rate_of_its_own() -> None:
     repeated = (work.update.hbm - work.update.compulsory) / 5e12
     assert rows_s(CONFIG, work) == pytest.approx(work.update.compulsory / 2e12 + repeated + 50e-6)
     assert rows_s(adagrad, work) == pytest.approx(work.update.compulsory / 1e12 + repeated + 50e-6)
+
+
+def test_the_work_of_tables_that_are_cut_by_rows() -> None:
+    """Two hosts of two ranks; a table of two ids a bag is cut by rows over the first, one of one id is on rank 3."""
+    tables = [PlannedTable(TableLoad(ids, 64, 256, 0), 100, range(ids, ids + 1)) for ids in (2, 1)]
+    plan = [[Shard(0, 64, 0.5), Shard(1, 64, 0.5)], [Shard(3, 64, 1.0)]]
+    ours, dense = (shares_of(tables, plan, 4, 2, dense=each) for each in (False, True))
+    for found in (ours, dense):
+        assert (found.memory * 3 / 4).tolist() == pytest.approx([1, 1, 0, 1]), "of 3 rows a sample"
+        assert (found.ids * 3 / 4).tolist() == pytest.approx([1, 1, 0, 1])
+        assert (found.links * 128 / 4).tolist() == pytest.approx([64, 64, 0, 64]), "of 128 columns"
+    assert (ours.near * 32).tolist() == pytest.approx([48, 48, 0, 64]), "a fourth of the bags have no id"
+    assert (ours.away * 32).tolist() == pytest.approx([64, 64, 0, 64]), "messages have all"
+    assert ours.added * 128 == pytest.approx(48 + 48 + 64), "two partial sums are read, one sum is written"
+    assert (dense.near * 32).tolist() == pytest.approx([128, 128, 0, 64]), "the sums of both hosts' samples"
+    assert (dense.away * 32).tolist() == pytest.approx([32, 32, 0, 64]), "of which each rank sends half on"
+    assert dense.added == 0.0
+
+
+@pytest.mark.parametrize("backend", ["torchrec", "fused"])
+def test_partial_sums_travel_and_are_added_up(backend: str) -> None:
+    """MLPerf's tables by TorchRec's planner on two hosts: table-row-wise shards, whose bytes the links carry."""
+    network = replace(CONFIG.network, kind="fat_tree", hosts=2, gpus_per_host=8)
+    told = yaml.safe_load(Path("configs/simulate/mlperf_hosts.yaml").read_text())
+    work = WorkConfig(**told["work"] | {"plan": "torchrec"})
+    exchange = replace(CONFIG.exchange, backend=backend)
+    model = ModelConfig(**told["model"])
+    simulated = simulate(replace(CONFIG, what="stage", model=model, network=network, work=work, exchange=exchange))
+    shares, W = simulated.work.shares, 16
+    assert shares.memory.mean() == pytest.approx(1.0)
+    assert shares.links.mean() > 1.2, "some tables are cut by rows"
+    nics_out = simulated.timeline.carried[3 * W :][2 * W : 3 * W]
+    assert nics_out == pytest.approx(8 * simulated.work.pair_bytes * shares.away)
+    added = [activity for activity in simulated.timeline.activities if activity.name == "partial sums"]
+    assert len(added) == (W if backend == "fused" else 0)
+    assert (shares.away.sum() < shares.links.sum()) == (backend == "torchrec"), "summed within the host first"

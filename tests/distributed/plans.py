@@ -1,0 +1,424 @@
+"""Models, plans and ways to train them, drawn at random: the drop-in against stock TorchRec.
+
+What is drawn depends on the seed and the world alone, so all ranks draw alike, and a draw that fails is run alone by
+
+    python -m tests.distributed.plans CHECK RANKS RANKS_OF_A_HOST SEED
+"""
+
+import copy
+import os
+import random
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed._shard.sharding_spec.api import EnumerableShardingSpec
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
+from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
+from torchrec.distributed.sharding_plan import calculate_shard_sizes_and_offsets, data_parallel, placement
+from torchrec.distributed.types import ParameterSharding, ShardingPlan
+from torchrec.modules.embedding_configs import DataType
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from dlrm_overlap.checkpoint.checkpoint import Checkpointer
+from dlrm_overlap.data.batch import Batch
+from dlrm_overlap.embedding import layout as layouts
+from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder
+from dlrm_overlap.embedding.tables import OPTIMIZERS
+from tests.agreement import POOLED_TOLERANCE, WEIGHT_TOLERANCE, assert_all_near
+from tests.distributed.captured import captures
+from tests.distributed.models import MEAN, SUM, Model, Tables, make_plan, train, world
+from tests.distributed.workers import logged_messages, run_ranks
+
+_messages = cache(logged_messages)
+BY_ROWS = ("row_wise", "table_row_wise", "grid_shard")
+KINDS = ("table_wise", "column_wise", "table_column_wise", "data_parallel", *BY_ROWS)
+
+
+class Table(NamedTuple):
+    """A table and its shards."""
+
+    rows: int
+    dim: int
+    features: list[str]
+    mean: bool
+    kind: str
+    """of KINDS"""
+    ranks: list[int]
+    """of the shards, those of the first columns first"""
+    cuts: int
+    """shards that have the same rows"""
+
+
+class Way(NamedTuple):
+    """How the drop-in trains."""
+
+    backend: str
+    pipeline: str
+    """none, sparse_dist, graph or, by a stand-in for CUDA graphs, captured"""
+    hosts: int | str
+    put: str
+    schedule: str
+    slice_bags: int
+    part_bytes: int
+    """of the gradient windows"""
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A model, its plan, its batches, and how to train it."""
+
+    ranks: int
+    local: int
+    """ranks of a host"""
+    seed: int
+    tables: Mapping[str, Table]
+    others: Mapping[str, Table]
+    """of a second module"""
+    planner: bool
+    """whether TorchRec's planner places the shards"""
+    bag_sizes: Mapping[str, tuple[int, int]]
+    """feature -> least and most ids of a bag, in the order of the batches"""
+    samples: Sequence[int]
+    """of each rank"""
+    steps: int
+    ids: torch.dtype
+    optimizer: str
+    types: str
+    """fp32, fp16_rows or bf16_wire: FBGEMM has no rows in bfloat16 on a CPU"""
+    ways: Sequence[Way]
+
+    @property
+    def wire(self) -> str:
+        return "bf16" if self.types == "bf16_wire" else "fp32"
+
+    @property
+    def every_table(self) -> dict[str, Table]:
+        return {**self.tables, **self.others}
+
+    def __str__(self) -> str:
+        facts = {name: value for name, value in vars(self).items() if name not in ("tables", "others", "ways")}
+        lines = [f"{name}: {each}" for name, each in (*self.every_table.items(), *enumerate(self.ways, 1))]
+        return "\n".join([str(facts), *lines])
+
+
+def draw_plan(ranks: int, local: int, seed: int) -> Drawn:
+    """Draw what `seed` stands for on `ranks` ranks, of which each host has `local`."""
+    draw = random.Random(f"{ranks} {local} {seed}")
+    numbers = iter(range(100))
+    tables, others = (_tables(draw, numbers, ranks, local, most) for most in (5, 2))
+    every = [*tables.values(), *others.values()]
+    features = list(dict.fromkeys(name for table in every for name in table.features))
+    features = draw.sample([*features, "unused"], len(features) + 1)
+    sizes = draw.choice([[(1, 1), (3, 3)], [(0, 0), (1, 1), (0, 1), (0, 4), (2, 5)]])
+    exchanged = all(any(t.kind != "data_parallel" for t in module.values()) for module in (tables, others))
+    by_graph = exchanged and draw.random() < 0.5
+    # Stock TorchRec needs as many samples on every rank to gather the gradients of partial sums, and captured steps do.
+    even = by_graph or any(table.kind in BY_ROWS for table in every) or draw.random() < 0.5
+    samples = [draw.randrange(1, 7)] * ranks if even else [draw.randrange(7) for _ in range(ranks)]
+    # Captured steps take no data-parallel rows in float16, and round their pooled embeddings as what travels.
+    only_fp32 = by_graph and any(table.kind == "data_parallel" for table in every)
+    types = "fp32" if only_fp32 else draw.choice(["fp32", "fp32", "fp32", "fp16_rows", "bf16_wire"])
+    # The stand-in for CUDA graphs takes thirty times as long.
+    pipelines = ["graph"] * 7 + ["captured"] if by_graph else ["none", "sparse_dist"]
+    ways = [_way(draw, pipelines, ranks // local) for _ in range(2)]
+    return Drawn(
+        ranks,
+        local,
+        seed,
+        tables,
+        others,
+        # The planner might part a table from the one that is to be beside it, see `_tables`.
+        planner=draw.random() < 0.25 and not any(name.endswith("_beside") for name in (*tables, *others)),
+        bag_sizes={name: draw.choice(sizes) for name in features},
+        samples=samples,
+        steps=7 if any(way.pipeline == "captured" for way in ways) else 3,
+        ids=draw.choice([torch.int32, torch.int64]),
+        # Others would square what bfloat16 rounds.
+        optimizer="sgd" if types == "bf16_wire" else draw.choice(list(OPTIMIZERS.values())),
+        types=types,
+        ways=ways,
+    )
+
+
+def _tables(draw: random.Random, numbers: Any, ranks: int, local: int, most: int) -> dict[str, Table]:
+    tables: dict[str, Table] = {}
+    features: list[str] = []
+    for _ in range(draw.randint(1, most)):
+        number, kind, dim = next(numbers), draw.choice(KINDS), draw.choice([4, 8, 12, 20, 24, 64, 192])
+        shared = draw.sample(features, 1) if features and draw.random() < 0.4 else []
+        own = [f"f{number}{letter}" for letter in "ab"[: draw.randint(1 - len(shared), 2)]]
+        features += own
+        names = draw.sample(shared + own, len(shared + own))
+        if kind in ("table_wise", "row_wise", "table_row_wise") and draw.random() < 0.15:
+            names *= 2  # which tables that are cut by columns leave to TorchRec
+        # Fewer rows than ranks, and no multiple of them.
+        rows, mean = draw.choice([1, 2, 3, 5, 7, 10, 33, 40]), draw.random() < 0.4
+        table = Table(rows, dim, names, mean, kind, *_place(draw, kind, dim, ranks, local))
+        if kind == "grid_shard" and _has_empty_shards(table):  # of which TorchRec keeps no state of row-wise Adagrad
+            table = table._replace(rows=33)
+        tables[f"t{number}"] = table
+        if _has_empty_shards(table):
+            # FBGEMM takes a lookup without any rows for one on a GPU, so another table has some on each of these ranks.
+            tables[f"t{number}_beside"] = table._replace(rows=33, features=[f"f{number}c"])
+    return tables
+
+
+def _place(draw: random.Random, kind: str, dim: int, ranks: int, local: int) -> tuple[list[int], int]:
+    """Return the ranks of a table's shards, and how many of them have the same rows."""
+    hosts = [list(range(first, first + local)) for first in range(0, ranks, local)]
+    most = len(hosts) if kind == "grid_shard" else 4
+    cuts = draw.choice([cuts for cuts in range(1, most + 1) if dim % (4 * cuts) == 0])
+    if kind in ("column_wise", "table_column_wise"):
+        return draw.choices(range(ranks) if kind == "column_wise" else draw.choice(hosts), k=cuts), cuts
+    if kind == "grid_shard":
+        return [rank for host in draw.sample(hosts, cuts) for rank in host], cuts
+    placed = {
+        "data_parallel": [],
+        "table_wise": [draw.randrange(ranks)],
+        "table_row_wise": draw.choice(hosts),
+        "row_wise": list(range(ranks)),
+    }
+    return placed[kind], 1
+
+
+def _has_empty_shards(table: Table) -> bool:
+    owners = len(table.ranks) // table.cuts
+    return table.kind in BY_ROWS and (owners - 1) * -(-table.rows // owners) >= table.rows
+
+
+def placed_anew(drawn: Drawn) -> Drawn:
+    """Return the same model and batches under another plan; data-parallel tables stay so."""
+    draw = random.Random(str(drawn))
+
+    def anew(table: Table) -> Table:
+        while table.kind != "data_parallel":
+            kind = draw.choice([kind for kind in KINDS if kind != "data_parallel"])
+            placed, cuts = _place(draw, kind, table.dim, drawn.ranks, drawn.local)
+            other = table._replace(kind=kind, ranks=placed, cuts=cuts)
+            if not _has_empty_shards(other):
+                return other
+        return table
+
+    tables, others = ({name: anew(t) for name, t in each.items()} for each in (drawn.tables, drawn.others))
+    return replace(drawn, tables=tables, others=others)
+
+
+def _way(draw: random.Random, pipelines: Sequence[str], hosts: int) -> Way:
+    pipeline = draw.choice(pipelines)
+    stores = pipeline in ("graph", "captured")
+    return Way(
+        draw.choice(["pgas", "fused"] if stores else ["nccl", "pgas", "fused"]),
+        pipeline,
+        draw.choice(["auto", hosts]) if hosts > 1 else "auto",
+        draw.choice(["auto", "in_place", "stores", "dma"]),
+        draw.choice(["auto", "linear", "remote_first", "balanced"]),
+        draw.choice([4, 32]),
+        draw.choice([256, layouts._PART_BYTES]),
+    )
+
+
+def _sharding(table: Table) -> Any:
+    """Return the generator of a table's sharding; TorchRec's own do not know every cut that its planner makes."""
+    if table.kind == "data_parallel":
+        return data_parallel()
+
+    def generate(parameter: Any, local: int, ranks: int, device: str, _: Any) -> ParameterSharding:
+        width = table.dim // table.cuts
+        cut = calculate_shard_sizes_and_offsets(parameter, ranks, local, table.kind, col_wise_shard_dim=width)
+        places = [placement(device, rank, local) for rank in table.ranks]
+        shards = [ShardMetadata(offset, size, place) for size, offset, place in zip(*cut, places, strict=True)]
+        spec = EnumerableShardingSpec(shards)
+        return ParameterSharding(table.kind, "fused", table.ranks, spec)
+
+    return generate
+
+
+def _make_plan(drawn: Drawn, model: Model) -> ShardingPlan:
+    sharder: Any = EmbeddingBagCollectionSharder()
+    if not drawn.planner:
+        tables, others = ({name: _sharding(t) for name, t in each.items()} for each in (drawn.tables, drawn.others))
+        return make_plan(model, tables, others, sharder, local_size=drawn.local)
+    constraints = {
+        name: ParameterConstraints(
+            sharding_types=[t.kind],
+            compute_kernels=["dense" if t.kind == "data_parallel" else "fused"],
+            min_partition=t.dim // t.cuts,
+        )
+        for name, t in drawn.every_table.items()
+    }
+    topology = Topology(world_size=drawn.ranks, local_world_size=drawn.local, compute_device="cpu")
+    planner = EmbeddingShardingPlanner(topology=topology, constraints=constraints)
+    sharder.sharding_types = lambda _: KINDS  # all of them on a CPU, too
+    return planner.collective_plan(model, [sharder], world())
+
+
+def _configs(tables: Mapping[str, Table]) -> Tables:
+    return {name: (t.rows, t.dim, t.features, MEAN if t.mean else SUM) for name, t in tables.items()}
+
+
+def _batches(drawn: Drawn) -> list[Batch]:
+    generator = torch.Generator().manual_seed(drawn.seed * drawn.ranks + dist.get_rank())
+    samples = drawn.samples[dist.get_rank()]
+    tables = drawn.every_table.values()
+    rows = {name: min([t.rows for t in tables if name in t.features], default=3) for name in drawn.bag_sizes}
+    batches = []
+    for _ in range(drawn.steps):
+        lengths = [
+            torch.randint(least, most + 1, (samples,), generator=generator) for least, most in drawn.bag_sizes.values()
+        ]
+        values = [
+            torch.randint(0, rows[name], (int(bags.sum()),), generator=generator)
+            for name, bags in zip(drawn.bag_sizes, lengths, strict=True)
+        ]
+        ids = torch.cat(values).to(drawn.ids)
+        sparse = KeyedJaggedTensor(list(drawn.bag_sizes), ids, lengths=torch.cat(lengths).to(drawn.ids))
+        batches.append(Batch(torch.rand(samples, 1, generator=generator), sparse, torch.empty(0)))
+    return batches
+
+
+def _round_rows(model: Any, _: Any) -> None:
+    """Round all weights to multiples of 1 / 256, so that a sum of some has the same bits in every order."""
+    for tensor in model.state_dict().values():
+        for each in [s.tensor for s in tensor.local_shards()] if isinstance(tensor, ShardedTensor) else [tensor]:
+            each.detach().mul_(256).round_().div_(256)
+
+
+def _sharder(drawn: Drawn, way: Way | None) -> Any:
+    """Return the drop-in, or stock TorchRec's sharder where there is no way."""
+    optimizer = next(each for each, name in OPTIMIZERS.items() if name == drawn.optimizer)
+    # The epsilon is so large that no gradient is divided by itself.
+    params = {"optimizer": optimizer, "learning_rate": 0.5 if drawn.optimizer == "sgd" else 0.05, "eps": 1e-3}
+    if way is not None:
+        options = {name: getattr(way, name) for name in ("backend", "hosts", "put", "schedule", "slice_bags")}
+        return OverlapEmbeddingBagCollectionSharder(params, wire_dtype=drawn.wire, **options)
+    wire, codecs = CommType(drawn.wire), None
+    if drawn.wire != "fp32":
+        codecs = get_qcomm_codecs_registry(QCommsConfig(forward_precision=wire, backward_precision=wire))
+    return EmbeddingBagCollectionSharder(params, codecs)
+
+
+def _train(drawn: Drawn, way: Way | None, steps: slice = slice(None), **hooks: Any) -> dict[str, Any]:
+    """Train by the drop-in, or by stock TorchRec where there is no way; `hooks` are `before` and `after`."""
+    rows = DataType.FP16 if drawn.types == "fp16_rows" else DataType.FP32
+    model = Model(_configs(drawn.tables), _configs(drawn.others), rows=rows)
+    plan, sharder, batches = _make_plan(drawn, model), _sharder(drawn, way), _batches(drawn)[steps]
+    hooks = {"before": _round_rows, **hooks}
+    if way is None:
+        return train(model, plan, sharder, batches, **hooks)
+    captured = way.pipeline == "captured"
+    with patch.object(layouts, "_PART_BYTES", way.part_bytes), captures() if captured else nullcontext() as taken:
+        result = train(model, plan, sharder, batches, "graph" if captured else way.pipeline, **hooks)
+    assert taken in (None, {"captured": 2, "replayed": len(batches) - 5}), taken
+    return result
+
+
+def _assert_outputs_agree(drawn: Drawn, outputs: Sequence[Any], expected: Sequence[Any]) -> None:
+    for step, (found, wanted) in enumerate(zip(outputs, expected, strict=True)):
+        exact = step == 0 and drawn.wire == "fp32"
+        assert_all_near(found, wanted, 0.0 if exact else POOLED_TOLERANCE[drawn.types], f"step {step}, output")
+
+
+def compare_with_stock(drawn: Drawn, _: Path) -> Iterator[Callable[[], None]]:
+    """Train by stock TorchRec and in the drawn ways.
+
+    Yields:
+        Of each way, a check of outputs, weights and states, that every table was exchanged and every step captured.
+    """
+    stock, messages = _train(drawn, None), _messages()
+    modules = [any(t.kind != "data_parallel" for t in each.values()) for each in (drawn.tables, drawn.others)]
+    for way in drawn.ways:
+        messages.clear()
+        ours = _train(drawn, way)
+
+        def check(way: Way = way, ours: dict[str, Any] = ours) -> None:
+            _assert_outputs_agree(drawn, ours["outputs"], stock["outputs"])
+            for what in ("weights", "states"):
+                assert_all_near(ours[what], stock[what], WEIGHT_TOLERANCE[drawn.types], what)
+            assert ours["keys"] == stock["keys"], f"columns {ours['keys']} in place of {stock['keys']}"
+            assert [used for used, _, _ in ours["exchanged"]] == [way.backend] * sum(modules), ours["exchanged"]
+            others = [line for line in messages if "between hosts one message" not in line]
+            assert not others, "\n".join(others)
+
+        yield check
+
+
+def resume(drawn: Drawn, folder: Path) -> Iterator[Callable[[], None]]:
+    """Train half of the steps, save, and go on: under another plan by a checkpoint's files, or by state dicts.
+
+    One of the halves may be stock TorchRec's.
+
+    Yields:
+        A check that outputs are those of a run of stock TorchRec that goes through.
+    """
+    # Stock TorchRec's means depend on the plan, see docs/torchrec.md, and row-wise Adagrad on the cuts of columns.
+    tables, others = (
+        {name: t._replace(mean=False) for name, t in each.items()} for each in (drawn.tables, drawn.others)
+    )
+    optimizer = "adagrad" if drawn.optimizer == "rowwise_adagrad" else drawn.optimizer
+    ways = [way._replace(pipeline="graph") if way.pipeline == "captured" else way for way in drawn.ways]
+    drawn = replace(drawn, tables=tables, others=others, optimizer=optimizer, ways=ways, steps=4, planner=False)
+    first, second = [(ways[0], ways[1]), (None, ways[1]), (ways[0], None)][drawn.seed % 3]
+    by_files = drawn.seed % 2 == 0
+    checkpointer = Checkpointer(folder / str(drawn.seed), keep=1, shape={})
+    saved: list[Any] = []
+
+    def save(model: Any, optimizer: Any) -> None:
+        if by_files:
+            saved.append(checkpointer.save(2, model, optimizer))
+        else:
+            saved.extend(copy.deepcopy([dict(model.state_dict()), dict(optimizer.state_dict())]))
+
+    def load(model: Any, optimizer: Any) -> None:
+        if by_files:
+            checkpointer.load(saved[0], model, optimizer)
+        else:
+            model.load_state_dict(saved[0])
+            optimizer.load_state_dict(saved[1])
+
+    whole = _train(drawn, None)
+    begun = _train(drawn, first, slice(2), after=save)
+    ended = _train(placed_anew(drawn) if by_files else drawn, second, slice(2, 4), before=load)
+    yield lambda: _assert_outputs_agree(drawn, begun["outputs"] + ended["outputs"], whole["outputs"])
+
+
+CHECKS = {"stock": compare_with_stock, "resume": resume}
+
+
+def check_plans(folder: Path, kind: str, local: int, seeds: Sequence[int]) -> None:
+    """Make one of CHECKS of what each seed stands for, on all ranks of the process group.
+
+    Raises:
+        AssertionError: with every draw that does not agree on this rank, and the command that runs it alone.
+    """
+    os.environ["LOCAL_WORLD_SIZE"] = str(local)
+    rank, ranks, failures = dist.get_rank(), dist.get_world_size(), []
+    for seed in seeds:
+        drawn = draw_plan(ranks, local, seed)
+        told = f"python -m tests.distributed.plans {kind} {ranks} {local} {seed}\n{drawn}"
+        try:
+            for number, check in enumerate(CHECKS[kind](drawn, folder), 1):
+                try:
+                    check()
+                except AssertionError as error:  # the other ranks may agree, and go on
+                    failures.append(f"{told}\nrank {rank}, way {number}: {error}")
+        except Exception as error:
+            raise AssertionError("\n\n".join([*failures, told])) from error
+    assert not failures, "\n\n".join(failures)
+
+
+if __name__ == "__main__":
+    kind, ranks, local, *seeds = sys.argv[1:]
+    with tempfile.TemporaryDirectory() as folder:
+        run_ranks(check_plans, int(ranks), Path(folder), kind, int(local), [int(seed) for seed in seeds])

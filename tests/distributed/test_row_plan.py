@@ -1,0 +1,50 @@
+"""The balanced plan cuts a table of many ids by rows: training, evaluation and checkpoints are as with whole tables."""
+
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from dlrm_overlap.embedding.plan import plan_record
+from tests.agreement import EVAL_TOLERANCE, LOSS_TOLERANCE
+from tests.conftest import read_metrics
+from tests.distributed.workers import make_trainer, quickstart, run_ranks, train
+
+OPTIONS = ["--data.tables.multi_hot", "[40, 0..6, 1, 1, 2, 1, 1, 1]", "--data.eval_samples", "1001"]
+OPTIONS += ["--train.global_batch_size", "256", "--checkpoint.every", "10"]
+WHOLE = ["--embedding.plan", "table_wise"]
+RUNS = {  # name -> its keys
+    "whole": WHOLE,
+    "torchrec": [],
+    "pgas": ["--embedding.backend", "pgas"],
+    "captured": ["--embedding.backend", "fused", "--train.pipeline", "graph"],
+}
+
+
+def _train_all(folder: Path) -> None:
+    for name, keys in RUNS.items():
+        train(quickstart(folder, name, *OPTIONS, "--train.steps", "20", *keys))
+    trainer = make_trainer(quickstart(folder, "plan", *OPTIONS))
+    by_rows = [table for table, sharded in plan_record(trainer.plan).items() if sharded["sharding"] == "row_wise"]
+    assert by_rows == ["t_00"]
+    trainer.close()
+    for name, start, keys in (("pgas_from_whole", "whole", RUNS["pgas"]), ("whole_from_pgas", "pgas", WHOLE)):
+        resume = ["--checkpoint.resume", str(folder / start / "checkpoints" / "step_10")]
+        train(quickstart(folder, name, *OPTIONS, "--train.steps", "20", *keys, *resume))
+        dist.barrier()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("row_plan")
+    run_ranks(_train_all, 2, folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", ["torchrec", "pgas", "captured", "pgas_from_whole", "whole_from_pgas"])
+def test_a_table_cut_by_rows_trains_as_a_whole_one(folder: Path, name: str) -> None:
+    losses, expected = (read_metrics(folder / run, "train/loss") for run in (name, "whole"))
+    assert list(losses) == list(range(11 if "from" in name else 1, 21))
+    assert losses == pytest.approx({step: expected[step] for step in losses}, rel=LOSS_TOLERANCE["adagrad"], abs=0)
+    auroc = read_metrics(folder / name, "eval/auroc")[20]
+    assert auroc == pytest.approx(read_metrics(folder / "whole", "eval/auroc")[20], rel=EVAL_TOLERANCE)

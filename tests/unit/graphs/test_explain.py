@@ -1,0 +1,129 @@
+"""Each table of a model is explained alike before and after it is sharded, and planned as constraints ask."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torch import nn
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+from torchrec.distributed.sharding_plan import (
+    ParameterShardingGenerator,
+    column_wise,
+    construct_module_sharding_plan,
+    data_parallel,
+    grid_shard,
+    row_wise,
+    table_row_wise,
+    table_wise,
+)
+from torchrec.distributed.types import ShardingEnv, ShardingPlan
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+
+from dlrm_overlap import OverlapEmbeddingBagCollectionSharder, constraints, explain
+from dlrm_overlap.config import InputError
+from tests.distributed.models import CPU, SUM, Tables, table_configs
+
+TABLES: Tables = {f"t{i}": (80, 256, [f"f{i}"], SUM) for i in range(6)}
+BAGS = {f"f{i}": float(i + 1) for i in range(6)}
+FUSED = table_wise(0, compute_kernel="fused")
+
+
+class Model(nn.Module):
+    def __init__(self, tables: Tables) -> None:
+        super().__init__()
+        self.tables = EmbeddingBagCollection(table_configs(tables), device=torch.device("meta"))
+        self.dense = nn.Linear(1, 1)
+
+
+def _plan(model: Model, world_size: int, *ways: ParameterShardingGenerator, fused: bool = True) -> ShardingPlan:
+    by_table: Any = {config.name: way for config, way in zip(model.tables.embedding_bag_configs(), ways, strict=True)}
+    sharder: Any = EmbeddingBagCollectionSharder({})
+    made = construct_module_sharding_plan(model.tables, by_table, sharder, world_size // 2 or 1, world_size, "cpu")
+    for sharding in made.values():
+        if fused and sharding.sharding_type != "data_parallel":
+            sharding.compute_kernel = "fused"
+    return ShardingPlan({"tables": made})
+
+
+def test_a_plan_of_every_sharding_type_without_a_process_group() -> None:
+    model = Model(TABLES)
+    ways = table_wise(3), column_wise([1, 0]), row_wise(), table_row_wise(1), grid_shard([0, 1]), data_parallel()
+    found = explain(model, _plan(model, 4, *ways), samples=1000, bag_sizes=BAGS)
+    row = 256 * 4 * 2  # both ways
+    expected = [
+        1 * 8 + row,
+        2 * 8 * 2 + row,
+        3 * 8 + 4 * (1 - 0.75**3) * row,
+        4 * 8 + 2 * (1 - 0.5**4) * row,
+        5 * 8 * 2 + 2 * (1 - 0.5**5) * row,
+    ]
+    sent = [each.sent_bytes for each in found.tables]
+    assert sent[5] is None, "data-parallel"
+    assert sent[:5] == pytest.approx([750 * each for each in expected])  # three of four owners are other ranks
+    assert all(each.captured and each.why_not is None for each in found.tables)
+    assert [each.exchanged for each in found.tables] == [True] * 5 + [False]
+    lines = [line.split() for line in str(found).splitlines()]
+    assert lines[0][:5] == ["module", "table", "sharding", "ranks", "shard"]
+    assert lines[2] == ["tables", "t1", "column_wise", "1", "0", "80", "x", "128", "yes", "yes", f"{sent[1] / 1e6:.3f}"]  # type: ignore[operator]
+    assert lines[3][3:8] == ["0-3", "20", "x", "256", "yes"]
+    assert lines[6][3:] == ["0-3", "whole", "no", "yes", "-"]
+
+
+@pytest.mark.parametrize(
+    ("fused_params", "fused", "why_not", "captured"),
+    [
+        ({}, True, None, None),
+        ({}, False, "compute kernel dense", None),
+        ({"optimizer": EmbOptimType.ADAM}, True, "optimizer adam", None),
+        ({"weight_decay": 0.1}, True, None, "gradients go by the collective: weight_decay 0.1"),
+    ],
+    ids=["all", "dense", "adam", "decay"],
+)
+def test_reasons_of_a_plan(
+    fused_params: dict[str, Any], fused: bool, why_not: str | None, captured: str | None
+) -> None:
+    model = Model({"t0": TABLES["t0"]})
+    (found,) = explain(model, _plan(model, 4, row_wise(), fused=fused), fused_params=fused_params).tables
+    assert (found.exchanged, found.why_not) == (why_not is None, why_not or captured)
+    assert found.captured == (why_not is None and captured is None)
+
+
+def _sharded(sharder: Any, model: Model, group: dist.ProcessGroup) -> nn.Module:
+    plan = _plan(model, 1, FUSED, row_wise(), fused=False)
+    env = ShardingEnv.from_process_group(group)
+    return DistributedModelParallel(model, env=env, device=CPU, plan=plan, sharders=[sharder])
+
+
+def test_a_model_of_either_sharder_has_the_reasons_of_its_plan(world_of_one: dist.ProcessGroup) -> None:
+    two: Tables = {"t0": TABLES["t0"], "t1": TABLES["t1"]}
+    model = Model(two)
+    planned = explain(model, _plan(model, 1, FUSED, row_wise(), fused=False))
+    stock = explain(_sharded(EmbeddingBagCollectionSharder({}), Model(two), world_of_one))
+    ours = explain(_sharded(OverlapEmbeddingBagCollectionSharder(), Model(two), world_of_one))
+    assert planned == stock == ours
+    found = [(each.exchanged, each.captured, each.why_not) for each in ours.tables]
+    assert found == [(True, False, "some of its tables stay with TorchRec"), (False, False, "compute kernel dense")]
+
+
+def test_all_that_the_planner_makes_under_the_constraints_is_exchanged() -> None:
+    """On 16 ranks it cuts the columns of a table that no two of them could hold, and the rows of one of few ids."""
+    tables: Tables = {f"t{i}": (rows, 128, [f"f{i}"], SUM) for i, rows in enumerate([40_000_000, 1000, 10])}
+    model, sharder = Model(tables), OverlapEmbeddingBagCollectionSharder()
+    topology = Topology(16, "cuda", hbm_cap=8 << 30, local_world_size=8)
+    planner = EmbeddingShardingPlanner(topology=topology, batch_size=512, constraints=constraints(model, {"f0": 20}))
+    found = explain(model, planner.plan(model, [sharder])).tables  # type: ignore[list-item]
+    assert all(each.exchanged and each.captured for each in found)
+    assert found[0].sharding not in ("table_wise", "data_parallel")
+    assert constraints(model, {"f0": 20})["t0"].pooling_factors == [20]
+
+
+def test_input_errors() -> None:
+    model = Model({"t0": TABLES["t0"]})
+    with pytest.raises(InputError, match="no module of the model is sharded"):
+        explain(model)
+    with pytest.raises(InputError, match="no bag size of feature f0"):
+        explain(model, _plan(model, 2, row_wise()), samples=8, bag_sizes={})
