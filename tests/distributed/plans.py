@@ -43,6 +43,7 @@ from tests.distributed.workers import logged_messages, run_ranks
 
 _messages = cache(logged_messages)
 BY_ROWS = ("row_wise", "table_row_wise", "grid_shard")
+MAY_NAME_TWICE = ("table_wise", "row_wise", "table_row_wise")  # a feature; cut by columns, TorchRec keeps such tables
 KINDS = ("table_wise", "column_wise", "table_column_wise", "data_parallel", *BY_ROWS)
 
 
@@ -161,8 +162,8 @@ def _tables(draw: random.Random, numbers: Any, ranks: int, local: int, most: int
         own = [f"f{number}{letter}" for letter in "ab"[: draw.randint(1 - len(shared), 2)]]
         features += own
         names = draw.sample(shared + own, len(shared + own))
-        if kind in ("table_wise", "row_wise", "table_row_wise") and draw.random() < 0.15:
-            names *= 2  # which tables that are cut by columns leave to TorchRec
+        if kind in MAY_NAME_TWICE and draw.random() < 0.15:
+            names *= 2
         # Fewer rows than ranks, and no multiple of them.
         rows, mean = draw.choice([1, 2, 3, 5, 7, 10, 33, 40]), draw.random() < 0.4
         table = Table(rows, dim, names, mean, kind, *_place(draw, kind, dim, ranks, local))
@@ -203,8 +204,9 @@ def placed_anew(drawn: Drawn) -> Drawn:
     draw = random.Random(str(drawn))
 
     def anew(table: Table) -> Table:
+        twice = len(set(table.features)) < len(table.features)
         while table.kind != "data_parallel":
-            kind = draw.choice([kind for kind in KINDS if kind != "data_parallel"])
+            kind = draw.choice(MAY_NAME_TWICE if twice else [kind for kind in KINDS if kind != "data_parallel"])
             placed, cuts = _place(draw, kind, table.dim, drawn.ranks, drawn.local)
             other = table._replace(kind=kind, ranks=placed, cuts=cuts)
             if not _has_empty_shards(other):
