@@ -29,6 +29,7 @@ from torchrec.modules.embedding_configs import PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from dlrm_overlap.backends import BACKENDS
+from dlrm_overlap.comm.order import CommunicationOrder
 from dlrm_overlap.config import InputError
 from dlrm_overlap.embedding.exchange import Exchange, PooledAwaitable
 from dlrm_overlap.embedding.id_layout import BatchBound
@@ -105,17 +106,23 @@ class OverlapShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
             text = "backend %s: %d of %d tables exchanged, update by %s"
             update = options.resolved_backward if exchanged else "FBGEMM"
             log.info(text, options.backend, len(exchanged), len(self._embedding_bag_configs), update)
-        if not shardings:
-            return
+        self._resolved = options
+        if shardings:
+            self.exchange = self._make_exchange()
+        self._order_output(Layout([], [], 1) if self.exchange is None else self.exchange.layout)
+
+    def _make_exchange(self) -> Exchange:
+        """Return an exchange of the shardings that can be exchanged; of none, it looks up data-parallel tables alone."""
         # Under 2D parallelism each sharding group holds all tables, and exchanges among its own ranks.
         group = self._env.sharding_pg if isinstance(self._env, ShardingEnv2D) else self._env.process_group
         device = self._device
         assert group is not None
         assert device is not None
-        layout = build_layout(shardings, list(self._exchanged_names()), group.size())
+        every: list[Any] = self._embedding_shardings
+        names = list(self._exchanged_names()) if self._exchanged else []
+        layout = build_layout([every[i] for i in self._exchanged], names, group.size())
         tables = LocalTables.of([self._lookups[i] for i in self._exchanged])
-        self.exchange = Exchange(layout, tables, options, group, device)
-        self._order_output(layout)
+        return Exchange(layout, tables, self._resolved, group, device)
 
     def _exchanged_names(self) -> dict[str, str]:
         """Return the names of the pooled embeddings that the exchange brings, in the order of its output.
@@ -176,15 +183,13 @@ class OverlapShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
 
     def why_ids_are_not_taken(self) -> str | None:
         """Return why this module leaves the ids to TorchRec, alike on all ranks, or None if `take_ids` would work."""
-        if self.exchange is None:
-            return "it exchanges nothing"
         every: list[Any] = self._embedding_shardings
         if (reason := why_not_beside_graphs(every[i] for i in self._stock())) is not None:
             return reason
         for i in self._replicated:
             if (reason := why_not_looked_up(self._embedding_shardings[i])) is not None:
                 return f"its data-parallel tables stay with TorchRec: {reason}"
-        options = self.exchange.options
+        options = self._resolved
         if not BACKENDS[options.backend].stores_to_peers or options.resolved_backward == "collective":
             return f"backend {options.backend} with backward {options.resolved_backward} waits for the host"
         if self.post_lookup_tracker_fn or self.post_odist_tracker_fn:
@@ -196,12 +201,20 @@ class OverlapShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         ours = {*self._exchanged, *self._replicated}
         return [i for i in range(len(self._embedding_shardings)) if i not in ours]
 
-    def take_ids(self, keys: Sequence[str], bound: BatchBound) -> None:
-        """From now on, send ids to the owners of their rows by the exchange; a collective, see `Exchange.take_ids`."""
-        assert self.exchange is not None
+    def take_ids(self, keys: Sequence[str], bound: BatchBound, order: CommunicationOrder | None = None) -> None:
+        """From now on, send ids to the owners of their rows by the exchange; a collective, see `Exchange.take_ids`.
+
+        Args:
+            order: of the step that this one's ids are captured in; None leaves the exchange's own.
+        """
         stock = self._stock()
         self.stock = StockTables(self, stock) if stock else None
         if self._replicated:
+            self.exchange = self.exchange or self._make_exchange()
+        if order is not None and self.exchange is not None:
+            self.exchange.order = order
+        if self._replicated:
+            assert self.exchange is not None
             every: list[Any] = self._embedding_shardings
             self._ours = sorted({*self._exchanged, *self._replicated})
             exchanged = [shard for shards in self.exchange.layout.by_owner for shard in shards]
@@ -210,7 +223,7 @@ class OverlapShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
             layout = Layout(shards, names, self.exchange.layout.world_size)
             self.exchange.take_ids(keys, bound, layout, ReplicatedTables.of(shardings, lookups))
             self._order_output(layout)
-        else:
+        elif self.exchange is not None:
             self.exchange.take_ids(keys, bound)
         self._takes_ids = True
         if self._has_mean_pooling_callback:
@@ -243,10 +256,11 @@ class OverlapShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         """Look up and exchange, as TorchRec's sharded module does; where ids are taken, they are sent here at last."""
         if not self._takes_ids:
             return super().forward(*input, **kwargs)
-        assert self.exchange is not None
         (features,) = (*input, *kwargs.values())
-        self.exchange.check_samples(features.stride(), self.training)
-        exchanged, others = self.exchange.start_sent(features), {}
+        exchanged, others = None, {}
+        if self.exchange is not None:
+            self.exchange.check_samples(features.stride(), self.training)
+            exchanged = self.exchange.start_sent(features)
         if self.stock is not None:
             pooled = zip(self.stock.numbers, self.stock.pooled(features), strict=True)
             others = {number: NoWait(each) for number, each in pooled}
@@ -257,7 +271,7 @@ class OverlapShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
 
     def compute_and_output_dist(self, ctx: EmbeddingBagCollectionContext, input: KJTList) -> LazyAwaitable[KeyedTensor]:
         """Look up and exchange; TorchRec's train pipelines call this with ids that are already at their owners."""
-        if self.exchange is None or self._falls_back(ctx, input):
+        if self.exchange is None or not self._exchanged or self._falls_back(ctx, input):
             return super().compute_and_output_dist(ctx, input)
         batch_sizes = ctx.sharding_contexts[self._exchanged[0]].batch_size_per_rank  # type: ignore[union-attr]
         exchanged = self.exchange.start(self._in_rank_order(input, tuple(batch_sizes)), batch_sizes)
@@ -315,13 +329,15 @@ class OverlapShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         self._reasons_told.add(reason)
 
     def _in_order(
-        self, exchanged: PooledAwaitable, others: Mapping[int, Awaitable[torch.Tensor]]
+        self, exchanged: PooledAwaitable | None, others: Mapping[int, Awaitable[torch.Tensor]]
     ) -> list[Awaitable[torch.Tensor]]:
         """Return the awaitables of the columns of the output, in their order.
 
         Args:
             others: by sharding, of those that are not exchanged.
         """
+        if exchanged is None:
+            return list(others.values())
         if self._output_order == "model" or not others:
             return [exchanged, *others.values()]
         every: list[Any] = self._embedding_shardings

@@ -226,12 +226,12 @@ def _why_not_captured(model: nn.Module, collections: Sequence[_Collection], plan
     """Return why the steps of a model are not captured, or None; as if sharded by our sharder, if by none of ours."""
     if any(isinstance(module, OverlapShardedEmbeddingBagCollection) for module in model.modules()):
         return why_not_captured(model)
+    if not any(reason is None for each in collections for reason in each.why_not.values()):
+        return "it exchanges nothing"
     for each in collections:
         if not each.shardings:
             return f"{next(iter(each.why_not.values()))}, which waits for the host"
         exchanged = [kind for kind, reason in each.why_not.items() if reason is None]
-        if not exchanged:
-            return "it exchanges nothing"
         stock = (each.shardings[kind] for kind in each.shardings if kind not in (_DATA_PARALLEL, *exchanged))
         if (reason := why_not_beside_graphs(stock)) is not None:
             return reason

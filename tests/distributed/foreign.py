@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.sharding_plan import column_wise, construct_module_sharding_plan, table_wise
+from torchrec.distributed.sharding_plan import column_wise, construct_module_sharding_plan, data_parallel, table_wise
 from torchrec.distributed.train_pipeline import TrainPipelineBase
 from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingPlan
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
@@ -98,8 +98,8 @@ def collection(keys: Sequence[str]) -> EmbeddingBagCollection:
 class Plain(nn.Module):
     """One collection and a layer; what the others change a little."""
 
-    kernel = "fused"
-    """compute kernel of the table of h"""
+    kernels: ClassVar[Mapping[str, str]] = {}
+    """compute kernels of tables, by feature; fused of others, and dense is of data-parallel ones"""
 
     def __init__(self) -> None:
         super().__init__()
@@ -223,7 +223,19 @@ class FrozenTower(Plain):
 class InHostMemory(Plain):
     """Has a table in the CPU's memory, which TorchRec serves beside the captured steps."""
 
-    kernel = "fused_uvm"
+    kernels: ClassVar = {"h": "fused_uvm"}
+
+
+class CollectionInHostMemory(TwoSets):
+    """Has a second collection, all of whose tables TorchRec serves beside the captured steps."""
+
+    kernels: ClassVar = {"h": "fused_uvm", "k": "fused_uvm"}
+
+
+class DataParallelCollection(Split):
+    """Has a second collection, all of whose tables are data-parallel."""
+
+    kernels: ClassVar = {"h": "dense", "k": "dense"}
 
 
 def _sgd(parameters: Mapping[str, Any]) -> Any:
@@ -262,6 +274,8 @@ PROGRAMS: dict[str, Program] = {
     "frozen_tower": Program(FrozenTower),
     "unused_tower": Program(UnusedTower, optimizer=_clipped_adamw),
     "in_host_memory": Program(InHostMemory),
+    "collection_in_host_memory": Program(CollectionInHostMemory),
+    "data_parallel_collection": Program(DataParallelCollection),
     "growing_bags": Program(Offsets, growing=True),
 }
 
@@ -280,7 +294,7 @@ def _batches(program: Program, rank: int) -> Iterator[Any]:
 
     for step in range(STEPS):
         dense = torch.rand(SAMPLES, 3, generator=generator)
-        if program.model is TwoSets:
+        if issubclass(program.model, TwoSets):
             yield program.batch(dense, ids(KEYS[:2], step), ids(KEYS[2:], step))
         else:
             yield program.batch(dense, ids(KEYS, step), ids(KEYS[:1], step))
@@ -292,12 +306,16 @@ def _plan(model: Plain, sharder: ModuleSharder, world_size: int, device: torch.d
     for name, module in model.named_children():
         if not isinstance(module, EmbeddingBagCollection):
             continue
-        ways = {
-            config.name: column_wise([i % world_size for i in range(2)], compute_kernel=model.kernel)
-            if config.name == "t_h"
-            else table_wise(KEYS.index(config.name[-1]) % world_size, compute_kernel="fused")
-            for config in module.embedding_bag_configs()
-        }
+        ways: dict[str, Any] = {}
+        for config in module.embedding_bag_configs():
+            (key,) = config.feature_names
+            kernel = model.kernels.get(key, "fused")
+            if kernel == "dense":
+                ways[config.name] = data_parallel()
+            elif key == "h":
+                ways[config.name] = column_wise([i % world_size for i in range(2)], compute_kernel=kernel)
+            else:
+                ways[config.name] = table_wise(KEYS.index(key) % world_size, compute_kernel=kernel)
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))  # fewer where ranks share a GPU
         plan[name] = construct_module_sharding_plan(module, ways, sharder, local_size, world_size, device.type)
     return ShardingPlan(plan)

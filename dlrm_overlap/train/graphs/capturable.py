@@ -20,7 +20,7 @@ from dlrm_overlap.config import InputError
 from dlrm_overlap.dense.flat import FlatParameters, why_not_flat
 from dlrm_overlap.dense.optimizer import FlatOptimizer
 from dlrm_overlap.dense.tensor_parallel import shards_of
-from dlrm_overlap.embedding.sharded_module import OverlapShardedEmbeddingBagCollection
+from dlrm_overlap.embedding.sharded_module import OverlapShardedEmbeddingBagCollection, exchanges
 
 
 def why_not_captured(model: nn.Module) -> str | None:
@@ -33,6 +33,8 @@ def why_not_captured(model: nn.Module) -> str | None:
             return f"{type(module).__name__} is TorchRec's own, which waits for the host"
         if (reason := module.why_ids_are_not_taken()) is not None:
             return reason
+    if not exchanges(model):
+        return "it exchanges nothing"
     if not (dense := dense_parameters(model)):
         return "no dense parameter takes a gradient"
     reason = why_not_flat(dense)

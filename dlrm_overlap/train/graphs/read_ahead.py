@@ -209,7 +209,6 @@ class ReadAhead:
 
         def find(module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
             assert isinstance(module, OverlapShardedEmbeddingBagCollection)
-            assert module.exchange is not None
             (features,) = (*inputs, *keywords.values())
             if module in found:
                 raise InputError(
@@ -217,11 +216,10 @@ class ReadAhead:
                     "send its ids once; give all ids to one call, or use TorchRec's pipeline"
                 )
             found.add(module)
-            module.exchange.order = self._order
-            module.take_ids(features.keys(), self._bound)
+            module.take_ids(features.keys(), self._bound, self._order)
             index = next((i for batch in self._working if (i := batch.find(features)) is not None), None)
             if index is not None:
-                self._senders.append((module.exchange, index))
+                self._senders += [(module.exchange, index)] if module.exchange is not None else []
                 self._stock += [(module.stock, index)] if module.stock is not None else []
             else:
                 self.made_in_model |= module.stock is not None
