@@ -112,7 +112,7 @@ class OverlapShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         self._order_output(Layout([], [], 1) if self.exchange is None else self.exchange.layout)
 
     def _make_exchange(self) -> Exchange:
-        """Return an exchange of the shardings that can be exchanged; of none, it looks up data-parallel tables alone."""
+        """Return an exchange of the shardings that can be exchanged; of none, it has data-parallel tables alone."""
         # Under 2D parallelism each sharding group holds all tables, and exchanges among its own ranks.
         group = self._env.sharding_pg if isinstance(self._env, ShardingEnv2D) else self._env.process_group
         device = self._device

@@ -1,13 +1,15 @@
 """The drop-in: TorchRec's sharder with the embedding exchange of a backend."""
 
+import hashlib
 from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
-from torchrec.distributed.types import ParameterSharding, QuantizedCommCodecs, ShardingEnv
+from torchrec.distributed.types import ParameterSharding, QuantizedCommCodecs, ShardingEnv, ShardingEnv2D
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from dlrm_overlap.backends import BACKENDS, BACKWARDS, EXCHANGED
@@ -152,9 +154,10 @@ class OverlapEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
         """Shard `module` as the plan's `params` say.
 
         Raises:
-            InputError: if a shard's columns are no multiple of 4.
+            InputError: if a shard's columns are no multiple of 4, or, on every rank, if ranks have unlike plans.
         """
         check_columns(params)
+        require_same_plan(params, env)
         return OverlapShardedEmbeddingBagCollection(
             module,
             params,
@@ -212,3 +215,30 @@ def build_sharder(
         wire = CommType(wire_dtype)
         codecs = get_qcomm_codecs_registry(QCommsConfig(forward_precision=wire, backward_precision=wire))
     return EmbeddingBagCollectionSharder(fused_params=about_tables, qcomm_codecs_registry=codecs)
+
+
+def require_same_plan(plan: Mapping[str, ParameterSharding], env: ShardingEnv) -> None:
+    """Check that every rank shards a module by the same plan; a collective.
+
+    Args:
+        plan: of the module, by table.
+
+    Raises:
+        InputError: on every rank, naming the first table that another rank shards otherwise than the first one.
+    """
+    group = env.sharding_pg if isinstance(env, ShardingEnv2D) else env.process_group
+    assert group is not None
+    mine = {name: f"{each.sharding_type} by {each.compute_kernel} on ranks {each.ranks}" for name, each in plan.items()}
+    digests = [b""] * group.size()
+    dist.all_gather_object(digests, hashlib.sha256(repr(sorted(mine.items())).encode()).digest(), group)
+    if len(set(digests)) == 1:
+        return
+    plans = [mine] * group.size()
+    dist.all_gather_object(plans, mine, group)
+    rank = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
+    name = next(name for name in sorted({*plans[0], *plans[rank]}) if plans[0].get(name) != plans[rank].get(name))
+    ways = [each.get(name, "in no way") for each in (plans[0], plans[rank])]
+    raise InputError(
+        f"plan: rank 0 shards table {name} {ways[0]}, rank {rank} {ways[1]}; give all ranks one plan, as the planner's "
+        f"collective_plan does"
+    )

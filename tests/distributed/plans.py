@@ -346,8 +346,10 @@ def compare_with_stock(drawn: Drawn, _: Path) -> Iterator[Callable[[], None]]:
 
         def check(way: Way = way, ours: dict[str, Any] = ours) -> None:
             _assert_outputs_agree(drawn, ours["outputs"], stock["outputs"])
-            for what in ("weights", "states"):
-                assert_all_near(ours[what], stock[what], WEIGHT_TOLERANCE[drawn.types], what)
+            assert_all_near(ours["weights"], stock["weights"], WEIGHT_TOLERANCE[drawn.types], "weights")
+            # States are squares of gradients, off by twice as much where rows in float16 are rounded to another one.
+            twice = 2 if drawn.types == "fp16_rows" else 1
+            assert_all_near(ours["states"], stock["states"], twice * WEIGHT_TOLERANCE[drawn.types], "states")
             assert ours["keys"] == stock["keys"], f"columns {ours['keys']} in place of {stock['keys']}"
             assert [used for used, _, _ in ours["exchanged"]] == [way.backend] * sum(modules), ours["exchanged"]
             others = [line for line in messages if "between hosts one message" not in line]

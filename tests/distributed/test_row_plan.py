@@ -1,13 +1,21 @@
 """The balanced plan cuts a table of many ids by rows: training, evaluation and checkpoints are as with whole tables."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
+from torchrec.distributed.types import ShardingEnv
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
+from dlrm_overlap.config import InputError
 from dlrm_overlap.embedding.plan import plan_record
+from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder
 from tests.agreement import EVAL_TOLERANCE, LOSS_TOLERANCE
 from tests.conftest import read_metrics
+from tests.distributed.models import CPU, SUM, Tables, table_configs, world
 from tests.distributed.workers import make_trainer, quickstart, run_ranks, train
 
 OPTIONS = ["--data.tables.multi_hot", "[40, 0..6, 1, 1, 2, 1, 1, 1]", "--data.eval_samples", "1001"]
@@ -19,6 +27,23 @@ RUNS = {  # name -> its keys
     "pgas": ["--embedding.backend", "pgas"],
     "captured": ["--embedding.backend", "fused", "--train.pipeline", "graph"],
 }
+
+
+def _refuse_unlike_plans(_: Path) -> None:
+    """Rank 1 has another owner for the second of two tables."""
+    tables: Tables = {"a": (5, 4, ["x"], SUM), "b": (5, 4, ["y"], SUM)}
+    sharder: Any = OverlapEmbeddingBagCollectionSharder()
+    ways = {"a": table_wise(0), "b": table_wise(dist.get_rank())}
+    module = EmbeddingBagCollection(table_configs(tables), device=torch.device("meta"))
+    plan = construct_module_sharding_plan(module, ways, sharder, 2, 2, "cpu")
+    with pytest.raises(
+        InputError, match=r"rank 0 shards table b table_wise by .* on ranks .0., rank 1 .* on ranks .1."
+    ):
+        sharder.shard(module, dict(plan), ShardingEnv.from_process_group(world()), CPU)
+
+
+def test_unlike_plans_are_refused_on_every_rank(tmp_path: Path) -> None:
+    run_ranks(_refuse_unlike_plans, 2, tmp_path)
 
 
 def _train_all(folder: Path) -> None:
