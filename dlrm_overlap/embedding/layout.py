@@ -247,12 +247,14 @@ class GradientLayout:
         """
         self._layout, self._wire_dtype, self._bag_ids = layout, wire_dtype, bag_ids or {}
         self._elements = max(layout.owner_dims) * samples_per_rank * layout.world_size
-        self.parts = max(1, min(most_parts or _MOST_PARTS, self._elements * wire_dtype.itemsize // _PART_BYTES))
+        parts = min(most_parts or _MOST_PARTS, self._elements * wire_dtype.itemsize // _PART_BYTES)
+        self.parts = max(1, parts) if self._elements else 0
+        """none where nothing is exchanged: no kernel would raise a part's flag"""
 
     @property
     def windows(self) -> WindowSpec:
         """The windows of the gradients in every rank's arena, with a flag a part."""
-        return WindowSpec("gradients", Region((self._elements,), self._wire_dtype), self.parts)
+        return WindowSpec("gradients", Region((self._elements,), self._wire_dtype), max(1, self.parts))
 
     @cached_property
     def starts(self) -> Mapping[FeatureShard, int]:
