@@ -119,9 +119,9 @@ class DataConfig:
     eval_fraction: NonNegativeFloat = 0.25
     """share of path's samples, the last ones, held out for evaluation"""
     bad_rows: Literal["error", "skip"] = "error"
-    """files: what a row does that is no sample: a line that cannot be parsed, a label other than 0 and 1, a number that
-    is not finite, an id outside its table. error ends the run; skip leaves lines out, lets a good sample near by stand
-    in for one of arrays, and counts"""
+    """files: reaction to a row that is no sample: a line that cannot be parsed, a label other than 0 and 1, a number
+    that is not finite, an id outside its table. error ends the run; skip counts it, and leaves out a line, or puts a
+    good sample near by in the place of an array's row"""
     eval_samples: PositiveInt = 65536
     """synthetic: samples of an evaluation"""
     dense_features: PositiveInt = CRITEO_DENSE
@@ -130,7 +130,7 @@ class DataConfig:
     seed: NonNegativeInt = 0
     """synthetic: seed of the sample stream and of the teacher that labels it"""
     generate: Literal["auto", "cpu", "gpu"] = "auto"
-    """synthetic: what makes the samples, the same bit for bit; auto takes the GPU if the run is on one"""
+    """synthetic: the device that makes the samples, with the same bits; auto takes the GPU if the run is on one"""
     distinct_steps: NonNegativeInt = 0
     """training batches repeat, from memory, after this many steps, for benchmarks; 0 never"""
     workers: NonNegativeInt = 2
@@ -180,11 +180,11 @@ class ModelConfig:
     top_mlp: list[PositiveInt] = field(default_factory=lambda: [64, 32, 1])
     """layer sizes of the top MLP; the last is 1"""
     top_parallel: Literal["data", "tensor"] = "data"
-    """how ranks share the top MLP. data: each has all of it for its samples. tensor: pairs of layers have their weights
-    divided over the ranks and activations travel, fewer bytes where layers are wide and a rank's samples few; the
-    logit's layer, one without a pair, and pairs whose inner width the ranks do not divide stay as under data"""
+    """how ranks share the top MLP. data: each computes all of it for its samples. tensor: the weights of pairs of
+    layers are divided over the ranks and activations travel, fewer bytes where layers are wide and a rank's samples
+    few; the logit's layer, a layer without a pair, and pairs whose inner width the ranks do not divide stay whole"""
     activation: Literal["relu", "gelu"] = "relu"
-    """of the MLPs' layers; gelu is smooth, so runs that differ by rounding stay together longer"""
+    """activation of the MLPs; gelu is smooth, so runs that differ by rounding stay together longer"""
     cross_layers: PositiveInt = 3
     """dcn: cross layers"""
     cross_rank: PositiveInt = 512
@@ -213,9 +213,9 @@ class EmbeddingConfig:
     schedule: Literal["auto", "linear", "remote_first", "balanced"] = "auto"
     """pgas, fused: order of the destinations; auto is balanced where peers are reached by stores"""
     put: Literal["auto", "in_place", "stores", "dma"] = "auto"
-    """fused, on GPUs: how a slice gets into the peer's window. in_place: each pooled row is stored there at once.
-    stores: rows are staged, and the program that finishes the slice copies it. dma: rows are staged, and copy engines
-    take them. auto is in_place where peers are reached by stores"""
+    """fused, on GPUs: how pooled rows get into the peer's window. in_place: each is stored there at once. stores: rows
+    are staged, and the program that finishes a slice copies it. dma: rows are staged, and copy engines copy them. auto
+    is in_place where peers are reached by stores"""
     slice_bags: PositiveInt = 32
     """fused, put stores or dma: bags of a table in a slice; a power of two from 4 on"""
     programs_per_sm: PositiveInt | None = None
@@ -230,23 +230,23 @@ class EmbeddingConfig:
     """pgas, fused: auto finds out which ranks reach each other by stores; the others get messages. A number emulates so
     many hosts of consecutive ranks, for tests; 1 has all ranks store to each other"""
     between_hosts: Literal["messages", "puts", "auto"] = "messages"
-    """pgas, fused, GPUs of several hosts: messages sends all of a step in one call of NCCL. puts has kernels send each
-    part when it is ready, by NVSHMEM, tried on emulated hosts alone. auto takes puts where every rank has NVSHMEM"""
+    """pgas, fused, GPUs of several hosts. messages: one call of NCCL sends all of a step. puts: kernels send each part
+    when it is ready, by NVSHMEM, tried on emulated hosts alone. auto takes puts where every rank has NVSHMEM"""
     aggregate_bytes: NonNegativeInt = 65536
-    """pgas, fused, between hosts: finished parts for one host leave in groups of at least so many bytes; 0 has each
-    leave by itself"""
+    """pgas, fused, between hosts: finished parts for one host leave in groups of at least so many bytes; 0 sends each
+    by itself"""
     aggregate_us: NonNegativeFloat | None = 200.0
     """between hosts, puts: a finished part waits at most so long for its group; null lets it wait without a bound"""
     wait_timeout_s: PositiveFloat = 600.0
     """every backend: a step, an evaluation or a save that waits longer for another rank or a loader process ends the
     run, and names it"""
     plan: Literal["auto", "table_wise", "column_wise", "row_wise"] = "auto"
-    """auto balances rows read and columns over the ranks; where that takes it, it cuts tables of many ids by columns,
+    """auto balances rows read and columns sent over the ranks; where necessary it cuts tables of many ids by columns,
     but not under rowwise_adagrad, else by rows. The others leave the plan to TorchRec's planner, with shards of that
     type alone"""
     data_parallel_rows: NonNegativeInt = 0
-    """plan auto, fp32 rows: tables of at most so many rows are whole on every rank and looked up without an exchange,
-    unless all are so small; train.optimizer, train.lr and train.eps train them"""
+    """plan auto, fp32 rows: every rank holds tables of at most so many rows whole and looks them up without an
+    exchange, unless all are so small; train.optimizer, train.lr and train.eps train them"""
     optimizer: Literal["sgd", "adagrad", "rowwise_adagrad"] = "rowwise_adagrad"
     """optimizer of the tables, fused into the backward"""
     lr: PositiveFloat = 0.05
@@ -324,7 +324,7 @@ class TrainConfig:
     precision: Literal["fp32", "tf32", "bf16"] = "fp32"
     """of the dense part: fp32, tf32 matrix products (GPU) or bf16 autocast"""
     graph_dense: bool = False
-    """run the dense part's forward and backward as CUDA graphs (GPU), where not the whole step is one"""
+    """run the dense part's forward and backward as CUDA graphs (GPU), if the whole step is not captured"""
     compile_dense: bool = False
     """have torch.compile fuse the dense part's kernels when the run starts: a minute the first time, seconds from then
     on; on CPUs it needs a C++ compiler"""
@@ -433,8 +433,8 @@ class CheckpointConfig:
     keep_best: NonNegativeInt = 0
     """checkpoints to keep besides: those whose evaluation had the greatest AUROC"""
     asynchronous: bool = False
-    """save on the way while training goes on: a copy of the state is written, which takes as much memory again as the
-    tables and their optimizer's state, on the GPU if half of what is free there suffices, else on the host"""
+    """save while training goes on: a copy of the state is written, which takes as much memory again as the tables and
+    their optimizer's state, on the GPU if half of its free memory suffices, else on the CPU"""
     resume: str = "auto"
     """auto goes on where dir/name left off; never starts anew; else the path of a checkpoint"""
     resume_changed: bool = False

@@ -104,14 +104,14 @@ ABLATION: Mapping[str, Mapping[str, str]] = {
         "pgas_eager": "our exchange and update of rows, nothing else",
     },
     "pgas_graph": {
-        "pgas_graph_no_capture": "the capture; the host issues the kernels one by one",
-        "pgas": "the capture, and ids without the host; TorchRec's pipeline and DDP, the dense part in CUDA graphs",
+        "pgas_graph_no_capture": "the capture; the CPU issues the kernels one by one",
+        "pgas": "the capture, and ids without the CPU; TorchRec's pipeline and DDP, the dense part in CUDA graphs",
         "pgas_graph_no_compile": "the compiled dense part; eager operators, captured",
-        "pgas_graph_no_flat": "flat dense parameters and casts once; torch.optim behind the graph, and autocast",
+        "pgas_graph_no_flat": "flat dense parameters and casts once; torch.optim after the graph, and autocast",
         "pgas_graph_no_balance": "the balanced plan; TorchRec's planner, whole tables",
         "pgas_graph_one_part": "parts; all gradients travel before the first row is updated",
         "pgas_graph_fp32_wire": "embeddings in the dense part's type and joined in place; float32, cast and copied",
-        "pgas_graph_collective": "dense gradients by stores, updated piece by piece; by NCCL, then the update",
+        "pgas_graph_collective": "dense gradients by stores, updated bucket by bucket; by NCCL, then the update",
         "pgas_graph_data_parallel": "nothing; tables of up to 7,812 rows are data-parallel besides",
     },
 }

@@ -44,14 +44,14 @@ Returned = TypeVar("Returned")
 
 
 def fails_for_good(part: Callable[Parameters, Returned]) -> Callable[Parameters, Returned]:
-    """Return a method that is refused once a part of a step, of the same object, has failed on this rank.
+    """Return a method that raises once any such method of its object has failed on this rank.
 
     The peers wait for the step that failed, and would take a later step's data for its own. The object keeps the first
-    failure in `failure`, which is None until then. In inference mode the method runs outside of it, since training
-    steps could not write to tensors that are made in it and kept.
+    failure in `failure`, which is None until then. The method leaves inference mode, since training steps could not
+    write to tensors that it makes and keeps.
 
     Raises:
-        RuntimeError: by the method, if an earlier part has failed.
+        RuntimeError: by the method, if an earlier one has failed.
     """
 
     @wraps(part)
@@ -129,7 +129,7 @@ class Exchange:
 
     @cached_property
     def reach(self) -> Reach:
-        """Which ranks this one reaches by stores; a collective when it is asked for first."""
+        """Which ranks this one reaches by stores; the first access is a collective."""
         return reach_of(self.options, self._group, self.device)
 
     @cached_property
@@ -138,7 +138,7 @@ class Exchange:
 
     @property
     def addresses(self) -> tuple[int, ...]:
-        """Where rows and windows are, as captured steps know them: another tuple once some were moved or given back."""
+        """Addresses of rows, and how often windows were given back: captured steps are valid while it is the same."""
         replicated = self._replicated.storage() if self._replicated is not None else ()
         return self._closed, *self._tables.storage(), *replicated
 
@@ -153,9 +153,10 @@ class Exchange:
 
         Args:
             keys: the features in the order in which every batch has them, alike on all ranks.
-            bound: the most that a rank brings to a step.
-            layout: with the tables that every rank holds, which from now on are looked up here, too; None has none.
-            replicated: those tables, whose gradients are added to those of their parameters.
+            bound: the most samples and ids that a rank brings to a step.
+            layout: one that includes the tables that every rank holds, which are then looked up here, too; None keeps
+                the layout.
+            replicated: those tables; their gradients are added to those of their parameters.
 
         Raises:
             InputError: if a feature has no bound, or there is no room for the windows.
@@ -169,7 +170,7 @@ class Exchange:
     def send_ids(self, features: KeyedJaggedTensor, count: torch.Tensor | None = None) -> None:
         """Send the ids of a later step to the owners of their rows, on the current stream; see `IdExchange.send`.
 
-        The ids of a step may be sent when its forward begins at the latest, those of the step after it until then.
+        Ids must be sent before the forward of their step, and at most one step ahead of it.
         """
         self._sent.append((features, self._send(features, count)))
 
@@ -223,13 +224,13 @@ class Exchange:
 
     @uncompiled
     def start_sent(self, features: KeyedJaggedTensor) -> "PooledAwaitable":
-        """Start the step of `features`, which were sent first among those that wait; where none wait, send them.
+        """Start the step of `features`, whose ids were sent first of those that wait; if none wait, send them.
 
         Returns:
             As `start`.
 
         Raises:
-            InputError: if ids of another step wait, which a peer may wait for, too; nothing has begun.
+            InputError: if ids of another step were sent before, for which a peer may wait; nothing has begun.
         """
         if not self._sent:
             self.send_ids(features)
@@ -397,7 +398,7 @@ class Exchange:
         return self._halves
 
     def keep_rules_in_place(self) -> None:
-        """Hand the optimizers' numbers on to captured steps, where they have changed; on the current stream."""
+        """Write the optimizers' numbers that have changed to where captured steps read them; on the current stream."""
         if self._halves is not None:
             self._halves.backward.keep_rules_in_place()
 

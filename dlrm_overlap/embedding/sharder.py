@@ -34,12 +34,12 @@ _KEYS = (
 
 
 class OverlapEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
-    """TorchRec's sharder with another exchange: any model that `DistributedModelParallel` takes gets it by this.
+    """TorchRec's sharder with another exchange, for any model that `DistributedModelParallel` takes.
 
-    Shards of every type in GPU memory (or the host's, for CPU ranks) with SGD, Adagrad or row-wise Adagrad are
-    exchanged; captured steps look up data-parallel tables, too. All else stays with TorchRec, which the log says
-    once. Checkpoints are TorchRec's own, and so is the order of the output's columns. docs/torchrec.md has
-    the differences.
+    Exchanged are shards of every type but data-parallel, in the memory of their rank's device, with SGD, Adagrad or
+    row-wise Adagrad. All other tables stay with TorchRec, and the log has the reason once; captured steps look up
+    data-parallel tables, too. Checkpoints are TorchRec's own, and so is the order of the output's columns.
+    docs/torchrec.md has the differences.
 
     Example:
         DistributedModelParallel(model, sharders=[OverlapEmbeddingBagCollectionSharder(backend="pgas")])
@@ -72,17 +72,17 @@ class OverlapEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
         """Take TorchRec's arguments, the configuration's keys of section `embedding`, and the form of the output.
 
         Args:
-            qcomm_codecs_registry: one that asks for the same of fp32, bf16 and fp16 both ways gives the wire its type;
-                under another, tables stay with TorchRec.
-            copy_output: return a copy of the pooled embeddings. False returns the window that peers have stored them
-                in, which saves reading and writing them once more; it must be let go of before the next forward of the
-                module, which raises `WindowHeldError` otherwise.
-            output_order: of the features in the output: "plan", as TorchRec has it, or "model", as the unsharded
-                module has it.
-            output_dtype: of the exchanged tables: "fp32", or that of the wire. `output_dtype` in `fused_params` sets
-                both, and the type of the tables that stay with TorchRec.
-            leading_columns: that each row of a window has in front of the pooled embeddings, under copy_output False;
-                the module's `leading_columns` says whether they are there.
+            qcomm_codecs_registry: fp32, bf16 or fp16, alike both ways, becomes `wire_dtype`; under other codecs tables
+                stay with TorchRec.
+            copy_output: return a copy of the pooled embeddings. False returns the window into which peers have stored
+                them, and saves the copy; drop all references to it before the module's next forward, which raises
+                `WindowHeldError` otherwise.
+            output_order: order of the features in the output: "plan", as under TorchRec, or "model", as in the
+                unsharded module.
+            output_dtype: type of the pooled embeddings of exchanged tables: "fp32", or that of the wire. `output_dtype`
+                in `fused_params` sets both, and the type of the tables that stay with TorchRec.
+            leading_columns: number of columns in front of the pooled embeddings in each row of a window, under
+                copy_output False; the module's `leading_columns` is 0 where there are none.
 
         Raises:
             InputError: if a value breaks a rule.
@@ -151,7 +151,7 @@ class OverlapEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
         device: torch.device | None = None,
         module_fqn: str | None = None,
     ) -> OverlapShardedEmbeddingBagCollection:
-        """Shard `module` as the plan's `params` say.
+        """Shard `module` by the plan's `params`.
 
         Raises:
             InputError: if a shard's columns are no multiple of 4, or, on every rank, if ranks have unlike plans.
@@ -185,12 +185,11 @@ def build_sharder(
 ) -> EmbeddingBagCollectionSharder:
     """Return the sharder of the configured backend, with the table optimizer fused into the backward.
 
-    Where pooled embeddings travel in the type of the dense part, fp32 or bf16 by its `precision`, they are returned in
-    it, after `leading_columns` columns for tensors that the model joins with them. Else they are float32.
+    Where pooled embeddings travel in the type of the dense part, fp32 or bf16 by `precision`, they are returned in it,
+    after `leading_columns` columns for tensors that the model joins with them. Else they are float32.
 
-    Ids were checked where they were read; the kernels' own check stays on and stops the run, since FBGEMM's default
-    would map a bad id to row 0 and go on. `fused_params` are extra ones that TorchRec passes to FBGEMM; they override
-    those of the keys.
+    An id outside its table stops the run; FBGEMM's default would take row 0 instead. `fused_params` are extra ones that
+    TorchRec passes to FBGEMM; they override those of the keys.
     """
     about_tables: dict[str, Any] = {
         "optimizer": _OPTIMIZERS[config.optimizer],

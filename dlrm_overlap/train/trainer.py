@@ -1,4 +1,4 @@
-"""The training run: `Trainer.fit` takes it from its first step, or a checkpoint, to its summary.
+"""A training run: `Trainer.fit` goes from the first step, or a checkpoint, to the summary.
 
 `Stepper.step` takes one step; docs/architecture.md leads through it, file by file.
 """
@@ -35,7 +35,7 @@ class AskedToEndError(Exception):
 
 
 class _Stretch(Iterator[Batch]):
-    """The batches of some steps, which can be cut off after those that a pipeline has read ahead."""
+    """The batches of some steps; `cut` ends it after the batches that a pipeline has read ahead."""
 
     def __init__(self, batches: Iterator[Batch], steps: int) -> None:
         self._batches, self.steps, self._taken = batches, steps, 0
@@ -51,7 +51,7 @@ class _Stretch(Iterator[Batch]):
 
 
 class Trainer(Stepper):
-    """One rank's part of a run. Every rank builds its trainer alike."""
+    """One rank's part of a run: a `Stepper` that evaluates, logs, saves and resumes. All ranks make it alike."""
 
     def __init__(
         self,
@@ -92,18 +92,19 @@ class Trainer(Stepper):
         )
 
     def fit(self, replace: bool = False) -> dict[str, Any]:
-        """Train from where the folder's run left off to the last step or the target, evaluate, return the summary.
+        """Train to the last step or the target, evaluate, and return the summary.
 
-        A run that is finished already is left as it is. The log of one that ended before its first checkpoint is moved
-        to `earlier_1` in the folder, or the next free number. Rank 0 holds the lock of the folder meanwhile.
+        Training begins after the newest checkpoint in the run's folder, or with the first step. A finished run is
+        left as it is. The log of a run that ended before its first checkpoint is moved to `earlier_1` in the folder, or
+        the next free number. Rank 0 holds the lock of the folder meanwhile.
 
         Args:
-            replace: start from the first step, and write over an earlier run's files in the folder.
+            replace: begin with the first step, and write over an earlier run's files in the folder.
 
         Raises:
-            InputError: if this run cannot go on from the folder's checkpoint, or another run holds its lock.
+            InputError: if this run cannot go on from the folder's checkpoint, or another run holds the lock.
             NotFiniteError: if a loss or a weight is not finite.
-            AskedToEndError: if a rank was asked to end. The state is saved, if this run saves any.
+            AskedToEndError: if a rank was asked to end. The state is saved, if this run saves at all.
         """
         turns = self.fit_in_turns(0, replace)
         while True:
@@ -113,10 +114,10 @@ class Trainer(Stepper):
                 return end.value
 
     def fit_in_turns(self, turn: int, replace: bool = False) -> Generator[int, None, dict[str, Any]]:
-        """Train as `fit` does, in turns: a generator that yields the step after each turn, and returns the summary.
+        """Train as `fit` does, in turns: yield the step after each turn, and return the summary.
 
-        Where it yields, no batch is on its way, so another trainer of these ranks may take steps. Steps that are traced
-        are in one turn, which is longer for it.
+        When it yields, no batch is in flight, so another trainer of these ranks may take steps. A turn is prolonged
+        until it holds all steps that are traced.
 
         Args:
             turn: steps of a turn; 0 makes all of them one.
@@ -183,13 +184,13 @@ class Trainer(Stepper):
                 return run_log.summary(step, values)
 
     def _set_aside(self) -> None:
-        """Make way for this run where one has logged that ended before its first checkpoint."""
+        """Move the log of a run aside that ended before its first checkpoint."""
         if newest_checkpoint(self.checkpointer.folder) is None and has_results(self.folder):
             aside = set_aside(self.folder)
             log.info("a run ended here before its first checkpoint, and its log is now %s: this one begins anew", aside)
 
     def _replace(self) -> None:
-        """Move an earlier run's files in the folder aside, its checkpoints with them."""
+        """Move the files of an earlier run aside, checkpoints included."""
         if aside := set_aside(self.folder):
             log.info("log.replace: what lay in %s is now in %s", self.folder, aside)
 
@@ -204,9 +205,9 @@ class Trainer(Stepper):
         raise AskedToEndError(f"asked to end behind step {step}: nothing is saved, as checkpoint.every and last say")
 
     def _train(self, first: int, last: int, batches: Iterator[Batch], loader: Loader, run_log: RunLog) -> int:
-        """Take the steps [first, last) and return `last`, or an earlier step where the run is to end.
+        """Take the steps [first, last) and return `last`, or the step at which the run is to end.
 
-        The pipeline runs empty at the end: no later batch is in flight then.
+        The pipeline is empty at the end: no later batch is in flight.
         """
         stretch = _Stretch(batches, last - first)
         self.pipeline.reset()

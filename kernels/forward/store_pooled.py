@@ -89,10 +89,10 @@ def store_pooled(
 def storing_pooled(
     bags: Bags, features: FeatureTable, windows: Windows, status: torch.Tensor, options: PoolingOptions
 ) -> Launch:
-    """Return the launch of `store_pooled` that is called with other `values` and `offsets`.
+    """Return a launch of `store_pooled` that takes `values` and `offsets` at each call.
 
-    They are of the types and samples of `bags`. It holds all else, the rows not among it: it may be called as long as
-    they are where `features` says.
+    These have the types and the number of samples of `bags`. The launch keeps all other tensors alive, but not the
+    rows: it may be called while these are at the addresses in `features`.
     """
     assert options.tuning.groups == 1, "a program does one task, which it pools as one group"
     world_size, features_here = windows.addresses.numel(), features.entries.shape[0]

@@ -1,10 +1,10 @@
-"""A train pipeline whose steps are CUDA graphs: the host only copies the batches in and launches a graph a step.
+"""A train pipeline whose steps are CUDA graphs: the CPU only copies batches in and launches a graph a step.
 
-TorchRec's pipelines issue a step's kernels one by one and wait for numbers of ids; that takes the host longer than the
+TorchRec's pipelines issue a step's kernels one by one and wait for numbers of ids; that takes the CPU longer than the
 GPU needs for the step. Here nothing is read back. A step is captured twice, once for each of the two windows that steps
 take in turn, and the two graphs are replayed alternately:
 
-    copy stream     copy batch i + 2 from the host -------------------------------------------
+    copy stream     copy batch i + 2 from the CPU --------------------------------------------
     ids' stream     send the ids of batch i + 1 ----
     lookup stream   lookup i ---
     main stream     bottom MLP | wait | head, loss | backward | dense optimizer | wait for rows
@@ -65,7 +65,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
     from rank 0's dense weights. Every training batch has the bound's number of samples and tensors of the same shapes,
     and gives a gradient to the same dense parameters.
 
-    A model that cannot be captured is left to `TrainPipelineSparseDist`; the log says so once, with the reason.
+    `TrainPipelineSparseDist` trains a model that cannot be captured, and the log has the reason once.
 
     Example:
         bound = BatchBound(samples=512, bag_sizes={"user": (1, 1), "clicks": (0, 50)})
@@ -91,13 +91,13 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         """Take the arguments of TorchRec's pipelines, and the bound of the batches.
 
         Args:
-            group: of the model's ranks; None is the default group.
-            flat: the dense parameters, where the optimizer is a `FlatOptimizer`; None moves them here.
-            casts: through which the model gets its weights, if it does.
-            gradient_dtype: in which dense gradients are sent, float32 or bfloat16.
-            dense_reduce: collective | stores | auto, which is stores where all ranks are on one host: how they are
-                summed, see `dense.stores`.
-            capture: None captures on GPUs.
+            group: the model's ranks; None is the default group.
+            flat: the dense parameters, where the optimizer is a `FlatOptimizer`; None moves them into one tensor here.
+            casts: the object from which the model gets its weights in bfloat16, if there is one.
+            gradient_dtype: type in which dense gradients are sent, float32 or bfloat16.
+            dense_reduce: how dense gradients are summed, see `dense.reduction`: collective, stores, or auto, which is
+                stores where all ranks are on one host.
+            capture: whether to capture; None captures on GPUs.
             dmp_collection_sync_interval_batches: the replicas of a `DMPCollection` are averaged after every so many
                 batches, as by TorchRec's pipelines; None leaves that to the caller.
 
