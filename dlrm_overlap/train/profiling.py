@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, schedule
 
+from dlrm_overlap.launching import process_group
 from dlrm_overlap.observe.profile import Profile, RankProfile, step_parts
 from dlrm_overlap.observe.trace_summary import read_events
 from dlrm_overlap.train.explain import explain
@@ -133,6 +134,7 @@ class CountedProgram:
         if not self._to_end:
             if dist.is_initialized():
                 dist.barrier()  # else rank 0 would take the store away from ranks that still read their traces
+            process_group.finalise_mpi()
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(0)
