@@ -12,8 +12,16 @@ if TYPE_CHECKING:
     from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder
     from dlrm_overlap.train.explain import explain
     from dlrm_overlap.train.graphs.train_pipeline import GraphTrainPipeline
+    from dlrm_overlap.train.profiling import profile_steps
 
-__all__ = ["BatchBound", "GraphTrainPipeline", "OverlapEmbeddingBagCollectionSharder", "constraints", "explain"]
+__all__ = [
+    "BatchBound",
+    "GraphTrainPipeline",
+    "OverlapEmbeddingBagCollectionSharder",
+    "constraints",
+    "explain",
+    "profile_steps",
+]
 
 _MODULES = {
     "BatchBound": "embedding.id_layout",
@@ -21,6 +29,7 @@ _MODULES = {
     "OverlapEmbeddingBagCollectionSharder": "embedding.sharder",
     "constraints": "embedding.plan",
     "explain": "train.explain",
+    "profile_steps": "train.profiling",
 }
 
 

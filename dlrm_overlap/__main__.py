@@ -13,8 +13,9 @@ def run() -> None:
     # and another program keeps a core busy, a thread that has work waits for one that spins: in the quickstart on two
     # cores a step took 300 to 800 ms and not 7. With little else running sleeping costs a third more: 7.4 ms, not 5.4.
     # Beside another program 300 to 3000 turns of spinning were slower than none. Read when torch is loaded, later.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    os.environ["MPLBACKEND"] = "agg"  # pictures go to files; matplotlib does not even load where it knows no such name
+    if sys.argv[1:2] != ["profile"]:  # whose program runs in this environment
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+        os.environ["MPLBACKEND"] = "agg"  # pictures go to files; matplotlib does not load where it knows no such name
     try:
         lifetime.open_streams()
         lifetime.hold_asks()

@@ -329,8 +329,13 @@ def shutdown() -> None:
         # A group that is still referred to keeps gloo's threads. The one of the last collective takes the interpreter's
         # lock to let go of its tensors, and would abort the process if the interpreter ended first.
         time.sleep(_LET_GO_S)
+    finalise_mpi()
+
+
+def finalise_mpi() -> None:
+    """Finalise MPI, if it runs; a collective. A rank that ends without it has failed for mpirun."""
     mpi = sys.modules.get("mpi4py.MPI")
-    if mpi and not mpi.Is_finalized():
+    if mpi and mpi.Is_initialized() and not mpi.Is_finalized():
         mpi.Finalize()
 
 

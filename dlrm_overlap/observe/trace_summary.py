@@ -212,14 +212,14 @@ def read_steps(path: Path) -> tuple[list[Work], int]:
     """
     events = read_events(path)
     try:
-        work = gpu_work(_issued(events))
+        work = gpu_work(issued_work(events))
     except LookupError as error:
         raise InputError(f"{path}: work without {error}; give a file that log.trace_steps has written") from None
     marks = [event for event in events if event.get("cat") == "user_annotation" and "ProfilerStep#" in event["name"]]
     return work, max(1, len(marks))
 
 
-def _issued(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def issued_work(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return `events` without the work that none of them has issued; all where the host's calls are not among them."""
     calls = {_call(event) for event in events if event.get("cat") in _HOST_CALLS} - {None}
     return [event for event in events if event.get("cat") not in _GPU_WORK or not calls or _call(event) in calls]

@@ -1,0 +1,119 @@
+"""Where the time of a step goes, on traces whose times are known, and in programs that torch alone runs."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from textwrap import indent
+from typing import Any
+
+import pytest
+import torch
+
+from dlrm_overlap import profile_steps
+from dlrm_overlap.observe.profile import Profile, RankProfile, step_parts
+from tests.conftest import PYTHON_PATH
+
+
+def _event(name: str, begin: float, end: float, cat: str = "kernel", thread: int = 7) -> dict[str, Any]:
+    return {"cat": cat, "name": name, "ts": begin, "dur": end - begin, "tid": thread, "args": {"stream": thread}}
+
+
+# Two steps in us, of 3 ms each while they are traced. Of NCCL's 3.2 ms 1.2 run beside the products.
+STEPS = [
+    _event("ProfilerStep#1", 0, 3000, "user_annotation", 1),
+    _event("ProfilerStep#2", 3000, 6000, "user_annotation", 1),
+    _event("ProfilerStep#2", 3100, 6200, "gpu_user_annotation"),
+    _event("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", 0, 600, "user_annotation", 1),
+    _event("enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__", 0, 900, "user_annotation", 2),
+    _event("Memcpy HtoD (Pinned -> Device)", 900, 1200, "gpu_memcpy", 9),
+    _event("nvjet_sm90_tst_192x192_64x3_1x2_h_bz_coopB_NNN", 1000, 2000),
+    _event("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", 1600, 2600, thread=20),
+    _event("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", 2600, 2800, thread=20),
+    _event("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", 2700, 4700, thread=21),
+    _event("void at::native::vectorized_elementwise_kernel<4, ...>", 4000, 4800),
+]
+
+
+def test_the_parts_of_a_step_on_a_gpu() -> None:
+    assert step_parts(STEPS, steps=2, step_ms=2.5) == pytest.approx(
+        {
+            "step": 2.5,
+            "step while traced": 3.0,
+            "GPU busy": (3900 / 2) * 1e-3,
+            "  it computes": 0.9,
+            "  exposed all-reduce": (1300 / 2) * 1e-3,
+            "  exposed reduce-scatter": 0.05,
+            "  exposed all-to-all": 0.3,
+            "  it only copies": 0.05,
+            "GPU waits for the CPU": 2.5 - 1.95,
+            "collectives, hidden or not": (3100 / 2) * 1e-3,
+            "CPU waits for the DataLoader": 0.3,
+        }
+    )
+
+
+def test_the_report_is_that_of_the_page_and_estimates_a_captured_step() -> None:
+    """Rank 1 computes longer, and rank 0's collectives wait for it."""
+    late = [*STEPS[:-1], _event("void at::native::vectorized_elementwise_kernel<4, ...>", 3000, 5100)]
+    parts = [step_parts(events, steps=2, step_ms=2.5) for events in (STEPS, late)]
+    profile = Profile(tuple(RankProfile(rank, 2, "made-up GPU", 2, each) for rank, each in enumerate(parts)))
+    assert profile.captured_ms == pytest.approx((1.55, 1.95))
+    report = str(profile)
+    assert indent(report, "    ") in Path("docs/torchrec.md").read_text(), report
+    assert "no step is shorter than its loader takes" in report
+
+
+def test_steps_of_ones_own_are_profiled_and_go_on() -> None:
+    taken = []
+    (own,) = profile_steps(lambda: taken.append(torch.ones(8, 8) @ torch.ones(8, 8)), steps=3, after=2).ranks
+    assert len(taken) == 2 + 3 + 1 + 3
+    assert (own.rank, own.world_size, own.device) == (0, 1, "cpu")
+    assert 0 < own.parts_ms["step"] < 1000
+    assert own.parts_ms["step while traced"] > 0
+
+
+PROGRAM = """
+import os, sys
+import torch
+assert os.environ.pop("FOUND") == "the sitecustomize that was hidden"
+model = torch.nn.Linear(4, 1)
+optimizers = [torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.Adam(model.parameters())]
+for step in range(int(sys.argv[1])):
+    print("step", step)
+    model(torch.ones(2, 4)).sum().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+"""
+
+
+def test_a_loop_without_a_pipeline_is_profiled_by_the_steps_of_its_optimizer(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    hidden = tmp_path / "hidden"
+    hidden.mkdir()
+    hidden.joinpath("sitecustomize.py").write_text(
+        "'the sitecustomize that was hidden'\nimport os\nos.environ['FOUND'] = __doc__\n"
+    )
+
+    def profiled(steps: str, *options: str) -> subprocess.CompletedProcess[str]:
+        command = ["profile", "--after", "2", "--steps", "3", *options, "--", sys.executable, "program.py", steps]
+        return subprocess.run(
+            [sys.executable, "-m", "dlrm_overlap", *command],
+            cwd=tmp_path,
+            env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": f"{hidden}{os.pathsep}{PYTHON_PATH}"},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+
+    kept = tmp_path / "kept"
+    done = profiled("20", "--output", str(kept))
+    assert done.returncode == 0, done.stderr
+    assert "step 8\n" in done.stdout, "two before those timed, three timed, one skipped, three traced"
+    assert "step 9\n" not in done.stdout, "then it ends"
+    assert "3 steps by the clock and as many traced, 1 of 1 rank, cpu" in done.stdout
+    assert {file.name for file in kept.iterdir()} == {"rank_0.json", "trace_rank_0.json.gz"}
+    done = profiled("8")
+    assert done.returncode == 2
+    assert "ended with exit code 0 before a rank had taken 9 steps" in done.stderr
