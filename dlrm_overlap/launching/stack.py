@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 
 from dlrm_overlap.config import InputError
 
+_DRIVER_LIBRARIES = ("libcuda.so", "libnvidia-ml.so")  # FBGEMM's CUDA build loads with them alone
 _OPERATOR = "fbgemm::permute_2D_sparse_data"  # TorchRec calls it in every input dist
 
 
@@ -77,7 +78,10 @@ def check_fbgemm() -> Finding:
         if wanted and _as_numbers(version) != _as_numbers(wanted.fbgemm):
             return Finding("wrong", "FBGEMM", f"{found} {version} does not match torch {torch.__version__}", cure)
     if error := _load_fbgemm():
-        return Finding("wrong", "FBGEMM", error, f"pip uninstall -y {' '.join(_FBGEMM_NAMES.values())}; {cure}")
+        cure = f"pip uninstall -y {' '.join(_FBGEMM_NAMES.values())}; {cure}"
+        if any(library in error for library in _DRIVER_LIBRARIES):
+            cure = f"it is NVIDIA's driver's: docker run --gpus all in a container; without GPUs {_command('cpu')}"
+        return Finding("wrong", "FBGEMM", error, cure)
     return Finding("ok", "FBGEMM", f"{', '.join(map(' '.join, versions.items()))}, operators load")
 
 
@@ -111,15 +115,13 @@ def check_tried() -> Finding:
         if public == list(tried):
             where = "GPUs" if build == "cuda" else "a CPU"
             return Finding("ok", "versions", f"these and triton {tried.triton} were tried together, on {where}")
-    tried, name = STACKS[_build()], _FBGEMM_NAMES[_build()]
+    tried = STACKS[_build()]
     others = ", ".join(
         f"{package} {there or 'missing'} (tried: {version})"
         for package, there, version in zip(Stack._fields, public, tried, strict=True)
         if there != version
     )
-    cure = f"pip install torch=={tried.torch} {name}=={tried.fbgemm} triton=={tried.triton}"
-    cure += f" && pip install --no-deps torchrec=={tried.torchrec}"
-    return Finding("wrong", "versions", f"not tried together: {others}", cure, needed=False)
+    return Finding("wrong", "versions", f"not tried together: {others}", _command(_build()), needed=False)
 
 
 def version_of(name: str) -> str | None:
@@ -157,7 +159,10 @@ def _load_fbgemm() -> str | None:
     logging.disable(logging.ERROR)  # it logs a page, where the exception has a line
     try:
         importlib.import_module("fbgemm_gpu")
-    except Exception as error:
+    except Exception as failure:
+        error: BaseException = failure
+        while error.__cause__:  # torch names the library that was asked for, its cause the one that is not there
+            error = error.__cause__
         return f"does not load ({type(error).__name__}: {str(error).strip().splitlines()[0]})"
     finally:
         logging.disable(level)
@@ -167,6 +172,13 @@ def _load_fbgemm() -> str | None:
     except RuntimeError:  # no such operator at all
         usable = False
     return None if usable else f"has no {key} operators (a build for other devices, or its libraries did not load)"
+
+
+def _command(build: str) -> str:
+    """Return the command that installs the versions for `build`, "cuda" or "cpu"."""
+    stack = STACKS[build]
+    libraries = f"torch=={stack.torch} {_FBGEMM_NAMES[build]}=={stack.fbgemm} triton=={stack.triton}"
+    return f"pip install {libraries} && pip install --no-deps torchrec=={stack.torchrec}"
 
 
 def _build() -> str:
