@@ -80,7 +80,7 @@ def check_fbgemm() -> Finding:
     if error := _load_fbgemm():
         cure = f"pip uninstall -y {' '.join(_FBGEMM_NAMES.values())}; {cure}"
         if any(library in error for library in _DRIVER_LIBRARIES):
-            cure = f"it is NVIDIA's driver's: docker run --gpus all in a container; without GPUs {_command('cpu')}"
+            cure = f"it is NVIDIA's driver's: docker run --gpus all in a container; without GPUs: {_command('cpu')}"
         return Finding("wrong", "FBGEMM", error, cure)
     return Finding("ok", "FBGEMM", f"{', '.join(map(' '.join, versions.items()))}, operators load")
 
@@ -163,7 +163,8 @@ def _load_fbgemm() -> str | None:
         error: BaseException = failure
         while error.__cause__:  # torch names the library that was asked for, its cause the one that is not there
             error = error.__cause__
-        return f"does not load ({type(error).__name__}: {str(error).strip().splitlines()[0]})"
+        reason = str(error).strip().partition("\n")[0]
+        return f"does not load ({type(error).__name__}: {reason})"
     finally:
         logging.disable(level)
     key = "CUDA" if torch.cuda.is_available() else "CPU"
