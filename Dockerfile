@@ -1,15 +1,18 @@
 # The CUDA stack, for training on NVIDIA GPUs (driver 580 or later).
 #
-#   docker build -t dlrm-overlap .
+#   make wheel && docker build -t dlrm-overlap .
 #   docker run --rm --gpus all dlrm-overlap doctor
 #   mkdir -p runs  # else docker makes it, and it is root's
 #   docker run --rm --gpus all --shm-size 8g --user "$(id -u):$(id -g)" -v "$PWD/runs:/app/runs" \
-#     dlrm-overlap train --config configs/quickstart.yaml --nproc auto
+#     dlrm-overlap train --config quickstart --nproc auto
 #   docker run --rm --network host -v "$PWD/runs:/app/runs" --entrypoint sh \
 #     dlrm-overlap -c 'tensorboard --host "$TENSORBOARD_HOST" --logdir runs'
 #
 # TensorBoard has no login: it listens on the loopback alone unless asked, -e TENSORBOARD_HOST=0.0.0.0.
-FROM nvidia/cuda:13.0.2-runtime-ubuntu24.04
+#
+# Another base: --build-arg BASE=...; of Debian or Ubuntu, with Python 3.11 or 3.12. torch brings CUDA's libraries along.
+ARG BASE=nvidia/cuda:13.0.2-runtime-ubuntu24.04
+FROM $BASE
 
 # Triton compiles its kernels' host stubs when they are first launched: it needs a C compiler and Python's headers.
 # Open MPI for mpirun; mpi4py finds its library.
@@ -20,12 +23,10 @@ RUN apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-ins
 RUN python3 -m venv /opt/venv
 ENV PATH=/opt/venv/bin:$PATH
 
-# Large and seldom new, so in a layer of their own. TorchRec without its dependencies: pyproject.toml names them.
-RUN pip install --no-cache-dir torch==2.11.0 fbgemm-gpu==1.6.0 && pip install --no-cache-dir --no-deps torchrec==1.6.1
-
 WORKDIR /app
-COPY . .
-RUN pip install --no-cache-dir ".[cuda,mpi,report]" && useradd --create-home dlrm && install -d -o dlrm -g dlrm runs
+COPY dist/*.whl /tmp/
+RUN pip install --no-cache-dir "$(echo /tmp/*.whl)[cuda,mpi,report]" \
+    && useradd --create-home dlrm && install -d -o dlrm -g dlrm runs
 
 # A name and a writable cache also for `docker run --user` with an id that the image does not know.
 ENV USER=dlrm TRITON_CACHE_DIR=/tmp/triton TENSORBOARD_HOST=127.0.0.1 PYTHONUNBUFFERED=1

@@ -3,6 +3,7 @@
 #                 folder they share
 # make test       sets up .venv if needed, runs the tests but the slow ones
 # make test-slow  the slow ones: runs on four ranks, and variants of what `make test` covers
+# make wheel      dist/dlrm_overlap-VERSION-py3-none-any.whl, without .venv; the only file that the Dockerfile needs
 # make soak       kills and resumes a run 200 times, and lets one go on for five minutes; half an hour
 # make test-gpu   those that need GPUs
 # make lint       ruff, import-linter, pyright; and counts of turns of phrase at which strangers stumble
@@ -16,18 +17,21 @@ BIN := $(VENV)/bin
 PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null && echo $$p && break; done)
 STACK ?= $(shell nvidia-smi -L 2>/dev/null | grep -q GPU && echo cuda || echo cpu)
-TORCHREC_cpu := torchrec==1.8.0
-TORCHREC_cuda := torchrec==1.6.1
+TORCHREC_cpu = $(BIN)/python -m pip install -q --no-deps torchrec==1.8.0
 CPU_WHEELS := https://download.pytorch.org/whl/cpu
 PROBE := import urllib.request as u; u.urlopen("$(CPU_WHEELS)/torch/", timeout=5)
 INDEX_cpu = $$($(BIN)/python -m pip config list | grep -qE "(index-url|no-index|find-links)=" || \
 	! $(BIN)/python -c '$(PROBE)' 2>/dev/null || echo --extra-index-url $(CPU_WHEELS))
 READY := $(VENV)/.ready-$(STACK)
 
-.PHONY: train test test-slow soak test-gpu lint format clean
+.PHONY: train wheel test test-slow soak test-gpu lint format clean
 
 train: $(READY)
 	$(BIN)/dlrm-overlap compare --config configs/quickstart.yaml --backends torchrec pgas fused --nproc auto
+
+wheel:
+	rm -rf build dist
+	$(PYTHON) -m pip wheel -q --no-deps -w dist .
 
 test: $(READY)
 	$(BIN)/python -m pytest -m "not slow and not gpu"
@@ -59,5 +63,5 @@ $(READY): pyproject.toml Makefile
 	@test -n "$(PYTHON)" || { echo "make: no Python 3.11 or 3.12 found; install one, or name it: make PYTHON=..." >&2; exit 2; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --no-warn-conflicts $(INDEX_$(STACK)) -e ".[$(STACK),dev]"
-	$(BIN)/python -m pip install -q --no-deps $(TORCHREC_$(STACK))
+	$(TORCHREC_$(STACK))
 	touch $@

@@ -101,7 +101,7 @@ class TablesConfig:
         if (number := self.count or default) is None:
             raise InputError(
                 "data.tables.count: null, and no list gives the number of tables; set data.tables.count, or start from "
-                "a file, as in --config configs/quickstart.yaml"
+                "a file, as in --config quickstart"
             )
         return number
 

@@ -37,14 +37,12 @@ def _findings() -> Iterator[Finding]:
     torch_finding = stack.check_torch()
     yield torch_finding
     if torch_finding.status != "missing":  # without torch neither can be judged
-        yield stack.check_fbgemm()
-        yield stack.check_torchrec()
-    for name, purpose, needed in (
-        ("numpy", "", True),
-        ("tensorboard", "", True),
-        ("triton", ", for the fused kernels", False),
-    ):
-        yield _package(name, purpose, needed)
+        libraries = [stack.check_fbgemm(), stack.check_torchrec()]
+        yield from libraries
+        if all(finding.status == "ok" for finding in (torch_finding, *libraries)):
+            yield stack.check_tried()
+    for name in ("numpy", "tensorboard"):
+        yield _package(name)
     if torch_finding.status == "ok":
         import torch
 
@@ -56,10 +54,10 @@ def _findings() -> Iterator[Finding]:
     yield _mpi()
 
 
-def _package(name: str, purpose: str, needed: bool) -> Finding:
+def _package(name: str) -> Finding:
     if version := stack.version_of(name):
         return Finding("ok", name, version)
-    return Finding("missing", name, f"not installed{purpose}", f"pip install {name}", needed)
+    return Finding("missing", name, "not installed", f"pip install {name}")
 
 
 def _gpus() -> Iterator[Finding]:

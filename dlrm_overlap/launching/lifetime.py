@@ -78,8 +78,8 @@ def report_missing(error: ModuleNotFoundError) -> bool:
     if not error.name or error.name.partition(".")[0] == "dlrm_overlap":
         return False
     print(
-        f"dlrm-overlap: {error.name}: no such module for {sys.executable}; activate the environment that `make` sets "
-        f"up (. .venv/bin/activate), or install what pyproject.toml names",
+        f"dlrm-overlap: {error.name}: no such module for {sys.executable}; activate the environment that dlrm-overlap "
+        f"was installed into, or install it there again",
         file=sys.stderr,
         flush=True,
     )

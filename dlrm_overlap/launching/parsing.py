@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import difflib
-import itertools
 import os
 import re
 import sys
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 Sections = TypeVar("Sections", bound="DataclassInstance")
+_CONFIGS = Path(__file__).parents[1] / "configs"
 
 
 @contextlib.contextmanager
@@ -50,6 +50,15 @@ class UniqueKeyLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+def find_config(given: str) -> Path:
+    """Return the path of the YAML file `given`, or of the package's own of that name: quickstart, bench/tiny.
+
+    A file that is there comes first. The path in a checkout, configs/quickstart.yaml, names the package's file too.
+    """
+    own = _CONFIGS / f"{given.removeprefix('configs/').removesuffix('.yaml')}.yaml"
+    return own if os.path.isfile(own) and not os.path.exists(given) else Path(given)
+
+
 def check_config_file(path: Path, config: type = Config) -> None:
     """Check that `path` is YAML with keys of the dataclass `config`, each written once.
 
@@ -60,13 +69,15 @@ def check_config_file(path: Path, config: type = Config) -> None:
         with path.open() as file:
             tree = yaml.load(file, UniqueKeyLoader)
     except OSError as error:
-        raise InputError(f"--config: {path}: {error.strerror}; give an existing YAML file, see configs/") from None
+        names = sorted(str(own.relative_to(_CONFIGS).with_suffix("")) for own in _CONFIGS.rglob("*.yaml"))
+        cure = f"give an existing YAML file, or the name of one of ours: {suggest(path.stem, names)}"
+        raise InputError(f"--config: {path}: {error.strerror}; {cure}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise InputError(f"--config: {path} is not YAML in UTF-8: {in_one_line(error)}; correct it") from None
     except RecursionError:
-        raise InputError(f"--config: {path} is nested too deeply; sections hold keys, as in configs/") from None
+        raise InputError(f"--config: {path} is nested too deeply; sections hold keys") from None
     if tree is None:
-        raise InputError(f"--config: {path} holds no key; write some into it, see configs/, or leave --config out")
+        raise InputError(f"--config: {path} holds no key; write some into it, or leave --config out")
     check_keys(tree, config, "", path)
 
 
@@ -332,17 +343,22 @@ def parse_sections(
     """
     set_parsing_settings(docstring_parse_attribute_docstrings=True)  # --help shows the docstring of each key
     parser = Parser(prog, description, usage=f"{prog} [--config FILE] [--section.key VALUE ...]")
-    parser.add_argument("--config", action="config", help="YAML file; options after it override its keys")
+    parser.add_argument(
+        "--config", action="config", help="YAML file, or a name such as quickstart; options after it override its keys"
+    )
     add_options(parser)
     _choose_help(parser, config, argv)
     parser.add_class_arguments(config)
     if defaults:
         parser.take_defaults(defaults)
-    for option, following in itertools.zip_longest(argv, argv[1:], fillvalue=""):
-        if option == "--config" or option.startswith("--config="):
-            path = option.partition("=")[2] or following
-            if not path or path.startswith("--"):
-                raise InputError("--config: no file is named; give an existing YAML file, see configs/")
-            check_config_file(Path(path), config)
+    argv = [part for each in argv for part in (each.split("=", 1) if each.startswith("--config=") else [each])]
+    for index, option in enumerate(argv):
+        if option == "--config":
+            given = next(iter(argv[index + 1 :]), "")
+            if not given or given.startswith("--"):
+                raise InputError("--config: no file is named; give a YAML file, or a name such as quickstart")
+            path = find_config(given)
+            check_config_file(path, config)
+            argv[index + 1] = str(path)
     values = parser.read(argv, config)
     return config(**{f.name: values[f.name] for f in dataclasses.fields(config)}), values

@@ -1,4 +1,4 @@
-"""torch, FBGEMM and TorchRec: whether they are installed and match."""
+"""torch, FBGEMM, TorchRec and Triton: the versions that work together, and whether those installed match."""
 
 import importlib.metadata
 import importlib.util
@@ -6,13 +6,25 @@ import logging
 import re
 import sys
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from dlrm_overlap.config import InputError
 
-_FBGEMM_OF_TORCH = {"2.11": "1.6", "2.12": "1.7", "2.13": "1.8"}  # TorchRec counts like FBGEMM
-_FBGEMM_NAMES = ("fbgemm-gpu", "fbgemm-gpu-cpu")
+_DRIVER_LIBRARIES = ("libcuda.so", "libnvidia-ml.so")  # FBGEMM's CUDA build loads with them alone
 _OPERATOR = "fbgemm::permute_2D_sparse_data"  # TorchRec calls it in every input dist
+
+
+class Stack(NamedTuple):
+    """Versions that were tried together. The code reaches into private parts of these libraries."""
+
+    torch: str
+    fbgemm: str
+    torchrec: str
+    triton: str
+
+
+STACKS = {"cuda": Stack("2.11.0", "1.6.0", "1.6.1", "3.6.0"), "cpu": Stack("2.13.0", "1.8.0", "1.8.0", "3.7.1")}
+_FBGEMM_NAMES = {"cuda": "fbgemm-gpu", "cpu": "fbgemm-gpu-cpu"}
 
 
 @dataclass(frozen=True)
@@ -41,12 +53,12 @@ def check_stack() -> None:
 
 def check_torch() -> Finding:
     """Return whether torch is there, and not too old."""
-    version = version_of("torch")
-    supported = f"pip install 'torch=={max(_FBGEMM_OF_TORCH, key=_as_numbers)}.*'"
+    version, oldest = version_of("torch"), min((stack.torch for stack in STACKS.values()), key=_as_numbers)
+    cure = f"pip install torch=={STACKS['cuda'].torch} for GPUs, torch=={STACKS['cpu'].torch} for a CPU"
     if version is None:
-        return Finding("missing", "torch", "not installed", supported)
-    if _as_numbers(version) < min(map(_as_numbers, _FBGEMM_OF_TORCH)):
-        return Finding("wrong", "torch", f"{version} is older than {min(_FBGEMM_OF_TORCH, key=_as_numbers)}", supported)
+        return Finding("missing", "torch", "not installed", cure)
+    if _as_numbers(version) < _as_numbers(oldest):
+        return Finding("wrong", "torch", f"{version} is older than {oldest}", cure)
     import torch
 
     build = f"CUDA {torch.version.cuda}, NCCL {nccl_version()}" if torch.version.cuda else "CPU build"
@@ -54,35 +66,37 @@ def check_torch() -> Finding:
 
 
 def check_fbgemm() -> Finding:
-    """Return whether FBGEMM is there, matches torch, and has operators for this machine's devices."""
+    """Return whether FBGEMM is there, is of torch's release, and has operators for this machine's devices."""
     import torch
 
-    wanted = _FBGEMM_OF_TORCH.get(_minor(torch.__version__))
-    name = _FBGEMM_NAMES[0 if torch.version.cuda else 1]
-    cure = f"pip install '{name}=={wanted}.*'" if wanted else f"pip install {name} of the release for this torch"
+    wanted, name = _stack_of_torch(), _FBGEMM_NAMES[_build()]
+    cure = f"pip install {name}=={wanted.fbgemm}" if wanted else f"pip install {name} of the release for this torch"
     if not importlib.util.find_spec("fbgemm_gpu"):
         return Finding("missing", "FBGEMM", "not installed", cure)
     versions = fbgemm_versions()
     for found, version in versions.items():
-        if wanted and _minor(version) != wanted:
+        if wanted and _as_numbers(version) != _as_numbers(wanted.fbgemm):
             return Finding("wrong", "FBGEMM", f"{found} {version} does not match torch {torch.__version__}", cure)
     if error := _load_fbgemm():
-        return Finding("wrong", "FBGEMM", error, f"pip uninstall -y {' '.join(_FBGEMM_NAMES)}; {cure}")
+        cure = f"pip uninstall -y {' '.join(_FBGEMM_NAMES.values())}; {cure}"
+        if any(library in error for library in _DRIVER_LIBRARIES):
+            cure = f"it is NVIDIA's driver's: docker run --gpus all in a container; without GPUs: {_command('cpu')}"
+        return Finding("wrong", "FBGEMM", error, cure)
     return Finding("ok", "FBGEMM", f"{', '.join(map(' '.join, versions.items()))}, operators load")
 
 
 def check_torchrec() -> Finding:
-    """Return whether TorchRec is there, matches torch, and has its dependencies."""
+    """Return whether TorchRec is there, is of torch's release, and has its dependencies."""
     import torch
 
-    wanted, version = _FBGEMM_OF_TORCH.get(_minor(torch.__version__)), version_of("torchrec")
+    wanted, version = _stack_of_torch(), version_of("torchrec")
     # Without its dependencies: among them is the CUDA fbgemm-gpu, which would overwrite fbgemm-gpu-cpu.
-    cure = f"pip install --no-deps 'torchrec=={wanted}.*'" if wanted else "pip install --no-deps torchrec"
+    cure = f"pip install --no-deps torchrec{f'=={wanted.torchrec}' if wanted else ''}"
     if version is None:
         if importlib.util.find_spec("torchrec"):
             return Finding("ok", "TorchRec", "found, without a version")
         return Finding("missing", "TorchRec", "not installed", cure)
-    if wanted and _minor(version) != wanted:
+    if wanted and _as_numbers(version) != _as_numbers(wanted.torchrec):
         return Finding("wrong", "TorchRec", f"{version} does not match torch {torch.__version__}", cure)
     needs = [line for line in importlib.metadata.requires("torchrec") or [] if "extra ==" not in line]
     names = [re.split(r"[^\w.-]", line, maxsplit=1)[0] for line in needs]
@@ -90,6 +104,24 @@ def check_torchrec() -> Finding:
     if absent:
         return Finding("wrong", "TorchRec", f"{version} needs {', '.join(absent)}", f"pip install {' '.join(absent)}")
     return Finding("ok", "TorchRec", version)
+
+
+def check_tried() -> Finding:
+    """Return whether torch, FBGEMM, TorchRec and Triton have versions that were tried together."""
+    fbgemm = next(iter(fbgemm_versions().values()), None)
+    found = [version_of("torch"), fbgemm, version_of("torchrec"), version_of("triton")]
+    public = [version and version.partition("+")[0] for version in found]
+    for build, tried in STACKS.items():
+        if public == list(tried):
+            where = "GPUs" if build == "cuda" else "a CPU"
+            return Finding("ok", "versions", f"these and triton {tried.triton} were tried together, on {where}")
+    tried = STACKS[_build()]
+    others = ", ".join(
+        f"{package} {there or 'missing'} (tried: {version})"
+        for package, there, version in zip(Stack._fields, public, tried, strict=True)
+        if there != version
+    )
+    return Finding("wrong", "versions", f"not tried together: {others}", _command(_build()), needed=False)
 
 
 def version_of(name: str) -> str | None:
@@ -113,7 +145,7 @@ def nccl_version() -> str | None:
 
 def fbgemm_versions() -> dict[str, str]:
     """Return FBGEMM's distributions and their versions, or, where it is only on PYTHONPATH, its own version."""
-    versions = {name: version for name in _FBGEMM_NAMES if (version := version_of(name))}
+    versions = {name: version for name in _FBGEMM_NAMES.values() if (version := version_of(name))}
     if not versions and importlib.util.find_spec("fbgemm_gpu") and _load_fbgemm() is None:
         versions["fbgemm_gpu"] = sys.modules["fbgemm_gpu"].__version__
     return versions
@@ -127,8 +159,12 @@ def _load_fbgemm() -> str | None:
     logging.disable(logging.ERROR)  # it logs a page, where the exception has a line
     try:
         importlib.import_module("fbgemm_gpu")
-    except Exception as error:
-        return f"does not load ({type(error).__name__}: {str(error).strip().splitlines()[0]})"
+    except Exception as failure:
+        error: BaseException = failure
+        while error.__cause__:  # torch names the library that was asked for, its cause the one that is not there
+            error = error.__cause__
+        reason = str(error).strip().partition("\n")[0]
+        return f"does not load ({type(error).__name__}: {reason})"
     finally:
         logging.disable(level)
     key = "CUDA" if torch.cuda.is_available() else "CPU"
@@ -139,9 +175,28 @@ def _load_fbgemm() -> str | None:
     return None if usable else f"has no {key} operators (a build for other devices, or its libraries did not load)"
 
 
-def _minor(version: str) -> str:
-    return ".".join(version.split(".")[:2])
+def _command(build: str) -> str:
+    """Return the command that installs the versions for `build`, "cuda" or "cpu"."""
+    stack = STACKS[build]
+    libraries = f"torch=={stack.torch} {_FBGEMM_NAMES[build]}=={stack.fbgemm} triton=={stack.triton}"
+    return f"pip install {libraries} && pip install --no-deps torchrec=={stack.torchrec}"
+
+
+def _build() -> str:
+    """Return the kind of this torch's build, "cuda" or "cpu"."""
+    import torch
+
+    return "cuda" if torch.version.cuda else "cpu"
+
+
+def _stack_of_torch() -> Stack | None:
+    """Return the versions of this torch's release, such as 2.11, or None if none of that release was tried."""
+    import torch
+
+    release = _as_numbers(torch.__version__)
+    return next((stack for stack in STACKS.values() if _as_numbers(stack.torch) == release), None)
 
 
 def _as_numbers(version: str) -> tuple[int, ...]:
+    """Return the release of `version`: (2, 11) of 2.11.0+cu130."""
     return tuple(map(int, re.findall(r"\d+", version)[:2]))

@@ -25,8 +25,8 @@ def test_a_package_that_is_not_installed(package: str, command: list[str], tmp_p
         argv += ["--log.dir", str(tmp_path / "runs")]
     result = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False, cwd=ROOT, env=environ)
     told = (
-        f"dlrm-overlap: {package}: no such module for {sys.executable}; activate the environment that `make` sets up "
-        f"(. .venv/bin/activate), or install what pyproject.toml names\n"
+        f"dlrm-overlap: {package}: no such module for {sys.executable}; activate the environment that dlrm-overlap was "
+        f"installed into, or install it there again\n"
     )
     assert (result.returncode, result.stderr) == (2, told)
 

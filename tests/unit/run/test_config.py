@@ -21,6 +21,16 @@ def _quickstart(*options: str) -> Config:
     return configuration("--config", "configs/quickstart.yaml", *options)
 
 
+def test_a_name_is_a_file_of_the_package_unless_such_a_file_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named = _quickstart()
+    monkeypatch.chdir(tmp_path)
+    assert configuration("--config", "quickstart") == configuration("--config=configs/quickstart.yaml") == named
+    (tmp_path / "quickstart").write_text("{data: {tables: {rows: [10, 20, 30]}}, train: {steps: 1}}\n")
+    assert configuration("--config", "quickstart").data.tables.rows == [10, 20, 30]
+
+
 def test_errors_of_others_fit_into_one_line() -> None:
     assert in_one_line(OSError("no  room\n\tfor 3 bytes\n")) == "no room for 3 bytes"
     assert in_one_line(ValueError()) == ""
