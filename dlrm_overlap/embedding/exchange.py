@@ -148,6 +148,7 @@ class Exchange:
         bound: BatchBound,
         layout: Layout | None = None,
         replicated: ReplicatedTables | None = None,
+        weighted: bool = False,
     ) -> None:
         """From now on, take the ids of this rank's samples, and send them to the owners of the rows; a collective.
 
@@ -156,13 +157,14 @@ class Exchange:
             bound: the most that a rank brings to a step.
             layout: with the tables that every rank holds, which from now on are looked up here, too; None has none.
             replicated: those tables, whose gradients are added to those of their parameters.
+            weighted: whether the ids of every batch have weights, alike on all ranks.
 
         Raises:
             InputError: if a feature has no bound, or there is no room for the windows.
         """
         self.close()
         self.layout, self._replicated = joined(layout or self.layout), replicated
-        self._ids = IdLayout(self.layout, list(keys), bound)
+        self._ids = IdLayout(self.layout, list(keys), bound, weighted)
         self._require(bound.samples)
 
     @uncompiled

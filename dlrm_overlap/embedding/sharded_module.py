@@ -50,6 +50,7 @@ from dlrm_overlap.embedding.shardings import (
     why_not_exchanged,
     why_not_together,
 )
+from dlrm_overlap.embedding.steps import weights_of
 from dlrm_overlap.embedding.stock import StockTables, why_not_beside_graphs
 from dlrm_overlap.embedding.tables import LocalTables, only_fbgemm
 
@@ -82,7 +83,7 @@ class OverlapShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
 
     def _set_up_exchange(self) -> None:
         by_type: dict[str, Any] = dict(zip(self._sharding_types, self._embedding_shardings, strict=True))
-        reasons = reasons_to_fall_back(by_type, self._env, self._is_weighted, self._options.wire_dtype)
+        reasons = reasons_to_fall_back(by_type, self._env, self._options.wire_dtype)
         self.why_not_exchanged: Mapping[str, str | None] = reasons
         """sharding type -> why its tables stay with TorchRec, alike on all ranks, or None if they are exchanged"""
         for sharding_type, reason in reasons.items():
@@ -196,7 +197,7 @@ class OverlapShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         ours = {*self._exchanged, *self._replicated}
         return [i for i in range(len(self._embedding_shardings)) if i not in ours]
 
-    def take_ids(self, keys: Sequence[str], bound: BatchBound) -> None:
+    def take_ids(self, keys: Sequence[str], bound: BatchBound, weighted: bool = False) -> None:
         """From now on, send ids to the owners of their rows by the exchange; a collective, see `Exchange.take_ids`."""
         assert self.exchange is not None
         stock = self._stock()
@@ -208,10 +209,10 @@ class OverlapShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
             shardings, lookups = ([kept[i] for i in self._replicated] for kept in (every, self._lookups))
             shards, names = exchanged + replicated_shards(shardings), list(self._exchanged_names())
             layout = Layout(shards, names, self.exchange.layout.world_size)
-            self.exchange.take_ids(keys, bound, layout, ReplicatedTables.of(shardings, lookups))
+            self.exchange.take_ids(keys, bound, layout, ReplicatedTables.of(shardings, lookups), weighted)
             self._order_output(layout)
         else:
-            self.exchange.take_ids(keys, bound)
+            self.exchange.take_ids(keys, bound, weighted=weighted)
         self._takes_ids = True
         if self._has_mean_pooling_callback:
             self._divided_by = self._rows_of_divisor(keys).to(self._device)
@@ -295,8 +296,8 @@ class OverlapShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
             or any(self._lookups[i].optim_state_tracker_fn for i in self._exchanged)
         ):
             reason = "a tracker is registered"
-        elif any(_weighted(input[i]) for i in self._exchanged):  # which FBGEMM applies, whatever is_weighted says
-            reason = "ids have weights"
+        elif any(_trains_weights(input[i]) for i in self._exchanged):
+            reason = "weights of ids require a gradient"
         else:
             return False
         self._tell_once(reason)
@@ -357,18 +358,15 @@ class _Part(Awaitable[torch.Tensor]):
 
 
 def reasons_to_fall_back(
-    shardings: Mapping[str, Any], env: ShardingEnv, is_weighted: bool, wire_dtype: torch.dtype
+    shardings: Mapping[str, Any], env: ShardingEnv, wire_dtype: torch.dtype
 ) -> dict[str, str | None]:
     """Return by sharding type why tables of a module stay with TorchRec, alike on all ranks, or None if they do not.
 
     Args:
         shardings: sharding type -> TorchRec's sharding.
-        is_weighted: whether the module's bags have weights.
         wire_dtype: in which pooled embeddings would travel.
     """
-    if is_weighted:
-        whole = "bags have weights"
-    elif isinstance(env, ShardingEnv2D) and env.sharding_strategy == ShardingStrategy.FULLY_SHARDED:
+    if isinstance(env, ShardingEnv2D) and env.sharding_strategy == ShardingStrategy.FULLY_SHARDED:
         whole = "2D parallelism with fully sharded rows"
     else:
         whole = None
@@ -377,9 +375,10 @@ def reasons_to_fall_back(
     return {kind: reason or alone for kind, reason in reasons.items()}
 
 
-def _weighted(ids: KeyedJaggedTensor) -> bool:
-    weights = ids.weights_or_none()
-    return weights is not None and weights.is_floating_point()
+def _trains_weights(ids: KeyedJaggedTensor) -> bool:
+    """Return whether autograd asks for the gradient of the ids' weights, as after a feature processor."""
+    weights = weights_of(ids)
+    return weights is not None and weights.requires_grad and torch.is_grad_enabled()
 
 
 def output_dtype(module: nn.Module) -> torch.dtype:

@@ -14,7 +14,7 @@ from dlrm_overlap.embedding.backends.messages import MessageGroups
 from dlrm_overlap.embedding.crossing import Crossing, Message
 from dlrm_overlap.embedding.layout import FeatureShard
 from dlrm_overlap.embedding.options import ExchangeContext
-from dlrm_overlap.embedding.steps import Step
+from dlrm_overlap.embedding.steps import Step, weights_of
 from dlrm_overlap.embedding.tables import bad_id_message
 from dlrm_overlap.embedding.windows import WindowPair, one_flag_each
 from dlrm_overlap.kernels import reference
@@ -27,10 +27,17 @@ def lengths_and_ids(ids: KeyedJaggedTensor, first: int, end: int) -> tuple[torch
     return ids.lengths()[first:end], ids.values()[int(offsets[first]) : int(offsets[end])]
 
 
+def weights_between(ids: KeyedJaggedTensor, first: int, end: int) -> torch.Tensor | None:
+    """Return the weights of the ids in the bags [first, end), as a view, or None if ids have none."""
+    weights, offsets = weights_of(ids), ids.offsets()
+    return None if weights is None else weights[int(offsets[first]) : int(offsets[end])]
+
+
 def pool_on_cpu(shard: FeatureShard, weight: torch.Tensor, step: Step, first: int, end: int) -> torch.Tensor:
     """Return the pooled embeddings [end - first, D] float32 of samples first .. end - 1 of the global batch."""
     bag = shard.feature * step.batch.total
-    return reference.pool(weight, *lengths_and_ids(step.inputs[shard.input], bag + first, bag + end), shard.mean)
+    bags = step.inputs[shard.input], bag + first, bag + end
+    return reference.pool(weight, *lengths_and_ids(*bags), shard.mean, weights_between(*bags))
 
 
 def check_on_cpu(forward: Forward, step: Step) -> None:
@@ -222,13 +229,11 @@ class CpuPush(WindowBackward):
         samples = step.batch.total
         values, gradients = [], []
         for shard in shards:
-            bag = shard.feature * samples
-            lengths, ids = lengths_and_ids(step.inputs[shard.input], bag, bag + samples)
+            bags = step.inputs[shard.input], shard.feature * samples, (shard.feature + 1) * samples
+            lengths, ids = lengths_and_ids(*bags)
             rows = self.gradient_of(shard, window, samples).float() * scale
-            if shard.mean:
-                rows = rows / lengths.clamp(min=1)[:, None]
             values.append(ids)
-            gradients.append(rows.repeat_interleave(lengths, dim=0))
+            gradients.append(reference.gradients_of_ids(rows, lengths, shard.mean, weights_between(*bags)))
         return torch.cat(values).long(), torch.cat(gradients)
 
 

@@ -14,6 +14,7 @@ from dlrm_overlap.config import InputError
 from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.embedding.id_layout import BatchBound
 from dlrm_overlap.embedding.sharded_module import OverlapShardedEmbeddingBagCollection
+from dlrm_overlap.embedding.steps import weights_of
 from dlrm_overlap.embedding.stock import StockTables
 from dlrm_overlap.train.graphs.static_batch import IdCuts, StaticBatch
 
@@ -218,7 +219,7 @@ class ReadAhead:
                 )
             found.add(module)
             module.exchange.order = self._order
-            module.take_ids(features.keys(), self._bound)
+            module.take_ids(features.keys(), self._bound, weights_of(features) is not None)
             index = next((i for batch in self._working if (i := batch.find(features)) is not None), None)
             if index is not None:
                 self._senders.append((module.exchange, index))
