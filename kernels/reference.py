@@ -114,23 +114,6 @@ def pull_ids(
     return torch.cat(values), torch.cat([ends.new_zeros(1), ends])
 
 
-def gradients_of_ids(
-    gradient: torch.Tensor, lengths: torch.Tensor, mean: bool = False, id_weights: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Return [n, D]: of each id, the gradient of its row in its bag.
-
-    Args:
-        gradient: [bags, D], of the pooled embeddings.
-        lengths: [bags] int, ids of each bag.
-        mean: pooled embeddings are sums divided by the number of ids.
-        id_weights: as given to `pool`.
-    """
-    if mean:
-        gradient = gradient / lengths.clamp(min=1)[:, None]
-    each = gradient.repeat_interleave(lengths, dim=0)
-    return each if id_weights is None else each * id_weights[:, None]
-
-
 def update_rows(
     weight: torch.Tensor,
     state: torch.Tensor | None,

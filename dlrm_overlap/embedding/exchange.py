@@ -256,7 +256,7 @@ class Exchange:
 
         Args:
             inputs: the ids of this rank's tables, one tensor an input of the layout, each with B bags a feature, of
-                which rank 0's samples are the first.
+                which rank 0's samples are the first; weights, if ids have some, are float32.
             batch_sizes: samples of each rank.
             replicated: the ids of tables that every rank holds, with b bags a feature; None if there are none.
             share_offsets: see `Step`.

@@ -50,7 +50,7 @@ from dlrm_overlap.embedding.shardings import (
     why_not_exchanged,
     why_not_together,
 )
-from dlrm_overlap.embedding.steps import weights_of
+from dlrm_overlap.embedding.steps import weights_of, with_float_weights
 from dlrm_overlap.embedding.stock import StockTables, why_not_beside_graphs
 from dlrm_overlap.embedding.tables import LocalTables, only_fbgemm
 
@@ -275,7 +275,7 @@ class OverlapShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
 
     def _in_rank_order(self, input: KJTList, batch_sizes: tuple[int, ...]) -> list[KeyedJaggedTensor]:
         """Return the ids of the shardings that are exchanged, each with the bags of rank 0's samples first."""
-        ids = [(input[i], hosts_of(self._embedding_shardings[i])) for i in self._exchanged]
+        ids = [(with_float_weights(input[i]), hosts_of(self._embedding_shardings[i])) for i in self._exchanged]
         return [each if hosts == 1 else in_rank_order(each, batch_sizes, hosts) for each, hosts in ids]
 
     def _awaitable(self, parts: list[Awaitable[torch.Tensor]]) -> EmbeddingBagCollectionAwaitable:

@@ -24,7 +24,6 @@ from dlrm_overlap.embedding.codecs import precisions
 from dlrm_overlap.embedding.layout import FeatureShard, Layout, distinct
 from dlrm_overlap.embedding.options import WIRE_DTYPES
 from dlrm_overlap.embedding.replicated import MOST_COLUMNS
-from dlrm_overlap.embedding.steps import weights_of
 from dlrm_overlap.embedding.tables import unsupported, why_not_checked_together
 
 _EXCHANGED = (
@@ -165,7 +164,7 @@ def in_rank_order(ids: KeyedJaggedTensor, batch_sizes: tuple[int, ...], hosts: i
     Example: 2 hosts of 2 ranks with a sample each. The samples of ranks 0, 2, 1, 3 become those of ranks 0, 1, 2, 3.
     """
     order = _rank_order(len(ids.keys()), batch_sizes, hosts, ids.device())
-    tensors = ids.lengths(), ids.values(), weights_of(ids)
+    tensors = ids.lengths(), ids.values(), ids.weights_or_none()
     lengths, values, weights = torch.ops.fbgemm.permute_1D_sparse_data(order, *tensors)
     return KeyedJaggedTensor(ids.keys(), values, weights, lengths=lengths, stride=sum(batch_sizes))
 

@@ -14,7 +14,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.embedding.layout import FeatureShard, FusedLookup
-from dlrm_overlap.embedding.steps import UpdateRule, weights_of
+from dlrm_overlap.embedding.steps import UpdateRule
 
 OPTIMIZERS = {
     EmbOptimType.EXACT_SGD: "sgd",
@@ -146,7 +146,7 @@ class FbgemmUpdate:
         """
         if gradient.shape[0] == 0:
             return
-        tbe, weights = self._tbe, weights_of(ids)
+        tbe, weights = self._tbe, ids.weights_or_none()
         operator = self._operators[weights is not None]
         bits, mask = torch.ops.fbgemm.get_infos_metadata(tbe.D_offsets, gradient.shape[0], tbe.D_offsets.numel() - 1)  # type: ignore
         known: dict[str, Any] = {

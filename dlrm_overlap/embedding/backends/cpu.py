@@ -14,7 +14,7 @@ from dlrm_overlap.embedding.backends.messages import MessageGroups
 from dlrm_overlap.embedding.crossing import Crossing, Message
 from dlrm_overlap.embedding.layout import FeatureShard
 from dlrm_overlap.embedding.options import ExchangeContext
-from dlrm_overlap.embedding.steps import Step, weights_of
+from dlrm_overlap.embedding.steps import Step
 from dlrm_overlap.embedding.tables import bad_id_message
 from dlrm_overlap.embedding.windows import WindowPair, one_flag_each
 from dlrm_overlap.kernels import reference
@@ -29,7 +29,7 @@ def lengths_and_ids(ids: KeyedJaggedTensor, first: int, end: int) -> tuple[torch
 
 def weights_between(ids: KeyedJaggedTensor, first: int, end: int) -> torch.Tensor | None:
     """Return the weights of the ids in the bags [first, end), as a view, or None if ids have none."""
-    weights, offsets = weights_of(ids), ids.offsets()
+    weights, offsets = ids.weights_or_none(), ids.offsets()
     return None if weights is None else weights[int(offsets[first]) : int(offsets[end])]
 
 
@@ -38,6 +38,21 @@ def pool_on_cpu(shard: FeatureShard, weight: torch.Tensor, step: Step, first: in
     bag = shard.feature * step.batch.total
     bags = step.inputs[shard.input], bag + first, bag + end
     return reference.pool(weight, *lengths_and_ids(*bags), shard.mean, weights_between(*bags))
+
+
+def ids_in_bags(ids: KeyedJaggedTensor, shard: FeatureShard, samples: int) -> tuple[torch.Tensor, ...]:
+    """Return the ids [n] of a shard's bags, the sample [n] of each, and what multiplies its row, [n, 1] float32.
+
+    Args:
+        ids: of the shard's input, with `samples` bags a feature.
+    """
+    bags = ids, shard.feature * samples, (shard.feature + 1) * samples
+    lengths, values = lengths_and_ids(*bags)
+    sample, weights = torch.repeat_interleave(lengths.long()), weights_between(*bags)
+    factors = torch.ones(values.numel(), device=values.device) if weights is None else weights
+    if shard.mean:
+        factors = factors / lengths[sample]
+    return values, sample, factors[:, None]
 
 
 def check_on_cpu(forward: Forward, step: Step) -> None:
@@ -229,11 +244,9 @@ class CpuPush(WindowBackward):
         samples = step.batch.total
         values, gradients = [], []
         for shard in shards:
-            bags = step.inputs[shard.input], shard.feature * samples, (shard.feature + 1) * samples
-            lengths, ids = lengths_and_ids(*bags)
-            rows = self.gradient_of(shard, window, samples).float() * scale
+            ids, sample, factors = ids_in_bags(step.inputs[shard.input], shard, samples)
             values.append(ids)
-            gradients.append(reference.gradients_of_ids(rows, lengths, shard.mean, weights_between(*bags)))
+            gradients.append(self.gradient_of(shard, window, samples)[sample].float() * (factors * scale))
         return torch.cat(values).long(), torch.cat(gradients)
 
 

@@ -177,8 +177,8 @@ class IdExchange(ABC):
             # Ids that no int32 holds stay outside every table, which has at most 2^31 - 1 rows.
             values = values.clamp(-1, _GREATEST_INT32)
         window[:here].copy_(values[:here])
-        if (weights := weights_of(features)) is not None:
-            window[self.ids.weights_at :][:here].copy_(weights.detach()[:here].view(torch.int32))
+        if self.ids.weighted:
+            window[self.ids.weights_at :][:here].copy_(features.weights()[:here].detach().float().view(torch.int32))
         offsets = window[self.ids.offsets_at :]
         if not self.known:
             lengths = features.lengths()

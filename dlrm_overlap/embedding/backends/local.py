@@ -10,7 +10,7 @@ from abc import abstractmethod
 import torch
 
 from dlrm_overlap.embedding.backends.base import Half
-from dlrm_overlap.embedding.backends.cpu import lengths_and_ids, pool_on_cpu, weights_between
+from dlrm_overlap.embedding.backends.cpu import ids_in_bags, pool_on_cpu
 from dlrm_overlap.embedding.backends.pgas import DeviceLookup
 from dlrm_overlap.embedding.backends.rows import InputRows, in_readable_rows
 from dlrm_overlap.embedding.options import ExchangeContext
@@ -74,13 +74,10 @@ class CpuLocalLookup(LocalLookup):
         """Add the gradients of one feature's rows after the other."""
         own = self.own(step)
         for shard, column in self.columns.items():
-            bags = own.inputs[0], shard.feature * own.batch.total, (shard.feature + 1) * own.batch.total
-            lengths, ids = lengths_and_ids(*bags)
-            rows = gradient[:, column : column + shard.dim].float()
-            rows = reference.gradients_of_ids(rows, lengths, shard.mean, weights_between(*bags))
-            reference.update_rows(
-                self.gradients.weight(shard), None, ids.long(), rows, "sgd", self.gradients.LEARNING_RATE
-            )
+            ids, sample, factors = ids_in_bags(own.inputs[0], shard, own.batch.total)
+            rows = gradient[sample, column : column + shard.dim].float() * factors
+            sums = self.gradients.weight(shard)
+            reference.update_rows(sums, None, ids.long(), rows, "sgd", self.gradients.LEARNING_RATE)
 
     def finish_backward(self, step: Step) -> None:
         """Do nothing: `start_backward` has added all gradients."""

@@ -17,7 +17,7 @@ from dlrm_overlap.embedding.backends.base import WindowForward
 from dlrm_overlap.embedding.layout import EVERY_RANK, FeatureShard
 from dlrm_overlap.embedding.options import ExchangeContext
 from dlrm_overlap.embedding.replicated import ReplicatedTables
-from dlrm_overlap.embedding.steps import BatchSizes, Step, StepCache, tensors_of, weights_of
+from dlrm_overlap.embedding.steps import BatchSizes, Step, StepCache, tensors_of
 from dlrm_overlap.embedding.tables import BadIds, bad_id_message
 from dlrm_overlap.embedding.windows import WindowPair, peer_windows, ready_flags, skip_epoch
 from dlrm_overlap.kernels.arguments import (
@@ -111,7 +111,7 @@ class DeviceLookup:
             first_sample=self.first_samples(step.batch, ranks),
             samples=step.batch.total,
             samples_per_rank=step.batch.most,
-            weights=weights_of(ids),
+            weights=ids.weights_or_none(),
         )
 
     def pooling_options(self, tuning: Tuning) -> PoolingOptions:

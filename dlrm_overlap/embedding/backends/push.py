@@ -22,7 +22,7 @@ from dlrm_overlap.embedding.backends.rows import DeviceRules, InputRows, UpdateR
 from dlrm_overlap.embedding.id_layout import IdLayout
 from dlrm_overlap.embedding.layout import FeatureShard
 from dlrm_overlap.embedding.options import ExchangeContext
-from dlrm_overlap.embedding.steps import Step, StepCache, tensors_of, weights_of
+from dlrm_overlap.embedding.steps import Step, StepCache, tensors_of
 from dlrm_overlap.embedding.windows import WindowPair, peer_windows, ready_flags, skip_epoch
 from dlrm_overlap.kernels.backward.add_to_rows import add_to_rows
 from dlrm_overlap.kernels.backward.optimizers import SEED_STEP, Rule
@@ -330,4 +330,4 @@ class AtomicPush(Push):
         ids = step.inputs[rows.input]
         features, rule = (rows.input_features, updated.first, updated.end), self.rule(step, updated)
         bags = ids.values(), ids.offsets(), step.batch.total
-        add_to_rows(*bags, *features, updated.rows, window, rule, weights_of(ids))
+        add_to_rows(*bags, *features, updated.rows, window, rule, ids.weights_or_none())

@@ -10,7 +10,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.embedding.layout import FeatureShard
 from dlrm_overlap.embedding.replicated import ReplicatedGradients
-from dlrm_overlap.embedding.steps import StepCache, UpdateRule, weights_of
+from dlrm_overlap.embedding.steps import StepCache, UpdateRule
 from dlrm_overlap.embedding.tables import LocalTables
 from dlrm_overlap.kernels.backward.optimizers import RowRange
 from dlrm_overlap.kernels.backward.row_runs import InputFeatures, Preparation, PreparedRuns, SortedIds
@@ -140,7 +140,7 @@ class InputRows:
             info_B_num_bits=bits,
             info_B_mask=mask,
         )
-        if (weights := weights_of(ids)) is not None:  # in the same order, since both sorts are stable
+        if (weights := ids.weights_or_none()) is not None:  # in the same order, since both sorts are stable
             weights = weights.index_select(0, by_position.sort(stable=True).indices)
         found = SortedIds(keys, starts, count, infos, bits, offsets, samples, weights)
         key = samples, features, row_units, keys.dtype, offsets.dtype, weights is not None
