@@ -142,6 +142,12 @@ class Exchange:
         replicated = self._replicated.storage() if self._replicated is not None else ()
         return self._closed, *self._tables.storage(), *replicated
 
+    def is_so_on_any_rank(self, mine: bool) -> bool:
+        """Return whether `mine` is true on some rank; a collective on the host."""
+        every = [mine] * self._group.size()
+        dist.all_gather_object(every, mine, self._group)
+        return any(every)
+
     def take_ids(
         self,
         keys: Sequence[str],

@@ -16,6 +16,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import UserEnabledConfigDefinition, WeightDecayMode
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
+from torchrec.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.sharding_plan import (
     ParameterShardingGenerator,
@@ -28,6 +29,8 @@ from torchrec.distributed.sharding_plan import (
 from torchrec.distributed.types import ModuleSharder, QuantizedCommCodecs, ShardingEnv, ShardingPlan
 from torchrec.modules.embedding_configs import DataType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.feature_processor_ import PositionWeightedModule
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.backends import EXCHANGED
@@ -313,6 +316,40 @@ def test_steps_whose_weights_are_trained_stay_with_torchrec(
     assert_same(gradients[0], gradients[1], "gradient of the weights")
     lines = [record.getMessage() for record in caplog.records if record.name == "dlrm_overlap"]
     assert lines == ["backend pgas: steps stay with TorchRec: weights of ids require a gradient"]
+
+
+def _train_processed(folder: Path) -> None:
+    """Train a position's weights and tables that are all on rank 1, by stock and by the drop-in, and compare."""
+    tables: Tables = {"a": (20, 8, ["f0"], SUM), "b": (30, 4, ["f1"], SUM)}
+    given = []
+    for kind in (EmbeddingBagCollectionSharder, OverlapEmbeddingBagCollectionSharder):
+        collection = EmbeddingBagCollection(table_configs(tables), is_weighted=True, device=torch.device("meta"))
+        positions: Any = {name: PositionWeightedModule(3, torch.device("cpu")) for name in ("f0", "f1")}
+        sharder = FeatureProcessedEmbeddingBagCollectionSharder(
+            kind({"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.5})
+        )
+        module = FeatureProcessedEmbeddingBagCollection(collection, positions)
+        ways = dict.fromkeys(tables, table_wise(1, compute_kernel="fused"))
+        plan = construct_module_sharding_plan(module, ways, sharder, 2, 2, "cpu")
+        sharded = sharder.shard(module, dict(plan), ShardingEnv.from_process_group(world()), CPU)
+        initialise_tables(sharded, seed=0)
+        for step in range(2):
+            generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+            ids = torch.randint(0, 20, (8,), generator=generator)
+            pooled = sharded(KeyedJaggedTensor(["f0", "f1"], ids, lengths=torch.tensor([2, 1, 3, 2]))).values()
+            pooled.square().sum().backward()
+            given.append({"pooled": pooled.detach(), **dict(local_tensors(sharded.state_dict()))})
+            gradients = {name: p.grad for name, p in sharded.named_parameters() if p.grad is not None}
+            given[-1] |= {f"gradient of {name}": gradient.clone() for name, gradient in gradients.items()}
+    assert dist.get_rank() == 0 or any(name.startswith("gradient of _feature_proc") for name in given[0]), list(
+        given[0]
+    )
+    for step in range(2):
+        assert_all_near(given[2 + step], given[step], 0.0, f"step {step}:")
+
+
+def test_weights_of_feature_processors_are_trained_by_torchrec_where_a_rank_has_none(tmp_path: Path) -> None:
+    run_ranks(_train_processed, 2, tmp_path)
 
 
 def test_the_output_in_the_models_order(world_of_one: dist.ProcessGroup) -> None:
