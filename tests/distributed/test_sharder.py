@@ -325,7 +325,7 @@ def _train_processed(folder: Path) -> None:
     for kind in (EmbeddingBagCollectionSharder, OverlapEmbeddingBagCollectionSharder):
         collection = EmbeddingBagCollection(table_configs(tables), is_weighted=True, device=torch.device("meta"))
         positions: Any = {name: PositionWeightedModule(3, torch.device("cpu")) for name in ("f0", "f1")}
-        sharder = FeatureProcessedEmbeddingBagCollectionSharder(
+        sharder: Any = FeatureProcessedEmbeddingBagCollectionSharder(
             kind({"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.5})
         )
         module = FeatureProcessedEmbeddingBagCollection(collection, positions)
