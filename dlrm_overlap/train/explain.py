@@ -155,7 +155,7 @@ class _Collection:
                 row_shards,
                 len(shards) // row_shards,
                 self.wire_dtype.itemsize,
-                8 + 4 * self.weighted,
+                id_bytes=12 if self.weighted else 8,  # float32 beside the id
             )
             sent += samples * per_sample * (self.world_size - 1) / self.world_size
         return sent
