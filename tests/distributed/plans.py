@@ -152,7 +152,8 @@ def draw_plan(ranks: int, local: int, seed: int) -> Drawn:
         optimizer="sgd" if types == "bf16_wire" else draw.choice(list(OPTIMIZERS.values())),
         types=types,
         ways=ways,
-        weighted=seed // 2 % 2 == 1,
+        # Weights of both signs would have little left of partial sums that bfloat16 rounds.
+        weighted=types != "bf16_wire" and seed // 2 % 2 == 1,
     )
 
 
