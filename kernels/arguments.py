@@ -25,6 +25,13 @@ class Bags(NamedTuple):
     """samples of all ranks, B"""
     samples_per_rank: int
     """samples of the rank that has most, b"""
+    weights: torch.Tensor | None = None
+    """[n] float32, by which the row of each id is multiplied; None: ids have none"""
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Values, offsets and weights, as kernels take them: without weights, the values stand for them, unread."""
+        return self.values, self.offsets, self.values if self.weights is None else self.weights
 
 
 @dataclass(frozen=True, eq=False)

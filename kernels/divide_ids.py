@@ -43,20 +43,23 @@ class Shares(NamedTuple):
     """first word of the offsets"""
     features: int
     """T"""
+    weights_at: int = 0
+    """words from an id to its weight; 0: ids have none"""
 
 
-@triton.jit(do_not_specialize=["samples", "blocks", "room", "offsets_at", "features", "values_end"])
+@triton.jit(do_not_specialize=["samples", "blocks", "room", "offsets_at", "features", "values_end", "weights_at"])
 def _divide_ids(
     window, shares, counts,
-    samples, blocks, room, offsets_at, features, values_end,
-    FILL: tl.constexpr, BAGS: tl.constexpr,
+    samples, blocks, room, offsets_at, features, values_end, weights_at,
+    FILL: tl.constexpr, WEIGHTED: tl.constexpr, BAGS: tl.constexpr,
 ):  # fmt: skip
     """Count the ids of BAGS bags of one share, or with FILL store them; a lane takes a bag.
 
     Memory: the program reads the offsets and ids of its bags in the window. Without FILL it stores [BAGS] to `counts`
     [1 + S * b] int32, from the share's bags' place on, after the first word. With FILL it reads the offsets of the
-    share's bags, and stores their ids in the order in which they are in the bag, each less the share's first. A
-    batch beyond its bound, which is found later, stores nothing outside the words up to `values_end`.
+    share's bags, and stores their ids in the order in which they are in the bag, each less the share's first, and
+    WEIGHTED their weights. A batch beyond its bound, which is found later, stores nothing outside the words up to
+    `values_end`.
 
     Order: the fill follows the sum of the counts on the stream, the flag that reports the ids follows the fill.
 
@@ -83,6 +86,9 @@ def _divide_ids(
         if FILL:
             fits = inside & (into + found < values_end)
             tl.store(window + into + found, (index - first_id).to(tl.int32), mask=fits)
+            if WEIGHTED:
+                weight = tl.load(window + weights_at + begin + at, mask=fits, other=0)
+                tl.store(window + weights_at + into + found, weight, mask=fits)
         found += inside.to(tl.int32)
     if not FILL:
         tl.store(counts + 1 + number * samples + sample, found, mask=live)
@@ -90,12 +96,14 @@ def _divide_ids(
 
 _ARGUMENTS = (
     "window", "shares", "counts", "samples", "blocks", "room", "offsets_at", "features", "values_end",
+    "weights_at",
 )  # fmt: skip
 
 
 @lru_cache
-def _compiled(fill: bool) -> CompiledKernel:
-    return CompiledKernel(_divide_ids, _ARGUMENTS, {"FILL": fill, "BAGS": _BAGS}, num_warps=_NUM_WARPS)
+def _compiled(fill: bool, weighted: bool = False) -> CompiledKernel:
+    constants = {"FILL": fill, "WEIGHTED": weighted, "BAGS": _BAGS}
+    return CompiledKernel(_divide_ids, _ARGUMENTS, constants, num_warps=_NUM_WARPS)
 
 
 def divide_ids(window: torch.Tensor, shares: Shares, samples: int, counts: torch.Tensor) -> None:
@@ -110,10 +118,10 @@ def divide_ids(window: torch.Tensor, shares: Shares, samples: int, counts: torch
     blocks = -(-samples // _BAGS)
     arguments = (
         window, shares.entries, counts, samples, blocks, shares.room, shares.offsets_at, shares.features,
-        shares.values_at + shares.values,
+        shares.values_at + shares.values, shares.weights_at,
     )  # fmt: skip
     _compiled(fill=False)(number * blocks, (), *arguments)
     here = counts[: 1 + number * samples]
     first = shares.offsets_at + (shares.features + 1) * samples
     torch.cumsum(here, 0, dtype=torch.int32, out=window[first : first + here.numel()])
-    _compiled(fill=True)(number * blocks, (), *arguments)
+    _compiled(fill=True, weighted=shares.weights_at > 0)(number * blocks, (), *arguments)

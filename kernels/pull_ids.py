@@ -1,10 +1,10 @@
 """Ids to the owners of their rows, without the host: each rank publishes the ids of its samples in a window of its own,
 and the owners read their tables' ids out of the ranks' windows.
 
-A window is int32: the ids of T features, feature after feature, bag after bag; then, from word `offsets_at` on, the
-offsets [T * b + 1] of the bags among them. The ids arrive as the lookup takes them (`Bags`): those of the owner's F
-feature shards, each with rank 0's bags first. A pair is a shard and a rank that its ids come from, pair number
-shard * W + rank.
+A window is int32: the ids of T features, feature after feature, bag after bag; then their weights if they have some,
+float32, that of an id `weights_at` words after it; then, from word `offsets_at` on, the offsets [T * b + 1] of the bags
+among them. The ids arrive as the lookup takes them (`Bags`): those of the owner's F feature shards, each with rank 0's
+bags first. A pair is a shard and a rank that its ids come from, pair number shard * W + rank.
 
 Where lengths are not known beforehand, `place_ids` finds each pair's ids; otherwise the host has done so, once and for
 all. `pull_ids` then copies them, and checks them on the way.
@@ -99,20 +99,20 @@ def _place_ids(
         tl.store(arrivals + world_size * shards, arrived)
 
 
-@triton.jit(do_not_specialize=["world_size", "shards", "samples", "offsets_at", "capacity"])
+@triton.jit(do_not_specialize=["world_size", "shards", "samples", "offsets_at", "weights_at", "capacity"])
 def _pull_ids(
-    tasks, windows, requested, rows, sources, counts, arrivals, values, offsets, status,
-    world_size, shards, samples, offsets_at, capacity: tl.int64,
-    LENGTHS: tl.constexpr, CHECK: tl.constexpr, BLOCK: tl.constexpr,
+    tasks, windows, requested, rows, sources, counts, arrivals, values, offsets, weights, status,
+    world_size, shards, samples, offsets_at, weights_at, capacity: tl.int64,
+    LENGTHS: tl.constexpr, WEIGHTED: tl.constexpr, CHECK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Do one task: copy BLOCK ids of one pair, and the offsets of as many of its bags, to where they arrive.
 
     Memory: the program reads ids and, with LENGTHS, offsets from one rank's window, this rank's or a peer's. It stores
-    the ids to `values`, and to `offsets` [(shards + 1) * W * b + 1] the offset of each bag among all that arrive. With
-    CHECK it takes id 0 for one outside its table, whose size is in `rows` [shards], and records the last such id
-    by way of `status`. A task of shard number `shards` fills `values` with zeros after the ids that have arrived, up
-    to `capacity`, and gives the zeros to the bags of one feature more, in equal shares: the sort of the ids needs
-    their number to be always the same.
+    the ids to `values`, WEIGHTED their weights to `weights`, and to `offsets` [(shards + 1) * W * b + 1] the offset of
+    each bag among all that arrive. With CHECK it takes id 0 for one outside its table, whose size is in `rows`
+    [shards], and records the last such id by way of `status`. A task of shard number `shards` fills `values` with zeros
+    after the ids that have arrived, up to `capacity`, and gives the zeros to the bags of one feature more, in equal
+    shares: the sort of the ids needs their number to be always the same.
 
     Order: no two programs store to one address; the kernel follows `_place_ids`, and its end orders its stores for the
     lookup. Published ids stay until each has seen this rank's flag of the next step.
@@ -141,6 +141,9 @@ def _pull_ids(
                 record(status, BAD_ARRIVAL, shard, source, worst, wrong.to(tl.int64), table_rows.to(tl.int64))
             ids = tl.where(outside, 0, ids)
         tl.store(values + into + i, ids, mask=live)
+        if WEIGHTED:
+            weight = tl.load(window + weights_at + first + i, mask=live, other=0)
+            tl.store(weights + into + i, weight.to(tl.float32, bitcast=True), mask=live)
         if LENGTHS:
             bag = i < samples
             key = tl.load(requested + shard)
@@ -173,6 +176,8 @@ class Published(NamedTuple):
     """[W] int64: the address of each rank's window"""
     offsets_at: int
     """word of a window where its offsets begin"""
+    weights_at: int
+    """words from an id to its weight, where ids have weights"""
     requested: torch.Tensor
     """[F] int32: the feature of each of this rank's shards"""
     rows: torch.Tensor
@@ -206,8 +211,9 @@ _PLACE_ARGUMENTS = (
     "world_size", "shards", "keys", "samples", "offsets_at", "total",
 )  # fmt: skip
 _PULL_ARGUMENTS = (
-    "tasks", "windows", "requested", "rows", "sources", "counts", "arrivals", "values", "offsets", "status",
-    "world_size", "shards", "samples", "offsets_at", "capacity",
+    "tasks", "windows", "requested", "rows", "sources", "counts", "arrivals", "values", "offsets", "weights",
+    "status",
+    "world_size", "shards", "samples", "offsets_at", "weights_at", "capacity",
 )  # fmt: skip
 
 
@@ -218,8 +224,8 @@ def _placing(lengths: bool) -> CompiledKernel:
 
 
 @lru_cache
-def _pulling(lengths: bool, check: bool, block: int) -> CompiledKernel:
-    constants = {"LENGTHS": lengths, "CHECK": check, "BLOCK": block}
+def _pulling(lengths: bool, weighted: bool, check: bool, block: int) -> CompiledKernel:
+    constants = {"LENGTHS": lengths, "WEIGHTED": weighted, "CHECK": check, "BLOCK": block}
     return CompiledKernel(_pull_ids, _PULL_ARGUMENTS, constants, num_warps=_NUM_WARPS)
 
 
@@ -249,6 +255,7 @@ def pull_ids(
     tasks: torch.Tensor,
     values: torch.Tensor,
     offsets: torch.Tensor,
+    weights: torch.Tensor | None,
     status: torch.Tensor,
     samples: int,
     lengths: bool,
@@ -262,15 +269,17 @@ def pull_ids(
         tasks: [tasks, 3] int32, of `pull_tasks`.
         values: [capacity] int32, overwritten.
         offsets: [(F + 1) * W * b + 1] int32, overwritten if `lengths`; otherwise they are known and are there already.
+        weights: [capacity] float32, overwritten where ids are; None: ids have none.
         status: where an id outside its table is recorded, see `Flags`.
         samples: of a rank, b.
         lengths: whether offsets are copied, too, and `values` is padded to its whole length.
         check: whether ids are held against the rows of their tables.
         block: ids of a task.
     """
-    kernel, world_size = _pulling(lengths, check, block), published.windows.numel()
+    kernel, world_size = _pulling(lengths, weights is not None, check, block), published.windows.numel()
     kernel(
         tasks.shape[0], (),
-        tasks, published.windows, published.requested, published.rows, *arrivals, values, offsets, status,
-        world_size, published.requested.numel(), samples, published.offsets_at, values.numel(),
+        tasks, published.windows, published.requested, published.rows, *arrivals, values, offsets,
+        values if weights is None else weights, status,
+        world_size, published.requested.numel(), samples, published.offsets_at, published.weights_at, values.numel(),
     )  # fmt: skip

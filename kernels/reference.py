@@ -7,13 +7,21 @@ import torch
 from dlrm_overlap.kernels.arguments import Partials
 
 
-def pool(weight: torch.Tensor, lengths: torch.Tensor, values: torch.Tensor, mean: bool = False) -> torch.Tensor:
+def pool(
+    weight: torch.Tensor,
+    lengths: torch.Tensor,
+    values: torch.Tensor,
+    mean: bool = False,
+    id_weights: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Return the sum or mean of the rows of each bag of one table; an empty bag gives zeros.
 
     Args:
         weight: [rows, D], any float type.
         lengths: [n] int, ids of each bag.
         values: [sum of lengths] int, row ids, bag after bag.
+        mean: divide the sum by the number of ids.
+        id_weights: [sum of lengths] float32, by which each id's row is multiplied; None: ids have none.
 
     Returns:
         [n, D] float32. The rows are added up in the order of `values`, in float32.
@@ -23,7 +31,8 @@ def pool(weight: torch.Tensor, lengths: torch.Tensor, values: torch.Tensor, mean
     """
     bag = torch.repeat_interleave(lengths.long())
     pooled = torch.zeros(lengths.numel(), weight.shape[1], dtype=torch.float32, device=weight.device)
-    pooled.index_add_(0, bag, weight[values.long()].float())
+    rows = weight[values.long()].float()
+    pooled.index_add_(0, bag, rows if id_weights is None else rows * id_weights[:, None])
     if mean:
         pooled *= (1.0 / lengths.clamp(min=1).float())[:, None]
     return pooled
@@ -31,8 +40,10 @@ def pool(weight: torch.Tensor, lengths: torch.Tensor, values: torch.Tensor, mean
 
 def divide_ids(
     values: torch.Tensor, offsets: torch.Tensor, shares: Sequence[tuple[int, int, int]], samples: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the ids of each share, less its first one, and the lengths [shares * samples] of their bags.
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the ids of each share, less its first one, where each is in `values`, and the lengths of the bags.
+
+    The lengths are [shares * samples].
 
     Args:
         values: [n] int32, ids, bag after bag.
@@ -40,7 +51,7 @@ def divide_ids(
         shares: feature, first id and end of each; a negative id counts as 2^32 more.
         samples: of a feature.
     """
-    lengths, ids = [], []
+    lengths, ids, positions = [], [], []
     for feature, first, end in shares:
         bags = offsets[feature * samples : (feature + 1) * samples + 1].long()
         here = values[int(bags[0]) : int(bags[-1])].long() % (1 << 32)
@@ -48,7 +59,8 @@ def divide_ids(
         bag = torch.repeat_interleave(bags.diff())[inside]
         lengths.append(torch.bincount(bag, minlength=samples))
         ids.append(here[inside] - first)
-    return torch.cat(ids).to(torch.int32), torch.cat(lengths)
+        positions.append(int(bags[0]) + inside.nonzero().flatten())
+    return torch.cat(ids).to(torch.int32), torch.cat(positions), torch.cat(lengths)
 
 
 def add_partials(window: torch.Tensor, sums: Sequence[Partials], offsets: torch.Tensor | None = None) -> None:

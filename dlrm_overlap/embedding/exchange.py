@@ -142,12 +142,19 @@ class Exchange:
         replicated = self._replicated.storage() if self._replicated is not None else ()
         return self._closed, *self._tables.storage(), *replicated
 
+    def is_so_on_any_rank(self, mine: bool) -> bool:
+        """Return whether `mine` is true on some rank; a collective on the host."""
+        every = [mine] * self._group.size()
+        dist.all_gather_object(every, mine, self._group)
+        return any(every)
+
     def take_ids(
         self,
         keys: Sequence[str],
         bound: BatchBound,
         layout: Layout | None = None,
         replicated: ReplicatedTables | None = None,
+        weighted: bool = False,
     ) -> None:
         """From now on, take the ids of this rank's samples, and send them to the owners of the rows; a collective.
 
@@ -157,13 +164,14 @@ class Exchange:
             layout: one that includes the tables that every rank holds, which are then looked up here, too; None keeps
                 the layout.
             replicated: those tables; their gradients are added to those of their parameters.
+            weighted: whether the ids of every batch have weights, alike on all ranks.
 
         Raises:
             InputError: if a feature has no bound, or there is no room for the windows.
         """
         self.close()
         self.layout, self._replicated = joined(layout or self.layout), replicated
-        self._ids = IdLayout(self.layout, list(keys), bound)
+        self._ids = IdLayout(self.layout, list(keys), bound, weighted)
         self._require(bound.samples)
 
     @uncompiled
@@ -255,7 +263,7 @@ class Exchange:
 
         Args:
             inputs: the ids of this rank's tables, one tensor an input of the layout, each with B bags a feature, of
-                which rank 0's samples are the first.
+                which rank 0's samples are the first; weights, if ids have some, are float32.
             batch_sizes: samples of each rank.
             replicated: the ids of tables that every rank holds, with b bags a feature; None if there are none.
             share_offsets: see `Step`.

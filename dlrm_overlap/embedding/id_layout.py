@@ -100,6 +100,8 @@ class IdLayout:
     keys: Sequence[str]
     """the features in the order in which every batch has them"""
     bound: BatchBound
+    weighted: bool = False
+    """whether ids have weights, which then travel with them"""
 
     @cached_property
     def capacity(self) -> list[int]:
@@ -168,15 +170,21 @@ class IdLayout:
         return samples * self._sample_ids
 
     @property
+    def weights_at(self) -> int:
+        """Words from an id to its weight, where ids have weights: those of all ids follow the last id."""
+        return -(-(self.shares_at + self.shared_values) // _ALIGNMENT) * _ALIGNMENT
+
+    @property
     def offsets_at(self) -> int:
         """First word of a window's offsets."""
-        return -(-(self.shares_at + self.shared_values) // _ALIGNMENT) * _ALIGNMENT
+        return self.weights_at * (1 + self.weighted)
 
     @property
     def windows(self) -> WindowSpec:
         """The windows of the ids in every rank's arena: int32 ids, then the int32 offsets of all bags; one flag a rank.
 
-        Where lengths are known, the number of ids is there in place of the offsets.
+        Where ids have weights, these are between, float32. Where lengths are known, the number of ids is there in place
+        of the offsets.
         """
         offsets = 0 if self.known_lengths else len(self.published_capacity) * self.bound.samples
         return WindowSpec("ids", Region((self.offsets_at + offsets + 1,), torch.int32), 1)

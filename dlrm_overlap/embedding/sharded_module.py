@@ -51,6 +51,7 @@ from dlrm_overlap.embedding.shardings import (
     why_not_exchanged,
     why_not_together,
 )
+from dlrm_overlap.embedding.steps import weights_of, with_float_weights
 from dlrm_overlap.embedding.stock import StockTables, why_not_beside_graphs
 from dlrm_overlap.embedding.tables import LocalTables, only_fbgemm
 
@@ -72,6 +73,7 @@ class OverlapShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         self._reasons_told: set[str] = set()
         self.exchange: Exchange | None = None
         self._takes_ids = False
+        self._weights_are_trained: bool | None = None  # nobody knows before the first training step
         self.stock: StockTables | None = None
         """the tables that stay with TorchRec, if there are any, where the exchange takes the ids of the others"""
         self._set_up_exchange()
@@ -83,7 +85,7 @@ class OverlapShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
 
     def _set_up_exchange(self) -> None:
         by_type: dict[str, Any] = dict(zip(self._sharding_types, self._embedding_shardings, strict=True))
-        reasons = reasons_to_fall_back(by_type, self._env, self._is_weighted, self._options.wire_dtype)
+        reasons = reasons_to_fall_back(by_type, self._env, self._options.wire_dtype)
         self.why_not_exchanged: Mapping[str, str | None] = reasons
         """sharding type -> why its tables stay with TorchRec, alike on all ranks, or None if they are exchanged"""
         for sharding_type, reason in reasons.items():
@@ -201,7 +203,13 @@ class OverlapShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         ours = {*self._exchanged, *self._replicated}
         return [i for i in range(len(self._embedding_shardings)) if i not in ours]
 
-    def take_ids(self, keys: Sequence[str], bound: BatchBound, order: CommunicationOrder | None = None) -> None:
+    def take_ids(
+        self,
+        keys: Sequence[str],
+        bound: BatchBound,
+        order: CommunicationOrder | None = None,
+        weighted: bool = False,
+    ) -> None:
         """From now on, send ids to the owners of their rows by the exchange; a collective, see `Exchange.take_ids`.
 
         Args:
@@ -221,10 +229,10 @@ class OverlapShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
             shardings, lookups = ([kept[i] for i in self._replicated] for kept in (every, self._lookups))
             shards, names = exchanged + replicated_shards(shardings), list(self._exchanged_names())
             layout = Layout(shards, names, self.exchange.layout.world_size)
-            self.exchange.take_ids(keys, bound, layout, ReplicatedTables.of(shardings, lookups))
+            self.exchange.take_ids(keys, bound, layout, ReplicatedTables.of(shardings, lookups), weighted)
             self._order_output(layout)
         elif self.exchange is not None:
-            self.exchange.take_ids(keys, bound)
+            self.exchange.take_ids(keys, bound, weighted=weighted)
         self._takes_ids = True
         if self._has_mean_pooling_callback:
             self._divided_by = self._rows_of_divisor(keys).to(self._device)
@@ -288,7 +296,7 @@ class OverlapShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
 
     def _in_rank_order(self, input: KJTList, batch_sizes: tuple[int, ...]) -> list[KeyedJaggedTensor]:
         """Return the ids of the shardings that are exchanged, each with the bags of rank 0's samples first."""
-        ids = [(input[i], hosts_of(self._embedding_shardings[i])) for i in self._exchanged]
+        ids = [(with_float_weights(input[i]), hosts_of(self._embedding_shardings[i])) for i in self._exchanged]
         return [each if hosts == 1 else in_rank_order(each, batch_sizes, hosts) for each, hosts in ids]
 
     def _awaitable(self, parts: list[Awaitable[torch.Tensor]]) -> EmbeddingBagCollectionAwaitable:
@@ -309,12 +317,33 @@ class OverlapShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
             or any(self._lookups[i].optim_state_tracker_fn for i in self._exchanged)
         ):
             reason = "a tracker is registered"
-        elif any(_weighted(input[i]) for i in self._exchanged):  # which FBGEMM applies, whatever is_weighted says
-            reason = "ids have weights"
+        elif torch.is_grad_enabled() and self._trains_weights([input[i] for i in self._exchanged]):
+            reason = "weights of ids require a gradient"
         else:
             return False
         self._tell_once(reason)
         return True
+
+    def _trains_weights(self, input: Sequence[KeyedJaggedTensor]) -> bool:
+        """Return whether the weights of some rank's ids require a gradient, as those of a feature processor.
+
+        A rank without tables has no weights. So the ranks agree, in the first training step of a weighted collection.
+
+        Raises:
+            InputError: if weights require a gradient, and none did in that step.
+        """
+        mine = any(weights.requires_grad for ids in input if (weights := weights_of(ids)) is not None)
+        if not self._is_weighted:
+            return mine
+        if self._weights_are_trained is None:
+            assert self.exchange is not None
+            self._weights_are_trained = self.exchange.is_so_on_any_rank(mine)
+        if mine and not self._weights_are_trained:
+            raise InputError(
+                "ids: their weights require a gradient, but did not in the first training step, in which the ranks "
+                "agree who trains; let weights require a gradient from the first step on"
+            )
+        return self._weights_are_trained
 
     def compute(self, ctx: EmbeddingBagCollectionContext, dist_input: KJTList) -> list[torch.Tensor]:
         """Look up as TorchRec does, for a module that calls this and `output_dist` itself, one after the other."""
@@ -373,29 +402,21 @@ class _Part(Awaitable[torch.Tensor]):
 
 
 def reasons_to_fall_back(
-    shardings: Mapping[str, Any], env: ShardingEnv, is_weighted: bool, wire_dtype: torch.dtype
+    shardings: Mapping[str, Any], env: ShardingEnv, wire_dtype: torch.dtype
 ) -> dict[str, str | None]:
     """Return by sharding type why tables of a module stay with TorchRec, alike on all ranks, or None if they do not.
 
     Args:
         shardings: sharding type -> TorchRec's sharding.
-        is_weighted: whether the module's bags have weights.
         wire_dtype: in which pooled embeddings would travel.
     """
-    if is_weighted:
-        whole = "bags have weights"
-    elif isinstance(env, ShardingEnv2D) and env.sharding_strategy == ShardingStrategy.FULLY_SHARDED:
+    if isinstance(env, ShardingEnv2D) and env.sharding_strategy == ShardingStrategy.FULLY_SHARDED:
         whole = "2D parallelism with fully sharded rows"
     else:
         whole = None
     reasons = {kind: why_not_exchanged(each, wire_dtype) or whole for kind, each in shardings.items()}
     alone = why_not_together([shardings[kind] for kind, reason in reasons.items() if reason is None])
     return {kind: reason or alone for kind, reason in reasons.items()}
-
-
-def _weighted(ids: KeyedJaggedTensor) -> bool:
-    weights = ids.weights_or_none()
-    return weights is not None and weights.is_floating_point()
 
 
 def output_dtype(module: nn.Module) -> torch.dtype:

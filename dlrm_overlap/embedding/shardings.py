@@ -164,8 +164,9 @@ def in_rank_order(ids: KeyedJaggedTensor, batch_sizes: tuple[int, ...], hosts: i
     Example: 2 hosts of 2 ranks with a sample each. The samples of ranks 0, 2, 1, 3 become those of ranks 0, 1, 2, 3.
     """
     order = _rank_order(len(ids.keys()), batch_sizes, hosts, ids.device())
-    lengths, values, _ = torch.ops.fbgemm.permute_1D_sparse_data(order, ids.lengths(), ids.values())
-    return KeyedJaggedTensor(ids.keys(), values, lengths=lengths, stride=sum(batch_sizes))
+    tensors = ids.lengths(), ids.values(), ids.weights_or_none()
+    lengths, values, weights = torch.ops.fbgemm.permute_1D_sparse_data(order, *tensors)
+    return KeyedJaggedTensor(ids.keys(), values, weights, lengths=lengths, stride=sum(batch_sizes))
 
 
 @lru_cache

@@ -91,6 +91,26 @@ class Step:
         self.inputs, self.batch = inputs, batch
 
 
+def weights_of(ids: KeyedJaggedTensor) -> torch.Tensor | None:
+    """Return the weights [n] float32 of ids, or None if they have none; integers are none, as for FBGEMM."""
+    weights = ids.weights_or_none()
+    return weights.float() if weights is not None and weights.is_floating_point() else None
+
+
+def with_float_weights(ids: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """Return ids whose weights are float32, or that have none; those that are so already are not copied."""
+    weights = ids.weights_or_none()
+    if weights is None or weights.dtype == torch.float32:
+        return ids
+    return KeyedJaggedTensor(ids.keys(), ids.values(), weights_of(ids), offsets=ids.offsets(), stride=ids.stride())
+
+
+def tensors_of(ids: KeyedJaggedTensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return values, offsets and weights as kernels take them, see `Bags.tensors`."""
+    values, weights = ids.values(), ids.weights_or_none()
+    return values, ids.offsets(), values if weights is None else weights
+
+
 Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value")
 Arguments = TypeVarTuple("Arguments")

@@ -108,4 +108,6 @@ def exact(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
     total = int(lengths.sum())
     if total > values.numel():
         raise ValueError(f"ids: a batch of {total} ids, beyond the {values.numel()} of its bounds; raise its bag_sizes")
-    return KeyedJaggedTensor(features.keys(), values[:total], lengths=lengths, stride=features.stride())
+    weights = features.weights_or_none()
+    weights = weights if weights is None else weights[:total]
+    return KeyedJaggedTensor(features.keys(), values[:total], weights, lengths=lengths, stride=features.stride())

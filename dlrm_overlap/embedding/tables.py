@@ -132,28 +132,28 @@ class FbgemmUpdate:
     """
 
     def __init__(self, tbe: SplitTableBatchedEmbeddingBagsCodegen) -> None:
-        name = f"split_embedding_backward_codegen_{OPTIMIZERS[tbe.optimizer]}_unweighted_pt2_wrapper"
-        self._tbe, self._operator = tbe, getattr(torch.ops.fbgemm, name).default
-        self._names = [argument.name for argument in self._operator._schema.arguments]
+        name = f"split_embedding_backward_codegen_{OPTIMIZERS[tbe.optimizer]}_{{}}_pt2_wrapper"
+        self._tbe = tbe
+        self._operators = [getattr(torch.ops.fbgemm, name.format(kind)).default for kind in ("unweighted", "weighted")]
 
-    def apply(self, gradient: torch.Tensor, values: torch.Tensor, offsets: torch.Tensor, rule: UpdateRule) -> None:
-        """Update the rows that `values` names, each once, by the sum of its bags' gradients.
+    def apply(self, gradient: torch.Tensor, ids: KeyedJaggedTensor, rule: UpdateRule) -> None:
+        """Update the rows that `ids` name, each once, by the sum of its bags' gradients.
 
         Args:
             gradient: [B, sum of the features' dims] float32, contiguous.
-            values: [n] int, row ids.
-            offsets: [features * B + 1] int, of the bags, from 0 to n.
+            ids: of the lookup's features, with B bags each.
             rule: the lookup's, as it was at the forward.
         """
         if gradient.shape[0] == 0:
             return
-        tbe = self._tbe
+        tbe, weights = self._tbe, ids.weights_or_none()
+        operator = self._operators[weights is not None]
         bits, mask = torch.ops.fbgemm.get_infos_metadata(tbe.D_offsets, gradient.shape[0], tbe.D_offsets.numel() - 1)  # type: ignore
         known: dict[str, Any] = {
             "grad_output": gradient,
-            "indices": values.to(tbe.embedding_table_index_type),
-            "offsets": offsets.to(tbe.embedding_table_index_type),
-            "indice_weights": gradient.new_empty(0),
+            "indices": ids.values().to(tbe.embedding_table_index_type),
+            "offsets": ids.offsets().to(tbe.embedding_table_index_type),
+            "indice_weights": gradient.new_empty(0) if weights is None else weights,
             "pooling_mode": int(tbe.pooling_mode),
             "lxu_cache_locations": tbe.lxu_cache_locations_empty,
             "use_uniq_cache_locations": tbe.use_uniq_cache_locations_bwd,
@@ -167,7 +167,8 @@ class FbgemmUpdate:
         }
         for memory in ("host", "dev", "uvm"):
             known[f"{memory}_weights"] = getattr(tbe, f"weights_{memory}")
-        self._operator(*[known[name] if name in known else getattr(tbe, name) for name in self._names])
+        names = [argument.name for argument in operator._schema.arguments]
+        operator(*[known[name] if name in known else getattr(tbe, name) for name in names])
 
 
 def bags_of(lookup: FusedLookup, inputs: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:

@@ -138,6 +138,7 @@ class _Collection:
     """of its tables; none likewise"""
     world_size: int = 1
     wire_dtype: torch.dtype = torch.float32
+    weighted: bool = False
 
     def sent_bytes(self, table: str, samples: int, bag_sizes: Mapping[str, float]) -> float:
         """Return the bytes that a rank sends for an exchanged table, the mean of the ranks."""
@@ -154,6 +155,7 @@ class _Collection:
                 row_shards,
                 len(shards) // row_shards,
                 self.wire_dtype.itemsize,
+                id_bytes=12 if self.weighted else 8,  # float32 beside the id
             )
             sent += samples * per_sample * (self.world_size - 1) / self.world_size
         return sent
@@ -181,9 +183,9 @@ def _sharded(model: nn.Module) -> Iterator[_Collection]:
             wire_dtype = module.exchange.options.wire_dtype if module.exchange is not None else torch.float32
         else:
             wire_dtype = torch.float32
-            why_not = reasons_to_fall_back(shardings, module._env, module._is_weighted, wire_dtype)
+            why_not = reasons_to_fall_back(shardings, module._env, wire_dtype)
         configs, world_size = module._embedding_bag_configs, module._env.world_size
-        yield _Collection(path, params, why_not, shardings, configs, world_size, wire_dtype)
+        yield _Collection(path, params, why_not, shardings, configs, world_size, wire_dtype, module._is_weighted)
 
 
 def _planned(model: nn.Module, plan: ShardingPlan, fused_params: Mapping[str, Any]) -> Iterator[_Collection]:
@@ -199,8 +201,9 @@ def _planned(model: nn.Module, plan: ShardingPlan, fused_params: Mapping[str, An
         make = ShardedEmbeddingBagCollection
         infos = make.create_grouped_sharding_infos(module, params, "embedding_bags.", dict(fused_params))
         shardings = {kind: _sharding(kind, tables, env) for kind, tables in infos.items()}
-        why_not = reasons_to_fall_back(shardings, env, module.is_weighted(), torch.float32)
-        yield _Collection(path, params, why_not, shardings, module.embedding_bag_configs(), world_size)
+        why_not = reasons_to_fall_back(shardings, env, torch.float32)
+        configs, weighted = module.embedding_bag_configs(), module.is_weighted()
+        yield _Collection(path, params, why_not, shardings, configs, world_size, weighted=weighted)
 
 
 def _sharding(kind: str, tables: list[EmbeddingShardingInfo], env: ShardingEnv) -> Any:

@@ -16,18 +16,19 @@ from dlrm_overlap.kernels.compiled import TYPES, CompiledKernel
 
 @triton.jit(
     do_not_specialize=["first_feature", "blocks", "batch", "weight_at", "factor"],
-    do_not_specialize_on_alignment=["values", "offsets"],
+    do_not_specialize_on_alignment=["values", "offsets", "id_weights"],
 )
 def _add_to_rows(
-    values, offsets, input_features, gradient, weights, numbers,
+    values, offsets, id_weights, input_features, gradient, weights, numbers,
     first_feature, blocks, batch: tl.int64, weight_at: tl.int64, factor,
     BAGS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, WEIGHT: tl.constexpr,
 ):  # fmt: skip
-    """Add -lr * factor times the gradient of each of BAGS bags of one feature to every row that the bag's ids name.
+    """Add -lr * factor times the gradient of each of BAGS bags of one feature to every row that the bag's ids name,
+    times the id's weight where `id_weights` are float32.
 
-    Memory: the program reads lr, numbers[0], the offsets and ids of its bags and, from this rank's `gradient` window,
-    their gradients. It changes rows in `weights` by atomic additions alone, relaxed, at GPU scope, since other programs
-    add to the same rows.
+    Memory: the program reads lr, numbers[0], the offsets, ids and weights of its bags and, from this rank's `gradient`
+    window, their gradients. It changes rows in `weights` by atomic additions alone, relaxed, at GPU scope, since other
+    programs add to the same rows.
 
     Order: the kernel follows the wait for the gradients' flags on the stream, and its end orders the rows for what
     comes next. Between programs nothing is ordered, so the rounding of a sum depends on who adds first.
@@ -50,17 +51,19 @@ def _add_to_rows(
     step = tl.load(gradient + at, mask=mask, other=0.0).to(tl.float32) * factor * -tl.load(numbers)
     if tl.load(entry + MEAN) != 0:
         step = step * (1.0 / tl.maximum(length, 1).to(tl.float32))[:, None]
-    step = step.to(WEIGHT)
     table = weights + (weight_at + tl.load(entry + FIRST_KEY) * (DIM // 4)) * 4
     for turn in range(0, tl.max(length, 0)):
         here = turn < length
         row = tl.load(values + first + turn, mask=here, other=0).to(tl.int64)
         rows = table + row[:, None] * DIM + column[None, :]
-        tl.atomic_add(rows, step, mask=here[:, None] & (column < DIM)[None, :], sem="relaxed", scope="gpu")
+        part = step
+        if id_weights.dtype.element_ty == tl.float32:
+            part *= tl.load(id_weights + first + turn, mask=here, other=0.0)[:, None]
+        tl.atomic_add(rows, part.to(WEIGHT), mask=here[:, None] & (column < DIM)[None, :], sem="relaxed", scope="gpu")
 
 
 _ARGUMENTS = (
-    "values", "offsets", "input_features", "gradient", "weights", "numbers",
+    "values", "offsets", "id_weights", "input_features", "gradient", "weights", "numbers",
     "first_feature", "blocks", "batch", "weight_at", "factor",
 )  # fmt: skip
 
@@ -82,6 +85,7 @@ def add_to_rows(
     rows: RowRange,
     gradient: torch.Tensor,
     rule: Rule,
+    id_weights: torch.Tensor | None = None,
 ) -> None:
     """Update the rows of a range under SGD by atomic additions, id by id in whatever order; not deterministic.
 
@@ -93,13 +97,15 @@ def add_to_rows(
         first: index in the input of the range's first feature.
         end: index after that of its last feature.
         gradient: as for `RowUpdate`.
+        id_weights: [n] float32, by which the gradient of each id is multiplied; None: ids have none.
     """
     assert rows.optimizer == "sgd", "no other optimizer's update is a sum"
     kernel = _compiled(rows.dim, rows.weights.dtype)
     blocks = -(-samples // kernel.constants["BAGS"])
+    each = values if id_weights is None else id_weights
     kernel(
         blocks * (end - first),
-        (values.dtype, offsets.dtype, gradient.dtype),
-        values, offsets, features.entries, gradient, rows.weights, rule.numbers,
+        (values.dtype, offsets.dtype, each.dtype, gradient.dtype),
+        values, offsets, each, features.entries, gradient, rows.weights, rule.numbers,
         first, blocks, samples, rows.weight_at, rule.factor,
     )  # fmt: skip

@@ -39,7 +39,7 @@ _CUT_RUNS = 128  # runs that a program of _cut_runs, one warp, looks at side by 
 def _place_gradients(
     infos, offsets, input_features, scales, shared, words,
     ids: tl.int64, batch: tl.int64, bits, row_units: tl.int64,
-    ANY_MEAN: tl.constexpr, BLOCK: tl.constexpr,
+    ANY_MEAN: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Replace each id's info, which names its bag, by the offset of that bag's gradient; BLOCK ids a program. And zero
     the state that the programs of the update share.
@@ -47,8 +47,9 @@ def _place_gradients(
     Memory: `infos` [ids] int32 is rewritten in place: feature << bits | sample becomes the offset of the bag's gradient
     in the gradient window or, with `row_units` other than 0, in a tensor with a row of so many units for each sample,
     in units of 4 elements. With ANY_MEAN the program reads the lengths of bags that are means
-    from `offsets`, and writes one over the length of each id's bag to `scales` [ids] float32, 1 for a sum. Program p of
-    P writes 0 to BLOCK words of `shared` [words] int32 from p * BLOCK on, then from (p + P) * BLOCK on, and so forth.
+    from `offsets`, and writes one over the length of each id's bag to `scales` [ids] float32, 1 for a sum; WEIGHTED, it
+    multiplies the ids' weights, which are there, by that. Program p of P writes 0 to BLOCK words of `shared` [words]
+    int32 from p * BLOCK on, then from (p + P) * BLOCK on, and so forth.
 
     Order: no two programs share an element; the kernel's end orders all for those that follow on the stream.
 
@@ -70,7 +71,10 @@ def _place_gradients(
         mean = mask & (tl.load(entry + MEAN, mask=mask, other=0) != 0)
         bag = offsets + feature * batch + sample
         length = tl.load(bag + 1, mask=mean, other=1) - tl.load(bag, mask=mean, other=0)
-        tl.store(scales + i, 1.0 / length.to(tl.float32), mask=mask)
+        scale = 1.0 / length.to(tl.float32)
+        if WEIGHTED:
+            scale *= tl.load(scales + i, mask=mask, other=0.0)
+        tl.store(scales + i, scale, mask=mask)
     for first in range(tl.program_id(0) * BLOCK, words, tl.num_programs(0) * BLOCK):
         word = first + tl.arange(0, BLOCK)
         tl.store(shared + word, 0, mask=word < words)
@@ -172,6 +176,8 @@ class SortedIds(NamedTuple):
     """[features * B + 1] int32 or int64, of the bags"""
     samples: int
     """of all ranks, B"""
+    weights: torch.Tensor | None = None
+    """[n] float32, by which the gradient of each id is multiplied, in the order of the infos; None: ids have none"""
 
 
 class InputFeatures(NamedTuple):
@@ -186,7 +192,7 @@ class InputFeatures(NamedTuple):
 
 
 class PreparedRuns(NamedTuple):
-    """The runs of one input's ids, ready for `RowUpdate`: the first parameters of its kernel, in their order."""
+    """The runs of one input's ids, ready for `RowUpdate`: but for the last, the first parameters of its kernel."""
 
     run_keys: torch.Tensor
     """as in `SortedIds`"""
@@ -195,7 +201,8 @@ class PreparedRuns(NamedTuple):
     gradient_at: torch.Tensor
     """[n] int32: where the gradient of the id's bag begins in the gradient window, in units of 4 elements"""
     scales: torch.Tensor
-    """[n] float32: factor of the gradient, 1 / length for a mean; anything, of any type, if the input has no mean"""
+    """[n] float32: factor of the gradient, the id's weight and, for a mean, 1 / length; anything, of any type, if ids
+    have no weights and the input has no mean"""
     shared: torch.Tensor
     """[1 + most chunks] int32: the number of chunks, then counts of finished ones, 0 between updates"""
     chunk_run: torch.Tensor
@@ -204,6 +211,8 @@ class PreparedRuns(NamedTuple):
     """[most chunks] int32: of each chunk, the first chunk of its run"""
     bounds: torch.Tensor
     """[ranges + 1] int64: the first run of each range, and the end"""
+    weighted: bool
+    """whether ids have weights"""
 
 
 _PLACE_ARGUMENTS = (
@@ -216,8 +225,9 @@ _CUT_ARGUMENTS = (
 
 
 @lru_cache
-def _placing(any_mean: bool) -> CompiledKernel:
-    return CompiledKernel(_place_gradients, _PLACE_ARGUMENTS, {"ANY_MEAN": any_mean, "BLOCK": _PLACED_IDS}, num_warps=4)
+def _placing(any_mean: bool, weighted: bool) -> CompiledKernel:
+    constants = {"ANY_MEAN": any_mean, "WEIGHTED": weighted, "BLOCK": _PLACED_IDS}
+    return CompiledKernel(_place_gradients, _PLACE_ARGUMENTS, constants, num_warps=4)
 
 
 @lru_cache
@@ -230,7 +240,8 @@ class Preparation:
     """Places each id's gradient, finds the runs of each range of rows, and cuts long runs into chunks.
 
     It needs the ids only, so it can be called before any gradient has arrived: once a step, with ids of the same types,
-    bags and features as those that it was made with. It belongs to one caller, as a `Launch` does.
+    bags and features as those that it was made with, and weights if those had some. It belongs to one caller, as a
+    `Launch` does.
     """
 
     def __init__(self, ids: SortedIds, features: InputFeatures, row_units: int = 0, chunk_ids: int = CHUNK_IDS) -> None:
@@ -252,7 +263,7 @@ class Preparation:
             ids.infos.numel(), ids.samples, ids.bits, row_units,
         )  # fmt: skip
         changing = "infos", "offsets", "scales", "shared", "words", "ids"
-        self._place = Launch(_placing(features.any_mean), None, (ids.offsets.dtype,), place, changing)
+        self._place = Launch(_placing(features.any_mean, made.weighted), None, (ids.offsets.dtype,), place, changing)
         cut = (
             ids.run_keys, ids.run_starts, ids.run_count, features.boundaries,
             made.shared, made.chunk_run, made.chunk_first, made.bounds, ranges,
@@ -263,16 +274,19 @@ class Preparation:
     def _room(self, ids: SortedIds) -> PreparedRuns:
         """Return runs whose own tensors are yet to be filled."""
         count, device, features = ids.infos.numel(), ids.infos.device, self._features
-        scales = torch.empty(count, device=device) if features.any_mean else ids.infos
+        scales = ids.weights
+        if scales is None:
+            scales = torch.empty(count, device=device) if features.any_mean else ids.infos
         most = 4 * (1 + count // (2 * self._chunk_ids))  # more than 2 * count / chunk_ids, and thirds that are aligned
         chunk_run, chunk_first, shared = torch.empty(3 * most + 1, dtype=torch.int32, device=device).split(
             (most, most, most + 1)
         )
         bounds = torch.empty_like(features.boundaries)
-        return PreparedRuns(ids.run_keys, ids.run_starts, ids.infos, scales, shared, chunk_run, chunk_first, bounds)
+        runs, weighted = (ids.run_keys, ids.run_starts, ids.infos), ids.weights is not None
+        return PreparedRuns(*runs, scales, shared, chunk_run, chunk_first, bounds, weighted)
 
     def __call__(self, ids: SortedIds) -> PreparedRuns:
-        """Return the runs of `ids`, whose `infos` are overwritten, and become `PreparedRuns.gradient_at`."""
+        """Return the runs of `ids`, whose `infos` become `PreparedRuns.gradient_at`, and `weights` the `scales`."""
         count, made = ids.infos.numel(), self._room(ids)
         programs = max(1, -(-count // _PLACED_IDS))
         self._place(

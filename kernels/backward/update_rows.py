@@ -48,7 +48,7 @@ def _update_row(
 @triton.jit
 def _sum_gradients(
     gradient, gradient_at, scales, first, length,
-    TILE: tl.constexpr, ANY_MEAN: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    TILE: tl.constexpr, SCALED: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
 ):  # fmt: skip
     """Return the sum [BLOCK_DIM] float32 of the gradients of ids [first, first + length), TILE of them at a time.
 
@@ -61,7 +61,7 @@ def _sum_gradients(
         live = i < first + length
         at = tl.load(gradient_at + i, mask=live, other=0).to(tl.int64)[:, None] * 4 + column[None, :]
         rows = tl.load(gradient + at, mask=live[:, None] & (column < DIM)[None, :], other=0.0).to(tl.float32)
-        if ANY_MEAN:
+        if SCALED:
             rows = rows * tl.load(scales + i, mask=live, other=0.0)[:, None]
         total += rows
     return tl.sum(total, 0)
@@ -71,7 +71,7 @@ def _sum_gradients(
 def _sum_chunk(
     chunk, run, run_keys, run_starts, gradient_at, scales, shared, chunk_first, gradient, weights, states, chunk_sums,
     weight_at, state_at, lr, eps, seed, factor,
-    TILE: tl.constexpr, CHUNK_IDS: tl.constexpr, ANY_MEAN: tl.constexpr, OPTIMIZER: tl.constexpr,
+    TILE: tl.constexpr, CHUNK_IDS: tl.constexpr, SCALED: tl.constexpr, OPTIMIZER: tl.constexpr,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, WEIGHT: tl.constexpr, STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
     """Sum the gradients of one chunk of `run`; if it is the run's last to be finished, update the row as well.
@@ -87,7 +87,7 @@ def _sum_chunk(
     skipped = (chunk - first_chunk).to(tl.int32) * ids
     chunk_sum = _sum_gradients(
         gradient, gradient_at, scales, start + skipped, tl.minimum(ids, length - skipped),
-        TILE, ANY_MEAN, DIM, BLOCK_DIM,
+        TILE, SCALED, DIM, BLOCK_DIM,
     )  # fmt: skip
     tl.store(chunk_sums + chunk * DIM + column, chunk_sum, mask=column < DIM)
     count = tl.cdiv(length, ids)
@@ -111,7 +111,7 @@ def _sum_chunk(
 def _update_runs(
     run, live, run_keys, run_starts, gradient_at, scales, gradient, weights, states,
     weight_at, state_at, lr, eps, seed, factor,
-    RUNS: tl.constexpr, BESIDE_IDS: tl.constexpr, ANY_MEAN: tl.constexpr,
+    RUNS: tl.constexpr, BESIDE_IDS: tl.constexpr, SCALED: tl.constexpr,
     OPTIMIZER: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, WEIGHT: tl.constexpr,
     STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
@@ -138,7 +138,7 @@ def _update_runs(
         rows = tl.load(gradient + at, mask=here[:, None] & (column < DIM)[None, :], other=0.0).to(tl.float32)
         next_rows = tl.load(gradient + next_at, mask=next_too[:, None] & (column < DIM)[None, :], other=0.0)
         next_rows = next_rows.to(tl.float32)
-        if ANY_MEAN:
+        if SCALED:
             rows = rows * tl.load(scales + i, mask=here, other=0.0)[:, None]
             next_rows = next_rows * tl.load(scales + i + 1, mask=next_too, other=0.0)[:, None]
         total += rows
@@ -154,7 +154,7 @@ def _update_runs(
 def _update_run(
     run, run_keys, run_starts, gradient_at, scales, gradient, weights, states,
     weight_at, state_at, lr, eps, seed, factor,
-    TILE: tl.constexpr, BESIDE_IDS: tl.constexpr, CHUNK_IDS: tl.constexpr, ANY_MEAN: tl.constexpr,
+    TILE: tl.constexpr, BESIDE_IDS: tl.constexpr, CHUNK_IDS: tl.constexpr, SCALED: tl.constexpr,
     OPTIMIZER: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, WEIGHT: tl.constexpr,
     STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
@@ -166,7 +166,7 @@ def _update_run(
     start = tl.load(run_starts + run)
     length = tl.load(run_starts + run + 1) - start
     if (length > BESIDE_IDS) & (length <= CHUNK_IDS):
-        total = _sum_gradients(gradient, gradient_at, scales, start, length, TILE, ANY_MEAN, DIM, BLOCK_DIM)
+        total = _sum_gradients(gradient, gradient_at, scales, start, length, TILE, SCALED, DIM, BLOCK_DIM)
         _update_row(
             run, total, run_keys, weights, states, weight_at, state_at, lr, eps, seed, factor,
             OPTIMIZER, DIM, BLOCK_DIM, WEIGHT, STOCHASTIC,
@@ -178,7 +178,7 @@ def _update_rows(
     run_keys, run_starts, gradient_at, scales, shared, chunk_run, chunk_first, bounds,
     gradient, weights, states, chunk_sums, range_index, weight_at: tl.int64, state_at: tl.int64,
     numbers, clock, seed: tl.int64, factor,
-    RUNS: tl.constexpr, BESIDE_IDS: tl.constexpr, TILE: tl.constexpr, CHUNK_IDS: tl.constexpr, ANY_MEAN: tl.constexpr,
+    RUNS: tl.constexpr, BESIDE_IDS: tl.constexpr, TILE: tl.constexpr, CHUNK_IDS: tl.constexpr, SCALED: tl.constexpr,
     OPTIMIZER: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, WEIGHT: tl.constexpr,
     STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
@@ -214,7 +214,7 @@ def _update_rows(
                 _sum_chunk(
                     task, run, run_keys, run_starts, gradient_at, scales, shared, chunk_first, gradient,
                     weights, states, chunk_sums, weight_at, state_at, lr, eps, seed, factor,
-                    TILE, CHUNK_IDS, ANY_MEAN, OPTIMIZER, DIM, BLOCK_DIM, WEIGHT, STOCHASTIC,
+                    TILE, CHUNK_IDS, SCALED, OPTIMIZER, DIM, BLOCK_DIM, WEIGHT, STOCHASTIC,
                 )  # fmt: skip
         else:
             first = begin + (task - chunks) * RUNS
@@ -222,37 +222,41 @@ def _update_rows(
             longest = _update_runs(
                 runs, runs < end, run_keys, run_starts, gradient_at, scales, gradient, weights, states,
                 weight_at, state_at, lr, eps, seed, factor,
-                RUNS, BESIDE_IDS, ANY_MEAN, OPTIMIZER, DIM, BLOCK_DIM, WEIGHT, STOCHASTIC,
+                RUNS, BESIDE_IDS, SCALED, OPTIMIZER, DIM, BLOCK_DIM, WEIGHT, STOCHASTIC,
             )  # fmt: skip
             if longest > BESIDE_IDS:
                 for run in range(first, tl.minimum(first + RUNS, end)):
                     _update_run(
                         run, run_keys, run_starts, gradient_at, scales, gradient, weights, states,
                         weight_at, state_at, lr, eps, seed, factor,
-                        TILE, BESIDE_IDS, CHUNK_IDS, ANY_MEAN, OPTIMIZER, DIM, BLOCK_DIM, WEIGHT, STOCHASTIC,
+                        TILE, BESIDE_IDS, CHUNK_IDS, SCALED, OPTIMIZER, DIM, BLOCK_DIM, WEIGHT, STOCHASTIC,
                     )  # fmt: skip
 
 
 _ARGUMENTS = (
-    *PreparedRuns._fields,
+    *PreparedRuns._fields[:-1],
     "gradient", "weights", "states", "chunk_sums",
     "range_index", "weight_at", "state_at",
     *Rule._fields,
 )  # fmt: skip
 
 
+def _runs_a_task(dim: int) -> int:
+    return min(8, max(1, _ROW_ELEMENTS // power_of_2(dim)))
+
+
 @lru_cache
 def _compiled(
-    dim: int, weights: torch.dtype, any_mean: bool, optimizer: str, stochastic: bool, chunk_ids: int
+    dim: int, weights: torch.dtype, scaled: bool, optimizer: str, stochastic: bool, chunk_ids: int
 ) -> CompiledKernel:
     block = power_of_2(dim)
     warps = max(1, block // 256)
     constants = {
-        "RUNS": min(8, max(1, _ROW_ELEMENTS // block)),
+        "RUNS": _runs_a_task(dim),
         "BESIDE_IDS": min(_BESIDE_IDS, chunk_ids),
         "TILE": max(1, _TILE_ELEMENTS * warps // block),
         "CHUNK_IDS": chunk_ids,
-        "ANY_MEAN": any_mean,
+        "SCALED": scaled,
         "OPTIMIZER": optimizer,
         "DIM": dim,
         "BLOCK_DIM": block,
@@ -276,13 +280,9 @@ class RowUpdate:
             rows: the range.
             chunk_ids: as given to `Preparation`.
         """
-        self._rows = rows
-        self._kernel = _compiled(
-            rows.dim, rows.weights.dtype, rows.any_mean, rows.optimizer, rows.stochastic_rounding,
-            chunk_ids,
-        )  # fmt: skip
-        self._launches: dict[tuple[torch.dtype, torch.dtype], Launch] = {}
-        """by the types of the keys and of the gradient: all else that differs is given anew by each call"""
+        self._rows, self._chunk_ids = rows, chunk_ids
+        self._launches: dict[tuple[bool, torch.dtype, torch.dtype], Launch] = {}
+        """by whether ids have weights, and the types of keys and gradient: each call gives all else that differs"""
 
     def __call__(self, runs: PreparedRuns, gradient: torch.Tensor, rule: Rule) -> None:
         """Update each row of the range that `runs` name, once, by the sum of its bags' gradients.
@@ -299,22 +299,26 @@ class RowUpdate:
         chunk_sums = torch.empty(
             runs.chunk_run.numel() * self._rows.dim, dtype=torch.float32, device=self._rows.weights.device
         )
-        key = runs.run_keys.dtype, gradient.dtype
+        key = runs.weighted, runs.run_keys.dtype, gradient.dtype
         launch = self._launches.get(key)
         if launch is None:
             launch = self._launches[key] = self._prepared(runs, gradient, chunk_sums, rule)
-        ids, runs_a_task = runs.gradient_at.numel(), self._kernel.constants["RUNS"]
+        ids, runs_a_task = runs.gradient_at.numel(), _runs_a_task(self._rows.dim)
         programs = min(_PROGRAMS, -(-ids // runs_a_task) + runs.chunk_run.numel()) if ids else 0
-        launch(*runs, gradient, chunk_sums, *rule, programs=programs)
+        launch(*runs[:-1], gradient, chunk_sums, *rule, programs=programs)
 
     def _prepared(self, runs: PreparedRuns, gradient: torch.Tensor, chunk_sums: torch.Tensor, rule: Rule) -> Launch:
         """Return the launch for keys and gradients of these types."""
         rows = self._rows
         arguments = (
-            *runs,
+            *runs[:-1],
             gradient, rows.weights, rows.states, chunk_sums,
             rows.index, rows.weight_at, rows.state_at,
             *rule,
         )  # fmt: skip
-        changing = (*PreparedRuns._fields, "gradient", "chunk_sums", *Rule._fields)
-        return Launch(self._kernel, None, (runs.run_keys.dtype, gradient.dtype), arguments, changing)
+        changing = (*PreparedRuns._fields[:-1], "gradient", "chunk_sums", *Rule._fields)
+        kernel = _compiled(
+            rows.dim, rows.weights.dtype, rows.any_mean or runs.weighted, rows.optimizer, rows.stochastic_rounding,
+            self._chunk_ids,
+        )  # fmt: skip
+        return Launch(kernel, None, (runs.run_keys.dtype, gradient.dtype), arguments, changing)

@@ -32,7 +32,7 @@ _INTEGERS = [
     "regions",
 ]
 # Shapes change from run to run, views of a batch begin anywhere: neither is worth a kernel of its own.
-GENERAL = {"do_not_specialize": _INTEGERS, "do_not_specialize_on_alignment": ["values", "offsets"]}
+GENERAL = {"do_not_specialize": _INTEGERS, "do_not_specialize_on_alignment": ["values", "offsets", "id_weights"]}
 
 
 @triton.jit
@@ -68,7 +68,7 @@ def check_ids(ids, length, bag, batch, rows, status, BAGS: tl.constexpr, CHUNK: 
 
 @triton.jit
 def pool(
-    values, offsets, feature, sample, live, batch, status,
+    values, offsets, id_weights, feature, sample, live, batch, status,
     BAGS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, UNROLL: tl.constexpr, WEIGHT: tl.constexpr,
     ALIGNMENT: tl.constexpr, CHECK: tl.constexpr, LEAVES_OUT: tl.constexpr,
 ):  # fmt: skip
@@ -79,7 +79,8 @@ def pool(
     `feature` points to the feature's row of the feature table. The program adds the rows up in the order of the ids, in
     float32, and loads UNROLL rows of each bag at a time. Unless CHECK is 0, it looks at all ids first, CHECK of each
     bag at a time, see `check_ids`: 0 is stored over those outside the table, for which row 0 is so taken, here and in
-    the backward. A table has at least one row: lanes that are masked read id 0.
+    the backward. A table has at least one row: lanes that are masked read id 0. Where `id_weights` are float32, each
+    row is multiplied by its id's weight; otherwise ids have none.
 
     Example: UNROLL 2, bags [5, 7, 7] and [5] of a table of 6 rows. The first bag becomes [5, 0, 0]. The first turn adds
     rows 5 and 0 to the first bag and row 5 to the second, the second turn row 0 to the first.
@@ -101,7 +102,10 @@ def pool(
             row = tl.load(ids + first + turn, mask=here, other=0).to(tl.int64)
             at = weight + row[:, None] * DIM + column[None, :]
             mask = here[:, None] & (column < DIM)[None, :]
-            total += tl.load(at, mask=mask, other=0.0).to(tl.float32)
+            part = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+            if id_weights.dtype.element_ty == tl.float32:
+                part *= tl.load(id_weights + start + first + turn, mask=here, other=0.0)[:, None]
+            total += part
     if tl.load(feature + MEAN) != 0:
         scale = 1.0 / tl.maximum(length, 1).to(tl.float32)
         total = total * scale[:, None]

@@ -24,7 +24,7 @@ _GENERAL = GENERAL | {"do_not_specialize": GENERAL["do_not_specialize"] + _INTEG
 
 @triton.jit(**_GENERAL)
 def _put_pooled(
-    values, offsets, first_sample, features, windows, status, heaps, counts, done, sent, stamps, clock_word,
+    values, offsets, id_weights, first_sample, features, windows, status, heaps, counts, done, sent, stamps, clock_word,
     rank, peer, features_here, every_feature, blocks, batch, part_blocks, parts, group_parts,
     shift: tl.int64, signals: tl.int64, epoch: tl.int64, longest_wait: tl.int64,
     FORM: tl.constexpr, INTERPRETED: tl.constexpr,
@@ -64,7 +64,7 @@ def _put_pooled(
     address = tl.load(windows + destination)
     window = tl.multiple_of(address.to(tl.pointer_type(WIRE)), WINDOW_ALIGNMENT)
     rows, filled = pool(
-        values, offsets, feature, first + sample, live, batch, status,
+        values, offsets, id_weights, feature, first + sample, live, batch, status,
         BAGS, DIM, BLOCK_DIM, UNROLL, WEIGHT, ALIGNMENT, CHECK, LEAVES_OUT,
     )  # fmt: skip
     column = tl.multiple_of(tl.load(feature + COLUMN), COLUMN_ALIGNMENT)
@@ -93,7 +93,7 @@ def _put_pooled(
 
 
 _ARGUMENTS = (
-    "values", "offsets", "first_sample", "features", "windows", "status",
+    "values", "offsets", "id_weights", "first_sample", "features", "windows", "status",
     "heaps", "counts", "done", "sent", "stamps", "clock_word",
     "rank", "peer", "features_here", "every_feature", "blocks", "batch", "part_blocks", "parts",
     "group_parts", "shift", "signals", "epoch", "longest_wait",
@@ -141,8 +141,8 @@ def put_pooled(
     kernel = _compiled(heap.form, heap.options(), PoolingShape.fields_of(features, windows, options))
     kernel(
         ranks * features_here * blocks,
-        (bags.values.dtype, bags.offsets.dtype),
-        bags.values, bags.offsets, bags.first_sample, features.entries, windows.addresses, status,
+        tuple(each.dtype for each in bags.tensors),
+        *bags.tensors, bags.first_sample, features.entries, windows.addresses, status,
         heap.heaps, gathered.counts, gathered.done, gathered.sent, gathered.stamps, clock,
         heap.rank, message.peer, features_here, every_feature, blocks, bags.samples,
         parts.rows // bags_a_task, parts.each,

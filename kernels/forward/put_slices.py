@@ -53,7 +53,7 @@ def _store_trace(trace, position, start_ns, put_ns, end_ns, INTERPRETED: tl.cons
 
 @triton.jit(**GENERAL)
 def _put_slices(
-    values, offsets, first_sample, features, windows,
+    values, offsets, id_weights, first_sample, features, windows,
     status, peers_ready, ready, counts, clock_word,
     staging, done, ticket, trace, region_of, finished,
     rank, world_size, features_here, blocks, batch, regions,
@@ -69,14 +69,14 @@ def _put_slices(
 
     A task is GROUPS * BAGS bags of one feature for one destination; a slice is SLICE_TASKS tasks.
 
-    Memory: the program reads the offsets, ids and rows of its bags, which are in this rank's memory. Pooled embeddings
-    of this rank's samples it stores into this rank's window, others straight into the peer's window where IN_PLACE, or
-    else into `staging` [W, F, b, DIM]. Where they are COPIED, `staging` is [W, b, F, DIM], so that one copy of rows
-    takes several features, no flag is raised, and `finished` [W, regions] int64 counts the slices of each region, which
-    is `region_of`[f] for feature f. `done` [W, F, slices] counts the finished tasks of each slice. `ticket` [3] holds
-    the next task, the number of programs that are through, the last of which sets both back to 0, and, IN_PLACE, the
-    number of tasks that are stored, which whoever completes it sets back to 0. Flags are raised to `epoch` +
-    `clock_word` [1].
+    Memory: the program reads the offsets, ids, weights and rows of its bags, which are in this rank's memory. Pooled
+    embeddings of this rank's samples it stores into this rank's window, others straight into the peer's window where
+    IN_PLACE, or else into `staging` [W, F, b, DIM]. Where they are COPIED, `staging` is [W, b, F, DIM], so that one
+    copy of rows takes several features, no flag is raised, and `finished` [W, regions] int64 counts the slices of each
+    region, which is `region_of`[f] for feature f. `done` [W, F, slices] counts the finished tasks of each slice.
+    `ticket` [3] holds the next task, the number of programs that are through, the last of which sets both back to 0,
+    and, IN_PLACE, the number of tasks that are stored, which whoever completes it sets back to 0. Flags are raised to
+    `epoch` + `clock_word` [1].
 
     Order: the program stores a task, passes a barrier, and counts the task (release, GPU scope). The program whose
     count completes the slice sets the count back to 0 (acquire, GPU scope). With a PUT it passes a barrier, so that all
@@ -124,7 +124,7 @@ def _put_slices(
         sample = (block * GROUPS + group) * BAGS + tl.arange(0, BAGS)
         live = sample < samples
         rows, filled = pool(
-            values, offsets, feature, first + sample, live, batch, status,
+            values, offsets, id_weights, feature, first + sample, live, batch, status,
             BAGS, DIM, BLOCK_DIM, UNROLL, WEIGHT, ALIGNMENT, CHECK, LEAVES_OUT,
         )  # fmt: skip
         if IN_PLACE or destination == rank:
@@ -187,7 +187,7 @@ def _put_slices(
 
 
 _ARGUMENTS = (
-    "values", "offsets", "first_sample", "features", "windows",
+    "values", "offsets", "id_weights", "first_sample", "features", "windows",
     "status", "peers_ready", "ready", "counts", "clock_word",
     "staging", "done", "ticket", "trace", "region_of", "finished",
     "rank", "world_size", "features_here", "blocks", "batch", "regions",
@@ -243,15 +243,15 @@ class SlicedPut(NamedTuple):
         Args:
             programs: of the grid, best as many as the GPU holds at once, see `resident_programs`; more find no task.
         """
-        self.launch(programs)(self.bags.values, self.bags.offsets, epoch)
+        self.launch(programs)(*self.bags.tensors, epoch)
 
     def launch(self, programs: int) -> Launch:
-        """Return the launch of `launch_kernel` that is called with other `values` and `offsets`, and with the epoch.
+        """Return the launch of `launch_kernel` that is called with other `Bags.tensors`, and with the epoch.
 
         They are of the types and samples of `bags`. It holds all else, the rows not among it: it may be called as long
         as they are where `features` says.
         """
-        dtypes, changing = (self.bags.values.dtype, self.bags.offsets.dtype), ("values", "offsets", "epoch")
+        dtypes, changing = tuple(each.dtype for each in self.bags.tensors), ("values", "offsets", "id_weights", "epoch")
         return Launch(self._kernel(), programs, dtypes, self._arguments(epoch=0), changing)
 
     def resident_programs(self) -> int:
@@ -280,7 +280,7 @@ class SlicedPut(NamedTuple):
         world_size, features_here = windows.addresses.numel(), features.entries.shape[0]
         blocks, slots = -(-bags.samples_per_rank // options.tuning.task_bags), flags.local.shape[1]
         return (
-            bags.values, bags.offsets, bags.first_sample, features.entries, windows.addresses,
+            *bags.tensors, bags.first_sample, features.entries, windows.addresses,
             flags.status, flags.addresses, flags.local, flags.counts, flags.clock,
             state.staging, state.done, state.ticket, trace, of, finished,
             options.rank, world_size, features_here, blocks, bags.samples, finished.shape[1],

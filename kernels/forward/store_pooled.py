@@ -25,7 +25,7 @@ from dlrm_overlap.kernels.primitives import task_at
 
 @triton.jit(**GENERAL)
 def _store_pooled(
-    values, offsets, first_sample, features, windows, status,
+    values, offsets, id_weights, first_sample, features, windows, status,
     rank, world_size, features_here, blocks, batch,
     SCHEDULE: tl.constexpr, BAGS: tl.constexpr, UNROLL: tl.constexpr, STRIDE: tl.constexpr, DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr, WEIGHT: tl.constexpr, WIRE: tl.constexpr, ALIGNMENT: tl.constexpr,
@@ -33,9 +33,9 @@ def _store_pooled(
 ):  # fmt: skip
     """Do one task: pool BAGS bags of one feature, and store them into the window of the rank that owns the samples.
 
-    Memory: the program reads the offsets, ids and rows of its bags, which are in this rank's memory. It stores [BAGS,
-    DIM] of the wire's type to as many rows of one window, this rank's or a peer's. With CHECK it may replace ids in
-    `values`, see `check_ids`.
+    Memory: the program reads the offsets, ids, weights and rows of its bags, which are in this rank's memory. It stores
+    [BAGS, DIM] of the wire's type to as many rows of one window, this rank's or a peer's. With CHECK it may replace ids
+    in `values`, see `check_ids`.
 
     Order: no two programs store to one place, so nothing is ordered among them. The stores are complete when the kernel
     ends; the kernel that raises the flags comes next on the stream, and its release covers them.
@@ -53,7 +53,7 @@ def _store_pooled(
     live = sample < tl.load(first_sample + destination + 1) - first
     window = tl.multiple_of(tl.load(windows + destination).to(tl.pointer_type(WIRE)), WINDOW_ALIGNMENT)
     rows, filled = pool(
-        values, offsets, feature, first + sample, live, batch, status,
+        values, offsets, id_weights, feature, first + sample, live, batch, status,
         BAGS, DIM, BLOCK_DIM, UNROLL, WEIGHT, ALIGNMENT, CHECK, LEAVES_OUT,
     )  # fmt: skip
     column = tl.multiple_of(tl.load(feature + COLUMN), COLUMN_ALIGNMENT)
@@ -61,7 +61,7 @@ def _store_pooled(
 
 
 _ARGUMENTS = (
-    "values", "offsets", "first_sample", "features", "windows", "status",
+    "values", "offsets", "id_weights", "first_sample", "features", "windows", "status",
     "rank", "world_size", "features_here", "blocks", "batch",
 )  # fmt: skip
 
@@ -83,13 +83,13 @@ def store_pooled(
     Args:
         status: [3] int64, see `Flags`; the kernel records an id outside its table there.
     """
-    storing_pooled(bags, features, windows, status, options)(bags.values, bags.offsets)
+    storing_pooled(bags, features, windows, status, options)(*bags.tensors)
 
 
 def storing_pooled(
     bags: Bags, features: FeatureTable, windows: Windows, status: torch.Tensor, options: PoolingOptions
 ) -> Launch:
-    """Return a launch of `store_pooled` that takes `values` and `offsets` at each call.
+    """Return a launch of `store_pooled` that takes values, offsets and weights at each call, see `Bags.tensors`.
 
     These have the types and the number of samples of `bags`. The launch keeps all other tensors alive, but not the
     rows: it may be called while these are at the addresses in `features`.
@@ -98,13 +98,13 @@ def storing_pooled(
     world_size, features_here = windows.addresses.numel(), features.entries.shape[0]
     blocks = -(-bags.samples_per_rank // options.tuning.task_bags)
     arguments = (
-        bags.values, bags.offsets, bags.first_sample, features.entries, windows.addresses, status,
+        *bags.tensors, bags.first_sample, features.entries, windows.addresses, status,
         options.rank, world_size, features_here, blocks, bags.samples,
     )  # fmt: skip
     return Launch(
         _compiled(PoolingShape.fields_of(features, windows, options)),
         world_size * features_here * blocks,
-        (bags.values.dtype, bags.offsets.dtype),
+        tuple(each.dtype for each in bags.tensors),
         arguments,
-        changing=("values", "offsets"),
+        changing=("values", "offsets", "id_weights"),
     )

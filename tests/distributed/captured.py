@@ -104,7 +104,9 @@ def _anew(arrived: ArrivedIds) -> ArrivedIds:
 
 
 def _fresh(ids: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    return KeyedJaggedTensor(ids.keys(), ids.values(), offsets=ids.offsets(), stride=ids.stride())
+    return KeyedJaggedTensor(
+        ids.keys(), ids.values(), ids.weights_or_none(), offsets=ids.offsets(), stride=ids.stride()
+    )
 
 
 @contextmanager

@@ -80,7 +80,7 @@ class SlottedBatch(_Movable):
     others: KeyedJaggedTensor
 
 
-def collection(keys: Sequence[str]) -> EmbeddingBagCollection:
+def collection(keys: Sequence[str], weighted: bool = False) -> EmbeddingBagCollection:
     """Return a collection of a table a key."""
     configs = [
         EmbeddingBagConfig(
@@ -88,11 +88,12 @@ def collection(keys: Sequence[str]) -> EmbeddingBagCollection:
             num_embeddings=ROWS,
             embedding_dim=DIM,
             feature_names=[key],
-            pooling=PoolingType.MEAN if key == "h" else PoolingType.SUM,
+            # FBGEMM on a CPU does not divide the gradient of weighted means.
+            pooling=PoolingType.MEAN if key == "h" and not weighted else PoolingType.SUM,
         )
         for key in keys
     ]
-    return EmbeddingBagCollection(configs, device=torch.device("meta"))
+    return EmbeddingBagCollection(configs, is_weighted=weighted, device=torch.device("meta"))
 
 
 class Plain(nn.Module):
@@ -100,10 +101,12 @@ class Plain(nn.Module):
 
     kernels: ClassVar[Mapping[str, str]] = {}
     """compute kernels of tables, by feature; fused of others, and dense is of data-parallel ones"""
+    weighted = False
+    """whether ids have weights"""
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding = collection(KEYS)
+        self.embedding = collection(KEYS, self.weighted)
         self.bottom = nn.Linear(3, 4 * DIM)
         self.over = nn.Linear(4 * DIM, 2)
 
@@ -149,6 +152,12 @@ class Permuted(Plain):
     def pooled(self, batch: Any) -> torch.Tensor:
         by_key = self.embedding(batch.ids.permute([3, 1, 0, 2])).to_dict()
         return torch.cat([by_key[key] for key in KEYS], dim=1)
+
+
+class Weighted(Permuted):
+    """Has ids with weights."""
+
+    weighted = True
 
 
 class ByKeyword(Plain):
@@ -238,6 +247,12 @@ class DataParallelCollection(Split):
     kernels: ClassVar = {"h": "dense", "k": "dense"}
 
 
+class WeightedInHostMemory(InHostMemory):
+    """Has ids with weights besides."""
+
+    weighted = True
+
+
 def _sgd(parameters: Mapping[str, Any]) -> Any:
     return KeyedOptimizerWrapper(dict(parameters), lambda each: torch.optim.SGD(each, lr=0.5))
 
@@ -263,6 +278,9 @@ PROGRAMS: dict[str, Program] = {
     "split_fixed": Program(Split, bags=FIXED),
     "two_sets_fixed": Program(TwoSets, bags=FIXED),
     "permuted": Program(Permuted),
+    "weighted": Program(Weighted),
+    "weighted_fixed": Program(Weighted, bags=FIXED),
+    "weighted_in_host_memory": Program(WeightedInHostMemory),
     "by_keyword": Program(ByKeyword),
     "offsets": Program(Offsets),
     "one_feature": Program(OneFeature),
@@ -290,7 +308,8 @@ def _batches(program: Program, rank: int) -> Iterator[Any]:
             for key in keys
         ]
         values = torch.randint(0, ROWS, (int(torch.cat(lengths).sum()),), generator=generator)
-        return KeyedJaggedTensor(list(keys), values, lengths=torch.cat(lengths))
+        weights = torch.randn(values.shape, generator=generator) if program.model.weighted else None
+        return KeyedJaggedTensor(list(keys), values, weights, lengths=torch.cat(lengths))
 
     for step in range(STEPS):
         dense = torch.rand(SAMPLES, 3, generator=generator)

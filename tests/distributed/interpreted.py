@@ -86,4 +86,4 @@ def _transpose_embedding_input(
     bags = torch.arange(offsets.numel() - 1).repeat_interleave(offsets.diff())
     keys = first_keys[bags // samples] + values
     run_keys, run_starts, run_count, infos = sort_ids(keys, bags, samples, info_B_num_bits)
-    return None, None, infos, run_keys, None, run_count, run_starts
+    return keys, None, infos, run_keys, None, run_count, run_starts

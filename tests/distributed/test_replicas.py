@@ -126,7 +126,7 @@ def _train_all(folder: Path) -> None:
     sharded: Any = _shard(OverlapEmbeddingBagCollectionSharder()).module.embedding
     sharded._env.sharding_strategy = ShardingStrategy.FULLY_SHARDED  # whose lookups can be made on GPUs alone
     shardings = dict(zip(sharded._sharding_types, sharded._embedding_shardings, strict=True))
-    reasons = reasons_to_fall_back(shardings, sharded._env, False, torch.float32)
+    reasons = reasons_to_fall_back(shardings, sharded._env, torch.float32)
     saved["refused"] = {"reasons": list(reasons.values())}
     torch.save(saved, folder / f"{dist.get_rank()}.pt")
 

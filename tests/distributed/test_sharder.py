@@ -16,6 +16,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import UserEnabledConfigDefinition, WeightDecayMode
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
+from torchrec.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.sharding_plan import (
     ParameterShardingGenerator,
@@ -28,6 +29,8 @@ from torchrec.distributed.sharding_plan import (
 from torchrec.distributed.types import ModuleSharder, QuantizedCommCodecs, ShardingEnv, ShardingPlan
 from torchrec.modules.embedding_configs import DataType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.feature_processor_ import PositionWeightedModule
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.backends import EXCHANGED
@@ -126,7 +129,9 @@ CASES = {plan: Case(plan) for plan in (*PLANS, "planner")} | {
     "graph_fp16_output": Case(pipeline="graph", other=(0, 1), fused_params={"output_dtype": SparseType.FP16}),
     "fp16_codecs": Case("columns_and_data_parallel", codecs=CommType.FP16),
     "graph_bf16_codecs": Case(pipeline="graph", codecs=CommType.BF16),
-    "weighted": Case(weighted=True),
+    "weighted": Case("columns_and_data_parallel", weighted=True),
+    "weighted_fp16_rows": Case(weighted=True, rows=DataType.FP16, fused_params={"optimizer": ROWWISE_ADAGRAD}),
+    "graph_weighted": Case("columns_and_data_parallel", weighted=True, pipeline="graph"),
 }
 WAYS: dict[str, dict[str, Any]] = {
     "nccl": {"backend": "nccl"},
@@ -163,13 +168,18 @@ def _batches(case: Case) -> Iterator[Batch]:
             for rows, bags in zip(ROWS.values(), lengths, strict=True)
         ]
         ids = torch.cat(values).to(case.ids)
-        weights = torch.rand(ids.numel(), generator=generator) if case.weighted else None
+        # Products with powers of two are exact: FBGEMM may round a product and a sum at once.
+        powers = torch.tensor([-2.0, -0.5, 0.0, 0.25, 1.0])
+        weights = powers[torch.randint(5, ids.shape, generator=generator)] if case.weighted else None
         sparse = KeyedJaggedTensor(list(ROWS), ids, weights=weights, lengths=lengths.flatten().to(case.ids))
         yield Batch(torch.rand(samples, 1, generator=generator), sparse, torch.empty(0))
 
 
 def _train(case: Case, sharder: ModuleSharder) -> dict[str, Any]:
-    model = Model(TABLES, OTHER_TABLES, case.weighted, case.rows)
+    tables = TABLES
+    if case.weighted:  # FBGEMM on a CPU does not divide the gradient of weighted means
+        tables = {name: (*table[:3], SUM) for name, table in TABLES.items()}
+    model = Model(tables, OTHER_TABLES, case.weighted, case.rows)
     return train(model, _make_plan(case, model, sharder), sharder, list(_batches(case)), case.pipeline)
 
 
@@ -225,7 +235,7 @@ def test_outputs_weights_and_states(folder: Path, name: str, way: str) -> None:
         assert_all_near(ours["states"], stock["states"], tolerance, f"rank {rank}, state")
         assert ours["keys"] == stock["keys"], "columns lie where a model finds them that reads them by position"
         used = WAYS[way]["backend"], *(("CpuPush", 1) if pushed else ("CollectiveBackward", 0))
-        assert ours["exchanged"] == ([] if case.weighted else [used] * 2)
+        assert ours["exchanged"] == [used] * 2
 
 
 def _why_not_captured(way: str) -> str | None:
@@ -236,11 +246,7 @@ def _why_not_captured(way: str) -> str | None:
 @pytest.mark.parametrize("way", EVERY_WAY)
 @pytest.mark.parametrize("name", CASES)
 def test_what_falls_back_is_logged_once(folder: Path, name: str, way: str) -> None:
-    case, backend = CASES[name], WAYS[way]["backend"]
-    lines = []
-    if case.weighted:
-        lines = [f"backend {backend}: table_wise tables stay with TorchRec: bags have weights"] * 2
-        lines += [f"backend {backend}: column_wise tables stay with TorchRec: bags have weights"]
+    case, lines = CASES[name], []
     if case.only_fbgemm and way in PUSHING:  # of each of the two modules
         lines += [f"backward push: gradients go by the collective: {case.only_fbgemm}"] * 2
     if case.pipeline == "graph" and (reason := _why_not_captured(way)) is not None:
@@ -291,6 +297,59 @@ def test_steps_of_features_with_batches_of_their_own_stay_with_torchrec(
     assert_all_near(found[0], found[1], 0.0, "output or row")
     lines = [record.getMessage() for record in caplog.records if record.name == "dlrm_overlap"]
     assert lines == ["backend pgas: steps stay with TorchRec: features have batches of different sizes"]
+
+
+def test_steps_whose_weights_are_trained_stay_with_torchrec(
+    world_of_one: dist.ProcessGroup, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As those of a feature processor."""
+    gradients = []
+    for sharder in (OverlapEmbeddingBagCollectionSharder(), EmbeddingBagCollectionSharder()):
+        sharded = _shard_alone(sharder, FUSED, world_of_one)
+        initialise_tables(sharded, seed=0)
+        weights = torch.tensor([0.5, -2.0], requires_grad=True)
+        ids = KeyedJaggedTensor(["f5"], torch.tensor([1, 2]), weights, lengths=torch.tensor([2]))
+        sharded(ids).values().square().sum().backward()
+        gradients.append(weights.grad)
+    assert gradients[0] is not None
+    assert gradients[0].any()
+    assert_same(gradients[0], gradients[1], "gradient of the weights")
+    lines = [record.getMessage() for record in caplog.records if record.name == "dlrm_overlap"]
+    assert lines == ["backend pgas: steps stay with TorchRec: weights of ids require a gradient"]
+
+
+def _train_processed(folder: Path) -> None:
+    """Train a position's weights and tables that are all on rank 1, by stock and by the drop-in, and compare."""
+    tables: Tables = {"a": (20, 8, ["f0"], SUM), "b": (30, 4, ["f1"], SUM)}
+    given = []
+    for kind in (EmbeddingBagCollectionSharder, OverlapEmbeddingBagCollectionSharder):
+        collection = EmbeddingBagCollection(table_configs(tables), is_weighted=True, device=torch.device("meta"))
+        positions: Any = {name: PositionWeightedModule(3, torch.device("cpu")) for name in ("f0", "f1")}
+        sharder: Any = FeatureProcessedEmbeddingBagCollectionSharder(
+            kind({"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.5})
+        )
+        module = FeatureProcessedEmbeddingBagCollection(collection, positions)
+        ways = dict.fromkeys(tables, table_wise(1, compute_kernel="fused"))
+        plan = construct_module_sharding_plan(module, ways, sharder, 2, 2, "cpu")
+        sharded = sharder.shard(module, dict(plan), ShardingEnv.from_process_group(world()), CPU)
+        initialise_tables(sharded, seed=0)
+        for step in range(2):
+            generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+            ids = torch.randint(0, 20, (8,), generator=generator)
+            pooled = sharded(KeyedJaggedTensor(["f0", "f1"], ids, lengths=torch.tensor([2, 1, 3, 2]))).values()
+            pooled.square().sum().backward()
+            given.append({"pooled": pooled.detach(), **dict(local_tensors(sharded.state_dict()))})
+            gradients = {name: p.grad for name, p in sharded.named_parameters() if p.grad is not None}
+            given[-1] |= {f"gradient of {name}": gradient.clone() for name, gradient in gradients.items()}
+    assert dist.get_rank() == 0 or any(name.startswith("gradient of _feature_proc") for name in given[0]), list(
+        given[0]
+    )
+    for step in range(2):
+        assert_all_near(given[2 + step], given[step], 0.0, f"step {step}:")
+
+
+def test_weights_of_feature_processors_are_trained_by_torchrec_where_a_rank_has_none(tmp_path: Path) -> None:
+    run_ranks(_train_processed, 2, tmp_path)
 
 
 def test_the_output_in_the_models_order(world_of_one: dist.ProcessGroup) -> None:

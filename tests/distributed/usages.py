@@ -43,6 +43,9 @@ _OPTIMIZERS = {"sgd": EmbOptimType.EXACT_SGD, "rowwise_adagrad": EmbOptimType.EX
 class Tower(nn.Module):
     """An embedding collection and what is made of its output, [b, FEATURES * DIM]."""
 
+    pooling = PoolingType.MEAN
+    """of one table; the others are pooled to sums"""
+
     def __init__(self) -> None:
         super().__init__()
         self.embedding = EmbeddingBagCollection(
@@ -52,7 +55,7 @@ class Tower(nn.Module):
                     num_embeddings=ROWS,
                     embedding_dim=DIM,
                     feature_names=[f"feature{i}"],
-                    pooling=PoolingType.MEAN if i == 2 else PoolingType.SUM,
+                    pooling=self.pooling if i == 2 else PoolingType.SUM,
                 )
                 for i in range(FEATURES)
             ],
@@ -72,6 +75,12 @@ class Tower(nn.Module):
     def loss(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the loss of [b, FEATURES * DIM]."""
         return (self.over(hidden) - 1).square().mean() + hidden.square().mean()
+
+
+class Sums(Tower):
+    """Has no means: FBGEMM on a CPU does not divide the gradient of weighted ones."""
+
+    pooling = PoolingType.SUM
 
 
 class InPlace(Tower):
@@ -279,7 +288,7 @@ USAGES: dict[str, tuple[type[Tower], Take]] = {
     "weight_decay_later": (Tower, _take_with_weight_decay_from_step_1),
     "frozen_tables": (Tower, _take_with_frozen_tables),
     "default_device": (Tower, _take_under_a_default_device),
-    "weights_unasked": (Tower, _take_weighted),
+    "weights_unasked": (Sums, _take_weighted),
 }
 
 

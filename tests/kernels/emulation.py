@@ -55,6 +55,8 @@ class Case:
     check: bool = True
     leaves_out: bool = False
     """whether empty bags of even features are not stored"""
+    weighted: bool = False
+    """whether ids have weights"""
 
     @property
     def world_size(self) -> int:
@@ -82,12 +84,16 @@ class Ids:
         self.storage = torch.full((count + 2,), -1, dtype=case.ids)
         self.values = self.storage[1:-1]
         self.values.copy_(torch.randint(0, rows, (count,), generator=generator))
+        drawn = torch.randint(-4, 5, (count + 1,), generator=generator)[1:] / 4
+        self.weights = drawn if case.weighted else None
+        """0 and numbers below it among them"""
 
-    def bags(self, feature: int, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return lengths and ids of the bags of samples first .. end - 1 of the input's `feature`."""
+    def bags(self, feature: int, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Return lengths, ids and their weights of the bags of samples first .. end - 1 of the input's `feature`."""
         bag = feature * self.samples
-        begin, stop = int(self.offsets[bag + first]), int(self.offsets[bag + end])
-        return self.lengths[bag + first : bag + end], self.values[begin:stop]
+        here = slice(int(self.offsets[bag + first]), int(self.offsets[bag + end]))
+        weights = None if self.weights is None else self.weights[here]
+        return self.lengths[bag + first : bag + end], self.values[here], weights
 
 
 class World:
@@ -143,8 +149,8 @@ class World:
     def pooled(self, rank: int, feature: int, destination: int) -> torch.Tensor:
         """Return [b, D] float32 of the destination's samples."""
         first, end = self.first_sample[destination : destination + 2].tolist()
-        lengths, values = self.ids[rank].bags(self.input_feature(rank, feature), first, end)
-        return reference.pool(self.table(rank, feature), lengths, values, mean=feature % 2 == 1)
+        lengths, values, weights = self.ids[rank].bags(self.input_feature(rank, feature), first, end)
+        return reference.pool(self.table(rank, feature), lengths, values, feature % 2 == 1, weights)
 
     def expected(self) -> list[torch.Tensor]:
         """Return the windows as they are to be, guards included. Sums run in the order of the ids: to the last bit."""
@@ -154,7 +160,7 @@ class World:
                 pooled = to_wire(self.pooled(rank, feature, destination), self.case.wire)
                 if self.case.leaves_out and feature % 2 == 0:
                     first, end = self.first_sample[destination : destination + 2].tolist()
-                    lengths, _ = self.ids[rank].bags(self.input_feature(rank, feature), first, end)
+                    lengths, *_ = self.ids[rank].bags(self.input_feature(rank, feature), first, end)
                     pooled[lengths == 0] = torch.nan  # as before
                 window[1 : samples + 1, columns] = pooled
         return windows
@@ -166,7 +172,7 @@ class World:
 
     def bags(self, rank: int) -> Bags:
         ids = self.ids[rank]
-        return Bags(ids.values, ids.offsets, self.first_sample, ids.samples, self.samples)
+        return Bags(ids.values, ids.offsets, self.first_sample, ids.samples, self.samples, ids.weights)
 
     def feature_table(self, rank: int) -> FeatureTable:
         case, features = self.case, range(self.case.features[rank])
@@ -308,6 +314,8 @@ CASES = {
     "empty_bags_only": Case((3, 2), (2, 1), longest=0),
     "empty_bags_left_out": Case((5, 4), (3, 1), longest=1, leaves_out=True),
     "long_bags": Case((2, 3), (1, 1), longest=11),
+    "weighted": Case(weighted=True),
+    "weighted_fp16_rows_int64": Case((3, 4), (2, 1), 64, fp16, bf16, torch.int64, leaves_out=True, weighted=True),
     "int64": Case(ids=torch.int64, offsets=torch.int64),
     "int64_ids_int32_offsets": Case((3, 4), (2, 1), dim=64, ids=torch.int64),
     "int32_ids_int64_offsets": Case((3, 4), (2, 1), dim=64, offsets=torch.int64),

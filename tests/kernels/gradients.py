@@ -63,6 +63,8 @@ class Case:
     wire: torch.dtype = torch.float32
     ids: torch.dtype = torch.int64
     offsets: torch.dtype = torch.int64
+    weighted: bool = False
+    """whether ids have weights: fourths up to 1, 0 and numbers below it among them"""
 
 
 def assert_near(actual: torch.Tensor, expected: torch.Tensor) -> None:
@@ -134,6 +136,9 @@ class Model:
         self.offsets = torch.cat((torch.zeros(1, dtype=torch.int64), self.lengths.cumsum(0))).to(case.offsets)
         first_keys = torch.tensor([feature.first_key for feature in self.features])
         self.values = (self.keys - first_keys[self.bags // case.samples]).to(case.ids)
+        self.id_weights: torch.Tensor | None = None
+        if case.weighted:
+            self.id_weights = torch.randint(-4, 5, self.keys.shape, generator=self._generator) / 4
         self._make_rows()
         self._make_gradients()
 
@@ -191,7 +196,10 @@ class Model:
         """Return what FBGEMM's sort gives."""
         samples = self.case.samples
         run_keys, run_starts, run_count, infos = sort_ids(self.keys, self.bags, samples, self.bits)
-        return SortedIds(run_keys.to(self.case.ids), run_starts, run_count, infos, self.bits, self.offsets, samples)
+        runs, weights = (run_keys.to(self.case.ids), run_starts, run_count), self.id_weights
+        if weights is not None:
+            weights = weights[self.keys.sort(stable=True).indices]
+        return SortedIds(*runs, infos, self.bits, self.offsets, samples, weights)
 
     def input_features(self) -> InputFeatures:
         entries = [
@@ -229,7 +237,7 @@ class Model:
         here = [i for i, feature in enumerate(self.features) if feature.range == index]
         add_to_rows(
             self.values, self.offsets, self.case.samples, self.input_features(), here[0], here[-1] + 1,
-            self.row_range(index), self.window, rule.rule(),
+            self.row_range(index), self.window, rule.rule(), self.id_weights,
         )  # fmt: skip
 
     def totals(self, index: int) -> torch.Tensor:
@@ -241,6 +249,8 @@ class Model:
                 gradient = self.gradients[i].double()[self.bags[here] % self.case.samples]
                 if feature.mean:
                     gradient /= self.lengths[self.bags[here], None]
+                if self.id_weights is not None:
+                    gradient *= self.id_weights[here, None]
                 totals.index_add_(0, self.keys[here] - self.first_keys[index], gradient)
         return totals
 

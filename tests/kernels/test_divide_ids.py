@@ -29,30 +29,36 @@ def test_shares_of_three_features(samples: int) -> None:
     lengths = torch.randint(0, 4, (3 * samples,), generator=generator)
     values = torch.randint(-1, 9, (int(lengths.sum()),), dtype=torch.int32, generator=generator)
     room, shared = 9 * samples, 9 * samples
-    values_at, offsets_at = room + 3, room + 3 + shared + 1
+    values_at, weights_at = room + 3, room + 3 + shared + 1
+    offsets_at = 2 * weights_at
     window = torch.full((offsets_at + (3 + 1 + len(shares)) * samples + 1 + 4,), GUARD, dtype=torch.int32)
     window[: values.numel()] = values
+    window[weights_at : weights_at + values.numel()] = torch.arange(values.numel())  # of any bits
     window[offsets_at : offsets_at + lengths.numel() + 1] = torch.cat([torch.zeros(1), lengths.cumsum(0)])
     before = window.clone()
     counts = torch.full((1 + len(shares) * samples,), values_at, dtype=torch.int32)
-    divide_ids(window, Shares(torch.tensor(shares), room, values_at, shared, offsets_at, 3), samples, counts)
-    ids, share_lengths = reference.divide_ids(before, before[offsets_at:], shares, samples)
+    table = Shares(torch.tensor(shares), room, values_at, shared, offsets_at, 3, weights_at)
+    divide_ids(window, table, samples, counts)
+    ids, positions, share_lengths = reference.divide_ids(before, before[offsets_at:], shares, samples)
     assert torch.equal(window[values_at : values_at + ids.numel()], ids)
     first = offsets_at + 4 * samples
     expected = torch.cat([torch.zeros(1), share_lengths.cumsum(0)]).int() + values_at
     assert torch.equal(window[first : first + expected.numel()], expected)
     untouched = torch.ones_like(window, dtype=torch.bool)
-    untouched[values_at : values_at + ids.numel()] = False
+    weights = slice(weights_at + values_at, weights_at + values_at + ids.numel())
+    assert torch.equal(window[weights], positions.int())
+    untouched[weights] = untouched[values_at : values_at + ids.numel()] = False
     untouched[first : first + expected.numel()] = False
     assert torch.equal(window[untouched], before[untouched])
 
 
 def test_the_reference() -> None:
     """The example of the module."""
-    ids, lengths = reference.divide_ids(
+    ids, positions, lengths = reference.divide_ids(
         torch.tensor([5, 1, 7, 4], dtype=torch.int32), torch.tensor([0, 2, 4]), [(0, 0, 4), (0, 4, EVERY_ID)], 2
     )
     assert ids.tolist() == [1, 1, 3, 0]
+    assert positions.tolist() == [1, 0, 2, 3]
     assert lengths.tolist() == [1, 0, 1, 2]
 
 

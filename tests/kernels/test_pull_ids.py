@@ -24,7 +24,8 @@ class Ranks:
         generator = torch.Generator().manual_seed(0)
         self.world_size, self.samples = world_size, samples
         self.capacities = [samples * most for _, most in bag_sizes]
-        self.offsets_at = sum(self.capacities) + 3
+        self.weights_at = sum(self.capacities) + 3
+        self.offsets_at = 2 * self.weights_at
         self.record = Record(CPU)
         self.published: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.windows: list[torch.Tensor] = []
@@ -34,6 +35,8 @@ class Ranks:
             ids = torch.randint(0, 100, (int(offsets[-1]),), generator=generator).int()
             window = torch.full((self.offsets_at + offsets.numel(),), GUARD, dtype=torch.int32)
             window[: ids.numel()] = ids
+            weights = torch.randint(-4, 5, ids.shape, generator=generator) / 4
+            window[self.weights_at : self.weights_at + ids.numel()] = weights.view(torch.int32)
             window[self.offsets_at :] = offsets
             self.published.append((ids, offsets))
             self.windows.append(window)
@@ -42,13 +45,19 @@ class Ranks:
         return Published(
             windows=torch.tensor([window.data_ptr() for window in self.windows]),
             offsets_at=self.offsets_at,
+            weights_at=self.weights_at,
             requested=torch.tensor(requested).int(),
             rows=torch.full((len(requested),), rows).int(),
             capacities=torch.tensor(self.capacities).int(),
         )
 
     def pull(
-        self, requested: Sequence[int], rows: int = 100, known: Arrivals | None = None, check: bool = True
+        self,
+        requested: Sequence[int],
+        rows: int = 100,
+        known: Arrivals | None = None,
+        check: bool = True,
+        weights: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return values and offsets as they arrive, each with a guard behind it, and the padding among them."""
         pairs, batch = len(requested) * self.world_size, self.world_size * self.samples
@@ -67,6 +76,7 @@ class Ranks:
             torch.tensor(tasks).int().view(-1, 3),
             values[:-1],
             offsets,
+            weights,
             self.record.status,
             self.samples,
             lengths=lengths,
@@ -82,9 +92,16 @@ class Ranks:
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_ids_arrive_with_their_offsets_and_are_padded(requested: list[int], world_size: int) -> None:
     ranks = Ranks([(0, 3), (1, 1), (0, 7)], world_size)
-    values, offsets = ranks.pull(requested)
+    weights = torch.full((200,), float(GUARD))
+    values, offsets = ranks.pull(requested, weights=weights)
     expected_values, expected_offsets = reference.pull_ids(ranks.published, requested, ranks.samples)
+    published = [
+        (window[ranks.weights_at :], bags) for window, (_, bags) in zip(ranks.windows, ranks.published, strict=True)
+    ]
+    expected_weights, _ = reference.pull_ids(published, requested, ranks.samples)
     arrived, bags = expected_values.numel(), expected_offsets.numel()
+    assert_same(weights[:arrived], expected_weights.view(torch.float32), "weights")
+    assert (weights[arrived:] == GUARD).all()
     assert_same(values[:arrived], expected_values, "values")
     assert_same(offsets[:bags], expected_offsets, "offsets")
     assert_same(values[arrived:], torch.zeros_like(values[arrived:]), "padding")

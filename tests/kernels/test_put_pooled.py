@@ -33,10 +33,14 @@ def _signals(heap: torch.Tensor) -> list[int]:
 
 
 @interpreted
-@pytest.mark.parametrize(("longest_wait_us", "puts"), [(None, (2, 0, 1, 0)), (0.0, (1, 1, 1, 0))])
-def test_parts_of_a_message_are_pooled_put_and_taken(longest_wait_us: float | None, puts: Sequence[int]) -> None:
+@pytest.mark.parametrize(
+    ("longest_wait_us", "puts", "weighted"), [(None, (2, 0, 1, 0), False), (0.0, (1, 1, 1, 0), True)]
+)
+def test_parts_of_a_message_are_pooled_put_and_taken(
+    longest_wait_us: float | None, puts: Sequence[int], weighted: bool
+) -> None:
     """Rank 0 pools for ranks 1 and 2, whose host is another; rank 2 takes the message for both."""
-    world = World(Case(batch_sizes=(1, 9, 3), features=(2, 0, 0), dim=4, gap=0))
+    world = World(Case(batch_sizes=(1, 9, 3), features=(2, 0, 0), dim=4, gap=0, weighted=weighted))
     heaps, addresses = _heaps(3)
     sent, arrived = (_rows(heaps[rank], at, 12, 8) for rank, at in ((0, _STAGED), (2, _ARRIVED)))
     host = world.first_sample[1:].clone()  # where a kernel's tensors may begin

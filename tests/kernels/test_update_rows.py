@@ -25,9 +25,21 @@ RANGES = (
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("means", [False, True], ids=["sums", "means"])
-@pytest.mark.parametrize("dim", [4, 12, 128, 1020, pytest.param(1024, marks=pytest.mark.slow)])
-def test_rows_are_updated_once_by_the_sum_of_their_gradients(optimizer: str, means: bool, dim: int) -> None:
-    model = Model(Case((replace(MIXED, dim=dim, optimizer=optimizer, means=means),)))
+@pytest.mark.parametrize(
+    ("dim", "weighted"),
+    [
+        (4, False),
+        (12, False),
+        (12, True),
+        (128, False),
+        (1020, False),
+        pytest.param(1024, False, marks=pytest.mark.slow),
+    ],
+)
+def test_rows_are_updated_once_by_the_sum_of_their_gradients(
+    optimizer: str, means: bool, dim: int, weighted: bool
+) -> None:
+    model = Model(Case((replace(MIXED, dim=dim, optimizer=optimizer, means=means),), weighted=weighted))
     bags_by_key = list(zip(model.keys.tolist(), model.bags.tolist(), strict=True))
     assert len(set(bags_by_key)) < len(bags_by_key), "a bag names a row twice"
     assert (model.lengths == 0).any(), "a bag is empty"
@@ -131,7 +143,7 @@ def test_one_update_serves_steps_of_other_types_gradients_and_numbers() -> None:
         update(runs, window, numbers)
         assert_near(model.weights[0], weights)
         assert_near(model.states[0], states)
-        given = [weakref.ref(tensor) for tensor in (*runs, window, numbers.numbers)]
+        given = [weakref.ref(tensor) for tensor in (*runs[:-1], window, numbers.numbers)]
         del runs, window, numbers
         assert not any(tensor() is not None for tensor in given), "a launch holds what it was given"
     assert len(update._launches) == 3
@@ -255,10 +267,10 @@ def test_the_seed_decides_how_to_round(weights: torch.dtype) -> None:
         assert 0.25 < (other != rows[0]).double().mean() < 0.4, "a third of all pairs of fair roundings differ"
 
 
-@pytest.mark.parametrize("ids", [torch.int32, torch.int64])
+@pytest.mark.parametrize(("ids", "weighted"), [(torch.int32, False), (torch.int64, False), (torch.int64, True)])
 @pytest.mark.parametrize("dim", [4, 12, 128, 1020, 1024])
-def test_atomic_additions_of_sums(ids: torch.dtype, dim: int) -> None:
-    model = Model(Case((MIXED, replace(MIXED, dim=dim)), ids=ids, offsets=ids))
+def test_atomic_additions_of_sums(ids: torch.dtype, weighted: bool, dim: int) -> None:
+    model = Model(Case((MIXED, replace(MIXED, dim=dim)), ids=ids, offsets=ids, weighted=weighted))
     for index in (1, 0):
         # Eighths, as the gradients are: all sums are exact, and their order does not matter.
         model.rows(index).mul_(8).round_().div_(8)

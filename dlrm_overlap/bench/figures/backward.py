@@ -143,7 +143,7 @@ class CollectiveBaseline(Contender):
         mark()
         bags = batch.ids.inputs[0]
         gradient, (rule,) = received.view(-1, self._width).float(), self.workload.tables.rules()
-        self._update.apply(gradient, bags.values(), bags.offsets(), rule)
+        self._update.apply(gradient, bags, rule)
 
 
 class Push(Contender):

@@ -254,4 +254,4 @@ class WindowBackward(Backward):
                 # Float32 before they are joined: autocast refuses to join the half type that is not its own.
                 gradients = [self.gradient_of(shard, window, samples).float() for shard in lookup.shards]
                 gradient = torch.cat(gradients, dim=1).mul_(self.update_scale)
-                FbgemmUpdate(self.tables.lookups[lookup.number]).apply(gradient, ids.values(), ids.offsets(), rule)
+                FbgemmUpdate(self.tables.lookups[lookup.number]).apply(gradient, ids, rule)

@@ -126,7 +126,7 @@ class CollectiveBackward(Backward):
         for update, lookup in self._updates:
             ids, columns = bags_of(lookup, step.inputs), gradient[:, first : first + lookup.dim].contiguous()
             if not (rule := step.rules[lookup.number]).frozen:
-                update.apply(columns, ids.values(), ids.offsets(), rule)
+                update.apply(columns, ids, rule)
             first += lookup.dim
 
 

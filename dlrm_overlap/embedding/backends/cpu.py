@@ -27,10 +27,32 @@ def lengths_and_ids(ids: KeyedJaggedTensor, first: int, end: int) -> tuple[torch
     return ids.lengths()[first:end], ids.values()[int(offsets[first]) : int(offsets[end])]
 
 
+def weights_between(ids: KeyedJaggedTensor, first: int, end: int) -> torch.Tensor | None:
+    """Return the weights of the ids in the bags [first, end), as a view, or None if ids have none."""
+    weights, offsets = ids.weights_or_none(), ids.offsets()
+    return None if weights is None else weights[int(offsets[first]) : int(offsets[end])]
+
+
 def pool_on_cpu(shard: FeatureShard, weight: torch.Tensor, step: Step, first: int, end: int) -> torch.Tensor:
     """Return the pooled embeddings [end - first, D] float32 of samples first .. end - 1 of the global batch."""
     bag = shard.feature * step.batch.total
-    return reference.pool(weight, *lengths_and_ids(step.inputs[shard.input], bag + first, bag + end), shard.mean)
+    bags = step.inputs[shard.input], bag + first, bag + end
+    return reference.pool(weight, *lengths_and_ids(*bags), shard.mean, weights_between(*bags))
+
+
+def ids_in_bags(ids: KeyedJaggedTensor, shard: FeatureShard, samples: int) -> tuple[torch.Tensor, ...]:
+    """Return the ids [n] of a shard's bags, the sample [n] of each, and what multiplies its row, [n, 1] float32.
+
+    Args:
+        ids: of the shard's input, with `samples` bags a feature.
+    """
+    bags = ids, shard.feature * samples, (shard.feature + 1) * samples
+    lengths, values = lengths_and_ids(*bags)
+    sample, weights = torch.repeat_interleave(lengths.long()), weights_between(*bags)
+    factors = torch.ones(values.numel(), device=values.device) if weights is None else weights
+    if shard.mean:
+        factors = factors / lengths[sample]
+    return values, sample, factors[:, None]
 
 
 def check_on_cpu(forward: Forward, step: Step) -> None:
@@ -222,13 +244,9 @@ class CpuPush(WindowBackward):
         samples = step.batch.total
         values, gradients = [], []
         for shard in shards:
-            bag = shard.feature * samples
-            lengths, ids = lengths_and_ids(step.inputs[shard.input], bag, bag + samples)
-            rows = self.gradient_of(shard, window, samples).float() * scale
-            if shard.mean:
-                rows = rows / lengths.clamp(min=1)[:, None]
+            ids, sample, factors = ids_in_bags(step.inputs[shard.input], shard, samples)
             values.append(ids)
-            gradients.append(rows.repeat_interleave(lengths, dim=0))
+            gradients.append(self.gradient_of(shard, window, samples)[sample].float() * (factors * scale))
         return torch.cat(values).long(), torch.cat(gradients)
 
 

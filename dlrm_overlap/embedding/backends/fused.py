@@ -1,14 +1,15 @@
 """`fused` on GPUs: one persistent kernel pools, and puts each slice as soon as it is done (arXiv 2305.06942)."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
 from dlrm_overlap.config import InputError
-from dlrm_overlap.embedding.backends.pgas import OwnFlags, ZeroCopyForward, type_and_place
+from dlrm_overlap.embedding.backends.pgas import OwnFlags, ZeroCopyForward, types_and_places
 from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions
-from dlrm_overlap.embedding.steps import Step, StepCache
+from dlrm_overlap.embedding.steps import Step, StepCache, tensors_of
 from dlrm_overlap.embedding.windows import WindowPair, flags_among
 from dlrm_overlap.kernels.arguments import (
     Bags,
@@ -48,7 +49,7 @@ class PreparedPut(NamedTuple):
     """A kernel with all that it takes in each step of some batch sizes, but the ids and the epoch."""
 
     launch: Launch
-    """called with values, offsets and the epoch"""
+    """called with values, offsets, weights and the epoch"""
     staging: torch.Tensor
     """see `SliceState`"""
     task_bags: int
@@ -99,12 +100,11 @@ class SlicedForward(ZeroCopyForward):
         windows = self.peers[epoch % 2]
         self.lookup.first_samples(step.batch, self.reached)  # as `DeviceLookup.store`
         for i, table in enumerate(tables):
-            ids = step.inputs[self.lookup.pooled_together[i][0].input]
-            values, offsets = ids.values(), ids.offsets()
-            short = has_short_bags(table, values, offsets)
-            key = table, windows, step.batch, short, *type_and_place(values), *type_and_place(offsets)
+            tensors = tensors_of(step.inputs[self.lookup.pooled_together[i][0].input])
+            short = has_short_bags(table, *tensors[:2])
+            key = table, windows, step.batch, short, types_and_places(tensors)
             put = self._puts.get(key, self._prepare, i, table, windows, flags, step)
-            self.launch(i, put, step, values, offsets)
+            self.launch(i, put, step, tensors)
 
     def _prepare(self, i: int, table: FeatureTable, windows: Windows, flags: OwnFlags, step: Step) -> PreparedPut:
         """Prepare the launches of kernel i for steps of this one's batch sizes and types of ids."""
@@ -128,10 +128,10 @@ class SlicedForward(ZeroCopyForward):
     def _last(self) -> int:
         return len(self.lookup.pooled_together) - 1
 
-    def launch(self, i: int, put: PreparedPut, step: Step, values: torch.Tensor, offsets: torch.Tensor) -> None:
+    def launch(self, i: int, put: PreparedPut, step: Step, tensors: Sequence[torch.Tensor]) -> None:
         """Launch kernel i, whose programs raise flags and await them."""
         with self.order:
-            put.launch(values, offsets, self.windows.counter.argument)
+            put.launch(*tensors, self.windows.counter.argument)
 
     def finish(self, step: Step, copy: bool = False) -> torch.Tensor:
         """Lend the window, or copy it: the stream comes after the kernel that has awaited the flags, if one has."""

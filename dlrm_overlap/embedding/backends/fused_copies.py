@@ -172,11 +172,11 @@ class CopiedSlicesForward(SlicedForward):
             self._puts.forget()
         return replace(super().state(i, bags, table, tuning), regions=launch.regions)
 
-    def launch(self, i: int, put: PreparedPut, step: Step, values: torch.Tensor, offsets: torch.Tensor) -> None:
+    def launch(self, i: int, put: PreparedPut, step: Step, tensors: Sequence[torch.Tensor]) -> None:
         """Launch kernel i and issue its copies; after those of the last kernel the peers' flags."""
         self._launches[i].begin()
         self._engine.follow()  # a wait issued before `begin` would find the counts of the step before
-        put.launch(values, offsets, self.windows.counter.argument)
+        put.launch(*tensors, self.windows.counter.argument)
         last = i == len(self.lookup.pooled_together) - 1
         most = step.batch.most
         rows = -(-most // put.task_bags) * put.task_bags

@@ -19,7 +19,7 @@ from dlrm_overlap.embedding.crossing import published_window
 from dlrm_overlap.embedding.id_layout import IdLayout
 from dlrm_overlap.embedding.layout import EVERY_RANK, FeatureShard
 from dlrm_overlap.embedding.options import ExchangeContext
-from dlrm_overlap.embedding.steps import BatchSizes, StepCache
+from dlrm_overlap.embedding.steps import BatchSizes, StepCache, weights_of
 from dlrm_overlap.embedding.tables import BadIds, bad_id_message
 from dlrm_overlap.embedding.windows import WindowPair, ready_flags, skip_epoch
 from dlrm_overlap.kernels import reference
@@ -27,8 +27,8 @@ from dlrm_overlap.kernels.divide_ids import Shares, divide_ids
 from dlrm_overlap.kernels.flags import raise_flags, wait_flags
 from dlrm_overlap.kernels.pull_ids import BLOCK_IDS, Arrivals, Published, place_ids, pull_ids, pull_tasks
 
-Bags = tuple[torch.Tensor, torch.Tensor]
-"""ids, bag after bag, and the offsets of the bags"""
+Bags = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+"""ids, bag after bag, the offsets of the bags, and the ids' weights, if they have some"""
 
 
 class _Prepared(NamedTuple):
@@ -53,9 +53,12 @@ class IdPull:
         numbers = self._tensor(features), self._tensor(rows), self._tensor(ids.published_capacity)
         seen = [[published_window(windows.arena, name, rank) for rank in sources] for name in windows.names]
         addresses = [torch.tensor([each.data_ptr() for each in one], device=self._device) for one in seen]
-        self._published = [Published(each, ids.offsets_at, *numbers) for each in addresses]
+        self._published = [Published(each, ids.offsets_at, ids.weights_at, *numbers) for each in addresses]
         room = ids.arriving(features, self._sources)
         self._values = [torch.zeros(room, dtype=torch.int32, device=self._device) for _ in range(2)]
+        self._weights: Sequence[torch.Tensor | None] = [None, None]
+        if ids.weighted:
+            self._weights = [torch.zeros(room, device=self._device) for _ in range(2)]
         self._prepared = StepCache[int, _Prepared]()
         """by samples of a rank"""
 
@@ -65,12 +68,13 @@ class IdPull:
     def _prepare(self, samples: int) -> _Prepared:
         """Return the tensors for batches of `samples`, newly allocated."""
         sources, features = self._sources, len(self._features)
-        values = self._values
+        values, weights = self._values, self._weights
         if self._known:
             firsts, counts, begins, starts = self._ids.known_arrivals(self._features, sources, samples)
             arrivals = Arrivals(self._tensor(firsts), self._tensor(counts), self._tensor([*begins, starts[-1]]))
             offsets = [self._ids.known_offsets(self._features, sources * samples).to(self._device)] * 2
             values = [each[: starts[-1]] for each in values]
+            weights = [None if each is None else each[: starts[-1]] for each in weights]
         else:
             pairs = features * sources
             arrivals = Arrivals(*(self._tensor([0] * n) for n in (pairs, pairs, pairs + 1)))
@@ -78,7 +82,7 @@ class IdPull:
         capacities = [self._ids.published_capacity[feature] for feature in self._features]
         padded = 0 if self._known else self._values[0].numel()
         tasks = pull_tasks(capacities, sources, samples, padded, BLOCK_IDS)
-        arrived = list(zip(values, offsets, strict=True))
+        arrived = list(zip(values, offsets, weights, strict=True))
         return _Prepared(arrivals, self._tensor(tasks).reshape(len(tasks), 3), arrived)
 
     def __call__(self, samples: int, parity: int, check: bool) -> Bags:
@@ -86,10 +90,9 @@ class IdPull:
         found = self._prepared.get(samples, self._prepare, samples)
         published, status = self._published[parity], self.record.status
         place_ids(published, found.arrivals, status, samples, not self._known, self._ids.known_total(samples))
-        values, offsets = found.arrived[parity]
-        lengths = not self._known
-        pull_ids(published, found.arrivals, found.tasks, values, offsets, status, samples, lengths=lengths, check=check)
-        return values, offsets
+        bags, lengths = found.arrived[parity], not self._known
+        pull_ids(published, found.arrivals, found.tasks, *bags, status, samples, lengths=lengths, check=check)
+        return bags
 
 
 _GREATEST_INT32 = 2**31 - 1
@@ -137,7 +140,8 @@ class IdExchange(ABC):
                 as many as `features` has room for. Used where lengths are known beforehand.
 
         Raises:
-            InputError: if the features are others than before, or the samples more than the bound; nothing has begun.
+            InputError: if the features are others than before, some ids have weights and others none, weights require a
+                gradient, or the samples are more than the bound; nothing has begun.
         """
         samples = self._check(features)
         self.windows.begin()
@@ -149,6 +153,14 @@ class IdExchange(ABC):
             raise InputError(
                 f"ids: features {', '.join(features.keys())}, but every batch must have the same as the first, in this "
                 f"order: {', '.join(self.ids.keys)}"
+            )
+        if ((weights := weights_of(features)) is not None) != self.ids.weighted:
+            before, now = ("weights", "none") if self.ids.weighted else ("no weights", "some")
+            raise InputError(f"ids: the first batch's have {before}, and this one's {now}; give them to all or to none")
+        if weights is not None and weights.requires_grad and torch.is_grad_enabled():
+            raise InputError(
+                "ids: their weights require a gradient, which nothing computes where ids are sent without the host; "
+                "detach the weights, or train by TorchRec's pipeline"
             )
         if (samples := features.stride()) > self.ids.bound.samples:
             raise InputError(
@@ -165,6 +177,8 @@ class IdExchange(ABC):
             # Ids that no int32 holds stay outside every table, which has at most 2^31 - 1 rows.
             values = values.clamp(-1, _GREATEST_INT32)
         window[:here].copy_(values[:here])
+        if self.ids.weighted:
+            window[self.ids.weights_at :][:here].copy_(features.weights()[:here].detach().float().view(torch.int32))
         offsets = window[self.ids.offsets_at :]
         if not self.known:
             lengths = features.lengths()
@@ -238,9 +252,11 @@ class IdExchange(ABC):
         self.windows.close()
 
 
-def _input(values: torch.Tensor, offsets: torch.Tensor, samples: int) -> KeyedJaggedTensor:
+def _input(
+    values: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None, samples: int
+) -> KeyedJaggedTensor:
     keys = [str(index) for index in range((offsets.numel() - 1) // samples)]
-    return KeyedJaggedTensor(keys, values, offsets=offsets, stride=samples)
+    return KeyedJaggedTensor(keys, values, weights, offsets=offsets, stride=samples)
 
 
 class CpuIdExchange(IdExchange):
@@ -254,8 +270,11 @@ class CpuIdExchange(IdExchange):
         counts = offsets[: features * samples + 1 : samples].diff()
         if (counts < 0).any() or (counts > torch.tensor(self.ids.capacity)).any():
             return
-        ids, lengths = reference.divide_ids(window, offsets, self.ids.shares, samples)
+        ids, positions, lengths = reference.divide_ids(window, offsets, self.ids.shares, samples)
         window[self.ids.shares_at : self.ids.shares_at + ids.numel()] = ids
+        if self.ids.weighted:
+            weights = window[self.ids.weights_at :]
+            weights[self.ids.shares_at : self.ids.shares_at + ids.numel()] = weights[positions]
         shared[1:] += lengths.cumsum(0)
 
     def _fetch(self, samples: int) -> ArrivedIds:
@@ -268,13 +287,22 @@ class CpuIdExchange(IdExchange):
                 arena.raise_flag(self.windows.flags, peer, 0, self.windows.epoch, source)
         meet_on_cpu(self.windows, range(self.world_size), self.options.wait_timeout_s, "ids")
         published = [self._published(rank, samples) for rank in range(self.world_size)]
-        shards = reference.pull_ids(published, self.requested, samples)
-        self._check_rows(self.layout.by_owner[self.rank], range(self.world_size), *shards, samples)
+        shards = self._pull(published, self.requested, samples)
+        self._check_rows(self.layout.by_owner[self.rank], range(self.world_size), *shards[:2], samples)
         if not self.replicated:
             return self.arrived(shards, None, samples)
-        own = reference.pull_ids(published[self.rank : self.rank + 1], self.replicated, samples)
-        self._check_rows(self.layout.replicated, [self.rank], *own, samples)
+        own = self._pull(published[self.rank : self.rank + 1], self.replicated, samples)
+        self._check_rows(self.layout.replicated, [self.rank], *own[:2], samples)
         return self.arrived(shards, own, samples)
+
+    def _pull(
+        self, published: Sequence[tuple[torch.Tensor, torch.Tensor]], features: Sequence[int], samples: int
+    ) -> Bags:
+        values, offsets = reference.pull_ids(published, features, samples)
+        if not self.ids.weighted:
+            return values, offsets, None
+        weights = [(window[self.ids.weights_at :], offsets) for window, offsets in published]
+        return values, offsets, reference.pull_ids(weights, features, samples)[0].view(torch.float32)
 
     def skip(self) -> None:
         """Take an epoch in which nothing is published."""
@@ -332,7 +360,7 @@ class DeviceIdExchange(IdExchange):
         if ids.shares:
             entries = torch.tensor(ids.shares, dtype=torch.int64, device=self.device)
             where = ids.shares_at, ids.shared_values, ids.offsets_at, len(ids.keys)
-            self._shares = Shares(entries, ids.values, *where)
+            self._shares = Shares(entries, ids.values, *where, ids.weights_at * ids.weighted)
             room = 1 + len(ids.shares) * ids.bound.samples
             self._counts = torch.full((room,), ids.shares_at, dtype=torch.int32, device=self.device)
         self._carrier: IdsByPuts | IdsByCollective | None = None

@@ -10,12 +10,12 @@ from abc import abstractmethod
 import torch
 
 from dlrm_overlap.embedding.backends.base import Half
-from dlrm_overlap.embedding.backends.cpu import lengths_and_ids, pool_on_cpu
+from dlrm_overlap.embedding.backends.cpu import ids_in_bags, pool_on_cpu
 from dlrm_overlap.embedding.backends.pgas import DeviceLookup
 from dlrm_overlap.embedding.backends.rows import InputRows, in_readable_rows
 from dlrm_overlap.embedding.options import ExchangeContext
 from dlrm_overlap.embedding.replicated import ReplicatedGradients
-from dlrm_overlap.embedding.steps import BatchSizes, Step
+from dlrm_overlap.embedding.steps import BatchSizes, Step, tensors_of
 from dlrm_overlap.embedding.tables import BadIds
 from dlrm_overlap.embedding.windows import WindowPair
 from dlrm_overlap.kernels import reference
@@ -74,14 +74,10 @@ class CpuLocalLookup(LocalLookup):
         """Add the gradients of one feature's rows after the other."""
         own = self.own(step)
         for shard, column in self.columns.items():
-            bag = shard.feature * own.batch.total
-            lengths, ids = lengths_and_ids(own.inputs[0], bag, bag + own.batch.total)
-            rows = gradient[:, column : column + shard.dim].float()
-            if shard.mean:
-                rows = rows / lengths.clamp(min=1)[:, None]
+            ids, sample, factors = ids_in_bags(own.inputs[0], shard, own.batch.total)
+            rows = gradient[sample, column : column + shard.dim].float() * factors
             sums = self.gradients.weight(shard)
-            rate = self.gradients.LEARNING_RATE
-            reference.update_rows(sums, None, ids.long(), rows.repeat_interleave(lengths, dim=0), "sgd", rate)
+            reference.update_rows(sums, None, ids.long(), rows, "sgd", self.gradients.LEARNING_RATE)
 
     def finish_backward(self, step: Step) -> None:
         """Do nothing: `start_backward` has added all gradients."""
@@ -132,7 +128,7 @@ class DeviceLocalLookup(LocalLookup):
         gradient = in_readable_rows(gradient)
         rows, own = self._input_rows(), self.own(step)
         ids = own.inputs[0]
-        for tensor in (gradient, ids.values(), ids.offsets()):
+        for tensor in (gradient, *tensors_of(ids)):
             tensor.record_stream(self._stream)
         self._stream.wait_event(step.own_looked_up)
         self._issued.record(torch.cuda.current_stream(self.device))

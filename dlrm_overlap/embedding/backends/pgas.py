@@ -5,7 +5,7 @@
 Source: Chen et al. 2024, and the zero-copy variant of arXiv 2305.06942.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from math import gcd
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from dlrm_overlap.embedding.backends.base import WindowForward
 from dlrm_overlap.embedding.layout import EVERY_RANK, FeatureShard
 from dlrm_overlap.embedding.options import ExchangeContext
 from dlrm_overlap.embedding.replicated import ReplicatedTables
-from dlrm_overlap.embedding.steps import BatchSizes, Step, StepCache
+from dlrm_overlap.embedding.steps import BatchSizes, Step, StepCache, tensors_of
 from dlrm_overlap.embedding.tables import BadIds, bad_id_message
 from dlrm_overlap.embedding.windows import WindowPair, peer_windows, ready_flags, skip_epoch
 from dlrm_overlap.kernels.arguments import (
@@ -34,9 +34,9 @@ from dlrm_overlap.kernels.forward.store_pooled import storing_pooled
 from dlrm_overlap.kernels.launches import Launch
 
 
-def type_and_place(ids: torch.Tensor) -> tuple[torch.dtype, int]:
-    """Return the properties of ids that a prepared launch takes for granted: their type and their GPU."""
-    return ids.dtype, ids.get_device()
+def types_and_places(tensors: Iterable[torch.Tensor]) -> tuple[tuple[torch.dtype, int], ...]:
+    """Return the properties of ids' tensors that a prepared launch takes for granted: their types and their GPU."""
+    return tuple([(each.dtype, each.get_device()) for each in tensors])
 
 
 class DeviceLookup:
@@ -111,6 +111,7 @@ class DeviceLookup:
             first_sample=self.first_samples(step.batch, ranks),
             samples=step.batch.total,
             samples_per_rank=step.batch.most,
+            weights=ids.weights_or_none(),
         )
 
     def pooling_options(self, tuning: Tuning) -> PoolingOptions:
@@ -140,12 +141,11 @@ class DeviceLookup:
         """
         self.first_samples(step.batch, ranks)  # kept for a capture that prepares a launch, which cannot copy to a GPU
         for shards, table in zip(self.pooled_together, tables, strict=True):
-            ids = step.inputs[shards[0].input]
-            values, offsets = ids.values(), ids.offsets()
-            short = has_short_bags(table, values, offsets)
-            key = table, windows, step.batch, ranks, short, *type_and_place(values), *type_and_place(offsets)
+            tensors = tensors_of(step.inputs[shards[0].input])
+            short = has_short_bags(table, *tensors[:2])
+            key = table, windows, step.batch, ranks, short, types_and_places(tensors)
             launch = self._launches.get(key, self._storing, shards, table, windows, step, ranks, short)
-            launch(values, offsets)
+            launch(*tensors)
 
     def _storing(
         self,

@@ -22,7 +22,7 @@ from dlrm_overlap.embedding.backends.rows import DeviceRules, InputRows, UpdateR
 from dlrm_overlap.embedding.id_layout import IdLayout
 from dlrm_overlap.embedding.layout import FeatureShard
 from dlrm_overlap.embedding.options import ExchangeContext
-from dlrm_overlap.embedding.steps import Step, StepCache
+from dlrm_overlap.embedding.steps import Step, StepCache, tensors_of
 from dlrm_overlap.embedding.windows import WindowPair, peer_windows, ready_flags, skip_epoch
 from dlrm_overlap.kernels.backward.add_to_rows import add_to_rows
 from dlrm_overlap.kernels.backward.optimizers import SEED_STEP, Rule
@@ -147,8 +147,8 @@ class Push(WindowBackward):
         if step.ids_ready is None:
             step.ids_ready = self._current().record_event()
         for ids in step.inputs:
-            ids.values().record_stream(self._update_stream)
-            ids.offsets().record_stream(self._update_stream)
+            for tensor in tensors_of(ids):
+                tensor.record_stream(self._update_stream)
 
     def prepare(self, step: Step) -> None:
         """Sort the ids, beside the main stream."""
@@ -329,4 +329,5 @@ class AtomicPush(Push):
         """Add the gradients in this rank's `window` to the rows of one range."""
         ids = step.inputs[rows.input]
         features, rule = (rows.input_features, updated.first, updated.end), self.rule(step, updated)
-        add_to_rows(ids.values(), ids.offsets(), step.batch.total, *features, updated.rows, window, rule)
+        bags = ids.values(), ids.offsets(), step.batch.total
+        add_to_rows(*bags, *features, updated.rows, window, rule, ids.weights_or_none())

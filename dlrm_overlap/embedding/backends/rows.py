@@ -132,7 +132,7 @@ class InputRows:
             (samples, features), torch.ops.fbgemm.get_infos_metadata, values, samples, features
         )
         index_type = torch.promote_types(values.dtype, offsets.dtype) if self._key_bits < 31 else torch.int64
-        _, _, infos, keys, _, count, starts = torch.ops.fbgemm.transpose_embedding_input(
+        by_position, _, infos, keys, _, count, starts = torch.ops.fbgemm.transpose_embedding_input(
             self._keys(features),
             self._key_bits,
             values.to(index_type),
@@ -140,8 +140,10 @@ class InputRows:
             info_B_num_bits=bits,
             info_B_mask=mask,
         )
-        found = SortedIds(keys, starts, count, infos, bits, offsets, samples)
-        key = samples, features, row_units, keys.dtype, offsets.dtype
+        if (weights := ids.weights_or_none()) is not None:  # in the same order, since both sorts are stable
+            weights = weights.index_select(0, by_position.sort(stable=True).indices)
+        found = SortedIds(keys, starts, count, infos, bits, offsets, samples, weights)
+        key = samples, features, row_units, keys.dtype, offsets.dtype, weights is not None
         return self._preparations.get(key, Preparation, found, self.input_features, row_units)(found)
 
 

@@ -14,6 +14,7 @@ from dlrm_overlap.config import InputError
 from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.embedding.id_layout import BatchBound
 from dlrm_overlap.embedding.sharded_module import OverlapShardedEmbeddingBagCollection
+from dlrm_overlap.embedding.steps import weights_of
 from dlrm_overlap.embedding.stock import StockTables
 from dlrm_overlap.train.graphs.static_batch import IdCuts, StaticBatch
 
@@ -216,7 +217,7 @@ class ReadAhead:
                     "send its ids once; give all ids to one call, or use TorchRec's pipeline"
                 )
             found.add(module)
-            module.take_ids(features.keys(), self._bound, self._order)
+            module.take_ids(features.keys(), self._bound, self._order, weights_of(features) is not None)
             index = next((i for batch in self._working if (i := batch.find(features)) is not None), None)
             if index is not None:
                 self._senders += [(module.exchange, index)] if module.exchange is not None else []

@@ -16,6 +16,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from dlrm_overlap.config import InputError
 from dlrm_overlap.embedding.id_layout import BatchBound
+from dlrm_overlap.embedding.steps import weights_of
 
 
 class StaticBatch:
@@ -173,10 +174,12 @@ class StaticIds:
 
     def __init__(self, example: KeyedJaggedTensor, device: torch.device, bound: BatchBound, cuts: "IdCuts") -> None:
         self._known, self._samples, self.keys = bound.known_lengths, bound.samples, example.keys()
+        self._weighted = weights_of(example) is not None
         self._check(example)
         self._capacities = bound.capacity(self.keys)
         self._room = sum(self._capacities)
         self._values = torch.zeros(self._room, dtype=example.values().dtype, device=device)
+        self._weights = torch.zeros(self._room, device=device) if self._weighted else None
         self._lengths = torch.zeros(example.lengths().numel(), dtype=example.lengths().dtype, device=device)
         if self._known:
             sizes = torch.tensor([bound.bag_sizes[key][1] for key in self.keys], device=device)
@@ -190,17 +193,35 @@ class StaticIds:
     def renew(self) -> None:
         """Make the KeyedJaggedTensor anew: it remembers offsets and lengths, which are those of one batch."""
         self.tensor = BoundedIds(
-            self.keys, self._values, self._lengths, self._samples, self._capacities, self._known, self._cuts
+            self.keys,
+            self._values,
+            self._weights,
+            self._lengths,
+            self._samples,
+            self._capacities,
+            self._known,
+            self._cuts,
         )
 
     def _check(self, ids: KeyedJaggedTensor) -> None:
         """Check that ids can take the place of the first batch's.
 
         Raises:
-            InputError: if they have weights, batches of their own, or other features or samples.
+            InputError: if their weights require a gradient, or they have batches of their own, or other features or
+                samples, or weights where the first batch's have none, or the other way round.
         """
-        if ids.weights_or_none() is not None:
-            raise InputError("GraphTrainPipeline: ids with weights are not captured; use TorchRec's pipeline for them")
+        weights = weights_of(ids)
+        if (weights is not None) != self._weighted:
+            had, has = ("weights", "none") if self._weighted else ("no weights", "some")
+            raise InputError(
+                f"GraphTrainPipeline: the ids of the first batch have {had}, those of this one {has}, and captured "
+                f"steps are all alike; give weights to the ids of all batches or of none"
+            )
+        if weights is not None and weights.requires_grad:
+            raise InputError(
+                "GraphTrainPipeline: weights of ids require a gradient, which no captured step computes; detach the "
+                "weights, or use TorchRec's pipeline"
+            )
         if ids.keys() != self.keys:
             raise InputError(
                 f"GraphTrainPipeline: ids of features {', '.join(ids.keys())}, but those of the first batch are "
@@ -229,6 +250,8 @@ class StaticIds:
             )
         here = min(values.numel(), self._room)
         self._values[:here].copy_(values[:here], non_blocking=True)
+        if self._weights is not None:
+            self._weights[:here].copy_(ids.weights()[:here], non_blocking=True)
         if not self._known:
             self._values[here:].zero_()
             self._lengths.copy_(ids.lengths(), non_blocking=True)
@@ -245,6 +268,9 @@ class StaticIds:
     def copy_from(self, other: "StaticIds") -> None:
         """Copy the content of `other`, which is on the same device, into these fixed addresses."""
         self._values.copy_(other._values)
+        if self._weights is not None:
+            assert other._weights is not None
+            self._weights.copy_(other._weights)
         if self._known:
             self.count.copy_(other.count)
         else:
@@ -289,6 +315,7 @@ class BoundedIds(KeyedJaggedTensor):
         self,
         keys: Sequence[str],
         values: torch.Tensor,
+        weights: torch.Tensor | None,
         lengths: torch.Tensor,
         samples: int,
         capacities: Sequence[int],
@@ -299,13 +326,14 @@ class BoundedIds(KeyedJaggedTensor):
 
         Args:
             values: [sum of capacities] int32 or int64.
+            weights: [sum of capacities] float32, or None if ids have none.
             lengths: [T * samples] int32 or int64.
             capacities: the most ids of each feature.
             known: whether each feature has as many.
             cuts: of these ids, filled as they are made.
         """
         self.capacities, self._known, self._cuts = list(capacities), known, cuts
-        super().__init__(list(keys), values, lengths=lengths, stride=samples)
+        super().__init__(list(keys), values, weights, lengths=lengths, stride=samples)
 
     @property
     def _length_per_key(self) -> list[int] | None:
@@ -333,17 +361,19 @@ class BoundedIds(KeyedJaggedTensor):
             return self
         capacities = [self.capacities[i] for i in indices]
         if not indices:
-            values, lengths = self.values()[:0], self.lengths()[:0]
+            values, weights, lengths = self.values()[:0], self.weights_or_none(), self.lengths()[:0]
+            weights = weights if weights is None else weights[:0]
         else:
             cut, counts = self._cuts.of(self, indices), self.lengths().view(len(keys), samples)
             # Of a batch beyond its bound no id is read: there may be none where its lengths say, nor room for it.
             safe = counts * (counts.sum(1) <= cut.capacities).all()
-            arguments = cut.indices, safe, self.values(), None, sum(capacities)
-            _, values, _ = torch.ops.fbgemm.permute_2D_sparse_data(*arguments)
+            arguments = cut.indices, safe, self.values(), self.weights_or_none(), sum(capacities)
+            _, values, weights = torch.ops.fbgemm.permute_2D_sparse_data(*arguments)
             values = values.where(cut.positions < safe.index_select(0, cut.indices).sum(), 0)
             # The lengths stay as they are, so that a batch beyond its bound is found where its ids are published.
             lengths = counts.index_select(0, cut.indices).flatten()
-        return BoundedIds([keys[i] for i in indices], values, lengths, samples, capacities, self._known, self._cuts)
+        taken = [keys[i] for i in indices]
+        return BoundedIds(taken, values, weights, lengths, samples, capacities, self._known, self._cuts)
 
     def to(self, device: torch.device, *args: Any, **kwargs: Any) -> KeyedJaggedTensor:
         """Return these ids where they are on `device`, else see `KeyedJaggedTensor.to`."""
@@ -352,7 +382,7 @@ class BoundedIds(KeyedJaggedTensor):
     def __getitem__(self, key: str) -> JaggedTensor:
         """Return one feature."""
         one = self.permute([self._key_indices()[key]])
-        return JaggedTensor(one.values(), lengths=one.lengths())
+        return JaggedTensor(one.values(), one.weights_or_none(), lengths=one.lengths())
 
     def to_dict(self, compute_offsets: bool = True) -> dict[str, JaggedTensor]:
         """Return each feature by its key."""

@@ -65,8 +65,8 @@ def _open(kind: type[LocalLookup], group: dist.ProcessGroup) -> LocalLookup:
     return kind(context, _windows(context, spec, context.counters.forward))
 
 
-def _ids(padding: int, samples: int = SAMPLES, seed: int = 1) -> KeyedJaggedTensor:
-    """Return bags of 0 to 40 ids, and of one feature more, all 0, that no lookup knows."""
+def _ids(padding: int, samples: int = SAMPLES, seed: int = 1, weighted: bool = False) -> KeyedJaggedTensor:
+    """Return bags of 0 to 40 ids, and of one feature more, all 0, that no lookup knows; weights are fourths up to 1."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(0, 4, (len(FEATURES), samples), generator=generator)
     lengths[2, 3] = 40  # a row's ids have a program to themselves
@@ -79,7 +79,9 @@ def _ids(padding: int, samples: int = SAMPLES, seed: int = 1) -> KeyedJaggedTens
         keys.append("padding")
         values.append(torch.zeros(padding * samples, dtype=torch.int64))
         lengths = torch.cat([lengths, torch.full((1, samples), padding)])
-    return KeyedJaggedTensor(keys, torch.cat(values).int(), lengths=lengths.flatten().int(), stride=samples)
+    ids = torch.cat(values).int()
+    weights = torch.randint(-4, 5, ids.shape, generator=generator) / 4 if weighted else None
+    return KeyedJaggedTensor(keys, ids, weights, lengths=lengths.flatten().int(), stride=samples)
 
 
 def _step(ids: KeyedJaggedTensor, samples: int) -> Step:
@@ -88,11 +90,13 @@ def _step(ids: KeyedJaggedTensor, samples: int) -> Step:
     return step
 
 
-def _bag(ids: KeyedJaggedTensor, shard: FeatureShard, sample: int, samples: int) -> tuple[torch.Tensor, float]:
-    """Return the rows that a bag names, and by what their sum is multiplied."""
+def _bag(ids: KeyedJaggedTensor, shard: FeatureShard, sample: int, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the rows that a bag names, and by what each is multiplied."""
     bag = shard.feature * samples + sample
     begin, end = ids.offsets()[bag : bag + 2].tolist()
-    return ids.values()[begin:end].long(), 1.0 / max(1, end - begin) if shard.mean else 1.0
+    weights = ids.weights_or_none()
+    scales = torch.ones(end - begin) if weights is None else weights[begin:end]
+    return ids.values()[begin:end].long(), scales / max(1, end - begin) if shard.mean else scales
 
 
 def _added(
@@ -103,20 +107,19 @@ def _added(
     for shard in local.layout.replicated:
         sums, column = local.replicated.table_in(expected[shard.lookup], shard), local.layout.column(shard)
         for sample in range(samples):
-            rows, scale = _bag(ids, shard, sample, samples)
-            for row in rows:
+            for row, scale in zip(*_bag(ids, shard, sample, samples), strict=True):
                 sums[row] += gradient[sample, column : column + shard.dim] * scale
     return expected
 
 
-@pytest.mark.parametrize("padding", [0, 2])
+@pytest.mark.parametrize(("padding", "weighted"), [(0, False), (2, False), (2, True)])
 @pytest.mark.parametrize("kind", [CpuLocalLookup, DeviceLocalLookup])
 def test_pooled_embeddings_and_gradients(
-    world_of_one: dist.ProcessGroup, kind: type[LocalLookup], padding: int
+    world_of_one: dist.ProcessGroup, kind: type[LocalLookup], padding: int, weighted: bool
 ) -> None:
     with without_streams() if kind is DeviceLocalLookup else nullcontext():
         local = _open(kind, world_of_one)
-        layout, ids = local.layout, _ids(padding)
+        layout, ids = local.layout, _ids(padding, weighted=weighted)
         step = _step(ids, SAMPLES)
         local.windows.begin()
         local.windows.local.fill_(torch.nan)
@@ -136,8 +139,8 @@ def test_pooled_embeddings_and_gradients(
     for shard in layout.replicated:
         weight, column = local.replicated.weight(shard), layout.column(shard)
         for sample in range(SAMPLES):
-            rows, scale = _bag(ids, shard, sample, SAMPLES)
-            pooled = weight[rows].sum(0) * scale
+            rows, scales = _bag(ids, shard, sample, SAMPLES)
+            pooled = (weight[rows] * scales[:, None]).sum(0)
             assert_near(local.windows.local[sample, column : column + shard.dim], pooled, 1e-5, f"{shard.name}, pooled")
     for lookup, each in zip(local.replicated.lookups, _added(local, before, ids, gradient), strict=True):
         assert_near(lookup.weights.grad, each, 1e-6, "gradient")

@@ -200,12 +200,38 @@ def test_another_shape_is_refused() -> None:
     assert "\n" not in str(raised.value)
 
 
-def test_ids_with_weights_are_refused() -> None:
-    weighted = KeyedJaggedTensor(
-        FIRST.keys(), FIRST.values(), weights=torch.rand(FIRST.values().numel()), lengths=FIRST.lengths()
-    )
-    with pytest.raises(InputError, match="ids with weights are not captured; use TorchRec's pipeline for them"):
-        StaticBatch(_batch(weighted), CPU, RANGES)
+def _weighted(ids: KeyedJaggedTensor, weights: torch.Tensor | None = None) -> KeyedJaggedTensor:
+    weights = torch.rand(ids.values().numel()) if weights is None else weights
+    return KeyedJaggedTensor(ids.keys(), ids.values(), weights, lengths=ids.lengths())
+
+
+def test_weights_are_copied_and_cut_with_their_ids() -> None:
+    static = StaticBatch(_batch(_weighted(FIRST)), CPU, RANGES)
+    for weights in (torch.arange(5.0), torch.arange(5.0, dtype=torch.float64) + 7):
+        batch = _weighted(FIRST, weights)
+        static.fill(_batch(batch))
+        static.renew()
+        ours = static.batch.sparse
+        assert_same(ours.weights()[:5], weights.float(), "weights")
+        assert_same(ours["g"].weights()[:3], batch["g"].weights().float(), "weights of g")
+    static = StaticBatch(_batch(_weighted(FIRST, torch.ones(5, dtype=torch.int32))), CPU, RANGES)
+    assert static.batch.sparse.weights_or_none() is None, "integers are no weights"
+
+
+@pytest.mark.parametrize(
+    ("first", "next_one", "refused"),
+    [
+        (_weighted(FIRST), FIRST, "the ids of the first batch have weights, those of this one none"),
+        (_weighted(FIRST), _weighted(FIRST, torch.rand(5, requires_grad=True)), "weights of ids require a gradient"),
+    ],
+    ids=["none", "trained"],
+)
+def test_weights_unlike_those_of_the_first_batch_are_refused(
+    first: KeyedJaggedTensor, next_one: KeyedJaggedTensor, refused: str
+) -> None:
+    static = StaticBatch(_batch(first), CPU, RANGES)
+    with pytest.raises(InputError, match=f"GraphTrainPipeline: .*{refused}"):
+        static.fill(_batch(next_one))
 
 
 @pytest.mark.parametrize(
@@ -218,7 +244,7 @@ def test_ids_with_weights_are_refused() -> None:
         (KeyedJaggedTensor(["f"], torch.tensor([7, 8]), lengths=torch.tensor([1, 1])), "ids of features f, but"),
         (KeyedJaggedTensor(["f", "g"], torch.tensor([7, 1]), lengths=torch.tensor([1, 1])), "ids of 1 samples"),
         (_ids([1, 1, 0, 0], [7, 8], torch.int64), "ids of type torch.int64"),
-        (KeyedJaggedTensor(["f", "g"], FIRST.values(), weights=torch.ones(5), lengths=FIRST.lengths()), "with weights"),
+        (KeyedJaggedTensor(["f", "g"], FIRST.values(), weights=torch.ones(5), lengths=FIRST.lengths()), "one some"),
         (
             KeyedJaggedTensor(
                 ["f", "g"], torch.ones(3).int(), stride_per_key_per_rank=[[2], [1]], lengths=torch.ones(3).int()

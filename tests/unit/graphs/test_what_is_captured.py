@@ -63,13 +63,12 @@ def _shard(
     sharder: Any,
     group: dist.ProcessGroup,
     *ways: ParameterShardingGenerator,
-    weighted: bool = False,
     rows: DataType = DataType.FP32,
     second: Tables = TWO,
 ) -> nn.Module:
     """Return a module of a table for each of `ways`."""
     tables = {**ONE, **(second if len(ways) == 2 else {})}
-    module = EmbeddingBagCollection(table_configs(tables, rows), is_weighted=weighted, device=torch.device("meta"))
+    module = EmbeddingBagCollection(table_configs(tables, rows), device=torch.device("meta"))
     by_table = dict(zip(tables, ways, strict=True))
     plan = construct_module_sharding_plan(module, by_table, sharder, 1, 1, "cpu")
     return sharder.shard(module, dict(plan), ShardingEnv.from_process_group(group), CPU)
@@ -108,7 +107,7 @@ def test_tables_of_torchrecs_are_not_captured(world_of_one: dist.ProcessGroup) -
     assert why_not_captured(beside) == "ShardedEmbeddingBagCollection is TorchRec's own, which waits for the host"
     some = _shard(ours, world_of_one, FUSED, row_wise())
     assert why_not_captured(some) == "table two stays with TorchRec, with compute kernel dense"
-    nothing = _shard(ours, world_of_one, FUSED, weighted=True)
+    nothing = _shard(ours, world_of_one, data_parallel())
     assert why_not_captured(nothing) == "it exchanges nothing"
 
 

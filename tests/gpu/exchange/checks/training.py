@@ -192,11 +192,6 @@ class _Case:
     weighted: bool = False
     output: SparseType = SparseType.FP32
 
-    @property
-    def exchanges(self) -> int:
-        """Collections that exchange by the backend."""
-        return 0 if self.weighted else 2
-
 
 def _table(t: int, dim: int, pooling: PoolingType) -> EmbeddingBagConfig:
     return EmbeddingBagConfig(
@@ -291,7 +286,7 @@ def _check_collections(place: Place, case: _Case) -> None:
     fused_params = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.5, "output_dtype": case.output}
     stock = _outputs(place, replace(case, backend="torchrec"), EmbeddingBagCollectionSharder(dict(fused_params)), 0)
     sharder = OverlapEmbeddingBagCollectionSharder(dict(fused_params), backend=case.backend, wait_timeout_s=20.0)
-    ours = _outputs(place, case, sharder, case.exchanges)
+    ours = _outputs(place, case, sharder, 2)
     for step, (outputs, expected) in enumerate(zip(ours, stock, strict=True)):
         assert list(outputs) == list(expected)
         for name in expected:
@@ -330,5 +325,8 @@ CHECKS = (
         for output in (SparseType.BF16, SparseType.FP16)
         for backend in _BACKENDS
     }
-    | {"collections_weighted": Check(partial(_check_collections, case=_Case("pgas", weighted=True)))}
+    | {
+        f"collections_weighted_{backend}": Check(partial(_check_collections, case=_Case(backend, weighted=True)))
+        for backend in _BACKENDS
+    }
 )
