@@ -1,7 +1,6 @@
-"""Who takes part in `bench step`, `ablation` and `timeline`: each contender is the configuration with keys of its own.
+"""Who takes part in `bench step` and `timeline`: each contender is the configuration with keys of its own.
 
-To add one, add a line to STEP_CONTENDERS; to make it a row of the ablation, one to ABLATION as well. This module loads
-no torch, so that an unknown name is reported at once.
+To add one, add a line to STEP_CONTENDERS. This module loads no torch, so that an unknown name is reported at once.
 """
 
 from collections.abc import Mapping
@@ -92,29 +91,6 @@ STEP_CONTENDERS = {
 
 # Those that `bench step` times where none are named.
 USUAL = ("torchrec", "torchrec_strongest", "pgas", "fused", "pgas_graph", "fused_graph")
-
-# Reference -> contender -> the thing that it adds to torchrec, or that it lacks of pgas_graph and has another for.
-ABLATION: Mapping[str, Mapping[str, str]] = {
-    "torchrec": {
-        "torchrec_no_balance": "TorchRec's planner, whole tables, instead of the balanced plan",
-        "torchrec_int32": "ids as int32",
-        "torchrec_compiled": "the dense part compiled",
-        "torchrec_captured": "the dense part in CUDA graphs",
-        "torchrec_strongest": "ids as int32, the dense part compiled and in CUDA graphs, together",
-        "pgas_eager": "our exchange and update of rows, nothing else",
-    },
-    "pgas_graph": {
-        "pgas_graph_no_capture": "the capture; the host issues the kernels one by one",
-        "pgas": "the capture, and ids without the host; TorchRec's pipeline and DDP, the dense part in CUDA graphs",
-        "pgas_graph_no_compile": "the compiled dense part; eager operators, captured",
-        "pgas_graph_no_flat": "flat dense parameters and casts once; torch.optim behind the graph, and autocast",
-        "pgas_graph_no_balance": "the balanced plan; TorchRec's planner, whole tables",
-        "pgas_graph_one_part": "parts; all gradients travel before the first row is updated",
-        "pgas_graph_fp32_wire": "embeddings in the dense part's type and joined in place; float32, cast and copied",
-        "pgas_graph_collective": "dense gradients by stores, updated piece by piece; by NCCL, then the update",
-        "pgas_graph_data_parallel": "nothing; tables of up to 7,812 rows are data-parallel besides",
-    },
-}
 
 
 def contender_config(config: Config, contender: StepContender, device_type: str) -> Config:

@@ -7,32 +7,22 @@ contender under an optimizer.
 
 Contenders: the baseline (packing, All-to-All, FBGEMM's update), `push`, `push_exposed`, `dma`, and `atomic` where it
 can run.
-Extra columns: the optimizer, the packing, the bytes and the time of a cache without bounds, ids and touched rows,
-whether a contender repeats its bits, and the times of the parts.
+Extra columns: the optimizer, the bytes and the time of a cache without bounds, ids and touched rows, and the times of
+the parts.
 """
 
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import asdict, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from dlrm_overlap.bench.harness.agreement import check_rows
+from dlrm_overlap.bench.harness.agreement import check_rows, disagreements
 from dlrm_overlap.bench.harness.contenders import Contender, close_all
-from dlrm_overlap.bench.harness.limits import (
-    Limit,
-    count_update,
-    describe,
-    find_limit,
-    measure_ceilings,
-    median_ms,
-    times,
-)
+from dlrm_overlap.bench.harness.limits import Limit, count_update, describe, find_limit, measure_ceilings, times
 from dlrm_overlap.bench.harness.timing import time_contenders, time_parts
-from dlrm_overlap.bench.harness.turns import greatest
 from dlrm_overlap.bench.harness.workload import (
     Ids,
     Workload,
@@ -52,8 +42,8 @@ from dlrm_overlap.embedding.tables import FbgemmUpdate
 from dlrm_overlap.train.ranks import Ranks
 
 _SHOWN = (
-    "optimizer", "contender", "schedule", "packing", "median_ms", "p10_ms", "p90_ms", "host_ms", "prepare_ms",
-    "limit_ms", "fraction_of_limit", "compulsory_ms", "speedup", "deterministic", "max_relative_difference",
+    "optimizer", "contender", "schedule", "median_ms", "p10_ms", "p90_ms", "host_ms", "prepare_ms",
+    "limit_ms", "fraction_of_limit", "compulsory_ms", "speedup", "max_difference",
 )  # fmt: skip
 
 
@@ -72,8 +62,8 @@ def make_batches(workload: Workload, gradients: Sequence[torch.Tensor]) -> list[
     return [GradientBatch(i, *both) for i, both in enumerate(zip(workload.batches, gradients, strict=True))]
 
 
-def pack_by_owner(gradient: torch.Tensor, dims: Sequence[int], scale: float, wire_dtype: torch.dtype) -> torch.Tensor:
-    """Return `scale` times the gradient, packed as a collective sends it, with one operation for each owner.
+def pack_gradient(gradient: torch.Tensor, dims: Sequence[int], scale: float, wire_dtype: torch.dtype) -> torch.Tensor:
+    """Return `scale` times the gradient, packed as a collective sends it; by one operation where owners are alike.
 
     Args:
         gradient: [b, D_total] float32.
@@ -81,30 +71,22 @@ def pack_by_owner(gradient: torch.Tensor, dims: Sequence[int], scale: float, wir
         scale: the factor.
         wire_dtype: of the result, a flat tensor: the first owner's [b, dims[0]], then the second's, and so on.
     """
-    return pack(gradient.split(list(dims), dim=1), scale, wire_dtype)
-
-
-def pack_at_once(gradient: torch.Tensor, dims: Sequence[int], scale: float, wire_dtype: torch.dtype) -> torch.Tensor:
-    """Return what `pack_by_owner` returns, by one operation. All owners must have the same number of columns."""
+    if len(set(dims)) > 1:
+        return pack(gradient.split(list(dims), dim=1), scale, wire_dtype)
     samples, owners, width = gradient.shape[0], len(dims), dims[0]
     send = gradient.new_empty(owners, samples, width, dtype=wire_dtype)
     torch.mul(gradient.view(samples, owners, width).transpose(0, 1), scale, out=send)
     return send.view(-1)
 
 
-_PACKINGS = {"by_owner": pack_by_owner, "at_once": pack_at_once}
-
-
 class CollectiveBaseline(Contender):
     """Packing, `all_to_all_single`, then FBGEMM's backward operator, its sort of the ids included.
 
     A training step does this, at its cheapest. The owners hold the tables in the model's order, so packing
-    copies ranges of columns; it also divides the gradients by the number of ranks. The constructor measures the ways of
-    packing, and `step` takes the one that is fastest here. A rank alone only updates.
+    copies ranges of columns; it also divides the gradients by the number of ranks. A rank alone only updates.
     """
 
-    def __init__(self, workload: Workload, gradient: torch.Tensor) -> None:
-        """Choose the packing that is fastest for `gradient`, a batch's; all ranks choose together."""
+    def __init__(self, workload: Workload) -> None:
         super().__init__("baseline", workload)
         layout, rank = workload.layout, workload.rank
         assert layout.sent_in_order, "owners hold their tables in the model's order"
@@ -114,29 +96,14 @@ class CollectiveBaseline(Contender):
         self._send_sizes = [workload.batch_sizes[rank] * dim for dim in self._dims]
         self._receive_sizes = [size * self._width for size in workload.batch_sizes]
         self._scale = gradient_scale(len(self._dims))
-        self.packing = self._fastest_packing(gradient) if len(self._dims) > 1 else None
-
-    def _pack(self, gradient: torch.Tensor, packing: str) -> torch.Tensor:
-        return _PACKINGS[packing](gradient, self._dims, self._scale, self.workload.wire_dtype)
-
-    def _fastest_packing(self, gradient: torch.Tensor) -> str:
-        device, group = self.workload.device, self.workload.group
-        names = list(_PACKINGS) if len(set(self._dims)) == 1 else ["by_owner"]
-        mine_ms = [median_ms(partial(self._pack, gradient, name), group, device) for name in names]
-        slowest_ms = greatest(mine_ms, device, group)
-        return names[slowest_ms.index(min(slowest_ms))]
-
-    def columns(self) -> dict[str, Any]:
-        """Return how the contender packs; None for a rank alone."""
-        return {"packing": self.packing}
 
     def step(self, batch: GradientBatch, mark: Callable[[], None] = lambda: None) -> None:
         """Update the rows, and call `mark` after the packing and after the All-to-All."""
         received = batch.gradient
-        if self.packing is None:
+        if len(self._dims) == 1:
             mark()
         else:
-            send = self._pack(batch.gradient, self.packing)
+            send = pack_gradient(batch.gradient, self._dims, self._scale, self.workload.wire_dtype)
             mark()
             received = send.new_empty(sum(self._receive_sizes))
             dist.all_to_all_single(received, send, self._receive_sizes, self._send_sizes, self.workload.group)
@@ -246,7 +213,7 @@ def make_contenders(
     """
     options = replace(exchange_options(config, "pgas"), backward="push")
     contenders: list[Contender] = [
-        CollectiveBaseline(workload, batches[0].gradient),
+        CollectiveBaseline(workload),
         Push("push", workload, options, batches),
         Push("push_exposed", workload, options, batches, exposed=True),
         Push("dma", workload, replace(options, backward="dma"), batches),
@@ -268,12 +235,7 @@ def _measure(
     """Return a row for each contender and no fault, or no row and a fault for each contender that disagrees."""
     contenders = make_contenders(config.embedding, workload, optimizer, batches)
     agreements = check_rows(contenders, workload, batches, optimizer)
-    faults = [
-        f"{contender.name}, {optimizer}: rows or state differ from the baseline's by "
-        f"{agreement.max_relative_difference:.1e}, relatively, tolerance {agreement.tolerance:.1e}; no time is reported"
-        for contender, agreement in zip(contenders, agreements, strict=True)
-        if not agreement.agrees
-    ]
+    faults = disagreements(contenders, agreements, f"rows or state under {optimizer}")
     rows: list[dict[str, Any]] = []
     if not faults:
         limit, counts = _find_limit(workload, optimizer, ceilings)
@@ -281,7 +243,7 @@ def _measure(
         for contender, agreement, timing in zip(contenders, agreements, timings, strict=True):
             rows.append(
                 {"kind": request.kind, "contender": contender.name, "optimizer": optimizer}
-                | {"schedule": None, "packing": None, **contender.columns()}
+                | {"schedule": None, **contender.columns()}
                 | describe(config, workload)
                 | times(timing, timings[0], limit)
                 | counts

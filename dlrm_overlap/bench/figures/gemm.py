@@ -21,7 +21,7 @@ Columns, times being medians of the slowest rank:
 Source: Flux (Chang et al., arXiv 2406.06858) for the effective communication time and overlap efficiency.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -46,7 +46,7 @@ _SHOWN = (
 
 
 def run(request: GemmRequest, ranks: Ranks) -> int:
-    """Measure the figure, print its table and the crossovers, and append its rows on rank 0. All ranks call this.
+    """Measure the figure, print its table, and append its rows on rank 0. All ranks call this.
 
     Returns:
         The exit code: 1 if an output was wrong; that contender has no row.
@@ -81,8 +81,6 @@ def run(request: GemmRequest, ranks: Ranks) -> int:
     own.close()
     if ranks.world.rank == 0:
         report(rows, faults, request.output, _SHOWN, f"{group.size()} ranks on {device.type}, {_DTYPE}")
-        for line in crossovers(rows):
-            print(line)
     return 1 if faults else 0
 
 
@@ -145,27 +143,3 @@ def compare(
             }
         )
     return rows
-
-
-def crossovers(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a line for each operator and way: the least M from which on it is never slower than `serial`.
-
-    Shapes of one K and N belong together. A way that is slower at the greatest M has no crossover there.
-
-    Example: speedups of copies at M 1024, 2048, 4096: 0.9, 1.1, 1.2 give "copies .. from M 2048 on".
-    """
-    found: dict[tuple[Any, ...], list[tuple[int, float]]] = {}
-    for row in rows:
-        if row["contender"] not in ("serial", "auto"):
-            key = row["operator"], row["k"], row["n"], row["contender"]
-            found.setdefault(key, []).append((row["m"], row["speedup"]))
-    lines = []
-    for (operator, k, n, contender), points in found.items():
-        first = None
-        for m, speedup in sorted(points, reverse=True):
-            if speedup < 1:
-                break
-            first = m
-        where = f"from M {first} on" if first is not None else f"not at M {max(points)[0]}, the greatest"
-        lines.append(f"{operator}, K {k}, N {n}: {contender} is at least as fast as serial {where}")
-    return lines
