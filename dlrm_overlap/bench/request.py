@@ -7,6 +7,7 @@ FIGURES.
 """
 
 import itertools
+import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from importlib import import_module
@@ -15,7 +16,7 @@ from typing import Any, ClassVar, Self, get_args, get_type_hints
 
 from jsonargparse.typing import PositiveFloat, PositiveInt
 
-from dlrm_overlap.bench.step_contenders import STEP_CONTENDERS, USUAL, contender_config
+from dlrm_overlap.bench.step_contenders import STEP_CONTENDERS, USUAL
 from dlrm_overlap.config import Config, EmbeddingConfig, InputError
 
 CHUNKS = (2, 4, 8)
@@ -142,12 +143,6 @@ class TrainingRequest(Request):
 
     def __post_init__(self) -> None:
         check_names("--contenders", self.contenders, STEP_CONTENDERS)
-
-    def check_ranks(self, config: Config, world_size: int, device_type: str) -> None:
-        """Check also that every contender has a configuration."""
-        for name in self.contenders:
-            contender_config(config, STEP_CONTENDERS[name], device_type)
-        super().check_ranks(config, world_size, device_type)
 
 
 _BATCHES = "different batches, read once and trained on in turn"
@@ -329,11 +324,6 @@ class PartialSumsRequest(Request):
     module = "partial_sums"
     needs_peers = makes_shapes = True
 
-    def check_ranks(self, config: Config, world_size: int, device_type: str) -> None:
-        """Check also that the samples can be divided among the ranks."""
-        super().check_ranks(config, world_size, device_type)
-        config.train.samples_per_rank(world_size)
-
 
 @dataclass(frozen=True)
 class BackwardRequest(ShapeRequest):
@@ -419,18 +409,15 @@ class GemmRequest(Request):
         return self.shapes or _GEMM_SHAPES[device_type]
 
     def check_ranks(self, config: Config, world_size: int, device_type: str) -> None:
-        """Check that the ranks can share out the rows and the hidden units of every shape.
-
-        Raises:
-            InputError: naming the shape, or for one rank.
-        """
+        """Check also that the ranks can share out the rows and the hidden units of every shape."""
         super().check_ranks(config, world_size, device_type)
         for text in self.shapes_on(device_type):
-            sizes = text.split("x")
-            if len(sizes) != 3 or not all(size.isdigit() and int(size) > 0 for size in sizes):
-                raise InputError(f"--shapes {text}: not M x K x N; write it as 4096x12288x49152")
-            if int(sizes[0]) % world_size or int(sizes[2]) % world_size:
-                raise InputError(f"--shapes {text}: {world_size} ranks do not divide M and N; take multiples")
+            match = re.fullmatch(r"([1-9]\d*)x[1-9]\d*x([1-9]\d*)", text)
+            if not match or any(int(size) % world_size for size in match.groups()):
+                raise InputError(
+                    f"--shapes {text}: not M x K x N with M and N that {world_size} ranks divide; write it as "
+                    f"4096x12288x49152"
+                )
 
 
 FIGURES: dict[str, type[Request]] = {

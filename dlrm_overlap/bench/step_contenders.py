@@ -19,9 +19,6 @@ class StepContender(NamedTuple):
     """dotted key -> value, instead of the configuration's"""
     int32_ids: bool = False
     """whether TorchRec's lookups take ids as int32, as they are read; otherwise they cast them to int64"""
-    bf16_output: bool = False
-    """whether TorchRec's lookups return bfloat16 where the dense part computes in it, so that the collective carries it
-    and the dense part reads it; otherwise both are in float32"""
 
 
 def _contender(
@@ -31,7 +28,6 @@ def _contender(
     compiled: bool = True,
     graphed: bool = True,
     int32_ids: bool = False,
-    bf16_output: bool = False,
     **others: Any,
 ) -> StepContender:
     """Return a contender with these keys and `others`, whose dots are written as two underscores."""
@@ -41,9 +37,7 @@ def _contender(
         "train.compile_dense": compiled,
         "train.graph_dense": graphed,
     }
-    return StepContender(
-        keys | {name.replace("__", "."): value for name, value in others.items()}, int32_ids, bf16_output
-    )
+    return StepContender(keys | {name.replace("__", "."): value for name, value in others.items()}, int32_ids)
 
 
 def _torchrec(*, compiled: bool = False, graphed: bool = False, **others: Any) -> StepContender:
@@ -59,16 +53,13 @@ def _pgas_graph(**others: Any) -> StepContender:
 STEP_CONTENDERS = {
     "torchrec": _torchrec(),  # as users run it
     "torchrec_strongest": _contender("torchrec", int32_ids=True),
-    "torchrec_bf16_output": _contender("torchrec", int32_ids=True, bf16_output=True),
     "pgas": _contender("pgas"),
     "fused": _contender("fused"),
     "pgas_graph": _pgas_graph(),
     "pgas_graph_stores": _pgas_graph(train__overlap="stores"),
     "pgas_graph_dma": _pgas_graph(train__overlap="dma"),
     "pgas_graph_partition": _pgas_graph(train__overlap="partition"),
-    "fused_graph_dma": _contender("fused", "graph", graphed=False, embedding__put="dma", train__overlap="dma"),
     "fused_graph": _contender("fused", "graph", graphed=False),
-    "fused_graph_stores": _contender("fused", "graph", graphed=False, embedding__put="stores"),
     "torchrec_no_balance": _torchrec(embedding__plan="table_wise"),
     "torchrec_row_wise": _torchrec(embedding__plan="row_wise"),
     "torchrec_int32": _torchrec(int32_ids=True),

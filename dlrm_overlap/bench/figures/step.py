@@ -17,7 +17,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from fbgemm_gpu.split_embedding_configs import SparseType
 
 from dlrm_overlap.bench.harness.agreement import Agreement, check_noise, compare_losses, tolerances
 from dlrm_overlap.bench.harness.limits import describe_tables, measure_ceilings
@@ -94,14 +93,8 @@ def contender_configs(ranks: Ranks, names: Sequence[str]) -> dict[str, Config]:
 
 def build(ranks: Ranks, name: str, config: Config) -> Trainer:
     """Return the trainer of the contender `name`. All ranks call this."""
-    contender = STEP_CONTENDERS[name]
-    fused_params: dict[str, Any] = {}
-    if contender.int32_ids:
-        fused_params["embedding_table_index_type"] = torch.int32
-    takes_bf16 = config.train.precision == "bf16" and ranks.device.type == "cuda"  # FBGEMM has no such output on CPUs
-    if contender.bf16_output and takes_bf16:
-        fused_params["output_dtype"] = SparseType.BF16
-    return ranks.trainer(config, fused_params)
+    int32_ids = STEP_CONTENDERS[name].int32_ids
+    return ranks.trainer(config, {"embedding_table_index_type": torch.int32} if int32_ids else {})
 
 
 def _train_apart(
@@ -159,7 +152,6 @@ def describe_run(run: TrainingRun, batches: int) -> dict[str, Any]:
     return {
         "backend": config.embedding.backend,
         "int32_ids": STEP_CONTENDERS[run.name].int32_ids,
-        "bf16_output": STEP_CONTENDERS[run.name].bf16_output,
         "plan": config.embedding.plan,
         "gradient_parts": config.embedding.gradient_parts,
         "pipeline": config.train.pipeline,
@@ -184,16 +176,13 @@ def _times(
 ) -> dict[str, Any]:
     """Return the columns of a run's times, of how they compare with the floor and the baselines', and of its losses."""
     timing, agreement = timings[run.name], agreements[run.name]
-    median_ms, columns = timing.times.median_ms, floor.columns()
+    median_ms, columns = timing.median_ms, floor.columns()
     return {
-        "steps": timing.steps,
-        **vars(timing.times),
-        "p95_ms": timing.p95_ms,
+        **vars(timing),
         "p95_to_median": timing.p95_ms / median_ms,
-        "host_ms": timing.host_ms,
         "samples_per_s": run.trainer.global_batch * 1e3 / median_ms,
         **{
-            f"speedup_over_{name}": timings[name].times.median_ms / median_ms
+            f"speedup_over_{name}": timings[name].median_ms / median_ms
             if name in timings and agreement.agrees and agreements[name].agrees
             else None
             for name in _BASELINES

@@ -29,25 +29,6 @@ _ROUNDS = 4  # contenders take turns
 _WARMUP_STEPS = 5
 
 
-@dataclass(frozen=True)
-class StepTimes:
-    """Step times in ms: the mean and quantiles, each the maximum over the ranks."""
-
-    mean_ms: float
-    p10_ms: float
-    median_ms: float
-    p90_ms: float
-
-
-def slowest_rank(step_ms: list[float], device: torch.device, group: dist.ProcessGroup | None = None) -> StepTimes:
-    """Return the mean and quantiles of the ranks' step times, each the maximum over the ranks of `group`.
-
-    All ranks of the group call this; without a group all ranks do.
-    """
-    mine = [sum(step_ms) / len(step_ms), *(quantile(step_ms, q) for q in (0.1, 0.5, 0.9))]
-    return StepTimes(*greatest(mine, device, group))
-
-
 def gather(values: list[float], device: torch.device, group: dist.ProcessGroup) -> list[list[float]]:
     """Return the `values` of every rank of `group`, in the order of the ranks. They all call this."""
     mine = torch.tensor(values, dtype=torch.float64, device=device)
@@ -114,14 +95,26 @@ def capture(piece: Callable[[], object], device: torch.device) -> Callable[[], o
 
 @dataclass(frozen=True)
 class Timing:
-    """The time of a contender's steps, taken back to back; all numbers are the maximum over the ranks."""
+    """The times of a contender's steps, taken back to back, in ms; each is the maximum over the ranks."""
 
-    times: StepTimes
+    mean_ms: float
+    p10_ms: float
+    median_ms: float
+    p90_ms: float
     p95_ms: float
     host_ms: float
     """median time for the CPU to issue a step"""
     steps: int
     """how many were timed"""
+
+    @staticmethod
+    def of(
+        on_device: list[float], on_host: list[float], device: torch.device, group: dist.ProcessGroup | None = None
+    ) -> "Timing":
+        """Return the timing of this rank's times. All ranks of the group call this; without a group all ranks do."""
+        quantiles = [quantile(on_device, q) for q in (0.1, 0.5, 0.9, 0.95)]
+        mine = [sum(on_device) / len(on_device), *quantiles, quantile(on_host, 0.5)]
+        return Timing(*greatest(mine, device, group), steps=len(on_device))
 
 
 Turn = Callable[[int], tuple[list[float], list[float]]]
@@ -152,14 +145,7 @@ def take_turns(
         on_device, on_host = turn(per_round)
         step_ms[i] += on_device
         host_ms[i] += on_host
-    return [
-        Timing(
-            slowest_rank(on_device, device, group),
-            *greatest([quantile(on_device, 0.95), quantile(on_host, 0.5)], device, group),
-            steps=len(on_device),
-        )
-        for on_device, on_host in zip(step_ms, host_ms, strict=True)
-    ]
+    return [Timing.of(*both, device, group) for both in zip(step_ms, host_ms, strict=True)]
 
 
 @torch.no_grad()

@@ -48,10 +48,10 @@ def test_a_contender_is_the_configuration_with_its_own_keys(tmp_path: Path, name
 
 def test_int32_ids_are_told_to_torchrec_alone_and_a_backward_is_left_to_those_who_have_it(tmp_path: Path) -> None:
     told = [name for name, contender in STEP_CONTENDERS.items() if contender.int32_ids]
-    assert told == ["torchrec_strongest", "torchrec_bf16_output", "torchrec_int32"]
+    assert told == ["torchrec_strongest", "torchrec_int32"]
     config = quickstart(tmp_path, "run", "--embedding.backend", "pgas", "--embedding.backward", "collective")
     backwards = [contender_config(config, STEP_CONTENDERS[name], "cuda").embedding.backward for name in STEP_CONTENDERS]
-    assert backwards[:5] == ["auto", "auto", "auto", "collective", "collective"]
+    assert backwards[:4] == ["auto", "auto", "collective", "collective"]
 
 
 def test_dense_counts_of_a_hand_computed_step() -> None:
