@@ -19,10 +19,10 @@ from dlrm_overlap.launching.parsing import parse_config, parse_sections, reader_
 from dlrm_overlap.launching.text_table import format_table
 from dlrm_overlap.simulate.config import SimulateConfig
 from dlrm_overlap.simulate.product import SimulatedProduct, simulate_product
-from dlrm_overlap.simulate.rows import chrome_trace, describe, describe_product, phases
+from dlrm_overlap.simulate.rows import chrome_trace, describe, describe_product
 from dlrm_overlap.simulate.step import Simulated, simulate
 
-_SHOWN = ("what", "backend", "world_size", "hosts", "samples", "ms", "gpu_ms", "samples_per_s", "busiest_link")
+_SHOWN = ("what", "backend", "world_size", "hosts", "samples", "ms", "samples_per_s", "busiest_link")
 _SHOWN_OF_PRODUCTS = ("name", "layer", "ranks", "way", "ms", "product_ms", "scatter_ms", "memory_mb")
 
 
@@ -70,8 +70,6 @@ def _run(argv: Sequence[str], description: str) -> int:
         _write(output, [row | {"commit": commit() or ""} for row in rows])
     with reader_may_leave():
         _print(combinations, rows)
-        if len(rows) == 1:
-            print(f"\nrank 0, us\n{format_table(phases(found[0]))}")
         for base, ours in zip(rows[::2], rows[1::2], strict=True) if own.train else ():
             print(_verdict(base, ours))
     if trace:

@@ -124,18 +124,6 @@ class ExchangeConfig:
 
 
 @dataclass(frozen=True)
-class HostConfig:
-    """The CPUs' time of a step, which runs beside the GPUs'; whichever is longer counts."""
-
-    torchrec_ms: NonNegativeFloat = 0.0
-    """of torchrec, which issues its kernels one by one; 0: the CPUs are never waited for"""
-    captured_ms: NonNegativeFloat = 0.0
-    """of pgas and fused"""
-    stage_ms: NonNegativeFloat = 0.0
-    """of the stage alone, whatever the backend, where its kernels are issued one by one"""
-
-
-@dataclass(frozen=True)
 class ProductConfig:
     """A matrix product [m, k] x [k, n] with k divided among the ranks, so that its results are summed over them.
 
@@ -210,8 +198,6 @@ class SimulateConfig:
     """tables and batch"""
     exchange: ExchangeConfig = field(default_factory=ExchangeConfig)
     """the exchange"""
-    host: HostConfig = field(default_factory=HostConfig)
-    """the CPUs"""
     product: ProductConfig = field(default_factory=ProductConfig)
     """the matrix product"""
 

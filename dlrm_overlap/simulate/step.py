@@ -91,15 +91,8 @@ class Simulated:
     config: SimulateConfig
     timeline: Timeline
     work: Workload
-    gpu_ms: float
-    """until the last rank has ended, the CPUs aside"""
-
-    @property
-    def ms(self) -> float:
-        """The time of the GPUs or of the CPUs, whichever is longer."""
-        torchrec = self.config.exchange.backend == "torchrec"
-        host_ms = self.config.host.torchrec_ms if torchrec else self.config.host.captured_ms
-        return max(self.gpu_ms, host_ms if self.config.what == "step" else self.config.host.stage_ms)
+    ms: float
+    """until the last rank has ended"""
 
 
 def simulate(config: SimulateConfig) -> Simulated:

@@ -14,6 +14,7 @@ the parts.
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -42,7 +43,7 @@ from dlrm_overlap.embedding.tables import FbgemmUpdate
 from dlrm_overlap.train.ranks import Ranks
 
 _SHOWN = (
-    "optimizer", "contender", "schedule", "median_ms", "p10_ms", "p90_ms", "host_ms", "prepare_ms",
+    "optimizer", "contender", "median_ms", "p10_ms", "p90_ms", "host_ms", "prepare_ms",
     "limit_ms", "fraction_of_limit", "compulsory_ms", "speedup", "max_difference",
 )  # fmt: skip
 
@@ -57,9 +58,12 @@ class GradientBatch(NamedTuple):
     """[b, D_total] float32, of this rank's samples, in the layout that autograd leaves"""
 
 
-def make_batches(workload: Workload, gradients: Sequence[torch.Tensor]) -> list[GradientBatch]:
-    """Return the batches of `workload` with their gradients."""
-    return [GradientBatch(i, *both) for i, both in enumerate(zip(workload.batches, gradients, strict=True))]
+def make_batches(workload: Workload) -> list[GradientBatch]:
+    """Return the batches of `workload` with gradients whose elements have mean 0 and variance 1."""
+    shape = workload.batch_sizes[workload.rank], workload.layout.total_dim
+    generator = torch.Generator(workload.device).manual_seed(workload.rank)
+    make = partial(torch.randn, shape, generator=generator, device=workload.device)
+    return [GradientBatch(i, ids, make()) for i, ids in enumerate(workload.batches)]
 
 
 def pack_gradient(gradient: torch.Tensor, dims: Sequence[int], scale: float, wire_dtype: torch.dtype) -> torch.Tensor:
@@ -130,7 +134,6 @@ class Push(Contender):
     ) -> None:
         super().__init__(name, workload)
         self._exposed, self._batch_sizes = exposed, BatchSizes.of(workload.batch_sizes)
-        self._schedule = options.resolved_schedule
         self._halves = workload.open_halves(options)
         self._steps = [] if exposed else [self._prepared(batch) for batch in batches]
         self.prepares = options.resolved_backward in ("push", "dma")
@@ -144,10 +147,6 @@ class Push(Contender):
         step = self._begun(batch)
         self._halves.backward.prepare(step)
         return step
-
-    def columns(self) -> dict[str, Any]:
-        """Return the order in which a rank walks the destinations."""
-        return {"schedule": self._schedule}
 
     def step(self, batch: GradientBatch) -> None:
         """Send the batch's gradient to the owners and update the rows there."""
@@ -177,15 +176,13 @@ def run(request: BackwardRequest, ranks: Ranks) -> int:
     config = request.shape(ranks.config, world.world_size)
     sparse = read_ids(config, group, ranks.device)
     ceilings = measure_ceilings(group, device)
-    gradients: list[torch.Tensor] = []
     rows: list[dict[str, Any]] = []
     faults: list[str] = []
     for optimizer in request.optimizers:
         workload = make_workload(
             config, sparse, group, device, world.local_world_size, optimizer=optimizer, precision="fp32"
         )
-        gradients = gradients or _make_gradients(workload)
-        found, faults = _measure(request, config, workload, optimizer, make_batches(workload, gradients), ceilings)
+        found, faults = _measure(request, config, workload, optimizer, make_batches(workload), ceilings)
         rows += found
         del workload
         collect_garbage(device)
@@ -194,13 +191,6 @@ def run(request: BackwardRequest, ranks: Ranks) -> int:
     if world.rank == 0:
         report([] if faults else rows, faults, request.output, _SHOWN)
     return 1 if faults else 0
-
-
-def _make_gradients(workload: Workload) -> list[torch.Tensor]:
-    """Return a gradient [b, D_total] float32 for each batch; its elements have mean 0 and variance 1."""
-    shape = workload.batch_sizes[workload.rank], workload.layout.total_dim
-    generator = torch.Generator(workload.device).manual_seed(workload.rank)
-    return [torch.randn(shape, generator=generator, device=workload.device) for _ in workload.batches]
 
 
 def make_contenders(
@@ -243,7 +233,6 @@ def _measure(
         for contender, agreement, timing in zip(contenders, agreements, timings, strict=True):
             rows.append(
                 {"kind": request.kind, "contender": contender.name, "optimizer": optimizer}
-                | {"schedule": None, **contender.columns()}
                 | describe(config, workload)
                 | times(timing, timings[0], limit)
                 | counts

@@ -116,24 +116,6 @@ def _draw_part(axes: Any, groups: Sequence[Run], names: Sequence[str], column: s
         axes.bar_label(drawn, text, fontsize=6, rotation=90 if upright else 0, padding=1.5)
 
 
-_TIMELINE = {"compute": "#c6dbef", "exposed": "#fd8d3c", "copying": "#525252", "idle": "#ffffff"}
-
-
-def draw_timeline(measured: Measured) -> Figure:
-    """Draw a stack of the parts of a traced step for each contender and rank."""
-    figure, (axes,) = panels(3.4)
-    below = [0.0] * len(measured.rows)
-    for part, colour in _TIMELINE.items():
-        heights = [need(row, f"{part}_ms") for row in measured.rows]
-        axes.bar(range(len(below)), heights, 0.65, bottom=below, color=colour, label=part, **_EDGE)
-        below = [one + other for one, other in zip(below, heights, strict=True)]
-    labels = [f"{row['contender'].replace('_', chr(10))}\nrank {row['rank']}" for row in measured.rows]
-    axes.set_xticks(range(len(labels)), labels, fontsize=6)
-    axes.set_ylabel("ms a traced step")
-    legend(figure, axes)
-    return figure
-
-
 def draw_volume(measured: Measured) -> Figure:
     """Draw the rate of each contender over time, the rate of the links, and where the stage ends."""
     found: dict[str, list[Row]] = {}

@@ -126,7 +126,12 @@ PLOTS = {
         "Where a step's time goes",
         "Mean of the traced steps on each rank: something computes; only communication runs; only copies; nothing.",
         "dlrm-overlap bench timeline --config configs/bench/step_mlperf.yaml --nproc 4",
-        drawing.draw_timeline,
+        partial(
+            draw_bars,
+            groups=_each_column({f"{part}_ms": part for part in ("compute", "exposed", "copying", "idle")}),
+            label=lambda row: f"{row['contender'].replace('_', chr(10))}\nrank {row['rank']}",
+            columns={"median_ms": "ms a traced step"},
+        ),
         columns("contender", "rank", "step_ms", "compute_ms", "exposed_ms", "copying_ms", "idle_ms", "untraced_ms"),
     ),
     "weak": Plot(

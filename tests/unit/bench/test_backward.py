@@ -53,9 +53,7 @@ def workload(config: Config, world_of_one: dist.ProcessGroup, optimizer: str) ->
 
 @pytest.fixture
 def batches(workload: Workload) -> list[GradientBatch]:
-    torch.manual_seed(0)
-    shape = workload.batch_sizes[0], workload.layout.total_dim
-    return make_batches(workload, [torch.randn(shape) for _ in workload.batches])
+    return make_batches(workload)
 
 
 @pytest.fixture
