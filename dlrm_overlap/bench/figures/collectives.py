@@ -63,7 +63,7 @@ def _measure(
     payload: Payload, memory: PeerMemory, turns: Turns, columns: dict[str, Any], product: Callable[[], object] | None
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Return the rows of all contenders at one size, and a line for each whose output is wrong."""
-    made = {"nccl": by_collective(payload, payload.group)}
+    made = {"nccl": by_collective(payload, payload.group, beside=True)}
     made |= {way: memory.call(payload, way, columns["beside"]) for way in get_args(Way)}
     calls = {name: (each, _with(each, product)) for name, each in made.items()}
     if columns["captured"]:

@@ -36,7 +36,7 @@ from dlrm_overlap.bench.harness.issuer import LIMITED, Issuer
 from dlrm_overlap.bench.harness.timing import capture, counted, fraction_of_ideal
 from dlrm_overlap.bench.harness.turns import Timed, Turns
 from dlrm_overlap.bench.report.concurrent import summarise
-from dlrm_overlap.bench.report.rows import append_rows, print_faults, print_table
+from dlrm_overlap.bench.report.rows import print_table, report
 from dlrm_overlap.bench.request import ConcurrentRequest
 from dlrm_overlap.train.ranks import Ranks
 
@@ -55,6 +55,7 @@ _SIZES: dict[str, dict[float, tuple[float, ...]]] = {
 _LONGEST = {"gemm_8192": 512.0}  # computations that take so long that nothing smaller is as long
 _FEWEST, _TRIALS = 3, 5
 _LONG = 1.15  # G-long and C-long, by P3's definition
+_SHOWN = ("computation", "calls", "communication", "megabytes", "class", "strategy", "together_ms", "fraction_of_ideal")
 _STEP = 1024  # a rank's part of a buffer is a multiple of so many elements
 
 
@@ -102,22 +103,19 @@ def run(request: ConcurrentRequest, ranks: Ranks) -> int:
     """
     study = _Study(request, ranks.connect(), ranks.device)
     rows: list[dict[str, Any]] = []
-    faults: list[str] = []
+    wrong_somewhere = False
     with study.stream():
         for cases in counted("communications", study.by_payload()):
-            found, bad = study.measure(cases)
-            rows, faults = rows + found, faults + bad
-            if ranks.world.rank == 0 and found:
-                append_rows(request.output, found)
+            found, faults = study.measure(cases)
+            rows, wrong_somewhere = rows + found, wrong_somewhere or bool(faults)
+            if ranks.world.rank == 0:
+                report(found, faults, request.output, _SHOWN)
         study.close()
-    if ranks.world.rank == 0:
-        print_faults(faults)
-        if rows:
-            lines = summarise(rows)
-            print("fraction of the ideal speedup")
-            print_table(lines, list(lines[0]))
-            print(f"rows in {request.output}")
-    return 1 if faults else 0
+    if ranks.world.rank == 0 and rows:
+        lines = summarise(rows)
+        print("fraction of the ideal speedup")
+        print_table(lines, list(lines[0]))
+    return int(wrong_somewhere)
 
 
 class _Study:

@@ -97,11 +97,14 @@ def input_of(payload: Payload, result: torch.Tensor) -> torch.Tensor:
     return result.view(payload.shape)[payload.rank] if payload.kind == "all_gather" else result
 
 
-def by_collective(payload: Payload, group: dist.ProcessGroup) -> Communication:
-    """Return the collective of `group`: NCCL's kernel on the current stream, or on a CPU gloo's threads."""
+def by_collective(payload: Payload, group: dist.ProcessGroup, beside: bool = False) -> Communication:
+    """Return the collective of `group`: NCCL's kernel, on a stream of its own if `beside`, or on a CPU gloo's threads.
+
+    Without `beside` the kernel is on the current stream.
+    """
     result = payload.input.new_empty(payload.shape)
     source, on_cpu = input_of(payload, result), payload.device.type == "cpu"
-    options = {"group": group, "async_op": on_cpu}
+    options = {"group": group, "async_op": on_cpu or beside}
 
     def begin() -> Callable[[], object]:
         if payload.kind == "all_to_all":
@@ -114,7 +117,7 @@ def by_collective(payload: Payload, group: dist.ProcessGroup) -> Communication:
         def finish() -> None:
             if work is not None:
                 work.wait()
-                if payload.kind == "all_reduce":
+                if on_cpu and payload.kind == "all_reduce":
                     result.div_(payload.world_size)
 
         return finish
