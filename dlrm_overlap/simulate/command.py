@@ -37,8 +37,6 @@ def run(argv: Sequence[str], description: str) -> int:
     except OSError as error:
         file = error.filename or "--output or --trace"
         raise InputError(f"{file}: {error.strerror or error}; name another file") from None
-    except MemoryError:
-        raise InputError("the simulation needs more memory than there is; take fewer GPUs, tables or waves") from None
 
 
 def _run(argv: Sequence[str], description: str) -> int:

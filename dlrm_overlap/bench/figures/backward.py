@@ -22,7 +22,15 @@ import torch.distributed as dist
 
 from dlrm_overlap.bench.harness.agreement import check_rows, disagreements
 from dlrm_overlap.bench.harness.contenders import Contender, close_all
-from dlrm_overlap.bench.harness.limits import Limit, count_update, describe, find_limit, measure_ceilings, times
+from dlrm_overlap.bench.harness.limits import (
+    Limit,
+    count_update,
+    describe,
+    find_limit,
+    measure_ceilings,
+    rank_ids,
+    times,
+)
 from dlrm_overlap.bench.harness.timing import time_contenders, time_parts
 from dlrm_overlap.bench.harness.workload import (
     Ids,
@@ -247,11 +255,7 @@ def _find_limit(
     workload: Workload, optimizer: str, ceilings: tuple[float, float]
 ) -> tuple[Limit, dict[str, int | float]]:
     """Return the limit, and further columns of the rank that has it."""
-    layout, rank = workload.layout, workload.rank
-    counts = [
-        count_update(layout, rank, workload.batch_sizes, list(ids.inputs), workload.wire_dtype, optimizer)
-        for ids in workload.batches
-    ]
+    counts = [count_update(own, workload.wire_dtype, optimizer) for own in rank_ids(workload)]
     limit, (compulsory_bytes, ids, touched_rows) = find_limit(counts, ceilings, workload.group, workload.device)
     return limit, {
         "compulsory_bytes": compulsory_bytes,

@@ -8,17 +8,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.sharding.dp_sharding import DpPooledEmbeddingSharding
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dlrm_overlap.bench.harness.limits import count_bytes, count_update, find_limit
+from dlrm_overlap.bench.harness.limits import RankIds, count_bytes, count_update, find_limit
 from dlrm_overlap.bench.harness.workload import exchange_options
 from dlrm_overlap.config import Config
 from dlrm_overlap.data.batch import Batch
-from dlrm_overlap.embedding.backends.cpu import lengths_and_ids
 from dlrm_overlap.embedding.layout import Layout
 from dlrm_overlap.embedding.replicated import replicated_shards
 from dlrm_overlap.embedding.shardings import build_layout, model_order
@@ -92,8 +90,8 @@ def find_floor(
     for batch in batches:
         sparse = batch.sparse.to(device)
         inputs = list(module.input_dist(module.create_context(), sparse).wait().wait())
-        sizes, sent = [samples] * group.size(), [inputs[i] for i in exchanged]
-        hbm, link, uncached = _count_tables(layout, group.rank(), sizes, sparse, sent, config)
+        own = RankIds(layout, group.rank(), [samples] * group.size(), [inputs[i] for i in exchanged])
+        hbm, link, uncached = _count_tables(own, sparse, config)
         counts.append((hbm + dense_hbm, link + dense_link, uncached + dense_hbm))
     limit, (uncached,) = find_limit(counts, ceilings, group, device)
     rates = dense_tflop_per_s, limit.hbm_gb_per_s, limit.link_gb_per_s
@@ -112,45 +110,24 @@ def _count_dense_bytes(dense: DenseCounts, world_size: int, config: Config) -> t
     return 4 * dense.parameters + number_bytes * dense.outputs, ring
 
 
-def _count_tables(
-    layout: Layout,
-    rank: int,
-    batch_sizes: Sequence[int],
-    sparse: KeyedJaggedTensor,
-    inputs: Sequence[KeyedJaggedTensor],
-    config: Config,
-) -> tuple[int, int, int]:
-    """Return the bytes of a step's tables on `rank`: memory, links, and memory if nothing were read from a cache.
+def _count_tables(own: RankIds, sparse: KeyedJaggedTensor, config: Config) -> tuple[int, int, int]:
+    """Return the bytes of a step's tables on a rank: memory, links, and memory if nothing were read from a cache.
 
     To the embedding stage's own bytes, forward and back, come over the links the ids of other ranks' tables.
 
     Args:
-        layout: the owners of the tables.
-        rank: the rank to count for.
-        batch_sizes: samples of each rank.
+        own: the ids of the rank's tables.
         sparse: the ids of the rank's samples.
-        inputs: the ids of the rank's tables, one for each source of the layout.
         config: the wire's type, and the rows' optimizer.
     """
     ours = exchange_options(config.embedding, "pgas", config.train.precision)
-    wire_dtype = ours.wire_dtype
-    hbm_bytes, link_bytes = count_bytes(layout, rank, batch_sizes, inputs, wire_dtype)
-    update = count_update(layout, rank, batch_sizes, inputs, wire_dtype, config.embedding.optimizer, ours.output_dtype)
+    hbm_bytes, link_bytes = count_bytes(own, ours.wire_dtype)
+    update = count_update(own, ours.wire_dtype, config.embedding.optimizer, ours.output_dtype)
     return (
-        hbm_bytes - _repeated_row_bytes(layout, rank, sum(batch_sizes), inputs) + update.compulsory_bytes,
-        link_bytes + update.link_bytes + _sent_id_bytes(layout, rank, sparse),
+        hbm_bytes - own.repeated_row_bytes + update.compulsory_bytes,
+        link_bytes + update.link_bytes + _sent_id_bytes(own.layout, own.rank, sparse),
         hbm_bytes + update.hbm_bytes,
     )
-
-
-def _repeated_row_bytes(layout: Layout, rank: int, samples: int, inputs: Sequence[KeyedJaggedTensor]) -> int:
-    """Return the bytes of rows that `count_bytes` counts again, since a table's ids name them again."""
-    repeated = 0
-    for shards in layout.tables(rank):
-        firsts = [(inputs[shard.input], shard.feature * samples) for shard in shards]
-        ids = torch.cat([lengths_and_ids(all_ids, bag, bag + samples)[1] for all_ids, bag in firsts])
-        repeated += (ids.numel() - ids.unique().numel()) * shards[0].dim * shards[0].dtype.itemsize
-    return repeated
 
 
 def _sent_id_bytes(layout: Layout, rank: int, sparse: KeyedJaggedTensor) -> int:

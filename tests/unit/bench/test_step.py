@@ -13,6 +13,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.bench.figures import step
 from dlrm_overlap.bench.harness.agreement import check_noise, compare_losses, tolerances
+from dlrm_overlap.bench.harness.limits import RankIds
 from dlrm_overlap.bench.harness.step_floor import StepFloor, _count_dense_bytes, _count_tables
 from dlrm_overlap.bench.request import StepRequest
 from dlrm_overlap.bench.step_contenders import STEP_CONTENDERS, StepContender, contender_config
@@ -96,7 +97,7 @@ def test_bytes_of_a_hand_computed_step(tmp_path: Path, wire_dtype: str, wire: in
     inputs = [KeyedJaggedTensor(["a"], values, lengths=lengths)]
     keys = ["--embedding.optimizer", "sgd", "--train.precision", "bf16", "--embedding.wire_dtype", wire_dtype]
     config = quickstart(tmp_path, "run", *keys)
-    hbm, link, uncached = _count_tables(layout, 0, [2, 2], sparse, inputs, config)
+    hbm, link, uncached = _count_tables(RankIds(layout, 0, [2, 2], inputs), sparse, config)
     ids_and_pooled = 6 * 4 + 5 * 4 + 2 * 12 * wire
     told, sent, arrived = 6 * 4 + 4 * 16, 2 * 12 * wire, 4 * 4 * wire
     assert hbm == 4 * 16 + ids_and_pooled + 2 * 4 * 16 + told + sent + arrived + 3 * 4 * wire
@@ -121,7 +122,7 @@ def test_bytes_of_a_table_that_is_cut_by_rows(tmp_path: Path) -> None:
     lengths, values = torch.tensor([1, 1, 1, 1, 1, 0, 0, 0]), torch.tensor([5, 6, 7, 8, 3])
     inputs = [KeyedJaggedTensor(["a", "b"], values, lengths=lengths)]
     config = quickstart(tmp_path, "run", "--embedding.optimizer", "sgd", "--embedding.wire_dtype", "fp32")
-    hbm, link, _ = _count_tables(layout, 0, [2, 2], sparse, inputs, config)
+    hbm, link, _ = _count_tables(RankIds(layout, 0, [2, 2], inputs), sparse, config)
     sent, arriving = 4 + 8 / 4, 4 + 2 * 8 / 4
     ids = 2 * 8 + 2 * 8  # 2 ids of rank 1's rows, and 2 lengths
     assert link == (2 * sent + 2 * (arriving - sent)) * 4 + ids

@@ -209,19 +209,6 @@ def test_a_mistake_ends_in_one_line(options: list[str], message: str, capsys: py
     assert error.count("\n") == 1
 
 
-def test_a_simulation_that_finds_no_memory_ends_in_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def full(*_: object) -> None:
-        raise MemoryError
-
-    monkeypatch.setattr("dlrm_overlap.simulate.command.simulate", full)
-    assert main(["simulate", *SMALL]) == 2
-    error = capsys.readouterr().err
-    assert "more memory than there is" in error
-    assert error.count("\n") == 1
-
-
 def test_a_training_configuration_is_told_whether_it_pays(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--train", "configs/mlperf_dcnv2.yaml", "--network.hosts", "2", "--network.gpus_per_host", "4"]
     assert main(["simulate", *options, "--work.global_batch", "8192"]) == 0
