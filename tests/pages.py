@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from dlrm_overlap.bench.report.concurrent import CLASSES, summarise
-from dlrm_overlap.bench.report.drawing import cells
+from dlrm_overlap.bench.report.drawing import cells, todays
 from dlrm_overlap.bench.report.measured import milliseconds, runs, shape
 from dlrm_overlap.comm.calls import fastest_way
 from tests import simulated_pages
@@ -287,11 +287,6 @@ _TRACED = ("exposed", "exposed_most", "idle")
 
 def _busy_ms(row: Row) -> float:
     return float(row["step_ms"]) - float(row["idle_ms"])
-
-
-def todays(rows: Iterable[Row]) -> list[Row]:
-    """Return the rows of `bench collectives` but those of stores by another number of programs than is launched."""
-    return [row for row in rows if row["contender"] != "stores" or row["store_programs"] == "64"]
 
 
 def table_of_collectives(name: str, operation: str, beside: str, captured: str, *sizes: str) -> Lines:

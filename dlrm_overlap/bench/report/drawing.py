@@ -80,7 +80,7 @@ def draw_bars(
     size = math.ceil(len(found) / math.ceil(len(found) / _MOST_GROUPS))
     parts = [(column, found[i : i + size]) for column in columns for i in range(0, len(found), size)]
     figure, every = panels(0.8 + 2.6 * len(parts), len(parts))
-    names = contenders(found)
+    names = contenders({name: row for name, row in group.items() if trusted(row)} for group in found)
     for axes, (column, part) in zip(every, parts, strict=True):
         bases = [need(group[over], column) if over else 1.0 for group in part]
         _draw_part(axes, part, names, column, bases)
@@ -138,10 +138,15 @@ def draw_volume(measured: Measured) -> Figure:
     return figure
 
 
+def todays(rows: Iterable[Row]) -> list[Row]:
+    """Return the rows of `bench collectives` but earlier ones of stores by another number of programs than now."""
+    return [row for row in rows if row["contender"] != "stores" or row.get("store_programs", "64") == "64"]
+
+
 def draw_collectives(measured: Measured) -> Figure:
     """Draw the time over NCCL's by size: a panel for each operation, alone or beside a product, captured or not."""
     found: dict[tuple[str, ...], dict[str, dict[float, Row]]] = {}
-    for row in measured.rows:
+    for row in todays(measured.rows):
         panel = found.setdefault((row["operation"], row["beside"], row["captured"]), {})
         panel.setdefault(row["contender"], {})[need(row, "mb_per_peer")] = row
     figure, every = panels(0.8 + 1.6 * len(found), len(found))

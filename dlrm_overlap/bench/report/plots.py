@@ -183,7 +183,7 @@ PLOTS = {
         "dlrm-overlap bench collectives --config configs/bench/tiny.yaml --operations all_to_all all_gather --nproc 4",
         drawing.draw_collectives,
         by_group(
-            _by("operation", "beside", "captured", "mb_per_peer"),
+            lambda rows: _by("operation", "beside", "captured", "mb_per_peer")(drawing.todays(rows)),
             lambda row: f"{row['operation']} beside {row['beside']}, captured {row['captured']}, {row['mb_per_peer']}",
         ),
     ),

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from dlrm_overlap.bench.report.drawing import todays
 from dlrm_overlap.comm.calls import COPIED_FROM_BYTES, fastest_way
 from dlrm_overlap.comm.copy_engine import Copy2D, _check
 from tests.conftest import read_rows
-from tests.pages import todays
 
 
 def test_one_row_has_no_pitch_but_its_width() -> None:
