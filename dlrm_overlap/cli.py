@@ -18,7 +18,7 @@ from urllib.parse import quote
 from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 import dlrm_overlap
-from dlrm_overlap.bench.registry import FIGURES
+from dlrm_overlap.bench.request import FIGURES
 from dlrm_overlap.config import Config, EmbeddingConfig, InputError
 from dlrm_overlap.launching import process_group
 from dlrm_overlap.launching.files import check_free
@@ -171,7 +171,7 @@ def bench(argv: list[str]) -> int:
     """Measure training steps, the embedding stage, communication or the input; `bench --help` lists the benchmarks."""
     kind = argv[0] if argv else ""
     if kind in ("-h", "--help"):
-        lines = [f"  {name:12} {figure.summary}" for name, figure in FIGURES.items()]
+        lines = [f"  {name:12} {figure.summary()}" for name, figure in FIGURES.items()]
         lines.append(f"  {'report':12} the rows of a folder on one page, with plots and tables: bench report DIR")
         print("\n".join(["usage: dlrm-overlap bench KIND ...", "", *lines]))
         return 0
@@ -184,21 +184,20 @@ def bench(argv: list[str]) -> int:
     figure = FIGURES[kind]
 
     def add_options(parser: Parser) -> None:
-        for name, settings in figure.request.options(kind):
+        for name, settings in figure.options(kind):
             parser.add_argument(f"--{name}", **settings)
 
     def check(config: Config, values: Any) -> None:
-        check_output(figure.request.read(kind, values).output)
+        check_output(figure.read(kind, values).output)
 
     def work(ranks: Ranks) -> int:
-        request = figure.request.read(kind, ranks.values)
-        request.check_hosts(ranks.config)
+        request = figure.read(kind, ranks.values)
         request.check_ranks(ranks.config, ranks.world.world_size, ranks.device.type)
         if ranks.device.type == "cpu" and ranks.world.rank == 0:
             print(f"bench {kind}: a rehearsal, since times on CPUs say nothing of GPUs", file=sys.stderr)
         return figure.load()(request, ranks)
 
-    meaning = f"Measure {figure.summary}. `dlrm-overlap bench --help` tells the other benchmarks."
+    meaning = f"Measure {figure.summary()}. `dlrm-overlap bench --help` tells the other benchmarks."
     return run_on_ranks(["bench", kind], meaning, argv[1:], work, add_options, check)
 
 

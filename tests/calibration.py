@@ -18,7 +18,6 @@ import numpy as np
 import yaml
 
 from dlrm_overlap.config import ModelConfig
-from dlrm_overlap.dense.gemm.plan import WHOLE
 from dlrm_overlap.embedding.traffic import UpdateBytes
 from dlrm_overlap.simulate.config import ExchangeConfig, NetworkConfig, ProductConfig, SimulateConfig, WorkConfig
 from dlrm_overlap.simulate.gpu_config import GpuConfig, LookupConfig, UpdateConfig
@@ -383,8 +382,7 @@ def _rows_ms(config: SimulateConfig) -> float:
 
 # The rows of `bench step` lack them: of configs/bench/step_mlperf.yaml and step_dot.yaml, and of the quickstart.
 _LAYERS = {128: ([512, 256, 128], [1024, 1024, 512, 256, 1]), 16: ([64, 16], [64, 32, 1])}
-_MULTIPROCESSORS, _SUM_SHARE = 132, 0.99  # of an H200; the kernel that sums runs when the product has ended
-_PARTS = (WHOLE, 1, 2, 4, 8)  # that the way copies of our products can take
+_MULTIPROCESSORS = 132  # of an H200
 _HOST = 0.75  # part of a simulated time above which the host's is what was measured
 _CONTENDERS = {"torchrec_strongest": "torchrec", "pgas_graph": "pgas", "fused_graph": "fused"}
 _HEAD_MS = 1.848  # of MLPerf's step, 8192 samples, alone on one H200: `python -m tests.gpu.cross`, docs/results/step.md
@@ -418,12 +416,10 @@ def step_config(row: Row, gpu: GpuConfig) -> SimulateConfig:
 def product_config(row: Mapping[str, str], gpu: GpuConfig) -> SimulateConfig | None:
     """Return the simulation of what a row of `bench gemm` has measured, or None where there is no model of it.
 
-    There are models of `reduce_scatter` by `serial` and by `copies`: parts are copied to their owners, who sum them at
-    the memory's rate. The product [M, N / W] x [N / W, K] takes as long as it was measured alone, `gemm_ms`, on each
-    rank; all that is simulated is what goes on beside and behind it, in as many parts as take the least time.
+    There is one of `reduce_scatter` by `serial`. The product [M, N / W] x [N / W, K] takes as long as it was measured
+    alone, `gemm_ms`, on each rank; all that is simulated is what comes after it.
     """
-    ways = {"serial": "serial", "copies": "software"}
-    if row["operator"] != "reduce_scatter" or row["contender"] not in ways or row["device"] != "cuda":
+    if (row["operator"], row["contender"], row["device"]) != ("reduce_scatter", "serial", "cuda"):
         return None
     config = SimulateConfig(
         what="product",
@@ -434,22 +430,14 @@ def product_config(row: Mapping[str, str], gpu: GpuConfig) -> SimulateConfig | N
             m=int(row["m"]),
             n=int(row["k"]),
             k=int(row["n"]),
-            way=ways[row["contender"]],  # pyright: ignore[reportArgumentType]
-            pattern="direct" if row["contender"] == "copies" else "ring",
+            way="serial",
             gather=False,
             programs=_MULTIPROCESSORS,
             tile_n=256,  # of cuBLAS's usual tile on this GPU
             cache_mb=50.0,
-            trigger_us=gpu.kernel_us,
-            sum_share=_SUM_SHARE,
-            sum_gb_per_s=gpu.copy_gb_per_s,
         ),
     )
-    config = with_product_ms(config, float(row["gemm_ms"]))
-    if row["contender"] == "serial":
-        return config
-    cut = (replace(config, product=replace(config.product, parts=parts)) for parts in _PARTS)
-    return min(cut, key=lambda config: simulate_product(config).ms)
+    return with_product_ms(config, float(row["gemm_ms"]))
 
 
 def with_product_ms(config: SimulateConfig, ms: float) -> SimulateConfig:

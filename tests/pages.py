@@ -13,16 +13,14 @@ changes nothing.
 import os
 import re
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from dlrm_overlap.bench.report.concurrent import CLASSES, summarise
-from dlrm_overlap.bench.report.drawing import todays
-from dlrm_overlap.bench.report.map_plots import MAPS
+from dlrm_overlap.bench.report.drawing import cells, todays
 from dlrm_overlap.bench.report.measured import milliseconds, runs, shape
-from dlrm_overlap.bench.step_contenders import ABLATION
 from dlrm_overlap.comm.calls import fastest_way
 from tests import simulated_pages
 from tests.calibration import Row
@@ -185,13 +183,13 @@ def table_of_map(name: str, by: str) -> Lines:
     yield [by, "shapes", "the GPU's time alone: least, mean, greatest", "as the host issues it"]
     for value in [*dict.fromkeys(row[by] for row in rows), "all"]:
         own = [row for row in rows if value in (row[by], "all")]
-        ranges = [_range(speedups(name, own, time)) for time in ("gpu_ms", "median_ms")]
-        yield [value, str(len(speedups(name, own, "gpu_ms"))), *ranges]
+        ranges = [_range(speedups(own, time)) for time in ("gpu_ms", "median_ms")]
+        yield [value, str(len(speedups(own, "gpu_ms"))), *ranges]
 
 
-def speedups(name: str, rows: Iterable[Row], time: str) -> list[float]:
+def speedups(rows: Sequence[Row], time: str) -> list[float]:
     """Return of each shape of a map the fastest of ours over the strongest baseline."""
-    return [cell.speedup for cell in MAPS[name.removesuffix(".csv")].cells(rows, time).values()]
+    return [cell.speedup for cell in cells(rows, time).values()]
 
 
 def _range(values: Sequence[float]) -> str:
@@ -223,6 +221,30 @@ def table_of_hot_rows(name: str) -> Lines:
             found.setdefault(key, {})[row["contender"], row["zipf_alpha"]] = milliseconds(ms_of(row))
     for key, ms in found.items():
         yield [key, *(ms[each, alpha] for each in contenders for alpha in ("0.0", "1.05"))]
+
+
+# Reference -> contender -> the thing that it adds to torchrec, or that it lacks of pgas_graph and has another for.
+ABLATION: Mapping[str, Mapping[str, str]] = {
+    "torchrec": {
+        "torchrec_no_balance": "TorchRec's planner, whole tables, instead of the balanced plan",
+        "torchrec_int32": "ids as int32",
+        "torchrec_compiled": "the dense part compiled",
+        "torchrec_captured": "the dense part in CUDA graphs",
+        "torchrec_strongest": "ids as int32, the dense part compiled and in CUDA graphs, together",
+        "pgas_eager": "our exchange and update of rows, nothing else",
+    },
+    "pgas_graph": {
+        "pgas_graph_no_capture": "the capture; the host issues the kernels one by one",
+        "pgas": "the capture, and ids without the host; TorchRec's pipeline and DDP, the dense part in CUDA graphs",
+        "pgas_graph_no_compile": "the compiled dense part; eager operators, captured",
+        "pgas_graph_no_flat": "flat dense parameters and casts once; torch.optim behind the graph, and autocast",
+        "pgas_graph_no_balance": "the balanced plan; TorchRec's planner, whole tables",
+        "pgas_graph_one_part": "parts; all gradients travel before the first row is updated",
+        "pgas_graph_fp32_wire": "embeddings in the dense part's type and joined in place; float32, cast and copied",
+        "pgas_graph_collective": "dense gradients by stores, updated piece by piece; by NCCL, then the update",
+        "pgas_graph_data_parallel": "nothing; tables of up to 7,812 rows are data-parallel besides",
+    },
+}
 
 
 def table_of_ablation(name: str, reference: str) -> Lines:
@@ -445,7 +467,7 @@ def sentences() -> Iterator[tuple[str, str, Sequence[float]]]:
     yield readme, "By the clock it was {:.1f} to {:.1f} times as fast", [clock[0], clock[-1]]
     (eager,) = (row for row in read("ablation.csv") if row["contender"] == "pgas_eager")
     yield readme, "makes that step {:.2f} times as fast", [float(eager["reference_ms"]) / ms_of(eager)]
-    swept = speedups("sweep.csv", read("sweep.csv"), "gpu_ms")
+    swept = speedups(read("sweep.csv"), "gpu_ms")
     text = "is {:.2f} times as fast as its strongest baseline, in the geometric mean of {} shapes"
     yield readme, text, [statistics.geometric_mean(swept), len(swept)]
     chunked, times, copied = _chunked()
@@ -459,7 +481,7 @@ def sentences() -> Iterator[tuple[str, str, Sequence[float]]]:
     ratios = [float(run["fused"]["gpu_ms"]) / float(run["pgas"]["gpu_ms"]) for run in runs_of("sweep.csv")]
     text = "takes {:.2f} to {:.2f} times as long in the sweep, {:.2f} in the mean"
     yield stage, text, [min(ratios), max(ratios), statistics.geometric_mean(ratios)]
-    grid = speedups("grid.csv", read("grid.csv"), "gpu_ms")
+    grid = speedups(read("grid.csv"), "gpu_ms")
     text = "it is {:.2f}x to {:.2f}x as fast, {:.2f}x in the mean, over {} shapes"
     yield stage, text, [min(grid), max(grid), statistics.geometric_mean(grid), len(grid)]
     exposed, hidden = (

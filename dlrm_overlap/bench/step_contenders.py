@@ -1,7 +1,6 @@
-"""Who takes part in `bench step`, `ablation` and `timeline`: each contender is the configuration with keys of its own.
+"""Who takes part in `bench step` and `timeline`: each contender is the configuration with keys of its own.
 
-To add one, add a line to STEP_CONTENDERS; to make it a row of the ablation, one to ABLATION as well. This module loads
-no torch, so that an unknown name is reported at once.
+To add one, add a line to STEP_CONTENDERS. This module loads no torch, so that an unknown name is reported at once.
 """
 
 from collections.abc import Mapping
@@ -20,9 +19,6 @@ class StepContender(NamedTuple):
     """dotted key -> value, instead of the configuration's"""
     int32_ids: bool = False
     """whether TorchRec's lookups take ids as int32, as they are read; otherwise they cast them to int64"""
-    bf16_output: bool = False
-    """whether TorchRec's lookups return bfloat16 where the dense part computes in it, so that the collective carries it
-    and the dense part reads it; otherwise both are in float32"""
 
 
 def _contender(
@@ -32,7 +28,6 @@ def _contender(
     compiled: bool = True,
     graphed: bool = True,
     int32_ids: bool = False,
-    bf16_output: bool = False,
     **others: Any,
 ) -> StepContender:
     """Return a contender with these keys and `others`, whose dots are written as two underscores."""
@@ -42,9 +37,7 @@ def _contender(
         "train.compile_dense": compiled,
         "train.graph_dense": graphed,
     }
-    return StepContender(
-        keys | {name.replace("__", "."): value for name, value in others.items()}, int32_ids, bf16_output
-    )
+    return StepContender(keys | {name.replace("__", "."): value for name, value in others.items()}, int32_ids)
 
 
 def _torchrec(*, compiled: bool = False, graphed: bool = False, **others: Any) -> StepContender:
@@ -60,16 +53,13 @@ def _pgas_graph(**others: Any) -> StepContender:
 STEP_CONTENDERS = {
     "torchrec": _torchrec(),  # as users run it
     "torchrec_strongest": _contender("torchrec", int32_ids=True),
-    "torchrec_bf16_output": _contender("torchrec", int32_ids=True, bf16_output=True),
     "pgas": _contender("pgas"),
     "fused": _contender("fused"),
     "pgas_graph": _pgas_graph(),
     "pgas_graph_stores": _pgas_graph(train__overlap="stores"),
     "pgas_graph_dma": _pgas_graph(train__overlap="dma"),
     "pgas_graph_partition": _pgas_graph(train__overlap="partition"),
-    "fused_graph_dma": _contender("fused", "graph", graphed=False, embedding__put="dma", train__overlap="dma"),
     "fused_graph": _contender("fused", "graph", graphed=False),
-    "fused_graph_stores": _contender("fused", "graph", graphed=False, embedding__put="stores"),
     "torchrec_no_balance": _torchrec(embedding__plan="table_wise"),
     "torchrec_row_wise": _torchrec(embedding__plan="row_wise"),
     "torchrec_int32": _torchrec(int32_ids=True),
@@ -92,29 +82,6 @@ STEP_CONTENDERS = {
 
 # Those that `bench step` times where none are named.
 USUAL = ("torchrec", "torchrec_strongest", "pgas", "fused", "pgas_graph", "fused_graph")
-
-# Reference -> contender -> the thing that it adds to torchrec, or that it lacks of pgas_graph and has another for.
-ABLATION: Mapping[str, Mapping[str, str]] = {
-    "torchrec": {
-        "torchrec_no_balance": "TorchRec's planner, whole tables, instead of the balanced plan",
-        "torchrec_int32": "ids as int32",
-        "torchrec_compiled": "the dense part compiled",
-        "torchrec_captured": "the dense part in CUDA graphs",
-        "torchrec_strongest": "ids as int32, the dense part compiled and in CUDA graphs, together",
-        "pgas_eager": "our exchange and update of rows, nothing else",
-    },
-    "pgas_graph": {
-        "pgas_graph_no_capture": "the capture; the CPU issues the kernels one by one",
-        "pgas": "the capture, and ids without the CPU; TorchRec's pipeline and DDP, the dense part in CUDA graphs",
-        "pgas_graph_no_compile": "the compiled dense part; eager operators, captured",
-        "pgas_graph_no_flat": "flat dense parameters and casts once; torch.optim after the graph, and autocast",
-        "pgas_graph_no_balance": "the balanced plan; TorchRec's planner, whole tables",
-        "pgas_graph_one_part": "parts; all gradients travel before the first row is updated",
-        "pgas_graph_fp32_wire": "embeddings in the dense part's type and joined in place; float32, cast and copied",
-        "pgas_graph_collective": "dense gradients by stores, updated bucket by bucket; by NCCL, then the update",
-        "pgas_graph_data_parallel": "nothing; tables of up to 7,812 rows are data-parallel besides",
-    },
-}
 
 
 def contender_config(config: Config, contender: StepContender, device_type: str) -> Config:

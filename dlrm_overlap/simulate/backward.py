@@ -30,8 +30,7 @@ class Backward(NamedTuple):
 
 def collective_backward(config: SimulateConfig) -> bool:
     """Return whether gradients travel by a collective; else they are pushed."""
-    exchange = config.exchange
-    return exchange.backward == "collective" or (exchange.backward == "auto" and exchange.backend == "torchrec")
+    return config.exchange.backend == "torchrec"
 
 
 def _rates(config: SimulateConfig) -> UpdateConfig:

@@ -19,10 +19,10 @@ from dlrm_overlap.launching.parsing import parse_config, parse_sections, reader_
 from dlrm_overlap.launching.text_table import format_table
 from dlrm_overlap.simulate.config import SimulateConfig
 from dlrm_overlap.simulate.product import SimulatedProduct, simulate_product
-from dlrm_overlap.simulate.rows import chrome_trace, describe, describe_product, phases
+from dlrm_overlap.simulate.rows import chrome_trace, describe, describe_product
 from dlrm_overlap.simulate.step import Simulated, simulate
 
-_SHOWN = ("what", "backend", "world_size", "hosts", "samples", "ms", "gpu_ms", "samples_per_s", "busiest_link")
+_SHOWN = ("what", "backend", "world_size", "hosts", "samples", "ms", "samples_per_s", "busiest_link")
 _SHOWN_OF_PRODUCTS = ("name", "layer", "ranks", "way", "ms", "product_ms", "scatter_ms", "memory_mb")
 
 
@@ -37,15 +37,11 @@ def run(argv: Sequence[str], description: str) -> int:
     except OSError as error:
         file = error.filename or "--output or --trace"
         raise InputError(f"{file}: {error.strerror or error}; name another file") from None
-    except MemoryError:
-        raise InputError("the simulation needs more memory than there is; take fewer GPUs, tables or waves") from None
 
 
 def _run(argv: Sequence[str], description: str) -> int:
     own, keys = _split(argv)
-    if own.hosts and not own.train:
-        raise InputError(f"--hosts {own.hosts}: it goes with --train; set network.hosts")
-    defaults = read_training(Path(own.train), own.hosts or "1") if own.train else None
+    defaults = read_training(Path(own.train)) if own.train else None
     if defaults:
         own.vary.append(f"exchange.backend=torchrec,{defaults['exchange']['backend']}")
     combinations = list(_combinations(own.vary))
@@ -69,11 +65,9 @@ def _run(argv: Sequence[str], description: str) -> int:
     found = _simulate(configs)
     rows = [describe_product(each) if isinstance(each, SimulatedProduct) else describe(each) for each in found]
     if output:
-        _write(output, [row | {"commit": commit() or ""} for row in rows], own.append)
+        _write(output, [row | {"commit": commit() or ""} for row in rows])
     with reader_may_leave():
         _print(combinations, rows)
-        if len(rows) == 1:
-            print(f"\nrank 0, us\n{format_table(phases(found[0]))}")
         for base, ours in zip(rows[::2], rows[1::2], strict=True) if own.train else ():
             print(_verdict(base, ours))
     if trace:
@@ -116,10 +110,8 @@ def _print(combinations: Sequence[dict[str, str]], rows: Sequence[dict[str, Any]
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", help="CSV file for the rows; one that exists is replaced")
-    parser.add_argument("--append", action="store_true", help="instead: write the rows after those of the file")
     text = "instead of the sections model, work and exchange: a training configuration; says whether its backend pays"
     parser.add_argument("--train", metavar="FILE", help=text)
-    parser.add_argument("--hosts", help="of a training configuration: hosts of 8 GPUs that a fat tree joins")
     parser.add_argument("--trace", help="file for a trace of the first ranks, for chrome://tracing or Perfetto")
     text = (
         "values of a key: --vary network.hosts=1,2,4; several of these are simulated in all combinations, and keys "
@@ -128,18 +120,10 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--vary", action="append", metavar="KEY=A,B,..", help=text)
 
 
-def _write(path: Path, rows: Sequence[dict[str, Any]], append: bool) -> None:
-    """Write the rows, or append them to those of a file that has the same columns."""
-    header, known = list(rows[0]), []
-    if append and path.exists():
-        with path.open(newline="") as file:
-            known = next(csv.reader(file), [])
-    if known and known != header:
-        raise InputError(f"--append {path}: it has other columns than a simulation's rows; give another file")
-    with path.open("a" if append else "w", newline="") as file:
-        writer = csv.DictWriter(file, header, lineterminator="\n")
-        if not known:
-            writer.writeheader()
+def _write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
         writer.writerows(rows)
 
 
@@ -177,7 +161,7 @@ def _verdict(torchrec: dict[str, Any], ours: dict[str, Any]) -> str:
     )
 
 
-def read_training(path: Path, hosts: str) -> dict[str, Any]:
+def read_training(path: Path) -> dict[str, Any]:
     """Return the keys of a simulated step that a training configuration gives, nested as in a simulation's file.
 
     Its ids have one skew; where the tables have several, it is their mean. A run reads the tables' rows from its data;
@@ -191,12 +175,10 @@ def read_training(path: Path, hosts: str) -> dict[str, Any]:
     tables, embedding, train = config.data.tables, replace(config.embedding, backend=backend), config.train
     if tables.rows is None:
         raise InputError(f"--train {path}: data.tables.rows is null; write the tables' rows into the file")
-    if not hosts.isdigit() or not int(hosts):
-        raise InputError(f"--hosts {hosts}: not a whole number above 0; give the number of hosts")
     wire = embedding.resolved_wire_dtype(train.precision)
     return {
         "model": asdict(config.model),
-        "network": {"kind": "switch" if int(hosts) == 1 else "fat_tree", "hosts": int(hosts), "gpus_per_host": 8},
+        "network": {"gpus_per_host": 8},
         "work": {
             "tables": tables.number(),
             "rows": tables.rows,

@@ -19,40 +19,27 @@ _MOST_GPUS = 4096  # more take minutes, or the memory
 
 @dataclass(frozen=True)
 class NetworkConfig:
-    """Hosts and the links between them."""
+    """Hosts and the links between them: a fat tree with a NIC a GPU, a leaf switch a rail, and a spine."""
 
-    kind: Literal["switch", "fat_tree", "torus"] = "switch"
-    """switch: one host; fat_tree: a NIC a GPU, a leaf switch a rail, a spine; torus: hosts with four neighbours each"""
     hosts: PositiveInt = 1
     """number of hosts"""
     gpus_per_host: PositiveInt = 4
     """GPUs of a host, all joined by NVLink"""
     nic_gbit_per_s: PositiveFloat = 400.0
-    """of a GPU's NIC in a tree; of each link between neighbours in a torus, which the GPUs of a host share"""
+    """of a GPU's NIC"""
     latency_ns: NonNegativeFloat = 2000.0
-    """of a message: in a tree altogether, in a torus a hop"""
+    """of a message to another host"""
     message_ns: NonNegativeFloat = 500.0
     """that a GPU's puts to other hosts take each, one after the other, whatever their size"""
     hosts_per_leaf: PositiveInt = 32
-    """fat_tree: hosts whose NICs of one rail are on one leaf switch"""
+    """hosts whose NICs of one rail are on one leaf switch"""
     oversubscription: PositiveFloat = 1.0
-    """fat_tree: rate of a leaf's NICs over that of its ways to the spine"""
-    torus_width: PositiveInt | None = None
-    """torus: hosts in a row; null takes the divisor of `hosts` nearest to a square"""
+    """rate of a leaf's NICs over that of its ways to the spine"""
 
     def __post_init__(self) -> None:
-        if self.kind == "switch" and self.hosts > 1:
-            raise InputError(
-                f"network.hosts: {self.hosts}, but a switch joins the GPUs of one host; set network.kind to "
-                f"fat_tree or torus"
-            )
         if self.oversubscription < 1:
             raise InputError(
                 f"network.oversubscription: {self.oversubscription} must be 1 or more; 1 is a spine that carries all"
-            )
-        if self.torus_width is not None and self.hosts % self.torus_width:
-            raise InputError(
-                f"network.torus_width: {self.torus_width} does not divide network.hosts, {self.hosts}; give a divisor"
             )
         if self.world_size > _MOST_GPUS:
             raise InputError(
@@ -88,9 +75,9 @@ class WorkConfig:
     """instead: samples of all ranks, so that a rank's share shrinks with the number of ranks"""
     dense_features: PositiveInt = 13
     """dense inputs of a sample"""
-    plan: Literal["auto", "torchrec", "even"] = "auto"
+    plan: Literal["auto", "torchrec"] = "auto"
     """auto: as `embedding.plan: auto` places the tables on so many ranks, without cuts by rows; torchrec: as TorchRec's
-    planner does, which also cuts tables by rows; even: as if every table could be divided evenly over all ranks"""
+    planner does, which also cuts tables by rows"""
     row_bytes: PositiveInt = 4
     """of an element of a row"""
     id_bytes: PositiveInt = 8
@@ -122,10 +109,8 @@ class ExchangeConfig:
     """How pooled embeddings and their gradients travel."""
 
     backend: Literal["torchrec", "pgas", "fused"] = "pgas"
-    """torchrec: lookup, collective, unpack, one after the other; pgas and fused: as they are pooled"""
-    backward: Literal["auto", "collective", "push"] = "auto"
-    """how gradients travel: packed, by the collective library, and all-reduced in buckets beside the head's backward;
-    or pushed by the exchange, in the order of the captured step; auto is collective under torchrec, push otherwise"""
+    """torchrec: lookup, collective, unpack, one after the other, and gradients likewise; pgas and fused: as they are
+    pooled, and gradients pushed"""
     schedule: Literal["auto", "linear", "remote_first", "balanced"] = "auto"
     """order of the destinations, as embedding.schedule"""
     slice_bags: PositiveInt = 32
@@ -134,22 +119,8 @@ class ExchangeConfig:
     """puts to one host are gathered until they have so many bytes; 0 gathers none"""
     aggregate_us: NonNegativeFloat = 20.0
     """a gathered put leaves no later than this after its first bytes"""
-    ids: Literal["beside", "behind"] = "beside"
-    """the next batch's ids share links with the step's transfers in equal parts, or take the rest of them"""
     waves: PositiveInt = 16
     """parts in which a rank's tasks are simulated; puts to other hosts leave at the end of each"""
-
-
-@dataclass(frozen=True)
-class HostConfig:
-    """The CPUs' time of a step, which runs beside the GPUs'; whichever is longer counts."""
-
-    torchrec_ms: NonNegativeFloat = 0.0
-    """of torchrec, which issues its kernels one by one; 0: the CPUs are never waited for"""
-    captured_ms: NonNegativeFloat = 0.0
-    """of pgas and fused"""
-    stage_ms: NonNegativeFloat = 0.0
-    """of the stage alone, whatever the backend, where its kernels are issued one by one"""
 
 
 @dataclass(frozen=True)
@@ -174,11 +145,6 @@ class ProductConfig:
     """serial: product, then reduce-scatter; software: finished parts are copied by copy engines and summed by kernels
     beside the product; near_memory: finished parts are sent by triggered copies and summed by the memory; arbitrated:
     the same, with the product's memory accesses first; ideal: product and reduce-scatter side by side, as if alone"""
-    pattern: Literal["ring", "direct"] = "ring"
-    """ring: a part goes from rank to rank, growing; direct, software only: a part goes to its owner, who sums all"""
-    parts: NonNegativeInt = 0
-    """direct: ranges in which the rows of the first and of the last owner are multiplied and sent, those of the first
-    from small to large, those of the last the other way, as the way copies of our products has them; 0: whole"""
     gather: bool = True
     """whether an all-gather follows, so that the whole is an all-reduce"""
     element_bytes: PositiveInt = 2
@@ -205,10 +171,6 @@ class ProductConfig:
     """software: of that kernel, bytes read and written"""
 
     def __post_init__(self) -> None:
-        if self.pattern == "direct" and self.way in ("near_memory", "arbitrated"):
-            raise InputError(
-                f"product.pattern: direct, but product.way {self.way} sums along a ring; set product.pattern ring"
-            )
         if self.sum_share >= 1:
             raise InputError(f"product.sum_share: {self.sum_share} must be below 1; the rest is left to the product")
 
@@ -236,8 +198,6 @@ class SimulateConfig:
     """tables and batch"""
     exchange: ExchangeConfig = field(default_factory=ExchangeConfig)
     """the exchange"""
-    host: HostConfig = field(default_factory=HostConfig)
-    """the CPUs"""
     product: ProductConfig = field(default_factory=ProductConfig)
     """the matrix product"""
 

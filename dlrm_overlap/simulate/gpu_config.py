@@ -1,13 +1,8 @@
 """The section `gpu` of a simulation: rates of one GPU and of its kernels."""
 
-from dataclasses import MISSING, dataclass, field, fields, replace
-from typing import Any
+from dataclasses import dataclass, field
 
 from dlrm_overlap.config import NonNegativeFloat, NonNegativeInt, PositiveFloat
-
-_MEMORY_BOUND = {
-    "copy_gb_per_s", "optimizer_gb_per_s", "baseline", "pgas", "fused", "update", "baseline_update"
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -66,8 +61,7 @@ class GpuConfig:
     """Rates of one GPU and of its kernels. The defaults are an H200's, as configs/simulate/h200.yaml explains."""
 
     memory_gb_per_s: PositiveFloat = 4225.0
-    """of a copy within the memory, bytes read and written; of another GPU's, the rates below that are those of an
-    H200's memory and cache are as much greater or smaller, but for those that are given"""
+    """of a copy within the memory, bytes read and written"""
     link_gb_per_s: PositiveFloat = 354.1
     """out of a GPU to its peers in the host by stores or copies, and into it"""
     collective_gb_per_s: PositiveFloat = 292.0
@@ -106,18 +100,3 @@ class GpuConfig:
         default_factory=lambda: UpdateConfig(2680.0, 2680.0, 2680.0, sort_ns=0.05678, sort_us=79.97)
     )
     """FBGEMM's, of the backward collective"""
-
-    def __post_init__(self) -> None:
-        factor = self.memory_gb_per_s / type(self).memory_gb_per_s
-        for each in fields(self):
-            if each.name in _MEMORY_BOUND:
-                default = each.default_factory() if each.default is MISSING else each.default  # type: ignore[misc]
-                object.__setattr__(self, each.name, _scaled(getattr(self, each.name), default, factor))
-
-
-def _scaled(value: Any, default: Any, factor: float) -> Any:
-    """Return a rate, or a section of rates, of a so much faster memory; a value that is not the default stays."""
-    if isinstance(default, float):
-        return value * factor if value == default else value
-    rates = {each.name: getattr(default, each.name) for each in fields(default) if each.name.endswith("_per_s")}
-    return replace(value, **{n: _scaled(getattr(value, n), rate, factor) for n, rate in rates.items() if rate})

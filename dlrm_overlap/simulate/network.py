@@ -91,61 +91,6 @@ class FatTree:
         return (host != source // self.gpus_per_host).astype(np.int64)
 
 
-class Torus:
-    """Hosts in a 2-D torus of `x` by `y`, each with a link to its four neighbours that its GPUs share.
-
-    Routes go along x, then along y, by the shorter way around; where both ways are as long, half of the bytes takes
-    each. Within a host there is an NVLink switch.
-    """
-
-    def __init__(self, x: int, y: int, gpus_per_host: int, link_bytes_per_s: float, hop_bytes_per_s: float) -> None:
-        self.x, self.y, self.gpus_per_host = x, y, gpus_per_host
-        self.world_size = x * y * gpus_per_host
-        self.rates = np.concatenate(
-            [np.full(2 * self.world_size, link_bytes_per_s), np.full(4 * x * y, hop_bytes_per_s)]
-        )
-
-    def _turns(self, source_host: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return how far each host is to the right and upwards of `source_host`, modulo the torus."""
-        host = np.arange(self.x * self.y)
-        return (host % self.x - source_host % self.x) % self.x, (host // self.x - source_host // self.x) % self.y
-
-    def routes(self, source: int) -> Routes:
-        """Return the routes from `source` to every other rank."""
-        g, W = self.gpus_per_host, self.world_size
-        here = source // g
-        inside = _star(source, _others(source, here * g, here * g + g), 0, W)
-        parts = [(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0))]  # all there are on a torus of one host
-        host = np.arange(self.x * self.y)
-        right, up = self._turns(here)
-        for axis, (turns, length) in enumerate(((right, self.x), (up, self.y))):
-            for sign, ways in ((1, turns), (-1, (length - turns) % length)):
-                share = np.where(2 * ways < length, 1.0, np.where(2 * ways == length, 0.5, 0.0))
-                for hop in range(length // 2):
-                    taken = (ways > hop) & (share > 0)
-                    if axis == 0:
-                        at = np.full(taken.sum(), here // self.x * self.x + (here % self.x + sign * hop) % self.x)
-                    else:
-                        at = (here // self.x + sign * hop) % self.y * self.x + host[taken] % self.x
-                    parts.append((host[taken], 2 * W + 4 * at + 2 * axis + (sign < 0), share[taken]))
-        hosts, links, shares = (np.concatenate(column) for column in zip(*parts, strict=True))
-        destinations = (hosts[:, None] * g + np.arange(g)).ravel()
-        return Routes(
-            np.concatenate([inside.destination, destinations]),
-            np.concatenate([inside.link, np.repeat(links, g)]),
-            np.concatenate([inside.share, np.repeat(shares, g)]),
-        )
-
-    def hops(self, source: int) -> np.ndarray:
-        """Return [W] int64: the links between the hosts on the way to each rank."""
-        right, up = self._turns(source // self.gpus_per_host)
-        ways = np.minimum(right, self.x - right) + np.minimum(up, self.y - up)
-        return np.repeat(ways, self.gpus_per_host)
-
-
-Topology = FatTree | Torus
-
-
 def _others(source: int, first: int, end: int) -> np.ndarray:
     """Return the ranks from `first` up to `end` without `source`."""
     ranks = np.arange(first, end)
@@ -166,7 +111,7 @@ class Cluster:
     the links. A kernel that needs a memory for 1 ms demands 1e-3 of it; two such kernels together take 2 ms.
     """
 
-    def __init__(self, topology: Topology, network_latency_s: float, peer_latency_s: float) -> None:
+    def __init__(self, topology: FatTree, network_latency_s: float, peer_latency_s: float) -> None:
         self.topology, self.world_size = topology, topology.world_size
         self.network_latency_s, self.peer_latency_s = network_latency_s, peer_latency_s
         self._first_link = 3 * self.world_size
@@ -271,11 +216,11 @@ def arrivals(cluster: Cluster, sends: Sequence[int], name: str) -> list[int]:
     ]
 
 
-def _demands(cluster: Cluster, source: int, to: Sequence[int], nbytes: float) -> tuple[Demands, float]:
-    """Return the demands of sending to others in equal parts, and the longest latency."""
+def _demands(cluster: Cluster, source: int, to: int, nbytes: float) -> tuple[Demands, float]:
+    """Return the demands of sending to another rank, and the latency."""
     bytes_to = np.zeros(cluster.world_size)
-    np.add.at(bytes_to, list(to), nbytes / len(to))
-    return cluster.sent(source, bytes_to), cluster.latency_s(source, to)
+    bytes_to[to] = nbytes
+    return cluster.sent(source, bytes_to), cluster.latency_s(source, [to])
 
 
 def ring(
@@ -285,21 +230,18 @@ def ring(
     groups: Sequence[Sequence[int]],
     after: Sequence[Sequence[int]],
     name: str,
-    both_ways: bool = False,
 ) -> list[int]:
     """Send `sent_bytes` a rank to the next of its group, in `steps` steps, each waiting for the one before at both.
 
-    More than 16 steps are taken as 16, each of which costs the latencies of those that it stands for. `both_ways` sends
-    half to the next rank and half to the one before, as two rings do that run against each other.
+    More than 16 steps are taken as 16, each of which costs the latencies of those that it stands for.
     """
     if steps == 0:
         return [cluster.engine.add(name, {}, after=after[rank], rank=rank) for rank in range(cluster.world_size)]
     rounds = min(steps, _MOST_ROUNDS)
     last = [list(each) for each in after]
     near = {rank: (group[(i + 1) % len(group)], group[i - 1]) for group in groups for i, rank in enumerate(group)}
-    to = {rank: near[rank] if both_ways else near[rank][:1] for rank in near}
     # All rounds are alike, so the demands of a send are found once.
-    takes = {rank: _demands(cluster, rank, to[rank], sent_bytes / rounds) for rank in near}
+    takes = {rank: _demands(cluster, rank, near[rank][0], sent_bytes / rounds) for rank in near}
     size = max(sent_bytes / rounds, 1.0)
     for _ in range(rounds):
         begun = {
@@ -327,29 +269,14 @@ def hierarchical_all_reduce(
 ) -> list[int]:
     """Scatter sums within each host, sum the parts over the hosts, rail by rail, and gather within the host.
 
-    Over a tree the hosts halve and double, in 2 log2 H steps that send the bytes of a ring: each rank's partner is as
-    near as any. On a torus sums are scattered along x, summed along y, and gathered along x, by rings both ways.
+    The hosts halve and double, in 2 log2 H steps that send the bytes of a ring: each rank's partner is as near as any.
     """
-    W, g, topology = cluster.world_size, cluster.topology.gpus_per_host, cluster.topology
-    hosts, rails = [range(h, h + g) for h in range(0, W, g)], [range(j, W, g) for j in range(g)]
+    W, g = cluster.world_size, cluster.topology.gpus_per_host
+    H, hosts, rails = W // g, [range(h, h + g) for h in range(0, W, g)], [range(j, W, g) for j in range(g)]
 
-    def scatter(part: float, groups: Sequence[Sequence[int]], before: list[list[int]], both: bool) -> list[list[int]]:
-        k = len(groups[0])  # a gather takes as long, and is taken by the same sends
-        numbers = ring(cluster, (k - 1) / k * part, k - 1, groups, before, name, both)
-        return [[number] for number in numbers]
+    def within(before: Sequence[Sequence[int]]) -> list[int]:  # a gather takes as long as a scatter
+        return ring(cluster, (g - 1) / g * nbytes, g - 1, hosts, before, name)
 
-    began = scatter(nbytes, hosts, [list(each) for each in after], False)
-    if isinstance(topology, Torus):
-        row = topology.x * g
-        rows = [range(first + j, first + row, g) for first in range(0, W, row) for j in range(g)]
-        columns = [range(first, W, row) for first in range(row)]
-        began = scatter(nbytes / g, rows, began, True)
-        sent = 2 * (topology.y - 1) / topology.y * nbytes / g / topology.x
-        summed = ring(cluster, sent, 2 * (topology.y - 1), columns, began, name, both_ways=True)
-        gathered = scatter(nbytes / g, rows, [[number] for number in summed], True)
-    else:
-        H = W // g
-        steps = 2 * (H - 1).bit_length()
-        summed = ring(cluster, 2 * (H - 1) / H * nbytes / g, steps, rails, began, name)
-        gathered = [[number] for number in summed]
-    return [number for (number,) in scatter(nbytes, hosts, gathered, False)]
+    scattered = [[number] for number in within(after)]
+    summed = ring(cluster, 2 * (H - 1) / H * nbytes / g, 2 * (H - 1).bit_length(), rails, scattered, name)
+    return within([[number] for number in summed])

@@ -19,12 +19,10 @@ programs begin when its stores are taken. Memory is shared fairly by whatever as
 which serves the product before the copies, unless the links need longer than the product: copies do not starve.
 """
 
-from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
 
 import numpy as np
 
-from dlrm_overlap.dense.gemm.plan import WHOLE, Part, halve, scattered_parts, turns
 from dlrm_overlap.simulate.config import ProductConfig, SimulateConfig
 from dlrm_overlap.simulate.engine import Engine, Timeline
 
@@ -40,10 +38,6 @@ class Wave:
     """of the inputs, from the memory"""
     stored_bytes: np.ndarray
     """[parts] float64, of the result, for each part"""
-    size: float = 1.0
-    """of its tiles, over those that the product is said to have"""
-    opens: bool = False
-    """whether it is the first of a kernel that follows another one"""
 
 
 def tile_waves(product: ProductConfig, terms: int, parts: int, cached_results: bool) -> list[Wave]:
@@ -77,29 +71,6 @@ def tile_waves(product: ProductConfig, terms: int, parts: int, cached_results: b
         read = float((panel_bytes[panels] * (1.0 - kept)).sum())
         found.append(Wave(read, stored))
     return found
-
-
-def waves_of_products(product: ProductConfig, terms: int, rows: Sequence[int]) -> list[Wave]:
-    """Return the waves of several products, one kernel after the other, each with so many rows; each makes a part.
-
-    Each reads the right input anew, and has the tiles that suit it best, as a library chooses them: as wide as those of
-    `product`, three quarters or half of that, whichever computes the fewest columns of tiles one after the other.
-    """
-    found: list[Wave] = []
-    for part, count in enumerate(rows):
-        widths = (max(product.tile_n * quarters // 4, 1) for quarters in (4, 3, 2))
-        each = min((replace(product, m=count, tile_n=width) for width in widths), key=_columns_in_turn)
-        for number, wave in enumerate(tile_waves(each, terms, 1, cached_results=True)):
-            stored = np.zeros(len(rows))
-            stored[part] = wave.stored_bytes[0]
-            found.append(Wave(wave.read_bytes, stored, each.tile_n / product.tile_n, opens=number == 0))
-    return found
-
-
-def _columns_in_turn(product: ProductConfig) -> int:
-    """Return how many columns of tiles' results each program computes, one tile after the other."""
-    tiles = -(-product.m // product.tile_m) * -(-product.n // product.tile_n)
-    return -(-tiles // product.programs) * product.tile_n
 
 
 def _sizes(length: int, tile: int) -> np.ndarray:
@@ -175,11 +146,7 @@ class ProductGraph:
         """Add the product; return for each part the activities with whose ends it is there, or has left."""
         serial = self.product.way == "serial"
         terms = self.product.terms // self.parts
-        if self.product.way == "software" and self.product.pattern == "direct":
-            rows = [len(part.ranks) * (part.end - part.begin) for part in self._direct_parts()]
-            waves = waves_of_products(self.product, terms, rows)
-        else:
-            waves = tile_waves(self.product, terms, 1 if serial else self.parts, cached_results=not self.near_memory)
+        waves = tile_waves(self.product, terms, 1 if serial else self.parts, cached_results=not self.near_memory)
         per_s = self.gpu.tflop_per_s * 1e12 * self.gpu.dense_efficiency
         flop = 2.0 * self.product.tile_m * self.product.tile_n * terms * self.product.programs
         return self._add_waves(waves, flop / per_s, min(1.0, self.product.k_step / terms))
@@ -190,11 +157,9 @@ class ProductGraph:
         last: list[int] = []
         sent: list[int] = []  # to the next rank, of the wave before; the programs are one wave ahead
         for wave in waves:
-            if wave.opens:
-                last = [self._after(last, self.gpu.kernel_us)]
             loaded, rest = wave.read_bytes * first, wave.read_bytes * (1 - first)
             begun = add("load", {_MEMORY: memory(loaded)}, max(loaded, 1.0), last, lane="product")
-            demands = {_PRODUCTS: computes_s * wave.size, _MEMORY: memory(rest)}
+            demands = {_PRODUCTS: computes_s, _MEMORY: memory(rest)}
             last = [add("compute", demands, max(rest, 1.0), [begun], lane="product")]
             away = float(wave.stored_bytes[0]) if self.near_memory else 0.0
             here = float(wave.stored_bytes.sum()) - away
@@ -217,14 +182,10 @@ class ProductGraph:
         if self.product.way == "serial":
             ends = self._ring_by_kernel(done)
         elif self.product.way == "software":
-            ends = self._direct_by_copies(done) if self.product.pattern == "direct" else self._ring_by_copies(done)
+            ends = self._ring_by_copies(done)
         else:
             ends = self._ring_in_memory(done)
         return self.engine.add("sums are there", {}, after=ends)
-
-    def _after(self, before: list[int], wait_us: float) -> int:
-        """Add an activity that ends so long after others."""
-        return self.engine.add("waits", {}, after=before, delay_s=wait_us / 1e6)
 
     def _count(self, read: float, written: float) -> None:
         self.memory.scatter_read += read * self.part_bytes
@@ -251,49 +212,21 @@ class ProductGraph:
         """How much longer than at their rate a collective takes the links."""
         return self.link / self.gpu.collective_gb_per_s / 1e9
 
-    def _sum(self, read: float, after: list[int], share: float = 1.0) -> int:
-        """Add a kernel that reads a share of so many parts and writes it, on a share of the multiprocessors."""
-        nbytes = (read + 1) * share * self.part_bytes
+    def _sum(self, after: list[int]) -> int:
+        """Add a kernel that reads two parts and writes their sum, on a share of the multiprocessors."""
+        nbytes = 3 * self.part_bytes
         least_s = nbytes / min(self.product.sum_gb_per_s, self.gpu.memory_gb_per_s) / 1e9
         demands = {_PRODUCTS: least_s * self.product.sum_share, _MEMORY: self._memory_s(nbytes)}
-        self._count(read * share, share)
+        self._count(2, 1)
         return self.engine.add("sum", demands, nbytes, after, lane="sum", least_s=least_s, priority=_SUMS)
 
-    def _copy(self, after: list[int], share: float = 1.0, wait_us: float = 0.0) -> int:
-        b = self.part_bytes * share
-        self._count(share, share)
-        return self._move("copy", b, b, b, after, wait_us / 1e6)
-
     def _ring_by_copies(self, done: list[list[int]]) -> list[int]:
-        ready = done[0]
+        ready, b = done[0], self.part_bytes
         for part in range(1, self.parts):
-            sent = self._copy(ready, wait_us=self.product.trigger_us)
-            ready = [self._sum(2, [sent, *done[part]])]
+            self._count(1, 1)
+            sent = self._move("copy", b, b, b, ready, self.product.trigger_us / 1e6)
+            ready = [self._sum([sent, *done[part]])]
         return ready
-
-    def _direct_parts(self) -> list[Part]:
-        """Return the parts of rank 0's rows in the order of their products, its own last; other ranks' are as large."""
-        rows = self.product.m // self.parts
-        return [*scattered_parts(0, self.parts, rows, self.product.parts), Part(range(1), 0, rows)]
-
-    def _direct_by_copies(self, done: list[list[int]]) -> list[int]:
-        """Copy each part when it is multiplied; add up the last sender's parts as they come."""
-        rows, last_turn = self.product.m // self.parts, self.parts - 1
-        order = turns(0, self.parts)
-        pieces = [(0, rows)] if self.product.parts == WHOLE else halve(rows, self.product.parts)
-        copied: list[int] = []  # by all but the last sender
-        arrived: list[int] = []  # by the last sender, in the order of `pieces`
-        last: list[int] = []  # one after the other
-        for number, part in enumerate(self._direct_parts()[:-1]):
-            ready = self._after(done[number], self.product.trigger_us)
-            for turn in sorted(1 + order.index(peer) for peer in part.ranks):
-                last = [self._copy([ready, *last], (part.end - part.begin) / rows)]
-                (arrived if turn == last_turn else copied).extend(last)
-        sums = done[-1]
-        for number, (begin, end) in enumerate(pieces):
-            seen = self._after([*sums, *copied, arrived[number]], self.gpu.kernel_us)
-            sums = [self._sum(self.parts, [seen], (end - begin) / rows)]
-        return sums
 
     def _ring_in_memory(self, done: list[list[int]]) -> list[int]:
         arrived, b = done[0], self.part_bytes

@@ -1,9 +1,7 @@
-"""A simulation as it is shown: a row of a CSV file, a table of phases, a trace."""
+"""A simulation as it is shown: a row of a CSV file, a trace."""
 
 from dataclasses import asdict
 from typing import Any
-
-import numpy as np
 
 from dlrm_overlap.simulate.product import SimulatedProduct
 from dlrm_overlap.simulate.step import Simulated
@@ -25,7 +23,6 @@ def describe(simulated: Simulated) -> dict[str, Any]:
         "slice_bags": exchange.slice_bags,
         "aggregate_bytes": exchange.aggregate_bytes,
         "aggregate_us": exchange.aggregate_us,
-        "network": network.kind,
         "hosts": network.hosts,
         "gpus_per_host": network.gpus_per_host,
         "world_size": work.world_size,
@@ -37,14 +34,12 @@ def describe(simulated: Simulated) -> dict[str, Any]:
         "tables": round(work.features * work.world_size),
         "samples": work.samples,
         "id_bytes": config.work.id_bytes,
-        "ids": exchange.ids,
         "plan": config.work.plan,
         **{f"fullest_{name}": f"{float(getattr(work.shares, name).max()):.4g}" for name in ("memory", "links", "ids")},
         "idle_ranks": work.shares.idle_ranks,
         "hbm_bytes": round(work.hbm_bytes),
         "link_bytes": round(work.link_bytes),
         "ms": f"{simulated.ms:.4g}",
-        "gpu_ms": f"{simulated.gpu_ms:.4g}",
         "samples_per_s": f"{work.samples * work.world_size / simulated.ms * 1e3:.4g}",
         "busiest_link": f"{busy:.3f}",
         "activities": len(timeline.activities),
@@ -65,7 +60,6 @@ def describe_product(simulated: SimulatedProduct) -> dict[str, Any]:
         "n": product.n,
         "k": product.terms,
         "way": product.way,
-        "pattern": product.pattern,
         "gather": product.gather,
         "link_gb_per_s": config.gpu.link_gb_per_s,
         "tflop_per_s": f"{config.gpu.tflop_per_s * config.gpu.dense_efficiency:.4g}",
@@ -76,18 +70,6 @@ def describe_product(simulated: SimulatedProduct) -> dict[str, Any]:
         "memory_mb": f"{memory.total / 1e6:.4g}",
         **{f"{name}_mb": f"{nbytes / 1e6:.4g}" for name, nbytes in asdict(memory).items()},
     }
-
-
-def phases(simulated: Simulated | SimulatedProduct) -> list[tuple[str, ...]]:
-    """Return a table of the work of rank 0: name, lane, first start and last end."""
-    timeline = simulated.timeline
-    found: dict[tuple[str, str], tuple[float, float]] = {}
-    for activity, start, end in zip(timeline.activities, timeline.start_s, timeline.end_s, strict=True):
-        if activity.rank == 0 and len(activity.resources):
-            known = found.get((activity.name, activity.lane), (np.inf, 0.0))
-            found[activity.name, activity.lane] = min(known[0], start), max(known[1], end)
-    lines = [(name, lane, f"{1e6 * a:.1f}", f"{1e6 * b:.1f}") for (name, lane), (a, b) in found.items()]
-    return [("what", "lane", "from", "to"), *lines]
 
 
 def chrome_trace(simulated: Simulated | SimulatedProduct) -> dict[str, Any]:

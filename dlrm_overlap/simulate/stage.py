@@ -21,25 +21,10 @@ from dlrm_overlap.kernels.grouping import Aggregator, Grouping
 from dlrm_overlap.kernels.schedule import TaskGrid, resolve_schedule
 from dlrm_overlap.simulate.config import SimulateConfig
 from dlrm_overlap.simulate.gpu_config import LookupConfig
-from dlrm_overlap.simulate.network import Cluster, FatTree, Topology, Torus, arrivals
+from dlrm_overlap.simulate.network import Cluster, FatTree, arrivals
 from dlrm_overlap.simulate.workload import Workload, build_workload
 
 _MANY_BAGS = 1 << 17
-
-
-def _topology(config: SimulateConfig) -> Topology:
-    """Return the links of the configuration's hosts."""
-    network, link = config.network, config.gpu.link_gb_per_s * 1e9
-    nic = network.nic_gbit_per_s / 8 * 1e9
-    if network.kind != "torus":
-        leaf = network.hosts_per_leaf, network.oversubscription
-        return FatTree(network.hosts, network.gpus_per_host, link, nic, *leaf)
-    width = network.torus_width or min(
-        divisor
-        for divisor in range(1, network.hosts + 1)
-        if network.hosts % divisor == 0 and divisor * divisor >= network.hosts
-    )
-    return Torus(width, network.hosts // width, network.gpus_per_host, link, nic)
 
 
 class Simulation(NamedTuple):
@@ -52,7 +37,10 @@ class Simulation(NamedTuple):
     @staticmethod
     def of(config: SimulateConfig) -> "Simulation":
         """Return a simulation without an activity yet."""
-        cluster = Cluster(_topology(config), config.network.latency_ns / 1e9, config.gpu.peer_us / 1e6)
+        network, link, nic = config.network, config.gpu.link_gb_per_s * 1e9, config.network.nic_gbit_per_s / 8 * 1e9
+        leaf = network.hosts_per_leaf, network.oversubscription
+        topology = FatTree(network.hosts, network.gpus_per_host, link, nic, *leaf)
+        cluster = Cluster(topology, network.latency_ns / 1e9, config.gpu.peer_us / 1e6)
         where, dense = (cluster.world_size, config.network.gpus_per_host), config.exchange.backend == "torchrec"
         return Simulation(config, cluster, build_workload(config.model, config.work, *where, dense))
 
@@ -118,7 +106,6 @@ def send_all(
     after: Sequence[Sequence[int]],
     name: str,
     collective: bool,
-    priority: int = 0,
 ) -> list[int]:
     """Send `pair_bytes` from each rank to each other at once: by the collective library, or by stores and puts.
 
@@ -134,9 +121,8 @@ def send_all(
         away = int((~cluster.same_host(rank)).sum())
         demands = cluster.sent(rank, bytes_to, issue_s=away * config.network.message_ns / 1e9, peer_factor=factor)
         number = cluster.engine.add(
-            name, demands, max(float(bytes_to.sum()), 1.0), after[rank], rank=rank, lane="links", delay_s=delay_s,
-            priority=priority,
-        )  # fmt: skip
+            name, demands, max(float(bytes_to.sum()), 1.0), after[rank], rank=rank, lane="links", delay_s=delay_s
+        )
         sends.append(number)
     return arrivals(cluster, sends, name)
 

@@ -11,7 +11,7 @@
     rows are updated          | part by part, when their gradients are there and the ids are sorted
     all-reduce, optimizer     | after the products of all weights, and after the push
 
-That is the step of pgas and fused. Under torchrec, or with `exchange.backward: collective`, all weights' gradients are
+That is the step of pgas and fused. Under torchrec, all weights' gradients are
 part of the backward, gradients of embeddings are packed and sent by a collective, and dense gradients are summed in
 buckets, the first of them while the head's backward goes on.
 """
@@ -91,15 +91,8 @@ class Simulated:
     config: SimulateConfig
     timeline: Timeline
     work: Workload
-    gpu_ms: float
-    """until the last rank has ended, the CPUs aside"""
-
-    @property
-    def ms(self) -> float:
-        """The time of the GPUs or of the CPUs, whichever is longer."""
-        torchrec = self.config.exchange.backend == "torchrec"
-        host_ms = self.config.host.torchrec_ms if torchrec else self.config.host.captured_ms
-        return max(self.gpu_ms, host_ms if self.config.what == "step" else self.config.host.stage_ms)
+    ms: float
+    """until the last rank has ended"""
 
 
 def simulate(config: SimulateConfig) -> Simulated:
@@ -145,8 +138,7 @@ def _add_step(sim: Simulation, none: list[list[int]]) -> None:
     begun = each_alone([engine.add("step begins", {}, rank=r, delay_s=gpu.step_us / 1e6) for r in range(len(none))])
     if several:
         received = work.id_bytes / (cluster.world_size - 1) * work.shares.ids
-        priority = -1 if config.exchange.ids == "behind" else 0
-        send_all(sim, received, none, "ids", collective=config.exchange.backend == "torchrec", priority=priority)
+        send_all(sim, received, none, "ids", collective)
     embeddings = forward(sim, begun)
     bottom = products("bottom MLP", dense.bottom_forward, begun, dense.bottom_forward_kernels)
     head = products("head", dense.head_forward, each(embeddings, bottom), dense.head_forward_kernels)

@@ -96,10 +96,8 @@ def build_workload(
         gradient_bytes=work.wire_bytes,
         optimizer=work.optimizer,
     )
-    shares = Shares.even(world_size)
-    if work.plan != "even":
-        placement = Placement(work.plan, world_size, gpus_per_host or world_size, samples, work.optimizer)
-        shares = planned_shares(tuple(planned), placement, dense)
+    placement = Placement(work.plan, world_size, gpus_per_host or world_size, samples, work.optimizer)
+    shares = planned_shares(tuple(planned), placement, dense)
     bags = batch * tables / world_size
     own_ids = sum(shard.ids for shard in shards)
     return Workload(

@@ -35,17 +35,16 @@ def test_input_appends_a_row(tmp_path: Path, workers: str) -> None:
 
 
 def test_stage_measures_all_contenders_against_the_baseline(tmp_path: Path) -> None:
-    rows, result = _bench(tmp_path, "stage", "--iterations", "3", "--beside_product")
+    rows, _ = _bench(tmp_path, "stage", "--iterations", "3")
     assert [row["contender"] for row in rows] == [
         "baseline", "nccl_chunked_2", "torchrec", "nccl", "pgas", "fused", "pgas_copied"
     ]  # fmt: skip
-    assert "fused_stores, fused_dma: left out" in result.stderr
     for row in rows:
         assert row["command"].startswith("dlrm-overlap bench stage --config configs/bench/tiny.yaml --train.device cpu")
         assert row["command"].endswith("--nproc 2")
         shape = [row[key] for key in ("world_size", "tables", "dim", "global_batch", "steps")]
         assert shape == ["2", "6", "16", "128", "4"]
-        assert float(row["max_abs_difference"]) <= float(row["tolerance"])
+        assert float(row["max_difference"]) <= float(row["tolerance"])
         assert float(row["p10_ms"]) <= float(row["median_ms"]) <= float(row["p90_ms"])
         # A rank pools 3 tables for the other's 64 samples.
         assert int(row["link_bytes"]) == 3 * 16 * 4 * 64
@@ -57,10 +56,7 @@ def test_stage_measures_all_contenders_against_the_baseline(tmp_path: Path) -> N
         speedup = float(rows[0]["median_ms"]) / value["median_ms"]
         assert float(row["speedup"]) == pytest.approx(speedup, rel=1e-2)
         assert ("lookup_ms" in value) == (row["contender"] == "baseline")
-        serial = value["product_ms"] + value["median_ms"]
-        faster = serial / value["together_ms"] - 1
-        ideal = serial / max(value["product_ms"], value["median_ms"]) - 1
-        assert float(row["fraction_of_ideal"]) == pytest.approx(faster / ideal, rel=2e-2, abs=2e-2)
+        assert value["gpu_ms"] > 0
 
 
 def test_partial_sums_of_bags_without_ids_do_not_travel(tmp_path: Path) -> None:
@@ -107,8 +103,7 @@ def test_backward_measures_all_contenders_under_each_optimizer(
     for row in rows:
         shape = [row[key] for key in ("world_size", "tables", "dim", "global_batch", "steps")]
         assert shape == ["2", str(sum(widths)), "16", "128", "4"]
-        assert row["deterministic"] == "True"
-        assert float(row["max_relative_difference"]) <= float(row["tolerance"])
+        assert float(row["max_difference"]) <= float(row["tolerance"])
         assert float(row["p10_ms"]) <= float(row["median_ms"]) <= float(row["p90_ms"])
         # A rank sends the gradient of its own 64 samples, of the other's columns.
         assert int(row["link_bytes"]) in [tables * 16 * wire_bytes * 64 for tables in widths]
@@ -125,53 +120,33 @@ def test_backward_measures_all_contenders_under_each_optimizer(
         assert int(row["touched_rows"]) <= int(row["ids"]) == int(first["ids"])
         assert {"pack_ms", "all_to_all_ms", "update_ms"} <= value.keys() or row["contender"] != "baseline"
         assert ("prepare_ms" in value) == (row["contender"] in ("push", "push_exposed", "dma"))
-        assert (row["packing"] in ("by_owner", "at_once")) == (row["contender"] == "baseline")
-        assert row["schedule"] == ("" if row["contender"] == "baseline" else "balanced")
-    if options:
-        assert rows[0]["packing"] == "by_owner"
 
 
-def test_maps_hold_the_fastest_against_the_strongest_baseline_on_every_shape(tmp_path: Path) -> None:
+def test_a_sweep_measures_every_shape(tmp_path: Path) -> None:
     options = ["--pooling_factors", "1", "4", "--dims", "8", "16", "--global_batches", "64", "--iterations", "1"]
-    rows, result = _bench(
-        tmp_path, "sweep", "--data.tables.count", "null", "--data.tables.rows", "[9,8,7,6,5]", *options
-    )
-    assert "sweep: shape 1 of 4, 5 tables of dim 8, 0..2 ids a bag, global batch 64" in result.stderr
-    assert result.stdout.startswith("CPU, a rehearsal and no figure")
-    assert "speedup: the GPU's time alone" in result.stdout
+    rows, _ = _bench(tmp_path, "sweep", "--data.tables.count", "null", "--data.tables.rows", "[9,8,7,6,5]", *options)
     names = ("baseline", "nccl_chunked_2", "pgas", "fused")
     found = [(row["dim"], row["pooling_factor"], row["contender"]) for row in rows]
     assert found == [(dim, pooling, name) for dim in ("8", "16") for pooling in ("1", "4") for name in names]
-    for first in range(0, len(rows), len(names)):
-        shape = rows[first : first + len(names)]
-        assert [row["is_baseline"] for row in shape] == ["True", "True", "False", "False"]
-        for time, column in (("median_ms", "speedup_over_strongest"), ("gpu_ms", "gpu_speedup_over_strongest")):
-            strongest = min(float(row[time]) for row in shape[:2])
-            for row in shape:
-                assert float(row[column]) == pytest.approx(strongest / float(row[time]), rel=1e-2)
+    assert [row["is_baseline"] for row in rows] == ["True", "True", "False", "False"] * 4
 
 
 def test_scaling_measures_fewer_ranks_while_the_others_wait(tmp_path: Path) -> None:
-    rows, _ = _bench(tmp_path, "strong", "--train.global_batch_size", "96", "--iterations", "1", nproc=3)
-    assert [row["world_size"] for row in rows] == [ranks for ranks in "12" for _ in range(5)]  # powers of two
-    alone = {row["contender"]: float(row["median_ms"]) for row in rows if row["world_size"] == "1"}
-    for row in rows:
-        scaling = alone[row["contender"]] / float(row["median_ms"])
-        assert float(row["scaling_factor"]) == pytest.approx(scaling, rel=1e-2)
-        assert (row["sync_ms"] != "") == (row["contender"] == "baseline")
-    (alone_ms, between_two_ms) = (float(row["sync_ms"]) for row in rows if row["sync_ms"])
-    assert 0 <= alone_ms < between_two_ms, "a rank alone sends nothing"
+    options = ["--train.global_batch_size", "96", "--iterations", "1", "--chunks", "2"]
+    rows, _ = _bench(tmp_path, "strong", *options, nproc=3)
+    alone = [(ranks, name) for ranks in "21" for name in ("baseline", "torchrec", "nccl", "pgas", "fused")]
+    found = [(row["world_size"], row["contender"]) for row in rows if row["contender"] != "nccl_chunked_2"]
+    assert found == alone, "powers of two, the most first"
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++ on a CPU")
-def test_step_measures_all_contenders_alone_and_beside_a_busy_process(tmp_path: Path) -> None:
-    options = ["--train.batch_size", "64", "--steps", "8", "--batches", "3", "--pinned_host"]
+def test_step_measures_all_contenders(tmp_path: Path) -> None:
+    options = ["--train.batch_size", "64", "--steps", "8", "--batches", "3"]
     rows, _ = _bench(tmp_path, "step", *options, config="quickstart", timeout_s=400)
-    contenders = [(row["pinned_host"], row["contender"]) for row in rows]
-    assert contenders == [(pinned, name) for pinned in ("False", "True") for name in USUAL]
+    assert [row["contender"] for row in rows] == list(USUAL)
     for row in rows:
         assert (row["world_size"], row["tables"], row["global_batch"], row["steps"]) == ("2", "8", "128", "8")
-        assert float(row["max_relative_difference"]) <= float(row["tolerance"])
+        assert float(row["max_difference"]) <= float(row["tolerance"])
         value = {key: float(row[key]) for key in row if key.endswith(("_ms", "_bytes", "_flop", "_per_s"))}
         times = [
             value["dense_flop"] / value["dense_tflop_per_s"] / 1e9,
@@ -179,16 +154,14 @@ def test_step_measures_all_contenders_alone_and_beside_a_busy_process(tmp_path: 
             value["link_bytes"] / value["link_gb_per_s"] / 1e6,
         ]
         assert (value["floor_ms"], value["floor_sum_ms"]) == pytest.approx((max(times), sum(times)), rel=1e-2)
-    medians = {row["pinned_host"]: float(row["median_ms"]) for row in rows if row["contender"] == "torchrec"}
     for row in rows:
-        speedup = medians[row["pinned_host"]] / float(row["median_ms"])
+        speedup = float(rows[0]["median_ms"]) / float(row["median_ms"])
         assert float(row["speedup_over_torchrec"]) == pytest.approx(speedup, rel=1e-2)
 
 
 def test_concurrent_measures_both_alone_and_together(tmp_path: Path) -> None:
     rows, result = _bench(tmp_path, "concurrent", "--repetitions", "3")
-    assert "a CPU has no streams or multiprocessors to share; left are serial, plain, dma_apart, " in result.stderr
-    assert result.stdout.splitlines()[0].startswith("9 cases on 2 ranks (")
+    assert "best_of_all" in result.stdout
     for row in rows:
         copies = "dma_averaged" if row["communication"] == "all_reduce" else "dma_apart"
         assert row["strategy"] in ("serial", "plain", copies)
@@ -202,11 +175,10 @@ def test_concurrent_measures_both_alone_and_together(tmp_path: Path) -> None:
 
 
 def test_collectives_measures_all_that_can_take_part(tmp_path: Path) -> None:
-    options = ["--contenders", "nccl", "nccl_registered", "dma", "stores", "auto", "--sizes_mb", "1"]
-    options += ["--iterations", "3", "--operations", "all_gather", "all_to_all"]
+    options = ["--sizes_mb", "1", "--iterations", "3", "--operations", "all_gather", "all_to_all"]
     rows, _ = _bench(tmp_path, "collectives", *options)
     found = [(row["operation"], row["beside"], row["contender"]) for row in rows]
-    beside, names = ("nothing", "compute"), ("nccl", "dma", "stores", "auto")
+    beside, names = ("nothing", "compute"), ("nccl", "auto", "dma", "stores")
     assert found == [(each, other, name) for each in ("all_gather", "all_to_all") for other in beside for name in names]
     for row in rows:
         assert (row["mb_per_peer"], row["captured"], row["steps"], row["world_size"]) == ("1", "False", "3", "2")

@@ -16,7 +16,6 @@ FIGURES = {
         {"baseline", "nccl_chunked_2", "nccl_chunked_4", "pgas", "fused"},
     ),
     "volume": ([], {"baseline", "nccl_chunked_2", "nccl_chunked_4", "fused"}),
-    "programs": ([], {"fused"}),
 }
 
 

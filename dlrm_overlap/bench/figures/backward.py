@@ -7,8 +7,8 @@ contender under an optimizer.
 
 Contenders: the baseline (packing, All-to-All, FBGEMM's update), `push`, `push_exposed`, `dma`, and `atomic` where it
 can run.
-Extra columns: the optimizer, the packing, the bytes and the time of a cache without bounds, ids and touched rows,
-whether a contender repeats its bits, and the times of the parts.
+Extra columns: the optimizer, the bytes and the time of a cache without bounds, ids and touched rows, and the times of
+the parts.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from dlrm_overlap.bench.harness.agreement import check_rows
+from dlrm_overlap.bench.harness.agreement import check_rows, disagreements
 from dlrm_overlap.bench.harness.contenders import Contender, close_all
 from dlrm_overlap.bench.harness.limits import (
     Limit,
@@ -28,11 +28,10 @@ from dlrm_overlap.bench.harness.limits import (
     describe,
     find_limit,
     measure_ceilings,
-    median_ms,
+    rank_ids,
     times,
 )
 from dlrm_overlap.bench.harness.timing import time_contenders, time_parts
-from dlrm_overlap.bench.harness.turns import greatest
 from dlrm_overlap.bench.harness.workload import (
     Ids,
     Workload,
@@ -52,8 +51,8 @@ from dlrm_overlap.embedding.tables import FbgemmUpdate
 from dlrm_overlap.train.ranks import Ranks
 
 _SHOWN = (
-    "optimizer", "contender", "schedule", "packing", "median_ms", "p10_ms", "p90_ms", "host_ms", "prepare_ms",
-    "limit_ms", "fraction_of_limit", "compulsory_ms", "speedup", "deterministic", "max_relative_difference",
+    "optimizer", "contender", "median_ms", "p10_ms", "p90_ms", "host_ms", "prepare_ms",
+    "limit_ms", "fraction_of_limit", "compulsory_ms", "speedup", "max_difference",
 )  # fmt: skip
 
 
@@ -67,13 +66,16 @@ class GradientBatch(NamedTuple):
     """[b, D_total] float32, of this rank's samples, in the layout that autograd leaves"""
 
 
-def make_batches(workload: Workload, gradients: Sequence[torch.Tensor]) -> list[GradientBatch]:
-    """Return the batches of `workload` with their gradients."""
-    return [GradientBatch(i, *both) for i, both in enumerate(zip(workload.batches, gradients, strict=True))]
+def make_batches(workload: Workload) -> list[GradientBatch]:
+    """Return the batches of `workload` with gradients whose elements have mean 0 and variance 1."""
+    shape = workload.batch_sizes[workload.rank], workload.layout.total_dim
+    generator = torch.Generator(workload.device).manual_seed(workload.rank)
+    make = partial(torch.randn, shape, generator=generator, device=workload.device)
+    return [GradientBatch(i, ids, make()) for i, ids in enumerate(workload.batches)]
 
 
-def pack_by_owner(gradient: torch.Tensor, dims: Sequence[int], scale: float, wire_dtype: torch.dtype) -> torch.Tensor:
-    """Return `scale` times the gradient, packed as a collective sends it, with one operation for each owner.
+def pack_gradient(gradient: torch.Tensor, dims: Sequence[int], scale: float, wire_dtype: torch.dtype) -> torch.Tensor:
+    """Return `scale` times the gradient, packed as a collective sends it; by one operation where owners are alike.
 
     Args:
         gradient: [b, D_total] float32.
@@ -81,30 +83,22 @@ def pack_by_owner(gradient: torch.Tensor, dims: Sequence[int], scale: float, wir
         scale: the factor.
         wire_dtype: of the result, a flat tensor: the first owner's [b, dims[0]], then the second's, and so on.
     """
-    return pack(gradient.split(list(dims), dim=1), scale, wire_dtype)
-
-
-def pack_at_once(gradient: torch.Tensor, dims: Sequence[int], scale: float, wire_dtype: torch.dtype) -> torch.Tensor:
-    """Return what `pack_by_owner` returns, by one operation. All owners must have the same number of columns."""
+    if len(set(dims)) > 1:
+        return pack(gradient.split(list(dims), dim=1), scale, wire_dtype)
     samples, owners, width = gradient.shape[0], len(dims), dims[0]
     send = gradient.new_empty(owners, samples, width, dtype=wire_dtype)
     torch.mul(gradient.view(samples, owners, width).transpose(0, 1), scale, out=send)
     return send.view(-1)
 
 
-_PACKINGS = {"by_owner": pack_by_owner, "at_once": pack_at_once}
-
-
 class CollectiveBaseline(Contender):
     """Packing, `all_to_all_single`, then FBGEMM's backward operator, its sort of the ids included.
 
     A training step does this, at its cheapest. The owners hold the tables in the model's order, so packing
-    copies ranges of columns; it also divides the gradients by the number of ranks. The constructor measures the ways of
-    packing, and `step` takes the one that is fastest here. A rank alone only updates.
+    copies ranges of columns; it also divides the gradients by the number of ranks. A rank alone only updates.
     """
 
-    def __init__(self, workload: Workload, gradient: torch.Tensor) -> None:
-        """Choose the packing that is fastest for `gradient`, a batch's; all ranks choose together."""
+    def __init__(self, workload: Workload) -> None:
         super().__init__("baseline", workload)
         layout, rank = workload.layout, workload.rank
         assert layout.sent_in_order, "owners hold their tables in the model's order"
@@ -114,29 +108,14 @@ class CollectiveBaseline(Contender):
         self._send_sizes = [workload.batch_sizes[rank] * dim for dim in self._dims]
         self._receive_sizes = [size * self._width for size in workload.batch_sizes]
         self._scale = gradient_scale(len(self._dims))
-        self.packing = self._fastest_packing(gradient) if len(self._dims) > 1 else None
-
-    def _pack(self, gradient: torch.Tensor, packing: str) -> torch.Tensor:
-        return _PACKINGS[packing](gradient, self._dims, self._scale, self.workload.wire_dtype)
-
-    def _fastest_packing(self, gradient: torch.Tensor) -> str:
-        device, group = self.workload.device, self.workload.group
-        names = list(_PACKINGS) if len(set(self._dims)) == 1 else ["by_owner"]
-        mine_ms = [median_ms(partial(self._pack, gradient, name), group, device) for name in names]
-        slowest_ms = greatest(mine_ms, device, group)
-        return names[slowest_ms.index(min(slowest_ms))]
-
-    def columns(self) -> dict[str, Any]:
-        """Return how the contender packs; None for a rank alone."""
-        return {"packing": self.packing}
 
     def step(self, batch: GradientBatch, mark: Callable[[], None] = lambda: None) -> None:
         """Update the rows, and call `mark` after the packing and after the All-to-All."""
         received = batch.gradient
-        if self.packing is None:
+        if len(self._dims) == 1:
             mark()
         else:
-            send = self._pack(batch.gradient, self.packing)
+            send = pack_gradient(batch.gradient, self._dims, self._scale, self.workload.wire_dtype)
             mark()
             received = send.new_empty(sum(self._receive_sizes))
             dist.all_to_all_single(received, send, self._receive_sizes, self._send_sizes, self.workload.group)
@@ -163,7 +142,6 @@ class Push(Contender):
     ) -> None:
         super().__init__(name, workload)
         self._exposed, self._batch_sizes = exposed, BatchSizes.of(workload.batch_sizes)
-        self._schedule = options.resolved_schedule
         self._halves = workload.open_halves(options)
         self._steps = [] if exposed else [self._prepared(batch) for batch in batches]
         self.prepares = options.resolved_backward in ("push", "dma")
@@ -177,10 +155,6 @@ class Push(Contender):
         step = self._begun(batch)
         self._halves.backward.prepare(step)
         return step
-
-    def columns(self) -> dict[str, Any]:
-        """Return the order in which a rank walks the destinations."""
-        return {"schedule": self._schedule}
 
     def step(self, batch: GradientBatch) -> None:
         """Send the batch's gradient to the owners and update the rows there."""
@@ -210,15 +184,13 @@ def run(request: BackwardRequest, ranks: Ranks) -> int:
     config = request.shape(ranks.config, world.world_size)
     sparse = read_ids(config, group, ranks.device)
     ceilings = measure_ceilings(group, device)
-    gradients: list[torch.Tensor] = []
     rows: list[dict[str, Any]] = []
     faults: list[str] = []
     for optimizer in request.optimizers:
         workload = make_workload(
             config, sparse, group, device, world.local_world_size, optimizer=optimizer, precision="fp32"
         )
-        gradients = gradients or _make_gradients(workload)
-        found, faults = _measure(request, config, workload, optimizer, make_batches(workload, gradients), ceilings)
+        found, faults = _measure(request, config, workload, optimizer, make_batches(workload), ceilings)
         rows += found
         del workload
         collect_garbage(device)
@@ -227,13 +199,6 @@ def run(request: BackwardRequest, ranks: Ranks) -> int:
     if world.rank == 0:
         report([] if faults else rows, faults, request.output, _SHOWN)
     return 1 if faults else 0
-
-
-def _make_gradients(workload: Workload) -> list[torch.Tensor]:
-    """Return a gradient [b, D_total] float32 for each batch; its elements have mean 0 and variance 1."""
-    shape = workload.batch_sizes[workload.rank], workload.layout.total_dim
-    generator = torch.Generator(workload.device).manual_seed(workload.rank)
-    return [torch.randn(shape, generator=generator, device=workload.device) for _ in workload.batches]
 
 
 def make_contenders(
@@ -246,7 +211,7 @@ def make_contenders(
     """
     options = replace(exchange_options(config, "pgas"), backward="push")
     contenders: list[Contender] = [
-        CollectiveBaseline(workload, batches[0].gradient),
+        CollectiveBaseline(workload),
         Push("push", workload, options, batches),
         Push("push_exposed", workload, options, batches, exposed=True),
         Push("dma", workload, replace(options, backward="dma"), batches),
@@ -268,12 +233,7 @@ def _measure(
     """Return a row for each contender and no fault, or no row and a fault for each contender that disagrees."""
     contenders = make_contenders(config.embedding, workload, optimizer, batches)
     agreements = check_rows(contenders, workload, batches, optimizer)
-    faults = [
-        f"{contender.name}, {optimizer}: rows or state differ from the baseline's by "
-        f"{agreement.max_relative_difference:.1e}, relatively, tolerance {agreement.tolerance:.1e}; no time is reported"
-        for contender, agreement in zip(contenders, agreements, strict=True)
-        if not agreement.agrees
-    ]
+    faults = disagreements(contenders, agreements, f"rows or state under {optimizer}")
     rows: list[dict[str, Any]] = []
     if not faults:
         limit, counts = _find_limit(workload, optimizer, ceilings)
@@ -281,7 +241,6 @@ def _measure(
         for contender, agreement, timing in zip(contenders, agreements, timings, strict=True):
             rows.append(
                 {"kind": request.kind, "contender": contender.name, "optimizer": optimizer}
-                | {"schedule": None, "packing": None, **contender.columns()}
                 | describe(config, workload)
                 | times(timing, timings[0], limit)
                 | counts
@@ -296,11 +255,7 @@ def _find_limit(
     workload: Workload, optimizer: str, ceilings: tuple[float, float]
 ) -> tuple[Limit, dict[str, int | float]]:
     """Return the limit, and further columns of the rank that has it."""
-    layout, rank = workload.layout, workload.rank
-    counts = [
-        count_update(layout, rank, workload.batch_sizes, list(ids.inputs), workload.wire_dtype, optimizer)
-        for ids in workload.batches
-    ]
+    counts = [count_update(own, workload.wire_dtype, optimizer) for own in rank_ids(workload)]
     limit, (compulsory_bytes, ids, touched_rows) = find_limit(counts, ceilings, workload.group, workload.device)
     return limit, {
         "compulsory_bytes": compulsory_bytes,

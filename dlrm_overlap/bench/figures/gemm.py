@@ -1,18 +1,16 @@
 """`bench gemm`: how much does a product save with its communication inside, and how much is left to save?
 
-A shape M x K x N is that of two layers whose N hidden units are cut over the ranks, see `harness.gemm_contenders`:
-`all_gather` is the product of [M, K], whose rows are gathered, and [N / W, K]; `reduce_scatter` that of [M, N / W] and
-[K, N / W], whose sums are scattered. Contenders: `serial`, the collective and the product one after the other; the
-other ways of `dense.gemm`, and `auto`, which picks one; and `torch`, the fused operators of torch's symmetric memory.
-The output of each contender is held against a product in float32 before it is timed, and again afterwards. All
-contenders and their parts are timed in turns, the ranks beginning together, without the CPU's time.
+A shape M x K x N is that of two layers: M samples of all ranks, K features, N hidden units, of which each rank has
+N / W. `all_gather` is the first layer, from this rank's samples [M / W, K] to its part of the hidden units [M, N / W];
+`reduce_scatter` the second, from there back to [M / W, K]. Contenders: `serial`, the collective and the product one
+after the other; the other ways of `dense.gemm`, and `auto`, which picks one; `torch`, the fused operators of torch's
+symmetric memory. The output of each contender is held against a product in float32 before it is timed, and again
+afterwards. All contenders and their parts are timed in turns, the ranks beginning together, without the CPU's time.
 
 Columns, times being medians of the slowest rank:
-    gemm_ms, triton_gemm_ms   the product alone, of all rows: by cuBLAS, and by our kernel, which the way `tiles` uses
-    triton_of_cublas          gemm_ms / triton_gemm_ms
-    collective_ms, own_ms     the communication alone: the process group's, and our own all-gather
-    communication_ms          the less of the two
-    ect_ms                    effective communication time: median_ms less the shorter of the products alone
+    gemm_ms                   the product alone, of all rows, by cuBLAS
+    communication_ms          the process group's collective alone
+    ect_ms                    effective communication time: median_ms less gemm_ms
     overlap_efficiency        1 - ect_ms / that of `serial`: 1 if the product hides all communication
     link_bytes, link_gb_per_s bytes that leave each GPU, and the rate of its links, measured in the same run
     floor_ms, of_floor        the longer of the product alone and link_bytes at that rate; floor_ms / median_ms
@@ -21,68 +19,150 @@ Columns, times being medians of the slowest rank:
 Source: Flux (Chang et al., arXiv 2406.06858) for the effective communication time and overlap efficiency.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
+from torch.nn import functional
 
-from dlrm_overlap.bench.harness.gemm_contenders import Call, Case, Shape
 from dlrm_overlap.bench.harness.limits import measure_ceilings
 from dlrm_overlap.bench.harness.timing import counted, gather
 from dlrm_overlap.bench.harness.turns import Timed, Turns, greatest
 from dlrm_overlap.bench.report.rows import report
 from dlrm_overlap.bench.request import GemmRequest
-from dlrm_overlap.comm.collectives import PeerCollectives
-from dlrm_overlap.dense.gemm.products import parallel_products
+from dlrm_overlap.config import InputError
+from dlrm_overlap.dense.gemm.problem import Layer
+from dlrm_overlap.dense.gemm.products import ParallelProducts, parallel_products
 from dlrm_overlap.train.ranks import Ranks
 
+Call = Callable[[], torch.Tensor]
+
 _DTYPE = torch.bfloat16
-_PARTS = ("cublas", "triton", "collective", "own")
+_ONLY = {"pushes": "all_gather", "triggered": "reduce_scatter"}  # their other operator is that of copies, or of tiles
 _TOLERANCE = 0.05  # of an element's size and the mean's: partial products are rounded to bfloat16, by NCCL sums, too
 _SHOWN = (
-    "operator", "m", "k", "n", "contender", "median_ms", "p10_ms", "p90_ms", "gemm_ms", "triton_gemm_ms",
-    "communication_ms", "ect_ms", "overlap_efficiency", "floor_ms", "of_floor", "speedup",
+    "operator", "m", "k", "n", "contender", "median_ms", "p10_ms", "p90_ms", "gemm_ms", "communication_ms", "ect_ms",
+    "overlap_efficiency", "floor_ms", "of_floor", "speedup",
 )  # fmt: skip
 
 
+class Shape(NamedTuple):
+    """Sizes of both layers."""
+
+    m: int
+    k: int
+    n: int
+
+
+class Case:
+    """One operator at one shape: this rank's tensors, who runs it, and its two parts alone."""
+
+    def __init__(self, operator: str, shape: Shape, group: dist.ProcessGroup, device: torch.device) -> None:
+        """Draw the tensors of all_gather or reduce_scatter; W must divide M and N."""
+        self.operator, self.shape, self.group, self.device = operator, shape, group, device
+        ranks, (m, k, n) = group.size(), shape
+        generator = torch.Generator(device).manual_seed(group.rank())
+        make = partial(torch.randn, generator=generator, device=device, dtype=_DTYPE)
+        gathers = operator == "all_gather"
+        self.x = make(m // ranks, k) if gathers else make(m, n // ranks)
+        self.weight = (make(n // ranks, k) if gathers else make(k, n // ranks)) * self.x.shape[1] ** -0.5
+        self.link_bytes = (ranks - 1) * (m // ranks) * k * _DTYPE.itemsize
+        """that leave each rank for its peers"""
+
+    def contender(self, name: str, products: ParallelProducts) -> Call | None:
+        """Return the call of the contender `name`, or None where it cannot run or has nothing of its own.
+
+        All ranks call this alike.
+        """
+        if _ONLY.get(name, self.operator) != self.operator:
+            return None
+        if name == "torch":
+            return self._torch() if self.device.type == "cuda" else None
+        if self.operator == "all_gather":
+            call: Call = lambda: products.all_gather_matmul(self.x, Layer(self.weight), name, keep=False)[0]  # noqa: E731
+        else:
+            call = lambda: products.begin_reduce_scatter(self.x, Layer(self.weight), name)()  # noqa: E731
+        try:
+            call()
+        except InputError:  # on every rank alike
+            return None
+        return call
+
+    def _torch(self) -> Call:
+        import torch.distributed._symmetric_memory
+
+        operators: Any = torch.ops.symm_mem
+        name, turned = self.group.group_name, self.weight.t()
+        if self.operator == "all_gather":
+            return lambda: operators.fused_all_gather_matmul(self.x, [turned], 0, name, return_A=False)[1][0]
+        return lambda: operators.fused_matmul_reduce_scatter(self.x, turned, "sum", 0, name)
+
+    def _gathered(self) -> torch.Tensor:
+        """Return the rows that the product has: those of all ranks, or for a reduce-scatter this rank's x."""
+        if self.operator == "reduce_scatter":
+            return self.x
+        x = self.x.new_empty(self.shape.m, self.shape.k)
+        dist.all_gather_into_tensor(x, self.x, group=self.group)
+        return x
+
+    def reference(self) -> torch.Tensor:
+        """Return the right output of the operator, computed in float32, as float32."""
+        out = functional.linear(self._gathered().float(), self.weight.float())
+        if self.operator == "reduce_scatter":
+            dist.all_reduce(out, group=self.group)  # gloo has no reduce-scatter
+            out = out.chunk(self.group.size())[self.group.rank()].clone()
+        return out
+
+    def alone(self) -> dict[str, Call]:
+        """Return the product alone by cuBLAS, and the process group's collective alone."""
+        x, turned = self._gathered(), self.weight.t()
+        out = x.new_empty(x.shape[0], self.weight.shape[0])
+        rows = torch.zeros(self.shape.m, self.shape.k, device=self.device, dtype=_DTYPE)
+        mine = rows[: self.shape.m // self.group.size()].clone()
+        if self.operator == "all_gather":
+            collective: Call = lambda: (dist.all_gather_into_tensor(rows, mine, group=self.group), rows)[1]  # noqa: E731
+        elif self.device.type == "cuda":
+            collective = lambda: (dist.reduce_scatter_tensor(mine, rows, group=self.group), mine)[1]  # noqa: E731
+        else:  # as `dense.gemm.serial.SerialScatter` does over gloo
+            landing = torch.empty_like(rows)
+            collective = lambda: (dist.all_to_all_single(landing, rows, group=self.group), landing)[1]  # noqa: E731
+        return {"gemm": lambda: torch.mm(x, turned, out=out), "communication": collective}
+
+
 def run(request: GemmRequest, ranks: Ranks) -> int:
-    """Measure the figure, print its table and the crossovers, and append its rows on rank 0. All ranks call this.
+    """Measure the figure, print its table, and append its rows on rank 0. All ranks call this.
 
     Returns:
         The exit code: 1 if an output was wrong; that contender has no row.
     """
     group, device = ranks.connect(), ranks.device
-    shapes = [Shape.read(text) for text in request.shapes_on(device.type)]
+    shapes = [Shape(*map(int, text.split("x"))) for text in request.shapes_on(device.type)]
     link_gb_per_s = min(rates[1] for rates in gather([*measure_ceilings(group, device)], device, group))
-    capacity_bytes = max(shape.m * shape.k for shape in shapes) * _DTYPE.itemsize
-    own = PeerCollectives(group, device, capacity_bytes)
-    landing = own.empty((capacity_bytes,), torch.uint8)
     products, turns = parallel_products(group, device), Turns(group, device)
     products.wait_timeout_s = 60.0
     rows, faults = list[dict[str, Any]](), list[str]()
     with torch.no_grad():
         for operator in request.operators:
             for shape in counted(f"shapes of {operator}", shapes):
-                case = Case(operator, shape, _DTYPE, group, device)
+                case = Case(operator, shape, group, device)
                 calls = {name: case.contender(name, products) for name in request.contenders}
                 found = {name: call for name, call in calls.items() if call is not None}
                 faults += _wrong(case, found)
-                parts = case.products_alone() | case.communication_alone(own, landing)
-                pieces = [*found.values(), *parts.values()]
-                timed = dict(zip([*found, *parts], turns.time(pieces, request.repetitions), strict=True))
+                pieces = found | case.alone()
+                timed = dict(zip(pieces, turns.time([*pieces.values()], request.repetitions), strict=True))
+                gemm_ms, communication_ms = (timed.pop(name).median_ms for name in ("gemm", "communication"))
                 faults += _wrong(case, found)
-                timed = {name: times for name, times in timed.items() if name in found or name in parts}
                 columns = {"kind": request.kind, "operator": operator, **shape._asdict(), "dtype": str(_DTYPE)[6:]}
                 columns |= {"device": device.type, "world_size": group.size(), "steps": request.repetitions}
-                if "serial" in timed:
-                    rows += compare(columns, timed, case.link_bytes, link_gb_per_s)
-                del case, calls, found, parts, pieces
+                if "serial" in found:
+                    right = {name: timed[name] for name in found}
+                    rows += compare(columns, right, gemm_ms, communication_ms, case.link_bytes, link_gb_per_s)
+                del case, calls, found, pieces
     products.close()
-    own.close()
     if ranks.world.rank == 0:
         report(rows, faults, request.output, _SHOWN, f"{group.size()} ranks on {device.type}, {_DTYPE}")
-        for line in crossovers(rows):
-            print(line)
     return 1 if faults else 0
 
 
@@ -100,72 +180,32 @@ def _wrong(case: Case, calls: dict[str, Call]) -> list[str]:
 
 
 def compare(
-    columns: Mapping[str, Any], timed: Mapping[str, Timed], link_bytes: int, link_gb_per_s: float
+    columns: Mapping[str, Any],
+    timed: Mapping[str, Timed],
+    gemm_ms: float,
+    communication_ms: float,
+    link_bytes: int,
+    link_gb_per_s: float,
 ) -> list[dict[str, Any]]:
-    """Return the rows of one operator at one shape, see the module.
-
-    Args:
-        columns: of all rows.
-        timed: by contender, and of the parts `cublas`, `collective` and, if there are, `triton` and `own`.
-        link_bytes: that leave each rank.
-        link_gb_per_s: at which they can.
-    """
-    parts = {name: timed[name].median_ms if name in timed else None for name in _PARTS}
-    cublas_ms, triton_ms = timed["cublas"].median_ms, parts["triton"]
-    gemm_ms, communication_ms = (
-        min(ms for name in names if (ms := parts[name]) is not None)
-        for names in (("cublas", "triton"), ("collective", "own"))
-    )
+    """Return the rows of one operator at one shape, see the module; `timed` is by contender, `columns` are of all."""
     floor_ms = max(gemm_ms, link_bytes / link_gb_per_s / 1e6 if link_bytes else 0.0)
     serial_ms = timed["serial"].median_ms
-    rows = []
-    for name in timed:
-        if name in parts:
-            continue
-        median_ms = timed[name].median_ms
-        ect_ms = median_ms - gemm_ms
-        rows.append(
-            {
-                **columns,
-                "contender": name,
-                **timed[name]._asdict(),
-                "gemm_ms": cublas_ms,
-                "triton_gemm_ms": triton_ms,
-                "triton_of_cublas": cublas_ms / triton_ms if triton_ms else None,
-                "collective_ms": parts["collective"],
-                "own_ms": parts["own"],
-                "communication_ms": communication_ms,
-                "ect_ms": ect_ms,
-                "overlap_efficiency": 1 - ect_ms / (serial_ms - gemm_ms) if serial_ms > gemm_ms else None,
-                "link_bytes": link_bytes,
-                "link_gb_per_s": link_gb_per_s,
-                "floor_ms": floor_ms,
-                "of_floor": floor_ms / median_ms,
-                "speedup": serial_ms / median_ms,
-            }
-        )
-    return rows
-
-
-def crossovers(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a line for each operator and way: the least M from which on it is never slower than `serial`.
-
-    Shapes of one K and N belong together. A way that is slower at the greatest M has no crossover there.
-
-    Example: speedups of copies at M 1024, 2048, 4096: 0.9, 1.1, 1.2 give "copies .. from M 2048 on".
-    """
-    found: dict[tuple[Any, ...], list[tuple[int, float]]] = {}
-    for row in rows:
-        if row["contender"] not in ("serial", "auto"):
-            key = row["operator"], row["k"], row["n"], row["contender"]
-            found.setdefault(key, []).append((row["m"], row["speedup"]))
-    lines = []
-    for (operator, k, n, contender), points in found.items():
-        first = None
-        for m, speedup in sorted(points, reverse=True):
-            if speedup < 1:
-                break
-            first = m
-        where = f"from M {first} on" if first is not None else f"not at M {max(points)[0]}, the greatest"
-        lines.append(f"{operator}, K {k}, N {n}: {contender} is at least as fast as serial {where}")
-    return lines
+    return [
+        {
+            **columns,
+            "contender": name,
+            **times._asdict(),
+            "gemm_ms": gemm_ms,
+            "communication_ms": communication_ms,
+            "ect_ms": times.median_ms - gemm_ms,
+            "overlap_efficiency": 1 - (times.median_ms - gemm_ms) / (serial_ms - gemm_ms)
+            if serial_ms > gemm_ms
+            else None,
+            "link_bytes": link_bytes,
+            "link_gb_per_s": link_gb_per_s,
+            "floor_ms": floor_ms,
+            "of_floor": floor_ms / times.median_ms,
+            "speedup": serial_ms / times.median_ms,
+        }
+        for name, times in timed.items()
+    ]

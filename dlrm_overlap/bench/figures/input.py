@@ -7,12 +7,10 @@ row for a run; its columns are this figure's own.
 import itertools
 import sys
 from collections.abc import Iterator
-from pathlib import Path
+from typing import Any
 
-import torch.distributed as dist
-
-from dlrm_overlap.bench.harness.timing import counted, slowest_rank
-from dlrm_overlap.bench.report.rows import append_rows
+from dlrm_overlap.bench.harness.timing import Timing, counted
+from dlrm_overlap.bench.report.rows import report
 from dlrm_overlap.bench.request import InputRequest
 from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.observe.metrics import StepTimer
@@ -21,18 +19,22 @@ from dlrm_overlap.train.trainer import Trainer
 
 _ROUNDS = 4  # cached and loaded steps take turns, so that a drift of the machine slows both
 _WARMUP_STEPS = 10
+_TIMES = ("mean_ms", "p10_ms", "median_ms", "p90_ms")
+_SHOWN = ("cached_median_ms", "loaded_median_ms", "loaded_to_cached", "input_wait_ms", "samples_per_s")
 
 
 def run(request: InputRequest, ranks: Ranks) -> int:
     """Measure the figure on all ranks, which all call this, and return the exit code 0."""
     trainer = ranks.trainer()
-    _measure(trainer, request.steps, request.output)
+    row = {"kind": request.kind} | _measure(trainer, request.steps)
     trainer.close()
+    if ranks.world.rank == 0:
+        report([row], [], request.output, _SHOWN)
     return 0
 
 
-def _measure(trainer: Trainer, steps: int, output: Path) -> None:
-    """Time `steps` training steps of each kind, print the comparison on rank 0 and append it to the CSV `output`."""
+def _measure(trainer: Trainer, steps: int) -> dict[str, Any]:
+    """Time `steps` training steps of each kind and return the row. All ranks call this."""
     per_round = max(1, steps // _ROUNDS)
     cached_ms: list[float] = []
     loaded_ms: list[float] = []
@@ -48,35 +50,26 @@ def _measure(trainer: Trainer, steps: int, output: Path) -> None:
             waited_s -= loader.wait_s
             loaded_ms += _time_steps(trainer, batches, per_round, loader_warmup)
             waited_s += loader.wait_s
-    waited_ms = waited_s * 1e3 / (_ROUNDS * (per_round + loader_warmup))
-    cached_times = slowest_rank(cached_ms, trainer.device)
-    loaded_times = slowest_rank(loaded_ms, trainer.device)
-    if dist.get_rank():
-        return
-    data = trainer.config.data
-    row = {
-        "backend": trainer.config.embedding.backend,
-        "data": data.kind,
-        "distinct_steps": data.distinct_steps,
-        "workers": data.workers,
+    times = {"cached": cached_ms, "loaded": loaded_ms}
+    found = {name: Timing.of(ms, [0.0], trainer.device) for name, ms in times.items()}
+    config = trainer.config
+    return {
+        "backend": config.embedding.backend,
+        "data": config.data.kind,
+        "distinct_steps": config.data.distinct_steps,
+        "workers": config.data.workers,
         "world_size": trainer.world.world_size,
         "samples_per_rank": trainer.samples_per_rank,
-        "arch": trainer.config.model.arch,
-        "precision": trainer.config.train.precision,
-        "graph_dense": trainer.config.train.graph_dense,
+        "arch": config.model.arch,
+        "precision": config.train.precision,
+        "graph_dense": config.train.graph_dense,
         "ids_per_sample": sum(trainer.train_data.pooling),
         "steps": len(loaded_ms),
-        **{f"cached_{key}": value for key, value in vars(cached_times).items()},
-        **{f"loaded_{key}": value for key, value in vars(loaded_times).items()},
-        "loaded_to_cached": loaded_times.mean_ms / cached_times.mean_ms,
-        "input_wait_ms": waited_ms,
-        "samples_per_s": trainer.global_batch * 1e3 / loaded_times.median_ms,
+        **{f"{name}_{key}": getattr(timing, key) for name, timing in found.items() for key in _TIMES},
+        "loaded_to_cached": found["loaded"].mean_ms / found["cached"].mean_ms,
+        "input_wait_ms": waited_s * 1e3 / (_ROUNDS * (per_round + loader_warmup)),
+        "samples_per_s": trainer.global_batch * 1e3 / found["loaded"].median_ms,
     }
-    append_rows(output, [row])
-    print(
-        f"step on one cached batch {cached_times.median_ms:.2f} ms, fed by the loader {loaded_times.median_ms:.2f} ms "
-        f"(medians); means {row['loaded_to_cached']:.3f}x, {waited_ms:.2f} ms input wait a step; row in {output}"
-    )
 
 
 def _time_steps(trainer: Trainer, batches: Iterator[Batch], steps: int, warmup: int) -> list[float]:

@@ -7,22 +7,20 @@ speedup, and the exit code is 1. All train at 3% of the configuration's learning
 steps make rounding grow to some percent of the loss within 20 steps, in which a wrong gradient would hide. A step
 copies its batch to the device; the batches are read before.
 
-A row is a contender, once more with `pinned_host` if that is asked for. Its speedups are over the two contenders of
-TorchRec, as users run it and at its strongest; `fraction_of_floor` is of the time that products, memory or links must
-take (`harness.step_floor`), under the first contender's plan.
+A row is a contender. Its speedups are over the two contenders of TorchRec, as users run it and at its strongest;
+`fraction_of_floor` is of the time that products, memory or links must take (`harness.step_floor`), under the first
+contender's plan. A GPU holds few trainers at once: an ablation takes several calls, each with its reference first.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from fbgemm_gpu.split_embedding_configs import SparseType
 
-from dlrm_overlap.bench.harness.agreement import LossAgreement, check_noise, compare_losses, tolerances
-from dlrm_overlap.bench.harness.busy_core import core_of_rank, sharing_core
+from dlrm_overlap.bench.harness.agreement import Agreement, check_noise, compare_losses, tolerances
 from dlrm_overlap.bench.harness.limits import describe_tables, measure_ceilings
-from dlrm_overlap.bench.harness.step_floor import StepFloor, find_floors
+from dlrm_overlap.bench.harness.step_floor import StepFloor, find_floor
 from dlrm_overlap.bench.harness.timing import Timing, counted, take_turns
 from dlrm_overlap.bench.harness.training_runs import TrainingRun, read_batches
 from dlrm_overlap.bench.harness.workload import collect_garbage
@@ -36,15 +34,13 @@ from dlrm_overlap.train.preflight import check_start
 from dlrm_overlap.train.ranks import Ranks
 from dlrm_overlap.train.trainer import Trainer
 
-Found = TypeVar("Found")
-
 CHECKED_STEPS = 20
 _RATE = 0.03  # of the configuration's learning rates
 _BASELINES = ("torchrec", "torchrec_strongest")
 _SHOWN = (
-    "contender", "pinned_host", "median_ms", "p95_to_median", "host_ms", "samples_per_s",
+    "contender", "median_ms", "p95_to_median", "host_ms", "samples_per_s",
     *(f"speedup_over_{name}" for name in _BASELINES), "dense_ms", "hbm_ms", "link_ms",
-    "floor_ms", "fraction_of_floor", "max_relative_difference", "tolerance",
+    "floor_ms", "fraction_of_floor", "max_difference", "tolerance",
 )  # fmt: skip
 
 
@@ -56,11 +52,7 @@ def run(request: StepRequest, ranks: Ranks) -> int:
     """
     configs = contender_configs(ranks, request.contenders)
 
-    def look(trainer: Trainer, batches: Sequence[Batch]) -> dict[str, StepFloor]:
-        ceilings = measure_ceilings(ranks.connect(), ranks.device)
-        return find_floors(trainer, batches, ceilings, request.dense_tflop_per_s, configs)
-
-    again, batches, floors = train_apart(ranks, configs, request.batches, look)
+    again, batches, floor = _train_apart(ranks, configs, request)
     runs = [
         TrainingRun(name, build(ranks, name, config), batches)
         for name, config in counted("trainers to build", list(configs.items()))
@@ -68,27 +60,18 @@ def run(request: StepRequest, ranks: Ranks) -> int:
     plan = describe_plan(runs[0].trainer.plan)
     losses = {each.name: each.losses(CHECKED_STEPS) for each in counted("contenders to check", runs)}
     agreements, faults = judge(ranks.config.train.precision, losses, again)
-
-    turns = [each.time for each in runs]
-    times = {False: take_turns(turns, request.steps, ranks.device)}
-    if request.pinned_host:
-        with sharing_core(core_of_rank(ranks.world.local_rank, ranks.world.local_world_size)):
-            times[True] = take_turns(turns, request.steps, ranks.device)
-    rows = []
-    for pinned, timings in times.items():
-        found = dict(zip(configs, timings, strict=True))
-        rows += [
-            {"kind": request.kind, "contender": each.name, "pinned_host": pinned}
-            | describe_run(each, request.batches)
-            | {"own_plan": describe_plan(each.trainer.plan) != plan}
-            | _times(each, found, agreements, floors[each.name])
-            for each in runs
-        ]
+    timings = dict(zip(configs, take_turns([each.time for each in runs], request.steps, ranks.device), strict=True))
+    rows = [
+        {"kind": request.kind, "contender": each.name}
+        | describe_run(each, request.batches)
+        | {"own_plan": describe_plan(each.trainer.plan) != plan}
+        | _times(each, timings, agreements, floor)
+        for each in runs
+    ]
     for each in runs:
         each.close()
     if ranks.world.rank == 0:
-        shown = [column for column in _SHOWN if request.pinned_host or column != "pinned_host"]
-        report(rows, faults, request.output, shown)
+        report(rows, faults, request.output, _SHOWN)
     return 1 if faults else 0
 
 
@@ -110,45 +93,32 @@ def contender_configs(ranks: Ranks, names: Sequence[str]) -> dict[str, Config]:
 
 def build(ranks: Ranks, name: str, config: Config) -> Trainer:
     """Return the trainer of the contender `name`. All ranks call this."""
-    contender = STEP_CONTENDERS[name]
-    fused_params: dict[str, Any] = {}
-    if contender.int32_ids:
-        fused_params["embedding_table_index_type"] = torch.int32
-    takes_bf16 = config.train.precision == "bf16" and ranks.device.type == "cuda"  # FBGEMM has no such output on CPUs
-    if contender.bf16_output and takes_bf16:
-        fused_params["output_dtype"] = SparseType.BF16
-    return ranks.trainer(config, fused_params)
+    int32_ids = STEP_CONTENDERS[name].int32_ids
+    return ranks.trainer(config, {"embedding_table_index_type": torch.int32} if int32_ids else {})
 
 
-def train_apart(
-    ranks: Ranks, configs: Mapping[str, Config], batches: int, look: Callable[[Trainer, Sequence[Batch]], Found]
-) -> tuple[list[float], list[Batch], Found]:
-    """Return the losses of a second run of the first contender, all runs' batches, and the result of `look`.
+def _train_apart(
+    ranks: Ranks, configs: Mapping[str, Config], request: StepRequest
+) -> tuple[list[float], list[Batch], StepFloor]:
+    """Return the losses of a second run of the first contender, all runs' batches, and the floor of its step.
 
     The run is gone before the others come: a GPU may have no room for one more. Its dense part is compiled if any
     contender's is, so that its losses differ from the reference's by the same rounding.
-
-    Args:
-        configs: by contender.
-        batches: how many to read.
-        look: called with the trainer and the batches before the first step.
     """
     name, config = next(iter(configs.items()))
     compiled = any(each.train.compile_dense for each in configs.values())
     trainer = build(ranks, name, replace(config, train=replace(config.train, compile_dense=compiled)))
-    read = read_batches(trainer, batches)
-    found = look(trainer, read)
-    apart = TrainingRun(name, trainer, read)
+    batches = read_batches(trainer, request.batches)
+    floor = find_floor(trainer, batches, measure_ceilings(ranks.connect(), ranks.device), request.dense_tflop_per_s)
+    apart = TrainingRun(name, trainer, batches)
     losses = apart.losses(CHECKED_STEPS)
     apart.close()
     del trainer, apart
     collect_garbage(ranks.device)
-    return losses, read, found
+    return losses, batches, floor
 
 
-def judge(
-    precision: str, losses: dict[str, list[float]], again: list[float]
-) -> tuple[dict[str, LossAgreement], list[str]]:
+def judge(precision: str, losses: dict[str, list[float]], again: list[float]) -> tuple[dict[str, Agreement], list[str]]:
     """Return how the contenders' losses agree with those of the first, and a line for each that does not.
 
     Args:
@@ -160,16 +130,16 @@ def judge(
     noise = check_noise(expected, again)
     if not noise.agrees:  # no contender can be judged
         fault = (
-            f"{reference}: its own losses differ by {noise.max_relative_difference:.1e}, relatively, between two runs, "
-            f"at step {noise.step}; at most {noise.tolerance:g} separates right from wrong, so no speedup is reported; "
-            f"take lower learning rates"
+            f"{reference}: its own losses differ by {noise.max_difference:.1e}, relatively, between two runs; "
+            f"at most {noise.tolerance:g} separates right from wrong, so no speedup is reported; take lower learning "
+            f"rates"
         )
         return dict.fromkeys(losses, noise), [fault]
     allowed = tolerances(precision, expected, again)
     agreements = {name: compare_losses(found, expected, allowed) for name, found in losses.items()}
     faults = [
-        f"{name}: its loss differs from {reference}'s by {each.max_relative_difference:.1e}, relatively, at step "
-        f"{each.step}; tolerance {each.tolerance:.1e}; no speedup is reported"
+        f"{name}: its loss differs from {reference}'s by {each.max_difference:.1e}, relatively; tolerance "
+        f"{each.tolerance:.1e}; no speedup is reported"
         for name, each in agreements.items()
         if not each.agrees
     ]
@@ -182,7 +152,6 @@ def describe_run(run: TrainingRun, batches: int) -> dict[str, Any]:
     return {
         "backend": config.embedding.backend,
         "int32_ids": STEP_CONTENDERS[run.name].int32_ids,
-        "bf16_output": STEP_CONTENDERS[run.name].bf16_output,
         "plan": config.embedding.plan,
         "gradient_parts": config.embedding.gradient_parts,
         "pipeline": config.train.pipeline,
@@ -203,20 +172,17 @@ def describe_run(run: TrainingRun, batches: int) -> dict[str, Any]:
 
 
 def _times(
-    run: TrainingRun, timings: dict[str, Timing], agreements: dict[str, LossAgreement], floor: StepFloor
+    run: TrainingRun, timings: dict[str, Timing], agreements: dict[str, Agreement], floor: StepFloor
 ) -> dict[str, Any]:
     """Return the columns of a run's times, of how they compare with the floor and the baselines', and of its losses."""
     timing, agreement = timings[run.name], agreements[run.name]
-    median_ms, columns = timing.times.median_ms, floor.columns()
+    median_ms, columns = timing.median_ms, floor.columns()
     return {
-        "steps": timing.steps,
-        **vars(timing.times),
-        "p95_ms": timing.p95_ms,
+        **vars(timing),
         "p95_to_median": timing.p95_ms / median_ms,
-        "host_ms": timing.host_ms,
         "samples_per_s": run.trainer.global_batch * 1e3 / median_ms,
         **{
-            f"speedup_over_{name}": timings[name].times.median_ms / median_ms
+            f"speedup_over_{name}": timings[name].median_ms / median_ms
             if name in timings and agreement.agrees and agreements[name].agrees
             else None
             for name in _BASELINES
@@ -224,7 +190,7 @@ def _times(
         **columns,
         "fraction_of_floor": columns["floor_ms"] / median_ms,
         "checked_steps": CHECKED_STEPS,
-        "max_relative_difference": agreement.max_relative_difference,
+        "max_difference": agreement.max_difference,
         "tolerance": agreement.tolerance,
         "agrees": agreement.agrees,
     }

@@ -8,6 +8,7 @@ counters that could be read every microsecond; a kernel's time holds its wait fo
 first, and if they differ no row is reported. A CPU has neither clock, so the figure needs GPUs.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -15,23 +16,24 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from dlrm_overlap.bench.figures.programs import trace_programs
 from dlrm_overlap.bench.harness.agreement import check_outputs, disagreements
 from dlrm_overlap.bench.harness.chunked import Chunked, make_chunked
 from dlrm_overlap.bench.harness.contenders import Baseline, Contender, Overlap
 from dlrm_overlap.bench.harness.limits import describe, measure_ceilings
 from dlrm_overlap.bench.harness.timing import counted
-from dlrm_overlap.bench.harness.traces import record_step
-from dlrm_overlap.bench.harness.workload import make_workload, read_ids
-from dlrm_overlap.bench.report.rows import append_rows, print_faults, print_table
+from dlrm_overlap.bench.harness.traces import LEAD_MS, record_step
+from dlrm_overlap.bench.harness.turns import begin_together
+from dlrm_overlap.bench.harness.workload import Workload, make_workload, read_ids
+from dlrm_overlap.bench.report.rows import report
 from dlrm_overlap.bench.request import CHUNKS, VolumeRequest
 from dlrm_overlap.config import InputError
+from dlrm_overlap.embedding.options import ExchangeOptions
+from dlrm_overlap.embedding.steps import BatchSizes, Step
 from dlrm_overlap.kernels.schedule import TaskGrid
 from dlrm_overlap.observe.trace_summary import Span, Work
 from dlrm_overlap.train.ranks import Ranks
 
 _BACKEND = "fused"
-_SHOWN = ("contender", "stage_us", "first_us", "last_us", "sent_bytes", "link_gb_per_s")
 
 
 class Sent(NamedTuple):
@@ -48,6 +50,34 @@ class Sending(NamedTuple):
     sent: Sequence[Sent]
     stage_us: float
     """from the begin of the first kernel or task to the end of the last"""
+
+
+@torch.no_grad()
+def trace_tasks(workload: Workload, options: ExchangeOptions, steps: int) -> torch.Tensor:
+    """Run `steps` steps and one more of a backend with slices; return the trace of that one, see `TRACE_COLUMNS`.
+
+    All ranks call this, on GPUs; `steps` is one at least, since the first compiles the kernel.
+
+    Raises:
+        InputError: if one kernel does not pool all tables.
+    """
+    from dlrm_overlap.embedding.backends.fused import SlicedForward
+
+    halves = workload.open_halves(replace(options, trace=True))
+    forward = halves.forward
+    assert isinstance(forward, SlicedForward)
+    for ids in itertools.islice(itertools.cycle(workload.batches), steps + 1):
+        step = Step(list(ids.inputs), BatchSizes.of(workload.batch_sizes))
+        begin_together(workload.group, workload.device, LEAD_MS)
+        forward.start(step)
+        forward.finish(step)
+    torch.cuda.synchronize(workload.device)
+    traces = [trace.cpu() for trace in forward.traces.values()]
+    dist.barrier(workload.group)
+    halves.close()
+    if len(traces) != 1:
+        raise InputError(f"{len(traces)} kernels pool these tables; give all tables one dim and type")
+    return traces[0]
 
 
 def sending_of_tasks(trace: torch.Tensor, schedule: str, rank: int, world_size: int, peer_bytes: int) -> Sending:
@@ -138,22 +168,21 @@ def run(request: VolumeRequest, ranks: Ranks) -> int:
     for each in contenders:
         each.close()
     if not faults:
-        trace = trace_programs(workload, options, request.iterations)
+        trace = trace_tasks(workload, options, request.iterations)
         sent_bytes = Baseline(workload).sent_bytes()[0]
         found[_BACKEND] = sending_of_tasks(trace, options.resolved_schedule, workload.rank, group.size(), sent_bytes)
     if ranks.world.rank == 0:
-        print_faults(faults)
-        if found:
-            head = {"kind": request.kind, "rank": 0} | describe(config, workload) | {"link_gb_per_s": link_gb_per_s}
-            append_rows(request.output, [head | row for row in describe_bins(found, request.bins)])
-            print_table([head | summarise(name, sending) for name, sending in found.items()], _SHOWN)
-            print(f"rows in {request.output}")
+        head = {"kind": request.kind, "rank": 0} | describe(config, workload) | {"link_gb_per_s": link_gb_per_s}
+        report([head | row for row in describe_bins(found, request.bins)], faults, request.output, ())
+        for name, sending in found.items():
+            first, last = min(each.span.begin for each in sending.sent), max(each.span.end for each in sending.sent)
+            print(f"{name}: sends from {first:.1f} to {last:.1f} us of {sending.stage_us:.1f}")
     return 1 if faults else 0
 
 
 def describe_bins(found: dict[str, Sending], bins: int) -> list[dict[str, Any]]:
     """Return a row for each contender and each of `bins` stretches of the longest stage, as far as its own lasts."""
-    width_us = max(sending.stage_us for sending in found.values()) / bins
+    width_us = max((sending.stage_us for sending in found.values()), default=0.0) / bins
     return [
         {"contender": name, "stage_us": sending.stage_us, "begin_us": i * width_us, "end_us": (i + 1) * width_us}
         | {"bytes": count, "gb_per_s": count / width_us / 1e3}
@@ -161,14 +190,3 @@ def describe_bins(found: dict[str, Sending], bins: int) -> list[dict[str, Any]]:
         for i, count in enumerate(bin_bytes(sending, bins, width_us))
         if i * width_us < sending.stage_us
     ]
-
-
-def summarise(name: str, sending: Sending) -> dict[str, Any]:
-    """Return a contender's line of the printed table."""
-    return {
-        "contender": name,
-        "stage_us": sending.stage_us,
-        "first_us": min(each.span.begin for each in sending.sent),
-        "last_us": max(each.span.end for each in sending.sent),
-        "sent_bytes": int(sum(each.bytes for each in sending.sent)),
-    }

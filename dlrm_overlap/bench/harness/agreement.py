@@ -32,61 +32,25 @@ _MOST_NOISE = 5e-4  # beyond, the tolerance would be 2e-3, half of the differenc
 
 @dataclass(frozen=True)
 class Agreement:
-    """The difference of a contender's outputs from the baseline's, over all batches and ranks."""
+    """The greatest difference of a contender from the reference, over all batches, steps and ranks."""
 
-    equal: bool
-    """whether all outputs are the same bit for bit"""
-    max_abs_difference: float
-    """of an element"""
+    max_difference: float
+    """infinite where it is not a number"""
     tolerance: float
     """the greatest difference that agrees"""
-
-    @property
-    def agrees(self) -> bool:
-        """Whether the difference is finite and within the tolerance."""
-        return self.max_abs_difference <= self.tolerance
-
-
-@dataclass(frozen=True)
-class RowAgreement:
-    """The difference of a contender's rows and states from the baseline's after the same steps, on any rank."""
-
     equal: bool
-    """whether rows and states are the same bit for bit"""
-    deterministic: bool
-    """whether the contender left the same bits when it took the same steps once more"""
-    max_relative_difference: float
-    """of rows relative to their table's greatest change, of a state relative to its own value"""
-    tolerance: float
-    """the greatest difference that agrees"""
+    """whether both are the same bit for bit"""
 
     @property
     def agrees(self) -> bool:
-        """Whether the difference is finite and within the tolerance."""
-        return self.max_relative_difference <= self.tolerance
+        """Whether the difference is within the tolerance."""
+        return self.max_difference <= self.tolerance
 
 
-@dataclass(frozen=True)
-class LossAgreement:
-    """The difference of a contender's losses from the reference's."""
-
-    max_relative_difference: float
-    """at the step where it is greatest, compared with that step's tolerance"""
-    tolerance: float
-    """at that step"""
-    step: int
-    """that step, counted from 1"""
-
-    @property
-    def agrees(self) -> bool:
-        """Whether no step's difference is above the tolerance; NaN is."""
-        return self.max_relative_difference <= self.tolerance
-
-
-def disagreements(contenders: Sequence[Contender], agreements: Sequence[Agreement], where: str = "") -> list[str]:
-    """Return a fault for each contender whose outputs disagree; `where` follows its name."""
+def disagreements(contenders: Sequence[Contender], agreements: Sequence[Agreement], what: str = "outputs") -> list[str]:
+    """Return a fault for each contender that disagrees in `what`."""
     return [
-        f"{contender.name}{where}: outputs differ from the baseline's by {agreement.max_abs_difference:.1e}, tolerance "
+        f"{contender.name}: {what} differ from the baseline's by {agreement.max_difference:.1e}, tolerance "
         f"{agreement.tolerance:.1e}; no time is reported"
         for contender, agreement in zip(contenders, agreements, strict=True)
         if not agreement.agrees
@@ -95,25 +59,20 @@ def disagreements(contenders: Sequence[Contender], agreements: Sequence[Agreemen
 
 @torch.no_grad()
 def check_outputs(contenders: Sequence[Contender], workload: Workload) -> list[Agreement]:
-    """Compare every contender's outputs with those of the first, on every batch and rank.
-
-    All ranks call this. A difference that is not finite counts as infinite.
-    """
-    differences = [0.0] * len(contenders)
-    unequal = [0.0] * len(contenders)
+    """Compare every contender's outputs with those of the first, on every batch and rank. All ranks call this."""
+    found = [[0.0, 0.0] for _ in contenders]
     scale = 0.0
     for ids in workload.batches:
         expected = contenders[0].step(ids).clone()
         scale = max(scale, expected.abs().max().item())
         for i, contender in enumerate(contenders):
             output = contender.step(ids)
-            differences[i] = max(differences[i], _finite((output - expected).abs().max().item()))
-            unequal[i] = max(unequal[i], float(not torch.equal(output, expected)))
+            difference = _finite((output - expected).abs().max().item())
+            found[i] = [max(found[i][0], difference), max(found[i][1], float(not torch.equal(output, expected)))]
             del output  # it may be a window, which must be free before the next step
-    device, group = workload.device, workload.group
-    tolerance = TOLERANCE[workload.wire_dtype] * greatest([scale], device, group)[0]
-    pairs = zip(greatest(unequal, device, group), greatest(differences, device, group), strict=True)
-    return [Agreement(not differs, difference, tolerance) for differs, difference in pairs]
+    tolerance = TOLERANCE[workload.wire_dtype] * greatest([scale], workload.device, workload.group)[0]
+    by_contender = [greatest(values, workload.device, workload.group) for values in found]
+    return [Agreement(difference, tolerance, not differs) for difference, differs in by_contender]
 
 
 def _finite(difference: float) -> float:
@@ -124,12 +83,13 @@ def _finite(difference: float) -> float:
 @torch.no_grad()
 def check_rows(
     contenders: Sequence[Contender], workload: Workload, batches: Sequence[object], optimizer: str
-) -> list[RowAgreement]:
-    """Let every contender update the same rows, twice from the same start, and compare them with the first's.
+) -> list[Agreement]:
+    """Let every contender update the same rows from the same start, and compare them with the first's.
 
-    All ranks call this. Each state starts at a random value between 0.5 and 1.5: so a contender that takes the state of
-    another row is found out, and no sum of gradients that cancel is divided by itself. At the end the rows are as they
-    were before the first step, and the states as they started.
+    Differences of rows are relative to their table's greatest change, of a state to its own value. All ranks call this.
+    Each state starts at a random value between 0.5 and 1.5: so a contender that takes the state of another row is found
+    out, and no sum of gradients that cancel is divided by itself. At the end the rows are as they were before the first
+    step, and the states as they started.
 
     Args:
         contenders: the baseline first.
@@ -145,12 +105,9 @@ def check_rows(
     start, reference = [tensor.clone() for tensor in live], []
     found: list[list[float]] = []
     for contender in contenders:
-        prints = []
-        for _ in range(2):
-            _restore(live, start)
-            for batch in batches[:_ROW_STEPS]:
-                contender.step(batch)
-            prints.append(fingerprint(live))
+        _restore(live, start)
+        for batch in batches[:_ROW_STEPS]:
+            contender.step(batch)
         reference = reference or [tensor.clone() for tensor in live]
         by_table = [_row_difference(*rows) for rows in zip(weights, reference, start, strict=False)]
         by_table += [
@@ -158,13 +115,13 @@ def check_rows(
             for state in zip(states, reference[len(weights) :], strict=True)
         ]
         equal = all(torch.equal(*pair) for pair in zip(live, reference, strict=True))
-        found.append([float(not equal), float(prints[0] != prints[1]), max(map(_finite, by_table))])
+        found.append([max(map(_finite, by_table)), float(not equal)])
     _restore(live, start)
     tolerance = ROW_TOLERANCE[optimizer]
     for dtype in {workload.wire_dtype, weights[0].dtype} - {torch.float32}:
         tolerance = max(tolerance, _ROW_STEPS * TOLERANCE[dtype])
     by_contender = [greatest(values, workload.device, workload.group) for values in found]
-    return [RowAgreement(not unequal, not differs, worst, tolerance) for unequal, differs, worst in by_contender]
+    return [Agreement(worst, tolerance, not unequal) for worst, unequal in by_contender]
 
 
 def rows_of(workload: Workload) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -191,17 +148,6 @@ def _greatest(measure: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> f
     return torch.stack([measure(*(part.float() for part in parts)).max() for parts in chunks]).max().item()
 
 
-def fingerprint(tensors: Sequence[torch.Tensor]) -> int:
-    """Return a number made of all bits of `tensors`. Two different contents share it with a chance of about 2^-60."""
-    number = 0
-    for tensor in tensors:
-        bits = torch.int32 if tensor.dtype.itemsize == 4 else torch.int16
-        for chunk in tensor.view(-1).view(bits).split(_CHUNK_ELEMENTS):
-            odd = torch.arange(1, 2 * chunk.numel(), 2, device=chunk.device)
-            number = hash((number, (chunk * odd).sum().item()))
-    return number
-
-
 def tolerances(precision: str, reference: Sequence[float], again: Sequence[float]) -> list[float]:
     """Return for each step the relative difference of a loss that still agrees.
 
@@ -218,18 +164,16 @@ def tolerances(precision: str, reference: Sequence[float], again: Sequence[float
     return [max(_ROUNDING[precision], _NOISE_FACTOR * each) for each in noise]
 
 
-def check_noise(reference: Sequence[float], again: Sequence[float]) -> LossAgreement:
+def check_noise(reference: Sequence[float], again: Sequence[float]) -> Agreement:
     """Return whether two runs of the reference are near enough to each other to judge others by them."""
     return compare_losses(again, reference, [_MOST_NOISE] * len(reference))
 
 
-def compare_losses(losses: Sequence[float], reference: Sequence[float], tolerance: Sequence[float]) -> LossAgreement:
-    """Compare losses step by step with the reference's."""
-    found = [
-        LossAgreement(_relative_difference(loss, expected), most, step)
-        for step, (loss, expected, most) in enumerate(zip(losses, reference, tolerance, strict=True), 1)
-    ]
-    return max(found, key=lambda each: each.max_relative_difference / each.tolerance)
+def compare_losses(losses: Sequence[float], reference: Sequence[float], tolerance: Sequence[float]) -> Agreement:
+    """Compare losses with the reference's, relatively, at the step where the tolerance is exceeded most."""
+    differences = map(_relative_difference, losses, reference)
+    found = [Agreement(each, most, each == 0) for each, most in zip(differences, tolerance, strict=True)]
+    return max(found, key=lambda each: each.max_difference / each.tolerance)
 
 
 def _relative_difference(loss: float, expected: float) -> float:

@@ -1,7 +1,6 @@
 """Communications between all ranks: their bytes, and their implementations by collectives, stores and copy engines."""
 
-import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -9,19 +8,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dlrm_overlap.bench.harness.timing import capture
-from dlrm_overlap.comm.calls import Way
+from dlrm_overlap.bench.harness.turns import greatest
+from dlrm_overlap.comm.calls import Beside, Way
 from dlrm_overlap.comm.collectives import PeerCollectives
-from dlrm_overlap.config import InputError
 from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.gemm.serial import all_gather
 from dlrm_overlap.dense.gradients import open_reduction
 from dlrm_overlap.dense.reduction import StoreOptions
 
-log = logging.getLogger("dlrm_overlap")
-
 KINDS = ("all_to_all", "all_gather", "all_reduce")
-_STEP = 1024  # a rank's part of a buffer is a multiple of so many elements
 _PERIOD = 61  # of the contents: sums over few ranks are exact
 _ROOM_BYTES = 4096  # for alignment
 _TIMEOUT_S = 60.0  # of a wait for a peer
@@ -30,17 +25,15 @@ _TIMEOUT_S = 60.0  # of a wait for a peer
 class Payload:
     """The bytes of a communication of one kind and size on one rank, in float32.
 
-    `megabytes` are those of the whole buffer, [W, n]: of an `all_to_all` its input and its output, each with the rank's
-    own row; of an `all_gather` its output; of an `all_reduce` the buffer that is averaged. The contents are made by
-    formula, so every rank knows its result.
+    There are W rows of `part` elements: of an `all_to_all` its input and its output, each with the rank's own row; of
+    an `all_gather` its output; of an `all_reduce` the buffer that is averaged. The contents are made by formula, so
+    every rank knows its result.
     """
 
-    def __init__(self, kind: str, megabytes: float, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.kind, self.megabytes, self.group, self.device = kind, megabytes, group, device
+    def __init__(self, kind: str, part: int, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.kind, self.part, self.group, self.device = kind, part, group, device
         self.rank, self.world_size = group.rank(), group.size()
-        self.part = max(_STEP, round(megabytes * 1e6 / 4 / self.world_size) // _STEP * _STEP)
-        """n, elements of a row"""
-        self.shape = self.world_size, self.part
+        self.shape = self.world_size, part
         """of the result"""
         rows = 1 if kind == "all_gather" else self.world_size
         self.input = torch.stack([self._content(self.rank, row) for row in range(rows)])
@@ -104,11 +97,14 @@ def input_of(payload: Payload, result: torch.Tensor) -> torch.Tensor:
     return result.view(payload.shape)[payload.rank] if payload.kind == "all_gather" else result
 
 
-def by_collective(payload: Payload, group: dist.ProcessGroup) -> Communication:
-    """Return the collective of `group`: NCCL's kernel on the current stream, or on a CPU gloo's threads."""
+def by_collective(payload: Payload, group: dist.ProcessGroup, beside: bool = False) -> Communication:
+    """Return the collective of `group`: NCCL's kernel, on a stream of its own if `beside`, or on a CPU gloo's threads.
+
+    Without `beside` the kernel is on the current stream.
+    """
     result = payload.input.new_empty(payload.shape)
     source, on_cpu = input_of(payload, result), payload.device.type == "cpu"
-    options = {"group": group, "async_op": on_cpu}
+    options = {"group": group, "async_op": on_cpu or beside}
 
     def begin() -> Callable[[], object]:
         if payload.kind == "all_to_all":
@@ -121,7 +117,7 @@ def by_collective(payload: Payload, group: dist.ProcessGroup) -> Communication:
         def finish() -> None:
             if work is not None:
                 work.wait()
-                if payload.kind == "all_reduce":
+                if on_cpu and payload.kind == "all_reduce":
                     result.div_(payload.world_size)
 
         return finish
@@ -129,20 +125,18 @@ def by_collective(payload: Payload, group: dist.ProcessGroup) -> Communication:
     return Communication(payload, result, begin)
 
 
-def by_stores(payload: Payload, captured: bool) -> Communication:
-    """Return the all-reduce by loads and stores of the peers' memory, as captured steps reduce dense gradients.
-
-    If calls are `captured`, the device counts the epochs in every call, so the kernels' arguments stay the same.
-    """
+def by_stores(payload: Payload) -> Communication:
+    """Return the all-reduce by loads and stores of the peers' memory, as captured steps reduce dense gradients."""
     flat = FlatParameters({"weight": nn.Parameter(torch.empty(payload.input.numel(), device=payload.device))})
     gradient = flat.gradients.tensor  # in whose memory peers store; zeros at its end
     reduction = open_reduction(flat, payload.group, torch.float32, StoreOptions(wait_timeout_s=_TIMEOUT_S))
     reduction.cut([(0, gradient.numel())])
+    on_gpu = payload.device.type == "cuda"
 
     def begin() -> Callable[[], object]:
-        stream = torch.cuda.current_stream(payload.device) if payload.device.type == "cuda" else None
-        for counters in reduction.counters if captured else ():
-            counters.advance()
+        stream = torch.cuda.current_stream(payload.device) if on_gpu else None
+        for counters in reduction.counters if on_gpu else ():
+            counters.advance()  # on the device, so that the kernels' arguments stay the same in a CUDA graph
         reduction.reduce(0)
         return lambda: [*reduction.arrivals(stream)]
 
@@ -163,7 +157,7 @@ class PeerMemory:
         self._shares = self._collectives.empty((elements,), torch.float32)
         self.close = self._collectives.close
 
-    def call(self, payload: Payload, way: Way) -> Communication:
+    def call(self, payload: Payload, way: Way, beside: Beside = "nothing") -> Communication:
         """Return the call of `PeerCollectives` that does it, by copy engines or, but of an all-reduce, by stores."""
         elements = payload.world_size * payload.part
         result, shares = (each[:elements].view(payload.shape) for each in (self._results, self._shares))
@@ -173,63 +167,24 @@ class PeerMemory:
             if payload.kind == "all_reduce":
                 return self._collectives.all_reduce(result, payload.input.view(payload.shape), shares).wait
             issue = self._collectives.all_to_all if payload.kind == "all_to_all" else self._collectives.all_gather
-            return issue(result, source, way=way).wait
+            return issue(result, source, way, beside).wait
 
         return Communication(payload, result, begin)
 
 
-def open_peer_memory(group: dist.ProcessGroup, device: torch.device, elements: int) -> PeerMemory | None:
-    """Return the memory that peers write, or None where they cannot, which is logged; a collective."""
-    try:
-        return PeerMemory(group, device, elements)
-    except InputError as error:
-        log.warning("bench concurrent: without stores and copy engines: %s", error)
-        return None
+def limited_group(ctas: int) -> dist.ProcessGroup:
+    """Return all ranks as a group of at most so many of NCCL's thread blocks; a collective."""
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.max_ctas = ctas
+    options.config.cga_cluster_size = 0  # few multiprocessors need not have room for a cluster
+    return cast(dist.ProcessGroup, dist.new_group(backend="nccl", pg_options=options))
 
 
-def make_groups(group: dist.ProcessGroup, device: torch.device, limits: Sequence[int]) -> dict[str, dist.ProcessGroup]:
-    """Return `collective` -> `group` and, on GPUs, `collective_K` -> a group of at most K of NCCL's thread blocks.
-
-    A collective.
-    """
-    found = {"collective": group}
-    for limit in limits if device.type == "cuda" else ():
-        options = dist.ProcessGroupNCCL.Options()
-        options.config.max_ctas = limit
-        options.config.cga_cluster_size = 0  # few multiprocessors need not have room for a cluster
-        found[f"collective_{limit}"] = cast(dist.ProcessGroup, dist.new_group(backend="nccl", pg_options=options))
-    return found
-
-
-def make_communications(
-    payload: Payload, groups: dict[str, dist.ProcessGroup], memory: PeerMemory | None, captured: bool = False
-) -> dict[str, Communication]:
-    """Return name -> implementation of a payload's communication, all that the machine has; a collective.
-
-    Args:
-        payload: of all of them.
-        groups: from `make_groups`.
-        memory: that peers write; None leaves the implementations that need no access to peers.
-        captured: whether calls are to be captured in CUDA graphs, too.
-    """
-    made = {name: by_collective(payload, group) for name, group in groups.items()}
-    if memory is not None and payload.kind == "all_reduce":
-        made |= {"stores": by_stores(payload, captured), "dma_averaged": memory.call(payload, "dma")}
-    elif memory is not None:
-        made |= {"stores": memory.call(payload, "stores"), "dma": memory.call(payload, "dma")}
-    return made
-
-
-def wrong(communications: dict[str, Communication], captured: bool) -> list[str]:
-    """Run each implementation, if `captured` as a CUDA graph too, and return those with a wrong result here.
+def wrong(calls: Mapping[str, tuple[Communication, Callable[[], object]]]) -> list[str]:
+    """Run each call, an implementation's or a replay of it; return those whose result is wrong on some rank.
 
     A collective.
     """
-    found = []
-    for name, each in communications.items():
-        right = each.is_right(each.run)
-        if right and captured:
-            right = each.is_right(capture(each.run, each.payload.device))
-        if not right:
-            found.append(name)
-    return found
+    payload = next(iter(calls.values()))[0].payload
+    bad = [float(not communication.is_right(run)) for communication, run in calls.values()]
+    return [name for name, is_bad in zip(calls, greatest(bad, payload.device, payload.group), strict=True) if is_bad]

@@ -1,14 +1,18 @@
-"""Issues a computation and a communication that do not depend on each other, by the strategies that the machine has."""
+"""Issues a computation and a communication that do not depend on each other, by the strategies that the machine has.
+
+Agrawal, Aga, Pati and Islam (ConCCL, ISPASS) name most strategies: plain concurrency, prioritisation by the order of
+issue and by streams, partitions of the multiprocessors, and copies by DMA engines.
+"""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from dlrm_overlap.bench.concurrent_strategies import Strategy
 from dlrm_overlap.bench.harness.communications import Communication
 from dlrm_overlap.comm.every_rank import on_every_rank
 from dlrm_overlap.config import InputError
@@ -17,13 +21,46 @@ from dlrm_overlap.dense.cast import products_on
 log = logging.getLogger("dlrm_overlap")
 
 
+@dataclass(frozen=True)
+class Strategy:
+    """One way to issue both."""
+
+    name: str
+    implementation: str | None
+    """of the communication; None: the one that is fastest alone"""
+    concurrent: bool = True
+    first: bool = True
+    """whether the communication is issued before the computation"""
+    urgent: bool = False
+    """whether the communication's stream has a high priority, the computation's a low one"""
+    partition: int | None = None
+    """multiprocessors that are the communication's own, by two green contexts"""
+    carved: int | None = None
+    """multiprocessors that cuBLAS leaves free, which binds neither side"""
+
+
+LIMITED = 28
+"""thread blocks that NCCL is limited to, and multiprocessors that they have, in a partition"""
+STRATEGIES = (
+    Strategy("serial", None, concurrent=False, first=False),
+    Strategy("plain", "collective", first=False),
+    Strategy("priority", "collective", urgent=True),
+    Strategy(f"partition_{LIMITED}", "limited", partition=LIMITED),
+    Strategy("stores_apart", "stores", urgent=True),
+    Strategy("dma_apart", "dma", urgent=True),
+    Strategy("dma_carved_4", "dma", urgent=True, carved=4),
+    Strategy("dma_partition_12", "dma", partition=12),
+    Strategy("dma_averaged", "dma_averaged", urgent=True),
+    Strategy("dma_averaged_carved_12", "dma_averaged", urgent=True, carved=12),
+)
+_ON_CPU = ("serial", "plain", "dma_apart", "dma_averaged")  # which has no streams or multiprocessors to share
+
+
 class Partition(NamedTuple):
     """A GPU cut in two. Its contexts live as long as the process."""
 
     computation: torch.cuda.Stream
     communication: torch.cuda.Stream
-    sms: int
-    """multiprocessors of the communication"""
 
 
 def make_partition(device: torch.device, sms: int) -> Partition:
@@ -55,10 +92,7 @@ def make_partition(device: torch.device, sms: int) -> Partition:
     whole = call("cuDeviceGetDevResource", handle, driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM)
     groups, count, rest = call("cuDevSmResourceSplitByCount", 1, whole, 0, whole.sm.smCount - sms)
     if count != 1 or not rest.sm.smCount:
-        raise InputError(
-            f"green contexts: {whole.sm.smCount} multiprocessors cannot be cut into {whole.sm.smCount - sms} and "
-            f"{sms}; leave more to the communication"
-        )
+        raise InputError(f"green contexts: {whole.sm.smCount} multiprocessors cannot be cut at {sms}; leave more")
     streams = []
     for resource in (groups[0], rest):
         description = call("cuDevResourceGenerateDesc", [resource], 1)
@@ -66,38 +100,29 @@ def make_partition(device: torch.device, sms: int) -> Partition:
         context = call("cuGreenCtxCreate", description, handle, flags)
         stream = call("cuGreenCtxStreamCreate", context, driver.CUstream_flags.CU_STREAM_NON_BLOCKING, 0)
         streams.append(torch.cuda.ExternalStream(int(stream), device=device))
-    return Partition(streams[0], streams[1], rest.sm.smCount)
+    return Partition(*streams)
 
 
 class Issuer:
     """Issues computations and communications by strategies, on streams of its own; on a CPU from one thread."""
 
-    def __init__(self, strategies: Sequence[Strategy], group: dist.ProcessGroup, device: torch.device) -> None:
-        """Make the streams and partitions, and log which the machine lacks. All ranks of `group` call this.
-
-        Args:
-            strategies: those that are asked for; `strategies` then has those of them that are possible here.
-            group: of the communications.
-            device: of this rank.
-        """
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        """Make the streams and partitions; `strategies` then has those that are possible here. A collective."""
         self._cuda, self._device = device.type == "cuda", device
         self._partitions: dict[int, Partition] = {}
-        self.strategies = list(strategies)
+        self.strategies = [each for each in STRATEGIES if self._cuda or each.name in _ON_CPU]
         if not self._cuda:
-            left = ("serial", "plain", "dma_apart", "dma_averaged")
-            log.info("bench concurrent: a CPU has no streams or multiprocessors to share; left are %s", ", ".join(left))
-            self.strategies = [each for each in self.strategies if each.label in left]
             return
         least, most = torch.cuda.Stream.priority_range()  # pyright: ignore[reportCallIssue]
         self._computing = torch.cuda.Stream(device, priority=least)
         self._sending = torch.cuda.Stream(device, priority=least)
         self._urgent = torch.cuda.Stream(device, priority=most)
         try:
-            for share in sorted({each.share for each in self.strategies if each.partitioned and each.share}):
-                self._partitions[share] = on_every_rank(lambda share=share: make_partition(device, share), group)
+            for sms in {each.partition for each in self.strategies if each.partition}:
+                self._partitions[sms] = on_every_rank(lambda sms=sms: make_partition(device, sms), group)
         except InputError as error:
             log.warning("bench concurrent: without partitions: %s", error)
-            self.strategies = [each for each in self.strategies if not each.partitioned]
+            self.strategies = [each for each in self.strategies if not each.partition]
 
     def stream(self) -> AbstractContextManager[object]:
         """Return a context in which the current stream is one of the least priority.
@@ -105,12 +130,6 @@ class Issuer:
         Timed work belongs on it: a computation then stays on the stream that it has alone, but for partitions.
         """
         return torch.cuda.stream(self._computing) if self._cuda else nullcontext()
-
-    def sms(self, strategy: Strategy) -> int | None:
-        """Return the multiprocessors that `strategy` leaves to the communication, or None."""
-        if strategy.partitioned and strategy.share is not None:
-            return self._partitions[strategy.share].sms
-        return strategy.share if strategy.carved else None
 
     def issue(self, strategy: Strategy, compute: Callable[[], object], communication: Communication) -> None:
         """Issue both; the current stream waits for both in the end.
@@ -143,15 +162,14 @@ class Issuer:
             main.wait_stream(stream)
 
     def _left_to_products(self, strategy: Strategy) -> int | None:
-        if not strategy.carved or strategy.share is None:
+        if not strategy.carved:
             return None
-        return torch.cuda.get_device_properties(self._device).multi_processor_count - strategy.share
+        return torch.cuda.get_device_properties(self._device).multi_processor_count - strategy.carved
 
     def _streams(self, strategy: Strategy, main: torch.cuda.Stream) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
         """Return the streams of the computation and of the communication."""
         if not strategy.concurrent:
             return main, main
-        if strategy.partitioned and strategy.share is not None:
-            partition = self._partitions[strategy.share]
-            return partition.computation, partition.communication
+        if strategy.partition:
+            return self._partitions[strategy.partition]
         return main, self._urgent if strategy.urgent else self._sending

@@ -5,7 +5,7 @@ The bytes are counted from the ids; the rates are measured on the devices at han
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -49,82 +49,97 @@ class Limit:
         return max(self.hbm_bytes / self.hbm_gb_per_s / 1e6, link_ms)
 
 
-def count_bytes(
-    layout: Layout,
-    rank: int,
-    batch_sizes: Sequence[int],
-    inputs: Sequence[KeyedJaggedTensor],
-    wire_dtype: torch.dtype,
-) -> tuple[int, int]:
-    """Return the bytes that `rank`'s memory and its links must carry in one step.
+@dataclass(frozen=True)
+class RankIds:
+    """A batch on one rank: the ids of its tables, as the bytes that it moves depend on them."""
+
+    layout: Layout
+    """which rank owns what"""
+    rank: int
+    batch_sizes: Sequence[int]
+    """samples of each rank"""
+    inputs: Sequence[KeyedJaggedTensor]
+    """the ids of the rank's tables, one for each source of the layout"""
+
+    @cached_property
+    def tables(self) -> list[ShardTraffic]:
+        """The load on each of the rank's tables."""
+        samples, found = sum(self.batch_sizes), []
+        for together in self.layout.tables(self.rank):
+            firsts = [(self.inputs[shard.input], shard.feature * samples) for shard in together]
+            bags = [lengths_and_ids(ids_of_all, bag, bag + samples) for ids_of_all, bag in firsts]
+            rows = torch.cat([values for _, values in bags]).unique().numel()
+            named = sum(values.numel() for _, values in bags)
+            filled = sum(int((lengths > 0).sum()) for lengths, _ in bags)
+            found.append(ShardTraffic(named, rows, filled, together[0].dim, together[0].dtype.itemsize))
+        return found
+
+    @property
+    def repeated_row_bytes(self) -> int:
+        """Bytes of rows that `count_bytes` counts again, since a table's ids name them again."""
+        return int(sum((each.ids - each.touched_rows) * each.dim * each.element_bytes for each in self.tables))
+
+    @cached_property
+    def travelling_columns(self) -> tuple[float, float]:
+        """The columns that arrive of each of the rank's samples, and those that it sends of each, on average.
+
+        Of a table that is cut by rows a partial sum travels only for a bag that has ids of its rows. Other owners are
+        taken to send as many as this one.
+
+        Example: a table of dim 4 on each of two ranks, and one of dim 8 that is cut by rows; 3 of 4 bags have ids of
+        rank 0's rows. Of each sample rank 0 sends 4 + 6 columns, and 4 + 4 + 2 * 6 arrive.
+        """
+        layout, samples = self.layout, sum(self.batch_sizes)
+        arriving, sent = float(layout.total_dim), float(layout.owner_dims[self.rank])
+        for shard in layout.by_owner[self.rank]:
+            if shard.rows == (0, 0):
+                continue
+            first = shard.feature * samples
+            lengths, _ = lengths_and_ids(self.inputs[shard.input], first, first + samples)
+            columns = shard.dim * int((lengths > 0).sum()) / samples
+            place = shard.name, shard.first_column
+            owners = sum((each.name, each.first_column) == place for shards in layout.by_owner for each in shards)
+            arriving, sent = arriving + owners * columns - shard.dim, sent + columns - shard.dim
+        return arriving, sent
+
+
+def count_bytes(own: RankIds, wire_dtype: torch.dtype) -> tuple[int, int]:
+    """Return the bytes that a rank's memory and its links must carry in one forward.
 
     Its memory carries the rows, ids and offsets that it reads, and the pooled embeddings of its own samples, which all
     ranks write into it. Its links carry the pooled embeddings that it makes of other ranks' samples. A row counts as
     often as an id names it; where rows are read again from the cache, a step can be faster than this allows.
-
-    Args:
-        layout: which rank pools what.
-        rank: the rank to count for.
-        batch_sizes: samples of each rank.
-        inputs: the ids of the rank's tables, one for each source of the layout.
-        wire_dtype: of the pooled embeddings between ranks.
+    `wire_dtype` is of the pooled embeddings between ranks.
 
     Example:
         Two ranks of 2 samples, one table of dim 4 each, fp32 rows and wire, int64 ids. Rank 0 has 6 ids in its 4 bags:
         6 * 16 (rows) + 6 * 8 (ids) + 5 * 8 (offsets) + 2 * 8 * 4 (its samples, both tables) = 248 bytes of memory,
         2 * 4 * 4 = 32 (rank 1's samples, its own table) over the links.
     """
-    counts = [ids.length_per_key() for ids in inputs]
-    shards = [
-        ShardTraffic(counts[shard.input][shard.feature], 0, 0, shard.dim, shard.dtype.itemsize)
-        for shard in layout.by_owner[rank]
-    ]
-    arriving, sent = _travelling_columns(layout, rank, sum(batch_sizes), inputs)
+    arriving, sent = own.travelling_columns
     hbm_bytes, link_bytes = pooling_bytes(
-        shards,
-        samples=sum(batch_sizes),
-        own_samples=batch_sizes[rank],
+        own.tables,
+        samples=sum(own.batch_sizes),
+        own_samples=own.batch_sizes[own.rank],
         total_dim=arriving,
         owner_dim=sent,
         id_bytes=0,  # inputs may have ids of different types
         wire_bytes=wire_dtype.itemsize,
     )
-    for shard in layout.by_owner[rank]:
-        hbm_bytes += counts[shard.input][shard.feature] * inputs[shard.input].values().element_size()
-    hbm_bytes += sum(ids.offsets().numel() * ids.offsets().element_size() for ids in inputs)
+    hbm_bytes += sum(ids.values().nbytes + ids.offsets().nbytes for ids in own.inputs)
     return int(hbm_bytes), int(link_bytes)
-
-
-def _travelling_columns(
-    layout: Layout, rank: int, samples: int, inputs: Sequence[KeyedJaggedTensor]
-) -> tuple[float, float]:
-    """Return the columns that arrive of each of the rank's samples, and those that it sends of each, on average.
-
-    Of a table that is cut by rows a partial sum travels only for a bag that has ids of its rows. Other owners are taken
-    to send as many as this one.
-
-    Example: a table of dim 4 on each of two ranks, and one of dim 8 that is cut by rows; 3 of 4 bags have ids of rank
-    0's rows. Of each sample rank 0 sends 4 + 6 columns, and 4 + 4 + 2 * 6 arrive.
-    """
-    arriving, sent = float(layout.total_dim), float(layout.owner_dims[rank])
-    for shard in layout.by_owner[rank]:
-        if shard.rows == (0, 0):
-            continue
-        lengths, _ = lengths_and_ids(inputs[shard.input], shard.feature * samples, (shard.feature + 1) * samples)
-        columns = shard.dim * int((lengths > 0).sum()) / samples
-        place = shard.name, shard.first_column
-        owners = sum((each.name, each.first_column) == place for shards in layout.by_owner for each in shards)
-        arriving, sent = arriving + owners * columns - shard.dim, sent + columns - shard.dim
-    return arriving, sent
 
 
 def forward_limit(workload: Workload, ceilings: tuple[float, float]) -> Limit:
     """Return the limit of the embedding stage's forward, given `measure_ceilings`. All ranks call this."""
-    counts = [
-        count_bytes(workload.layout, workload.rank, workload.batch_sizes, list(ids.inputs), workload.wire_dtype)
-        for ids in workload.batches
-    ]
+    counts = [count_bytes(own, workload.wire_dtype) for own in rank_ids(workload)]
     return find_limit(counts, ceilings, workload.group, workload.device)[0]
+
+
+def rank_ids(workload: Workload) -> list[RankIds]:
+    """Return the batches of `workload` on this rank."""
+    about = workload.layout, workload.rank, workload.batch_sizes
+    return [RankIds(*about, list(ids.inputs)) for ids in workload.batches]
 
 
 class UpdateCounts(NamedTuple):
@@ -143,15 +158,9 @@ class UpdateCounts(NamedTuple):
 
 
 def count_update(
-    layout: Layout,
-    rank: int,
-    batch_sizes: Sequence[int],
-    inputs: Sequence[KeyedJaggedTensor],
-    wire_dtype: torch.dtype,
-    optimizer: str,
-    gradient_dtype: torch.dtype = torch.float32,
+    own: RankIds, wire_dtype: torch.dtype, optimizer: str, gradient_dtype: torch.dtype = torch.float32
 ) -> UpdateCounts:
-    """Return what `rank`'s memory and its links must carry in one backward.
+    """Return what a rank's memory and its links must carry in one backward.
 
     Its memory carries the touched rows and their optimizer state, read and written; for each id its bag's gradient, and
     4 bytes that say where that gradient is; for each touched row 16 bytes that name the row and its ids; the gradient
@@ -160,10 +169,7 @@ def count_update(
     it is read again from the cache, a step can be faster than this allows.
 
     Args:
-        layout: which rank owns what.
-        rank: the rank to count for.
-        batch_sizes: samples of each rank.
-        inputs: the ids of the rank's tables, one for each source of the layout.
+        own: the ids.
         wire_dtype: of the gradients between ranks.
         optimizer: sgd | rowwise_adagrad | adagrad.
         gradient_dtype: of the gradient that the model gives.
@@ -174,28 +180,19 @@ def count_update(
         gradient) + 4 * 4 * 4 (its columns' gradient) = 488 bytes of memory, 3 * 16 in place of 6 * 16 if no gradient
         were read twice, 2 * 4 * 4 = 32 over the links.
     """
-    samples = sum(batch_sizes)
-    shards: list[ShardTraffic] = []
-    for together in layout.tables(rank):
-        firsts = [(inputs[shard.input], shard.feature * samples) for shard in together]
-        bags = [lengths_and_ids(ids_of_all, bag, bag + samples) for ids_of_all, bag in firsts]
-        rows = torch.cat([values for _, values in bags]).unique().numel()
-        named = sum(values.numel() for _, values in bags)
-        filled = sum(int((lengths > 0).sum()) for lengths, _ in bags)
-        shards.append(ShardTraffic(named, rows, filled, together[0].dim, together[0].dtype.itemsize))
-    arriving, sent = _travelling_columns(layout, rank, samples, inputs)
+    arriving, sent = own.travelling_columns
     counted = update_bytes(
-        shards,
-        samples=samples,
-        own_samples=batch_sizes[rank],
+        own.tables,
+        samples=sum(own.batch_sizes),
+        own_samples=own.batch_sizes[own.rank],
         total_dim=arriving,
         owner_dim=sent,
         wire_bytes=wire_dtype.itemsize,
         gradient_bytes=gradient_dtype.itemsize,
         optimizer=optimizer,
     )
-    ids, touched = sum(shard.ids for shard in shards), sum(shard.touched_rows for shard in shards)
-    return UpdateCounts(int(counted.hbm), int(counted.link), int(counted.compulsory), int(ids), int(touched))
+    ids, touched = (int(sum(column)) for column in list(zip(*own.tables, strict=True))[:2])
+    return UpdateCounts(int(counted.hbm), int(counted.link), int(counted.compulsory), ids, touched)
 
 
 def find_limit(
@@ -311,13 +308,10 @@ def _capped_rows(tables: TablesConfig) -> int | Sequence[int] | None:
 
 def times(timing: Timing, baseline: Timing, limit: Limit) -> dict[str, Any]:
     """Return the columns of a contender's times, and of how they compare with the limit and with the baseline's."""
-    median = timing.times.median_ms
     return {
-        "steps": timing.steps,
-        **asdict(timing.times),
-        "host_ms": timing.host_ms,
+        **asdict(timing),
         **asdict(limit),
         "limit_ms": limit.ms,
-        "fraction_of_limit": limit.ms / median,
-        "speedup": baseline.times.median_ms / median,
+        "fraction_of_limit": limit.ms / timing.median_ms,
+        "speedup": baseline.median_ms / timing.median_ms,
     }

@@ -4,25 +4,23 @@ All are counted from the layers' sizes and the batches' ids, each thing once, as
 this model on these GPUs can be faster than the longest of the three.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.sharding.dp_sharding import DpPooledEmbeddingSharding
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dlrm_overlap.bench.harness.limits import count_bytes, count_update, find_limit
+from dlrm_overlap.bench.harness.limits import RankIds, count_bytes, count_update, find_limit
 from dlrm_overlap.bench.harness.workload import exchange_options
 from dlrm_overlap.config import Config
 from dlrm_overlap.data.batch import Batch
-from dlrm_overlap.embedding.backends.cpu import lengths_and_ids
 from dlrm_overlap.embedding.layout import Layout
 from dlrm_overlap.embedding.replicated import replicated_shards
 from dlrm_overlap.embedding.shardings import build_layout, model_order
-from dlrm_overlap.embedding.traffic import DenseCounts, DividedCounts, count_dense, count_divided
+from dlrm_overlap.embedding.traffic import DenseCounts, count_dense
 from dlrm_overlap.train.trainer import Trainer
 
 
@@ -63,136 +61,73 @@ class StepFloor:
         return {**vars(self), **parts, "floor_ms": max(parts.values()), "floor_sum_ms": sum(parts.values())}
 
 
-def find_floors(
-    trainer: Trainer,
-    batches: Sequence[Batch],
-    ceilings: tuple[float, float],
-    dense_tflop_per_s: float,
-    configs: Mapping[str, Config],
-) -> dict[str, StepFloor]:
-    """Return the floor of each contender's step, its bytes the mean over `batches`. All ranks call this.
+def find_floor(
+    trainer: Trainer, batches: Sequence[Batch], ceilings: tuple[float, float], dense_tflop_per_s: float
+) -> StepFloor:
+    """Return the floor of a trainer's step, its bytes the mean over `batches`. All ranks call this.
 
     It must come before the trainer's first step, in which TorchRec's pipeline takes the collective of the ids apart.
+    Bytes of data-parallel tables are left out, and dense layers count as whole on every rank.
 
     Args:
         trainer: a contender's, whose tables are where all contenders have them.
         batches: this rank's, on the CPU.
         ceilings: from `limits.measure_ceilings`.
         dense_tflop_per_s: rate of the matrix products.
-        configs: by contender; they differ in which dense layers are divided over the ranks, and in types.
     """
     group, device, config = dist.group.WORLD, trainer.device, trainer.config
     assert isinstance(group, dist.ProcessGroup)
     (module,) = [each for each in trainer.model.modules() if isinstance(each, ShardedEmbeddingBagCollection)]
     every: list[Any] = list(module._embedding_shardings)
-    replicated = [i for i, sharding in enumerate(every) if type(sharding) is DpPooledEmbeddingSharding]
-    exchanged = [i for i in range(len(every)) if i not in replicated]
-    order, alone = model_order(module._embedding_bag_configs), replicated_shards([every[i] for i in replicated])
-    names = [name for name in order if name not in {shard.name for shard in alone}]
+    exchanged = [i for i, sharding in enumerate(every) if type(sharding) is not DpPooledEmbeddingSharding]
+    alone = {shard.name for shard in replicated_shards([every[i] for i in range(len(every)) if i not in exchanged])}
+    names = [name for name in model_order(module._embedding_bag_configs) if name not in alone]
     layout = build_layout([every[i] for i in exchanged], names, group.size())
-    own = Layout([replace(shard, owner=0) for shard in alone], [shard.name for shard in alone], world_size=1)
-    elements = sum(
-        table.num_embeddings * table.embedding_dim
-        for table in module._embedding_bag_configs
-        if not set(table.feature_names).isdisjoint(own.names)
-    )
-    tables, samples = len(trainer.train_data.rows), trainer.samples_per_rank
-    dense = count_dense(config.model, tables, config.data.dense_features, samples)
+    samples = trainer.samples_per_rank
+    dense = count_dense(config.model, len(trainer.train_data.rows), config.data.dense_features, samples)
+    dense_hbm, dense_link = _count_dense_bytes(dense, group.size(), config)
     counts = []
     for batch in batches:
         sparse = batch.sparse.to(device)
         inputs = list(module.input_dist(module.create_context(), sparse).wait().wait())
-        sizes, sent = [samples] * group.size(), [inputs[i] for i in exchanged]
-        counted = _count_tables(layout, group.rank(), sizes, sparse, sent, config)
-        if replicated:  # one sharding, whose tables a rank looks up for its samples as if it were alone
-            mine = _count_replicated(own, samples, inputs[replicated[0]], elements, group.size())
-            counted = counted[0] + mine[0], counted[1] + mine[1], counted[2] + mine[2]
-        counts.append(counted)
-    floors = {}
-    for name, each in configs.items():
-        divided = count_divided(each.model, tables, group.size())
-        hbm, link = _count_dense_bytes(dense, divided, group.size(), each, samples)
-        whole = [(tables_hbm + hbm, tables_link + link, again + hbm) for tables_hbm, tables_link, again in counts]
-        limit, (uncached,) = find_limit(whole, ceilings, group, device)
-        rates = dense_tflop_per_s, limit.hbm_gb_per_s, limit.link_gb_per_s
-        floors[name] = StepFloor(dense.flop, limit.hbm_bytes, uncached, limit.link_bytes, *rates)
-    return floors
+        own = RankIds(layout, group.rank(), [samples] * group.size(), [inputs[i] for i in exchanged])
+        hbm, link, uncached = _count_tables(own, sparse, config)
+        counts.append((hbm + dense_hbm, link + dense_link, uncached + dense_hbm))
+    limit, (uncached,) = find_limit(counts, ceilings, group, device)
+    rates = dense_tflop_per_s, limit.hbm_gb_per_s, limit.link_gb_per_s
+    return StepFloor(dense.flop, limit.hbm_bytes, uncached, limit.link_bytes, *rates)
 
 
-def _count_dense_bytes(
-    dense: DenseCounts, divided: DividedCounts, world_size: int, config: Config, samples: int
-) -> tuple[int, int]:
+def _count_dense_bytes(dense: DenseCounts, world_size: int, config: Config) -> tuple[int, int]:
     """Return the bytes of a step's dense part on a rank: of its memory, and out over its links.
 
-    From memory come the weights that it has, read once, and the layers' outputs, written once. Over the links go the
-    gradients of parameters that every rank has, summed by a ring in which each rank sends 2 (W - 1) / W of them, and
-    the activations of layers that are divided over the ranks. `samples` are those of a rank.
+    From memory come the weights, read once, and the layers' outputs, written once. Over the links go the gradients,
+    summed by a ring in which each rank sends 2 (W - 1) / W of them.
     """
     number_bytes = 2 if config.train.precision == "bf16" else 4
     gradient_bytes = 2 if config.train.gradient_dtype == "bf16" else 4
-    whole, others = dense.parameters - divided.parameters, world_size - 1
-    held = whole + divided.parameters // world_size
-    ring = 2 * others * gradient_bytes * whole // world_size
-    return 4 * held + number_bytes * dense.outputs, ring + others * samples * number_bytes * divided.travelling
+    ring = 2 * (world_size - 1) * gradient_bytes * dense.parameters // world_size
+    return 4 * dense.parameters + number_bytes * dense.outputs, ring
 
 
-def _count_tables(
-    layout: Layout,
-    rank: int,
-    batch_sizes: Sequence[int],
-    sparse: KeyedJaggedTensor,
-    inputs: Sequence[KeyedJaggedTensor],
-    config: Config,
-) -> tuple[int, int, int]:
-    """Return the bytes of a step's tables on `rank`: memory, links, and memory if nothing were read from a cache.
+def _count_tables(own: RankIds, sparse: KeyedJaggedTensor, config: Config) -> tuple[int, int, int]:
+    """Return the bytes of a step's tables on a rank: memory, links, and memory if nothing were read from a cache.
 
     To the embedding stage's own bytes, forward and back, come over the links the ids of other ranks' tables.
 
     Args:
-        layout: the owners of the tables.
-        rank: the rank to count for.
-        batch_sizes: samples of each rank.
+        own: the ids of the rank's tables.
         sparse: the ids of the rank's samples.
-        inputs: the ids of the rank's tables, one for each source of the layout.
         config: the wire's type, and the rows' optimizer.
     """
     ours = exchange_options(config.embedding, "pgas", config.train.precision)
-    wire_dtype = ours.wire_dtype
-    hbm_bytes, link_bytes = count_bytes(layout, rank, batch_sizes, inputs, wire_dtype)
-    update = count_update(layout, rank, batch_sizes, inputs, wire_dtype, config.embedding.optimizer, ours.output_dtype)
+    hbm_bytes, link_bytes = count_bytes(own, ours.wire_dtype)
+    update = count_update(own, ours.wire_dtype, config.embedding.optimizer, ours.output_dtype)
     return (
-        hbm_bytes - _repeated_row_bytes(layout, rank, sum(batch_sizes), inputs) + update.compulsory_bytes,
-        link_bytes + update.link_bytes + _sent_id_bytes(layout, rank, sparse),
+        hbm_bytes - own.repeated_row_bytes + update.compulsory_bytes,
+        link_bytes + update.link_bytes + _sent_id_bytes(own.layout, own.rank, sparse),
         hbm_bytes + update.hbm_bytes,
     )
-
-
-def _count_replicated(
-    own: Layout, samples: int, ids: KeyedJaggedTensor, elements: int, world_size: int
-) -> tuple[int, int, int]:
-    """Return the bytes that data-parallel tables add to those of `_count_tables`, in its order.
-
-    Forward, they are a rank's tables for its samples alone. Backward, the gradient of the pooled embeddings is read,
-    and that of the touched rows written. The ring sums the gradient of all rows, which have so many `elements`.
-    `own` is the layout of those tables, as if a rank were alone with them; `ids` are of these.
-    """
-    hbm_bytes, _ = count_bytes(own, 0, [samples], [ids], torch.float32)
-    counts = ids.length_per_key()
-    named = sum(counts[shard.feature] * shard.dim * 4 for shard in own.by_owner[0])
-    repeated, pooled = _repeated_row_bytes(own, 0, samples, [ids]), samples * own.total_dim * 4
-    touched = named - repeated
-    ring_bytes = 2 * (world_size - 1) * 4 * elements // world_size
-    return hbm_bytes - repeated + pooled + touched, ring_bytes, hbm_bytes + named + touched
-
-
-def _repeated_row_bytes(layout: Layout, rank: int, samples: int, inputs: Sequence[KeyedJaggedTensor]) -> int:
-    """Return the bytes of rows that `count_bytes` counts again, since a table's ids name them again."""
-    repeated = 0
-    for shards in layout.tables(rank):
-        firsts = [(inputs[shard.input], shard.feature * samples) for shard in shards]
-        ids = torch.cat([lengths_and_ids(all_ids, bag, bag + samples)[1] for all_ids, bag in firsts])
-        repeated += (ids.numel() - ids.unique().numel()) * shards[0].dim * shards[0].dtype.itemsize
-    return repeated
 
 
 def _sent_id_bytes(layout: Layout, rank: int, sparse: KeyedJaggedTensor) -> int:

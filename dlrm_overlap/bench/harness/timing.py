@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from rich.logging import RichHandler
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -28,25 +27,6 @@ T = TypeVar("T")
 _LINE_EVERY_S = 10.0
 _ROUNDS = 4  # contenders take turns
 _WARMUP_STEPS = 5
-
-
-@dataclass(frozen=True)
-class StepTimes:
-    """Step times in ms: the mean and quantiles, each the maximum over the ranks."""
-
-    mean_ms: float
-    p10_ms: float
-    median_ms: float
-    p90_ms: float
-
-
-def slowest_rank(step_ms: list[float], device: torch.device, group: dist.ProcessGroup | None = None) -> StepTimes:
-    """Return the mean and quantiles of the ranks' step times, each the maximum over the ranks of `group`.
-
-    All ranks of the group call this; without a group all ranks do.
-    """
-    mine = [sum(step_ms) / len(step_ms), *(quantile(step_ms, q) for q in (0.1, 0.5, 0.9))]
-    return StepTimes(*greatest(mine, device, group))
 
 
 def gather(values: list[float], device: torch.device, group: dist.ProcessGroup) -> list[list[float]]:
@@ -68,55 +48,22 @@ def fraction_of_ideal(computation_ms: float, communication_ms: float, together_m
 
 
 def counted(noun: str, items: Sequence[T]) -> Iterator[T]:
-    """Yield `items`; on rank 0 show how many are done and how much time is left.
+    """Yield `items`; on rank 0 a terminal shows how many are done and how much time is left.
 
-    A terminal shows a progress bar. This thread draws it anew after each item, so nothing of it runs beside a
-    measurement. Elsewhere it is a line in the log, not more often than every 10 seconds.
+    This thread draws the bar anew after each item, so nothing of it runs beside a measurement.
 
     Args:
         noun: names the items in the plural, such as "shapes".
         items: measured one after the other, each taking about as long.
     """
-    if dist.is_initialized() and dist.get_rank():
+    # The terminal of the log keeps its lines and the bar apart.
+    console = next((each.console for each in log.handlers if isinstance(each, RichHandler)), None)
+    if console is None or (dist.is_initialized() and dist.get_rank()):
         yield from items
-    elif (console := _terminal()) is not None:
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=console, transient=True, auto_refresh=False) as bar:
-            task = bar.add_task(noun, total=len(items))
-            bar.refresh()
-            for item in items:
-                yield item
-                bar.update(task, advance=1, refresh=True)
-    else:
-        began = logged = time.monotonic()
-        for done, item in enumerate(items, 1):
-            yield item
-            now = time.monotonic()
-            if now - logged >= _LINE_EVERY_S and done < len(items):
-                logged = now
-                left_s = (now - began) / done * (len(items) - done)
-                log.info("%d of %d %s, about %.0f s left", done, len(items), noun, left_s)
-
-
-def in_time(
-    most_seconds: int | None, noun: str, items: Sequence[T], device: torch.device, group: dist.ProcessGroup
-) -> Iterator[T]:
-    """Yield `items` as `counted` does, and end after the one at which `most_seconds` have passed on a rank.
-
-    All ranks call this, and measure each item before they ask for the next.
-    """
-    began = time.monotonic()
-    for number, item in enumerate(counted(noun, items), 1):
-        yield item
-        (passed_s,) = greatest([time.monotonic() - began], device, group)
-        if most_seconds and passed_s >= most_seconds and number < len(items):
-            log.warning("bench: ends here, %d %s are left out (--most_seconds)", len(items) - number, noun)
-            return
-
-
-def _terminal() -> Console | None:
-    """Return the terminal that the log is written to, which keeps its lines and the bar apart, or None."""
-    return next((each.console for each in log.handlers if isinstance(each, RichHandler)), None)
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, auto_refresh=False) as bar:
+        yield from bar.track(items, description=noun)
 
 
 def capture(piece: Callable[[], object], device: torch.device) -> Callable[[], object]:
@@ -148,14 +95,26 @@ def capture(piece: Callable[[], object], device: torch.device) -> Callable[[], o
 
 @dataclass(frozen=True)
 class Timing:
-    """The time of a contender's steps, taken back to back; all numbers are the maximum over the ranks."""
+    """The times of a contender's steps, taken back to back, in ms; each is the maximum over the ranks."""
 
-    times: StepTimes
+    mean_ms: float
+    p10_ms: float
+    median_ms: float
+    p90_ms: float
     p95_ms: float
     host_ms: float
     """median time for the CPU to issue a step"""
     steps: int
     """how many were timed"""
+
+    @staticmethod
+    def of(
+        on_device: list[float], on_host: list[float], device: torch.device, group: dist.ProcessGroup | None = None
+    ) -> "Timing":
+        """Return the timing of this rank's times. All ranks of the group call this; without a group all ranks do."""
+        quantiles = [quantile(on_device, q) for q in (0.1, 0.5, 0.9, 0.95)]
+        mine = [sum(on_device) / len(on_device), *quantiles, quantile(on_host, 0.5)]
+        return Timing(*greatest(mine, device, group), steps=len(on_device))
 
 
 Turn = Callable[[int], tuple[list[float], list[float]]]
@@ -186,14 +145,7 @@ def take_turns(
         on_device, on_host = turn(per_round)
         step_ms[i] += on_device
         host_ms[i] += on_host
-    return [
-        Timing(
-            slowest_rank(on_device, device, group),
-            *greatest([quantile(on_device, 0.95), quantile(on_host, 0.5)], device, group),
-            steps=len(on_device),
-        )
-        for on_device, on_host in zip(step_ms, host_ms, strict=True)
-    ]
+    return [Timing.of(*both, device, group) for both in zip(step_ms, host_ms, strict=True)]
 
 
 @torch.no_grad()

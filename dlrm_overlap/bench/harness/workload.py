@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import SparseType
-from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise, table_wise
@@ -73,20 +72,6 @@ class Workload:
         context = self.layout, self.tables, options, self.group, self.device, most, StepCounters(self.device)
         return open_halves(ExchangeContext(*context))
 
-    def with_ids(self, config: Config, sparse: Sequence[KeyedJaggedTensor]) -> "Workload":
-        """Return a workload of the same tables with other ids, as `make_workload` would take them; all ranks call this.
-
-        Args:
-            config: as the tables were made with, but for the batch size and the ids a bag.
-            sparse: this rank's batches from `read_ids`.
-        """
-        world_size = self.group.size()
-        return replace(
-            self,
-            batch_sizes=(config.train.samples_per_rank(world_size),) * world_size,
-            batches=[_bring_ids(self.module, ids, self.device) for ids in sparse],
-        )
-
 
 def read_ids(config: Config, group: dist.ProcessGroup, device: torch.device = _CPU) -> list[KeyedJaggedTensor]:
     """Return the ids of this rank's samples in `BATCHES` batches, in the types of the data set.
@@ -115,7 +100,6 @@ def make_workload(
     group: dist.ProcessGroup,
     device: torch.device,
     local_world_size: int,
-    check_ids: bool = True,
     optimizer: str = "sgd",
     precision: str | None = None,
     cut_rows: bool = False,
@@ -133,7 +117,6 @@ def make_workload(
         group: the ranks that share the tables.
         device: this rank's device.
         local_world_size: ranks on this host.
-        check_ids: whether FBGEMM checks that every id is within its table.
         optimizer: of the rows; the default keeps no state.
         precision: of the dense part that the pooled embeddings are for, see `Workload`; None: that of `config`.
         cut_rows: whether each table is cut by rows over all ranks instead.
@@ -150,8 +133,6 @@ def make_workload(
     if ours.output_dtype == torch.bfloat16 and device.type == "cuda":  # FBGEMM has no such output on CPUs
         about_tables["output_dtype"] = SparseType.BF16
         wire_dtype = "fp32"  # TorchRec's own casts on both sides of the wire would have nothing to do
-    if not check_ids:
-        about_tables["bounds_check_mode"] = BoundsCheckMode.NONE
     keys: dict[str, Any] = {"backend": "torchrec", "backward": "auto", "optimizer": optimizer, "wire_dtype": wire_dtype}
     sharder: Any = build_sharder(replace(config.embedding, **keys), fused_params=about_tables)
     places = {

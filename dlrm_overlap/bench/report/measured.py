@@ -3,13 +3,11 @@
 import csv
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from dlrm_overlap.config import InputError
 
 Row = Mapping[str, str]
-Table = list[dict[str, Any]]
-"""lines, each column -> cell: text, a number, or None"""
 Run = Mapping[str, Row]
 """contender -> its row, of contenders that were measured against each other"""
 

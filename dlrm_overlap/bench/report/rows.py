@@ -76,7 +76,8 @@ def report(
     Raises:
         InputError: if the file has other columns or cannot be written.
     """
-    print_faults(faults)
+    for fault in faults:
+        print(f"dlrm-overlap: {fault}", file=sys.stderr)
     if not rows:
         return
     shape = [f"{name.replace('_', ' ')} {rows[0][name]}" for name in _SHAPE if rows[0].get(name) is not None]
@@ -84,12 +85,6 @@ def report(
     print_table(rows, columns)
     append_rows(output, rows)
     print(f"rows in {output}")
-
-
-def print_faults(faults: Iterable[str]) -> None:
-    """Print a line for each fault to standard error."""
-    for fault in faults:
-        print(f"dlrm-overlap: {fault}", file=sys.stderr)
 
 
 def print_table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> None:

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from dlrm_overlap.bench.figures import stage
 from dlrm_overlap.bench.harness.agreement import TOLERANCE, check_outputs
 from dlrm_overlap.bench.harness.contenders import Baseline
-from dlrm_overlap.bench.harness.forward import measure_forward
 from dlrm_overlap.bench.harness.workload import Ids, Workload
-from dlrm_overlap.bench.request import ForwardRequest
+from dlrm_overlap.bench.request import StageRequest
 from dlrm_overlap.config import Config
 from tests.distributed.workers import ranks_here
 
@@ -32,7 +32,7 @@ class Wrong(Baseline):
 @pytest.mark.parametrize("error", [0.0, 1e-8, 0.1, math.nan, math.inf])
 def test_a_single_wrong_element_is_found(workload: Workload, error: float) -> None:
     right, wrong = check_outputs([Baseline(workload), Wrong(workload, error)], workload)
-    assert (right.equal, right.agrees, right.max_abs_difference) == (True, True, 0)
+    assert (right.equal, right.agrees, right.max_difference) == (True, True, 0)
     assert 0 < right.tolerance < TOLERANCE[torch.float32]  # rows of a thousand lie in +-1000**-0.5, bags hold up to 4
     assert wrong.agrees == (error < right.tolerance)
     assert wrong.equal == (error == 0)
@@ -41,9 +41,10 @@ def test_a_single_wrong_element_is_found(workload: Workload, error: float) -> No
 def test_a_disagreement_tells_no_time(
     workload: Workload, config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    monkeypatch.setattr("dlrm_overlap.bench.harness.forward.make_workload", lambda *_, **__: workload)
-    request = ForwardRequest("stage", tmp_path / "rows.csv", iterations=1)
-    assert measure_forward(request, ranks_here(config), lambda *_: [Baseline(workload), Wrong(workload, 0.1)]) == 1
+    monkeypatch.setattr(stage, "make_workload", lambda *_, **__: workload)
+    monkeypatch.setattr(stage, "make_contenders", lambda *_: [Baseline(workload), Wrong(workload, 0.1)])
+    request = StageRequest("stage", tmp_path / "rows.csv", iterations=1)
+    assert stage.run(request, ranks_here(config)) == 1
     out, err = capsys.readouterr()
     assert "wrong: outputs differ from the baseline's by 1.0e-01" in err
     assert out == ""

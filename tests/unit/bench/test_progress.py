@@ -1,8 +1,7 @@
-"""What a figure tells of how far it is: a bar on a terminal, else lines in the log."""
+"""What a figure tells of how far it is: a bar on a terminal."""
 
 import io
 import logging
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -33,14 +32,3 @@ def test_a_terminal_shows_a_bar_that_counts_and_is_gone_at_the_end() -> None:
     assert [f"{i}/3" in text for i, text in enumerate(shown)] == [True] * 3
     assert "measured a" in file.getvalue()
     assert file.getvalue().endswith("\x1b[2K"), "the bar's line is wiped"
-
-
-def test_elsewhere_a_line_tells_the_time_left_every_ten_seconds(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    log.handlers, log.propagate = [], True
-    clock = iter(range(0, 100, 4))  # an item takes 4 s
-    monkeypatch.setattr(time, "monotonic", lambda: float(next(clock)))
-    with caplog.at_level(logging.INFO, logger="dlrm_overlap"):
-        assert list(counted("shapes", range(6))) == list(range(6))
-    assert caplog.messages == ["3 of 6 shapes, about 12 s left"]

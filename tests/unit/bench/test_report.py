@@ -1,13 +1,24 @@
+"""Rows are appended as they were measured, and the report's numbers are those of the rows."""
+
+import base64
+import re
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from dlrm_overlap.bench.report.measured import read_measured, shape
+from dlrm_overlap.bench.report.drawing import cells, map_axes, map_table
+from dlrm_overlap.bench.report.measured import Measured, read_measured, runs, shape
+from dlrm_overlap.bench.report.page import html_page, make_section, write_report
 from dlrm_overlap.bench.report.plots import PLOTS
 from dlrm_overlap.bench.report.rows import append_rows
+from dlrm_overlap.cli import main
 from dlrm_overlap.config import InputError
 from dlrm_overlap.launching.environment import environment
-from tests.conftest import read_rows
+from tests.conftest import dump_page, need_browser, read_rows
+
+RESULTS = Path("docs/results")
 
 
 def test_rows_of_another_kind_are_refused(tmp_path: Path) -> None:
@@ -48,8 +59,7 @@ def test_a_row_begins_with_what_was_measured_and_ends_with_command_and_environme
 @pytest.mark.parametrize("path", sorted(Path("docs/results").glob("*.csv")), ids=lambda path: path.stem)
 def test_published_rows_name_their_hardware_and_versions(path: Path) -> None:
     measured = read_measured(path)
-    if measured.kind not in PLOTS:
-        assert path.stem.startswith("simulated"), "a figure without a plot"
+    if path.stem.startswith("simulated"):
         return
     assert all(row[name] for row in measured.rows for name in ("gpu", "torch", "nccl", "triton"))
     ranks = {f"{row['world_size']} x" for row in measured.rows if "world_size" in row}
@@ -61,3 +71,102 @@ def test_a_shape_names_its_wire_where_it_is_narrow() -> None:
     row |= {"zipf_alpha": "0.0", "global_batch": "65536"}
     assert shape(row | {"wire_dtype": "fp32"}) == shape(row) == "26 x 0.5M x 128\n65536, 0..16"
     assert shape(row | {"wire_dtype": "bf16"}) == "26 x 0.5M x 128\n65536, 0..16, bf16"
+
+
+def _stage(**changes: str) -> Measured:
+    measured = read_measured(RESULTS / "stage.csv")
+    return measured._replace(rows=[{**row, **changes} for row in measured.rows])
+
+
+def test_a_changed_row_changes_the_page(tmp_path: Path) -> None:
+    shutil.copy(RESULTS / "stage.csv", tmp_path / "stage.csv")
+    (tmp_path / "notes.csv").write_text("remark\nnone\n")
+    assert main(["bench", "report", str(tmp_path)]) == 0
+    output = tmp_path / "report"
+    first = {path.name: path.read_bytes() for path in output.iterdir()}
+    assert set(first) == {"index.html", "stage.svg"}
+    assert b"<td>1.89</td>" in first["index.html"]
+    write_report(tmp_path, output)
+    assert first == {path.name: path.read_bytes() for path in output.iterdir()}, "the same rows give the same files"
+    text = (RESULTS / "stage.csv").read_text()
+    (row,) = (line for line in text.splitlines() if ",pgas," in line and ",1.894," in line)
+    (tmp_path / "stage.csv").write_text(text.replace(row, row.replace(",1.894,", ",77.25,")))
+    assert write_report(tmp_path, output) == ["notes"]
+    assert all(path.read_bytes() != first[path.name] for path in output.iterdir())
+    assert "<td>77.25</td>" in (output / "index.html").read_text()
+
+
+def test_the_page_is_one_file_and_says_which_hardware_and_commands_measured_it() -> None:
+    section = make_section(_stage())
+    page = html_page([section])
+    assert not re.findall(r"(?:src|href)=\"(?!data:|#)", page)
+    assert "<script" not in page
+    assert "4 x NVIDIA H200, torch 2.11.0+cu130, nccl 2.28.9" in page
+    assert page.count(f"<code>{PLOTS['stage'].command}</code>") == 1, "rows that name no command"
+    assert base64.b64encode(section.picture).decode() in page
+    rehearsed = html_page([make_section(_stage(gpu="", command="dlrm-overlap bench stage --seed 1"))])
+    assert "CPU, a rehearsal and no figure: Intel" in rehearsed
+    assert "<code>dlrm-overlap bench stage --seed 1</code>" in rehearsed
+    named = _stage()._replace(name='a"><img src=x onerror=alert(1)>')
+    assert "<img src=x" not in html_page([make_section(named)])
+
+
+def test_bars_over_a_contender_are_relative_and_one_that_disagrees_has_none() -> None:
+    (axes, *_) = PLOTS["stage"].draw(_stage()).axes
+    assert [text.get_text() for text in axes.texts][:5] == ["1.00"] * 5, "the baseline's own"
+    assert "baseline 5.76 ms" in axes.get_xticklabels()[0].get_text()
+    step = read_measured(RESULTS / "step.csv")
+    wrong = step._replace(rows=[{**row, "agrees": str(row["contender"] != "fused_graph")} for row in step.rows])
+    names = [PLOTS["step"].draw(each).axes[0].get_legend_handles_labels()[1] for each in (step, wrong)]
+    assert set(names[0]) - set(names[1]) == {"fused_graph"}
+
+
+def test_a_run_ends_where_a_contender_comes_again() -> None:
+    rows = [{"contender": name, "dim": dim} for name, dim in (("a", "8"), ("b", "8"), ("a", "8"), ("b", "16"))]
+    assert [list(run) for run in runs(rows)] == [["a", "b"], ["a"], ["b"]]
+
+
+def test_a_map_holds_the_fastest_of_ours_against_the_strongest_baseline() -> None:
+    rows = []
+    for (x, y), ours in {(1, 32): 1.0, (8, 32): 0.5, (1, 64): 0.8, (8, 64): 0.4}.items():
+        for name, is_baseline, ms in (
+            ("baseline", True, 3.0), ("nccl_chunked_2", True, 1.0), ("pgas", False, ours), ("fused", False, 2 * ours)
+        ):  # fmt: skip
+            row: dict[str, Any] = {"pooling_factor": x, "dim": y, "global_batch": 128, "contender": name}
+            row |= {"is_baseline": is_baseline, "median_ms": ms, "gpu_ms": 2.0}
+            rows.append({key: str(value) for key, value in row.items()})
+    assert map_axes(rows) == ["pooling_factor", "dim"]
+    assert {place: cell.speedup for place, cell in cells(rows, "median_ms").items()} == {
+        (1.0, 32.0): 1.0, (1.0, 64.0): 1.25, (8.0, 32.0): 2.0, (8.0, 64.0): 2.5
+    }  # fmt: skip
+    measured = Measured("sweep", "sweep", rows)
+    assert list(map_table(measured)[2].values())[2:5] == ["0.500 (pgas)", "1.00 (nccl_chunked_2)", "2.00x"]
+    texts = [[text.get_text() for text in axes.texts] for axes in PLOTS["sweep"].draw(measured).axes]
+    assert texts == [["(1.00)", "1.25", "2.00", "2.50"], ["(1.00)"] * 4]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", r"gemm\.csv: no rows"),
+        ("kind,contender\ngemm\n", r"gemm\.csv: no rows, or not as many cells"),
+        ("kind,contender\ngemm,serial\n", r"gemm\.csv: no column or contender 'operator'"),
+        ("kind,contender,operator,m,k,n,median_ms\ngemm,serial,a,1,1,1,fast\n", r"gemm\.csv: column median_ms: 'fast'"),
+        ("kind\nother\n", "no CSV file of a figure"),
+    ],
+)
+def test_a_file_that_cannot_be_drawn_is_told_in_a_line(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "gemm.csv").write_text(text)
+    with pytest.raises(InputError, match=message):
+        write_report(tmp_path, tmp_path / "report")
+
+
+@pytest.mark.slow
+def test_a_browser_shows_the_page_from_a_file(tmp_path: Path) -> None:
+    need_browser(tmp_path / "profile")
+    shutil.copy(RESULTS / "step.csv", tmp_path / "step.csv")
+    write_report(tmp_path, tmp_path)
+    shown = dump_page((tmp_path / "index.html").as_uri(), tmp_path / "profile")
+    assert "<title>dlrm-overlap: report</title>" in shown
+    assert shown.count("<img") == 1
+    assert all(f"<td>{row['contender']}</td>" in shown for row in read_measured(tmp_path / "step.csv").rows)

@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from dlrm_overlap.bench.registry import FIGURES
 from dlrm_overlap.bench.request import (
+    FIGURES,
     BackwardRequest,
     CollectivesRequest,
-    GridRequest,
-    StageRequest,
+    ShapeRequest,
     StepRequest,
     SweepRequest,
 )
@@ -27,9 +26,9 @@ def _config(shape: str, *options: str) -> Config:
     return configuration("--config", str(SHAPES / f"{shape}.yaml"), *options)
 
 
-def _request(kind: str, tables_per_rank: int | None = None) -> StageRequest:
-    request = FIGURES[kind].request
-    assert issubclass(request, StageRequest)
+def _request(kind: str, tables_per_rank: int | None = None) -> ShapeRequest:
+    request = FIGURES[kind]
+    assert issubclass(request, ShapeRequest)
     return request(kind, OUTPUT, tables_per_rank=tables_per_rank)
 
 
@@ -38,8 +37,8 @@ def test_every_figure_has_a_file_that_measures_it(kind: str) -> None:
     assert callable(FIGURES[kind].load())
 
 
-def test_the_registry_loads_no_torch() -> None:
-    script = "import sys, dlrm_overlap.bench.registry; sys.exit('torch' in sys.modules)"
+def test_the_options_load_no_torch() -> None:
+    script = "import sys, dlrm_overlap.bench.request; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], timeout=60, check=False).returncode == 0
 
 
@@ -70,25 +69,21 @@ def test_mlperf_has_the_tables_of_the_training_configuration(shape: str) -> None
         assert [getattr(measured.train, key) for key in kept] == [getattr(trained.train, key) for key in kept]
 
 
-def test_maps_have_their_shapes_in_order_of_their_tables() -> None:
+def test_a_sweep_has_all_values_of_its_axes_and_the_configurations_where_there_is_none() -> None:
     sweep = SweepRequest("sweep", OUTPUT, tables_per_rank=2, pooling_factors=(1, 4), dims=(8, 32), global_batches=(64,))
-    points = sweep.points(_config("sweep"), 4, "cpu")
+    points = sweep.shapes(_config("sweep"), 4)
     found = [(each.model.dim, each.model.bottom_mlp, each.data.tables.multi_hot) for each in points]
     assert found == [(8, [8], "0..2"), (8, [8], "0..8"), (32, [32], "0..2"), (32, [32], "0..8")]
     assert {(each.data.tables.count, each.train.samples_per_rank(4)) for each in points} == {(8, 16)}
-    asked = GridRequest("grid", OUTPUT, tables=(1, 2))
-    found = [(each.data.tables.count, each.train.samples_per_rank(4)) for each in asked.points(points[0], 4, "cpu")]
-    assert found == [(4, 32), (4, 64), (8, 32), (8, 64)], "the batches of a toy"
-    assert len(asked.points(points[0], 4, "cuda")) == 8
-    with pytest.raises(InputError, match="--tables_per_rank: 2, but the tables of a rank are swept"):
-        GridRequest("grid", OUTPUT, tables_per_rank=2)
+    asked = SweepRequest("sweep", OUTPUT, tables=(1, 2)).shapes(points[0], 4)
+    assert [(each.data.tables.count, each.model.dim) for each in asked] == [(4, 8), (8, 8)]
     criteo = configuration("--data.kind", "criteo_tsv", "--data.path", "x")
     with pytest.raises(InputError, match=r"data\.kind: criteo_tsv, but bench sweep takes shapes that no file has"):
         sweep.check_ranks(criteo, 4, "cuda")
 
 
 def test_contenders_are_known_and_named_once() -> None:
-    with pytest.raises(InputError, match=r"--contenders pgsa: not a contender; known: torchrec, torchrec_strongest, "):
+    with pytest.raises(InputError, match=r"--contenders pgsa: not known; known: torchrec, torchrec_strongest, "):
         StepRequest("step", OUTPUT, contenders=("torchrec", "pgsa"))
     with pytest.raises(InputError, match="--contenders pgas pgas: one is there twice"):
         StepRequest("step", OUTPUT, contenders=("pgas", "pgas"))
@@ -104,7 +99,7 @@ def test_collectives_of_half_a_gigabyte_are_a_gpus() -> None:
 @pytest.mark.parametrize("kind", ["collectives", "volume"])
 def test_one_rank_has_nobody_to_communicate_with(kind: str) -> None:
     with pytest.raises(InputError, match=f"bench {kind}: one rank has nobody"):
-        FIGURES[kind].request(kind, OUTPUT).check_ranks(_config("tiny"), 1, "cuda")
+        FIGURES[kind](kind, OUTPUT).check_ranks(_config("tiny"), 1, "cuda")
 
 
 def test_worlds_and_tables() -> None:
@@ -120,8 +115,7 @@ def test_worlds_and_tables() -> None:
     [
         ("weak", None, [], "--tables_per_rank"),
         ("strong", 2, [], "data.tables.count"),
-        ("occupancy", None, [], "bench occupancy: a CPU has no multiprocessors; run it on GPUs"),
-        ("volume", None, [], "bench volume: a CPU's kernels have no clock; run it on GPUs"),
+        ("volume", None, [], "bench volume: a CPU lacks the clock or trace that it reads; run it on GPUs"),
         ("stage", None, ["--data.tables.count", "1"], "each takes at least one"),
         ("stage", None, ["--train.global_batch_size", "127"], "train.global_batch_size"),
         ("stage", 4, ["--data.tables.rows", "[1,2,3,4,5,6]"], "data.tables.rows"),
@@ -137,7 +131,7 @@ def test_what_does_not_go_together_is_refused(
 @pytest.mark.parametrize(
     ("optimizers", "message"),
     [
-        (("sgd", "adam"), "--optimizers adam: not an optimizer of the tables; known: sgd, adagrad, rowwise_adagrad"),
+        (("sgd", "adam"), "--optimizers adam: not known; known: sgd, adagrad, rowwise_adagrad"),
         (("sgd", "adagrad", "sgd"), "--optimizers sgd adagrad sgd: one is there twice"),
     ],
 )
@@ -148,7 +142,7 @@ def test_optimizers_are_known_and_named_once(optimizers: tuple[str, ...], messag
 
 def test_emulated_hosts_are_measured_only_where_rows_say_so() -> None:
     emulated = _config("tiny", "--embedding.hosts", "2")
-    _request("stage").check_hosts(emulated)
-    _request("slice").check_hosts(_config("tiny", "--embedding.hosts", "1"))
-    with pytest.raises(InputError, match=r"embedding\.hosts: 2 emulated hosts, but the rows of bench slice would not"):
-        _request("slice").check_hosts(emulated)
+    _request("stage").check_ranks(emulated, 2, "cpu")
+    _request("backward").check_ranks(_config("tiny", "--embedding.hosts", "1"), 2, "cpu")
+    with pytest.raises(InputError, match=r"embedding\.hosts: 2 emulated hosts, but the rows of bench backward would"):
+        _request("backward").check_ranks(emulated, 2, "cpu")

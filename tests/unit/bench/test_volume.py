@@ -1,6 +1,7 @@
 """The bytes on the links over time are those that the step sends, where its tasks and kernels ran."""
 
 import pytest
+import torch
 
 from dlrm_overlap.bench.figures.volume import (
     Sending,
@@ -16,7 +17,16 @@ from dlrm_overlap.bench.report.plots import PLOTS
 from dlrm_overlap.bench.report.rows import as_text
 from dlrm_overlap.config import InputError
 from dlrm_overlap.observe.trace_summary import Span, Work
-from tests.unit.bench.test_programs import TRACE
+
+# Two ranks, four tasks; program 9 takes the first and the last. Columns: program, sm, start, end, put, wait.
+TRACE = torch.tensor(
+    [
+        [9, 1, 5_000, 6_000, 100, 0],
+        [4, 0, 5_200, 6_400, 50, 700],
+        [7, 2, 5_100, 6_300, 0, 800],
+        [9, 1, 6_000, 6_900, 200, 300],
+    ]
+)
 
 
 def test_tasks_for_peers_send_while_they_pool() -> None:
@@ -55,9 +65,7 @@ def test_rows_end_with_their_stage_and_hold_all_bytes_and_the_plot_draws_them() 
     for name in found:
         assert sum(row["bytes"] for row in rows if row["contender"] == name) == pytest.approx(1000)
     measured = Measured("volume", "volume", as_text([row | {"link_gb_per_s": 300.0} for row in rows]))
-    lines = [list(line.values())[:4] for line in PLOTS["volume"].table(measured)]
-    assert lines == [["baseline", 25, 10, pytest.approx(0.001)], ["fused", 9, 7.5, pytest.approx(0.001)]]
-    panels = PLOTS["volume"].draw(measured).figure.axes
+    panels = PLOTS["volume"].draw(measured).axes
     areas = [sum(p.get_height() * p.get_width() for p in axes.patches) for axes in panels]  # type: ignore[attr-defined]
     assert areas == pytest.approx([1.0, 1.0], rel=1e-3), "GB/s times us: thousands of bytes"
 
@@ -69,7 +77,7 @@ def test_bytes_of_partial_sums_are_drawn_beside_torchrecs() -> None:
         for ranks, size, bytes_ in ((2, 1, 1_000_000), (4, 1, 510_000))
     ]
     measured = Measured("partial_sums", "partial_sums", as_text(rows))
-    (axes,) = PLOTS["partial_sums"].draw(measured).figure.axes
+    (axes,) = PLOTS["partial_sums"].draw(measured).axes
     assert [p.get_height() for p in axes.patches] == [2, 2, 0.5, 0.5, 1, 0.51]  # type: ignore[attr-defined]
     assert [label.get_text() for label in axes.get_xticklabels()] == ["2 ranks\n1 ids", "4 ranks\n1 ids"]
     assert PLOTS["partial_sums"].table(measured)[1]["forward bytes"] == "510000"

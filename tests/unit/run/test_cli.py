@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import dlrm_overlap
-from dlrm_overlap.bench.registry import FIGURES
+from dlrm_overlap.bench.request import FIGURES
 from dlrm_overlap.cli import _show, main, run
 from dlrm_overlap.config import Config, InputError, PeerError
 from dlrm_overlap.train.ranks import run_on_ranks
@@ -237,7 +237,7 @@ def test_help_of_a_benchmark_tells_what_it_measures(
     for kind, figure in FIGURES.items():
         with pytest.raises(SystemExit):
             main(["bench", kind, "--help"])
-        assert f"Measure {figure.summary}. `dlrm-overlap bench --help` tells the other" in capsys.readouterr().out
+        assert f"Measure {figure.summary()}. `dlrm-overlap bench --help` tells the other" in capsys.readouterr().out
 
 
 def test_the_reader_of_the_help_may_leave(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import yaml
 
@@ -121,7 +120,6 @@ def test_every_rank_has_the_work_that_the_plan_gives_it() -> None:
     assert (few.idle_ranks, many.idle_ranks) == (0, 28)
     for shares in (few, many):
         assert [shares.memory.mean(), shares.links.mean()] == pytest.approx([1.0, 1.0])
-    assert (np.stack(build_workload(model, replace(work, plan="even"), 64).shares[:5]) == 1).all()
     with pytest.raises(InputError, match="no room"):
         build_workload(model, replace(work, max_rows=None, rows=40_000_000), 2)
 
@@ -154,7 +152,7 @@ def test_the_work_of_tables_that_are_cut_by_rows() -> None:
 @pytest.mark.parametrize("backend", ["torchrec", "fused"])
 def test_partial_sums_travel_and_are_added_up(backend: str) -> None:
     """MLPerf's tables by TorchRec's planner on two hosts: table-row-wise shards, whose bytes the links carry."""
-    network = replace(CONFIG.network, kind="fat_tree", hosts=2, gpus_per_host=8)
+    network = replace(CONFIG.network, hosts=2, gpus_per_host=8)
     told = yaml.safe_load(Path("configs/simulate/mlperf_hosts.yaml").read_text())
     work = WorkConfig(**told["work"] | {"plan": "torchrec"})
     exchange = replace(CONFIG.exchange, backend=backend)

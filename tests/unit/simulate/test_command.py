@@ -11,11 +11,9 @@ import numpy as np
 import pytest
 
 from dlrm_overlap.cli import main
-from dlrm_overlap.config import InputError
 from dlrm_overlap.kernels.schedule import SCHEDULES, TaskGrid
 from dlrm_overlap.launching.parsing import parse_sections
-from dlrm_overlap.simulate.config import ExchangeConfig, NetworkConfig, SimulateConfig
-from dlrm_overlap.simulate.gpu_config import GpuConfig
+from dlrm_overlap.simulate.config import SimulateConfig
 from dlrm_overlap.simulate.product import simulate_product
 from dlrm_overlap.simulate.rows import describe, describe_product
 from dlrm_overlap.simulate.stage import puts_to_host, waves
@@ -114,8 +112,7 @@ def test_the_shown_rows_are_what_is_simulated_now(backend: str) -> None:
         shown = [row for row in rows if (row["backend"], row["world_size"], row["plan"]) == (backend, "16", "auto")]
     config = _read(Path("configs/simulate/mlperf_hosts.yaml"), "--network.hosts", "2", "--exchange.backend", backend)
     now = describe(simulate(config))
-    assert shown[0].pop("commit")
-    assert shown[0] == {name: str(value) for name, value in now.items()}
+    assert {name: shown[0][name] for name in now} == {name: str(value) for name, value in now.items()}
 
 
 @pytest.mark.parametrize("way", ["software", "arbitrated", "ideal"])
@@ -125,8 +122,7 @@ def test_the_shown_products_are_what_is_simulated_now(way: str) -> None:
     options = ["--network.gpus_per_host", "32", "--product.name", "PaLM", "--product.m", "6144", "--product.n", "18432"]
     config = _read(Path("configs/simulate/t3.yaml"), *options, "--product.way", way)
     now = describe_product(simulate_product(config))
-    assert shown[0].pop("commit")
-    assert shown == [{name: str(value) for name, value in now.items()}]
+    assert {name: shown[0][name] for name in now} == {name: str(value) for name, value in now.items()}
 
 
 @pytest.mark.parametrize("path", sorted(Path("docs/results").glob("simulated_*.csv")), ids=lambda path: path.stem)
@@ -172,12 +168,11 @@ def test_the_table_tells_what_varies(capsys: pytest.CaptureFixture[str]) -> None
 def test_rows_and_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows, trace = tmp_path / "rows.csv", tmp_path / "trace.json"
     assert main(["simulate", *SMALL, "--vary", "exchange.backend=torchrec,fused", "--output", str(rows)]) == 0
-    assert main(["simulate", *SMALL, "--append", "--output", str(rows), "--trace", str(trace)]) == 0
+    assert main(["simulate", *SMALL, "--trace", str(trace)]) == 0
     with rows.open(newline="") as file:
         found = list(csv.DictReader(file))
-    assert [row["backend"] for row in found] == ["torchrec", "fused", "fused"]
+    assert [row["backend"] for row in found] == ["torchrec", "fused"]
     assert {row["kind"] for row in found} == {"simulated"}
-    assert found[1] == found[2]  # the same keys give the same row
     assert "simulated, not measured" in capsys.readouterr().out
     events = [event for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"]
     assert {event["pid"] for event in events} == {0, 1, 2, 3}
@@ -190,11 +185,7 @@ def test_rows_and_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     ("options", "message"),
     [
         (["--network.host", "2"], "network.hosts"),
-        (["--network.kind", "switch"], "set network.kind"),
-        (["--network.kind", "torus", "--network.torus_width", "5"], "divisor"),
         (["--train", "configs/criteo_kaggle.yaml"], "data.tables.rows is null"),
-        (["--train", "configs/quickstart.yaml", "--hosts", "x"], "--hosts x"),
-        (["--hosts", "2"], "goes with --train"),
         (["--vary", "network.hosts=1,2", "--vary", "network.hosts/work.samples=1/2"], "key is there twice"),
         (["--network.hosts", "4096"], "4096 GPUs at most"),
         (["--work.multi_hot", "x"], "work.multi_hot"),
@@ -205,12 +196,10 @@ def test_rows_and_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         (["--vary", "network.hosts/work.samples=1,2"], "as many values as keys"),
         (["--output", "no/folder/rows.csv"], "no folder"),
         (["--output", "/dev/full"], "No space left"),
-        (["--append", "--output", "docs/results/stage.csv"], "other columns"),
         (["--vary", "what=stage,product", "--network.hosts", "1"], "simulate them apart"),
         (["--gpu.fused.gb_per_s", "1e-300"], "some rate is too small"),
         (["--what", "product"], "one host of 2 GPUs or more"),
         (["--what", "product", "--network.hosts", "1", "--product.m", "7"], "no multiple of 2"),
-        (["--product.way", "arbitrated", "--product.pattern", "direct"], "set product.pattern ring"),
     ],
 )
 def test_a_mistake_ends_in_one_line(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -220,21 +209,8 @@ def test_a_mistake_ends_in_one_line(options: list[str], message: str, capsys: py
     assert error.count("\n") == 1
 
 
-def test_a_simulation_that_finds_no_memory_ends_in_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def full(*_: object) -> None:
-        raise MemoryError
-
-    monkeypatch.setattr("dlrm_overlap.simulate.command.simulate", full)
-    assert main(["simulate", *SMALL]) == 2
-    error = capsys.readouterr().err
-    assert "more memory than there is" in error
-    assert error.count("\n") == 1
-
-
 def test_a_training_configuration_is_told_whether_it_pays(capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--train", "configs/mlperf_dcnv2.yaml", "--hosts", "2", "--network.gpus_per_host", "4"]
+    options = ["--train", "configs/mlperf_dcnv2.yaml", "--network.hosts", "2", "--network.gpus_per_host", "4"]
     assert main(["simulate", *options, "--work.global_batch", "8192"]) == 0
     lines = capsys.readouterr().out.splitlines()
     rows = [line.split() for line in lines[2:4]]
@@ -243,23 +219,3 @@ def test_a_training_configuration_is_told_whether_it_pays(capsys: pytest.Capture
     verb = "pays" if over > 1 else "does not pay"
     expected = f"simulated, on 8 GPUs: pgas {verb}, {over:.2f} times as fast as torchrec's exchange in a captured step"
     assert lines[-1] == expected
-
-
-def test_a_gpu_with_a_faster_memory_is_faster_where_memory_bounds() -> None:
-    usual = GpuConfig()
-    fast = GpuConfig(memory_gb_per_s=8450.0, pgas=replace(usual.pgas, gb_per_s=5000.0))
-    assert fast.update.adagrad_gb_per_s == 2 * usual.update.adagrad_gb_per_s
-    assert fast.optimizer_gb_per_s == 2 * usual.optimizer_gb_per_s
-    assert (fast.pgas.gb_per_s, fast.fused.us, fast.update.us) == (5000.0, usual.fused.us, usual.update.us), "as given"
-    for name in ("pgas", "fused"):
-        assert getattr(fast, name).cached_gb_per_s == 2 * getattr(usual, name).cached_gb_per_s
-    assert replace(fast, kernel_us=1.0).fused == fast.fused
-    config = _read(Path("configs/simulate/mlperf_step.yaml"))
-    faster = replace(config, gpu=GpuConfig(memory_gb_per_s=8450.0))
-    assert simulate(faster).ms < 0.97 * simulate(config).ms
-
-
-def test_a_switch_joins_one_host() -> None:
-    with pytest.raises(InputError, match="one host"):
-        NetworkConfig(kind="switch", hosts=2)
-    assert ExchangeConfig().backend == "pgas"
