@@ -12,19 +12,18 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, Literal
 from urllib.parse import quote
 
-from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveInt
-
 import dlrm_overlap
+from dlrm_overlap.backends import BACKENDS
 from dlrm_overlap.bench.registry import FIGURES
-from dlrm_overlap.config import Config, EmbeddingConfig, InputError
+from dlrm_overlap.config import Config, InputError, NonNegativeFloat, NonNegativeInt, PositiveInt
 from dlrm_overlap.launching import process_group
 from dlrm_overlap.launching.files import check_free
 from dlrm_overlap.launching.launcher import announced_rank
 from dlrm_overlap.launching.lifetime import SAVED, let_asks_come, report_missing, say
-from dlrm_overlap.launching.parsing import Parser, positionals_first, reader_may_leave, suggest
+from dlrm_overlap.launching.parsing import Parser, reader_may_leave, suggest
 from dlrm_overlap.launching.text_table import count_of, plain
 from dlrm_overlap.train.preflight import check_data, check_output, check_runs, check_start
 from dlrm_overlap.train.ranks import Ranks, run_on_ranks
@@ -118,8 +117,7 @@ def compare(argv: list[str]) -> int:
 
 
 def _check_comparison(config: Config, values: Any) -> None:
-    known = get_args(get_type_hints(EmbeddingConfig)["backend"])
-    names = values.backends
+    known, names = list(BACKENDS), values.backends
     for name in names:
         if name not in known:
             cure = "put spaces between names" if "," in name else suggest(name, known)
@@ -228,7 +226,7 @@ def simulate(argv: list[str]) -> int:
 def prepare(argv: list[str]) -> int:
     """Turn Criteo's text days into memory-mapped arrays."""
     parser = Parser("dlrm-overlap prepare", prepare.__doc__ or "")
-    parser.add_argument("format", choices=["criteo"], help="format of IN")
+    parser.add_argument("format", choices=["criteo"], metavar="criteo", help="format of IN")
     parser.add_argument("source", metavar="IN", help="text file or folder of text days, plain or gzip")
     parser.add_argument("target", metavar="OUT", help="folder of the arrays; finished days in it are kept")
     parser.add_argument("--min_count", type=PositiveInt, help="a row for each value seen this often (default 10)")
@@ -269,7 +267,9 @@ def trace(argv: list[str]) -> int:
 def checkpoint(argv: list[str]) -> int:
     """Show a checkpoint, check that it is whole, or export it for other tools or for inference."""
     parser = Parser("dlrm-overlap checkpoint", checkpoint.__doc__ or "")
-    parser.add_argument("action", choices=["show", "verify", "export"], help="verify ends with code 1 if it is damaged")
+    actions = ["show", "verify", "export"]
+    text = "verify ends with code 1 if it is damaged"
+    parser.add_argument("action", choices=actions, metavar="|".join(actions), help=text)
     parser.add_argument("path", metavar="PATH", help="folder step_<N>, or that of a run, whose newest is taken")
     parser.add_argument("output", metavar="OUT", nargs="?", help="export: a new file, .safetensors, .pt or .pt2")
     text = "export: tensors, to .safetensors or .pt; inference, a program that torch alone runs, to .pt2"
@@ -277,7 +277,7 @@ def checkpoint(argv: list[str]) -> int:
     text = "inference: int8 gives tables 8 bits a weight, and a scale and an offset a row"
     parser.add_argument("--quantize", choices=["none", "int8"], default="none", help=text)
     parser.add_argument("--optimizer", type=bool, default=False, help="export: with the optimizers' states")
-    values = parser.read(positionals_first(argv))
+    values = parser.read(argv)
     path = Path(values.path)
     if (values.action == "export") != bool(values.output):
         raise InputError(f"checkpoint {values.action}: OUT is for export, which needs one: name a .safetensors or .pt")
@@ -344,7 +344,7 @@ def usage() -> str:
 def _check_working_folder() -> None:
     try:
         os.getcwd()
-    except OSError as error:  # neither jsonargparse nor torch loads there
+    except OSError as error:  # torch does not load there
         raise InputError(f"this folder is gone, or not to be read ({error.strerror}); cd to another") from None
 
 

@@ -84,7 +84,7 @@ def is_alive(pid: int) -> bool:
 
 def configuration(*argv: str) -> Config:
     """Return what a command line of keys makes of the configuration."""
-    return parse_config("test", "", argv, lambda parser: None)[0]
+    return parse_config(Config, "test", "", argv)[0]
 
 
 @contextmanager

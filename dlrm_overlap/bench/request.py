@@ -11,11 +11,9 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self, get_args, get_type_hints
 
-from jsonargparse.typing import PositiveFloat, PositiveInt
-
 from dlrm_overlap.bench.concurrent_strategies import all_strategies
 from dlrm_overlap.bench.step_contenders import ABLATION, STEP_CONTENDERS, USUAL, contender_config
-from dlrm_overlap.config import Config, EmbeddingConfig, InputError
+from dlrm_overlap.config import Config, EmbeddingConfig, InputError, PositiveFloat, PositiveInt
 
 CHUNKS = (2, 4, 8)
 """of tables, in which a baseline looks up and sends"""

@@ -5,12 +5,10 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from jsonargparse.typing import PositiveInt
-
-from dlrm_overlap.config import Config, InputError, PeerError, flatten
+from dlrm_overlap.config import Config, InputError, PeerError, PositiveInt, flatten
 from dlrm_overlap.launching import launcher, process_group
 from dlrm_overlap.launching.lifetime import EndRequest, end_with_launcher, heed_asks
 from dlrm_overlap.launching.parsing import Parser, parse_config
@@ -26,8 +24,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("dlrm_overlap")
 
-# Sections of the configuration, which is compared as it is resolved, and options that place no rank.
-_NOT_COMPARED = {field.name for field in fields(Config)} | {"config", "nproc"}
+_NOT_COMPARED = ("config", "nproc")  # the configuration is compared as it is resolved
 _HOLD_BACK_S = 2.0  # by then a launcher has ended the other ranks of one that has failed
 
 
@@ -136,7 +133,9 @@ def run_on_ranks(
 
     end_with_launcher()
     with _one_rank_reports():
-        config, values = parse_config(" ".join(["dlrm-overlap", *command]), description, argv, add_all, defaults)
+        config, values = parse_config(
+            Config, " ".join(["dlrm-overlap", *command]), description, argv, add_all, defaults
+        )
         check(config, values)
         check_resume(config)
         if values.nproc:

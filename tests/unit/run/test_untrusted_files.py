@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import yaml
 
-from dlrm_overlap.config import InputError, TablesConfig
+from dlrm_overlap.config import Config, InputError, TablesConfig
 from dlrm_overlap.data.criteo import CriteoMultihot, CriteoNpy
 from dlrm_overlap.data.prepare_criteo import prepare_criteo
 from dlrm_overlap.data.prepared import read_meta
@@ -56,7 +56,7 @@ def test_a_configuration_executes_nothing(tmp_path: Path, mark: Path, case: int)
     text = _tags(mark)[case]
     (tmp_path / "evil.yaml").write_text(text + "\n")
     with pytest.raises(InputError) as error:
-        parse_config("train", "", ["--config", str(tmp_path / "evil.yaml")], lambda parser: None)
+        parse_config(Config, "train", "", ["--config", str(tmp_path / "evil.yaml")])
     assert "\n" not in str(error.value)
     assert not mark.exists()
     if case < 7 and "apply" in text:  # the file would, if it were loaded otherwise
@@ -69,7 +69,7 @@ def test_an_option_executes_nothing(mark: Path, key: str) -> None:
     for value in (_tags(mark)[0], json.dumps({"class_path": "os.mkdir", "init_args": {"path": str(mark)}})):
         argv = ["--config", "configs/quickstart.yaml", f"--{key}={value}"]
         try:
-            config, _ = parse_config("train", "", argv, lambda parser: None)
+            config, _ = parse_config(Config, "train", "", argv)
             assert str(mark) in json.dumps(config.as_dict()), "a text, as it is"
         except InputError:
             pass
@@ -163,7 +163,7 @@ def test_what_is_nested_without_end_is_refused(tmp_path: Path) -> None:
     for file in ("evil.yaml", "metrics.jsonl", "summary.json", "meta.json", LOCK_NAME):
         (tmp_path / file).write_text(f"{deep}\n")
     with pytest.raises(InputError, match=r"evil\.yaml is nested too deeply"):
-        parse_config("train", "", ["--config", str(tmp_path / "evil.yaml")], lambda parser: None)
+        parse_config(Config, "train", "", ["--config", str(tmp_path / "evil.yaml")])
     with pytest.raises(InputError, match=r"meta\.json: not what `dlrm-overlap prepare` writes"):
         read_meta(tmp_path)
     assert read_summary(tmp_path) is None
