@@ -78,7 +78,6 @@ def open_datasets(config: DataConfig, device: torch.device = _CPU) -> tuple[Data
             f"raise it or set data.eval_path"
         )
     kept = dataset.num_samples - held
-    dataset.separate(kept)
     return Slice(dataset, 0, kept), Slice(dataset, kept, held)
 
 
@@ -126,7 +125,7 @@ class Loader(Iterator[Batch]):
         self.close()
 
     def close(self) -> None:
-        """End the reading once the batches being read are done. After this, `next` gives no batch."""
+        """End the reading. After this, `next` gives no batch."""
         self._source.close()
 
 

@@ -7,8 +7,8 @@ A reader waits until a slot is free, fills it and puts a token in `_filled`. The
 a batch. When that batch is dropped, and the copies to the GPU that `Batch.to` started from it are done, the slot is
 free again.
 
-A reader may be killed at any instruction, so there is no lock between the processes: the kernel counts tokens, and the
-flag that ends the readers is a byte that is written once. Nothing of the ring has a name, so nothing is left of it.
+A reader may be killed at any instruction, and is in the end, so there is no lock between the processes: the kernel
+counts tokens. Nothing of the ring has a name, so nothing is left of it.
 """
 
 import contextlib
@@ -19,13 +19,11 @@ import os
 import select
 import signal
 import stat
-import time
 import traceback
 from collections import deque
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
-from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -37,7 +35,6 @@ from dlrm_overlap.data.slot import Slot, SlotShape
 from dlrm_overlap.launching.lifetime import end_with_parent
 
 _POLL_S = 0.05
-_CLOSE_S = 30.0  # in which a reader may finish its batch before it is killed
 # For the training process to handle, which needs batches until it ends; sent to a whole group, they reach readers too.
 _DEAF_TO = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
@@ -92,7 +89,6 @@ class Ring:
         context = multiprocessing.get_context("fork")
         self._free: list[_Tokens] = []
         self._filled: list[_Tokens] = []
-        self._stop = mmap.mmap(-1, 1)
         self._steps, self._next, self._pin, self._timeout_s = steps, 0, pin, timeout_s
         self._returned: deque[Lease] = deque()
         self._workers = [
@@ -149,16 +145,9 @@ class Ring:
         return batch
 
     def close(self) -> None:
-        """End the reader processes, once they have read their current batches, or after 30 s."""
+        """End the reader processes, whatever they do."""
         if not self._workers:
             return
-        self._stop[0] = 1
-        for tokens in self._free:
-            tokens.put()
-        deadline = time.monotonic() + _CLOSE_S
-        for process in self._workers:
-            if _state(process) != "T":
-                process.join(max(0.0, deadline - time.monotonic()))
         self._end()
         if self._pin:
             torch.cuda.synchronize()  # a copy from a slot may still run
@@ -190,10 +179,9 @@ class Ring:
         if patience.is_over():
             number = self._next % count
             process = self._workers[number]
-            doing = {"T": "it is stopped", "D": "it waits for a disk"}.get(_state(process), "it still reads")
             raise InputError(
                 f"loader process {number} of {count} (pid {process.pid}) has not read the batch of step {step} in "
-                f"{self._timeout_s:g} s, {doing}; look at the disk of data.path, or raise embedding.wait_timeout_s if "
+                f"{self._timeout_s:g} s; look at the disk of data.path, or raise embedding.wait_timeout_s if "
                 f"it is only slow"
             )
 
@@ -209,8 +197,6 @@ class Ring:
             index = position % len(self._slots)
             while not self._free[index].take(1.0):
                 pass
-            if self._stop[0]:
-                return
             failed = True
             try:
                 self._slots[index].write(read(self._steps[position]))
@@ -228,13 +214,6 @@ def _kill(processes: list[BaseProcess]) -> None:
     for process in processes:
         process.kill()  # does nothing to one that has ended
         process.join()
-
-
-def _state(process: BaseProcess) -> str:
-    """Return Linux's letter for the state of the process, T if it is stopped; empty if it is gone."""
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0]
-    return ""
 
 
 def _close_sockets() -> None:

@@ -148,15 +148,6 @@ def test_rows_that_are_no_numbers_of_26_tables_are_refused(tmp_path: Path, rows:
         CriteoNpy(folder, TablesConfig())
 
 
-def test_a_day_without_the_checksum_of_a_part_is_refused(tmp_path: Path) -> None:
-    folder = _write_days(tmp_path / "days")
-    meta = json.loads((folder / "meta.json").read_text())
-    del meta["days"][0]["files"]["labels"]
-    (folder / "meta.json").write_text(json.dumps(meta))
-    with pytest.raises(InputError, match=r"meta\.json: not what `dlrm-overlap prepare` writes"):
-        prepare_criteo(folder / "text.tsv", folder, min_count=1)
-
-
 def test_what_is_nested_without_end_is_refused(tmp_path: Path) -> None:
     """By the file's name, as any other that is not what it should be."""
     deep = "[" * 100_000
