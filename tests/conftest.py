@@ -6,7 +6,6 @@ import os
 import resource
 import shutil
 import signal
-import stat
 import subprocess
 import sys
 import tempfile
@@ -55,15 +54,6 @@ def world_of_one() -> Iterator[dist.ProcessGroup]:
     assert dist.group.WORLD is not None
     yield dist.group.WORLD
     dist.destroy_process_group()
-
-
-NO_FILES: dict[str, Callable[[Path], Any]] = {
-    "a pipe": os.mkfifo,
-    "a folder": Path.mkdir,
-    "a socket": lambda path: os.mknod(path, stat.S_IFSOCK | 0o600),
-    "a device": lambda path: path.symlink_to("/dev/zero"),
-}
-"""what is no file -> makes one at a path; to read it as one would wait for ever, fail or not end"""
 
 
 def wait_until(condition: Callable[[], object], timeout_s: float, what: str) -> None:

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dlrm_overlap.config import InputError
-from dlrm_overlap.launching.files import open_file
 from dlrm_overlap.launching.text_table import format_table
 
 # Kinds of work, by patterns for the names of FBGEMM's, NCCL's, cuBLAS's, PyTorch's and our kernels. The first that
@@ -90,7 +89,7 @@ def read_events(path: Path) -> list[dict[str, Any]]:
         InputError: if the file cannot be read as one, or has more than `_MOST_BYTES`, unpacked.
     """
     try:
-        with open_file(path) as file:
+        with path.open("rb") as file:
             data = (gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file).read(_MOST_BYTES + 1)
         if len(data) > _MOST_BYTES:
             raise InputError(f"{path}: more than {_MOST_BYTES >> 20} MiB, unpacked; trace fewer steps")

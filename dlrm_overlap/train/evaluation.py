@@ -201,8 +201,8 @@ def check_same_model(path: Path, config: Config, rows: Sequence[int]) -> None:
     from dlrm_overlap.checkpoint.storage.fits import differences
 
     shape = checkpoint_shape(config, list(rows))
-    parted = differences(_manifest(path), {key: shape[key] for key in ("model", "rows", "weight_dtype")})
-    if parted:
+    model = {key: shape[key] for key in shape if key.startswith("model.") or key in ("rows", "weight_dtype")}
+    if parted := differences(_manifest(path), model):
         raise InputError(
             f"{_OPTION}: {path} has {parted}; leave --config and these keys out, which takes what it was trained with"
         )

@@ -216,7 +216,7 @@ def test_a_disk_that_is_full_while_saving(tmp_path: Path) -> None:
     result = _on_a_small_disk(tmp_path, SAVING)
     full = (tmp_path / "full").read_text()
     assert result.returncode == 2, result.stderr + full
-    refused = r"step_8 cannot be written \(rank 0: it takes \d+ bytes, and \d+ are left on the disk\)"
+    refused = r"step_8 cannot be written \(it takes \d+ bytes, and \d+ are left on the disk\)"
     assert re.search(refused, full.splitlines()[-1]), full
     assert (tmp_path / "left").read_text().split() == ["step_2"]
     assert list(read_metrics_of(tmp_path / "whole.jsonl")) == list(range(1, 9))

@@ -42,16 +42,11 @@ def _facts(manifest: Manifest) -> dict[str, Any]:
         "step": manifest.step,
         "format": manifest.format,
         "parent": manifest.parent or "none",
-        "branch": manifest.branch,
         "ranks": about.get("world_size", "unknown"),
         "backend": about.get("config", {}).get("embedding", {}).get("backend", "unknown"),
         "plan": ", ".join(f"{kinds.count(kind)} {kind}" for kind in sorted(set(kinds))) or "unknown",
     }
-    facts |= manifest.metrics
-    model = manifest.shape.get("model", {})
-    shape = {f"model.{key}": value for key, value in model.items()}
-    shape |= {key: value for key, value in manifest.shape.items() if key != "model"}
-    return facts | shape | manifest.settings
+    return facts | manifest.metrics | manifest.shape | manifest.settings
 
 
 def verify(path: Path) -> list[str]:

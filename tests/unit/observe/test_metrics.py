@@ -21,7 +21,7 @@ from dlrm_overlap.observe.result_files import (
     write_step_ms,
 )
 from dlrm_overlap.observe.run_log import RunLog
-from tests.conftest import NO_FILES, file_limit
+from tests.conftest import file_limit
 
 
 def test_auroc_and_ne_against_their_definitions() -> None:
@@ -169,19 +169,6 @@ def test_a_summary_with_a_wrong_value_counts_as_none(
         assert read_summary(tmp_path) is None, wrong
         assert caplog.messages.pop().endswith("summary.json is not what was written, and left out")
         caplog.clear()
-
-
-@pytest.mark.parametrize("kind", NO_FILES)
-def test_results_that_are_no_files_are_told_at_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str
-) -> None:
-    for name in ("summary.json", "step_ms.npy", "metrics.jsonl"):
-        NO_FILES[kind](tmp_path / name)
-    assert read_summary(tmp_path) is None
-    assert read_step_ms(tmp_path) == []
-    assert [text.split()[0] for text in caplog.messages] == [f"{tmp_path}/summary.json", f"{tmp_path}/step_ms.npy"]
-    with pytest.raises(InputError, match=rf"metrics\.jsonl cannot be read \(it is {kind}, not a file\)"):
-        MetricsFile(tmp_path / "metrics.jsonl", 5)
 
 
 def test_slowed_steps_are_left_out_where_others_are_left() -> None:

@@ -147,7 +147,7 @@ def refusal(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         ("trace {tmp}/words.json", ["words.json: not a Chrome trace"]),
         ("trace {tmp}/kernel.json", ["kernel.json: work without 'args'"]),
         ("trace {tmp}/no_such.json", ["No such file"]),
-        ("trace {tmp}", ["it is a folder, not a file"]),
+        ("trace {tmp}", ["Is a directory"]),
         ("prepare criteo no/such.txt out", ["no/such.txt"]),
         ("prepare criteo {tmp}/text.tsv out --rows 99999999999", ["--rows: 99999999999 must be", "below 2147483648"]),
         ("prepare criteo {tmp}/text.tsv {tmp}/empty.yaml", ["empty.yaml: cannot be written (there is a file"]),

@@ -114,7 +114,6 @@ def test_tables_are_put_together_from_pieces(tmp_path: Path) -> None:
     ("options", "reason"),
     [
         ("export {path} {path}/x.pt --format inference", "must end in .pt2"),
-        ("export --format inference {path} {path}/x.pt2", "does not tell of which model it is"),
         ("export {path} --format inference {path}/there.pt2", "there.json is there already"),
         ("export {path} --format inference {path}/nowhere/x.pt2", "cannot be written (No such file or directory)"),
         ("export {path} {path}/x.pt --quantize int8", "int8 has no effect on checkpoint export --format tensors"),

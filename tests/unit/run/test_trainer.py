@@ -14,7 +14,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
 from dlrm_overlap.checkpoint.saving import NotFiniteError
-from dlrm_overlap.checkpoint.storage.manifest import read_manifest
 from dlrm_overlap.config import Config, DataConfig, EmbeddingConfig, InputError, TablesConfig, TrainConfig
 from dlrm_overlap.dense.optimizer import FlatOptimizer
 from dlrm_overlap.embedding.sharded_module import exchanges
@@ -222,21 +221,6 @@ def test_a_run_that_ended_before_its_results_evaluates(tmp_path: Path, caplog: p
         again = _fit(tmp_path, *SAVES)
         assert (again["steps"], again["eval_loss"]) == (4, first["eval_loss"])
         assert f"{summary} is not what was written, and left out" in caplog.messages
-
-
-def test_a_checkpoint_is_gone_on_from_by_a_link_as_by_its_name(tmp_path: Path) -> None:
-    """The newest was moved to another disk, and a link put in its place."""
-    _fit(tmp_path, "--checkpoint.every", "2")
-    folder = tmp_path / "run" / "checkpoints"
-    branch = read_manifest(folder / "step_4").branch
-    (folder / "step_4").rename(tmp_path / "moved")
-    (folder / "step_4").symlink_to(tmp_path / "moved")
-    for steps, path in ((5, "auto"), (6, str(folder / "step_5"))):
-        _fit(tmp_path, "--checkpoint.resume", path, "--checkpoint.every", "1", "--train.steps", str(steps))
-        written = read_manifest(folder / f"step_{steps}")
-        assert (written.parent, written.branch) == (f"step_{steps - 1}", branch)
-    assert checkpoints(tmp_path) == ["step_5", "step_6"], "of these, two are kept"
-    assert (tmp_path / "moved").is_dir()
 
 
 def test_an_earlier_runs_results_are_not_written_over(tmp_path: Path) -> None:
