@@ -10,7 +10,7 @@ import shutil
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import quote
@@ -50,7 +50,7 @@ def train(argv: list[str]) -> int:
             return SAVED
         trainer.close()
         if ranks.world.rank == 0:
-            with _output_may_fail():
+            with reader_may_leave():
                 print(
                     f"AUROC {summary['eval_auroc']:.4f}, NE {summary['eval_ne']:.4f}, "
                     f"{summary['samples_per_s']:.0f} samples/s, {summary['step_ms_p50']:.2f} ms a step (median)"
@@ -107,7 +107,7 @@ def compare(argv: list[str]) -> int:
             return 0
         folders = {name: done[name] for name in configs}
         faults = report(folders, ranks.values.rtol, output, noise_runs, ranks.config.log.tensorboard, turn, _show)
-        with _output_may_fail():
+        with reader_may_leave():
             _print_paths(output, folder, ranks.config.log.tensorboard, [*folders, "comparison"])
         for fault in faults:
             print(f"dlrm-overlap: {fault}", file=sys.stderr)
@@ -139,18 +139,8 @@ def _check_comparison(config: Config, values: Any) -> None:
     check_free(Path(config.log.dir), "log.dir")
 
 
-@contextlib.contextmanager
-def _output_may_fail() -> Iterator[None]:
-    """Report on standard error, instead of failing, that standard output cannot be written: files have the results."""
-    try:
-        with reader_may_leave():
-            yield
-    except OSError as error:
-        say(f"dlrm-overlap: standard output cannot be written ({error.strerror})")
-
-
 def _show(text: str) -> None:
-    with _output_may_fail():
+    with reader_may_leave():
         print(text)
 
 
@@ -341,13 +331,6 @@ def usage() -> str:
     return "\n".join(["usage: dlrm-overlap COMMAND ... | --version; COMMAND --help tells its options", "", *lines])
 
 
-def _check_working_folder() -> None:
-    try:
-        os.getcwd()
-    except OSError as error:  # torch does not load there
-        raise InputError(f"this folder is gone, or not to be read ({error.strerror}); cd to another") from None
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that `argv` names and return its exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
@@ -358,7 +341,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"dlrm-overlap {dlrm_overlap.__version__}")
         return 0
     try:
-        _check_working_folder()
         if argv[0] not in COMMANDS:
             raise InputError(f"{argv[0]}: not a command; {suggest(argv[0], list(COMMANDS))}")
         if argv[0] != "train":  # which can save before it ends, and lets them come once it can
