@@ -2,7 +2,6 @@
 configuration, `summary.json` and `step_ms.npy`; every rank writes its own trace.
 """
 
-import contextlib
 import errno
 import json
 import logging
@@ -166,8 +165,7 @@ class RunLog:
     def pause(self) -> None:
         """Remove the progress bar, while another run has its turn."""
         if self._progress:
-            with contextlib.suppress(OSError):  # its terminal was closed, which is no reason to end by a traceback
-                self._progress.stop()
+            self._progress.stop()
 
     def resume(self) -> None:
         """Show the progress bar again."""

@@ -74,7 +74,8 @@ def test_the_reference_is_trained_again_and_on_cpus_parts_from_itself_by_nothing
 
 def test_table_and_where_to_look(folder: Path) -> None:
     lines = (folder / "stdout").read_text().splitlines()
-    assert [line.split()[0] for line in lines] == ["backend", *BACKENDS, "torchrec_again", "On", "result:", "TensorBoard:", "then"]
+    named = ["backend", *BACKENDS, "torchrec_again", "On", "result:", "TensorBoard:", "then"]
+    assert [line.split()[0] for line in lines] == named
     assert max(map(len, lines[:6])) <= 120
     assert lines[5].endswith("take speedups from GPUs.")
     assert lines[-2].endswith(f"--logdir {folder}")

@@ -42,7 +42,7 @@ def _check_what_rank_0_finds(folder: Path) -> None:
         from_rank_0(lambda: _fail(InputError("a user's mistake")))
     with pytest.raises(RuntimeError, match="a bug") as error:
         from_rank_0(lambda: _fail(KeyError("a bug")) if dist.get_rank() else _fail(RuntimeError("a bug")))
-    assert str(error.value).startswith("rank 0: ") is (dist.get_rank() == 1)
+    assert str(error.value).startswith("rank 0 has failed") is (dist.get_rank() == 1)
 
 
 def _check_a_lock_refuses_all(folder: Path) -> None:

@@ -1,6 +1,5 @@
 """What a process does that is asked to end before it can save, and where it says so."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -38,12 +37,3 @@ def test_ctrl_c_asks_a_second_one_ends(times: int, rank: str, code: int, out: st
     result = subprocess.run(argv, capture_output=True, text=True, timeout=15, check=False, cwd=ROOT)
     lines = "".join(f"dlrm-overlap: {line}\n" for line in told)
     assert (result.returncode, result.stdout, result.stderr) == (code, out, lines)
-
-
-@pytest.mark.parametrize(("given", "spins"), [({}, 0), ({"OMP_WAIT_POLICY": "active"}, 30_000_000_000)])
-def test_threads_sleep_while_they_wait_unless_told_otherwise(given: dict[str, str], spins: int) -> None:
-    environ = {name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
-    environ |= {"OMP_DISPLAY_ENV": "verbose"} | given  # has OpenMP's library write what it takes
-    argv = [sys.executable, "-m", "dlrm_overlap", "doctor"]  # loads torch
-    result = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False, cwd=ROOT, env=environ)
-    assert f"GOMP_SPINCOUNT = '{spins}'" in result.stderr

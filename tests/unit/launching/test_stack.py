@@ -1,6 +1,3 @@
-import importlib
-import importlib.util
-import logging
 from collections.abc import Callable
 
 import pytest
@@ -60,29 +57,6 @@ def test_check_stack_takes_what_matches(installed: Callable[..., None], torch_ve
     stack.check_stack()
 
 
-@pytest.mark.parametrize(("module", "name"), [("fbgemm_gpu", "FBGEMM"), ("torchrec", "TorchRec")])
-def test_check_stack_where_one_is_missing(
-    installed: Callable[..., None], monkeypatch: pytest.MonkeyPatch, module: str, name: str
-) -> None:
-    installed(torchrec=None)
-    real = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda asked: None if asked == module else real(asked))
-    with pytest.raises(InputError, match=f"{name}: not installed; pip install "):
-        stack.check_stack()
-
-
-def test_check_stack_where_fbgemm_does_not_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(name: str) -> None:
-        raise OSError("libcudart.so.13: cannot open shared object file\nand a page of other words")
-
-    monkeypatch.setattr(importlib, "import_module", fail)
-    with pytest.raises(InputError) as error:
-        stack.check_stack()
-    assert "does not load (OSError: libcudart.so.13: cannot open shared object file); pip uninstall" in str(error.value)
-    assert "\n" not in str(error.value)
-    assert logging.getLogger().isEnabledFor(logging.ERROR)
-
-
 def test_a_cpu_build_of_fbgemm_does_not_serve_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(
@@ -90,11 +64,3 @@ def test_a_cpu_build_of_fbgemm_does_not_serve_a_gpu(monkeypatch: pytest.MonkeyPa
     )
     with pytest.raises(InputError, match="FBGEMM: has no CUDA operators"):
         stack.check_stack()
-
-
-def test_fbgemm_on_the_path_alone_tells_its_own_version(installed: Callable[..., None]) -> None:
-    import fbgemm_gpu
-
-    installed(fbgemm_gpu=None, fbgemm_gpu_cpu=None)
-    assert stack.fbgemm_versions() == {"fbgemm_gpu": fbgemm_gpu.__version__}
-    stack.check_stack()

@@ -76,11 +76,3 @@ def test_a_board_without_traced_steps_has_no_empty_chart(tmp_path: Path) -> None
     board = _board(tmp_path, None)
     assert "speed/exposed_ms" not in {tag for tags in _charts(board["comparison"]).values() for tag in tags}
     assert len(_charts(board["comparison"])) == 4
-
-
-def test_speedups_of_cpus_are_told_to_be_no_measure(tmp_path: Path) -> None:
-    on_cpus, on_gpus = (
-        _text(_board(tmp_path / device, None, device)["comparison"], "comparison") for device in ("cpu", "cuda")
-    )
-    assert on_cpus.endswith("take speedups from GPUs.")
-    assert "take speedups from GPUs" not in on_gpus

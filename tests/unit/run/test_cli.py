@@ -13,7 +13,6 @@ import pytest
 import torch
 
 import dlrm_overlap
-from dlrm_overlap.bench.registry import FIGURES
 from dlrm_overlap.cli import main, run
 from dlrm_overlap.config import Config, InputError, PeerError
 from dlrm_overlap.train.ranks import run_on_ranks
@@ -40,14 +39,6 @@ def _end(monkeypatch: pytest.MonkeyPatch, ends: BaseException | int) -> int:
     with pytest.raises(Ended) as ended:
         run()
     return ended.value.args[0]
-
-
-@pytest.mark.parametrize(
-    ("ends", "code"),
-    [(0, 0), (2, 2), (SystemExit(), 0), (SystemExit(3), 3), (SystemExit("no"), 1), (Ended(), 1)],
-)
-def test_exit_code(monkeypatch: pytest.MonkeyPatch, ends: BaseException | int, code: int) -> None:
-    assert _end(monkeypatch, ends) == code
 
 
 def test_an_error_is_reported_and_ends_the_process_at_once(
@@ -97,15 +88,6 @@ def test_a_signal_while_the_command_line_is_loaded(number: int, command: str, co
     argv = [sys.executable, "-c", LOADING, str(int(number)), command]
     result = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
     assert (result.returncode, result.stdout, result.stderr) == (code, "", told)
-
-
-@pytest.mark.parametrize(("rank", "who"), [("0", ""), ("1", "rank 1: ")])
-def test_a_rank_above_0_gives_its_number(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rank: str, who: str
-) -> None:
-    monkeypatch.setenv("RANK", rank)
-    assert main(["trian"]) == 2
-    assert capsys.readouterr().err == f"dlrm-overlap: {who}trian: not a command; did you mean train?\n"
 
 
 @pytest.mark.parametrize(
@@ -183,16 +165,6 @@ def test_help_tells_what_every_key_means(monkeypatch: pytest.MonkeyPatch, capsys
     for key, meaning in rows:
         assert f"--{key} " in text
         assert meaning.replace("\\|", "|") in text, key
-
-
-def test_help_of_a_benchmark_tells_what_it_measures(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("COLUMNS", "10000")
-    for kind, figure in FIGURES.items():
-        with pytest.raises(SystemExit):
-            main(["bench", kind, "--help"])
-        assert f"Measure {figure.summary}. `dlrm-overlap bench --help` tells the other" in capsys.readouterr().out
 
 
 def test_version(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from dlrm_overlap.checkpoint.saving import NotFiniteError
 from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.observe.breakdown import PARTS
 from dlrm_overlap.observe.comparison import compare_runs, comparison_rows, format_comparison, report
-from dlrm_overlap.train.compare import count_noise_runs, run_configs, train_runs
+from dlrm_overlap.train.compare import run_configs, train_runs
 from dlrm_overlap.train.preflight import check_start
 from tests.conftest import configuration
 
@@ -109,14 +109,6 @@ def test_nothing_is_faster_than_a_broken_reference(tmp_path: Path) -> None:
     assert "inf" not in format_comparison(comparison)
 
 
-def test_table_fits_120_columns(tmp_path: Path) -> None:
-    folders = {name: _run(tmp_path / name, {**REFERENCE}, 12345.678) for name in ("torchrec", "nccl", "fused")}
-    folders["pgas"] = _run(tmp_path / "pgas", {**REFERENCE, 40: 0.4 * (1 + 5e-5)}, 0.001)
-    table = format_comparison(compare_runs(folders, 1e-4))
-    assert max(map(len, table.splitlines())) <= 120
-    assert len(table.splitlines()) == 5
-
-
 def test_runs_differ_in_the_backend_alone_and_start_anew(tmp_path: Path) -> None:
     config = _config(tmp_path, "--checkpoint.every", "50")
     first, second = (config.as_dict() for config in run_configs(config, ["pgas", "torchrec"]).values())
@@ -134,12 +126,6 @@ def test_the_reference_is_trained_again_beside_its_first_run(tmp_path: Path) -> 
     (tmp_path / "torchrec_again" / "checkpoints" / "step_4").mkdir(parents=True)
     with pytest.raises(InputError, match="whose place torchrec_again would take"):
         run_configs(_config(tmp_path), ["torchrec", "pgas"], noise_runs=1)
-
-
-def test_noise_is_measured_on_gpus_alone_unless_asked_for() -> None:
-    assert [count_noise_runs("auto", device) for device in ("cuda", "cpu")] == [2, 0]
-    assert [count_noise_runs(asked, "cuda") for asked in (0, 3)] == [0, 3]
-    assert count_noise_runs(1, "cpu") == 1
 
 
 def _parted(share: float) -> dict[int, float | None]:
@@ -175,12 +161,6 @@ def test_differences_within_the_references_own_noise_agree(tmp_path: Path, capsy
     assert "-  agree: " in table[2]
     assert " within " in table[2]
     assert table[3].endswith("-  DISAGREE")
-
-
-def test_without_noise_runs_the_same_difference_disagrees(tmp_path: Path) -> None:
-    folders = {"torchrec": _run(tmp_path / "torchrec", _parted(0.0)), "pgas": _run(tmp_path / "pgas", _parted(4e-3))}
-    comparison = compare_runs(folders, 1e-4)
-    assert (comparison["agree"], comparison["noise"]) == (False, None)
 
 
 def test_a_further_reference_run_that_is_not_finite_agrees_with_nothing(tmp_path: Path) -> None:

@@ -4,16 +4,13 @@ import errno
 import fcntl
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import torch
 
-from dlrm_overlap.checkpoint.storage.tensor_file import write_tensors
 from dlrm_overlap.config import InputError
 from dlrm_overlap.launching.files import LOCK_NAME, check_free, hold_folder, remove_temporaries, replacing
 from tests.conftest import ROOT
@@ -51,20 +48,6 @@ def test_a_dead_owner_blocks_nobody_though_its_children_live(tmp_path: Path) -> 
         os.kill(child, signal.SIGKILL)
     check_free(tmp_path, "log.dir")
     check_free(tmp_path / "not there", "log.dir")
-
-
-def test_no_link_can_wait_where_a_file_is_written_before_it_has_its_name(tmp_path: Path) -> None:
-    names = []
-    for _ in range(2):
-        with replacing(tmp_path / "file") as stream:
-            names.append(Path(stream.name))
-    assert names[0] != names[1]
-    assert all(re.fullmatch(r"\.file\.[0-9a-f]{16}\.tmp", name.name) for name in names)
-    (tmp_path / "target").write_text("kept")
-    (tmp_path / "link").symlink_to(tmp_path / "target")
-    with pytest.raises(FileExistsError):
-        write_tensors(tmp_path / "link", {"a": torch.zeros(1)})
-    assert (tmp_path / "target").read_text() == "kept"
 
 
 def test_a_file_system_without_locks_is_told_of(

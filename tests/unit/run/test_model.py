@@ -22,12 +22,6 @@ def test_dot_interaction_pairs() -> None:
     torch.testing.assert_close(out, torch.cat((each[:, 0], torch.stack(pairs, 1)), 1))
 
 
-def test_dot_interaction_gradient() -> None:
-    interaction = DotInteraction(3, 4).double()
-    x = torch.randn(2, 12, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(interaction, (x,))
-
-
 @pytest.mark.parametrize("arch", ["dot", "dcn"])
 def test_dense_weights_depend_on_the_seed_alone(arch: str) -> None:
     config = ModelConfig(arch=arch, cross_rank=4)  # type: ignore[arg-type]
@@ -84,11 +78,6 @@ def test_learning_rate_schedule() -> None:
     assert rates[20:] == [0.0] * 4
     schedule.set(0)
     assert optimizer.param_groups == [{"lr": 0.125}, {"lr": 0.5}]
-
-
-def test_constant_learning_rate_by_default() -> None:
-    schedule = LearningRate(_Groups(), TrainConfig())  # type: ignore[arg-type]
-    assert {schedule.factor(step) for step in range(100)} == {1.0}
 
 
 def _lent(values: torch.Tensor, leading: int) -> torch.Tensor:

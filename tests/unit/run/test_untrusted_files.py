@@ -131,23 +131,6 @@ def test_a_vocabulary_executes_nothing(tmp_path: Path, mark: Path) -> None:
     prepare_criteo(folder / "text.tsv", folder, min_count=1)
 
 
-def test_results_execute_nothing(tmp_path: Path, mark: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text(f'__import__("os").mkdir("{mark}")\n{{"step": 1}}\n')
-    MetricsFile(path, 1).close()
-    assert path.read_text() == '{"step": 1}\n'
-    assert not mark.exists()
-
-
-@pytest.mark.parametrize("rows", [[], {}, 7, "x", [50] * 25, [50] * 25 + ["x"], [50] * 25 + [-1], [[50]] * 26])
-def test_rows_that_are_no_numbers_of_26_tables_are_refused(tmp_path: Path, rows: Any) -> None:
-    folder = _write_days(tmp_path / "days")
-    meta = json.loads((folder / "meta.json").read_text())
-    (folder / "meta.json").write_text(json.dumps(meta | {"rows": rows}))
-    with pytest.raises(InputError, match=r"meta\.json: not what `dlrm-overlap prepare` writes"):
-        CriteoNpy(folder, TablesConfig())
-
-
 def test_what_is_nested_without_end_is_refused(tmp_path: Path) -> None:
     """By the file's name, as any other that is not what it should be."""
     deep = "[" * 100_000
