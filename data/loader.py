@@ -1,5 +1,6 @@
 """Opens the two data sets of a run, and reads their batches ahead of the training loop."""
 
+import contextlib
 import functools
 import math
 import time
@@ -209,11 +210,8 @@ def _make_on_gpu(read: Callable[[int], Batch], steps: range, distinct_steps: int
 
 
 def _read_by_processes(make_ring: Callable[[], Ring]) -> Generator[Batch, None, None]:
-    ring = make_ring()
-    try:
+    with contextlib.closing(make_ring()) as ring:
         yield from ring
-    finally:
-        ring.close()
 
 
 def _read_by_thread(

@@ -80,7 +80,7 @@ def test_readers_wait_for_what_is_held() -> None:
     with ring_of(10, 2, 1, pin=True) as ring:
         first, second = next(ring), next(ring)
         time.sleep(0.2)
-        assert not ring._filled[0].take(0)
+        assert not ring._filled[0].acquire(timeout=0)
         assert_is(first, 0)
         assert_is(second, 1)
         del first
