@@ -20,7 +20,6 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 
 from dlrm_overlap.checkpoint.storage.branches import (
-    is_checkpoint,
     line,
     read_manifests,
     same_checkpoint,
@@ -116,7 +115,7 @@ class Checkpointer:
         without any, and for `never`. Rank 0 finds it, and each rank reads a share of its files.
 
         Raises:
-            InputError: if the path is not a checkpoint, if it is damaged, if ranks see different ones, or if it does
+            InputError: if the checkpoint is damaged, if ranks see different ones, or if it does
                 not fit this run, see `check_fits`.
         """
         if resume == "never":
@@ -131,8 +130,6 @@ class Checkpointer:
             found, faults = gather((found, faults))[0]
             if not found and not faults:
                 return None
-        elif not is_checkpoint(Path(resume)):
-            raise InputError(f"checkpoint.resume: {resume} is not a checkpoint; give a folder named step_<N>")
         else:
             found = [Path(resume)]
         for path in found:

@@ -6,7 +6,6 @@ further runs of it say by how much it parts from itself, which widens the tolera
 from the files that the runs have written.
 """
 
-import dataclasses
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -59,7 +58,6 @@ def compare_runs(
     results = {}
     for backend in backends:
         summary, verdict = summaries[backend], judge(losses[backend], reference_losses, rtol)
-        closest = verdict.closest
         results[backend] = {
             **nan_as_none({key: summary.get(key) for key in _RESULTS}),
             "breakdown_ms": summary.get("breakdown_ms"),
@@ -69,7 +67,6 @@ def compare_runs(
             else None,
             "max_relative_difference": verdict.max_difference,
             "max_relative_difference_step": verdict.max_difference_step,
-            "closest_to_bound": closest and nan_as_none(dataclasses.asdict(closest) | {"share": closest.share}),
             "agree": verdict.fault is None,
             "fault": verdict.fault and f"{backend} against {reference}: {verdict.fault}",
         }
@@ -158,9 +155,6 @@ def _verdict(result: Mapping[str, Any], noise: Mapping[str, Any] | None, is_refe
     difference = result["max_relative_difference"]
     if is_reference:
         return f"reference (noise {_short(_greatest_noise(noise))})" if noise else "reference"
-    if noise and difference:
-        closest = result["closest_to_bound"]
-        return f"agree: {_short(closest['difference'])} within {_short(closest['bound'])}"
     return f"agree to {difference:.1e}" if difference else "identical"
 
 

@@ -69,19 +69,6 @@ def test_a_mean_has_a_narrower_bound_where_noise_cancels() -> None:
     assert fault.endswith("from 3 reference runs")
 
 
-def test_the_verdict_tells_what_came_nearest_to_its_bound() -> None:
-    runs = _runs(-1e-4, 1e-4, 0.0)
-    verdict = judge(_runs(4e-4)[0], runs, RTOL)
-    assert verdict.fault is None
-    assert verdict.closest is not None
-    assert 0.2 < verdict.closest.share < 0.5
-    assert verdict.closest.share == pytest.approx(verdict.closest.difference / verdict.closest.bound)
-    parted = judge(_runs(4e-2)[0], runs, RTOL)
-    assert parted.closest is not None
-    assert parted.closest.share > 1
-    assert "bound" in (parted.fault or "")
-
-
 def _refused(runs: Sequence[Losses], references: Sequence[Sequence[Losses]]) -> float:
     """Return the share of `runs` refused, over all `references`."""
     faults = [judge(run, reference, RTOL).fault for reference in references for run in runs]
