@@ -88,7 +88,7 @@ def compare(argv: list[str]) -> int:
 
     def work(ranks: Ranks) -> int:
         from dlrm_overlap.observe.comparison import report
-        from dlrm_overlap.train.compare import count_noise_runs, run_configs, train_in_turns, train_runs
+        from dlrm_overlap.train.compare import count_noise_runs, run_configs, train_runs
 
         folder = Path(ranks.config.log.dir)
         output = folder / "comparison.json"
@@ -101,7 +101,7 @@ def compare(argv: list[str]) -> int:
         turn, done = ranks.values.interleave, {}
         if turn:
             together = {name: configs[name] for name in ranks.values.backends}
-            done = train_in_turns(together, ranks.trainer, turn)
+            done = train_runs(together, ranks.trainer, turn)
         done |= train_runs({name: config for name, config in configs.items() if name not in done}, ranks.trainer)
         if ranks.world.rank:
             return 0

@@ -219,11 +219,6 @@ class Parser(ArgumentParser):
         message = message.replace("the following arguments are required", "missing on the command line")
         raise InputError(re.sub(r"^argument (?:--(?=\w+\.))?", "", in_one_line(message)) + "; see --help")
 
-    def print_help(self, file: Any = None) -> None:
-        """Print the text of --help."""
-        with reader_may_leave():
-            super().print_help(file)
-
 
 def meanings_of(section: type) -> dict[str, str]:
     """Return field -> the string below it in the source of the dataclass `section`."""

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -191,13 +192,14 @@ class _Trainer:
     def __init__(self, config: Config, losses: dict[int, float | None]) -> None:
         self.folder, self.losses = config.folder, losses
 
-    def fit(self, replace: bool) -> None:
-        assert replace
+    def fit_in_turns(self, turn: int, replace: bool) -> Iterator[int]:
+        assert (turn, replace) == (0, True)
         shutil.rmtree(self.folder, ignore_errors=True)
         _run(self.folder, self.losses)
         if None in self.losses.values():
             (self.folder / "summary.json").unlink()
             raise NotFiniteError("step 40: the training loss is nan")
+        yield from ()
 
     def close(self) -> None:
         pass
