@@ -3,12 +3,12 @@
 The training process only waits for a count and wraps the slot's memory in tensors: unpickling, mapping or copying would
 keep its interpreter from launching kernels.
 
-A reader waits until a slot is free, fills it and counts up `_filled`. The training process lends the slot out as
-a batch. When that batch is dropped, and the copies to the GPU that `Batch.to` started from it are done, the slot is
-free again.
+A reader waits until a slot is free, fills it and counts up `_filled`. The training process lends the slot out as a
+batch. When that batch is dropped, and the copies to the GPU that `Batch.to` started from it are done, the slot is free
+again.
 
-A reader may be killed at any instruction, and is in the end, so there is no lock between the processes. Nothing of the
-ring has a name, so nothing is left of it.
+A reader may be killed at any instruction, and is in the end, so there is no lock between the processes. Once the ring is
+made nothing of it has a name, so nothing is left of it.
 """
 
 import contextlib
