@@ -7,8 +7,8 @@ A reader waits until a slot is free, fills it and counts up `_filled`. The train
 batch. When that batch is dropped, and the copies to the GPU that `Batch.to` started from it are done, the slot is free
 again.
 
-A reader may be killed at any instruction, and is in the end, so there is no lock between the processes. Once the ring is
-made nothing of it has a name, so nothing is left of it.
+A reader may be killed at any instruction, and is in the end, so there is no lock between the processes. Once the ring
+is made nothing of it has a name, so nothing is left of it.
 """
 
 import contextlib
