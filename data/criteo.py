@@ -14,7 +14,7 @@ from dlrm_overlap.config import CRITEO_DENSE, CRITEO_TABLES, DataConfig, InputEr
 from dlrm_overlap.data.criteo_text import BLOCK_BYTES, criteo_files, hash_ids, read_rows
 from dlrm_overlap.data.days import Day, Days, cap_rows
 from dlrm_overlap.data.npy_files import map_npy, map_npz
-from dlrm_overlap.data.prepared import check_sizes, day_file, read_meta
+from dlrm_overlap.data.prepared import day_file, read_meta
 
 log = logging.getLogger("dlrm_overlap")
 
@@ -59,7 +59,7 @@ class CriteoNpy(Days):
 
         Raises:
             InputError: if the rows are unknown, if a file is missing, breaks the format, or differs in length from the
-                others of its day or in size from meta.json, or if `prepare` was interrupted.
+                others of its day, or if `prepare` was interrupted.
         """
         folder = Path(path)
         meta = read_meta(folder)
@@ -70,8 +70,6 @@ class CriteoNpy(Days):
             )
         days = []
         for day in _days(folder, "sparse.npy"):
-            if meta and day < len(meta.days):
-                check_sizes(folder, day, meta.days[day].files or {})
             sparse = map_npy(day_file(folder, day, "sparse"), np.int32, CRITEO_TABLES)
             days.append(_open_day(folder, day, sparse.T[:, :, None]))
         if (rows := tables.rows or (meta and meta.rows)) is None:

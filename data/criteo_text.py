@@ -24,17 +24,6 @@ _FILE_NAME = re.compile(r"(train\.txt|day_\d+|.+\.tsv)(\.gz)?")
 _LONG_COUNT = re.compile(rb"-?\d{9,18}")
 _MAX_LINE_BYTES = 1 << 16
 
-_OTHER_FORMATS = {
-    "a zip archive": b"PK\x03\x04",
-    "a Parquet file": b"PAR1",
-    "gzip, which is read from names that end in .gz,": b"\x1f\x8b",
-    "Zstandard": b"\x28\xb5\x2f\xfd",
-    "xz": b"\xfd7zXZ",
-    "bzip2": b"BZh",
-    "a NumPy array": b"\x93NUMPY",
-    "UTF-8 with a byte order mark": b"\xef\xbb\xbf",
-    "UTF-16": (b"\xff\xfe", b"\xfe\xff"),
-}
 _WORD_BYTES = 8
 _CURE = "correct or remove the line, or set bad_rows to skip, which leaves such lines out"
 _EACH_BYTE = 0x0101010101010101
@@ -102,8 +91,6 @@ def read_rows(
         with file.open("rb") as raw:
             stream = gzip.GzipFile(fileobj=raw) if file.suffix == ".gz" else raw
             while data := stream.read(block_bytes):
-                if line == 1 and not rest:
-                    _refuse_formats(data, file)
                 end = data.rfind(b"\n") + 1
                 block, rest = (rest + data[:end], data[end:]) if end else (b"", rest + data)
                 if block:
@@ -128,13 +115,6 @@ def read_rows(
         raise InputError(f"{file}: empty, but a data set needs samples; replace or remove the file")
     if samples == 0:
         raise InputError(f"{file}: no line of it is a sample; replace or remove the file")
-
-
-def _refuse_formats(data: bytes, file: Path) -> None:
-    """Raise an InputError that names the format whose first bytes `data` has, where that is not text."""
-    found = next((name for name, first in _OTHER_FORMATS.items() if data.startswith(first)), None)
-    if found is not None:
-        raise InputError(f"{file}: begins as {found} does; give Criteo's text, 40 fields between tabs, or .gz of it")
 
 
 def parse_rows(block: bytes, file: str, first_line: int = 1, skip: bool = False) -> TextRows:

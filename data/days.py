@@ -61,16 +61,11 @@ class Days(Dataset):
         self.num_samples: int = self._ends[-1]
         if self.num_samples == 0:
             raise InputError(f"{days[0].name}: no samples; give a data set that has some")
-        self._borders = [0, self.num_samples]
         self._pooling = [ids.shape[1] for ids in days[0].ids]
         self.pooling: list[float] = [float(factor) for factor in self._pooling]
         """ids a bag, of each table"""
         self.bag_sizes: list[tuple[int, int]] = [(factor, factor) for factor in self._pooling]
         self.max_ids, self.dense_features = sum(self._pooling), CRITEO_DENSE
-
-    def separate(self, position: int) -> None:
-        """Let no sample on one side of `position` stand in for one on the other."""
-        self._borders = sorted({*self._borders, position})
 
     def fingerprint(self) -> str:
         """Return the number of samples, and a digest of some that lie evenly spread, as the files have them."""
@@ -135,13 +130,11 @@ class Days(Dataset):
     def _stand_in(self, position: int, into: _Samples, error: InputError) -> None:
         """Copy the sample that stands in for the bad one at `position`: the next good one, or else the one before.
 
-        It lies on the same side of the borders, at most 1000 samples away. Where all of these are bad, the file or the
-        tables' rows are wrong: then this raises `error`, that of the bad one.
+        It is at most 1000 samples away. Where all of these are bad, the file or the tables' rows are wrong: then this
+        raises `error`, that of the bad one.
         """
-        border = bisect_right(self._borders, position)
-        begin, end = self._borders[border - 1], self._borders[border]
-        after = range(position + 1, min(end, position + _STAND_IN_REACH))
-        before = range(position - 1, max(begin, position - _STAND_IN_REACH) - 1, -1)
+        after = range(position + 1, min(self.num_samples, position + _STAND_IN_REACH))
+        before = range(position - 1, max(0, position - _STAND_IN_REACH) - 1, -1)
         for candidate in (*after, *before):
             ((day, source, _),) = self._stretches(candidate, 1)
             with contextlib.suppress(InputError):

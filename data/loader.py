@@ -1,5 +1,6 @@
 """Opens the two data sets of a run, and reads their batches ahead of the training loop."""
 
+import contextlib
 import functools
 import math
 import time
@@ -78,7 +79,6 @@ def open_datasets(config: DataConfig, device: torch.device = _CPU) -> tuple[Data
             f"raise it or set data.eval_path"
         )
     kept = dataset.num_samples - held
-    dataset.separate(kept)
     return Slice(dataset, 0, kept), Slice(dataset, kept, held)
 
 
@@ -126,7 +126,7 @@ class Loader(Iterator[Batch]):
         self.close()
 
     def close(self) -> None:
-        """End the reading once the batches being read are done. After this, `next` gives no batch."""
+        """End the reading. After this, `next` gives no batch."""
         self._source.close()
 
 
@@ -210,11 +210,8 @@ def _make_on_gpu(read: Callable[[int], Batch], steps: range, distinct_steps: int
 
 
 def _read_by_processes(make_ring: Callable[[], Ring]) -> Generator[Batch, None, None]:
-    ring = make_ring()
-    try:
+    with contextlib.closing(make_ring()) as ring:
         yield from ring
-    finally:
-        ring.close()
 
 
 def _read_by_thread(

@@ -9,7 +9,6 @@ in one of two ways:
   another run prepares get other rows, so the samples to evaluate on must be held out of the same days.
 """
 
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -28,7 +27,6 @@ from dlrm_overlap.data.prepared import (
     Meta,
     SourceDay,
     ValueCounter,
-    Written,
     day_file,
     is_whole,
     look_up,
@@ -56,8 +54,8 @@ def prepare_criteo(
     and about five times those of one table while it merges them. With `skip_bad_rows`, bad lines are left out, and
     counted in meta.json.
 
-    Started again, it keeps each day whose source has the same name, size and time of modification, and whose files have
-    the sizes and checksums of meta.json. By frequency, a change of any source makes all days anew. Files appear whole
+    Started again, it keeps each day whose source has the same name, size and time of modification, and whose files are
+    whole. By frequency, a change of any source makes all days anew. Files appear whole
     or not at all. On a terminal, a bar on standard error shows the bytes read.
 
     Raises:
@@ -117,23 +115,18 @@ def _resume(target: Path, found: Meta | None, wanted: Meta) -> Meta:
         if any(target.glob("day_*_*.npy")):
             raise InputError(f"{target}: holds day files of another making; choose another folder")
         return wanted
-    if (found.hash_rows, found.min_count, found.dense) != (wanted.hash_rows, wanted.min_count, wanted.dense):
+    if (found.hash_rows, found.min_count) != (wanted.hash_rows, wanted.min_count):
         was, now = (
             f"--rows {each.hash_rows}" if each.hash_rows else f"--min_count {each.min_count}"
             for each in (found, wanted)
         )
-        if was == now:
-            was, now = found.dense, wanted.dense
         raise InputError(f"{target}: was prepared with {was}, not {now}; choose another folder or delete this one")
     if len(found.days) > len(wanted.days):
         raise InputError(
             f"{target}: holds {len(found.days)} days, but there are {len(wanted.days)} text files; choose another "
             f"folder or delete this one"
         )
-    same = [
-        replace(old, samples=None, skipped=0, files=None) == new
-        for old, new in zip(found.days, wanted.days, strict=False)
-    ]
+    same = [replace(old, samples=None, skipped=0) == new for old, new in zip(found.days, wanted.days, strict=False)]
     counted = all(same) and len(same) == len(wanted.days) and (target / VOCABULARY).exists()
     if wanted.min_count is not None and not counted:
         return wanted  # its rows are None, so values are counted anew
@@ -147,8 +140,8 @@ def _resume(target: Path, found: Meta | None, wanted: Meta) -> Meta:
 def _write_day(
     texts: Iterator[TextRows], target: Path, day: int, encode: Callable[[TextRows], np.ndarray]
 ) -> dict[str, Any]:
-    """Write a day's three files; return what `SourceDay` is to say of them: `samples`, `skipped`, `files`."""
-    samples, skipped, crcs = 0, 0, dict.fromkeys(PARTS, 0)
+    """Write a day's three files; return what `SourceDay` is to say of them: `samples` and `skipped`."""
+    samples, skipped = 0, 0
     with ExitStack() as stack:
         streams = {part: stack.enter_context(replacing(day_file(target, day, part))) for part in PARTS}
         for part, stream in streams.items():
@@ -156,15 +149,12 @@ def _write_day(
         for text in texts:
             arrays = {"dense": text.dense, "sparse": encode(text), "labels": text.labels}
             for part, stream in streams.items():
-                data = np.ascontiguousarray(arrays[part], PARTS[part][0]).data
-                stream.write(data)
-                crcs[part] = zlib.crc32(data, crcs[part])
+                stream.write(np.ascontiguousarray(arrays[part], PARTS[part][0]).data)
             samples += len(text.labels)
             skipped += text.skipped
-        written = {part: Written(stream.tell(), crcs[part]) for part, stream in streams.items()}
         for part, stream in streams.items():
             _write_header(stream, part, samples)
-    return {"samples": samples, "skipped": skipped, "files": written}
+    return {"samples": samples, "skipped": skipped}
 
 
 def _write_header(stream: BinaryIO, part: str, samples: int) -> None:

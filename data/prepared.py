@@ -9,9 +9,9 @@ import json
 import zipfile
 import zlib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -20,23 +20,13 @@ from dlrm_overlap.data.criteo_text import TextRows
 from dlrm_overlap.data.npy_files import NOT_NPY
 from dlrm_overlap.launching.files import replacing
 
+_Made = TypeVar("_Made")
 VOCABULARY = "vocabulary.npz"
 _MISSING, _RARE, _FIRST_KNOWN = 0, 1, 2  # rows of a table
 _META = "meta.json"
-_DENSE = "log1p of the count; 0 where it is missing or negative"
-_CHECKED_BYTES = 1 << 24  # read at once where a checksum is taken
 
 PARTS = {"dense": ("<f4", CRITEO_DENSE), "sparse": ("<i4", CRITEO_TABLES), "labels": ("<i4", 1)}
 """part of a day -> type and columns of its array"""
-
-
-@dataclass(frozen=True)
-class Written:
-    """A file of a day, as it was written."""
-
-    size_bytes: int
-    crc32: int
-    """of the array's bytes, which follow the npy header"""
 
 
 @dataclass(frozen=True)
@@ -50,8 +40,6 @@ class SourceDay:
     """None until the day's arrays are whole"""
     skipped: int = 0
     """lines that were no samples, and were left out"""
-    files: dict[str, Written] | None = None
-    """dense, sparse, labels -> the day's file; None until they are whole, and in folders of earlier versions"""
 
 
 @dataclass(frozen=True)
@@ -65,8 +53,6 @@ class Meta:
     rows: list[int] | None
     """rows of each table; None until the values are counted"""
     days: list[SourceDay]
-    dense: str = _DENSE
-    """what the dense features are, in words"""
 
 
 def day_file(folder: Path, day: int, part: str) -> Path:
@@ -82,8 +68,8 @@ def read_meta(folder: Path) -> Meta | None:
     """
     file = folder / _META
     try:
-        fields = json.loads(file.read_text())
-        meta = Meta(**{**fields, "days": [_read_day(day) for day in fields["days"]]})
+        found = json.loads(file.read_text())
+        meta = _made_of(Meta, found | {"days": [_made_of(SourceDay, day) for day in found["days"]]})
         if meta.rows is not None:
             _check_rows(meta.rows)
         return meta
@@ -100,9 +86,9 @@ def _check_rows(rows: Any) -> None:
         raise ValueError(f"rows are not {CRITEO_TABLES} positive numbers")
 
 
-def _read_day(fields: dict[str, Any]) -> SourceDay:
-    files = fields.get("files")
-    return SourceDay(**{**fields, "files": files and {part: Written(**files[part]) for part in PARTS}})
+def _made_of(kind: type[_Made], found: dict[str, Any]) -> _Made:
+    """Return the dataclass `kind` with the fields that it has among those of a folder of another version."""
+    return kind(**{each.name: found[each.name] for each in fields(kind) if each.name in found})  # type: ignore[arg-type]
 
 
 def write_meta(target: Path, meta: Meta) -> None:
@@ -111,42 +97,15 @@ def write_meta(target: Path, meta: Meta) -> None:
         stream.write(json.dumps(asdict(meta), indent=1).encode())
 
 
-def check_sizes(folder: Path, day: int, files: dict[str, Written]) -> None:
-    """Check that a day's files have the sizes that meta.json gives.
-
-    Raises:
-        InputError: naming the file that has not.
-    """
-    for part, written in files.items():
-        file = day_file(folder, day, part)
-        if file.exists() and (size := file.stat().st_size) != written.size_bytes:
-            raise InputError(
-                f"{file}: {size} bytes, but prepare wrote {written.size_bytes}; run `prepare` again, which makes "
-                f"this day anew, or copy the file again"
-            )
-
-
 def is_whole(target: Path, i: int, day: SourceDay) -> bool:
-    """Return whether day `i` of the folder `target` has the samples, sizes and checksums that meta.json gives."""
+    """Return whether day `i` of the folder `target` has the samples that meta.json gives.
+
+    Its files were synced before they got their names, and numpy maps no file that is shorter than its header says.
+    """
     try:
-        arrays = {part: _map(day_file(target, i, part)) for part in PARTS}
-        if any(len(array) != day.samples for array in arrays.values()):
-            return False
-        check_sizes(target, i, day.files or {})
-    except (OSError, *NOT_NPY):  # InputError is a ValueError
+        return all(len(np.load(day_file(target, i, part), mmap_mode="r")) == day.samples for part in PARTS)
+    except (OSError, *NOT_NPY):
         return False
-    return all(_crc32(array) == day.files[part].crc32 for part, array in arrays.items() if day.files)
-
-
-def _map(file: Path) -> np.ndarray:
-    return np.load(file, mmap_mode="r", allow_pickle=False)
-
-
-def _crc32(array: np.ndarray) -> int:
-    crc, block = 0, max(1, _CHECKED_BYTES // max(1, array[:1].nbytes))
-    for first in range(0, len(array), block):
-        crc = zlib.crc32(np.ascontiguousarray(array[first : first + block]).data, crc)
-    return crc
 
 
 class ValueCounter:
@@ -176,12 +135,9 @@ class ValueCounter:
     def _merge(self) -> None:
         fresh, fresh_counts = np.unique(np.concatenate([self._values[:0], *self._pending]), return_counts=True)
         self._pending, self._pending_size = [], 0
-        values, counts = np.append(self._values, fresh), np.append(self._counts, fresh_counts)
-        order = np.argsort(values, kind="stable")
-        values, counts = values[order], counts[order]
-        first = np.flatnonzero(np.append(True, values[1:] != values[:-1])[: values.size])
-        self._values = values[first]
-        self._counts = np.add.reduceat(counts, first) if first.size else counts
+        counts = np.append(self._counts, fresh_counts)
+        self._values, first = np.unique(np.append(self._values, fresh), return_inverse=True)
+        self._counts = np.bincount(first, counts, len(self._values)).astype(np.int64)
 
 
 def write_vocabulary(folder: Path, vocabulary: Sequence[np.ndarray]) -> list[int]:

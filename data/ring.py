@@ -1,14 +1,14 @@
 """Batches from reader processes, through a ring of slots in shared memory from which a GPU copies directly.
 
-The training process only waits for a token and wraps the slot's memory in tensors: unpickling, mapping or copying would
+The training process only waits for a count and wraps the slot's memory in tensors: unpickling, mapping or copying would
 keep its interpreter from launching kernels.
 
-A reader waits until a slot is free, fills it and puts a token in `_filled`. The training process lends the slot out as
-a batch. When that batch is dropped, and the copies to the GPU that `Batch.to` started from it are done, the slot is
-free again.
+A reader waits until a slot is free, fills it and counts up `_filled`. The training process lends the slot out as a
+batch. When that batch is dropped, and the copies to the GPU that `Batch.to` started from it are done, the slot is free
+again.
 
-A reader may be killed at any instruction, so there is no lock between the processes: the kernel counts tokens, and the
-flag that ends the readers is a byte that is written once. Nothing of the ring has a name, so nothing is left of it.
+A reader may be killed at any instruction, and is in the end, so there is no lock between the processes. Once the ring
+is made nothing of it has a name, so nothing is left of it.
 """
 
 import contextlib
@@ -16,16 +16,13 @@ import math
 import mmap
 import multiprocessing
 import os
-import select
 import signal
 import stat
-import time
 import traceback
 from collections import deque
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
-from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -37,31 +34,8 @@ from dlrm_overlap.data.slot import Slot, SlotShape
 from dlrm_overlap.launching.lifetime import end_with_parent
 
 _POLL_S = 0.05
-_CLOSE_S = 30.0  # in which a reader may finish its batch before it is killed
 # For the training process to handle, which needs batches until it ends; sent to a whole group, they reach readers too.
 _DEAF_TO = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-
-
-class _Tokens:
-    """Tokens that one process puts and another takes: a counter in the kernel, which is never locked."""
-
-    def __init__(self, count: int) -> None:
-        self._descriptor = os.eventfd(count, os.EFD_SEMAPHORE | os.EFD_CLOEXEC)
-        self._poll = select.poll()
-        self._poll.register(self._descriptor, select.POLLIN)
-
-    def put(self) -> None:
-        os.eventfd_write(self._descriptor, 1)
-
-    def take(self, timeout_s: float) -> bool:
-        """Take a token and return True, or False if none has come in `timeout_s`. One process alone may take."""
-        if not self._poll.poll(timeout_s * 1e3):
-            return False
-        os.eventfd_read(self._descriptor)
-        return True
-
-    def close(self) -> None:
-        os.close(self._descriptor)
 
 
 class Ring:
@@ -90,9 +64,9 @@ class Ring:
         self._memory = torch.frombuffer(mmap.mmap(-1, slots * size), dtype=torch.uint8)
         self._slots = [Slot(self._memory[i * size : (i + 1) * size], shape) for i in range(slots)]
         context = multiprocessing.get_context("fork")
-        self._free: list[_Tokens] = []
-        self._filled: list[_Tokens] = []
-        self._stop = mmap.mmap(-1, 1)
+        # Semaphores are counters that a killed reader cannot hold.
+        self._free = [context.Semaphore(1) for _ in range(slots)]
+        self._filled = [context.Semaphore(0) for _ in range(slots)]
         self._steps, self._next, self._pin, self._timeout_s = steps, 0, pin, timeout_s
         self._returned: deque[Lease] = deque()
         self._workers = [
@@ -101,17 +75,13 @@ class Ring:
         ]
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _DEAF_TO)  # until they ignore these
         try:
-            for _ in range(slots):
-                self._free.append(_Tokens(1))
-                self._filled.append(_Tokens(0))
             for process in self._workers:
                 process.start()
         except OSError as error:
             _kill([process for process in self._workers if process.pid])
-            self._close_tokens()
             raise InputError(
                 f"data.workers: {workers} loader processes with {slots} batches cannot be started ({error.strerror}); "
-                f"lower data.workers or data.prefetch, or raise what this user may have (`ulimit -n`, `ulimit -u`)"
+                f"lower data.workers, or raise what this user may have (`ulimit -u`)"
             ) from None
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
@@ -136,7 +106,7 @@ class Ring:
         index = self._next % len(self._slots)
         self._reclaim()
         patience = Patience(self._timeout_s)
-        while not self._filled[index].take(_POLL_S):
+        while not self._filled[index].acquire(timeout=_POLL_S):
             self._reclaim()
             self._check_readers(patience)
         self._next += 1
@@ -145,36 +115,24 @@ class Ring:
             batch.lease = Lease(index, self._returned)
         else:
             batch = batch.clone()
-            self._free[index].put()
+            self._free[index].release()
         return batch
 
     def close(self) -> None:
-        """End the reader processes, once they have read their current batches, or after 30 s."""
+        """End the reader processes, whatever they do."""
         if not self._workers:
             return
-        self._stop[0] = 1
-        for tokens in self._free:
-            tokens.put()
-        deadline = time.monotonic() + _CLOSE_S
-        for process in self._workers:
-            if _state(process) != "T":
-                process.join(max(0.0, deadline - time.monotonic()))
         self._end()
         if self._pin:
             torch.cuda.synchronize()  # a copy from a slot may still run
             runtime: Any = torch.cuda.cudart()
             torch.cuda.check_error(runtime.cudaHostUnregister(self._memory.data_ptr()))
-        self._close_tokens()
         self._workers = []
-
-    def _close_tokens(self) -> None:
-        for tokens in (*self._free, *self._filled):
-            tokens.close()
 
     def _reclaim(self) -> None:
         """Free the slots whose batches have been dropped and whose copies are done."""
         while self._returned and self._returned[0].is_copied():
-            self._free[self._returned.popleft().slot].put()
+            self._free[self._returned.popleft().slot].release()
 
     def _check_readers(self, patience: Patience) -> None:
         """Raise an InputError that names a reader that has ended or, once `patience` is over, still reads."""
@@ -190,10 +148,9 @@ class Ring:
         if patience.is_over():
             number = self._next % count
             process = self._workers[number]
-            doing = {"T": "it is stopped", "D": "it waits for a disk"}.get(_state(process), "it still reads")
             raise InputError(
                 f"loader process {number} of {count} (pid {process.pid}) has not read the batch of step {step} in "
-                f"{self._timeout_s:g} s, {doing}; look at the disk of data.path, or raise embedding.wait_timeout_s if "
+                f"{self._timeout_s:g} s; look at the disk of data.path, or raise embedding.wait_timeout_s if "
                 f"it is only slow"
             )
 
@@ -207,10 +164,8 @@ class Ring:
         torch.set_num_threads(1)
         for position in range(worker, len(self._steps), workers):
             index = position % len(self._slots)
-            while not self._free[index].take(1.0):
+            while not self._free[index].acquire(timeout=1.0):
                 pass
-            if self._stop[0]:
-                return
             failed = True
             try:
                 self._slots[index].write(read(self._steps[position]))
@@ -219,7 +174,7 @@ class Ring:
                 self._slots[index].write_input_error(str(error))
             except Exception:
                 self._slots[index].write_failure(traceback.format_exc())
-            self._filled[index].put()
+            self._filled[index].release()
             if failed:
                 return
 
@@ -228,13 +183,6 @@ def _kill(processes: list[BaseProcess]) -> None:
     for process in processes:
         process.kill()  # does nothing to one that has ended
         process.join()
-
-
-def _state(process: BaseProcess) -> str:
-    """Return Linux's letter for the state of the process, T if it is stopped; empty if it is gone."""
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0]
-    return ""
 
 
 def _close_sockets() -> None:

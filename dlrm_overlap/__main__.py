@@ -17,9 +17,7 @@ def run() -> None:
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
         os.environ["MPLBACKEND"] = "agg"  # pictures go to files; matplotlib does not load where it knows no such name
     try:
-        lifetime.open_streams()
         lifetime.hold_asks()
-        lifetime.interrupt_imports()
         from dlrm_overlap import cli
     except KeyboardInterrupt:
         print("dlrm-overlap: interrupted", file=sys.stderr, flush=True)

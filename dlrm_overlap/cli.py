@@ -10,21 +10,20 @@ import shutil
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, Literal
 from urllib.parse import quote
 
-from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveInt
-
 import dlrm_overlap
+from dlrm_overlap.backends import BACKENDS
 from dlrm_overlap.bench.request import FIGURES
-from dlrm_overlap.config import Config, EmbeddingConfig, InputError
+from dlrm_overlap.config import Config, InputError, NonNegativeFloat, NonNegativeInt, PositiveInt
 from dlrm_overlap.launching import process_group
 from dlrm_overlap.launching.files import check_free
 from dlrm_overlap.launching.launcher import announced_rank
 from dlrm_overlap.launching.lifetime import SAVED, let_asks_come, report_missing, say
-from dlrm_overlap.launching.parsing import Parser, positionals_first, reader_may_leave, suggest
+from dlrm_overlap.launching.parsing import Parser, reader_may_leave, suggest
 from dlrm_overlap.launching.text_table import count_of, plain
 from dlrm_overlap.train.preflight import check_data, check_output, check_runs, check_start
 from dlrm_overlap.train.ranks import Ranks, run_on_ranks
@@ -51,7 +50,7 @@ def train(argv: list[str]) -> int:
             return SAVED
         trainer.close()
         if ranks.world.rank == 0:
-            with _output_may_fail():
+            with reader_may_leave():
                 print(
                     f"AUROC {summary['eval_auroc']:.4f}, NE {summary['eval_ne']:.4f}, "
                     f"{summary['samples_per_s']:.0f} samples/s, {summary['step_ms_p50']:.2f} ms a step (median)"
@@ -89,7 +88,7 @@ def compare(argv: list[str]) -> int:
 
     def work(ranks: Ranks) -> int:
         from dlrm_overlap.observe.comparison import report
-        from dlrm_overlap.train.compare import count_noise_runs, run_configs, train_in_turns, train_runs
+        from dlrm_overlap.train.compare import count_noise_runs, run_configs, train_runs
 
         folder = Path(ranks.config.log.dir)
         output = folder / "comparison.json"
@@ -102,13 +101,13 @@ def compare(argv: list[str]) -> int:
         turn, done = ranks.values.interleave, {}
         if turn:
             together = {name: configs[name] for name in ranks.values.backends}
-            done = train_in_turns(together, ranks.trainer, turn)
+            done = train_runs(together, ranks.trainer, turn)
         done |= train_runs({name: config for name, config in configs.items() if name not in done}, ranks.trainer)
         if ranks.world.rank:
             return 0
         folders = {name: done[name] for name in configs}
         faults = report(folders, ranks.values.rtol, output, noise_runs, ranks.config.log.tensorboard, turn, _show)
-        with _output_may_fail():
+        with reader_may_leave():
             _print_paths(output, folder, ranks.config.log.tensorboard, [*folders, "comparison"])
         for fault in faults:
             print(f"dlrm-overlap: {fault}", file=sys.stderr)
@@ -118,8 +117,7 @@ def compare(argv: list[str]) -> int:
 
 
 def _check_comparison(config: Config, values: Any) -> None:
-    known = get_args(get_type_hints(EmbeddingConfig)["backend"])
-    names = values.backends
+    known, names = list(BACKENDS), values.backends
     for name in names:
         if name not in known:
             cure = "put spaces between names" if "," in name else suggest(name, known)
@@ -141,18 +139,8 @@ def _check_comparison(config: Config, values: Any) -> None:
     check_free(Path(config.log.dir), "log.dir")
 
 
-@contextlib.contextmanager
-def _output_may_fail() -> Iterator[None]:
-    """Report on standard error, instead of failing, that standard output cannot be written: files have the results."""
-    try:
-        with reader_may_leave():
-            yield
-    except OSError as error:
-        say(f"dlrm-overlap: standard output cannot be written ({error.strerror})")
-
-
 def _show(text: str) -> None:
-    with _output_may_fail():
+    with reader_may_leave():
         print(text)
 
 
@@ -227,7 +215,7 @@ def simulate(argv: list[str]) -> int:
 def prepare(argv: list[str]) -> int:
     """Turn Criteo's text days into memory-mapped arrays."""
     parser = Parser("dlrm-overlap prepare", prepare.__doc__ or "")
-    parser.add_argument("format", choices=["criteo"], help="format of IN")
+    parser.add_argument("format", choices=["criteo"], metavar="criteo", help="format of IN")
     parser.add_argument("source", metavar="IN", help="text file or folder of text days, plain or gzip")
     parser.add_argument("target", metavar="OUT", help="folder of the arrays; finished days in it are kept")
     parser.add_argument("--min_count", type=PositiveInt, help="a row for each value seen this often (default 10)")
@@ -286,7 +274,9 @@ def profile(argv: list[str]) -> int:
 def checkpoint(argv: list[str]) -> int:
     """Show a checkpoint, check that it is whole, or export it for other tools or for inference."""
     parser = Parser("dlrm-overlap checkpoint", checkpoint.__doc__ or "")
-    parser.add_argument("action", choices=["show", "verify", "export"], help="verify ends with code 1 if it is damaged")
+    actions = ["show", "verify", "export"]
+    text = "verify ends with code 1 if it is damaged"
+    parser.add_argument("action", choices=actions, metavar="|".join(actions), help=text)
     parser.add_argument("path", metavar="PATH", help="folder step_<N>, or that of a run, whose newest is taken")
     parser.add_argument("output", metavar="OUT", nargs="?", help="export: a new file, .safetensors, .pt or .pt2")
     text = "export: tensors, to .safetensors or .pt; inference, a program that torch alone runs, to .pt2"
@@ -294,7 +284,7 @@ def checkpoint(argv: list[str]) -> int:
     text = "inference: int8 gives tables 8 bits a weight, and a scale and an offset a row"
     parser.add_argument("--quantize", choices=["none", "int8"], default="none", help=text)
     parser.add_argument("--optimizer", type=bool, default=False, help="export: with the optimizers' states")
-    values = parser.read(positionals_first(argv))
+    values = parser.read(argv)
     path = Path(values.path)
     if (values.action == "export") != bool(values.output):
         raise InputError(f"checkpoint {values.action}: OUT is for export, which needs one: name a .safetensors or .pt")
@@ -358,13 +348,6 @@ def usage() -> str:
     return "\n".join(["usage: dlrm-overlap COMMAND ... | --version; COMMAND --help tells its options", "", *lines])
 
 
-def _check_working_folder() -> None:
-    try:
-        os.getcwd()
-    except OSError as error:  # neither jsonargparse nor torch loads there
-        raise InputError(f"this folder is gone, or not to be read ({error.strerror}); cd to another") from None
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that `argv` names and return its exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
@@ -375,7 +358,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"dlrm-overlap {dlrm_overlap.__version__}")
         return 0
     try:
-        _check_working_folder()
         if argv[0] not in COMMANDS:
             raise InputError(f"{argv[0]}: not a command; {suggest(argv[0], list(COMMANDS))}")
         if argv[0] != "train":  # which can save before it ends, and lets them come once it can

@@ -6,33 +6,36 @@ whose message is one line: value, rule, cure.
 """
 
 import dataclasses
-import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from dlrm_overlap.backends import BACKENDS, BACKWARDS
 
-if TYPE_CHECKING:
-    from typing import TypeAlias
 
-    NonNegativeFloat: TypeAlias = float
-    PositiveFloat: TypeAlias = float
-    NonNegativeInt: TypeAlias = int
-    PositiveInt: TypeAlias = int
-    BackendName: TypeAlias = str
-    BackwardName: TypeAlias = str
-else:
-    from jsonargparse.typing import NonNegativeInt, PositiveInt, restricted_number_type
+class Rule(NamedTuple):
+    """A rule of a key's value, beside its type."""
 
-    # jsonargparse's own types accept infinity, with which a run trains to NaN.
-    NonNegativeFloat = restricted_number_type("NonNegativeFinite", float, [(">=", 0), ("<", math.inf)])
-    PositiveFloat = restricted_number_type("PositiveFinite", float, [(">", 0), ("<", math.inf)])
-    BackendName = Literal[tuple(BACKENDS)]
-    BackwardName = Literal[("auto", *BACKWARDS)]
+    words: str
+    """in messages: a value is not .."""
+    holds: Callable[[Any], bool]
+
+
+PositiveInt = Annotated[int, Rule("a whole number above 0", lambda value: value > 0)]
+NonNegativeInt = Annotated[int, Rule("a whole number from 0 on", lambda value: value >= 0)]
+PositiveFloat = Annotated[float, Rule("a finite number above 0", lambda value: 0 < value < math.inf)]
+NonNegativeFloat = Annotated[float, Rule("a finite number from 0 on", lambda value: 0 <= value < math.inf)]
+
+
+def _one_of(names: Collection[str]) -> Rule:
+    return Rule(f"one of {', '.join(map(repr, names))}", names.__contains__)
+
+
+BackendName = Annotated[str, _one_of(BACKENDS)]
+BackwardName = Annotated[str, _one_of(("auto", *BACKWARDS))]
 
 CRITEO_DENSE, CRITEO_TABLES = 13, 26
 HELD_BATCHES = 3  # that loader processes keep beyond those read ahead: copies of so many may be under way at once
@@ -517,8 +520,7 @@ class Config:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the keys and values as plain nested dictionaries, lists, numbers and strings."""
-        # Through JSON, since jsonargparse's checked numbers are of classes of their own.
-        return json.loads(json.dumps(dataclasses.asdict(self)))
+        return dataclasses.asdict(self)
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -6,7 +6,6 @@ import os
 import resource
 import shutil
 import signal
-import stat
 import subprocess
 import sys
 import tempfile
@@ -57,15 +56,6 @@ def world_of_one() -> Iterator[dist.ProcessGroup]:
     dist.destroy_process_group()
 
 
-NO_FILES: dict[str, Callable[[Path], Any]] = {
-    "a pipe": os.mkfifo,
-    "a folder": Path.mkdir,
-    "a socket": lambda path: os.mknod(path, stat.S_IFSOCK | 0o600),
-    "a device": lambda path: path.symlink_to("/dev/zero"),
-}
-"""what is no file -> makes one at a path; to read it as one would wait for ever, fail or not end"""
-
-
 def wait_until(condition: Callable[[], object], timeout_s: float, what: str) -> None:
     """Wait until `condition` holds, or fail with `what` there is meanwhile."""
     deadline = time.monotonic() + timeout_s
@@ -84,7 +74,7 @@ def is_alive(pid: int) -> bool:
 
 def configuration(*argv: str) -> Config:
     """Return what a command line of keys makes of the configuration."""
-    return parse_config("test", "", argv, lambda parser: None)[0]
+    return parse_config(Config, "test", "", argv)[0]
 
 
 @contextmanager

@@ -14,10 +14,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, Self, get_args, get_type_hints
 
-from jsonargparse.typing import PositiveFloat, PositiveInt
-
 from dlrm_overlap.bench.step_contenders import STEP_CONTENDERS, USUAL
-from dlrm_overlap.config import Config, EmbeddingConfig, InputError
+from dlrm_overlap.config import Config, EmbeddingConfig, InputError, PositiveFloat, PositiveInt
 
 CHUNKS = (2, 4, 8)
 """of tables, in which a baseline looks up and sends"""

@@ -9,7 +9,6 @@ executed from, so it loads under another plan, number of ranks or backend. All r
 import logging
 import math
 import time
-import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,10 +20,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 
 from dlrm_overlap.checkpoint.storage.branches import (
-    is_checkpoint,
     line,
-    lineage,
-    newest_checkpoint,
     read_manifests,
     same_checkpoint,
     surplus,
@@ -35,7 +31,7 @@ from dlrm_overlap.checkpoint.storage.load import agree_on
 from dlrm_overlap.checkpoint.storage.manifest import Manifest, read_manifest
 from dlrm_overlap.checkpoint.storage.save import Refusal, gather, remove_checkpoint, write_checkpoint
 from dlrm_overlap.checkpoint.storage.tensor_file import ToCpu, copy_to_cpu
-from dlrm_overlap.config import Config, InputError, ModelConfig
+from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.dense.tensor_parallel import shards_of
 from dlrm_overlap.embedding.plan import data_parallel_tables
 from dlrm_overlap.launching.files import make_folder
@@ -44,22 +40,19 @@ log = logging.getLogger("dlrm_overlap")
 
 _SEEN_WITHIN_S = 60.0  # for a while, a network file system may still answer that a new folder is not there
 _FREE = ("workers", "prefetch", "generate")  # keys of `data` that change no sample
+_FREE_OF_MODEL = ("top_parallel", "cross_parallel")  # by which ranks share the model, whatever is stored
 
 
 def checkpoint_shape(config: Config, rows: list[int]) -> dict[str, Any]:
     """Return the facts that two runs must share for one to load the other's checkpoint."""
     return {
-        "model": _sizes(config.model) | {"dense_features": config.data.dense_features},
+        **{f"model.{key}": value for key, value in vars(config.model).items() if key not in _FREE_OF_MODEL},
+        "model.dense_features": config.data.dense_features,
         "rows": rows,
         "optimizers": [config.embedding.optimizer, config.train.optimizer],
         "weight_dtype": config.embedding.weight_dtype,
         "data_parallel": data_parallel_tables(config.embedding, rows),
     }
-
-
-def _sizes(model: ModelConfig) -> dict[str, Any]:
-    """Return the model's keys, without those by which ranks share it: they change nothing that is stored."""
-    return {key: value for key, value in vars(model).items() if key not in ("top_parallel", "cross_parallel")}
 
 
 def trained_with(config: Config, global_batch: int) -> dict[str, Any]:
@@ -101,7 +94,7 @@ class Checkpointer:
         settings: dict[str, Any] | None = None,
         keep_best: int = 0,
     ) -> None:
-        """Keep the newest `keep` checkpoints of this run's branch in `folder`, and the `keep_best` of best AUROC.
+        """Keep the newest `keep` checkpoints that led to the last one in `folder`, and the `keep_best` of best AUROC.
 
         `shape` is this run's `checkpoint_shape`, `settings` its `trained_with`: see `check_fits`.
         """
@@ -112,7 +105,7 @@ class Checkpointer:
         self.about: dict[str, Any] = {}  # of this run, for readers of manifests
         self.tick: Callable[[], None] = lambda: None
         """called for every piece that is read, or written while steps wait: other ranks wait until all are"""
-        self._branch, self._led = "", ()  # of this run: its name, and the branches that led to it
+        self._line: tuple[int, ...] = ()  # steps of the checkpoints in the folder that led to this run's next one
         self._parent: str | None = None
 
     def find(self, resume: str, changed: bool = False) -> Path | None:
@@ -122,7 +115,7 @@ class Checkpointer:
         without any, and for `never`. Rank 0 finds it, and each rank reads a share of its files.
 
         Raises:
-            InputError: if the path is not a checkpoint, if it is damaged, if ranks see different ones, or if it does
+            InputError: if the checkpoint is damaged, if ranks see different ones, or if it does
                 not fit this run, see `check_fits`.
         """
         if resume == "never":
@@ -137,8 +130,6 @@ class Checkpointer:
             found, faults = gather((found, faults))[0]
             if not found and not faults:
                 return None
-        elif not is_checkpoint(Path(resume)):
-            raise InputError(f"checkpoint.resume: {resume} is not a checkpoint; give a folder named step_<N>")
         else:
             found = [Path(resume)]
         for path in found:
@@ -213,7 +204,7 @@ class Checkpointer:
         """
         final = self.folder / f"step_{step}"
         manifests, broken = read_manifests(self.folder) if dist.get_rank() == 0 else ({}, {})
-        self._branch = self._branch or uuid.uuid4().hex[:8]
+        self._line = (*self._line, step)
 
         def manifest() -> Manifest:
             return Manifest(
@@ -221,8 +212,7 @@ class Checkpointer:
                 self.shape,
                 self.settings,
                 saved=1 + max((each.saved for each in manifests.values()), default=0),
-                branch=self._branch,
-                lineage=(*self._led, (self._branch, step)),
+                line=self._line,
                 parent=self._parent,
                 metrics={key: value for key, value in (metrics or {}).items() if math.isfinite(value)},
                 about=self.about,
@@ -239,7 +229,7 @@ class Checkpointer:
         return final
 
     def load(self, path: Path, model: DistributedModelParallel, optimizer: CombinedOptimizer) -> int:
-        """Load `path` on all ranks and return its step. Later saves are of its branch if it is this folder's last.
+        """Load `path` on all ranks and return its step. Later saves follow it, if it is in this run's folder.
 
         Raises:
             InputError: if it lacks a tensor of this model or its optimizers.
@@ -260,10 +250,7 @@ class Checkpointer:
         optimizer.load_state_dict(state[1])
         source = same_checkpoint(self.folder, path)
         self._parent = source.name if source else str(path.absolute())
-        if source:
-            *led, own = lineage(manifest)
-            is_tip = manifest.branch and newest_checkpoint(self.folder) == source
-            self._branch, self._led = (manifest.branch, tuple(led)) if is_tip else ("", (*led, own))
+        self._line = manifest.line if source else ()
         return manifest.step
 
 

@@ -36,7 +36,6 @@ _HOST_LIBRARY, _DEVICE_LIBRARY = "libnvshmem_host.so.3", "libnvshmem_device.bc"
 _WITH_UNIQUE_ID = 1 << 3  # NVSHMEMX_INIT_WITH_UNIQUEID
 _UNIQUE_ID_BYTES, _ATTRIBUTE_BYTES, _ARGUMENT_BYTES, _ID_ARGUMENT_BYTES = 128, 144, 128, 24
 _POLL_S = 0.02
-_LOOKS_PER_S = 1000
 _SLACK_S = 5.0  # for the verdict to come, once it was due
 _ANSWER = timedelta(seconds=_SLACK_S)  # of a store that has the key
 
@@ -178,8 +177,7 @@ def start_together(
 
     Each rank starts it in a thread, which adds to a count in the ranks' store when it is through, or writes there why
     it has failed: the other ranks' threads then wait within the library for ever, and are left there. Rank 0 looks at
-    the count and at the failure and writes the verdict, which all take, so all go on alike. The store answers one rank
-    after the other, so all ranks together look at the verdict `_LOOKS_PER_S` times a second at most.
+    the count and at the failure and writes the verdict, which all take, so all go on alike.
 
     Args:
         start: returns an empty string, or why this rank cannot; an exception counts as its text.
@@ -215,7 +213,7 @@ def start_together(
             store.set("verdict", verdict or "started")
             return verdict
         while not store.check(["verdict"]) and time.monotonic() < deadline + _SLACK_S:
-            time.sleep(max(_POLL_S, world_size / _LOOKS_PER_S))
+            time.sleep(_POLL_S)
         store.wait(["verdict"], _ANSWER)
         verdict = store.get("verdict").decode()
     except RuntimeError:  # of torch's kinds; the store's server went with rank 0, or has nothing

@@ -7,7 +7,6 @@ import logging
 import os
 import secrets
 import socket
-import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,30 +23,6 @@ LOCK_NAME = ".lock"
 _PATIENCE_S = 0.5  # `check_free` of another process holds the lock for a moment
 # Errors of a file system without locks, such as Lustre mounted without `flock`.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-_NO_FILES = {
-    stat.S_IFDIR: "a folder",
-    stat.S_IFIFO: "a pipe",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-}
-
-
-def open_file(path: Path) -> BinaryIO:
-    """Open the regular file `path`, or one that it links to, for reading: a pipe or a device might never end.
-
-    Raises:
-        OSError: if it cannot be read, or is no file.
-    """
-    if kind := _NO_FILES.get(stat.S_IFMT(path.stat().st_mode)):
-        raise OSError(errno.EINVAL, f"it is {kind}, not a file", str(path))
-    return path.open("rb")
-
-
-def read_file(path: Path) -> bytes:
-    """Return the content of the regular file `path`; raises what `open_file` does."""
-    with open_file(path) as stream:
-        return stream.read()
 
 
 def make_folder(folder: Path) -> None:
@@ -129,7 +104,7 @@ def _acquire(path: Path, key: str) -> FileLock:
 
 def _in_use(path: Path, key: str) -> InputError:
     try:
-        owner = json.loads(read_file(path))
+        owner = json.loads(path.read_bytes())
         who = f"process {owner['pid']} on {owner['host']}, since {owner['since']}"
     except (OSError, ValueError, KeyError, TypeError, RecursionError):  # its owner is about to write it
         who = "another process"

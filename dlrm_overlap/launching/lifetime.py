@@ -10,9 +10,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from types import FrameType
+from collections.abc import Mapping
 
 LAUNCHER_PID = "DLRM_OVERLAP_LAUNCHER_PID"  # set by `spawn` in its workers
 SAVED = 75
@@ -21,7 +19,6 @@ ENDS_SOON = "SIGINT: the run saves and ends behind its next log line; a second o
 ENDED_AT_ONCE = "interrupted: what was trained behind the newest checkpoint is lost"
 _ASKS = (signal.SIGTERM, signal.SIGUSR1)
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-_GRACE_S = 5.0  # for other ranks to meet this one, once it was asked to end
 _SAME_S = 2.0  # in which a second SIGTERM is the first one, come by another way
 
 
@@ -86,35 +83,6 @@ def report_missing(error: ModuleNotFoundError) -> bool:
     return True
 
 
-def open_streams() -> None:
-    """Open /dev/null for each standard stream that is closed; else a file would take its descriptor, and its output."""
-    for descriptor in range(3):
-        try:
-            os.fstat(descriptor)
-        except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest that is free: this one
-    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
-    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
-
-
-def interrupt_imports() -> None:
-    """Have SIGINT end this process at once while it imports a module: libraries catch KeyboardInterrupt there.
-
-    Where SIGINT is ignored it stays so.
-    """
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        while frame is not None:
-            if frame.f_code.co_filename.startswith("<frozen importlib"):
-                say("dlrm-overlap: interrupted")
-                os._exit(128 + number)
-            frame = frame.f_back
-        raise KeyboardInterrupt
-
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, interrupt)
-
-
 class EndRequest:
     """Whether this process was asked to end: SIGTERM, SIGUSR1 and SIGINT only ask. A second SIGTERM or SIGINT ends it.
 
@@ -139,23 +107,6 @@ class EndRequest:
         signal.set_wakeup_fd(theirs, warn_on_full_buffer=False)
         threading.Thread(target=self._hear, args=(ours, answers), name="signals", daemon=True).start()
         let_asks_come()
-
-    @contextmanager
-    def while_ranks_meet(self) -> Iterator[None]:
-        """In the block, end the process with `SAVED` soon after it was asked to: the other ranks may never come."""
-        met = threading.Event()
-
-        def end_unless_met() -> None:
-            while not met.wait(_GRACE_S / 50):
-                if self.asked and not met.wait(_GRACE_S):
-                    say("dlrm-overlap: asked to end before all ranks had met; the same command begins anew")
-                    os._exit(SAVED)
-
-        threading.Thread(target=end_unless_met, name="end unless met", daemon=True).start()
-        try:
-            yield
-        finally:
-            met.set()
 
     def _hear(self, pipe: int, answers: bool) -> None:
         first: dict[int, float] = {}

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
-_RESOLVE_S = 20.0  # the name of a container's host may become known a moment after the container starts
 LAST_RESORT, _LAST_RESORT_S = 10.0, 5.0  # a collective gives up after so many wait_timeout_s, and so many seconds more
 _LOOPBACK_INTERFACE = "lo"
 _READ_S = 5.0  # for the other ranks to read why the run is refused
@@ -105,9 +104,8 @@ def init_process_group(
         with _naming_the_cure(world, timeout_s):
             dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout, device_id=device_id)
         return
-    _resolve(world, min(_RESOLVE_S, timeout_s))
-    _choose_interface(world)
     with _naming_the_cure(world, timeout_s):
+        _choose_interface(world)
         store = _open_store(world, timeout_s)
         _compare(store, world, dict(facts or {}))
         dist.init_process_group(
@@ -296,22 +294,6 @@ def _interface_to(world: World) -> str | None:
             if any(each.family == family and each.address.partition("%")[0] == here for each in addresses):
                 return name
     return None
-
-
-def _resolve(world: World, patience_s: float) -> None:
-    """Wait up to `patience_s` for rank 0's host to have an address; the rendezvous would wait for its whole timeout."""
-    deadline = time.monotonic() + patience_s
-    while True:
-        try:
-            socket.getaddrinfo(world.master_addr, world.master_port)
-            return
-        except OSError as error:
-            if time.monotonic() > deadline:
-                raise InputError(
-                    f"{world.source} launch: {world.master_addr}, the host of rank 0, has no address "
-                    f"({error.strerror}); set MASTER_ADDR to one that all ranks resolve"
-                ) from None
-        time.sleep(min(1.0, patience_s))
 
 
 def shutdown() -> None:

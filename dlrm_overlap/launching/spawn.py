@@ -77,8 +77,6 @@ def spawn(argv: Sequence[str], nproc: int) -> int:
         let_asks_come()
         for worker in workers:
             _kill_group(worker)
-        if sys.stderr.isatty():
-            sys.stderr.write("\x1b[?25h")  # a progress bar that was cut off has left the cursor hidden
         for log in logs:
             log.close()
         for number, handler in previous.items():

@@ -93,8 +93,6 @@ def check_torchrec() -> Finding:
     # Without its dependencies: among them is the CUDA fbgemm-gpu, which would overwrite fbgemm-gpu-cpu.
     cure = f"pip install --no-deps torchrec{f'=={wanted.torchrec}' if wanted else ''}"
     if version is None:
-        if importlib.util.find_spec("torchrec"):
-            return Finding("ok", "TorchRec", "found, without a version")
         return Finding("missing", "TorchRec", "not installed", cure)
     if wanted and _as_numbers(version) != _as_numbers(wanted.torchrec):
         return Finding("wrong", "TorchRec", f"{version} does not match torch {torch.__version__}", cure)

@@ -49,11 +49,6 @@ class Comparison:
     bound: float
     """greatest difference that agrees"""
 
-    @property
-    def share(self) -> float:
-        """Return the difference in units of the bound."""
-        return self.difference / self.bound if self.bound else math.inf if self.difference else 0.0
-
 
 @dataclass(frozen=True)
 class Verdict:
@@ -65,8 +60,6 @@ class Verdict:
     """greatest relative difference of a loss from the reference runs' mean; None if no loss can be compared"""
     max_difference_step: int | None
     """its step"""
-    closest: Comparison | None
-    """the comparison whose difference takes the greatest share of its bound"""
 
 
 def loss_bound(reference: Sequence[Losses], rtol: float, window: int = 1) -> dict[int, float]:
@@ -116,12 +109,7 @@ def judge(losses: Losses, reference: Sequence[Losses], rtol: float) -> Verdict:
             f"{_rule(parted.bound, len(reference))}"
         )
     widest = max(single, key=lambda found: found.difference, default=None)
-    return Verdict(
-        fault,
-        widest and widest.difference,
-        widest and widest.step,
-        max(single + means, key=lambda found: found.share, default=None),
-    )
+    return Verdict(fault, widest and widest.difference, widest and widest.step)
 
 
 def _compare(losses: Losses, reference: Sequence[Losses], rtol: float, window: int) -> list[Comparison]:

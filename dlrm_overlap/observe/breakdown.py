@@ -1,12 +1,10 @@
-"""The parts of a training step on a GPU, from a trace of some steps: numbers that add up to the step, and a picture.
+"""The parts of a training step on a GPU, from a trace of some steps: numbers that add up to the step.
 
 Each instant counts once, for the first of `PARTS` that ran then. So of an exchange or an all-reduce only the exposed
 time counts. A kernel that looks up rows and stores them at peers at once counts as a lookup, as in `trace_summary`.
 """
 
 from collections.abc import Mapping
-
-import numpy as np
 
 from dlrm_overlap.launching.text_table import markdown_table
 from dlrm_overlap.observe.trace_summary import Span, Work, length, subtract
@@ -22,16 +20,6 @@ _OWN_KINDS = {
 }
 PARTS = (*_OWN_KINDS, "idle")
 _EXPOSED = ("exposed exchange", "exposed all-reduce")
-_LOOKS = {  # a grey and a hatch, so that neighbours can be told apart without colours
-    "dense": ("#c6dbef", ""),
-    "lookup": ("#238b45", ""),
-    "update": ("#a1d99b", ""),
-    "inputs": ("#737373", ""),
-    "exposed exchange": ("#fd8d3c", "////"),
-    "exposed all-reduce": ("#fdd0a2", "\\\\\\\\"),
-    "copies": ("#969696", "...."),
-    "idle": ("#ffffff", ""),
-}
 
 
 def mean_step(work: list[Work], steps: int) -> dict[str, float] | None:
@@ -69,29 +57,3 @@ def breakdown_markdown(runs: Mapping[str, Mapping[str, float]]) -> str:
     for name, parts in runs.items():
         lines.append([name, *(f"{parts[part]:.3g}" for part in PARTS), f"{sum(parts.values()):.3g}"])
     return markdown_table(lines)
-
-
-def draw_breakdown(runs: Mapping[str, Mapping[str, float]]) -> np.ndarray:
-    """Return a picture, [height, width, 3] uint8: a bar a run, from left to right the parts of its step."""
-    import matplotlib  # here, since it takes long to load and most runs draw nothing
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    with matplotlib.rc_context({"font.size": 9}):
-        # Small and dense, since TensorBoard's page shows it at a third of its size.
-        figure = Figure(figsize=(5.5, 1.5 + 0.4 * len(runs)), dpi=180, layout="constrained")
-        axes = figure.subplots()
-        names = list(runs)
-        begins = np.zeros(len(names))
-        for part in PARTS:
-            widths = np.array([runs[name][part] for name in names])
-            colour, hatch = _LOOKS[part]
-            axes.barh(names, widths, left=begins, color=colour, hatch=hatch, edgecolor="black", lw=0.5, label=part)
-            begins += widths
-        axes.invert_yaxis()
-        axes.set_xlabel("ms a traced step on rank 0; what a part further left hides is not drawn")
-        axes.spines[["top", "right"]].set_visible(False)
-        figure.legend(loc="outside upper center", ncols=4, frameon=False)
-        canvas = FigureCanvasAgg(figure)
-        canvas.draw()
-        return np.asarray(canvas.buffer_rgba())[..., :3].copy()

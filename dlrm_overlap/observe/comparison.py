@@ -6,7 +6,6 @@ further runs of it say by how much it parts from itself, which widens the tolera
 from the files that the runs have written.
 """
 
-import dataclasses
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +15,7 @@ from typing import Any
 from dlrm_overlap.launching.text_table import format_table, markdown_table
 from dlrm_overlap.observe.agreement import Losses, judge, loss_bound
 from dlrm_overlap.observe.bootstrap import speedup_interval
-from dlrm_overlap.observe.breakdown import PARTS, breakdown_markdown, draw_breakdown
+from dlrm_overlap.observe.breakdown import PARTS, breakdown_markdown
 from dlrm_overlap.observe.result_files import nan_as_none, read_step_ms, read_summary, write_atomically
 from dlrm_overlap.observe.tensorboard import TensorBoard
 
@@ -35,14 +34,6 @@ _LAYOUT: Mapping[str, Sequence[str | list[str]]] = {
     "samples a second": ["Multiline", ["speed/samples_per_s"]],
 }
 _CPU_NOTE = "On CPUs plain PyTorch stands in for the kernels of pgas and fused: take speedups from GPUs."
-_TURNS = (
-    "The backends took turns of {} steps, so what slowed the host for longer than that slowed all of them; the "
-    "interval is a bootstrap over segments of their steps, the same ones of both."
-)
-_ORDER = (
-    "Each run was trained after the one before it, so what changed on the host between two runs is in their ratio; the "
-    "interval is a bootstrap over segments of each run's steps, and holds the noise within the runs alone."
-)
 
 
 def compare_runs(
@@ -67,7 +58,6 @@ def compare_runs(
     results = {}
     for backend in backends:
         summary, verdict = summaries[backend], judge(losses[backend], reference_losses, rtol)
-        closest = verdict.closest
         results[backend] = {
             **nan_as_none({key: summary.get(key) for key in _RESULTS}),
             "breakdown_ms": summary.get("breakdown_ms"),
@@ -77,7 +67,6 @@ def compare_runs(
             else None,
             "max_relative_difference": verdict.max_difference,
             "max_relative_difference_step": verdict.max_difference_step,
-            "closest_to_bound": closest and nan_as_none(dataclasses.asdict(closest) | {"share": closest.share}),
             "agree": verdict.fault is None,
             "fault": verdict.fault and f"{backend} against {reference}: {verdict.fault}",
         }
@@ -118,28 +107,38 @@ def _read_losses(folder: Path) -> dict[int, float]:
     return {r["step"]: math.nan if r["train/loss"] is None else r["train/loss"] for r in records if "train/loss" in r}
 
 
-def format_comparison(comparison: Mapping[str, Any]) -> str:
-    """Return a table, a line a backend, and below it the intervals of speedups and the parts of a traced step."""
-    header = ["backend", "train loss", "AUROC", "samples/s", "step p50", "p95 (ms)", "speedup", "losses"]
-    rows = [header]
+def comparison_rows(comparison: Mapping[str, Any]) -> list[list[str]]:
+    """Return a table of text: a header, a line a backend, and, last, one for each further run of the reference.
+
+    The ratios of these show how far two runs of the same thing are apart.
+    """
+    rows = [["backend", "train loss", "AUROC", "samples/s", "p50, ms", "p95, ms", "speedup", "95% interval", "losses"]]
+    noise, reference = comparison["noise"], comparison["backends"][comparison["reference"]]
     for backend, result in comparison["backends"].items():
+        interval = result["speedup_interval"]
         rows.append(
             [
                 backend,
                 _show(result["train_loss"], ".6f"),
                 _show(result["eval_auroc"], ".4f"),
                 _show(result["samples_per_s"], ".0f"),
-                _show(result["step_ms_p50"], ".2f"),
-                _show(result["step_ms_p95"], ".2f"),
+                _show(result["step_ms_p50"]),
+                _show(result["step_ms_p95"]),
                 _show(result["speedup"], ".2f"),
-                _verdict(result, comparison["noise"], backend == comparison["reference"]),
+                f"{interval[0]:.2f} to {interval[1]:.2f}" if interval else "-",
+                _verdict(result, noise, backend == comparison["reference"]),
             ]
         )
-    found = [(name, each["speedup_interval"]) for name, each in comparison["backends"].items()]
-    intervals = ", ".join(f"{name} {each[0]:.3g} to {each[1]:.3g}" for name, each in found if each)
-    noise = "within runs" if comparison["interleave"] is None else "of turns side by side"
-    text = format_table(rows) + (f"\nspeedup, 95% of the noise {noise}: {intervals}" if intervals else "")
-    parts = _breakdowns(comparison)
+    for name, run in noise["runs"].items() if noise else ():
+        own_ms, known = run["step_ms_p50"], reference["step_ms_p50"] and run["step_ms_p50"]
+        ratio = _show(reference["step_ms_p50"] / own_ms if known else None, ".2f")
+        rows.append([name, "-", "-", "-", _show(own_ms), "-", ratio, "-", "reference again"])
+    return rows
+
+
+def format_comparison(comparison: Mapping[str, Any]) -> str:
+    """Return the table of `comparison_rows`, and below it the parts of a traced step."""
+    text, parts = format_table(comparison_rows(comparison)), _breakdowns(comparison)
     if not parts:
         return text
     lines = [[name, *(f"{found[part]:.3g}" for part in PARTS)] for name, found in parts.items()]
@@ -156,9 +155,6 @@ def _verdict(result: Mapping[str, Any], noise: Mapping[str, Any] | None, is_refe
     difference = result["max_relative_difference"]
     if is_reference:
         return f"reference (noise {_short(_greatest_noise(noise))})" if noise else "reference"
-    if noise and difference:
-        closest = result["closest_to_bound"]
-        return f"agree: {_short(closest['difference'])} within {_short(closest['bound'])}"
     return f"agree to {difference:.1e}" if difference else "identical"
 
 
@@ -199,39 +195,11 @@ def write_board(
     board = TensorBoard(own, start_step=0)
     parts = _breakdowns(comparison)
     board.layout({title: chart for title, chart in _LAYOUT.items() if parts or title != _EXPOSED})
-    order = _TURNS.format(turn) if (turn := comparison["interleave"]) else _ORDER
-    notes = [order, _CPU_NOTE] if comparison["device"] == "cpu" else [order]
-    board.text("comparison", "\n\n".join([comparison_markdown(comparison), *notes]))
+    note = f"\n\n{_CPU_NOTE}" if comparison["device"] == "cpu" else ""
+    board.text("comparison", markdown_table(comparison_rows(comparison)) + note)
     if parts:
         board.text("breakdown", breakdown_markdown(parts))
-        board.image("breakdown", draw_breakdown(parts))
     board.close()
-
-
-def comparison_markdown(comparison: Mapping[str, Any]) -> str:
-    """Return the backends as a Markdown table: step times, speedup with its 95% interval, whether losses agree.
-
-    Further runs of the reference come last: their ratios show how far two runs of the same thing are apart.
-    """
-    head = ["backend", "step p50, ms", "p95, ms", "speedup", "95% interval", "samples/s", "losses"]
-    lines = [head]
-    for name, result in comparison["backends"].items():
-        interval = result["speedup_interval"]
-        lines.append(
-            [
-                name,
-                *(_show(result[key]) for key in ("step_ms_p50", "step_ms_p95")),
-                _show(result["speedup"], ".2f"),
-                f"{interval[0]:.2f} to {interval[1]:.2f}" if interval else "-",
-                _show(result["samples_per_s"], ",.0f"),
-                ("reference" if name == comparison["reference"] else "agree") if result["agree"] else "DISAGREE",
-            ]
-        )
-    reference_ms = comparison["backends"][comparison["reference"]]["step_ms_p50"]
-    for name, run in comparison["noise"]["runs"].items() if comparison["noise"] else ():
-        ratio = reference_ms / run["step_ms_p50"] if reference_ms and run["step_ms_p50"] else None
-        lines.append([name, _show(run["step_ms_p50"]), "-", _show(ratio, ".2f"), "-", "-", "the reference again"])
-    return markdown_table(lines)
 
 
 def report(

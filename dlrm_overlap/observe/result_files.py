@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from dlrm_overlap.config import InputError
-from dlrm_overlap.launching.files import LOCK_NAME, read_file, replacing
+from dlrm_overlap.launching.files import LOCK_NAME, replacing
 
 log = logging.getLogger("dlrm_overlap")
 
@@ -42,7 +42,7 @@ class MetricsFile:
         kept = []
         if path.exists() and keep_up_to_step:
             try:
-                lines = read_file(path).decode(errors="replace").splitlines()
+                lines = path.read_text(errors="replace").splitlines()
             except OSError as error:
                 raise InputError(
                     f"log.dir: {path} cannot be read ({error.strerror}); move it away, and the run starts another"
@@ -144,7 +144,7 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
     try:
-        content = json.loads(read_file(path))
+        content = json.loads(path.read_bytes())
         numbers = [content[key] for key in _SHOWN]
         if type(content["steps"]) is not int or not all(each is None or math.isfinite(each) for each in numbers):
             raise ValueError
@@ -160,7 +160,7 @@ def read_step_ms(folder: Path) -> list[float]:
     if not path.exists():
         return []
     try:
-        times = np.load(BytesIO(read_file(path)))
+        times = np.load(path)
         if not (isinstance(times, np.ndarray) and times.ndim == 1 and times.dtype == np.float32):
             raise ValueError
     except Exception:  # NumPy raises many types, SyntaxError, TokenError and BadZipFile among them

@@ -7,10 +7,11 @@ files that decide the course of the run, and broadcasts.
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar, cast
 
 import torch.distributed as dist
 
+from dlrm_overlap.comm.every_rank import on_every_rank
 from dlrm_overlap.config import InputError
 from dlrm_overlap.launching.files import hold_folder, make_folder
 
@@ -21,24 +22,14 @@ def from_rank_0(find: Callable[[], T]) -> T:
     """Call `find` on rank 0, and return its result on all ranks; a collective.
 
     Raises:
-        InputError: on all ranks, if `find` raises one on rank 0. Any other error is raised on rank 0 as it is, and as a
-            RuntimeError with its text on the others.
+        InputError: on all ranks, if `find` raises one on rank 0.
+        PeerError: on the other ranks, if `find` raises any other error, which rank 0 raises as it is.
     """
-    answer: list[Any] = [None, None, False]
-    error: Exception | None = None
-    if dist.get_rank() == 0:
-        try:
-            answer[0] = find()
-        except Exception as raised:
-            error = raised
-            answer[1:] = str(raised), isinstance(raised, InputError)
+    group = dist.group.WORLD
+    assert group is not None
+    answer = [on_every_rank(lambda: find() if dist.get_rank() == 0 else None, group)]
     dist.broadcast_object_list(answer, 0)
-    found, text, is_users = answer
-    if error is not None:
-        raise error
-    if text is not None:
-        raise InputError(text) if is_users else RuntimeError(f"rank 0: {text}")
-    return found
+    return cast("T", answer[0])
 
 
 @contextmanager

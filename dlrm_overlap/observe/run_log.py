@@ -2,7 +2,6 @@
 configuration, `summary.json` and `step_ms.npy`; every rank writes its own trace.
 """
 
-import contextlib
 import errno
 import json
 import logging
@@ -28,7 +27,7 @@ from dlrm_overlap.launching.environment import environment
 from dlrm_overlap.launching.files import LOCK_NAME, make_folder
 from dlrm_overlap.launching.launcher import World
 from dlrm_overlap.launching.text_table import count_of, markdown_table, plain
-from dlrm_overlap.observe.breakdown import breakdown_markdown, draw_breakdown, exposed_ms, mean_step
+from dlrm_overlap.observe.breakdown import breakdown_markdown, exposed_ms, mean_step
 from dlrm_overlap.observe.metrics import memory_bytes, quantile, steady_ms
 from dlrm_overlap.observe.result_files import (
     STEP_TIMES,
@@ -166,8 +165,7 @@ class RunLog:
     def pause(self) -> None:
         """Remove the progress bar, while another run has its turn."""
         if self._progress:
-            with contextlib.suppress(OSError):  # its terminal was closed, which is no reason to end by a traceback
-                self._progress.stop()
+            self._progress.stop()
 
     def resume(self) -> None:
         """Show the progress bar again."""
@@ -323,7 +321,6 @@ def write_breakdown(trace: Path, step: int, board: TensorBoard | None) -> dict[s
     if parts and board:
         board.scalars({"speed/exposed_ms": exposed_ms(parts)}, step)
         board.text("breakdown", breakdown_markdown({"this run": parts}))
-        board.image("breakdown", draw_breakdown({"this run": parts}), step)
         from dlrm_overlap.observe.timeline import draw_timeline  # loads matplotlib, which most runs do not need
 
         board.image("timeline", draw_timeline(work, f"{steps} traced steps, the last one step {step}"), step)

@@ -3,18 +3,15 @@
 import json
 import logging
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData  # pyright: ignore[reportAttributeAccessIssue]
 from torch.utils.tensorboard.summary import hparams
 from torch.utils.tensorboard.writer import SummaryWriter
 
 log = logging.getLogger("dlrm_overlap")
-
-_SHOWN_KEYS = ("embedding.backend", "model.arch", "train.compile_dense", "train.pipeline", "train.precision")
 
 
 class TensorBoard:
@@ -60,16 +57,11 @@ class TensorBoard:
         self._write(lambda writer: writer.add_custom_scalars({"how fast": bands, "comparison": others}))
 
     def hyperparameters(self, config: Mapping[str, Any], results: Mapping[str, float]) -> None:
-        """Write the flat configuration beside the final results, for the HParams page.
-
-        The page shows the first five of either: of the results in their order, of the keys those of `_SHOWN_KEYS`.
-        """
+        """Write the flat configuration beside the final results, for the HParams page."""
         # A switch as text, as in the configuration's file: the page would show it as 0 or 1, between bounds to set.
         values = {k: v if type(v) in (int, float, str) else json.dumps(v) for k, v in config.items()}
         finite = {k: v for k, v in results.items() if math.isfinite(v)}
-        experiment, *session = hparams(values, finite)
-        _show_first(experiment, _SHOWN_KEYS)
-        for summary in (experiment, *session):
+        for summary in hparams(values, finite):
             self._write(lambda writer, summary=summary: writer._get_file_writer().add_summary(summary))
         self._write(lambda writer: [writer.add_scalar(tag, value) for tag, value in finite.items()])
 
@@ -85,12 +77,3 @@ class TensorBoard:
         except OSError as error:  # of its thread, which has ended: no later event would be written
             log.warning("TensorBoard: events cannot be written (%s); the run goes on without", error.strerror)
             self._writer = None
-
-
-def _show_first(experiment: Any, keys: Collection[str]) -> None:
-    """Mark `keys` as those in which runs differ: the page orders keys by this mark, then by name."""
-    plugin = experiment.value[0].metadata.plugin_data
-    found = HParamsPluginData.FromString(plugin.content)
-    for each in found.experiment.hparam_infos:
-        each.differs = each.name in keys
-    plugin.content = found.SerializeToString()

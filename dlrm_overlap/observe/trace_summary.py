@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dlrm_overlap.config import InputError
-from dlrm_overlap.launching.files import open_file
 from dlrm_overlap.launching.text_table import format_table
 
 # Kinds of work, by patterns for the names of FBGEMM's, NCCL's, cuBLAS's, PyTorch's and our kernels. The first that
@@ -43,7 +42,6 @@ _KINDS = {
 KINDS = (*_KINDS, "dense")
 _PUTS = r"_store_pooled|_put_slices"
 _COMMUNICATES_TOO = r"_pull_ids"
-_MOST_BYTES = 1 << 30  # a step is some MB, and what is read takes ten times its bytes
 _GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 _HOST_CALLS = ("cuda_runtime", "cuda_driver")
 
@@ -87,17 +85,11 @@ def read_events(path: Path) -> list[dict[str, Any]]:
     """Return the complete events of a Chrome trace, gzipped or not.
 
     Raises:
-        InputError: if the file cannot be read as one, or has more than `_MOST_BYTES`, unpacked.
+        InputError: if the file cannot be read as one.
     """
     try:
-        with open_file(path) as file:
-            data = (gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file).read(_MOST_BYTES + 1)
-        if len(data) > _MOST_BYTES:
-            raise InputError(f"{path}: more than {_MOST_BYTES >> 20} MiB, unpacked; trace fewer steps")
-        events = json.loads(data)["traceEvents"]
-        return [event for event in events if event.get("ph") == "X"]
-    except InputError:
-        raise
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            return [event for event in json.load(file)["traceEvents"] if event.get("ph") == "X"]
     except (EOFError, zlib.error):
         raise InputError(f"{path}: ends early or is damaged; copy it again, or trace the steps again") from None
     except (gzip.BadGzipFile, ValueError, LookupError, TypeError, AttributeError, RecursionError):

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import torch
-from torch.profiler import ProfilerAction, ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, schedule
 
 from dlrm_overlap.config import LogConfig
 
@@ -17,21 +17,17 @@ class StepTracer:
 
     def __init__(self, config: LogConfig, folder: Path, rank: int, device: torch.device, start: int) -> None:
         """`start` is the last step before the run begins; from the first step to trace on, nothing is traced."""
-        self._traced, self._start = config.traced, start
+        traced = config.traced
         self._profiler: profile | None = None
         self.path: Path | None = None
         """the file, written in the step after the last traced one; None if nothing is traced"""
-        if start >= self._traced.start or not self._traced:
+        if start >= traced.start or not traced:
             return
-        self.path = folder / "traces" / f"steps_{self._traced[0]}_{self._traced[-1]}_rank_{rank}.json.gz"
+        self.path = folder / "traces" / f"steps_{traced[0]}_{traced[-1]}_rank_{rank}.json.gz"
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
-        self._profiler = profile(activities=activities, schedule=self._action, on_trace_ready=self._write)
-
-    def _action(self, steps_done: int) -> ProfilerAction:
-        step = self._start + steps_done + 1
-        if step in self._traced:
-            return ProfilerAction.RECORD_AND_SAVE if step == self._traced[-1] else ProfilerAction.RECORD
-        return ProfilerAction.WARMUP if step + 1 in self._traced else ProfilerAction.NONE
+        before = traced.start - 1 - start
+        steps = schedule(skip_first=max(0, before - 1), wait=0, warmup=min(1, before), active=len(traced), repeat=1)
+        self._profiler = profile(activities=activities, schedule=steps, on_trace_ready=self._write)
 
     def _write(self, profiler: profile) -> None:
         assert self.path is not None

@@ -13,9 +13,9 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 
-from dlrm_overlap.config import InputError
+from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.launching.environment import commit
-from dlrm_overlap.launching.parsing import parse_config, parse_sections, reader_may_leave
+from dlrm_overlap.launching.parsing import parse_config, reader_may_leave
 from dlrm_overlap.launching.text_table import format_table
 from dlrm_overlap.simulate.config import SimulateConfig
 from dlrm_overlap.simulate.product import SimulatedProduct, simulate_product
@@ -58,7 +58,7 @@ def _run(argv: Sequence[str], description: str) -> int:
     for each in combinations:
         options = [*keys, *(part for key, value in each.items() for part in (f"--{key}", value))]
         configs.append(
-            parse_sections(SimulateConfig, "dlrm-overlap simulate", description, options, _add_options, defaults)[0]
+            parse_config(SimulateConfig, "dlrm-overlap simulate", description, options, _add_options, defaults)[0]
         )
     if len({config.what == "product" for config in configs}) > 1:
         raise InputError("--vary what: rows of products have other columns than those of steps; simulate them apart")
@@ -170,7 +170,7 @@ def read_training(path: Path) -> dict[str, Any]:
     Raises:
         InputError: if the file is none, or lacks the tables' rows.
     """
-    config = parse_config("dlrm-overlap simulate", "", ["--config", str(path)], lambda parser: None)[0]
+    config = parse_config(Config, "dlrm-overlap simulate", "", ["--config", str(path)])[0]
     backend = "fused" if config.embedding.backend == "fused" else "pgas"
     tables, embedding, train = config.data.tables, replace(config.embedding, backend=backend), config.train
     if tables.rows is None:

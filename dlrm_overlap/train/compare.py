@@ -65,77 +65,45 @@ def run_configs(config: Config, backends: Sequence[str], noise_runs: int = 0) ->
     return configs
 
 
-def train_runs(configs: Mapping[str, Config], make_trainer: Callable[[Config], Trainer]) -> dict[str, Path]:
+def train_runs(
+    configs: Mapping[str, Config], make_trainer: Callable[[Config], Trainer], turn: int = 0
+) -> dict[str, Path]:
     """Train each of `configs`, one after the other, and return run -> its folder; a collective.
 
-    Rank 0 holds the lock of `log.dir` meanwhile, from when the first trainer has made the process group.
+    With `turn`, all trainers are in memory at once and take turns of so many steps: a slow phase of the host slows all
+    of them. Rank 0 holds the lock of `log.dir` from when the first trainer has made the process group.
     """
-    folders = {}
+    folders: dict[str, Path] = {}
     with ExitStack() as stack:
-        for name, config in configs.items():
-            trainer = make_trainer(config)
-            if not folders:
-                stack.enter_context(hold_run_folder(Path(config.log.dir)))
-            folders[name] = _train(trainer, config)
-            del trainer
-            _collect()
+        for together in [configs] if turn else [{name: config} for name, config in configs.items()]:
+            trainers: dict[str, Trainer] = {}
+            for name, config in together.items():
+                trainers[name] = make_trainer(config)
+                if not folders:
+                    stack.enter_context(hold_run_folder(Path(config.log.dir)))
+                folders[name] = config.folder
+                earlier = ", in place of the run that lay there" if has_results(config.folder) else ""
+                log.info("backend %s%s", config.folder.name, earlier)
+            _take_turns(trainers, turn)
+            del trainers
+            gc.unfreeze()  # saves beside training have left loaded objects out of collections
+            gc.collect()  # the parts of a trainer refer to each other
+            if torch.cuda.is_initialized():
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats()
     return folders
 
 
-def _collect() -> None:
-    """Free the memory of trainers that nothing uses any more, and begin to count the peak anew."""
-    gc.unfreeze()  # saves beside training have left loaded objects out of collections
-    gc.collect()  # the parts of a trainer refer to each other
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-
-
-def train_in_turns(
-    configs: Mapping[str, Config], make_trainer: Callable[[Config], Trainer], turn: int
-) -> dict[str, Path]:
-    """Train all of `configs` at once, `turn` steps of one after those of the other, as `train_runs`; a collective.
-
-    A slow phase of the host slows all of them. All trainers are in memory at once.
-    """
-    folders = _take_turns(configs, make_trainer, turn)
-    _collect()
-    return folders
-
-
-def _take_turns(configs: Mapping[str, Config], make_trainer: Callable[[Config], Trainer], turn: int) -> dict[str, Path]:
-    with ExitStack() as stack:
-        trainers: dict[str, Trainer] = {}
-        for name, config in configs.items():
-            trainers[name] = make_trainer(config)
-            if len(trainers) == 1:
-                stack.enter_context(hold_run_folder(Path(config.log.dir)))
-            _announce(config)
-        left = {name: trainer.fit_in_turns(turn, replace=True) for name, trainer in trainers.items()}
-        while left:
-            for name, turns in list(left.items()):
-                try:
-                    next(turns)
-                except StopIteration:
-                    del left[name]
-                except NotFiniteError as error:  # on every rank, at one step; `judge` finds it in the run's losses
-                    log.info("backend %s: %s", name, error)
-                    del left[name]
-        for trainer in trainers.values():
-            trainer.close()
-        return {name: trainer.folder for name, trainer in trainers.items()}
-
-
-def _announce(config: Config) -> None:
-    earlier = ", in place of the run that lay there" if has_results(config.folder) else ""
-    log.info("backend %s%s", config.folder.name, earlier)
-
-
-def _train(trainer: Trainer, config: Config) -> Path:
-    _announce(config)
-    try:
-        trainer.fit(replace=True)
-    except NotFiniteError as error:  # see `train_in_turns`
-        log.info("backend %s: %s", config.folder.name, error)
-    trainer.close()
-    return trainer.folder
+def _take_turns(trainers: Mapping[str, Trainer], turn: int) -> None:
+    left = {name: trainer.fit_in_turns(turn, replace=True) for name, trainer in trainers.items()}
+    while left:
+        for name, turns in list(left.items()):
+            try:
+                next(turns)
+            except StopIteration:
+                del left[name]
+            except NotFiniteError as error:  # on every rank, at one step; `judge` finds it in the run's losses
+                log.info("backend %s: %s", name, error)
+                del left[name]
+    for trainer in trainers.values():
+        trainer.close()

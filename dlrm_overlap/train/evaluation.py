@@ -15,7 +15,7 @@ from dlrm_overlap.checkpoint.storage.branches import locate_checkpoint
 from dlrm_overlap.checkpoint.storage.manifest import DamagedError, Manifest, read_manifest
 from dlrm_overlap.config import Config, EmbeddingConfig, InputError, LogConfig, TrainConfig
 from dlrm_overlap.launching.files import write_json
-from dlrm_overlap.launching.parsing import Parser, check_keys, reader_may_leave
+from dlrm_overlap.launching.parsing import Parser, read_tree, reader_may_leave
 from dlrm_overlap.launching.text_table import count_of
 from dlrm_overlap.train.preflight import check_data, check_start, check_writable
 from dlrm_overlap.train.ranks import Ranks, run_on_ranks
@@ -38,7 +38,7 @@ def run(argv: list[str], description: str) -> int:
 
     def add_options(parser: Parser) -> None:
         text = "what to evaluate: a folder step_<N>, or that of a run, whose newest checkpoint is taken"
-        parser.help_texts[_OPTION] = ("PATH", text)
+        parser.add_argument(_OPTION, metavar="PATH", help=text)
         text = "evaluate, in one process, what checkpoint export --format inference makes of it with this --quantize"
         parser.add_argument("--exported_as", choices=["none", "int8"], help=text)
         parser.add_argument("--output", help="file to write the results to, as JSON")
@@ -166,7 +166,7 @@ def stored_config(path: Path) -> dict[str, Any]:
         raise InputError(
             f"{_OPTION}: {path} keeps no configuration, as older ones do not; give that of its run by --config"
         )
-    check_keys(config, Config, "", path)
+    read_tree(config, Config, path)
     return config
 
 
@@ -201,8 +201,8 @@ def check_same_model(path: Path, config: Config, rows: Sequence[int]) -> None:
     from dlrm_overlap.checkpoint.storage.fits import differences
 
     shape = checkpoint_shape(config, list(rows))
-    parted = differences(_manifest(path), {key: shape[key] for key in ("model", "rows", "weight_dtype")})
-    if parted:
+    model = {key: shape[key] for key in shape if key.startswith("model.") or key in ("rows", "weight_dtype")}
+    if parted := differences(_manifest(path), model):
         raise InputError(
             f"{_OPTION}: {path} has {parted}; leave --config and these keys out, which takes what it was trained with"
         )

@@ -31,7 +31,7 @@ class DotInteraction(nn.Module):
 
     def __init__(self, features: int, dim: int) -> None:
         super().__init__()
-        self.features, self.dim = features, int(dim)  # torch.compile knows no other integers
+        self.features, self.dim = features, dim
         self.out_features = dim + features * (features - 1) // 2
         rows, columns = torch.triu_indices(features, features, offset=1)
         self.pairs: torch.Tensor
@@ -84,8 +84,7 @@ class Head(Part):
             width = self.interaction.out_features
         else:  # DCNv2's low-rank cross network (Wang et al., DCN V2, arXiv 2008.13535, section 3.3)
             width = features * config.dim
-            layers, rank = int(config.cross_layers), int(config.cross_rank)  # torch.compile knows no other integers
-            self.interaction = LowRankCrossNet(width, layers, rank)
+            self.interaction = LowRankCrossNet(width, config.cross_layers, config.cross_rank)
         self.top = MLP(width, config.top_mlp[:-1], activation=_ACTIVATIONS[config.activation])
         self.logit = nn.Linear(config.top_mlp[-2], 1)
 

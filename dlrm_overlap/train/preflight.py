@@ -1,30 +1,24 @@
 """Reasons to refuse a run before its ranks meet.
 
-Before a rank is started: too many processes, batches or layers beyond this machine's memory, a folder that nothing can
-be written to. On each rank, before the process group is made: what its device cannot do, and a data set that is too
-small. This file loads no torch, so that the first of these mistakes are reported at once.
+Before a rank is started: too many processes, or a folder that nothing can be written to. On each rank, before the
+process group is made: what its device cannot do, and a data set that is too small. This file loads no torch, so that
+the first of these mistakes are reported at once.
 """
 
-import math
 import os
 import re
 import shutil
 import tempfile
 from collections.abc import Iterable
-from operator import mul
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dlrm_overlap.checkpoint.storage.branches import is_checkpoint
 from dlrm_overlap.checkpoint.storage.manifest import DamagedError, read_manifest
 from dlrm_overlap.config import (
-    CRITEO_TABLES,
-    HELD_BATCHES,
     Config,
     DataConfig,
     InputError,
-    ModelConfig,
-    parse_multi_hot,
 )
 from dlrm_overlap.launching.files import check_free
 
@@ -49,55 +43,6 @@ def check_processes(nproc: int) -> None:
             f"--nproc: {nproc} processes are above {most}, the most for the {cores} cores here (4 a core, up to "
             f"{_MOST_PROCESSES}); start one a GPU, or two on a CPU"
         )
-
-
-def check_memory(config: Config, world_size: int, local_ranks: int) -> None:
-    """Check that the batches and layers of this host's `local_ranks` ranks fit in its memory, by the least they need.
-
-    Raises:
-        InputError: naming the key that asks for too much.
-    """
-    train, data = config.train, config.data
-    samples = (train.global_batch_size or train.batch_size * world_size) // world_size
-    tables = data.tables.number(CRITEO_TABLES)
-    specs = data.tables.multi_hot if isinstance(data.tables.multi_hot, list) else [data.tables.multi_hot] * tables
-    ids = sum(parse_multi_hot(spec)[1] for spec in specs)
-    read_bytes = 4 * samples * (ids + tables + data.dense_features + 1)
-    pooled_bytes = 4 * samples * tables * config.model.dim
-    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    ranks = f"{local_ranks} ranks" if local_ranks > 1 else "the one rank"
-    here = f"for {ranks} here, and this machine has {memory_bytes / 1e9:.0f} GB of memory"
-    if (needed := local_ranks * (read_bytes + pooled_bytes)) > memory_bytes:
-        key = "train.global_batch_size" if train.global_batch_size else "train.batch_size"
-        raise InputError(
-            f"{key}: {samples} samples a rank are {needed // 10**9} GB of ids, features and pooled embeddings {here}; "
-            f"take a smaller one"
-        )
-    batches = data.prefetch
-    if data.workers:
-        batches = data.workers * (data.prefetch + math.ceil(HELD_BATCHES / data.workers))
-    if (needed := local_ranks * batches * read_bytes) > memory_bytes:
-        raise InputError(
-            f"data.prefetch: {data.prefetch}, with data.workers {data.workers}, reads {batches} batches ahead, "
-            f"{needed // 10**9} GB {here}; read less ahead"
-        )
-    weights = dense_weights(config.model, tables, data.dense_features)
-    if (needed := local_ranks * 4 * sum(weights.values())) > memory_bytes:
-        key = max(weights, key=weights.__getitem__)
-        value = getattr(config.model, key)
-        raise InputError(
-            f"model.{key}: {value}, and the weights of the dense part are {needed // 10**9} GB {here}; take smaller "
-            f"layers"
-        )
-
-
-def dense_weights(model: ModelConfig, tables: int, dense_features: int) -> dict[str, int]:
-    """Return the number of weights, without biases, that each key of `model` is the cause of."""
-    joined = (tables + 1) * model.dim
-    crossed = model.dim + tables * (tables + 1) // 2 if model.arch == "dot" else joined
-    bottom, top = [dense_features, *model.bottom_mlp], [crossed, *model.top_mlp]
-    weights = {key: sum(map(mul, widths, widths[1:])) for key, widths in (("bottom_mlp", bottom), ("top_mlp", top))}
-    return weights | {"cross_rank": 2 * joined * model.cross_rank * model.cross_layers * (model.arch == "dcn")}
 
 
 def check_resume(config: Config) -> None:

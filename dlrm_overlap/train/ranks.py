@@ -5,18 +5,16 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from jsonargparse.typing import PositiveInt
-
-from dlrm_overlap.config import Config, InputError, PeerError, flatten
+from dlrm_overlap.config import Config, InputError, PeerError, PositiveInt, flatten
 from dlrm_overlap.launching import launcher, process_group
 from dlrm_overlap.launching.lifetime import EndRequest, end_with_launcher, heed_asks
 from dlrm_overlap.launching.parsing import Parser, parse_config
 from dlrm_overlap.launching.spawn import spawn
 from dlrm_overlap.launching.watch import Progress
-from dlrm_overlap.train.preflight import check_memory, check_processes, check_resume, check_start, total_steps
+from dlrm_overlap.train.preflight import check_processes, check_resume, check_start, total_steps
 
 if TYPE_CHECKING:
     import torch
@@ -26,8 +24,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("dlrm_overlap")
 
-# Sections of the configuration, which is compared as it is resolved, and options that place no rank.
-_NOT_COMPARED = {field.name for field in fields(Config)} | {"config", "nproc"}
+_NOT_COMPARED = ("config", "nproc")  # the configuration is compared as it is resolved
 _HOLD_BACK_S = 2.0  # by then a launcher has ended the other ranks of one that has failed
 
 
@@ -65,10 +62,8 @@ class Ranks:
             wait_s = self.config.embedding.wait_timeout_s
             own = {f"--{key}": str(value) for key, value in vars(self.values).items() if key not in _NOT_COMPARED}
             read = {f"the samples of data.{key}": value for key, value in samples.items()}
-            with self.end.while_ranks_meet():
-                process_group.init_process_group(
-                    self.world, self.device, wait_timeout_s=wait_s, facts=flatten(self.config.as_dict()) | own | read
-                )
+            facts = flatten(self.config.as_dict()) | own | read
+            process_group.init_process_group(self.world, self.device, wait_timeout_s=wait_s, facts=facts)
             process_group.watch_ranks(self.world, wait_s, self.progress, lambda: self.end.asked)
         group = dist.group.WORLD
         assert isinstance(group, dist.ProcessGroup)
@@ -136,19 +131,19 @@ def run_on_ranks(
 
     end_with_launcher()
     with _one_rank_reports():
-        config, values = parse_config(" ".join(["dlrm-overlap", *command]), description, argv, add_all, defaults)
+        config, values = parse_config(
+            Config, " ".join(["dlrm-overlap", *command]), description, argv, add_all, defaults
+        )
         check(config, values)
         check_resume(config)
         if values.nproc:
             nproc = _count_processes(values.nproc, config)
             config.train.samples_per_rank(nproc)
-            check_memory(config, nproc, nproc)
             if config.train.device == "cuda":
                 process_group.find_device("cuda", local_rank=nproc - 1)
             return spawn([*command, *_without_nproc(argv)], nproc)
 
         world = launcher.detect()
-        check_memory(config, world.world_size, world.local_world_size)
         # Not before the options are known to be good: this loads torch, which takes seconds.
         from dlrm_overlap.launching.stack import check_stack
 

@@ -64,7 +64,7 @@ def test_goes_on_from_the_newest_that_is_whole(whole: Path, tmp_path: Path) -> N
     _assert_continues(run, whole, 0.0)
     manifest = read_manifest(newest)
     assert find_faults(newest, manifest) == []
-    assert (manifest.parent, manifest.lineage[0][1]) == ("step_20", 20)
+    assert (manifest.parent, manifest.line[-2:]) == ("step_20", (20, 30))
     assert (run / "checkpoints" / "step_20").exists(), "what it came from, since keep is 2"
 
 
@@ -154,7 +154,7 @@ def test_a_full_disk_leaves_what_there_is(whole: Path, tmp_path: Path) -> None:
     )
     assert result.returncode == 2, result.stderr
     (line,) = [line for line in result.stderr.splitlines() if "dlrm-overlap:" in line]
-    assert "step_40 cannot be written (rank 0: File too large; rank 1: File too large)" in line
+    assert "step_40 cannot be written (File too large)" in line
     assert {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()} == before
     run = train_quickstart(tmp_path, "run", 2, *SAVING, "--train.steps", "40")
     assert list(read_metrics(run, "train/loss")) == list(range(1, 41))

@@ -42,7 +42,7 @@ def _check_what_rank_0_finds(folder: Path) -> None:
         from_rank_0(lambda: _fail(InputError("a user's mistake")))
     with pytest.raises(RuntimeError, match="a bug") as error:
         from_rank_0(lambda: _fail(KeyError("a bug")) if dist.get_rank() else _fail(RuntimeError("a bug")))
-    assert str(error.value).startswith("rank 0: ") is (dist.get_rank() == 1)
+    assert str(error.value).startswith("rank 0 has failed") is (dist.get_rank() == 1)
 
 
 def _check_a_lock_refuses_all(folder: Path) -> None:
@@ -216,7 +216,7 @@ def test_a_disk_that_is_full_while_saving(tmp_path: Path) -> None:
     result = _on_a_small_disk(tmp_path, SAVING)
     full = (tmp_path / "full").read_text()
     assert result.returncode == 2, result.stderr + full
-    refused = r"step_8 cannot be written \(rank 0: it takes \d+ bytes, and \d+ are left on the disk\)"
+    refused = r"step_8 cannot be written \(it takes \d+ bytes, and \d+ are left on the disk\)"
     assert re.search(refused, full.splitlines()[-1]), full
     assert (tmp_path / "left").read_text().split() == ["step_2"]
     assert list(read_metrics_of(tmp_path / "whole.jsonl")) == list(range(1, 9))

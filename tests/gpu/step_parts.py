@@ -22,13 +22,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from jsonargparse.typing import PositiveFloat, PositiveInt
 
 from dlrm_overlap.bench.figures.step import build, contender_configs, describe_run
 from dlrm_overlap.bench.harness.training_runs import TrainingRun, read_batches
 from dlrm_overlap.bench.harness.workload import collect_garbage
 from dlrm_overlap.bench.report.rows import as_text
-from dlrm_overlap.config import Config
+from dlrm_overlap.config import Config, PositiveFloat, PositiveInt
 from dlrm_overlap.embedding.backends.push import Push
 from dlrm_overlap.launching.environment import environment
 from dlrm_overlap.launching.parsing import Parser

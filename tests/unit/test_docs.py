@@ -8,6 +8,7 @@ import sys
 import tomllib
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from dlrm_overlap.bench.report.plots import PLOTS
 from dlrm_overlap.bench.request import FIGURES
 from dlrm_overlap.config import Config
 from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder
+from dlrm_overlap.launching.parsing import meanings_of
 from tests import keys
 from tests.agreement import assert_same
 from tests.conftest import read_rows, read_table
@@ -33,7 +35,7 @@ EVERY_PAGE = pytest.mark.parametrize("page", PAGES, ids=str)
 CHAPTERS = sorted(Path("docs/architecture").glob("*.md"))
 ROOTS = (Path("."), Path("dlrm_overlap"))  # where the paths begin that a page names
 _MADE_BY_RUNS = {"runs", "build", "dist"}
-_SECTIONS = {field.name: getattr(field.type, "__name__", "") for field in dataclasses.fields(Config)}
+_SECTIONS: dict[str, Any] = {field.name: field.type for field in dataclasses.fields(Config)}
 _FOLDERS = "|".join({f.name for root in ROOTS for f in root.iterdir() if f.is_dir()} - _MADE_BY_RUNS)
 
 
@@ -145,9 +147,7 @@ _OF_OTHERS = {"cudaMemcpyBatchAsync", "DataLoader"}  # names that the chapters c
 
 @pytest.mark.parametrize("page", [Path("docs/architecture.md"), *CHAPTERS], ids=str)
 def test_what_the_chapters_name_in_code_is_there(page: Path, words_of_the_code: set[str]) -> None:
-    fields = {
-        prefix: {key for name, key in keys.meanings() if name == section} for prefix, section in _SECTIONS.items()
-    }
+    fields = {prefix: set(meanings_of(section)) for prefix, section in _SECTIONS.items()}
     files = ["pyproject.toml"]
     files += [str(path) for folder in (*_CODE, "docs", "launch") for path in Path(folder).rglob("*.*")]
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)

@@ -1,11 +1,9 @@
 """Which checkpoints of a folder a run goes on from, and which of them it keeps. Loads no torch.
 
-A run that goes on from an earlier checkpoint than the last one begins a new branch, and abandons the later ones.
-Each manifest has the number of its save, its branch, and its lineage: how far each branch that led to it counts. The
-checkpoint with the greatest number is the tip; the line is the tip and the checkpoints that led to it.
+A run that goes on from an earlier checkpoint than the last one abandons the later ones. Each manifest has the number of
+its save, and its line: the steps of the checkpoints that led to it.
 
-Example, saves in this order: 10, 20, 30 of branch a; then, gone on from 20, step 25 of branch b with the lineage
-[(a, 20), (b, 25)]. The line is 25, 20, 10; step 30 is abandoned.
+Example, saves in this order: 10, 20, 30; then, gone on from 20, step 25 with the line 10, 20, 25. Step 30 is abandoned.
 """
 
 import os
@@ -51,28 +49,25 @@ def line(manifests: Mapping[Path, Manifest]) -> list[Path]:
     if not manifests:
         return []
     tip = max(manifests.values(), key=_order)
-    led = {path: m for path, m in manifests.items() if any(m.branch == b and m.step <= s for b, s in lineage(tip))}
-    return sorted(led, key=lambda path: _order(led[path]), reverse=True)
-
-
-def lineage(manifest: Manifest) -> tuple[tuple[str, int], ...]:
-    """Return the branches that led to a checkpoint and how far each counts, its own the last."""
-    return manifest.lineage or ((manifest.branch, manifest.step),)
+    led = [path for path, each in manifests.items() if each is tip or each.step in tip.line]
+    return sorted(led, key=lambda path: _order(manifests[path]), reverse=True)
 
 
 def surplus(manifests: Mapping[Path, Manifest], damaged: list[Path], keep: int, keep_best: int) -> list[Path]:
     """Return the checkpoints to remove after a save.
 
     Of the line the newest `keep` stay, and the `keep_best` of the greatest AUROC. Abandoned and damaged ones stay until
-    the branch of the newest has `keep` checkpoints of its own.
+    the line has `keep` checkpoints that were written after those abandoned.
     """
     order = line(manifests)
     rated = [path for path in order if "auroc" in manifests[path].metrics]
     best = sorted(rated, key=lambda path: manifests[path].metrics["auroc"], reverse=True)[:keep_best]
     kept = {*order[:keep], *best}
     removed = [path for path in order if path not in kept]
-    if sum(manifests[path].branch == manifests[order[0]].branch for path in order) >= keep:
-        removed += [path for path in (*manifests, *damaged) if path not in order]
+    abandoned = [path for path in manifests if path not in order]
+    last = max((manifests[path].saved for path in abandoned), default=-1)
+    if sum(manifests[path].saved > last for path in order) >= keep:
+        removed += [*abandoned, *damaged]
     return removed
 
 

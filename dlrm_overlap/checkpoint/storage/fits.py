@@ -12,9 +12,9 @@ log = logging.getLogger("dlrm_overlap")
 
 def differences(manifest: Manifest, shape: dict[str, Any]) -> str:
     """Return each field of `shape` that differs in a checkpoint, in words; empty if none does."""
-    had, has = _flat(manifest.shape), _flat(shape)
+    had = manifest.shape
     return "; ".join(
-        f"{key} {_short(had.get(key))}, this run has {_short(has[key])}" for key in has if had.get(key) != has[key]
+        f"{key} {_short(had.get(key))}, this run has {_short(has)}" for key, has in shape.items() if had.get(key) != has
     )
 
 
@@ -45,12 +45,6 @@ def check_fits(
         )
     if changes:
         log.info("resume: %s was trained with %s", path, changes)
-
-
-def _flat(shape: dict[str, Any]) -> dict[str, Any]:
-    """Return `shape` with the model's keys named as in the configuration."""
-    model = {f"model.{key}": value for key, value in shape.get("model", {}).items()}
-    return model | {key: value for key, value in shape.items() if key != "model"}
 
 
 def _short(value: Any) -> str:

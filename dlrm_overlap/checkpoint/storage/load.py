@@ -17,7 +17,6 @@ from dlrm_overlap.checkpoint.storage.manifest import (
 )
 from dlrm_overlap.checkpoint.storage.save import gather
 from dlrm_overlap.config import InputError
-from dlrm_overlap.launching.files import read_file
 
 
 def load_weights(path: Path, model: nn.Module, cuts: Mapping[str, Cut] | None = None) -> None:
@@ -65,7 +64,7 @@ def agree_on(path: Path, tick: Callable[[], None] = lambda: None) -> tuple[Manif
     seen, faults, manifest = "nothing", [], None
     try:
         manifest = read_manifest(path)
-        seen = hashlib.sha256(read_file(path / MANIFEST)).hexdigest()
+        seen = hashlib.sha256((path / MANIFEST).read_bytes()).hexdigest()
     except (DamagedError, OSError) as error:
         faults = [str(error)]
     everywhere = gather(seen)

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from dlrm_overlap.config import InputError, in_one_line
-from dlrm_overlap.launching.files import open_file, read_file
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "checkpoint.json"
 _CHECKSUM = ',\n "sha256": "'
 _CHUNK_BYTES = 1 << 24
@@ -70,10 +69,8 @@ class Manifest:
     """should be the same: which samples a step takes"""
     saved: int = 0
     """number of this save in its folder; the greatest one was written last"""
-    branch: str = ""
-    """name of the line of saves that it belongs to"""
-    lineage: tuple[tuple[str, int], ...] = ()
-    """the branches that led here, oldest first: (branch, the last step of it that counts)"""
+    line: tuple[int, ...] = ()
+    """steps of the checkpoints of its folder that led here, oldest first, its own the last"""
     parent: str | None = None
     """the checkpoint that was saved or loaded before, by its name in this folder or its path elsewhere"""
     metrics: dict[str, float] = field(default_factory=dict)
@@ -100,19 +97,19 @@ def read_manifest(checkpoint: Path) -> Manifest:
 
     Raises:
         DamagedError: if it cannot be read or was changed.
-        InputError: if it is of a format that is newer than this program.
+        InputError: if it is of the format of another version of this program.
     """
     path = checkpoint / MANIFEST
     try:
-        text = read_file(path).decode()
+        text = path.read_text()
         content = json.loads(text)
         if not isinstance(content, dict):
             raise ValueError("no object")
         head = text.rpartition(_CHECKSUM)[0]
         if text != head + _tail(head):
             raise ValueError("its checksum is another")
-        if (version := content["format"]) > FORMAT:
-            raise InputError(f"{path} has format {version}, and this program knows those up to {FORMAT}; use a newer")
+        if (version := content["format"]) != FORMAT:
+            raise InputError(f"{path} has format {version}, and this program knows {FORMAT}; use the one that wrote it")
         return _from_json(content)
     except OSError as error:
         raise DamagedError(f"{path} cannot be read ({error.strerror})") from None
@@ -124,7 +121,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
 
 def _from_json(content: dict[str, Any]) -> Manifest:
     content.pop("sha256")
-    content["lineage"] = tuple((branch, step) for branch, step in content["lineage"])
+    content["line"] = tuple(content["line"])
     content["files"] = {name: StoredFile(**about) for name, about in content["files"].items()}
     content["tensors"] = {
         name: StoredTensor(
@@ -174,7 +171,7 @@ def check_file(path: Path, expected: StoredFile, tick: Callable[[], None] = lamb
         if (size := path.stat().st_size) != expected.bytes:
             raise DamagedError(f"{path} has {size} bytes, not {expected.bytes}")
         checksum = hashlib.sha256()
-        with open_file(path) as file:
+        with path.open("rb") as file:
             while chunk := file.read(_CHUNK_BYTES):
                 checksum.update(chunk)
                 tick()

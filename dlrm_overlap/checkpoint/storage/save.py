@@ -1,6 +1,5 @@
 """Writing a checkpoint from all ranks: beside its final place, synced, with the manifest last, then renamed."""
 
-import contextlib
 import os
 import shutil
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from dlrm_overlap.checkpoint.storage.manifest import (
     write_synced,
 )
 from dlrm_overlap.checkpoint.storage.tensor_file import ToCpu, copy_to_cpu, dtype_code, write_tensors
+from dlrm_overlap.comm.every_rank import on_every_rank
 from dlrm_overlap.config import InputError
 from dlrm_overlap.launching.files import sync_folder
 
@@ -70,17 +70,21 @@ def write_checkpoint(
     """
     rank, temporary = dist.get_rank(), final.with_name(f"{_PARTIAL}{final.name}")
     needed = sum(gather(sum(extent.tensor.nbytes for extent in mine), group)) + _SPARE_BYTES
+    ranks = group or dist.group.WORLD
+    assert ranks is not None
+
+    def on_all(act: Callable[[], _T]) -> _T:
+        return on_every_rank(lambda: _writing(final, act), ranks)
+
     try:
-        _agree(final, "" if rank else _fault_of(lambda: _make(temporary, needed)), group)
-        written: list[StoredFile] = []
+        on_all(lambda: None if rank else _make(temporary, needed))
         tensors = {extent.key: extent.tensor for extent in mine}
-        path = temporary / _file(rank)
-        _agree(final, _fault_of(lambda: written.append(write_tensors(path, tensors, to_cpu))), group)
-        gathered = gather((written[0], _describe(mine, _file(rank)), refusal()), group)
+        written = on_all(lambda: write_tensors(temporary / _file(rank), tensors, to_cpu))
+        gathered = gather((written, _describe(mine, _file(rank)), refusal()), group)
         if refusals := [each for _, _, each in gathered if each]:
             raise RefusedError(refusals[0])
         files = [(file, described) for file, described, _ in gathered]
-        _agree(final, "" if rank else _fault_of(lambda: _commit(temporary, final, manifest(), files)), group)
+        on_all(lambda: None if rank else _commit(temporary, final, manifest(), files))
     except InputError:
         if rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -91,16 +95,7 @@ def remove_checkpoint(path: Path) -> None:
     """Remove the checkpoint `path`, which is not found any more from the first moment on."""
     removed = path.with_name(f"{_PARTIAL}removed_{path.name}")
     os.replace(path, removed)
-    with contextlib.suppress(OSError):  # the next save tries again
-        _discard(removed)
-
-
-def _discard(path: Path) -> None:
-    """Remove a folder with its contents, or a file, or a link alone."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink()
+    shutil.rmtree(removed, ignore_errors=True)  # the next save tries again
 
 
 def gather(value: _T, group: dist.ProcessGroup | None = None) -> list[_T]:
@@ -116,30 +111,22 @@ def _file(rank: int) -> str:
     return f"rank_{rank}.safetensors"
 
 
-def _fault_of(act: Callable[[], object]) -> str:
-    """Do `act`, and return the operating system's error, empty if there is none."""
+def _writing(final: Path, act: Callable[[], _T]) -> _T:
+    """Do `act`; raise the operating system's error as an InputError."""
     try:
-        act()
+        return act()
     except OSError as error:
-        return error.strerror or str(error)
-    return ""
-
-
-def _agree(final: Path, fault: str, group: dist.ProcessGroup | None) -> None:
-    """Raise an InputError on all ranks if one has a fault; a collective."""
-    faults = [f"rank {rank}: {each}" for rank, each in enumerate(gather(fault, group)) if each]
-    if faults:
         raise InputError(
-            f"checkpoint: {final} cannot be written ({'; '.join(faults)}); the checkpoints before it are as they were; "
-            f"make room or mend the folder, and start again: the run goes on from the newest, or, without any, begins "
-            f"anew"
-        )
+            f"checkpoint: {final} cannot be written ({error.strerror or error}); the checkpoints before it are as they "
+            f"were; make room or mend the folder, and start again: the run goes on from the newest, or, without any, "
+            f"begins anew"
+        ) from None
 
 
 def _make(temporary: Path, needed_bytes: int) -> None:
     temporary.parent.mkdir(parents=True, exist_ok=True)
     for left in temporary.parent.glob(f"{_PARTIAL}*"):  # by a run that died
-        _discard(left)
+        shutil.rmtree(left)
     free = shutil.disk_usage(temporary.parent).free
     if needed_bytes > free:
         raise OSError(f"it takes {needed_bytes} bytes, and {free} are left on the disk")

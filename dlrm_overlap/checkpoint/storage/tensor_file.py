@@ -16,7 +16,6 @@ from pathlib import Path
 import torch
 
 from dlrm_overlap.checkpoint.storage.manifest import DamagedError, StoredFile
-from dlrm_overlap.launching.files import open_file
 
 _CODES = {
     torch.float32: "F32",
@@ -84,7 +83,7 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
         DamagedError: if it is not such a file.
     """
     try:
-        with open_file(path) as file:
+        with path.open("rb") as file:
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # writing to it leaves the file alone
     except (OSError, ValueError) as error:  # ValueError: an empty file
         raise DamagedError(f"{path} cannot be read ({error})") from None

@@ -42,33 +42,23 @@ def _facts(manifest: Manifest) -> dict[str, Any]:
         "step": manifest.step,
         "format": manifest.format,
         "parent": manifest.parent or "none",
-        "branch": manifest.branch,
         "ranks": about.get("world_size", "unknown"),
         "backend": about.get("config", {}).get("embedding", {}).get("backend", "unknown"),
         "plan": ", ".join(f"{kinds.count(kind)} {kind}" for kind in sorted(set(kinds))) or "unknown",
     }
-    facts |= manifest.metrics
-    model = manifest.shape.get("model", {})
-    shape = {f"model.{key}": value for key, value in model.items()}
-    shape |= {key: value for key, value in manifest.shape.items() if key != "model"}
-    return facts | shape | manifest.settings
+    return facts | manifest.metrics | manifest.shape | manifest.settings
 
 
 def verify(path: Path) -> list[str]:
     """Return the faults of the checkpoint `path`, none if it is whole.
 
     Raises:
-        InputError: if it is no checkpoint, or was removed meanwhile.
+        InputError: if it is no checkpoint.
     """
     try:
-        faults = find_faults(path, _manifest(path))
+        return find_faults(path, _manifest(path))
     except DamagedError as error:
-        faults = [str(error)]
-    if not path.is_dir():
-        raise InputError(
-            f"checkpoint: {path} was removed while it was read, as a run removes its older ones; name another one"
-        )
-    return faults
+        return [str(error)]
 
 
 def export(path: Path, output: Path, optimizer: bool = False) -> int:

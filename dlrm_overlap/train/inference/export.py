@@ -47,7 +47,7 @@ def export_for_inference(path: Path, output: Path, quantize: str = "none") -> di
         with TemporaryDirectory(dir=output.parent, prefix=f".{output.name}.") as folder:
             model, squares = build_for_inference(path, manifest, quantize, Scratch(Path(folder)))
             signature = _signature(model, manifest, output.name, quantize, squares)
-            program = trace(model, manifest.shape["model"]["dense_features"])
+            program = trace(model, manifest.shape["model.dense_features"])
             with replacing(output) as stream:
                 torch.export.save(program, stream)
         write_json(beside, signature, "export")
@@ -74,7 +74,7 @@ def trace(model: InferenceModel, dense_features: int) -> torch.export.ExportedPr
 
 def _signature(model: InferenceModel, manifest: Manifest, name: str, quantize: str, squares: Squares) -> dict[str, Any]:
     rows = manifest.shape["rows"]
-    features = manifest.shape["model"]["dense_features"]
+    features = manifest.shape["model.dense_features"]
     tables = {key: {"rows": count} for key, count in zip(table_keys(len(rows)), rows, strict=True)}
     cost = {} if quantize == "none" else {"relative_rms_error_of_weights": squares.relative_rms_error}
     return {

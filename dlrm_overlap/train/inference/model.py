@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 from dlrm_overlap.checkpoint.storage.extents import Checkpoint, Extent, fill
 from dlrm_overlap.checkpoint.storage.manifest import Manifest
-from dlrm_overlap.config import InputError, ModelConfig
+from dlrm_overlap.config import ModelConfig
 from dlrm_overlap.train.inference.tables import FloatTable, Int8Table, NarrowTable, quantise_rows
 from dlrm_overlap.train.model import DLRM
 
@@ -100,13 +100,12 @@ def build_for_inference(
         scratch: for tables that are not a piece of one of the checkpoint's files.
 
     Raises:
-        InputError: if the checkpoint does not name its model, or lacks a tensor of it.
+        InputError: if the checkpoint lacks a tensor of its model.
         OSError: if there is no room for a table.
     """
     stored = Checkpoint(path, manifest)
-    model, rows = dict(manifest.shape.get("model", {})), manifest.shape.get("rows", [])
-    if not model or not rows:
-        raise InputError(f"export: {path} does not tell of which model it is; export its tensors alone")
+    rows = manifest.shape["rows"]
+    model = {key[6:]: value for key, value in manifest.shape.items() if key.startswith("model.")}
     dense_features = model.pop("dense_features")
     with torch.random.fork_rng(devices=[]):
         dlrm = DLRM(ModelConfig(**model), rows, dense_features, "fp32")
@@ -117,7 +116,7 @@ def build_for_inference(
     for key, count in zip(dlrm.keys, rows, strict=True):
         name, shape = f"model.dlrm.embedding.embedding_bags.{key}.weight", (count, dlrm.dim)
         if quantize == "int8":
-            step = count if manifest.format == 0 else max(1, _CHUNK_ELEMENTS // dlrm.dim)  # 0: a read is of all rows
+            step = max(1, _CHUNK_ELEMENTS // dlrm.dim)
             tables.append(quantised_table(name, shape, step, stored, scratch, squares))
         else:
             weight = stored_table(name, shape, stored, scratch)

@@ -3,30 +3,10 @@
 from pathlib import Path
 
 import pytest
-import torch
 
 from dlrm_overlap.bench.report.drawing import todays
 from dlrm_overlap.comm.calls import COPIED_FROM_BYTES, fastest_way
-from dlrm_overlap.comm.copy_engine import Copy2D, _check
 from tests.conftest import read_rows
-
-
-def test_one_row_has_no_pitch_but_its_width() -> None:
-    far = torch.zeros(1).as_strided((1, 1), (1 << 30, 1))  # as of a row of a tensor whose rows have 4 GiB
-    assert Copy2D.of(torch.zeros(1, 1), far)[1:] == (4, far.data_ptr(), 4, 4, 1)
-    wide = torch.zeros(3, 4)
-    assert Copy2D.of(torch.zeros(3, 2), wide[:, :2])[1:] == (8, wide.data_ptr(), 16, 8, 3)
-
-
-def test_an_error_of_cuda_is_told_by_its_name() -> None:
-    class Returned:
-        value, name = 700, "cudaErrorIllegalAddress"
-
-    def cudaMemcpy2DAsync(*_: object) -> tuple[Returned]:  # noqa: N802
-        return (Returned(),)
-
-    with pytest.raises(RuntimeError, match=r"CUDA error: cudaMemcpy2DAsync returned cudaErrorIllegalAddress"):
-        _check(cudaMemcpy2DAsync, 1)
 
 
 @pytest.mark.parametrize(("case", "least"), COPIED_FROM_BYTES.items())

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-import pytest
 import torch
 
 from dlrm_overlap.comm.counters import Counters
@@ -75,28 +74,6 @@ def test_captured_steps_go_on_after_eager_ones_with_the_arguments_that_were_capt
     assert steps.replay() == [6, 14]
     assert steps.replay() == [7, 15]
     assert steps.eager() == [8, 16]
-
-
-def test_each_word_is_one_number_at_a_multiple_of_16_bytes() -> None:
-    counters = Counters(CPU, 3)
-    counters.advance()
-    counters.each[1].word.fill_(40)
-    assert [int(each.word) for each in counters.each] == [1, 40, 1]
-    for each in counters.each:
-        assert (each.word.shape, each.word.dtype) == ((1,), torch.int64)
-        assert each.word.data_ptr() % 16 == counters.each[0].word.data_ptr() % 16
-
-
-def test_arguments_that_stand_are_not_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    counters = Counters(CPU, 2)
-    counters.each[FIRST].value = 5
-    written: list[int] = []
-    fill = torch.Tensor.fill_
-    monkeypatch.setattr(torch.Tensor, "fill_", lambda word, number: (written.append(number), fill(word, number))[1])
-    counters.set_arguments([2, 0])
-    assert written == [3], "the second has its argument already"
-    counters.set_arguments([2, 0])
-    assert written == [3]
 
 
 def test_the_number_is_whole_on_the_device_in_captured_steps_and_where_it_has_been_settled() -> None:

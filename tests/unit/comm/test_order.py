@@ -75,12 +75,3 @@ def test_a_capture_waits_for_nothing_of_the_one_before(device: Device) -> None:
     order.begin()  # the capture before failed
     device.take(order, "ids")
     assert device.log[2:] == ["main runs", "ids runs"]
-
-
-def test_what_comes_after_something_that_failed_waits_for_it_all_the_same(device: Device) -> None:
-    order = CommunicationOrder()
-    order.begin()
-    with pytest.raises(MemoryError), order:
-        raise MemoryError
-    device.take(order, "ids")
-    assert device.log == ["ids waits for main1", "ids runs"]

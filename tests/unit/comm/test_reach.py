@@ -1,6 +1,5 @@
 """Which ranks make a host, and who passes on what."""
 
-import time
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
@@ -8,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dlrm_overlap.comm.reach import Place, Reach, find_reach, hosts_of, place_of
+from dlrm_overlap.comm.reach import Place, Reach, find_reach, hosts_of
 from dlrm_overlap.config import InputError
 
 
@@ -38,11 +37,6 @@ def test_hosts_are_runs_of_ranks_that_all_reach_each_other(
     assert why in told
 
 
-def test_cpu_ranks_of_a_machine_reach_each_other() -> None:
-    here = place_of(torch.device("cpu"))
-    assert hosts_of([here, here, here._replace(machine="another")])[0] == (range(2), range(2, 3))
-
-
 def test_each_message_is_taken_by_the_rank_at_the_senders_place() -> None:
     hosts = (range(3), range(3, 5), range(5, 6))
     assert [Reach(0, hosts).relay(source, hosts[1]) for source in (0, 1, 2, 5)] == [3, 4, 3, 3]
@@ -66,13 +60,6 @@ def test_a_rank_takes_what_is_relayed_to_it(lengths: Sequence[int]) -> None:
                 taken[reach.relay(source, host)].append(source)
     assert {rank: list(reach.taken_by(rank)) for rank in ranks} == taken
     assert reach.most_taken == max(map(len, taken.values()))
-
-
-def test_a_thousand_ranks_are_looked_through_in_no_time() -> None:
-    reach, begin = Reach(5, tuple(range(first, first + 8) for first in range(0, 1024, 8))), time.monotonic()
-    assert reach.most_taken == 127
-    assert all(5 in reach.taken_by(reach.relay(5, host)) for host in reach.others)
-    assert time.monotonic() - begin < 1.0
 
 
 def test_hosts_are_emulated_if_they_divide_the_ranks(world_of_one: dist.ProcessGroup) -> None:

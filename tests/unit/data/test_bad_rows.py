@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from dlrm_overlap.cli import main
-from dlrm_overlap.config import DataConfig, InputError, TablesConfig
+from dlrm_overlap.config import InputError, TablesConfig
 from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.data.criteo import CriteoMultihot, CriteoNpy, CriteoText
-from dlrm_overlap.data.loader import make_loader, open_datasets
+from dlrm_overlap.data.loader import make_loader
 from dlrm_overlap.data.prepare_criteo import prepare_criteo
 from tests.conftest import read_metrics
 from tests.distributed.workers import make_trainer, quickstart
@@ -84,18 +84,6 @@ def test_a_bad_sample_of_multi_hot_arrays_is_replaced_too(tmp_path: Path) -> Non
     np.save(tmp_path / "day_0_labels.npy", np.array([[0], [1], [0], [1]], np.int32))
     batch = CriteoMultihot(tmp_path, TablesConfig(rows=ROWS), "skip").read(0, 4)
     assert (batch.stand_ins, batch.labels.tolist()) == (1, [0, 1, 1, 1])
-
-
-def test_held_out_samples_and_those_to_train_on_never_stand_in_for_each_other(tmp_path: Path) -> None:
-    _days(tmp_path, {89: 88, 90: 91, 119: 118})
-    options: dict[str, Any] = {"kind": "criteo_npy", "tables": TablesConfig(rows=ROWS), "eval_fraction": 0.25}
-    of_bad = open_datasets(DataConfig(path=str(tmp_path / "bad"), bad_rows="skip", **options))
-    of_clean = open_datasets(DataConfig(path=str(tmp_path / "clean"), **options))
-    for data, clean, stand_ins in zip(of_bad, of_clean, (1, 2), strict=True):
-        assert data.num_samples
-        batch = data.read(0, data.num_samples)
-        assert _same(batch, clean.read(0, data.num_samples))
-        assert batch.stand_ins == stand_ins
 
 
 def test_a_file_of_bad_rows_alone_is_an_error(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import gzip
 import math
-import multiprocessing
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 import torch
 
 from dlrm_overlap.config import DataConfig, InputError, TablesConfig
-from dlrm_overlap.data.batch import Batch, Dataset
+from dlrm_overlap.data.batch import Dataset
 from dlrm_overlap.data.criteo import CriteoMultihot, CriteoNpy, CriteoText, open_criteo
 from dlrm_overlap.data.loader import Slice
 from tests.unit.data.criteo_lines import ROWS, assert_one_line, hash_plainly, parse_plainly, random_lines
@@ -147,7 +146,7 @@ def write_id(folder: Path, hot: Sequence[int] | None, t: int, sample: int, value
 
 
 @pytest.mark.parametrize("hot", [None, HOT])
-@pytest.mark.parametrize("t", range(26))
+@pytest.mark.parametrize("t", [0, 25])
 def test_an_id_out_of_range_is_named(tmp_path: Path, hot: Sequence[int] | None, t: int) -> None:
     write_day(tmp_path, 0, 30, hot)
     kind = CriteoNpy if hot is None else CriteoMultihot
@@ -272,14 +271,6 @@ def test_wrong_npz_files_are_named(tmp_path: Path, how: str, rule: str) -> None:
     assert_one_line(error)
 
 
-def test_the_members_of_an_npz_need_not_be_aligned(tmp_path: Path) -> None:
-    day = write_day(tmp_path, 0, 5, HOT)
-    file = tmp_path / "day_0_sparse_multi_hot.npz"
-    file.write_bytes(b"x" + file.read_bytes())  # a zip may follow other bytes
-    data = CriteoMultihot(tmp_path, TablesConfig(rows=ROWS))
-    assert_reads(data, day["labels"][:, 0], day["dense"], [day[f"{t}"] for t in range(26)])
-
-
 def write_kind(folder: Path, kind: str) -> str:
     if kind == "criteo_tsv":
         (folder / "train.txt").write_bytes(b"\n".join(random_lines(12)))
@@ -327,25 +318,3 @@ def test_a_data_set_without_samples_is_refused(tmp_path: Path) -> None:
         CriteoNpy(tmp_path, TablesConfig(rows=ROWS))
     write_day(tmp_path, 1, 3)
     assert CriteoNpy(tmp_path, TablesConfig(rows=ROWS)).read(0, 4).labels.numel() == 4
-
-
-def as_lists(batch: Batch) -> list[list]:
-    return [x.tolist() for x in (batch.dense, batch.sparse.lengths(), batch.sparse.values(), batch.labels)]
-
-
-@KINDS
-def test_forked_data_sets_read_the_same(tmp_path: Path, kind: str) -> None:
-    path = write_kind(tmp_path, kind)
-    config = DataConfig(kind=kind, path=path, tables=TablesConfig(rows=ROWS))  # pyright: ignore[reportArgumentType]
-    data = open_criteo(config, path)
-    expected = as_lists(data.read(5, 9))
-
-    context = multiprocessing.get_context("fork")
-    answers = context.SimpleQueue()
-    readers = [context.Process(target=lambda: answers.put(as_lists(data.read(5, 9)))) for _ in range(2)]
-    for reader in readers:
-        reader.start()
-    for reader in readers:
-        reader.join(timeout=60)
-        assert reader.exitcode == 0
-        assert answers.get() == expected

@@ -2,7 +2,6 @@
 
 import gzip
 import math
-import re
 from pathlib import Path
 
 import numpy as np
@@ -120,23 +119,6 @@ def test_unreadable_files_are_named(tmp_path: Path) -> None:
         assert_one_line(error)
 
 
-@pytest.mark.parametrize(
-    ("first", "name"),
-    [
-        (b"PK\x03\x04\x14\0", "a zip archive"),
-        (b"PAR1\x15\0", "a Parquet file"),
-        (b"\xef\xbb\xbf0\t1", "UTF-8 with a byte order mark"),
-        (gzip.compress(b"0\t1\n"), "gzip, which is read from names that end in .gz,"),
-    ],
-)
-def test_files_of_another_format_are_named(tmp_path: Path, first: bytes, name: str) -> None:
-    file = tmp_path / "day_0"
-    file.write_bytes(first + bytes(1 << 17))
-    for skip in (False, True):
-        with pytest.raises(InputError, match=rf"day_0: begins as {re.escape(name)} does; give Criteo's text"):
-            list(read_rows(file, skip=skip))
-
-
 def test_folders_give_their_files_in_natural_order(tmp_path: Path) -> None:
     for name in ("day_10", "day_2.gz", "day_0", "b.tsv", "train.txt", "test.txt", "day_0.json", "notes"):
         (tmp_path / name).touch()
@@ -160,13 +142,3 @@ def test_hash_agrees_with_plain_python() -> None:
     assert ids.dtype == np.int32
     for i, t in np.ndindex(50, 26):
         assert ids[i, t] == (0 if missing[i, t] else hash_plainly(int(categories[i, t]), rows[t])), (i, t)
-
-
-@pytest.mark.parametrize("step", [1, 16, 1 << 16])
-def test_hash_spreads_regular_values_evenly(step: int) -> None:
-    values = np.repeat(np.arange(16000, dtype=np.uint32)[:, None] * np.uint32(step), 26, axis=1)
-    ids = hash_ids(values, np.zeros(values.shape, bool), [17] * 26)
-    counts = np.bincount(ids[:, 0], minlength=17)
-    assert counts[0] == 0
-    # 1000 expected a row, with a standard deviation of 31 were they drawn at random.
-    assert np.abs(counts[1:] - 1000).max() < 150

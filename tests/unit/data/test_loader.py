@@ -84,23 +84,11 @@ def test_ranks_split_a_global_batch(world_size: int):
         assert numbers.tolist() == list(range(step * 16, step * 16 + 16))
 
 
-@pytest.mark.parametrize("last_step", [5, 4])
-@pytest.mark.parametrize("workers", [0, 2])
-def test_no_steps_give_no_batches(workers: int, last_step: int):
-    assert list(load(Numbered(), workers, first_step=5, last_step=last_step)) == []
-
-
 @WORKERS
 @pytest.mark.usefixtures("leaves_nothing_behind")
 def test_distinct_steps_repeat(workers: int):
     firsts = [int(batch.dense[0]) for batch in load(Numbered(), workers, last_step=9, distinct_steps=4)]
     assert firsts == [0, 4, 8, 12, 0, 4, 8, 12, 0]
-
-
-def test_distinct_steps_are_read_once():
-    dataset = Numbered()
-    list(load(dataset, 0, last_step=20, distinct_steps=3))
-    assert dataset.reads == [0, 4, 8]
 
 
 class MadeOnGpu(Numbered):
@@ -178,37 +166,6 @@ def test_thread_reads_ahead_and_no_further():
         wait_until(lambda: len(dataset.reads) == 4, 10, "no batch is read ahead")
         time.sleep(0.05)
         assert dataset.reads == [0, 4, 8, 12]
-
-
-def test_closing_drops_the_reads_not_begun():
-    dataset = Numbered()
-    dataset.read_s = 0.05
-    with load(dataset, 0, prefetch=8) as batches:
-        next(batches)
-    assert len(dataset.reads) < 5  # the one taken, the one in hand, and some in case this process was held up
-
-
-def test_wait_counts_the_time_in_next_alone():
-    dataset = Numbered()
-    dataset.read_s = 0.05
-    with load(dataset, 0, prefetch=1) as batches:
-        assert batches.wait_s == 0
-        next(batches)
-        waited = batches.wait_s
-        assert waited >= 0.05
-        wait_until(lambda: len(dataset.reads) == 2, 10, "no batch is read ahead")
-        time.sleep(0.05)  # the training step, in which the next batch becomes ready
-        assert batches.wait_s == waited
-        next(batches)
-        assert batches.wait_s - waited < 0.05
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_loading_leaves_the_global_generator_alone(workers: int):
-    torch.manual_seed(5)
-    state = torch.get_rng_state()
-    list(load(Numbered(), workers))
-    assert torch.equal(torch.get_rng_state(), state)
 
 
 @pytest.mark.gpu

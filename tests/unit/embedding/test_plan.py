@@ -29,7 +29,7 @@ _ROWS, _POOLING = [100, 50, 20, 10], [1.0, 2.0, 3.0, 4.0]
 
 
 def _config(*options: str) -> Config:
-    return parse_config("train", "", ["--config", "configs/quickstart.yaml", *options], lambda parser: None)[0]
+    return parse_config(Config, "train", "", ["--config", "configs/quickstart.yaml", *options])[0]
 
 
 def _plan(config: Config, group: dist.ProcessGroup, rows: list[int] | None = None) -> ShardingPlan:

@@ -2,12 +2,7 @@
 
 import pytest
 
-from dlrm_overlap.dense.gemm.plan import WHOLE, double, gathered_parts, halve, head, scattered_parts, senders, turns
-
-
-def test_the_first_rows_on_the_links_are_whole_tiles_or_vectors() -> None:
-    assert [head(rows, 4) for rows in (16384, 8192, 1000, 3)] == [2048, 1024, 128, 3]
-    assert head(8192, 1) == head(8192, WHOLE) == 8192
+from dlrm_overlap.dense.gemm.plan import WHOLE, double, gathered_parts, halve, scattered_parts, senders, turns
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 8])
@@ -43,8 +38,3 @@ def test_parts_are_small_at_both_ends_alone() -> None:
     assert double(19, 3) == [(0, 8), (8, 19)]
     assert halve(8192, 4) == [(0, 4096), (4096, 6144), (6144, 7168), (7168, 8192)]
     assert halve(5, 4) == [(0, 5)]
-
-
-def test_whole_blocks_are_few_products() -> None:
-    assert [list(part.ranks) for part in gathered_parts(5, 8, 64, WHOLE)] == [[4], [6, 7], [0, 1, 2, 3]]
-    assert [list(part.ranks) for part in scattered_parts(1, 4, 64, WHOLE)] == [[2, 3], [0]]

@@ -97,16 +97,6 @@ def test_a_way_that_cannot_run_is_refused(problem: Problem, way: str, message: s
         _between_gpus()._pick(problem, way)
 
 
-@pytest.mark.parametrize("way", ["tiles", "triggered"])
-def test_one_queue_for_all_streams_is_refused(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There a captured copy may come after the kernel that waits for it."""
-    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
-    assert not _between_gpus().fault(LARGE, way)
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    assert "CUDA_DEVICE_MAX_CONNECTIONS is 1" in _between_gpus().fault(LARGE, way)
-    assert not _between_gpus().fault(LARGE, "copies")
-
-
 def test_auto_runs_serially_where_there_is_no_room(
     world_of_one: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -120,20 +110,6 @@ def test_auto_runs_serially_where_there_is_no_room(
     assert "runs serially, since no room for a window" in caplog.text
     with pytest.raises(InputError, match="no room for a window"):
         products.begin_reduce_scatter(torch.ones(8, 3), Layer(torch.ones(4, 3)), "serial")
-
-
-def test_memory_that_is_made_in_inference_mode_serves_training(
-    world_of_one: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It would otherwise be of tensors that nothing may write to afterwards."""
-    made: list[torch.Tensor] = []
-    products, rows = ParallelProducts(world_of_one, CPU), torch.ones(2, 3)
-    monkeypatch.setattr(products, "_prepare", lambda *_: made.append(torch.zeros(1)))
-    with torch.inference_mode():
-        out, _ = products.all_gather_matmul(rows, Layer(torch.ones(4, 3)), "auto", keep=False)
-    made[0].add_(1)
-    assert not made[0].is_inference()
-    assert out.is_inference()
 
 
 def test_on_cpus_partial_products_are_added_up_in_the_order_of_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

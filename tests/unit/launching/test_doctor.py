@@ -87,67 +87,6 @@ def test_doctor_shows_gpus_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "GPUs 0-2 | 3 by stores" in doctor._reach().detail
 
 
-def test_doctor_without_a_gpu_on_a_cuda_build(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    (finding,) = doctor._gpus()
-    assert (finding.status, finding.needed) == ("missing", False)
-
-
-@pytest.mark.parametrize(("free", "status"), [(64 << 20, "wrong"), (8 << 30, "ok")])
-def test_doctor_measures_shared_memory(monkeypatch: pytest.MonkeyPatch, free: int, status: str) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: SimpleNamespace(total=8 << 30, free=free))
-    assert doctor._symmetric_memory().status == status
-
-
-@pytest.mark.parametrize(
-    ("library", "mpirun", "status", "detail"),
-    [
-        ("Open MPI v5.0.1, package: x\n", "/bin/mpirun", "ok", "4.1, Open MPI v5.0.1, /bin/mpirun"),
-        ("", "/bin/mpirun", "missing", "4.1, but no MPI library loads, for mpirun only"),
-        ("MPICH Version: 4.2\nmore", None, "missing", "4.1, but no mpirun on PATH, for mpirun only"),
-    ],
-)
-def test_doctor_looks_for_mpi(
-    installed: Callable[..., None],
-    monkeypatch: pytest.MonkeyPatch,
-    library: str,
-    mpirun: str | None,
-    status: str,
-    detail: str,
-) -> None:
-    installed(mpi4py="4.1")
-    monkeypatch.setattr(doctor, "output_of", lambda *command: library)
-    monkeypatch.setattr(doctor.shutil, "which", lambda name: mpirun)
-    finding = doctor._mpi()
-    assert (finding.status, finding.detail) == (status, detail)
-
-
-@pytest.mark.parametrize(
-    ("there", "header", "status", "detail"),
-    [
-        ({"gcc"}, True, "ok", "/bin/gcc, with Python's headers"),
-        ({"clang"}, True, "ok", "/bin/clang, with Python's headers"),
-        (set(), True, "missing", "no gcc or clang, by which Triton builds what launches its kernels"),
-        ({"gcc"}, False, "missing", "no {tmp}/Python.h, by which Triton builds what launches its kernels"),
-    ],
-)
-def test_doctor_looks_for_what_triton_builds_with(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, there: set[str], header: bool, status: str, detail: str
-) -> None:
-    monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setattr(doctor.shutil, "which", lambda name: f"/bin/{name}" if name in there else None)
-    monkeypatch.setattr(doctor.sysconfig, "get_path", lambda *_: str(tmp_path))
-    if header:
-        (tmp_path / "Python.h").touch()
-    finding = doctor._compiler()
-    assert (finding.status, finding.detail, finding.needed) == (status, detail.format(tmp=tmp_path), False)
-    monkeypatch.setenv("CC", "mycc -O1")
-    monkeypatch.setattr(doctor.shutil, "which", lambda name: f"/opt/{name}" if name == "mycc" else None)
-    assert doctor._compiler().detail.startswith("/opt/mycc, " if header else "no ")
-
-
 def test_importing_doctor_and_launcher_does_not_import_torch() -> None:
     program = "import sys; from dlrm_overlap.launching import doctor, launcher; sys.exit('torch' in sys.modules)"
     root = Path(dlrm_overlap.__file__).parents[1]

@@ -1,7 +1,6 @@
 """The launch scripts: which Python they start, and what Slurm's does when it is asked to end."""
 
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -55,26 +54,6 @@ def test_make_asks_the_index_of_cpu_wheels_unless_pip_was_pointed_elsewhere(
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-@pytest.mark.parametrize(
-    ("beside", "active", "used"), [(True, False, "beside"), (True, True, "active"), (False, False, "active")]
-)
-def test_which_python_starts(tmp_path: Path, script: str, beside: bool, active: bool, used: str) -> None:
-    project = tmp_path / "a project"
-    shutil.copytree("launch", project / "launch")
-    _stub(tmp_path / "bin/python", 'echo active "$@"')
-    for launcher in ("mpirun", "srun"):  # runs what follows its own options
-        _stub(tmp_path / "bin" / launcher, 'while [ "${1##*/}" != python ]; do shift; done; exec "$@"')
-    if beside:
-        _stub(project / ".venv/bin/python", 'echo beside "$@"')
-    environ = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "NPROC": "2"}
-    environ |= {"SLURM_SUBMIT_DIR": str(project), "SLURM_CPUS_PER_TASK": "1"} | ({"VIRTUAL_ENV": "x"} if active else {})
-    command = ["bash", str(project / "launch" / script), "some.yaml", "--train.steps", "3"]
-    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=20, check=True)
-    assert done.stdout.startswith(f"{used} -m ")
-    assert done.stdout.endswith("-m dlrm_overlap train --config some.yaml --train.steps 3\n")
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
 @pytest.mark.parametrize("installed", [True, False])
 def test_ranks_find_the_package_and_nothing_in_the_working_folder(tmp_path: Path, script: str, installed: bool) -> None:
     project = tmp_path / "a project"
@@ -90,16 +69,6 @@ def test_ranks_find_the_package_and_nothing_in_the_working_folder(tmp_path: Path
     lines = done.stdout.splitlines()
     assert "PYTHONSAFEPATH=1" in lines
     assert f"PYTHONPATH={'' if installed else f'{project}:'}/theirs" in lines
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-@pytest.mark.parametrize("arguments", [[], [""]])
-def test_without_a_configuration_a_script_tells_its_usage(script: str, arguments: list[str]) -> None:
-    done = subprocess.run(
-        ["bash", f"launch/{script}", *arguments], capture_output=True, text=True, timeout=20, check=False
-    )
-    assert done.returncode == 2
-    assert re.fullmatch(rf"usage: (sbatch )?launch/{script} CONFIG \[--section.key value ...\]\n", done.stderr)
 
 
 @pytest.mark.parametrize(

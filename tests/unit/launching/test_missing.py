@@ -14,7 +14,7 @@ TRAIN = ["train", "--config", "configs/quickstart.yaml", "--train.device", "cpu"
 
 @pytest.mark.parametrize(
     ("package", "command"),
-    [("jsonargparse", ["doctor"]), ("tensorboard", TRAIN)],
+    [("yaml", ["doctor"]), ("tensorboard", TRAIN)],
 )
 def test_a_package_that_is_not_installed(package: str, command: list[str], tmp_path: Path) -> None:
     absent = f"raise ModuleNotFoundError(\"No module named '{package}'\", name='{package}')"

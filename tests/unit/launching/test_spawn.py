@@ -1,6 +1,5 @@
 """The launcher behind `--nproc`: exit codes, output, signals, and that no process is left."""
 
-import errno
 import json
 import os
 import re
@@ -121,23 +120,11 @@ class TestSpawn:
         assert found == World(0, 0, 2, 2, HERE, found.master_port, "nproc")
         assert environ["OMP_NUM_THREADS"] == "3"
 
-    def test_threads_set_by_the_user_stay(
-        self, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setenv("OMP_NUM_THREADS", "7")
-        spawn(["train", "0:environ"], 2)
-        assert json.loads(capfd.readouterr().out)["OMP_NUM_THREADS"] == "7"
-
     @pytest.mark.parametrize(("failure", "code"), [("exit:2", 2), ("exit:1", 1), ("kill", 128 + signal.SIGKILL)])
     def test_first_failure_ends_the_others(self, tmp_path: Path, failure: str, code: int) -> None:
         pids = tmp_path / "pids"
         # rank 1 fails once rank 0 has a child: neither may stay
         assert spawn(["train", f"0:pids:{pids}", "0:hang", f"1:wait_for:{pids}.0", f"1:{failure}"], 2) == code
-        assert_gone(wait_for_pids(pids, 1))
-
-    def test_a_rank_that_ignores_sigterm_is_killed(self, tmp_path: Path) -> None:
-        pids = tmp_path / "pids"
-        assert spawn(["train", "0:stubborn", f"0:pids:{pids}", "0:hang", f"1:wait_for:{pids}.0", "1:exit:3"], 2) == 3
         assert_gone(wait_for_pids(pids, 1))
 
     @pytest.mark.parametrize(
@@ -154,19 +141,9 @@ class TestSpawn:
         logs = Path(err.splitlines()[-1].rpartition(" ")[2])
         assert "err 1" in (logs / "rank_1.log").read_text()
 
-    def test_nothing_is_added_to_what_rank_0_says(self, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-        assert spawn(["train", "1:say", "1:hang", "0:say", "0:exit:1"], 2) == 1
-        assert capfd.readouterr().err == "err 0\n"
-        assert not list(tmp_path.glob("dlrm_overlap_ranks_*"))
-
     def test_a_mistake_that_one_rank_finds_is_one_line(self, capfd: pytest.CaptureFixture[str]) -> None:
         assert spawn(["train", "1:say", "1:refuse", "0:hang"], 2) == 2
         assert capfd.readouterr().err == "dlrm-overlap: no\n"
-
-    def test_signal_handlers_are_put_back(self) -> None:
-        before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
-        assert spawn(["train"], 1) == 0
-        assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 
     @pytest.mark.parametrize(
         ("environ", "where"),
@@ -185,11 +162,6 @@ class TestSpawn:
             monkeypatch.setenv(name, value)
         with pytest.raises(InputError, match=f"--nproc inside {where}: "):
             spawn(["train"], 2)
-
-    def test_runs_in_a_step_of_one_task(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        for name, value in srun(0, 1).items():
-            monkeypatch.setenv(name, value)
-        assert spawn(["train"], 2) == 0
 
     @pytest.mark.parametrize(
         ("number", "options", "code"),
@@ -230,17 +202,6 @@ class TestSpawn:
         assert parent.communicate(timeout=20)[1].decode() == f"dlrm-overlap: {ENDED_AT_ONCE}\n"
         assert parent.returncode == 128 + signal.SIGINT
 
-    def test_ranks_are_asked_though_nobody_reads_what_the_launcher_says(self, worker: Path, tmp_path: Path) -> None:
-        """As where a terminal is closed: its `tee` ends first."""
-        pids, (read_end, write_end) = tmp_path / "pids", os.pipe()
-        parent = launcher_of(worker, signal.SIGHUP, "all:saves", f"all:pids:{pids}", "all:hang", stderr=write_end)
-        os.close(write_end)
-        started = wait_for_pids(pids, 2)
-        os.close(read_end)
-        parent.send_signal(signal.SIGHUP)
-        assert parent.wait(20) == SAVED
-        assert_gone(started)
-
     @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
     def test_ranks_that_are_asked_while_they_start_save_all_the_same(
         self, worker: Path, tmp_path: Path, number: signal.Signals
@@ -262,24 +223,6 @@ class TestSpawn:
         assert launcher_of(worker, number, "all:say", before=asked).wait(20) == SAVED
         told = f"dlrm-overlap: {number.name}: no rank was started yet; the same command begins anew\n"
         assert capfd.readouterr() == ("", told)
-
-    @pytest.mark.parametrize(
-        ("what", "told"),
-        [
-            ("subprocess.Popen", r"^--nproc: rank 0 of 2 cannot be started \(File too large\); start fewer, or raise"),
-            (
-                "tempfile.TemporaryFile",
-                r"^--nproc: no file for what the ranks write \(File too large\); make room in the",
-            ),
-        ],
-    )
-    def test_ranks_that_cannot_be_started(self, monkeypatch: pytest.MonkeyPatch, what: str, told: str) -> None:
-        def refuse(*_: object, **__: object) -> None:
-            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
-
-        monkeypatch.setattr(what, refuse)
-        with pytest.raises(InputError, match=told):
-            spawn(["train"], 2)
 
     def test_a_second_sigterm_ends_at_once(self, worker: Path, tmp_path: Path) -> None:
         pids = tmp_path / "pids"

@@ -156,11 +156,3 @@ def test_a_cpu_build_of_fbgemm_does_not_serve_a_gpu(monkeypatch: pytest.MonkeyPa
     )
     with pytest.raises(InputError, match="FBGEMM: has no CUDA operators"):
         stack.check_stack()
-
-
-def test_fbgemm_on_the_path_alone_tells_its_own_version(installed: Callable[..., None]) -> None:
-    import fbgemm_gpu
-
-    installed(fbgemm_gpu=None, fbgemm_gpu_cpu=None)
-    assert stack.fbgemm_versions() == {"fbgemm_gpu": fbgemm_gpu.__version__}
-    stack.check_stack()

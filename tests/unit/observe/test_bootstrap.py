@@ -31,11 +31,3 @@ def test_of_runs_in_turns_noise_that_both_have_is_not_in_the_interval() -> None:
     assert in_turns
     assert in_turns.low <= 2.5 <= in_turns.high
     assert in_turns.high - in_turns.low < 0.2 * (apart.high - apart.low)
-
-
-def test_steps_without_noise_have_an_interval_without_width() -> None:
-    assert speedup_interval([10.0] * 100, [5.0] * 60) == (2.0, 2.0)
-
-
-def test_few_steps_have_none() -> None:
-    assert speedup_interval([10.0] * 39, [5.0] * 100) is None

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from dlrm_overlap.observe.breakdown import PARTS, breakdown_markdown, draw_breakdown, exposed_ms, mean_step
+from dlrm_overlap.observe.breakdown import PARTS, exposed_ms, mean_step
 from dlrm_overlap.observe.run_log import write_breakdown
 from dlrm_overlap.observe.tensorboard import TensorBoard
 from dlrm_overlap.observe.timeline import draw_timeline
@@ -48,7 +48,7 @@ def test_a_trace_of_a_cpu_has_none(tmp_path: Path) -> None:
     assert mean_step(*read_steps(_trace(tmp_path, []))) is None
 
 
-def test_a_runs_breakdown_is_a_text_a_picture_and_curves(tmp_path: Path) -> None:
+def test_a_runs_breakdown_is_a_text_a_timeline_and_curves(tmp_path: Path) -> None:
     board = TensorBoard(tmp_path, 0)
     parts = write_breakdown(_trace(tmp_path, KERNELS), 22, board)
     board.close()
@@ -56,7 +56,7 @@ def test_a_runs_breakdown_is_a_text_a_picture_and_curves(tmp_path: Path) -> None
     events = EventAccumulator(str(tmp_path)).Reload()
     (exposed,) = events.Scalars("speed/exposed_ms")
     assert (exposed.step, exposed.value) == (22, pytest.approx(0.45)) == (22, pytest.approx(exposed_ms(parts)))
-    assert events.Tags()["images"] == ["breakdown", "timeline"]
+    assert events.Tags()["images"] == ["timeline"]
     text = events.Tensors("breakdown/text_summary")[0].tensor_proto.string_val[0].decode()
     assert text.splitlines()[-1] == "| this run | 0.8 | 0.2 | 0.15 | 0 | 0.3 | 0.15 | 0.05 | 0.1 | 1.75 |"
 
@@ -64,15 +64,6 @@ def test_a_runs_breakdown_is_a_text_a_picture_and_curves(tmp_path: Path) -> None
 def test_a_trace_that_cannot_be_read_does_not_end_the_run(tmp_path: Path) -> None:
     (tmp_path / "trace.json").write_text("{")
     assert write_breakdown(tmp_path / "trace.json", 22, None) is None
-
-
-def test_the_picture_changes_with_the_numbers(tmp_path: Path) -> None:
-    parts = mean_step(*read_steps(_trace(tmp_path, KERNELS)))
-    assert parts is not None
-    first, second = (draw_breakdown({"pgas": {**parts, "idle": idle}}) for idle in (0.1, 5.0))
-    assert first.shape == second.shape
-    assert (first != second).any()
-    assert breakdown_markdown({"a": parts, "b": parts}).count("\n") == 3
 
 
 def test_the_timeline_shows_when_a_kernel_ran(tmp_path: Path) -> None:

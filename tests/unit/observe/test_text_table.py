@@ -1,6 +1,6 @@
 """Tables for a terminal, and counted things."""
 
-from dlrm_overlap.launching.text_table import count_of, format_table, plain
+from dlrm_overlap.launching.text_table import format_table, plain
 
 
 def test_numbers_stand_right_and_words_left() -> None:
@@ -16,7 +16,3 @@ def test_nothing_of_a_text_is_for_the_terminal_to_obey() -> None:
     text = "\x1b]0;title\x07 \x9b2J \u202e\udc80\r\n\u65e5\u672c\u00e9 a"
     assert plain(text) == r"\x1b]0;title\x07 \x9b2J \u202e\udc80\r\n" + "\u65e5\u672c\u00e9 a"
     assert plain("a\n\tb\r", kept="\n\t") == "a\n\tb\\r"
-
-
-def test_one_thing_is_told_in_the_singular() -> None:
-    assert [count_of(number, "bad row") for number in (0, 1, 2)] == ["0 bad rows", "1 bad row", "2 bad rows"]

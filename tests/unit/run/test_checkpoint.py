@@ -1,6 +1,5 @@
 """What a run goes on with, and what it refuses to, by the files of its folder alone."""
 
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,8 +10,7 @@ from dlrm_overlap.checkpoint.storage.branches import line, newest_checkpoint, re
 from dlrm_overlap.checkpoint.storage.manifest import MANIFEST, Manifest, StoredFile, dump_manifest, read_manifest
 from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.observe.run_log import check_folder
-from dlrm_overlap.train.preflight import check_resume
-from tests.conftest import NO_FILES, configuration
+from tests.conftest import configuration
 
 ROWS = [10, 20]
 
@@ -114,21 +112,6 @@ def test_another_number_of_ranks_shares_the_global_batch(checkpoint: Path, optio
         _find(checkpoint, world_size=1)
 
 
-def test_a_path_is_the_same_however_it_is_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.chdir(tmp_path)
-
-    def keys(path: str) -> dict[str, object]:
-        return trained_with(configuration("--data.kind", "criteo_npy", "--data.path", path), 64)
-
-    assert keys("days") == keys(str(tmp_path / "days"))
-    assert keys("days") != keys("other_days")
-
-
-def test_a_checkpoint_that_does_not_tell_what_it_was_trained_with(checkpoint: Path) -> None:
-    _describe(checkpoint, replace(read_manifest(checkpoint), settings={}))
-    assert _find(checkpoint, "--train.seed", "1") == checkpoint
-
-
 @pytest.mark.parametrize("resume", ["auto", "never", "elsewhere/step_2"])
 def test_an_earlier_runs_results_are_not_written_over(tmp_path: Path, resume: str) -> None:
     (tmp_path / "run").mkdir()
@@ -166,17 +149,8 @@ def test_a_runs_own_checkpoints_alone_are_gone_on_from(tmp_path: Path) -> None:
         check_folder(_run(tmp_path, "--checkpoint.resume", str(tmp_path / "gone")))
 
 
-def test_a_file_that_is_named_as_checkpoints_are_is_none(tmp_path: Path) -> None:
-    _save(tmp_path, 1, 10, ("a", 10))
-    (tmp_path / "step_99").touch()
-    manifests, faults = read_manifests(tmp_path)
-    assert _names(list(manifests)) == ["step_10"]
-    assert not faults
-
-
-def _save(folder: Path, saved: int, step: int, *lineage: tuple[str, int], **metrics: float) -> None:
-    branch = (*lineage[-1:], ("", 0))[0][0]
-    _describe(folder / f"step_{step}", Manifest(step, {}, {}, saved, branch, lineage, metrics=metrics))
+def _save(folder: Path, saved: int, *line: int, **metrics: float) -> None:
+    _describe(folder / f"step_{line[-1]}", Manifest(line[-1], {}, {}, saved, line, metrics=metrics))
 
 
 def _names(paths: list[Path]) -> list[str]:
@@ -184,36 +158,36 @@ def _names(paths: list[Path]) -> list[str]:
 
 
 def test_an_abandoned_branch_is_not_gone_on_from(tmp_path: Path) -> None:
-    for saved, step in enumerate((10, 20, 30), 1):
-        _save(tmp_path, saved, step, ("a", step))
+    for saved in (1, 2, 3):
+        _save(tmp_path, saved, *(10, 20, 30)[:saved])
     assert _names(line(read_manifests(tmp_path)[0])) == ["step_30", "step_20", "step_10"]
-    _save(tmp_path, 4, 25, ("a", 20), ("b", 25))
+    _save(tmp_path, 4, 10, 20, 25)
     assert _names(line(read_manifests(tmp_path)[0])) == ["step_25", "step_20", "step_10"]
     assert newest_checkpoint(tmp_path) == tmp_path / "step_25"
-    _save(tmp_path, 5, 22, ("a", 20), ("c", 22))
+    _save(tmp_path, 5, 10, 20, 22)
     assert _names(line(read_manifests(tmp_path)[0])) == ["step_22", "step_20", "step_10"]
 
 
 def test_what_a_branch_came_from_is_kept_until_it_has_enough(tmp_path: Path) -> None:
-    for saved, step in enumerate((10, 20, 30), 1):
-        _save(tmp_path, saved, step, ("a", step))
+    for saved in (1, 2, 3):
+        _save(tmp_path, saved, *(10, 20, 30)[:saved])
     (tmp_path / "step_40").mkdir()  # its manifest is gone
 
     def removed(keep: int) -> list[str]:
         manifests, faults = read_manifests(tmp_path)
         return _names(surplus(manifests, list(faults), keep, 0))
 
-    _save(tmp_path, 4, 25, ("a", 20), ("b", 25))
+    _save(tmp_path, 4, 10, 20, 25)
     assert removed(1) == ["step_20", "step_10", "step_30", "step_40"]
     assert removed(2) == ["step_10"]
-    _save(tmp_path, 5, 30, ("a", 20), ("b", 30))  # in the place of the abandoned one
+    _save(tmp_path, 5, 10, 20, 25, 30)  # in the place of the abandoned one
     assert removed(2) == ["step_20", "step_10", "step_40"]
-    assert removed(3) == ["step_10"]
+    assert removed(3) == ["step_10", "step_40"]
 
 
 def test_the_best_are_kept(tmp_path: Path) -> None:
     for saved, (step, auroc) in enumerate({10: 0.7, 20: 0.9, 30: 0.8, 40: 0.9, 50: 0.6, 60: 0.5}.items(), 1):
-        _save(tmp_path, saved, step, ("a", step), auroc=auroc)
+        _save(tmp_path, saved, *range(10, step + 1, 10), auroc=auroc)
     manifests = read_manifests(tmp_path)[0]
     assert _names(surplus(manifests, [], 1, 1)) == ["step_50", "step_30", "step_20", "step_10"], "of equals the newer"
     assert _names(surplus(manifests, [], 2, 3)) == ["step_10"]
@@ -222,7 +196,7 @@ def test_the_best_are_kept(tmp_path: Path) -> None:
 def test_the_newest_that_is_whole_is_found(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
     manifest, newer = read_manifest(checkpoint), checkpoint.with_name("step_4")
     files = {"rank_0.safetensors": StoredFile(7, "")}
-    _describe(newer, replace(manifest, step=4, saved=1, files=files))
+    _describe(newer, replace(manifest, step=4, saved=1, line=(2, 4), files=files))
     _describe(checkpoint.with_name("step_6"), manifest)
     (checkpoint.with_name("step_6") / MANIFEST).write_text("{")
     with caplog.at_level("WARNING", "dlrm_overlap"):
@@ -237,22 +211,6 @@ def test_the_newest_that_is_whole_is_found(checkpoint: Path, caplog: pytest.LogC
         InputError, match="and no checkpoint before it is whole; name another checkpoint, or start anew"
     ):
         _find(checkpoint)
-
-
-@pytest.mark.parametrize("kind", NO_FILES)
-def test_a_manifest_that_is_no_file_is_a_damaged_one(
-    checkpoint: Path, caplog: pytest.LogCaptureFixture, kind: str
-) -> None:
-    newer = checkpoint.with_name("step_4")
-    newer.mkdir()
-    NO_FILES[kind](newer / MANIFEST)
-    with caplog.at_level("WARNING", "dlrm_overlap"):
-        assert _find(checkpoint) == checkpoint
-    (text,) = caplog.messages
-    fault = rf"{newer / MANIFEST} cannot be read \(it is {kind}, not a file\)"
-    assert re.search(f"{fault}; going on from {checkpoint}, ", text)
-    with pytest.raises(InputError, match=rf"^checkpoint\.resume: {fault}; name another"):
-        check_resume(_config("--checkpoint.resume", str(newer)))
 
 
 def test_other_data_parallel_tables_are_refused(checkpoint: Path) -> None:

@@ -1,6 +1,5 @@
 """The command line: options and their help, processes, versions."""
 
-import contextlib
 import importlib.metadata
 import os
 import re
@@ -14,11 +13,10 @@ import pytest
 import torch
 
 import dlrm_overlap
-from dlrm_overlap.bench.request import FIGURES
-from dlrm_overlap.cli import _show, main, run
+from dlrm_overlap.cli import main, run
 from dlrm_overlap.config import Config, InputError, PeerError
 from dlrm_overlap.train.ranks import run_on_ranks
-from tests.conftest import PYTHON_PATH, configuration
+from tests.conftest import configuration
 
 
 class Ended(BaseException):
@@ -43,34 +41,11 @@ def _end(monkeypatch: pytest.MonkeyPatch, ends: BaseException | int) -> int:
     return ended.value.args[0]
 
 
-@pytest.mark.parametrize(
-    ("ends", "code"),
-    [(0, 0), (2, 2), (SystemExit(), 0), (SystemExit(3), 3), (SystemExit("no"), 1), (Ended(), 1)],
-)
-def test_exit_code(monkeypatch: pytest.MonkeyPatch, ends: BaseException | int, code: int) -> None:
-    assert _end(monkeypatch, ends) == code
-
-
 def test_an_error_is_reported_and_ends_the_process_at_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert _end(monkeypatch, RuntimeError("CUDA error: an illegal memory access")) == 1
     assert "RuntimeError: CUDA error: an illegal memory access" in capsys.readouterr().err
-
-
-def test_a_thread_that_never_ends_does_not_hold_up_a_failure() -> None:
-    """As a dead CUDA context does, it would hold up the end of the interpreter."""
-    script = """
-import threading
-from dlrm_overlap import cli
-threading.Thread(target=threading.Event().wait).start()
-cli.COMMANDS["train"] = lambda argv: [].pop()
-cli.run()
-"""
-    command = [sys.executable, "-c", script, "train"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert result.returncode == 1
-    assert "IndexError: pop from empty list" in result.stderr
 
 
 # Gets the signal argv[1] while the command line is loaded. `train` waits until it is asked to end.
@@ -82,10 +57,7 @@ from types import SimpleNamespace
 class Signals(MetaPathFinder):
     def find_spec(self, name, path, target=None):
         if name == "dlrm_overlap.launching.parsing":
-            try:
-                os.kill(os.getpid(), int(sys.argv.pop(1)))
-            except KeyboardInterrupt:
-                pass  # as torch and matplotlib do
+            os.kill(os.getpid(), int(sys.argv.pop(1)))
 
 def train(*_, **__):
     from dlrm_overlap.launching.lifetime import EndRequest
@@ -97,7 +69,6 @@ def train(*_, **__):
 
 for number in (signal.SIGTERM, signal.SIGUSR1):
     signal.signal(number, signal.SIG_DFL)
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a script ignores it
 sys.meta_path.insert(0, Signals())
 sys.modules["dlrm_overlap.train.ranks"] = SimpleNamespace(Ranks=object, run_on_ranks=train)
 from dlrm_overlap.__main__ import run
@@ -108,7 +79,6 @@ run()
 @pytest.mark.parametrize(
     ("number", "command", "code", "told"),
     [
-        (signal.SIGINT, "train", 128 + signal.SIGINT, "dlrm-overlap: interrupted\n"),
         (signal.SIGTERM, "train", 75, ""),
         (signal.SIGUSR1, "train", 75, ""),
         (signal.SIGTERM, "compare", -signal.SIGTERM, ""),
@@ -118,15 +88,6 @@ def test_a_signal_while_the_command_line_is_loaded(number: int, command: str, co
     argv = [sys.executable, "-c", LOADING, str(int(number)), command]
     result = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
     assert (result.returncode, result.stdout, result.stderr) == (code, "", told)
-
-
-@pytest.mark.parametrize(("rank", "who"), [("0", ""), ("1", "rank 1: ")])
-def test_a_rank_above_0_gives_its_number(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rank: str, who: str
-) -> None:
-    monkeypatch.setenv("RANK", rank)
-    assert main(["trian"]) == 2
-    assert capsys.readouterr().err == f"dlrm-overlap: {who}trian: not a command; did you mean train?\n"
 
 
 @pytest.mark.parametrize(
@@ -149,30 +110,6 @@ sys.exit(cli.main(["train", "--config", "nowhere.yaml"]))
     argv = [sys.executable, "-c", script]
     result = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False, env=environ)
     assert (result.returncode, result.stderr[: len(told) or None]) == (code, told)
-
-
-def test_a_working_folder_that_was_removed_is_a_mistake_in_one_line(tmp_path: Path) -> None:
-    told = "dlrm-overlap: this folder is gone, or not to be read (No such file or directory); cd to another\n"
-    gone = tmp_path / "gone"
-    gone.mkdir()
-    command = 'rmdir "$PWD" && exec "$0" -m dlrm_overlap doctor'
-    environ = os.environ | {"PYTHONPATH": PYTHON_PATH, "MPLBACKEND": "nonsense"}
-    argv = ["sh", "-c", command, sys.executable]
-    result = subprocess.run(argv, cwd=gone, env=environ, capture_output=True, text=True, timeout=60, check=False)
-    assert (result.returncode, result.stderr) == (2, told)
-
-
-def test_no_name_of_a_matplotlib_backend_keeps_pictures_from_files() -> None:
-    argv = [sys.executable, "-c", "from dlrm_overlap import cli; cli.main = lambda: __import__('matplotlib') and 0"]
-    argv[-1] += "; from dlrm_overlap.__main__ import run; run()"
-    environ = os.environ | {"PYTHONPATH": PYTHON_PATH, "MPLBACKEND": "nonsense"}
-    assert subprocess.run(argv, env=environ, timeout=60, check=False).returncode == 0
-
-
-@pytest.mark.parametrize("closed", [">&-", "2>&-"])
-def test_a_stream_may_be_closed(closed: str) -> None:
-    command = f'exec "$0" -m dlrm_overlap --version {closed}'
-    assert subprocess.run(["sh", "-c", command, sys.executable], timeout=60, check=False).returncode == 0
 
 
 def test_options_override_the_file(tmp_path: Path) -> None:
@@ -228,41 +165,6 @@ def test_help_tells_what_every_key_means(monkeypatch: pytest.MonkeyPatch, capsys
     for key, meaning in rows:
         assert f"--{key} " in text
         assert meaning.replace("\\|", "|") in text, key
-
-
-def test_help_of_a_benchmark_tells_what_it_measures(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("COLUMNS", "10000")
-    for kind, figure in FIGURES.items():
-        with pytest.raises(SystemExit):
-            main(["bench", kind, "--help"])
-        assert f"Measure {figure.summary()}. `dlrm-overlap bench --help` tells the other" in capsys.readouterr().out
-
-
-def test_the_reader_of_the_help_may_leave(monkeypatch: pytest.MonkeyPatch) -> None:
-    read_end, write_end = os.pipe()
-    os.close(read_end)
-    with os.fdopen(write_end, "w") as pipe:
-        monkeypatch.setattr(sys, "stdout", pipe)
-        with pytest.raises(SystemExit):
-            main(["train", "--help"])
-        monkeypatch.setattr("dlrm_overlap.launching.doctor.run_doctor", lambda: print("x" * 100_000) or 0)
-        assert main(["doctor"]) == 0
-
-
-def test_a_finished_run_has_succeeded_though_its_last_lines_cannot_be_written(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    read_end, write_end = os.pipe()
-    os.close(read_end)
-    for target, said in ((write_end, ""), ("/dev/full", "No space left on device")):
-        stream = open(target, "w")  # noqa: SIM115
-        monkeypatch.setattr(sys, "stdout", stream)
-        _show("AUROC 0.7")
-        assert said in capfd.readouterr().err
-        with contextlib.suppress(OSError):
-            stream.close()
 
 
 def test_version(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

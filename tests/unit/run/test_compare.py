@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from dlrm_overlap.checkpoint.saving import NotFiniteError
 from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.observe.breakdown import PARTS
-from dlrm_overlap.observe.comparison import compare_runs, comparison_markdown, format_comparison, report
-from dlrm_overlap.train.compare import count_noise_runs, run_configs, train_runs
+from dlrm_overlap.observe.comparison import compare_runs, comparison_rows, format_comparison, report
+from dlrm_overlap.train.compare import run_configs, train_runs
 from dlrm_overlap.train.preflight import check_start
 from tests.conftest import configuration
 
@@ -52,8 +53,8 @@ def test_comparison_of_runs_that_agree(tmp_path: Path, capsys: pytest.CaptureFix
     assert result["speedup"] == 2.5
     assert comparison["backends"]["torchrec"]["speedup"] == 1.0
     _, reference, faster, note = capsys.readouterr().out.splitlines()
-    assert reference.split()[-2:] == ["1.00", "reference"]
-    assert faster.split()[-4:] == ["2.50", "agree", "to", "5.0e-05"]
+    assert reference.split()[-3:] == ["1.00", "-", "reference"]
+    assert faster.split()[-5:] == ["2.50", "-", "agree", "to", "5.0e-05"]
     assert note.startswith("On CPUs")
 
 
@@ -72,8 +73,7 @@ def test_tensorboard_has_the_comparisons_table_layout_and_differences(
     report(folders, 1e-4, tmp_path / "comparison.json", tensorboard=True)
     low, high = json.loads((tmp_path / "comparison.json").read_text())["backends"]["pgas"]["speedup_interval"]
     assert 2.0 <= low <= 2.5 <= high <= 3.0
-    *_, interval, head, reference, pgas, _ = capsys.readouterr().out.splitlines()
-    assert f"pgas {low:.3g} to {high:.3g}" in interval
+    *_, head, reference, pgas, _ = capsys.readouterr().out.splitlines()
     assert head.split()[-3:] == ["all-reduce", "copies", "idle"]
     assert [reference.split()[-2:], pgas.split()[-2:]] == [["1", "0.25"], ["0.4", "0.25"]]
     events = EventAccumulator(str(tmp_path / "pgas")).Reload()
@@ -82,8 +82,7 @@ def test_tensorboard_has_the_comparisons_table_layout_and_differences(
     own = EventAccumulator(str(tmp_path / "comparison")).Reload()
     assert "custom_scalars__config__" in own.Tags()["tensors"]
     text = own.Tensors("comparison/text_summary")[0].tensor_proto.string_val[0].decode()
-    assert {"breakdown"} == set(own.Tags()["images"])
-    assert f"| pgas | 4 | 8 | 2.50 | {low:.2f} to {high:.2f} | 1,000,000 | agree |" in text
+    assert f"| 1000000 | 4 | 8 | 2.50 | {low:.2f} to {high:.2f} | agree to 5.0e-05 |" in text
 
 
 def test_no_speedup_where_losses_disagree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -99,7 +98,7 @@ def test_no_speedup_where_losses_disagree(tmp_path: Path, capsys: pytest.Capture
     assert [result["agree"] for result in comparison["backends"].values()] == [True, True, False]
     assert [result["speedup"] for result in comparison["backends"].values()] == [1.0, 2.0, None]
     _, _, agreeing, broken, _ = capsys.readouterr().out.splitlines()
-    assert agreeing.split()[-2:] == ["2.00", "identical"]
+    assert agreeing.split()[-3:] == ["2.00", "-", "identical"]
     assert broken.split()[-2:] == ["-", "DISAGREE"]
 
 
@@ -109,14 +108,6 @@ def test_nothing_is_faster_than_a_broken_reference(tmp_path: Path) -> None:
     assert [result["speedup"] for result in comparison["backends"].values()] == [None, None]
     assert comparison["agree"] is False
     assert "inf" not in format_comparison(comparison)
-
-
-def test_table_fits_100_columns(tmp_path: Path) -> None:
-    folders = {name: _run(tmp_path / name, {**REFERENCE}, 12345.678) for name in ("torchrec", "nccl", "fused")}
-    folders["pgas"] = _run(tmp_path / "pgas", {**REFERENCE, 40: 0.4 * (1 + 5e-5)}, 0.001)
-    table = format_comparison(compare_runs(folders, 1e-4))
-    assert max(map(len, table.splitlines())) <= 100
-    assert len(table.splitlines()) == 5
 
 
 def test_runs_differ_in_the_backend_alone_and_start_anew(tmp_path: Path) -> None:
@@ -136,12 +127,6 @@ def test_the_reference_is_trained_again_beside_its_first_run(tmp_path: Path) -> 
     (tmp_path / "torchrec_again" / "checkpoints" / "step_4").mkdir(parents=True)
     with pytest.raises(InputError, match="whose place torchrec_again would take"):
         run_configs(_config(tmp_path), ["torchrec", "pgas"], noise_runs=1)
-
-
-def test_noise_is_measured_on_gpus_alone_unless_asked_for() -> None:
-    assert [count_noise_runs("auto", device) for device in ("cuda", "cpu")] == [2, 0]
-    assert [count_noise_runs(asked, "cuda") for asked in (0, 3)] == [0, 3]
-    assert count_noise_runs(1, "cpu") == 1
 
 
 def _parted(share: float) -> dict[int, float | None]:
@@ -167,22 +152,13 @@ def test_differences_within_the_references_own_noise_agree(tmp_path: Path, capsy
     assert again["max_relative_difference"] == pytest.approx(1e-3)
     assert again["max_relative_difference_step"] == 200
     assert again["step_ms_p50"] == 10.0
-    closest = comparison["backends"]["pgas"]["closest_to_bound"]
-    assert 0 < closest["share"] == pytest.approx(closest["difference"] / closest["bound"])
     assert comparison["noise"]["bound"]["400"] == pytest.approx(15 * (4 / 3) ** 0.5 * 1e-3)
-    assert "| torchrec_again_2 | 10 | - | 1.00 | - | - | the reference again |" in comparison_markdown(comparison)
+    assert comparison_rows(comparison)[-1][4:] == ["10", "-", "1.00", "-", "reference again"]
     table = capsys.readouterr().out.splitlines()
-    assert max(map(len, table)) <= 100
-    assert table[1].endswith("1.00  reference (noise 1.0e-3)")
-    assert " 2.00  agree: " in table[2]
-    assert " within " in table[2]
+    assert max(map(len, table)) <= 120
+    assert table[1].endswith("-  reference (noise 1.0e-3)")
+    assert "-  agree to " in table[2]
     assert table[3].endswith("-  DISAGREE")
-
-
-def test_without_noise_runs_the_same_difference_disagrees(tmp_path: Path) -> None:
-    folders = {"torchrec": _run(tmp_path / "torchrec", _parted(0.0)), "pgas": _run(tmp_path / "pgas", _parted(4e-3))}
-    comparison = compare_runs(folders, 1e-4)
-    assert (comparison["agree"], comparison["noise"]) == (False, None)
 
 
 def test_a_further_reference_run_that_is_not_finite_agrees_with_nothing(tmp_path: Path) -> None:
@@ -216,13 +192,14 @@ class _Trainer:
     def __init__(self, config: Config, losses: dict[int, float | None]) -> None:
         self.folder, self.losses = config.folder, losses
 
-    def fit(self, replace: bool) -> None:
-        assert replace
+    def fit_in_turns(self, turn: int, replace: bool) -> Iterator[int]:
+        assert (turn, replace) == (0, True)
         shutil.rmtree(self.folder, ignore_errors=True)
         _run(self.folder, self.losses)
         if None in self.losses.values():
             (self.folder / "summary.json").unlink()
             raise NotFiniteError("step 40: the training loss is nan")
+        yield from ()
 
     def close(self) -> None:
         pass

@@ -11,7 +11,6 @@ from dlrm_overlap.config import (
     ModelConfig,
     TablesConfig,
     TrainConfig,
-    in_one_line,
     parse_multi_hot,
 )
 from tests.conftest import configuration
@@ -29,11 +28,6 @@ def test_a_name_is_a_file_of_the_package_unless_such_a_file_is_there(
     assert configuration("--config", "quickstart") == configuration("--config=configs/quickstart.yaml") == named
     (tmp_path / "quickstart").write_text("{data: {tables: {rows: [10, 20, 30]}}, train: {steps: 1}}\n")
     assert configuration("--config", "quickstart").data.tables.rows == [10, 20, 30]
-
-
-def test_errors_of_others_fit_into_one_line() -> None:
-    assert in_one_line(OSError("no  room\n\tfor 3 bytes\n")) == "no room for 3 bytes"
-    assert in_one_line(ValueError()) == ""
 
 
 @pytest.mark.parametrize(("spec", "bounds"), [(3, (3, 3)), ("3", (3, 3)), ("0..8", (0, 8)), ("2..2", (2, 2))])
@@ -128,13 +122,6 @@ def test_ranks_share_the_global_batch() -> None:
     assert TrainConfig(batch_size=7).samples_per_rank(5) == 7
 
 
-def test_a_batch_size_that_is_overridden_is_told() -> None:
-    told = "train.batch_size: 64 counts for nothing, since train.global_batch_size is 12; set that one, or null"
-    assert TrainConfig(global_batch_size=12, batch_size=64).overridden_batch_size == told
-    assert TrainConfig(global_batch_size=12).overridden_batch_size == ""
-    assert TrainConfig(batch_size=64).overridden_batch_size == ""
-
-
 def test_decay_must_follow_the_warm_up() -> None:
     with pytest.raises(InputError, match="must not lie before the end of the warm-up"):
         TrainConfig(warmup_steps=10, decay_start_step=5, decay_steps=10)
@@ -164,18 +151,6 @@ def test_a_key_without_effect_is_refused(options: str, message: str) -> None:
         _quickstart(*options.split())
 
 
-def test_the_order_of_files_has_no_seed() -> None:
-    with pytest.raises(InputError, match=r"data\.seed: 5 has no effect on the samples of data\.kind criteo_npy"):
-        configuration("--config", "configs/criteo_kaggle.yaml", "--data.seed", "5")
-
-
-def test_samples_of_files_are_not_made() -> None:
-    with pytest.raises(InputError, match=r"data\.generate: cpu has no effect on samples .*; set data\.kind synthetic"):
-        configuration("--config", "configs/criteo_kaggle.yaml", "--data.generate", "cpu")
-    with pytest.raises(InputError, match=r"data\.generate"):
-        _quickstart("--data.generate", "tpu")
-
-
 def test_keys_that_others_give_an_effect_are_taken() -> None:
     options = "--train.target_auroc 0.8 --train.decay_start_step 5 --train.decay_steps 9 --model.arch dcn"
     options += " --model.cross_rank 5 --log.trace_first 5 --log.trace_steps 1 --data.seed 5"
@@ -197,23 +172,10 @@ def test_floats_must_be_finite(key: str, value: str) -> None:
         _quickstart(f"--{key}={value}")
 
 
-@pytest.mark.parametrize("key", ["data.eval_fraction", "train.target_auroc", "data.tables.zipf_alpha"])
-def test_floats_from_zero_on_must_be_finite(key: str) -> None:
-    with pytest.raises(InputError, match=key):
-        _quickstart(f"--{key}=inf")
-    with pytest.raises(InputError, match="zipf_alpha"):
-        _quickstart("--data.tables.zipf_alpha=[1,1,1,1,1,1,1,inf]")
-
-
 @pytest.mark.parametrize("name", ["..", ".", "a/b", "", "/tmp/run", "run/", "a\x1b[2J", "a\nb"])
 def test_a_runs_name_is_one_folder(name: str) -> None:
     with pytest.raises(InputError, match=r"log\.name: .* must be the name of one folder"):
         _quickstart("--log.name", name)
-
-
-def test_folder_of_a_run() -> None:
-    assert _quickstart("--embedding.backend", "pgas").folder == Path("runs/quickstart/pgas")
-    assert _quickstart("--log.name", "..mine").folder == Path("runs/quickstart/..mine")
 
 
 @pytest.mark.parametrize(

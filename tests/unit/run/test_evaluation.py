@@ -31,7 +31,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def stored(run: Path) -> Config:
     """The configuration that the run's newest checkpoint keeps."""
-    return parse_config("eval", "", [], lambda parser: None, stored_config(run / "checkpoints" / "step_4"))[0]
+    return parse_config(Config, "eval", "", [], defaults=stored_config(run / "checkpoints" / "step_4"))[0]
 
 
 def _evaluate(path: Path, config: Config) -> dict[str, Any]:

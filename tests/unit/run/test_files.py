@@ -1,24 +1,19 @@
 """The lock of a folder: whom it keeps out, and whom a dead owner does not."""
 
-import contextlib
 import errno
 import fcntl
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import torch
 
-from dlrm_overlap.checkpoint.storage.tensor_file import write_tensors
 from dlrm_overlap.config import InputError
 from dlrm_overlap.launching.files import LOCK_NAME, check_free, hold_folder, remove_temporaries, replacing
-from dlrm_overlap.observe.run_folder import hold_run_folder
-from tests.conftest import NO_FILES, ROOT
+from tests.conftest import ROOT
 
 # Holds the lock of argv[1], forks a child that lives on, and waits to be killed; prints the child's process id.
 OWNER = """
@@ -53,43 +48,6 @@ def test_a_dead_owner_blocks_nobody_though_its_children_live(tmp_path: Path) -> 
         os.kill(child, signal.SIGKILL)
     check_free(tmp_path, "log.dir")
     check_free(tmp_path / "not there", "log.dir")
-
-
-@pytest.mark.usefixtures("world_of_one")
-@pytest.mark.parametrize("kind", NO_FILES)
-def test_a_lock_that_is_no_file_holds_up_nobody(tmp_path: Path, kind: str) -> None:
-    NO_FILES[kind](tmp_path / LOCK_NAME)
-    check_free(tmp_path, "log.dir")
-    if kind == "a pipe":  # the kernel locks it as well
-        with hold_run_folder(tmp_path):
-            pass
-    else:
-        with pytest.raises(InputError, match=rf"^log\.dir: {tmp_path} cannot be written to \(.*; give a"):
-            hold_run_folder(tmp_path).__enter__()
-
-
-def test_a_lock_that_is_a_link_leaves_its_target_alone(tmp_path: Path) -> None:
-    target, folder = tmp_path / "target", tmp_path / "folder"
-    target.write_text("kept")
-    folder.mkdir()
-    (folder / LOCK_NAME).symlink_to(target)
-    with contextlib.suppress(OSError), hold_folder(folder, "log.dir"):
-        pass
-    assert target.read_text() == "kept"
-
-
-def test_no_link_can_wait_where_a_file_is_written_before_it_has_its_name(tmp_path: Path) -> None:
-    names = []
-    for _ in range(2):
-        with replacing(tmp_path / "file") as stream:
-            names.append(Path(stream.name))
-    assert names[0] != names[1]
-    assert all(re.fullmatch(r"\.file\.[0-9a-f]{16}\.tmp", name.name) for name in names)
-    (tmp_path / "target").write_text("kept")
-    (tmp_path / "link").symlink_to(tmp_path / "target")
-    with pytest.raises(FileExistsError):
-        write_tensors(tmp_path / "link", {"a": torch.zeros(1)})
-    assert (tmp_path / "target").read_text() == "kept"
 
 
 def test_a_file_system_without_locks_is_told_of(

@@ -19,7 +19,7 @@ from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.data.loader import open_datasets
 from dlrm_overlap.train.inference.export import export_for_inference
 from dlrm_overlap.train.inference.model import Scratch, Squares, build_for_inference, quantised_table, stored_table
-from dlrm_overlap.train.inference.tables import FloatTable, Int8Table, NarrowTable, quantise_rows
+from dlrm_overlap.train.inference.tables import Int8Table, quantise_rows
 from dlrm_overlap.train.trainer import Trainer
 from tests.conftest import ROOT
 from tests.distributed.workers import make_trainer, quickstart
@@ -94,11 +94,6 @@ def test_rows_in_8_bits_are_off_by_half_a_step_at_most() -> None:
     torch.testing.assert_close(pooled[2], 2 * rows[1])
 
 
-def test_tables_of_half_precision_are_summed_in_float32() -> None:
-    weight, ids, offsets = torch.tensor([[2048.0], [1.0]]), torch.tensor([0, 1, 1, 1]), torch.tensor([0, 4])
-    assert NarrowTable(weight.half())(ids, offsets).item() == FloatTable(weight)(ids, offsets).item() == 2051
-
-
 def test_tables_are_put_together_from_pieces(tmp_path: Path) -> None:
     path, wanted = write_new(tmp_path, make_table([0, 2, 6])), torch.arange(float(ROWS * D)).view(ROWS, D)
     stored = Checkpoint(path, read_manifest(path))
@@ -114,7 +109,6 @@ def test_tables_are_put_together_from_pieces(tmp_path: Path) -> None:
     ("options", "reason"),
     [
         ("export {path} {path}/x.pt --format inference", "must end in .pt2"),
-        ("export --format inference {path} {path}/x.pt2", "does not tell of which model it is"),
         ("export {path} --format inference {path}/there.pt2", "there.json is there already"),
         ("export {path} --format inference {path}/nowhere/x.pt2", "cannot be written (No such file or directory)"),
         ("export {path} {path}/x.pt --quantize int8", "int8 has no effect on checkpoint export --format tensors"),

@@ -2,7 +2,6 @@
 
 import math
 import time
-import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,10 +15,9 @@ from dlrm_overlap.checkpoint.saving import NotFiniteError
 from dlrm_overlap.checkpoint.storage.extents import Extent
 from dlrm_overlap.checkpoint.storage.load import find_faults
 from dlrm_overlap.checkpoint.storage.manifest import read_manifest
-from dlrm_overlap.checkpoint.storage.snapshot import Snapshot, device_of_copy
+from dlrm_overlap.checkpoint.storage.snapshot import Snapshot
 from dlrm_overlap.comm.record import ExchangeTimeoutError
 from dlrm_overlap.config import InputError
-from dlrm_overlap.train import compare
 from tests.conftest import file_limit
 from tests.distributed.workers import make_trainer, quickstart
 from tests.unit.run.test_trainer import SMALL, checkpoints
@@ -56,18 +54,6 @@ def test_a_save_holds_the_state_behind_its_step_though_steps_follow_before_it_is
         stops, beside = (tmp_path / folder / "run/checkpoints" / name for folder in ("stops", "beside"))
         assert find_faults(beside, read_manifest(beside)) == []
         assert (beside / "rank_0.safetensors").read_bytes() == (stops / "rank_0.safetensors").read_bytes()
-
-
-@pytest.mark.slow
-def test_a_trainer_that_saved_beside_its_steps_leaves_no_memory_behind(tmp_path: Path) -> None:
-    """`compare` trains one after another, and saves leave what is loaded out of Python's collections."""
-    trainer = make_trainer(quickstart(tmp_path, "run", *SMALL, *BESIDE, "--checkpoint.every", "2"))
-    trainer.fit()
-    trainer.close()
-    model = weakref.ref(trainer.model)
-    del trainer
-    compare._collect()
-    assert model() is None
 
 
 def test_a_save_is_refused_for_the_loss_behind_it_and_says_so(tmp_path: Path) -> None:
@@ -107,16 +93,6 @@ def test_a_save_that_finds_no_room_ends_the_run_by_name(tmp_path: Path) -> None:
     with file_limit(100_000), pytest.raises(InputError, match=r"step_3 cannot be written \(rank 0: File too large"):
         _fit(tmp_path, *options, "--train.steps", "6")
     assert checkpoints(tmp_path) == ["step_1", "step_2"]
-
-
-def test_a_rank_says_that_it_moves_while_it_saves_and_resumes(tmp_path: Path) -> None:
-    options = [*SMALL, "--checkpoint.last", "true", "--checkpoint.every", "4"]
-    trainer = make_trainer(quickstart(tmp_path, "run", *options))
-    trainer.saves.step = -1
-    for move in (lambda: trainer.saves.save(4, {}), lambda: trainer.checkpointer.find("auto")):
-        before = trainer.progress.batch
-        move()
-        assert trainer.progress.batch > before
 
 
 def test_a_save_is_given_no_more_time_once_a_wait_for_a_peer_has_expired(tmp_path: Path) -> None:
@@ -165,9 +141,3 @@ def test_a_copy_is_apart_and_is_looked_through_for_what_is_not_finite(name: str,
     assert (snapshot.fault, snapshot.read_bytes) == (fault, 24)
     snapshot.take()
     assert (snapshot.fault, snapshot.read_bytes) == ("", 0)
-
-
-def test_a_copy_that_half_of_the_free_memory_does_not_hold_is_not_made() -> None:
-    huge = torch.empty(1).expand(1 << 40)
-    assert device_of_copy([_extent("model.t", huge)], torch.device("cpu"), 1) is None
-    assert device_of_copy([_extent("model.t", torch.empty(5))], torch.device("cpu"), 8) == torch.device("cpu")

@@ -10,11 +10,9 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
 from dlrm_overlap.checkpoint.saving import NotFiniteError
-from dlrm_overlap.checkpoint.storage.manifest import read_manifest
 from dlrm_overlap.config import Config, DataConfig, EmbeddingConfig, InputError, TablesConfig, TrainConfig
 from dlrm_overlap.dense.optimizer import FlatOptimizer
 from dlrm_overlap.embedding.sharded_module import exchanges
@@ -63,14 +61,6 @@ def test_a_run_yields_behind_each_turn_but_the_last_and_not_among_traced_steps(t
     assert end.value.value["steps"] == 4
 
 
-def test_the_last_step_is_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    _fit(tmp_path, *SAVES)
-    assert checkpoints(tmp_path) == ["step_4"]
-    (line,) = [line for line in caplog.messages if line.startswith("checkpoint: ")]
-    assert line.startswith(f"checkpoint: {tmp_path}/run/checkpoints/step_4, 0.")
-    assert line.endswith(" s")
-
-
 def test_steps_of_the_graphs_pipeline_learn_the_same_without_flat_dense_parameters(tmp_path: Path) -> None:
     losses = []
     for is_flat in ("true", "false"):
@@ -84,19 +74,6 @@ def test_steps_of_the_graphs_pipeline_learn_the_same_without_flat_dense_paramete
             losses.append([trainer.step(batches).item() for _ in range(4)])
         trainer.close()
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)
-
-
-@pytest.mark.parametrize(("captures", "given"), [("true", None), ("false", False)])
-def test_whether_steps_are_captured_is_told_to_the_pipeline(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, captures: str, given: bool | None
-) -> None:
-    told: list[Any] = []
-    monkeypatch.setattr(
-        "dlrm_overlap.train.assembly.GraphTrainPipeline", lambda *_, capture, **others: told.append(capture)
-    )
-    options = ["--embedding.backend", "pgas", "--train.pipeline", "graph", "--train.capture", captures]
-    make_trainer(quickstart(tmp_path, "run", *SMALL, *options))
-    assert told == [given]
 
 
 @pytest.mark.parametrize(
@@ -119,16 +96,6 @@ def test_a_folder_that_not_all_ranks_see_is_refused_before_the_first_step(
     with pytest.raises(InputError, match=r"log\.dir: .*run/checkpoints is not seen by all ranks"):
         trainer.fit()
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
-
-
-@pytest.mark.parametrize(
-    ("place", "last", "reason"), [("run", "false", "File exists"), ("run/checkpoints", "true", "File exists")]
-)
-def test_a_folder_that_cannot_be_made(tmp_path: Path, place: str, last: str, reason: str) -> None:
-    (tmp_path / place).parent.mkdir(exist_ok=True)
-    (tmp_path / place).write_text("a file")
-    with pytest.raises(InputError, match=rf"log\.dir: .*{place} cannot be made \({reason}\); give a folder"):
-        _fit(tmp_path, "--checkpoint.last", last)
 
 
 def test_a_run_keeps_a_second_one_out_of_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,15 +150,6 @@ def test_a_finished_run_is_left_as_it_was(tmp_path: Path, caplog: pytest.LogCapt
     assert list(read_metrics(tmp_path / "run", "train/loss")) == list(range(1, 7))
 
 
-def test_tensorboard_shows_every_step_of_a_run_that_went_on(tmp_path: Path) -> None:
-    for steps in ("2", "4"):
-        _fit(tmp_path, *SAVES, "--log.tensorboard", "true", "--train.steps", steps)
-    events = EventAccumulator(str(tmp_path / "run"))
-    events.Reload()
-    assert [event.step for event in events.Scalars("train/loss")] == [1, 2, 3, 4]
-    assert [event.step for event in events.Scalars("eval/loss")] == [2, 4]
-
-
 def test_a_run_that_reached_its_target_is_finished(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     early = ["--train.eval_every", "2", "--train.target_auroc"]
     assert _fit(tmp_path, *SAVES, *early, "0.01")["steps"] == 2
@@ -201,14 +159,6 @@ def test_a_run_that_reached_its_target_is_finished(tmp_path: Path, caplog: pytes
     assert _contents(tmp_path) == before
     assert "nothing is trained: step 2 was the last, since train.target_auroc 0.02 is reached" in caplog.text
     assert _fit(tmp_path, *SAVES, *early, "0.99")["steps"] == 4, "more was asked for"
-
-
-def test_a_run_whose_last_step_was_not_saved_is_finished(tmp_path: Path) -> None:
-    options = ["--checkpoint.every", "2", "--train.steps", "3"]
-    _fit(tmp_path, *options)
-    before = _contents(tmp_path)
-    assert _fit(tmp_path, *options)["steps"] == 3
-    assert _contents(tmp_path) == before
 
 
 def test_a_run_that_ended_before_its_results_evaluates(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -222,29 +172,6 @@ def test_a_run_that_ended_before_its_results_evaluates(tmp_path: Path, caplog: p
         again = _fit(tmp_path, *SAVES)
         assert (again["steps"], again["eval_loss"]) == (4, first["eval_loss"])
         assert f"{summary} is not what was written, and left out" in caplog.messages
-
-
-def test_a_checkpoint_is_gone_on_from_by_a_link_as_by_its_name(tmp_path: Path) -> None:
-    """The newest was moved to another disk, and a link put in its place."""
-    _fit(tmp_path, "--checkpoint.every", "2")
-    folder = tmp_path / "run" / "checkpoints"
-    branch = read_manifest(folder / "step_4").branch
-    (folder / "step_4").rename(tmp_path / "moved")
-    (folder / "step_4").symlink_to(tmp_path / "moved")
-    for steps, path in ((5, "auto"), (6, str(folder / "step_5"))):
-        _fit(tmp_path, "--checkpoint.resume", path, "--checkpoint.every", "1", "--train.steps", str(steps))
-        written = read_manifest(folder / f"step_{steps}")
-        assert (written.parent, written.branch) == (f"step_{steps - 1}", branch)
-    assert checkpoints(tmp_path) == ["step_5", "step_6"], "of these, two are kept"
-    assert (tmp_path / "moved").is_dir()
-
-
-def test_an_earlier_runs_results_are_not_written_over(tmp_path: Path) -> None:
-    _fit(tmp_path)
-    before = _contents(tmp_path)
-    with pytest.raises(InputError, match=r"run holds the results of an earlier run"):
-        _fit(tmp_path)
-    assert _contents(tmp_path) == before
 
 
 def test_a_run_that_was_killed_before_its_first_checkpoint_begins_anew(tmp_path: Path) -> None:
@@ -366,12 +293,6 @@ def test_an_optimizers_state_that_is_not_finite_is_not_saved(tmp_path: Path) -> 
     assert checkpoints(tmp_path) == ["step_1"]
 
 
-def test_an_evaluation_that_is_not_finite_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Trainer, "evaluate", lambda self: {"loss": math.nan, "auroc": math.nan, "ne": math.nan})
-    with pytest.raises(NotFiniteError, match="step 4: the held-out loss is nan"):
-        _fit(tmp_path)
-
-
 def test_stochastic_rounding_goes_on_from_the_step_of_the_checkpoint(tmp_path: Path) -> None:
     """Its random numbers are those of the step, which would repeat themselves if a resumed run counted from 0."""
     options = [*SAVES, "--embedding.backend", "pgas"]
@@ -448,14 +369,6 @@ def test_an_id_outside_its_table_in_the_last_evaluation(
     assert not (tmp_path / "run" / "summary.json").exists()
 
 
-def test_no_checkpoint_behind_an_id_outside_its_table(tmp_path: Path, exchange: _Exchange) -> None:
-    trainer = make_trainer(quickstart(tmp_path, "run", *SMALL))
-    exchange.recorded = True
-    with pytest.raises(ValueError, match="id 20 is outside its table"):
-        trainer.save(1)
-    assert checkpoints(tmp_path) == []
-
-
 @pytest.mark.parametrize(
     ("owner", "name", "error"),
     [
@@ -498,17 +411,6 @@ def test_an_id_outside_its_table_is_the_same_error_under_every_backend(tmp_path:
             trainer.step(iter([batch]))
         assert type(e.value) is ValueError
         trainer.close()
-
-
-def test_an_error_of_another_cause_is_raised_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = make_trainer(quickstart(tmp_path, "run", *SMALL))
-
-    def fail(*_: Any) -> None:
-        raise RuntimeError("out of memory")
-
-    monkeypatch.setattr(trainer.pipeline, "progress", fail)
-    with pytest.raises(RuntimeError, match="out of memory"):
-        trainer.fit()
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import yaml
 
-from dlrm_overlap.config import InputError, TablesConfig
+from dlrm_overlap.config import Config, InputError, TablesConfig
 from dlrm_overlap.data.criteo import CriteoMultihot, CriteoNpy
 from dlrm_overlap.data.prepare_criteo import prepare_criteo
 from dlrm_overlap.data.prepared import read_meta
@@ -56,7 +56,7 @@ def test_a_configuration_executes_nothing(tmp_path: Path, mark: Path, case: int)
     text = _tags(mark)[case]
     (tmp_path / "evil.yaml").write_text(text + "\n")
     with pytest.raises(InputError) as error:
-        parse_config("train", "", ["--config", str(tmp_path / "evil.yaml")], lambda parser: None)
+        parse_config(Config, "train", "", ["--config", str(tmp_path / "evil.yaml")])
     assert "\n" not in str(error.value)
     assert not mark.exists()
     if case < 7 and "apply" in text:  # the file would, if it were loaded otherwise
@@ -69,7 +69,7 @@ def test_an_option_executes_nothing(mark: Path, key: str) -> None:
     for value in (_tags(mark)[0], json.dumps({"class_path": "os.mkdir", "init_args": {"path": str(mark)}})):
         argv = ["--config", "configs/quickstart.yaml", f"--{key}={value}"]
         try:
-            config, _ = parse_config("train", "", argv, lambda parser: None)
+            config, _ = parse_config(Config, "train", "", argv)
             assert str(mark) in json.dumps(config.as_dict()), "a text, as it is"
         except InputError:
             pass
@@ -131,39 +131,13 @@ def test_a_vocabulary_executes_nothing(tmp_path: Path, mark: Path) -> None:
     prepare_criteo(folder / "text.tsv", folder, min_count=1)
 
 
-def test_results_execute_nothing(tmp_path: Path, mark: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text(f'__import__("os").mkdir("{mark}")\n{{"step": 1}}\n')
-    MetricsFile(path, 1).close()
-    assert path.read_text() == '{"step": 1}\n'
-    assert not mark.exists()
-
-
-@pytest.mark.parametrize("rows", [[], {}, 7, "x", [50] * 25, [50] * 25 + ["x"], [50] * 25 + [-1], [[50]] * 26])
-def test_rows_that_are_no_numbers_of_26_tables_are_refused(tmp_path: Path, rows: Any) -> None:
-    folder = _write_days(tmp_path / "days")
-    meta = json.loads((folder / "meta.json").read_text())
-    (folder / "meta.json").write_text(json.dumps(meta | {"rows": rows}))
-    with pytest.raises(InputError, match=r"meta\.json: not what `dlrm-overlap prepare` writes"):
-        CriteoNpy(folder, TablesConfig())
-
-
-def test_a_day_without_the_checksum_of_a_part_is_refused(tmp_path: Path) -> None:
-    folder = _write_days(tmp_path / "days")
-    meta = json.loads((folder / "meta.json").read_text())
-    del meta["days"][0]["files"]["labels"]
-    (folder / "meta.json").write_text(json.dumps(meta))
-    with pytest.raises(InputError, match=r"meta\.json: not what `dlrm-overlap prepare` writes"):
-        prepare_criteo(folder / "text.tsv", folder, min_count=1)
-
-
 def test_what_is_nested_without_end_is_refused(tmp_path: Path) -> None:
     """By the file's name, as any other that is not what it should be."""
     deep = "[" * 100_000
     for file in ("evil.yaml", "metrics.jsonl", "summary.json", "meta.json", LOCK_NAME):
         (tmp_path / file).write_text(f"{deep}\n")
     with pytest.raises(InputError, match=r"evil\.yaml is nested too deeply"):
-        parse_config("train", "", ["--config", str(tmp_path / "evil.yaml")], lambda parser: None)
+        parse_config(Config, "train", "", ["--config", str(tmp_path / "evil.yaml")])
     with pytest.raises(InputError, match=r"meta\.json: not what `dlrm-overlap prepare` writes"):
         read_meta(tmp_path)
     assert read_summary(tmp_path) is None

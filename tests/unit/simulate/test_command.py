@@ -12,7 +12,7 @@ import pytest
 
 from dlrm_overlap.cli import main
 from dlrm_overlap.kernels.schedule import SCHEDULES, TaskGrid
-from dlrm_overlap.launching.parsing import parse_sections
+from dlrm_overlap.launching.parsing import parse_config
 from dlrm_overlap.simulate.config import SimulateConfig
 from dlrm_overlap.simulate.product import simulate_product
 from dlrm_overlap.simulate.rows import describe, describe_product
@@ -25,7 +25,7 @@ SMALL = ["--config", "configs/simulate/mlperf_hosts.yaml", "--network.hosts", "2
 
 
 def _read(path: Path, *options: str) -> SimulateConfig:
-    return parse_sections(SimulateConfig, "simulate", "", ["--config", str(path), *options], lambda parser: None)[0]
+    return parse_config(SimulateConfig, "simulate", "", ["--config", str(path), *options])[0]
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

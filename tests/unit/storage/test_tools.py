@@ -1,15 +1,10 @@
 """What the command `checkpoint` tells of a checkpoint, and what it makes of one."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from dlrm_overlap.checkpoint.storage import tools
-from dlrm_overlap.checkpoint.storage.extents import local_extents
-from dlrm_overlap.checkpoint.storage.manifest import Manifest
-from dlrm_overlap.checkpoint.storage.save import remove_checkpoint, write_checkpoint
 from dlrm_overlap.checkpoint.storage.tensor_file import read_tensors
 from dlrm_overlap.cli import main
 from tests.unit.storage.test_format import ROWS, D, make_table, write_new
@@ -27,20 +22,6 @@ def test_shows_what_is_in_it(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "tensor optimizer.state.t.weight.momentum1: F32 5x8, a number a row, 2 pieces" in lines
 
 
-def test_what_a_checkpoint_says_is_for_no_terminal_to_obey(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    settings = {"data.path": "a\x1b[2J\nb"}
-    write_checkpoint(tmp_path / "step_3", local_extents(*make_table([0, 4])), lambda: Manifest(3, {}, settings))
-    assert main(["checkpoint", "show", str(tmp_path / "step_3")]) == 0
-    assert r"data.path: a\x1b[2J\nb" in capsys.readouterr().out.splitlines()
-
-
-def test_takes_the_newest_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "checkpoints").mkdir()
-    path = write_new(tmp_path / "checkpoints", make_table([0, 4]))
-    assert main(["checkpoint", "verify", str(tmp_path)]) == 0
-    assert capsys.readouterr().out == f"{path}: whole\n"
-
-
 def test_says_whether_it_is_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write_new(tmp_path, make_table([0, 4]))
     assert main(["checkpoint", "verify", str(path)]) == 0
@@ -53,20 +34,6 @@ def test_says_whether_it_is_whole(tmp_path: Path, capsys: pytest.CaptureFixture[
     (path / "checkpoint.json").write_text("{}")
     assert main(["checkpoint", "verify", str(path)]) == 1
     assert main(["checkpoint", "verify", str(tmp_path)]) == 2
-
-
-def test_one_that_a_run_removes_meanwhile_is_not_called_damaged(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, find = write_new(tmp_path, make_table([0, 4])), tools.find_faults
-
-    def late(*args: Any) -> list[str]:
-        remove_checkpoint(path)
-        return find(*args)
-
-    monkeypatch.setattr(tools, "find_faults", late)
-    assert main(["checkpoint", "verify", str(path)]) == 2
-    assert f"{path} was removed while it was read" in capsys.readouterr().err
 
 
 def test_exports_unsharded_tensors(tmp_path: Path) -> None:
