@@ -122,6 +122,19 @@ def test_all_that_the_planner_makes_under_the_constraints_is_exchanged() -> None
     assert constraints(model, {"f0": 20})["t0"].pooling_factors == [20]
 
 
+def test_the_dense_optimizer_is_explained() -> None:
+    model = Model({"t0": TABLES["t0"]})
+    model.over = nn.Linear(2, 2)
+    plan = _plan(model, 2, row_wise())
+    assert "dense optimizer" not in str(explain(model, plan))
+    captured = explain(model, plan, optimizer=torch.optim.AdamW(model.over.parameters()))
+    assert str(captured).endswith("\ndense optimizer: captured")
+    after = explain(model, plan, optimizer=torch.optim.Adamax(model.over.parameters()))
+    assert str(after).endswith(
+        "\ndense optimizer: steps after the graphs: Adamax is none of torch.optim's SGD, Adagrad, Adam and AdamW"
+    )
+
+
 def test_input_errors() -> None:
     model = Model({"t0": TABLES["t0"]})
     with pytest.raises(InputError, match="no module of the model is sharded"):
