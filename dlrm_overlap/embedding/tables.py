@@ -38,7 +38,7 @@ class StoredRows(NamedTuple):
     states: torch.Tensor | None
     """[m] float32, flat, of their optimizer; None under SGD"""
     optimizer: str
-    """sgd | adagrad | rowwise_adagrad"""
+    """as in `RowRange`"""
     stochastic_rounding: bool
 
 
@@ -102,6 +102,9 @@ class LocalTables:
         tbe: Any = self.lookups[shard.lookup]
         optimizer = self.optimizer(shard)
         states = None if optimizer == "sgd" else tbe.momentum1_dev.detach()
+        given = tbe.optimizer_args  # of which SGD and Adagrad read neither, as under FBGEMM
+        if optimizer == "rowwise_adagrad" and (given.weight_decay_mode or given.max_norm):
+            optimizer = "decaying_rowwise_adagrad"
         return StoredRows(tbe.weights_dev.detach(), states, optimizer, bool(tbe.stochastic_rounding))
 
     def optimizer(self, shard: FeatureShard) -> str:
@@ -246,9 +249,6 @@ def unsupported(fused_params: Mapping[str, Any]) -> str | None:
 
 def only_fbgemm(fused_params: Mapping[str, Any], backward: str) -> str | None:
     """Return why only `FbgemmUpdate` can update the rows of a lookup made with these, or None if kernels can, too."""
-    for name in ("weight_decay", "max_norm"):
-        if fused_params.get(name):
-            return f"{name} {fused_params[name]}"
     optimizer = fused_params.get("optimizer", EmbOptimType.EXACT_SGD)
     if backward == "atomic" and optimizer != EmbOptimType.EXACT_SGD:
         return f"optimizer {OPTIMIZERS[optimizer]} is no sum"

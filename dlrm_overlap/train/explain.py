@@ -19,9 +19,7 @@ from dlrm_overlap.config import InputError
 from dlrm_overlap.dense.flat import why_not_flat
 from dlrm_overlap.embedding.replicated import why_not_looked_up
 from dlrm_overlap.embedding.sharded_module import OverlapShardedEmbeddingBagCollection, reasons_to_fall_back
-from dlrm_overlap.embedding.shardings import groups_of
 from dlrm_overlap.embedding.stock import why_not_beside_graphs
-from dlrm_overlap.embedding.tables import only_fbgemm
 from dlrm_overlap.embedding.traffic import exchanged_bytes
 from dlrm_overlap.launching.text_table import format_table
 from dlrm_overlap.train.graphs.capturable import dense_parameters, split_optimizer, why_not_captured
@@ -250,9 +248,6 @@ def _why_not_captured(model: nn.Module, collections: Sequence[_Collection], plan
             return reason
         if _DATA_PARALLEL in each.shardings and (reason := why_not_looked_up(each.shardings[_DATA_PARALLEL])):
             return f"its data-parallel tables stay with TorchRec: {reason}"
-        groups = [group for kind in exchanged for group in groups_of(each.shardings[kind])]
-        if reasons := {reason for group in groups if (reason := only_fbgemm(group.fused_params or {}, "push"))}:
-            return f"gradients go by the collective: {', '.join(sorted(reasons))}"
     dense = _dense(model, plan)
     if not dense:
         return "no dense parameter takes a gradient"

@@ -98,8 +98,6 @@ class Case:
     """ranks of the shards of the other module's table"""
     codecs: CommType | None = None
     """precision of quantised communication, both ways"""
-    only_fbgemm: str | None = None
-    """why gradients that should be pushed go by the collective"""
 
 
 ADAGRAD, ROWWISE_ADAGRAD = EmbOptimType.EXACT_ADAGRAD, EmbOptimType.EXACT_ROWWISE_ADAGRAD
@@ -111,8 +109,8 @@ CASES = {plan: Case(plan) for plan in (*PLANS, "planner")} | {
     "empty_batches": Case(batch_sizes=(0, 0)),
     "adagrad": Case(fused_params={"optimizer": ADAGRAD, "eps": 1e-3}),  # so large that no gradient is divided by itself
     "rowwise_adagrad": Case(fused_params={"optimizer": ROWWISE_ADAGRAD}),
-    "weight_decay": Case(fused_params=DECAY, only_fbgemm="weight_decay 0.1"),
-    "max_norm": Case(fused_params={"optimizer": ROWWISE_ADAGRAD, "max_norm": 0.3}, only_fbgemm="max_norm 0.3"),
+    "graph_weight_decay": Case(pipeline="graph", fused_params=DECAY),
+    "max_norm": Case(fused_params={"optimizer": ROWWISE_ADAGRAD, "max_norm": 0.3}),
     "train_pipeline": Case("columns_and_data_parallel", pipeline="sparse_dist"),
     "graph": Case(pipeline="graph"),
     "graph_without_tables": Case("rank_0_without_tables", pipeline="graph"),
@@ -212,7 +210,7 @@ def folder(request: pytest.FixtureRequest, way: str) -> Path:
 @pytest.mark.parametrize("name", CASES)
 def test_outputs_weights_and_states(folder: Path, name: str, way: str) -> None:
     case = CASES[name]
-    pushed = way in PUSHING and not case.only_fbgemm
+    pushed = way in PUSHING
     # FBGEMM's update is given float32 by us and float16 by TorchRec, and adds up either in its own order.
     same_order = not pushed and "output_dtype" not in case.fused_params
     tolerance = 0.0 if same_order else WEIGHT_TOLERANCE["fp16_rows" if case.rows == DataType.FP16 else "fp32"]
@@ -241,8 +239,6 @@ def test_what_falls_back_is_logged_once(folder: Path, name: str, way: str) -> No
     if case.weighted:
         lines = [f"backend {backend}: table_wise tables stay with TorchRec: bags have weights"] * 2
         lines += [f"backend {backend}: column_wise tables stay with TorchRec: bags have weights"]
-    if case.only_fbgemm and way in PUSHING:  # of each of the two modules
-        lines += [f"backward push: gradients go by the collective: {case.only_fbgemm}"] * 2
     if case.pipeline == "graph" and (reason := _why_not_captured(way)) is not None:
         lines += [f"train pipeline: TorchRec's, since the step cannot be captured: {reason}"]
     for rank in range(2):
@@ -604,13 +600,11 @@ def test_columns_that_fbgemm_does_not_take_are_told_on_every_rank(dim: int, way:
 @pytest.mark.parametrize(
     ("backward", "params", "reason"),
     [
-        ("auto", {"weight_decay": 0.1}, "weight_decay 0.1"),
-        ("push", {"weight_decay": 0.1, "max_norm": 2.0}, "weight_decay 0.1"),
-        ("atomic", {"max_norm": 2.0}, "max_norm 2.0"),
+        ("auto", DECAY, None),
         ("atomic", {"optimizer": ADAGRAD}, "optimizer adagrad is no sum"),
-        ("atomic", {"weight_decay": 0.0, "max_norm": 0.0}, None),
+        ("atomic", {"weight_decay": 0.1, "max_norm": 2.0}, None),
         ("auto", {"optimizer": ADAGRAD}, None),
-        ("collective", {"weight_decay": 0.1}, None),
+        ("collective", {"optimizer": ADAGRAD}, None),
     ],
 )
 def test_reasons_for_the_collective(
