@@ -232,14 +232,17 @@ def fbgemms_bad_id(error: RuntimeError) -> ValueError | None:
     return ValueError("an id is outside its table; map ids into its rows where they are read")
 
 
+def max_gradients(fused_params: Iterable[Mapping[str, Any]]) -> set[float | None]:
+    """Return the bounds to which lookups made with these clip gradients of pooled embeddings; None is no bound."""
+    return {each.get("max_gradient", 1.0) if each.get("gradient_clipping") else None for each in fused_params}
+
+
 def unsupported(fused_params: Mapping[str, Any]) -> str | None:
     """Return why `FbgemmUpdate` cannot replace the backward of a lookup made with these, or None if it can."""
     optimizer = fused_params.get("optimizer", EmbOptimType.EXACT_SGD)
     decay = WeightDecayMode(fused_params.get("weight_decay_mode", WeightDecayMode.NONE))
     if optimizer not in OPTIMIZERS:
         return f"optimizer {optimizer}"
-    if fused_params.get("gradient_clipping"):
-        return "gradient clipping"
     if getattr(fused_params.get("extra_optimizer_config"), "use_writeback_bwd_prehook", False):
         return "a writeback hook"
     if decay not in _WEIGHT_DECAYS:

@@ -156,6 +156,7 @@ class CpuPush(WindowBackward):
         if (ids := context.ids) is not None:
             cut = [s for shards in self.layout.by_owner for s in shards if s.gives_partial_sums]
             self._shares = {shard: ids.share_number(shard) for shard in cut}
+        self._lookups = self.layout.lookups(self.rank)
         self._unfinished: Step | None = None
 
     def send(self, step: Step, gradient: torch.Tensor) -> None:
@@ -211,7 +212,7 @@ class CpuPush(WindowBackward):
 
     def _decay(self, step: Step, window: torch.Tensor) -> None:
         """Update rows that decay by FBGEMM's operator, which on a CPU reads the decay for some tables alone."""
-        for lookup in self.layout.lookups(self.rank):
+        for lookup in self._lookups:
             if (rule := step.rules[lookup.number]).decays and not rule.frozen:
                 ids, samples = bags_of(lookup, step.inputs), step.batch.total
                 # Float32 before they are joined: autocast refuses to join the half type that is not its own.
