@@ -26,6 +26,7 @@ from dlrm_overlap.comm.counters import Counter
 from dlrm_overlap.comm.order import CommunicationOrder, uncompiled
 from dlrm_overlap.comm.reach import Reach
 from dlrm_overlap.config import InputError
+from dlrm_overlap.embedding.backends.base import gradient_scale
 from dlrm_overlap.embedding.backends.ids import ArrivedIds
 from dlrm_overlap.embedding.id_layout import BatchBound, IdLayout, joined
 from dlrm_overlap.embedding.layout import Layout
@@ -374,17 +375,15 @@ class Exchange:
         step.gradient = gradient  # held while it is read, since autograd adds in place to tensors without other owners
         step.sent = step.number == self.steps - 1
         if step.sent:
-            self._open().backward.start(step, gradient)
+            self._start_backward(step)
         if (local := self._open().local) is not None:
             local.start_backward(step, gradient)
 
     @fails_for_good
     def finish_backward(self, step: Step) -> None:
         """Make the current stream wait until this rank's rows are updated; in a captured step `finish_rows` does so."""
-        backward = self._open().backward
         if not step.sent:
-            assert step.gradient is not None
-            backward.start(step, step.gradient)
+            self._start_backward(step)
         if (local := self._open().local) is not None:
             local.finish_backward(step)
         if self.order.is_captured:  # while a step is captured, which ends with `finish_rows`
@@ -396,6 +395,15 @@ class Exchange:
         """Make the current stream wait for the rows of a captured step; issue work that needs no rows before."""
         while self._unfinished:
             self._finish(self._unfinished.pop(0))
+
+    def _start_backward(self, step: Step) -> None:
+        """Send the gradient, clipped as FBGEMM would clip it at the rows' owners."""
+        gradient = step.gradient
+        assert gradient is not None
+        if (most := self.options.max_gradient) is not None:
+            most /= gradient_scale(self.layout.world_size)
+            gradient = gradient.clamp(-most, most)
+        self._open().backward.start(step, gradient)
 
     def _finish(self, step: Step) -> None:
         self._open().backward.finish(step)

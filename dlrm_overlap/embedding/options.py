@@ -51,6 +51,9 @@ class ExchangeOptions:
     its user must let go of before the next forward"""
     output_dtype: torch.dtype = torch.float32
     """type in which pooled embeddings are returned and their gradient is taken: float32, or that of the wire"""
+    max_gradient: float | None = None
+    """the bound to which each element of the gradient of pooled embeddings is clipped, once it is divided by the number
+    of ranks; None clips nothing"""
     hosts: int | Literal["auto"] = "auto"
     """backends that store to peers: auto finds out which ranks are reached by stores; a number emulates hosts, see
     `find_reach`"""

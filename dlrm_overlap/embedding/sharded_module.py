@@ -53,7 +53,7 @@ from dlrm_overlap.embedding.shardings import (
 )
 from dlrm_overlap.embedding.steps import weights_of, with_float_weights
 from dlrm_overlap.embedding.stock import StockTables, why_not_beside_graphs
-from dlrm_overlap.embedding.tables import LocalTables, only_fbgemm
+from dlrm_overlap.embedding.tables import LocalTables, max_gradients, only_fbgemm
 
 log = logging.getLogger("dlrm_overlap")
 
@@ -152,10 +152,11 @@ class OverlapShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         return [each for i, each in enumerate(self._embedding_shardings) if i not in self._ours]
 
     def _options_for(self, shardings: Sequence[Any]) -> ExchangeOptions:
-        """Return the options, with the lookups' type, and the collective where the rows' update is FBGEMM's alone."""
+        """Return the options, with the lookups' type and bound, and the collective where only FBGEMM updates rows."""
         options, groups = self._options, [group for sharding in shardings for group in groups_of(sharding)]
         if (output := output_types(shardings[0]).pop()) != SparseType.FP32:
             options = replace(options, output_dtype=output.as_dtype(), wire_dtype=output.as_dtype())
+        options = replace(options, max_gradient=max_gradients(group.fused_params or {} for group in groups).pop())
         backward = options.resolved_backward
         reasons = {reason for group in groups if (reason := only_fbgemm(group.fused_params or {}, backward))}
         if backward == "collective" or not reasons:

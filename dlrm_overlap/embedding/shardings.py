@@ -24,7 +24,7 @@ from dlrm_overlap.embedding.codecs import precisions
 from dlrm_overlap.embedding.layout import FeatureShard, Layout, distinct
 from dlrm_overlap.embedding.options import WIRE_DTYPES
 from dlrm_overlap.embedding.replicated import MOST_COLUMNS
-from dlrm_overlap.embedding.tables import unsupported, why_not_checked_together
+from dlrm_overlap.embedding.tables import max_gradients, unsupported, why_not_checked_together
 
 _EXCHANGED = (
     TwPooledEmbeddingSharding,
@@ -143,7 +143,10 @@ def why_not_together(shardings: Sequence[Any]) -> str | None:
     types = {output.value for sharding in shardings for output in output_types(sharding)}
     if len(types) > 1:
         return f"outputs of types {' and '.join(sorted(types))}"
-    return why_not_checked_together(group.fused_params or {} for sharding in shardings for group in groups_of(sharding))
+    params = [group.fused_params or {} for sharding in shardings for group in groups_of(sharding)]
+    if len(bounds := max_gradients(params)) > 1:
+        return f"gradients clipped to {' and '.join(sorted(map(str, bounds)))}"
+    return why_not_checked_together(params)
 
 
 def hosts_of(sharding: Any) -> int:

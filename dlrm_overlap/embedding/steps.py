@@ -7,8 +7,12 @@ from itertools import accumulate
 from typing import Any, Generic, NamedTuple, TypeVar, TypeVarTuple
 
 import torch
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMode
 from torch.cuda import is_current_stream_capturing, is_initialized
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+_DECAYS = (WeightDecayMode.L2, WeightDecayMode.DECOUPLE)
+_NO_NORM = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True)
@@ -45,14 +49,16 @@ class UpdateRule(NamedTuple):
     """whether the rows stay as they are, and their state: no weights of the lookup require a gradient"""
 
     @property
-    def only_fbgemm(self) -> bool:
-        """Whether FBGEMM's own operator alone can do such an update."""
+    def decays(self) -> bool:
+        """Whether rows decay, or have a bound of their norm."""
         return bool(self.arguments.weight_decay or self.arguments.max_norm)
 
     @property
-    def by_kernels(self) -> bool:
-        """Whether our kernels update the rows."""
-        return not (self.frozen or self.only_fbgemm)
+    def numbers(self) -> tuple[float, ...]:
+        """The numbers of `kernels.backward.optimizers.Rule`."""
+        given = self.arguments
+        l2, decoupled = (given.weight_decay * (given.weight_decay_mode == mode.value) for mode in _DECAYS)
+        return self.lr, given.eps, l2, decoupled, given.max_norm or _NO_NORM
 
 
 class Step:

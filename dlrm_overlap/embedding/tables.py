@@ -38,7 +38,7 @@ class StoredRows(NamedTuple):
     states: torch.Tensor | None
     """[m] float32, flat, of their optimizer; None under SGD"""
     optimizer: str
-    """sgd | adagrad | rowwise_adagrad"""
+    """as in `RowRange`"""
     stochastic_rounding: bool
 
 
@@ -102,6 +102,9 @@ class LocalTables:
         tbe: Any = self.lookups[shard.lookup]
         optimizer = self.optimizer(shard)
         states = None if optimizer == "sgd" else tbe.momentum1_dev.detach()
+        given = tbe.optimizer_args  # of which SGD and Adagrad read neither, as under FBGEMM
+        if optimizer == "rowwise_adagrad" and (given.weight_decay_mode or given.max_norm):
+            optimizer = "decaying_rowwise_adagrad"
         return StoredRows(tbe.weights_dev.detach(), states, optimizer, bool(tbe.stochastic_rounding))
 
     def optimizer(self, shard: FeatureShard) -> str:
@@ -230,14 +233,17 @@ def fbgemms_bad_id(error: RuntimeError) -> ValueError | None:
     return ValueError("an id is outside its table; map ids into its rows where they are read")
 
 
+def max_gradients(fused_params: Iterable[Mapping[str, Any]]) -> set[float | None]:
+    """Return the bounds to which lookups made with these clip gradients of pooled embeddings; None is no bound."""
+    return {each.get("max_gradient", 1.0) if each.get("gradient_clipping") else None for each in fused_params}
+
+
 def unsupported(fused_params: Mapping[str, Any]) -> str | None:
     """Return why `FbgemmUpdate` cannot replace the backward of a lookup made with these, or None if it can."""
     optimizer = fused_params.get("optimizer", EmbOptimType.EXACT_SGD)
     decay = WeightDecayMode(fused_params.get("weight_decay_mode", WeightDecayMode.NONE))
     if optimizer not in OPTIMIZERS:
         return f"optimizer {optimizer}"
-    if fused_params.get("gradient_clipping"):
-        return "gradient clipping"
     if getattr(fused_params.get("extra_optimizer_config"), "use_writeback_bwd_prehook", False):
         return "a writeback hook"
     if decay not in _WEIGHT_DECAYS:
@@ -247,9 +253,6 @@ def unsupported(fused_params: Mapping[str, Any]) -> str | None:
 
 def only_fbgemm(fused_params: Mapping[str, Any], backward: str) -> str | None:
     """Return why only `FbgemmUpdate` can update the rows of a lookup made with these, or None if kernels can, too."""
-    for name in ("weight_decay", "max_norm"):
-        if fused_params.get(name):
-            return f"{name} {fused_params[name]}"
     optimizer = fused_params.get("optimizer", EmbOptimType.EXACT_SGD)
     if backward == "atomic" and optimizer != EmbOptimType.EXACT_SGD:
         return f"optimizer {OPTIMIZERS[optimizer]} is no sum"

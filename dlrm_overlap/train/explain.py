@@ -19,12 +19,11 @@ from dlrm_overlap.config import InputError
 from dlrm_overlap.dense.flat import why_not_flat
 from dlrm_overlap.embedding.replicated import why_not_looked_up
 from dlrm_overlap.embedding.sharded_module import OverlapShardedEmbeddingBagCollection, reasons_to_fall_back
-from dlrm_overlap.embedding.shardings import groups_of
 from dlrm_overlap.embedding.stock import why_not_beside_graphs
-from dlrm_overlap.embedding.tables import only_fbgemm
 from dlrm_overlap.embedding.traffic import exchanged_bytes
 from dlrm_overlap.launching.text_table import format_table
-from dlrm_overlap.train.graphs.capturable import dense_parameters, why_not_captured
+from dlrm_overlap.train.graphs.capturable import dense_parameters, split_optimizer, why_not_captured
+from dlrm_overlap.train.graphs.optimizers import why_after_the_graph
 
 _DATA_PARALLEL = ShardingType.DATA_PARALLEL.value
 
@@ -58,6 +57,8 @@ class Explanation:
     """The tables of a model; prints as a text table."""
 
     tables: tuple[PlannedTable, ...]
+    why_after: str | None = None
+    """why the dense optimizer steps after the graphs, empty if it is captured; None if no optimizer was given"""
 
     def __str__(self) -> str:
         """Return a header, and a line for each table."""
@@ -68,7 +69,10 @@ class Explanation:
             sent = "-" if each.sent_bytes is None else f"{each.sent_bytes / 1e6:.3f}"
             place = each.module, each.table, each.sharding, _in_ranges(each.ranks), shard
             lines.append((*place, exchanged, captured, sent, each.why_not or ""))
-        return format_table(lines)
+        if self.why_after is None:
+            return format_table(lines)
+        optimizer = f"steps after the graphs: {self.why_after}" if self.why_after else "captured"
+        return f"{format_table(lines)}\ndense optimizer: {optimizer}"
 
 
 def explain(
@@ -78,6 +82,7 @@ def explain(
     fused_params: Mapping[str, Any] | None = None,
     samples: int | None = None,
     bag_sizes: Mapping[str, float] | None = None,
+    optimizer: Any = None,
 ) -> Explanation:
     """Return of each table its owners, whether it is exchanged and captured or why not, and the bytes that travel.
 
@@ -88,6 +93,7 @@ def explain(
         fused_params: with a plan, those that the sharder will be given.
         samples: of a rank's batch, for `sent_bytes`.
         bag_sizes: feature -> mean number of ids in a bag, for `sent_bytes`.
+        optimizer: that a `GraphTrainPipeline` will be given, for `why_after`.
 
     Raises:
         InputError: if no module is sharded and there is no plan, or a feature has no bag size.
@@ -120,7 +126,12 @@ def explain(
                 why_not=uncaptured if in_step else why_not,
             )
             tables.append(found)
-    return Explanation(tuple(tables))
+    why_after = None
+    if optimizer is not None:
+        dense = _dense(model, plan)
+        reasons = {why_after_the_graph(each, dense) for each in split_optimizer(optimizer)[0]} - {None}
+        why_after = ", ".join(sorted(map(str, reasons)))
+    return Explanation(tuple(tables), why_after)
 
 
 @dataclass(frozen=True)
@@ -240,15 +251,17 @@ def _why_not_captured(model: nn.Module, collections: Sequence[_Collection], plan
             return reason
         if _DATA_PARALLEL in each.shardings and (reason := why_not_looked_up(each.shardings[_DATA_PARALLEL])):
             return f"its data-parallel tables stay with TorchRec: {reason}"
-        groups = [group for kind in exchanged for group in groups_of(each.shardings[kind])]
-        if reasons := {reason for group in groups if (reason := only_fbgemm(group.fused_params or {}, "push"))}:
-            return f"gradients go by the collective: {', '.join(sorted(reasons))}"
-    tables = tuple(f"{path}." for path in plan.plan) if plan is not None else ()
-    dense = {name: each for name, each in dense_parameters(model).items() if not name.startswith(tables)}
+    dense = _dense(model, plan)
     if not dense:
         return "no dense parameter takes a gradient"
     reason = why_not_flat(dense)
     return reason and f"dense parameter {reason}"
+
+
+def _dense(model: nn.Module, plan: ShardingPlan | None) -> dict[str, nn.Parameter]:
+    """Return the dense parameters that take a gradient, of a model that is sharded or has a plan."""
+    tables = tuple(f"{path}." for path in plan.plan) if plan is not None else ()
+    return {name: each for name, each in dense_parameters(model).items() if not name.startswith(tables)}
 
 
 def _in_ranges(ranks: Sequence[int]) -> str:

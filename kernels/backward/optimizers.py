@@ -27,7 +27,7 @@ class RowRange(NamedTuple):
     any_mean: bool
     """whether a feature of the range is a mean"""
     optimizer: str
-    """sgd | adagrad | rowwise_adagrad"""
+    """sgd | adagrad | rowwise_adagrad | decaying_rowwise_adagrad, which reads decays and a norm of `Rule.numbers`"""
     stochastic_rounding: bool = False
     """of rows that are not float32"""
 
@@ -39,7 +39,7 @@ class Rule(NamedTuple):
     """
 
     numbers: torch.Tensor
-    """[2] float32: learning rate and epsilon"""
+    """[5] float32: learning rate, epsilon, L2 decay, decoupled decay, and the most that a row's norm may be"""
     clock: torch.Tensor
     """[1] int64: steps to add to those that `seed` has counted, see `comm/counters.py`"""
     seed: int = 0
@@ -80,20 +80,22 @@ def load_rows(
     state = weight
     if OPTIMIZER == "adagrad":
         state = tl.load(states + elements(state_at, key, DIM, BLOCK_DIM), mask=both, other=0.0)
-    elif OPTIMIZER == "rowwise_adagrad":
+    elif OPTIMIZER != "sgd":
         state = tl.load(states + state_at + key, mask=mask, other=0.0)
     return weight, state
 
 
 @triton.jit
 def store_updated_rows(
-    weights, states, weight_at, state_at, key, mask, weight, state, total, lr, eps, seed, factor,
+    weights, states, weight_at, state_at, key, mask, weight, state, total, numbers, lr, eps, seed, factor,
     OPTIMIZER: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, WEIGHT: tl.constexpr, STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
     """Update the result of `load_rows` by `factor` times the gradients `total` [N, BLOCK_DIM], and store it.
 
     SGD takes lr * total from the row. The others first add the squares of `total` to the state, row-wise Adagrad their
-    mean over the row, and then take lr / (sqrt(state) + eps) * total from the row.
+    mean over the row, and then take lr / (sqrt(state) + eps) * total from the row. Decaying row-wise Adagrad adds the
+    row times the L2 decay to `total` before that, or shrinks the row by lr times the decoupled decay, and then to the
+    most that its norm may be. Source: FBGEMM's rowwise_adagrad.
     """
     both = mask[:, None] & (tl.arange(0, BLOCK_DIM) < DIM)[None, :]
     total = total * factor
@@ -104,9 +106,16 @@ def store_updated_rows(
         tl.store(states + elements(state_at, key, DIM, BLOCK_DIM), state, mask=both)
         step = lr * total / (tl.sqrt_rn(state) + eps)
     else:
+        if OPTIMIZER == "decaying_rowwise_adagrad":
+            total += tl.load(numbers + 2) * weight
         state += tl.sum(tl.where(both, total * total, 0.0), 1) / DIM
         tl.store(states + state_at + key, state, mask=mask)
         step = (lr / (tl.sqrt_rn(state) + eps))[:, None] * total
+        if OPTIMIZER == "decaying_rowwise_adagrad":
+            step += lr * tl.load(numbers + 3) * weight
+            norm = tl.sqrt_rn(tl.sum(tl.where(both, (weight - step) * (weight - step), 0.0), 1))
+            most = tl.load(numbers + 4)
+            step += (weight - step) * (1 - most / tl.maximum(norm, most))[:, None]
     at = elements(weight_at, key, DIM, BLOCK_DIM)
     tl.store(weights + at, rounded(weight - step, at, seed, WEIGHT, STOCHASTIC), mask=both)
 

@@ -31,7 +31,7 @@ _TILE_ELEMENTS = 512  # of a warp: elements of one run's gradients that it loads
 
 @triton.jit
 def _update_row(
-    run, total, run_keys, weights, states, weight_at, state_at, lr, eps, seed, factor,
+    run, total, run_keys, weights, states, weight_at, state_at, numbers, lr, eps, seed, factor,
     OPTIMIZER: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, WEIGHT: tl.constexpr,
     STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
@@ -41,7 +41,7 @@ def _update_row(
     weight, state = load_rows(weights, states, weight_at, state_at, key, one == 0, OPTIMIZER, DIM, BLOCK_DIM)
     store_updated_rows(
         weights, states, weight_at, state_at, key, one == 0, weight, state, total[None, :],
-        lr, eps, seed, factor, OPTIMIZER, DIM, BLOCK_DIM, WEIGHT, STOCHASTIC,
+        numbers, lr, eps, seed, factor, OPTIMIZER, DIM, BLOCK_DIM, WEIGHT, STOCHASTIC,
     )  # fmt: skip
 
 
@@ -70,7 +70,7 @@ def _sum_gradients(
 @triton.jit
 def _sum_chunk(
     chunk, run, run_keys, run_starts, gradient_at, scales, shared, chunk_first, gradient, weights, states, chunk_sums,
-    weight_at, state_at, lr, eps, seed, factor,
+    weight_at, state_at, numbers, lr, eps, seed, factor,
     TILE: tl.constexpr, CHUNK_IDS: tl.constexpr, SCALED: tl.constexpr, OPTIMIZER: tl.constexpr,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, WEIGHT: tl.constexpr, STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
@@ -102,7 +102,7 @@ def _sum_chunk(
             mask = (of_run < count)[:, None] & (column < DIM)[None, :]
             total += tl.load(chunk_sums + (first_chunk + of_run)[:, None] * DIM + column[None, :], mask=mask, other=0.0)
         _update_row(
-            run, tl.sum(total, 0), run_keys, weights, states, weight_at, state_at, lr, eps, seed, factor,
+            run, tl.sum(total, 0), run_keys, weights, states, weight_at, state_at, numbers, lr, eps, seed, factor,
             OPTIMIZER, DIM, BLOCK_DIM, WEIGHT, STOCHASTIC,
         )  # fmt: skip
 
@@ -110,7 +110,7 @@ def _sum_chunk(
 @triton.jit
 def _update_runs(
     run, live, run_keys, run_starts, gradient_at, scales, gradient, weights, states,
-    weight_at, state_at, lr, eps, seed, factor,
+    weight_at, state_at, numbers, lr, eps, seed, factor,
     RUNS: tl.constexpr, BESIDE_IDS: tl.constexpr, SCALED: tl.constexpr,
     OPTIMIZER: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, WEIGHT: tl.constexpr,
     STOCHASTIC: tl.constexpr,
@@ -145,7 +145,7 @@ def _update_runs(
         total += next_rows
     store_updated_rows(
         weights, states, weight_at, state_at, key, live, weight, state, total,
-        lr, eps, seed, factor, OPTIMIZER, DIM, BLOCK_DIM, WEIGHT, STOCHASTIC,
+        numbers, lr, eps, seed, factor, OPTIMIZER, DIM, BLOCK_DIM, WEIGHT, STOCHASTIC,
     )  # fmt: skip
     return longest
 
@@ -153,7 +153,7 @@ def _update_runs(
 @triton.jit(noinline=True)  # rarely called; inlined, it would take registers from the runs side by side
 def _update_run(
     run, run_keys, run_starts, gradient_at, scales, gradient, weights, states,
-    weight_at, state_at, lr, eps, seed, factor,
+    weight_at, state_at, numbers, lr, eps, seed, factor,
     TILE: tl.constexpr, BESIDE_IDS: tl.constexpr, CHUNK_IDS: tl.constexpr, SCALED: tl.constexpr,
     OPTIMIZER: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, WEIGHT: tl.constexpr,
     STOCHASTIC: tl.constexpr,
@@ -168,7 +168,7 @@ def _update_run(
     if (length > BESIDE_IDS) & (length <= CHUNK_IDS):
         total = _sum_gradients(gradient, gradient_at, scales, start, length, TILE, SCALED, DIM, BLOCK_DIM)
         _update_row(
-            run, total, run_keys, weights, states, weight_at, state_at, lr, eps, seed, factor,
+            run, total, run_keys, weights, states, weight_at, state_at, numbers, lr, eps, seed, factor,
             OPTIMIZER, DIM, BLOCK_DIM, WEIGHT, STOCHASTIC,
         )  # fmt: skip
 
@@ -213,7 +213,7 @@ def _update_rows(
             if (run >= begin) & (run < end):
                 _sum_chunk(
                     task, run, run_keys, run_starts, gradient_at, scales, shared, chunk_first, gradient,
-                    weights, states, chunk_sums, weight_at, state_at, lr, eps, seed, factor,
+                    weights, states, chunk_sums, weight_at, state_at, numbers, lr, eps, seed, factor,
                     TILE, CHUNK_IDS, SCALED, OPTIMIZER, DIM, BLOCK_DIM, WEIGHT, STOCHASTIC,
                 )  # fmt: skip
         else:
@@ -221,14 +221,14 @@ def _update_rows(
             runs = first + tl.arange(0, RUNS)
             longest = _update_runs(
                 runs, runs < end, run_keys, run_starts, gradient_at, scales, gradient, weights, states,
-                weight_at, state_at, lr, eps, seed, factor,
+                weight_at, state_at, numbers, lr, eps, seed, factor,
                 RUNS, BESIDE_IDS, SCALED, OPTIMIZER, DIM, BLOCK_DIM, WEIGHT, STOCHASTIC,
             )  # fmt: skip
             if longest > BESIDE_IDS:
                 for run in range(first, tl.minimum(first + RUNS, end)):
                     _update_run(
                         run, run_keys, run_starts, gradient_at, scales, gradient, weights, states,
-                        weight_at, state_at, lr, eps, seed, factor,
+                        weight_at, state_at, numbers, lr, eps, seed, factor,
                         TILE, BESIDE_IDS, CHUNK_IDS, SCALED, OPTIMIZER, DIM, BLOCK_DIM, WEIGHT, STOCHASTIC,
                     )  # fmt: skip
 

@@ -11,19 +11,33 @@ LINE = 64
 """elements in whose multiples flat tensors are cut and parameters placed: 256 bytes of float32, what cuBLAS and NCCL
 like best, and 16 bytes a lane for every type"""
 
-STATES: dict[str, tuple[str, ...]] = {"sgd": (), "adagrad": ("sum",), "adam": ("exp_avg", "exp_avg_sq")}
+STATES: dict[str, tuple[str, ...]] = {
+    "sgd": (),
+    "momentum": ("momentum_buffer",),
+    "adagrad": ("sum",),
+    "adam": ("exp_avg", "exp_avg_sq"),
+}
 """kind -> the names that torch.optim has for the optimizer's state"""
+
+LR, EPS, FIRST, SECOND, NESTEROV, L2, DECOUPLED = range(7)
+"""columns of `FlatUpdate.numbers`. FIRST: beta1, momentum, or the decay of Adagrad's learning rate; SECOND: beta2, or
+dampening; NESTEROV: 0 or 1; L2 and DECOUPLED: weight decay, added to the gradient or shrinking the weight"""
+
+FACTORS = 8
+"""columns of `FlatUpdate.factors`"""
 
 
 class FlatUpdate(NamedTuple):
     """The tensors of an update, all on one device. n is a multiple of `BLOCK`; flat tensors are of one layout.
 
     Every number that may change between updates is read from a tensor, so a CUDA graph that holds the update follows
-    it. An update reads `numbers`, and writes all others but `gradients`.
+    it. An update writes weights, states, shadow, step and factors. Parameters may have numbers of their own, R rows.
     """
 
     kind: str
-    """sgd | adagrad | adam"""
+    """one of `STATES`: sgd | momentum, which is SGD with it | adagrad | adam"""
+    decays: bool
+    """whether some L2 or DECOUPLED is not 0"""
     weights: torch.Tensor
     """[n] float32"""
     gradients: torch.Tensor
@@ -32,12 +46,15 @@ class FlatUpdate(NamedTuple):
     """[n] float32 each, those of `STATES` in their order"""
     shadow: torch.Tensor | None
     """[n] float16 or bfloat16, which takes the updated weights, rounded to the nearest; None without one"""
+    rows: torch.Tensor | None
+    """[n / LINE] int32, the row of the numbers for each line of elements, -1 for those that are left as they are; None:
+    row 0 for all"""
     step: torch.Tensor
-    """[1] float32, the number of updates so far"""
+    """[R] float32, the number of updates so far"""
     numbers: torch.Tensor
-    """[4] float64: learning rate, epsilon, beta1, beta2; float64 as in torch.optim, whose numbers are Python's"""
+    """[R, 7] float64, in columns `LR` .. `DECOUPLED`; float64 as in torch.optim, whose numbers are Python's"""
     factors: torch.Tensor
-    """[6] float32, scratch of the kernel, which the twin leaves alone"""
+    """[R, FACTORS] float32, scratch of the kernel, which the twin leaves alone"""
 
 
 GROUP = 64

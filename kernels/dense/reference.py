@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from dlrm_overlap.kernels.dense.arguments import GROUP, CrossGradient, FlatUpdate
+from dlrm_overlap.kernels.dense.arguments import GROUP, LINE, CrossGradient, FlatUpdate
 
 
 def average_share(shares: Sequence[torch.Tensor]) -> None:
@@ -32,22 +32,41 @@ def update_range(update: FlatUpdate, begin: int, end: int) -> None:
 
     Example: adagrad with learning rate 1, sum 9 and gradient 4. The sum becomes 9 + 16 = 25, the weight loses 4 / 5.
     """
-    weights, gradients = update.weights[begin:end], update.gradients[begin:end]
-    states = [state[begin:end] for state in update.states]
-    lr, eps, beta1, beta2 = update.numbers.tolist()
+    if update.rows is None:
+        _update_row(update, 0, slice(begin, end))
+    else:
+        rows, lines = torch.unique_consecutive(update.rows[begin // LINE : end // LINE], return_counts=True)
+        ends = (begin + lines.cumsum(0) * LINE).tolist()
+        for row, first, last in zip(rows.tolist(), [begin, *ends], ends, strict=False):
+            if row >= 0:
+                _update_row(update, row, slice(first, last))
+    if update.shadow is not None:
+        update.shadow[begin:end].copy_(update.weights[begin:end])
+
+
+def _update_row(update: FlatUpdate, row: int, part: slice) -> None:
+    """Update a part of the flat weights by one row of the numbers."""
+    weights, gradients = update.weights[part], update.gradients[part]
+    states = [state[part] for state in update.states]
+    lr, eps, first, second, nesterov, l2, decoupled = update.numbers[row].tolist()
+    steps = update.step[row].item()
+    if decoupled:
+        weights.mul_(1 - lr * decoupled)
+    if l2:
+        gradients = gradients.add(weights, alpha=l2)
     if update.kind == "sgd":
         weights.add_(gradients, alpha=-lr)
+    elif update.kind == "momentum":
+        states[0].mul_(first).add_(gradients, alpha=1 if steps == 1 else 1 - second)
+        weights.add_(gradients.add(states[0], alpha=first) if nesterov else states[0], alpha=-lr)
     elif update.kind == "adagrad":
         states[0].addcmul_(gradients, gradients)
-        weights.addcdiv_(gradients, states[0].sqrt().add_(eps), value=-lr)
+        weights.addcdiv_(gradients, states[0].sqrt().add_(eps), value=-lr / (1 + (steps - 1) * first))
     else:
-        steps = update.step.item()
-        states[0].lerp_(gradients, 1 - beta1)
-        states[1].mul_(beta2).addcmul_(gradients, gradients, value=1 - beta2)
-        root = (states[1].sqrt() / (1 - beta2**steps) ** 0.5).add_(eps)
-        weights.addcdiv_(states[0], root, value=-lr / (1 - beta1**steps))
-    if update.shadow is not None:
-        update.shadow[begin:end].copy_(weights)
+        states[0].lerp_(gradients, 1 - first)
+        states[1].mul_(second).addcmul_(gradients, gradients, value=1 - second)
+        root = (states[1].sqrt() / (1 - second**steps) ** 0.5).add_(eps)
+        weights.addcdiv_(states[0], root, value=-lr / (1 - first**steps))
 
 
 def add_layer(x0: torch.Tensor, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor, out: torch.Tensor) -> None:

@@ -16,7 +16,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.comm.counters import Counters
 from dlrm_overlap.comm.order import CommunicationOrder
-from dlrm_overlap.dense.optimizer import FlatOptimizer
+from dlrm_overlap.dense.flat_steps import FlatSteps
 from dlrm_overlap.embedding import opening
 from dlrm_overlap.embedding.backends.ids import ArrivedIds, DeviceIdExchange
 from dlrm_overlap.embedding.exchange import Exchange
@@ -81,7 +81,7 @@ class StandIn(CapturedStep):
         for each in self._counters:
             each.advance()
         # Within a graph nothing hands the learning rate on: what comes before each replay does.
-        with without_streams(), patch.object(FlatOptimizer, "refresh", lambda _: None):
+        with without_streams(), patch.object(FlatSteps, "refresh", lambda _: None):
             self._order.begin()
             output = self._step()
             self._order.end()

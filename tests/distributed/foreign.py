@@ -24,6 +24,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
+from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
@@ -257,9 +258,28 @@ def _sgd(parameters: Mapping[str, Any]) -> Any:
     return KeyedOptimizerWrapper(dict(parameters), lambda each: torch.optim.SGD(each, lr=0.5))
 
 
-def _clipped_adamw(parameters: Mapping[str, Any]) -> Any:
-    adamw = KeyedOptimizerWrapper(dict(parameters), lambda each: torch.optim.AdamW(each, lr=0.05, weight_decay=0.1))
-    return GradientClippingOptimizer(adamw, clipping=GradientClipping.NORM, max_gradient=0.05)
+def _warm_clipped_adamw(parameters: Mapping[str, Any]) -> Any:
+    adamw = KeyedOptimizerWrapper(dict(parameters), lambda each: torch.optim.AdamW(_groups(each, 0.1), lr=0.05))
+    clipped = GradientClippingOptimizer(adamw, clipping=GradientClipping.NORM, max_gradient=0.05)
+    return WarmupOptimizer(clipped, [WarmupStage(WarmupPolicy.LINEAR, max_iters=6, value=0.2)], lr=0.05)
+
+
+def _momentum(parameters: Mapping[str, Any]) -> Any:
+    def make(each: list[Any]) -> Any:
+        return torch.optim.SGD(_groups(each, 0.05), lr=0.5, momentum=0.9, dampening=0.5)
+
+    keyed = KeyedOptimizerWrapper(dict(parameters), make)
+    return GradientClippingOptimizer(keyed, clipping=GradientClipping.VALUE, max_gradient=0.01)
+
+
+def _rmsprop(parameters: Mapping[str, Any]) -> Any:
+    return KeyedOptimizerWrapper(dict(parameters), lambda each: torch.optim.RMSprop(each, lr=0.01))
+
+
+def _groups(parameters: list[Any], decay: float) -> list[dict[str, Any]]:
+    """Return two groups of parameters, one of which decays."""
+    biases, weights = ([each for each in parameters if (each.ndim == 1) == flat] for flat in (True, False))
+    return [{"params": weights, "weight_decay": decay}, {"params": biases, "weight_decay": 0.0, "lr": 0.1}]
 
 
 class Program(NamedTuple):
@@ -271,6 +291,10 @@ class Program(NamedTuple):
     bags: Mapping[str, tuple[int, int]] = MOST
     growing: bool = False
     """whether the first batches have short bags alone"""
+    scheduled: bool = False
+    """whether one of torch's schedulers sets the dense learning rates"""
+    why_after: str = ""
+    """why the dense optimizer steps after the graph, if it does"""
 
 
 PROGRAMS: dict[str, Program] = {
@@ -287,10 +311,14 @@ PROGRAMS: dict[str, Program] = {
     "frozen_batch": Program(batch=FrozenBatch),
     "slotted_batch": Program(batch=SlottedBatch),
     "twin_losses": Program(TwinLosses),
-    "clipped_adamw": Program(optimizer=_clipped_adamw),
+    "clipped_adamw": Program(optimizer=_warm_clipped_adamw),
+    "momentum": Program(optimizer=_momentum, scheduled=True),
+    "rmsprop": Program(
+        optimizer=_rmsprop, why_after="RMSprop is none of torch.optim's SGD, Adagrad, Adam and AdamW", scheduled=True
+    ),
     "fails_at_first": Program(FailsAtFirst),
     "frozen_tower": Program(FrozenTower),
-    "unused_tower": Program(UnusedTower, optimizer=_clipped_adamw),
+    "unused_tower": Program(UnusedTower, optimizer=_warm_clipped_adamw),
     "in_host_memory": Program(InHostMemory),
     "collection_in_host_memory": Program(CollectionInHostMemory),
     "data_parallel_collection": Program(DataParallelCollection),
@@ -358,7 +386,9 @@ def train(
     sharded.to(device)
     initialise_tables(sharded, seed=0)
     dense = {n: p for n, p in in_backward_optimizer_filter(sharded.named_parameters()) if p.requires_grad}
-    optimizer = CombinedOptimizer([sharded.fused_optimizer, ("dense", program.optimizer(dense))])
+    own = program.optimizer(dense)
+    optimizer = CombinedOptimizer([sharded.fused_optimizer, ("dense", own)])
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(own, 0.8) if program.scheduled else None
     pipeline: Any
     if captured:
         pipeline = GraphTrainPipeline(sharded, optimizer, device, BatchBound(SAMPLES, program.bags))
@@ -373,8 +403,16 @@ def train(
     for step in range(STEPS):
         given[f"output of step {step}"] = pipeline.progress(batches).clone()
         optimizer.zero_grad()
+        if scheduler is not None:
+            scheduler.step()
     given |= dict(local_tensors(sharded.state_dict()))
+    given |= {
+        f"{key} of {name}": torch.as_tensor(value)
+        for name, state in own.state_dict()["state"].items()
+        for key, value in state.items()
+    }
     if captured:
+        assert pipeline._dense.why_after == program.why_after
         assert device.type == "cpu" or all(pipeline._graphs), "steps were not captured"
         pipeline.close()
         dist.barrier(group)

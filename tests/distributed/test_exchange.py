@@ -4,7 +4,6 @@ import gc
 import os
 import time
 from collections.abc import Callable
-from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -21,7 +20,7 @@ from dlrm_overlap.comm.record import ExchangeTimeoutError
 from dlrm_overlap.config import InputError
 from dlrm_overlap.embedding import layout as layouts
 from dlrm_overlap.embedding.options import ExchangeOptions
-from dlrm_overlap.embedding.steps import BatchSizes, Step, UpdateRule
+from dlrm_overlap.embedding.steps import BatchSizes, Step
 from dlrm_overlap.kernels.compiled import INTERPRETED
 from tests.agreement import WEIGHT_TOLERANCE, assert_all_near, assert_near, assert_same
 from tests.distributed.interpreted import interpreted_forward, interpreted_halves, without_streams
@@ -262,7 +261,7 @@ def check_the_gpus_backward_under_the_interpreter(rank: int, world_size: int) ->
     # Within a capture: each part is awaited before the next one is pushed.
     ways += [(adagrad, "push", True), (sgd, "atomic", True)]
     cases = [*((*way, {}) for way in ways), *((*way, half) for way in ways[1:3])]
-    for (optimizer, backward, captured, more), fbgemm in (*product(cases, [False]), (cases[2], True)):
+    for optimizer, backward, captured, more in cases:
         stage, expected = (Stage(OWNERS, rank, optimizer=optimizer) for _ in range(2))
         exchange = expected.exchange(_group(), "pgas", **more)
         generator = torch.Generator().manual_seed(rank)
@@ -284,12 +283,7 @@ def check_the_gpus_backward_under_the_interpreter(rank: int, world_size: int) ->
                 push.note_forward(step)
                 if number == 1:
                     push.prepare(step)
-                by_kernels = UpdateRule.by_kernels if not fbgemm else False
-                with (
-                    patch.object(push, "push", wraps=push.push) as pushed,
-                    patch.object(UpdateRule, "by_kernels", by_kernels),
-                    patch.object(UpdateRule, "only_fbgemm", fbgemm),  # as of weight decay, which is 0 here
-                ):
+                with patch.object(push, "push", wraps=push.push) as pushed:
                     push.start(step, gradient)
                 parts = push.gradients.parts
                 expected_calls = [(part, part + 1) for part in range(parts)] if captured else [(0, parts)]

@@ -50,8 +50,18 @@ def test_what_would_go_wrong_later_is_refused_in_the_first_step(model: type[Plai
 
 
 # What every `make test` runs; the rest differs little from it.
-QUICK = ["split", "two_sets_fixed", "one_feature", "slotted_batch", "clipped_adamw", "in_host_memory", "growing_bags"]
-QUICK += ["collection_in_host_memory", "data_parallel_collection"]
+QUICK = [
+    "split",
+    "two_sets_fixed",
+    "one_feature",
+    "slotted_batch",
+    "clipped_adamw",
+    "momentum",
+    "in_host_memory",
+    "collection_in_host_memory",
+    "data_parallel_collection",
+    "growing_bags",
+]
 MORE = [name for name in PROGRAMS if name not in QUICK]
 ended, more_ended = cases_on_ranks(2, _compare, QUICK), cases_on_ranks(2, _compare, MORE)
 

@@ -101,12 +101,11 @@ class Case:
     """ranks of the shards of the other module's table"""
     codecs: CommType | None = None
     """precision of quantised communication, both ways"""
-    only_fbgemm: str | None = None
-    """why gradients that should be pushed go by the collective"""
 
 
 ADAGRAD, ROWWISE_ADAGRAD = EmbOptimType.EXACT_ADAGRAD, EmbOptimType.EXACT_ROWWISE_ADAGRAD
 DECAY = {"optimizer": ROWWISE_ADAGRAD, "weight_decay": 0.1, "weight_decay_mode": WeightDecayMode.L2}
+CLIPPED = {"gradient_clipping": True, "max_gradient": 2e-4}  # a bound that many gradients of these models are beyond
 CASES = {plan: Case(plan) for plan in (*PLANS, "planner")} | {
     "int64": Case(ids=torch.int64),
     "uneven_batches": Case("columns_and_data_parallel", batch_sizes=(2, 9)),
@@ -114,8 +113,10 @@ CASES = {plan: Case(plan) for plan in (*PLANS, "planner")} | {
     "empty_batches": Case(batch_sizes=(0, 0)),
     "adagrad": Case(fused_params={"optimizer": ADAGRAD, "eps": 1e-3}),  # so large that no gradient is divided by itself
     "rowwise_adagrad": Case(fused_params={"optimizer": ROWWISE_ADAGRAD}),
-    "weight_decay": Case(fused_params=DECAY, only_fbgemm="weight_decay 0.1"),
-    "max_norm": Case(fused_params={"optimizer": ROWWISE_ADAGRAD, "max_norm": 0.3}, only_fbgemm="max_norm 0.3"),
+    "graph_weight_decay": Case(pipeline="graph", fused_params=DECAY),
+    "clipped": Case("columns_and_data_parallel", fused_params=CLIPPED),
+    "graph_clipped": Case(pipeline="graph", fused_params=CLIPPED),
+    "max_norm": Case(fused_params={"optimizer": ROWWISE_ADAGRAD, "max_norm": 0.3}),
     "train_pipeline": Case("columns_and_data_parallel", pipeline="sparse_dist"),
     "graph": Case(pipeline="graph"),
     "graph_without_tables": Case("rank_0_without_tables", pipeline="graph"),
@@ -222,7 +223,7 @@ def folder(request: pytest.FixtureRequest, way: str) -> Path:
 @pytest.mark.parametrize("name", CASES)
 def test_outputs_weights_and_states(folder: Path, name: str, way: str) -> None:
     case = CASES[name]
-    pushed = way in PUSHING and not case.only_fbgemm
+    pushed = way in PUSHING
     # FBGEMM's update is given float32 by us and float16 by TorchRec, and adds up either in its own order.
     same_order = not pushed and "output_dtype" not in case.fused_params
     tolerance = 0.0 if same_order else WEIGHT_TOLERANCE["fp16_rows" if case.rows == DataType.FP16 else "fp32"]
@@ -247,8 +248,6 @@ def _why_not_captured(way: str) -> str | None:
 @pytest.mark.parametrize("name", CASES)
 def test_what_falls_back_is_logged_once(folder: Path, name: str, way: str) -> None:
     case, lines = CASES[name], []
-    if case.only_fbgemm and way in PUSHING:  # of each of the two modules
-        lines += [f"backward push: gradients go by the collective: {case.only_fbgemm}"] * 2
     if case.pipeline == "graph" and (reason := _why_not_captured(way)) is not None:
         lines += [f"train pipeline: TorchRec's, since the step cannot be captured: {reason}"]
     for rank in range(2):
@@ -544,9 +543,9 @@ def test_a_table_that_names_a_feature_twice(world_of_one: dist.ProcessGroup, ord
 def test_that_the_drop_in_is_active_is_one_line(
     world_of_one: dist.ProcessGroup, caplog: pytest.LogCaptureFixture
 ) -> None:
-    decay = {"optimizer": EmbOptimType.EXACT_SGD, "gradient_clipping": True}
+    hooked = {"extra_optimizer_config": WRITEBACK}
     with caplog.at_level("INFO", "dlrm_overlap"):
-        for way, params in ((FUSED, {}), (row_wise(compute_kernel="fused"), {}), (FUSED, decay)):
+        for way, params in ((FUSED, {}), (row_wise(compute_kernel="fused"), {}), (FUSED, hooked)):
             _shard_alone(OverlapEmbeddingBagCollectionSharder(params), way, world_of_one)
     lines = [record.getMessage() for record in caplog.records if record.levelname == "INFO"]
     told = ("1 of 1 tables exchanged, update by push", "0 of 1 tables exchanged, update by FBGEMM")
@@ -608,7 +607,6 @@ FP16, BF16, INT8 = CommType.FP16, CommType.BF16, CommType.INT8
     ("way", "params", "codecs", "reason"),
     [
         (table_wise(0, compute_kernel="dense"), {}, None, "compute kernel dense"),
-        (FUSED, {"optimizer": EmbOptimType.EXACT_ADAGRAD, "gradient_clipping": True}, None, "gradient clipping"),
         (FUSED, {"extra_optimizer_config": WRITEBACK}, None, "a writeback hook"),
         (FUSED, {}, _codecs(FP16, BF16), "quantised communication: fp16 forward, bf16 backward"),
         (FUSED, {}, _codecs(INT8, INT8), "quantised communication: int8"),
@@ -625,7 +623,7 @@ FP16, BF16, INT8 = CommType.FP16, CommType.BF16, CommType.INT8
             "quantised communication of output of type fp16",
         ),
     ],
-    ids=["dense", "gradient_clipping", "writeback", "two_codecs", "int8_codecs", "loss_scale", "codecs_and_output"],
+    ids=["dense", "writeback", "two_codecs", "int8_codecs", "loss_scale", "codecs_and_output"],
 )
 def test_reasons_to_fall_back(
     world_of_one: dist.ProcessGroup,
@@ -663,13 +661,11 @@ def test_columns_that_fbgemm_does_not_take_are_told_on_every_rank(dim: int, way:
 @pytest.mark.parametrize(
     ("backward", "params", "reason"),
     [
-        ("auto", {"weight_decay": 0.1}, "weight_decay 0.1"),
-        ("push", {"weight_decay": 0.1, "max_norm": 2.0}, "weight_decay 0.1"),
-        ("atomic", {"max_norm": 2.0}, "max_norm 2.0"),
+        ("auto", DECAY, None),
         ("atomic", {"optimizer": ADAGRAD}, "optimizer adagrad is no sum"),
-        ("atomic", {"weight_decay": 0.0, "max_norm": 0.0}, None),
+        ("atomic", {"weight_decay": 0.1, "max_norm": 2.0}, None),
         ("auto", {"optimizer": ADAGRAD}, None),
-        ("collective", {"weight_decay": 0.1}, None),
+        ("collective", {"optimizer": ADAGRAD}, None),
     ],
 )
 def test_reasons_for_the_collective(

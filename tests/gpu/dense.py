@@ -12,11 +12,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer
+from torchrec.optim.keyed import KeyedOptimizerWrapper
 
 from dlrm_overlap.dense.flat import FlatParameters
+from dlrm_overlap.dense.flat_steps import take_steps
 from dlrm_overlap.dense.gradients import GradientBuckets
 from dlrm_overlap.dense.optimizer import FlatOptimizer
 from dlrm_overlap.kernels.dense.arguments import STATES
+from dlrm_overlap.train.graphs.optimizers import DenseUpdates
 from tests.agreement import WEIGHT_TOLERANCE, assert_near, assert_same
 from tests.gpu.one_gpu import capture, run_parts, times_us
 
@@ -27,6 +31,11 @@ _MAKERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
     "adagrad": partial(torch.optim.Adagrad, eps=EPS),
     "adam": partial(torch.optim.Adam, eps=EPS),
+}
+_FORMS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "momentum": partial(torch.optim.SGD, momentum=0.9, dampening=0.1, weight_decay=0.01),
+    "adagrad, decaying": partial(torch.optim.Adagrad, lr_decay=0.01, weight_decay=0.01),
+    "adamw, fused": partial(torch.optim.AdamW, fused=True),
 }
 
 
@@ -85,9 +94,49 @@ def check_optimizer(kind: str, captured: bool, device: torch.device) -> None:
         for key, value in reference.state[parameters[name]].items():
             ours = optimizer.state[parameter][key]
             assert_near(ours, value.to(device), WEIGHT_TOLERANCE["fp32"], f"{key} of {name}")
-    for tensor in (flat.weights.tensor, *(state.tensor for state in optimizer._states.values())):
+    for tensor in (flat.weights.tensor, *optimizer.steps.update.states):
         used = sum(parameter.numel() for parameter in flat.parameters.values())
         assert int(tensor.count_nonzero()) <= used, "padding is zero"
+
+
+def check_taken_over(form: str, device: torch.device) -> None:
+    """Hold captured, clipped steps of torch.optim's optimizers with two groups against their own."""
+    sides = [_parameters(device) for _ in range(2)]
+    wrappers = [_clipped(form, parameters) for parameters in sides]
+    flat = FlatParameters(sides[0])
+    updates = DenseUpdates([wrappers[0]], flat)
+    graph = torch.cuda.CUDAGraph()
+
+    def update() -> None:
+        updates.clip()
+        take_steps(updates.steps, [(0, flat.weights.tensor.numel())])
+
+    for step in range(STEPS):
+        for parameters, wrapper in zip(sides, wrappers, strict=True):
+            for parameter in parameters.values():
+                parameter.grad = torch.empty_like(parameter) if parameter.grad is None else parameter.grad
+            _randomise({name: p.grad for name, p in parameters.items() if p.grad is not None}, step)
+            for index, group in enumerate(wrapper.param_groups):
+                group["lr"] = _rate(step + index)  # pyright: ignore[reportIndexIssue]
+        wrappers[1].step()
+        for steps in updates.steps:
+            steps.refresh()
+        if step == 2:
+            with torch.cuda.graph(graph):
+                update()
+        graph.replay() if step >= 2 else update()
+    for name, parameter in sides[0].items():
+        assert_near(parameter.data, sides[1][name].data, WEIGHT_TOLERANCE["fp32"], name)
+        for key, value in wrappers[1].state[sides[1][name]].items():
+            ours = wrappers[0].state[parameter][key]
+            assert_near(ours, value.to(device), WEIGHT_TOLERANCE["fp32"], f"{key} of {name}")
+
+
+def _clipped(form: str, parameters: dict[str, nn.Parameter]) -> GradientClippingOptimizer:
+    first, *others = parameters.values()
+    groups = [{"params": [first]}, {"params": others, "weight_decay": 0.1}]
+    keyed = KeyedOptimizerWrapper(parameters, lambda _: _FORMS[form](groups, lr=LR))
+    return GradientClippingOptimizer(keyed, GradientClipping.NORM, max_gradient=10.0)
 
 
 class _Network(nn.Module):
@@ -184,15 +233,16 @@ def main() -> int:
     assert group is not None
     checks: dict[str, Callable[[], None]] = {
         f"{kind} {'captured' if captured else 'eager'}": partial(check_optimizer, kind, captured, device)
-        for kind in STATES
+        for kind in _MAKERS
         for captured in (False, True)
     }
+    checks |= {f"{form}, taken over": partial(check_taken_over, form, device) for form in _FORMS}
     for dtype in (torch.float32, torch.bfloat16):
         checks[f"captured step, {dtype}"] = partial(check_captured_step, dtype, device, group)
     failed = run_parts(checks)
     if not failed:
         print(f"{TIMED_ELEMENTS} parameters on {torch.cuda.get_device_name(device)}:")
-        for kind in STATES:
+        for kind in _MAKERS:
             for shadow in (None, torch.bfloat16):
                 print(time_update(kind, shadow, device), flush=True)
     dist.destroy_process_group()

@@ -24,15 +24,23 @@ class Numbers(NamedTuple):
     eps: float
     seed: int
     factor: float
+    l2: float
+    decoupled: float
+    norm: float
 
     def rule(self) -> Rule:
         """Return them as kernels take them, some steps of the seed on the device."""
         steps = 5
         seed = (self.seed - 0x5EED * steps) % 2**31
-        return Rule(torch.tensor([self.lr, self.eps]), torch.tensor([steps]), seed, self.factor)
+        return Rule(
+            torch.tensor([self.lr, self.eps, self.l2, self.decoupled, self.norm]),
+            torch.tensor([steps]),
+            seed,
+            self.factor,
+        )
 
 
-RULE = Numbers(lr=0.5, eps=0.25, seed=3, factor=0.5)
+RULE = Numbers(lr=0.5, eps=0.25, seed=3, factor=0.5, l2=0.2, decoupled=0.1, norm=2.5)
 
 
 @dataclass(frozen=True)
@@ -157,7 +165,7 @@ class Model:
             count = self.first_keys[index + 1] - self.first_keys[index]
             weights = torch.full((count * rows.dim + 8,), GUARD, dtype=rows.weights)
             weights[4:-4] = torch.randn(count * rows.dim, generator=self._generator)
-            each, guard = {"sgd": (0, 0), "adagrad": (rows.dim, 4), "rowwise_adagrad": (1, 1)}[rows.optimizer]
+            each, guard = {"sgd": (0, 0), "adagrad": (rows.dim, 4)}.get(rows.optimizer, (1, 1))
             states = torch.full((count * each + 2 * guard,), GUARD)
             states[guard : guard + count * each] = torch.rand(count * each, generator=self._generator)
             self.weights.append(weights)
@@ -221,7 +229,7 @@ class Model:
             weights=self.weights[index],
             states=self.states[index],
             weight_at=1 - first * units,
-            state_at=1 - first * (1 if rows.optimizer == "rowwise_adagrad" else units),
+            state_at=1 - first * (1 if "rowwise" in rows.optimizer else units),
             dim=rows.dim,
             any_mean=rows.means,
             optimizer=rows.optimizer,
@@ -262,13 +270,20 @@ class Model:
             rule.factor * self.totals(index),
         )
         weights, states = self.weights[index].double(), self.states[index].double()
+        decaying, before = optimizer == "decaying_rowwise_adagrad", weights[4:-4].view(-1, dim)
+        if decaying:
+            total = total + rule.l2 * before * self.touched(index)[:, None]
         step = rule.lr * total
         if optimizer == "adagrad":
             states[4:-4] += total.flatten() ** 2
             step = step / (states[4:-4].view(-1, dim).sqrt() + rule.eps)
-        elif optimizer == "rowwise_adagrad":
+        elif optimizer != "sgd":
             states[1:-1] += (total**2).mean(1)
             step = step / (states[1:-1, None].sqrt() + rule.eps)
+        if decaying:
+            after = before - step - rule.lr * rule.decoupled * before
+            after *= (rule.norm / after.norm(dim=1, keepdim=True)).clamp(max=1)
+            step = (before - after) * self.touched(index)[:, None]
         weights[4:-4] -= step.flatten()
         return weights, states
 

@@ -1,25 +1,68 @@
 """The kernel that updates the dense parameters against its twin, and the twin against torch.optim."""
 
 from collections.abc import Callable
+from functools import partial
 from types import ModuleType
+from typing import NamedTuple
 
 import pytest
 import torch
 
 from dlrm_overlap.kernels.dense import reference, update
-from dlrm_overlap.kernels.dense.arguments import BLOCK, STATES, FlatUpdate
+from dlrm_overlap.kernels.dense.arguments import (
+    BLOCK,
+    DECOUPLED,
+    FACTORS,
+    FIRST,
+    L2,
+    LINE,
+    LR,
+    SECOND,
+    STATES,
+    FlatUpdate,
+)
 from tests.agreement import assert_near, assert_same
 from tests.kernels.compiling import run_without_interpreter
 from tests.kernels.emulation import interpreted, to_wire
 
-LR, EPS, BETAS = 0.3, 1e-3, (0.8, 0.95)
+RATE, EPS, BETAS, DECAY = 0.3, 1e-3, (0.8, 0.95), 0.1
 _ROUNDING = 1e-6  # of one that fuses products and sums against one that does not
-OPTIMIZERS: dict[str, Callable[[list[torch.Tensor]], torch.optim.Optimizer]] = {
-    "sgd": lambda weights: torch.optim.SGD(weights, lr=LR),
-    "adagrad": lambda weights: torch.optim.Adagrad(weights, lr=LR, eps=EPS),
-    "adam": lambda weights: torch.optim.Adam(weights, lr=LR, eps=EPS, betas=BETAS),
+
+
+class Form(NamedTuple):
+    """An optimizer of torch.optim, and how an update has its settings."""
+
+    kind: str
+    make: Callable[[list[torch.Tensor]], torch.optim.Optimizer]
+    numbers: tuple[float, ...]
+
+
+FORMS = {
+    "sgd": Form("sgd", lambda weights: torch.optim.SGD(weights, RATE), (RATE, 0, 0, 0, 0, 0, 0)),
+    "sgd_l2": Form("sgd", partial(torch.optim.SGD, lr=RATE, weight_decay=DECAY), (RATE, 0, 0, 0, 0, DECAY, 0)),
+    "momentum": Form(
+        "momentum", partial(torch.optim.SGD, lr=RATE, momentum=0.9, dampening=0.4), (RATE, 0, 0.9, 0.4, 0, 0, 0)
+    ),
+    "nesterov": Form(
+        "momentum",
+        partial(torch.optim.SGD, lr=RATE, momentum=0.9, nesterov=True, weight_decay=DECAY),
+        (RATE, 0, 0.9, 0, 1, DECAY, 0),
+    ),
+    "adagrad": Form("adagrad", partial(torch.optim.Adagrad, lr=RATE, eps=EPS), (RATE, EPS, 0, 0, 0, 0, 0)),
+    "adagrad_decays": Form(
+        "adagrad",
+        partial(torch.optim.Adagrad, lr=RATE, eps=EPS, lr_decay=0.2, weight_decay=DECAY),
+        (RATE, EPS, 0.2, 0, 0, DECAY, 0),
+    ),
+    "adam": Form("adam", partial(torch.optim.Adam, lr=RATE, eps=EPS, betas=BETAS), (RATE, EPS, *BETAS, 0, 0, 0)),
+    "adamw": Form(
+        "adam",
+        partial(torch.optim.AdamW, lr=RATE, eps=EPS, betas=BETAS, weight_decay=DECAY),
+        (RATE, EPS, *BETAS, 0, 0, DECAY),
+    ),
 }
-every_kind = pytest.mark.parametrize("kind", STATES)
+every_form = pytest.mark.parametrize("form", FORMS)
+every_kind = pytest.mark.parametrize("form", STATES)
 
 
 def _random(seed: int, elements: int) -> torch.Tensor:
@@ -29,16 +72,22 @@ def _random(seed: int, elements: int) -> torch.Tensor:
     return numbers.pow(3) * (torch.rand(elements, generator=generator) > 0.1)
 
 
-def _make(kind: str, shadow: torch.dtype | None = None, elements: int = 3 * BLOCK) -> FlatUpdate:
+def _make(
+    form: str, shadow: torch.dtype | None = None, elements: int = 3 * BLOCK, rows: torch.Tensor | None = None
+) -> FlatUpdate:
+    kind, _, numbers = FORMS[form]
+    count = 1 if rows is None else int(rows.max()) + 1
     return FlatUpdate(
         kind=kind,
+        decays=any(numbers[-2:]),
         weights=_random(0, elements),
         gradients=torch.empty(elements),
         states=tuple(torch.zeros(elements) for _ in STATES[kind]),
         shadow=torch.full((elements,), torch.nan, dtype=shadow) if shadow else None,
-        step=torch.zeros(1),
-        numbers=torch.tensor([LR, EPS, *BETAS], dtype=torch.float64),
-        factors=torch.full((6,), torch.nan),
+        rows=rows,
+        step=torch.zeros(count),
+        numbers=torch.tensor(numbers, dtype=torch.float64).repeat(count, 1),
+        factors=torch.full((count, FACTORS), torch.nan),
     )
 
 
@@ -47,11 +96,11 @@ def _update_all(kernels: ModuleType, tensors: FlatUpdate) -> None:
     kernels.update_range(tensors, 0, tensors.weights.numel())
 
 
-@every_kind
-def test_the_twin_has_the_bits_of_torch_optim(kind: str) -> None:
-    ours = _make(kind)
+@every_form
+def test_the_twin_has_the_bits_of_torch_optim(form: str) -> None:
+    ours, kind = _make(form), FORMS[form].kind
     theirs = torch.nn.Parameter(ours.weights.clone())
-    optimizer = OPTIMIZERS[kind]([theirs])
+    optimizer = FORMS[form].make([theirs])
     for seed in range(1, 51):
         theirs.grad = _random(seed, theirs.numel())
         ours.gradients.copy_(theirs.grad)
@@ -63,19 +112,51 @@ def test_the_twin_has_the_bits_of_torch_optim(kind: str) -> None:
 
 
 @interpreted
-@every_kind
+@every_form
+def test_each_line_is_updated_by_its_row(form: str) -> None:
+    """Rows differ in all numbers and counts, and lines of row -1 stay as they are, with their state."""
+    rows = torch.tensor([1] * 5 + [0] * 20 + [-1] * 3 + [1] * 4).int()
+    ours, theirs = (_make(form, elements=rows.numel() * LINE, rows=rows) for _ in range(2))
+    before = ours.weights.clone()
+    for each in (ours, theirs):
+        each.numbers[1, [LR, FIRST, L2, DECOUPLED]] *= 0.7
+        each.step[1] = 3
+    for seed in (1, 2):
+        for each in (ours, theirs):
+            each.gradients.copy_(_random(seed, each.gradients.numel()))
+        _update_all(update, ours)
+        for row in (0, 1):  # as if each were alone
+            alone = theirs._replace(rows=None, step=theirs.step[row, None], numbers=theirs.numbers[row, None])
+            reference.begin_update(alone)
+            for line in (rows == row).nonzero().flatten().tolist():
+                reference.update_range(alone, line * LINE, (line + 1) * LINE)
+    assert_same(ours.step, torch.tensor([2.0, 5.0]), "step")
+    for name, found, expected in zip(
+        ("weights", *STATES[ours.kind]), (ours.weights, *ours.states), (theirs.weights, *theirs.states), strict=True
+    ):
+        assert_near(found, expected, _ROUNDING, name)
+    left = rows.repeat_interleave(LINE) < 0
+    assert_same(ours.weights[left], before[left], "weights of no row")
+    again = _make(form, elements=rows.numel() * LINE, rows=rows)
+    again.gradients.copy_(_random(1, again.gradients.numel()))
+    _update_all(reference, again)
+    assert_same(again.weights[left], before[left], "weights of no row, by the twin")
+
+
+@interpreted
+@every_form
 @pytest.mark.parametrize("shadow", [None, torch.bfloat16, torch.float16])
-def test_the_kernel_agrees_with_its_twin(kind: str, shadow: torch.dtype | None) -> None:
-    ours, theirs = _make(kind, shadow), _make(kind, shadow)
+def test_the_kernel_agrees_with_its_twin(form: str, shadow: torch.dtype | None) -> None:
+    ours, theirs = _make(form, shadow), _make(form, shadow)
     for seed in range(1, 6):
         for each in (ours, theirs):
             each.gradients.copy_(_random(seed, each.gradients.numel()))
-            each.numbers[0] = LR / seed
+            each.numbers[0, LR] = RATE / seed
         _update_all(update, ours)
         _update_all(reference, theirs)
         assert ours.step.item() == theirs.step.item() == seed
         assert_near(ours.weights, theirs.weights, _ROUNDING, f"weights after {seed} updates")
-        for name, state, expected in zip(STATES[kind], ours.states, theirs.states, strict=True):
+        for name, state, expected in zip(STATES[FORMS[form].kind], ours.states, theirs.states, strict=True):
             assert_near(state, expected, _ROUNDING, f"{name} after {seed} updates")
         if ours.shadow is not None:
             assert_same(ours.shadow, to_wire(ours.weights, ours.shadow.dtype), "shadow")
@@ -83,8 +164,8 @@ def test_the_kernel_agrees_with_its_twin(kind: str, shadow: torch.dtype | None) 
 
 @interpreted
 @every_kind
-def test_ranges_are_updated_as_the_whole(kind: str) -> None:
-    ours, theirs = (_make(kind, torch.bfloat16, 5 * BLOCK) for _ in range(2))
+def test_ranges_are_updated_as_the_whole(form: str) -> None:
+    ours, theirs = (_make(form, torch.bfloat16, 5 * BLOCK) for _ in range(2))
     for seed in (1, 2):
         for each in (ours, theirs):
             each.gradients.copy_(_random(seed, each.gradients.numel()))
@@ -98,20 +179,20 @@ def test_ranges_are_updated_as_the_whole(kind: str) -> None:
     for found, expected in zip(
         (ours.weights, ours.shadow, *ours.states), (theirs.weights, theirs.shadow, *theirs.states), strict=True
     ):
-        assert_same(found, expected, kind)
+        assert_same(found, expected, form)
 
 
 @interpreted
 @pytest.mark.parametrize("steps", [1, 2, 1000, 10**6])
 def test_bias_corrections_have_all_their_digits(steps: int) -> None:
     adam = _make("adam")
-    adam.numbers[2:].copy_(torch.tensor([0.9, 0.999]))
+    adam.numbers[0, [FIRST, SECOND]] = torch.tensor([0.9, 0.999]).double()
     adam.step.fill_(steps - 1)
     adam.gradients.zero_()
     _update_all(update, adam)
-    beta1, beta2 = adam.numbers[2:].tolist()
-    assert adam.factors[update.RATE].item() == pytest.approx(LR / (1 - beta1**steps), rel=1e-7)
-    assert adam.factors[update.ROOT].item() == pytest.approx((1 - beta2**steps) ** 0.5, rel=1e-7)
+    beta1, beta2 = adam.numbers[0, [FIRST, SECOND]].tolist()
+    assert adam.factors[0, update.RATE].item() == pytest.approx(RATE / (1 - beta1**steps), rel=1e-7)
+    assert adam.factors[0, update.ROOT].item() == pytest.approx((1 - beta2**steps) ** 0.5, rel=1e-7)
 
 
 def test_a_flat_tensor_that_is_not_padded_is_refused() -> None:

@@ -13,7 +13,7 @@ from tests.kernels.gradients import MIXED, RULE, Case, Model, Rows, assert_near
 
 pytestmark = interpreted
 
-OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad")
+OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "decaying_rowwise_adagrad")
 # Ranges of unlike dims, optimizers and rows; no id names a row of the second.
 RANGES = (
     replace(MIXED, means=True),

@@ -197,12 +197,10 @@ def test_the_example_of_captured_steps_trains(
     world_of_one: dist.ProcessGroup, caplog: pytest.LogCaptureFixture
 ) -> None:
     section = Path("docs/torchrec.md").read_text().partition("## Steps as CUDA graphs")[2]
-    stock, flat = re.findall(r"```python\n(.*?)```", section, re.DOTALL)[:2]
-    changed = re.search(r"adagrad = .*?bound\)\n", stock, re.DOTALL)
-    assert changed is not None
-    losses = [_trained(program, caplog) for program in (stock, stock.replace(changed[0], flat))]
-    assert losses[0] < 0.65, f"it learns: the first loss is near log 2, the last is {losses[0]:.3f}"
-    assert losses[0] == losses[1], "with FlatOptimizer nothing else changes"
+    program = re.search(r"```python\n(.*?)```", section, re.DOTALL)
+    assert program is not None
+    loss = _trained(program[1], caplog)
+    assert loss < 0.65, f"it learns: the first loss is near log 2, the last is {loss:.3f}"
 
 
 def _trained(program: str, caplog: pytest.LogCaptureFixture) -> float:

@@ -16,7 +16,7 @@ from dlrm_overlap.comm.order import CurrentStream
 from dlrm_overlap.embedding.layout import FeatureShard, GradientLayout
 from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions
 from dlrm_overlap.embedding.steps import Step
-from dlrm_overlap.embedding.tables import BadIds, FbgemmUpdate, bags_of
+from dlrm_overlap.embedding.tables import BadIds
 from dlrm_overlap.embedding.windows import WindowPair, WindowSpec
 from dlrm_overlap.kernels import reference
 from dlrm_overlap.kernels.arguments import Partials
@@ -226,7 +226,6 @@ class WindowBackward(Backward):
         super().__init__(context, windows)
         self.windows = windows
         self.gradients = self._gradient_layout(context)
-        self._lookups = self.layout.lookups(self.rank)
 
     @staticmethod
     def _gradient_layout(context: ExchangeContext) -> GradientLayout:
@@ -245,13 +244,3 @@ class WindowBackward(Backward):
         """Return the gradient [B, D] of a shard, as a view of its owner's `window`; `samples` is B."""
         start = self.gradients.starts[shard] * samples
         return window[start : start + samples * shard.dim].view(samples, shard.dim)
-
-    def update_by_fbgemm(self, step: Step, window: torch.Tensor) -> None:
-        """Update the rows of those fused lookups whose rule only FBGEMM's operator knows, by it."""
-        for lookup in self._lookups:
-            if (rule := step.rules[lookup.number]).only_fbgemm and not rule.frozen:
-                ids, samples = bags_of(lookup, step.inputs), step.batch.total
-                # Float32 before they are joined: autocast refuses to join the half type that is not its own.
-                gradients = [self.gradient_of(shard, window, samples).float() for shard in lookup.shards]
-                gradient = torch.cat(gradients, dim=1).mul_(self.update_scale)
-                FbgemmUpdate(self.tables.lookups[lookup.number]).apply(gradient, ids, rule)

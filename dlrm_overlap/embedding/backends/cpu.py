@@ -15,7 +15,7 @@ from dlrm_overlap.embedding.crossing import Crossing, Message
 from dlrm_overlap.embedding.layout import FeatureShard
 from dlrm_overlap.embedding.options import ExchangeContext
 from dlrm_overlap.embedding.steps import Step
-from dlrm_overlap.embedding.tables import bad_id_message
+from dlrm_overlap.embedding.tables import FbgemmUpdate, bad_id_message, bags_of
 from dlrm_overlap.embedding.windows import WindowPair, one_flag_each
 from dlrm_overlap.kernels import reference
 from dlrm_overlap.kernels.schedule import TaskGrid
@@ -178,6 +178,7 @@ class CpuPush(WindowBackward):
         if (ids := context.ids) is not None:
             cut = [s for shards in self.layout.by_owner for s in shards if s.gives_partial_sums]
             self._shares = {shard: ids.share_number(shard) for shard in cut}
+        self._lookups = self.layout.lookups(self.rank)
         self._unfinished: Step | None = None
 
     def send(self, step: Step, gradient: torch.Tensor) -> None:
@@ -220,8 +221,8 @@ class CpuPush(WindowBackward):
         counts = torch.full((self.world_size,), self.gradients.parts, dtype=torch.int32, device="cpu")
         self._arena.wait(self.windows.flags, counts, self.windows.epoch, self.options.wait_timeout_s, "part")
         window = self.windows.local
-        self.update_by_fbgemm(step, window)
-        ours = [lookup for lookup, rule in enumerate(step.rules) if rule.by_kernels]
+        self._decay(step, window)
+        ours = [lookup for lookup, rule in enumerate(step.rules) if not (rule.frozen or rule.decays)]
         tables = [shards for shards in self.layout.tables(self.rank) if shards[0].lookup in ours]
         weights = self.tables.weights([shards[0] for shards in tables])
         states = [self.tables.state(shards[0]) for shards in tables]
@@ -230,6 +231,16 @@ class CpuPush(WindowBackward):
             values, gradients = self._gradients_of(shards, step, window, scale)
             optimizer, rule = self.tables.optimizer(shards[0]), step.rules[shards[0].lookup]
             reference.update_rows(weight, state, values, gradients, optimizer, rule.lr, rule.arguments.eps)
+
+    def _decay(self, step: Step, window: torch.Tensor) -> None:
+        """Update rows that decay by FBGEMM's operator, which on a CPU reads the decay for some tables alone."""
+        for lookup in self._lookups:
+            if (rule := step.rules[lookup.number]).decays and not rule.frozen:
+                ids, samples = bags_of(lookup, step.inputs), step.batch.total
+                # Float32 before they are joined: autocast refuses to join the half type that is not its own.
+                gradients = [self.gradient_of(shard, window, samples).float() for shard in lookup.shards]
+                gradient = torch.cat(gradients, dim=1).mul_(self.update_scale)
+                FbgemmUpdate(self.tables.lookups[lookup.number]).apply(gradient, ids, rule)
 
     def skip(self) -> None:
         """Take an epoch in which nothing is stored, once the rows of the step before are updated."""

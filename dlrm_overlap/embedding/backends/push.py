@@ -188,9 +188,8 @@ class Push(WindowBackward):
                     self._await(part)
                 for number, rows in enumerate(inputs):
                     for updated in (r for r in rows.ranges if r.part == part):
-                        if step.rules[updated.lookup].by_kernels:
+                        if not step.rules[updated.lookup].frozen:
                             self.update_range(step, number, rows, updated, window)
-            self.update_by_fbgemm(step, window)
 
     @property
     def programs(self) -> int:

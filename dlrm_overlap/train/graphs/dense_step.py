@@ -6,16 +6,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torchrec.optim.keyed import KeyedOptimizerWrapper
 
 from dlrm_overlap.comm.counters import Counters
 from dlrm_overlap.comm.order import CommunicationOrder
 from dlrm_overlap.dense.cast import CastWeights
 from dlrm_overlap.dense.flat import FlatParameters
+from dlrm_overlap.dense.flat_steps import take_steps
 from dlrm_overlap.dense.gradients import GradientBuckets
 from dlrm_overlap.dense.optimizer import FlatOptimizer
 from dlrm_overlap.dense.reduction import StoreOptions
 from dlrm_overlap.train.graphs.capturable import innermost
+from dlrm_overlap.train.graphs.optimizers import DenseUpdates, why_after_the_graph
 
 _BUCKET_BYTES = 16 << 20  # of gradients that are sent at once, at least
 
@@ -45,14 +46,13 @@ class DenseStep:
             gradient_dtype: in which gradients are sent, float32 or bfloat16.
             stores: how they are reduced by stores; None leaves that to the group's collective.
         """
-        self._optimizers, self._flat, self._casts = optimizers, flat, casts
+        self._flat, self._casts = flat, casts
+        reasons = {id(each): why_after_the_graph(each, flat.named) for each in optimizers}
+        self._after = [each for each in optimizers if reasons[id(each)] is not None]
+        self.why_after = ", ".join(sorted({reason for reason in reasons.values() if reason is not None}))
+        """why `update_after` takes the steps of some optimizers, and not `update`; empty if there are none"""
+        self._updates = DenseUpdates([each for each in optimizers if reasons[id(each)] is None], flat)
         self._flat_optimizers = [each for each in map(innermost, optimizers) if isinstance(each, FlatOptimizer)]
-        # Another optimizer knows its numbers on the host alone, and so does a wrapper that does more than to hold one.
-        # They take their steps after the graph.
-        self.captures_update = len(self._flat_optimizers) == len(optimizers) and all(
-            type(each) in (KeyedOptimizerWrapper, FlatOptimizer) for each in optimizers
-        )
-        """whether `update` updates the parameters; otherwise `update_after` does"""
         if group.size() > 1:
             dist.broadcast(flat.weights.tensor[: flat.shared_end], group=group, group_src=0)
         self._buckets = GradientBuckets(flat, group, gradient_dtype, _BUCKET_BYTES, order, stores)
@@ -79,19 +79,22 @@ class DenseStep:
         """Reduce the gradients that the backward has not handed on yet, and update the parameters."""
         if self._casts is not None:
             self._casts.finish()
-        if self.captures_update and self._flat_optimizers:
-            self._flat_optimizers[0].step_in_ranges(self._buckets.finish_in_ranges())
-        else:
+        if self._updates.clips:
             self._buckets.finish()
+            self._updates.clip()
+            take_steps(self._updates.steps, [(0, self._flat.weights.tensor.numel())])
+        else:
+            take_steps(self._updates.steps, self._buckets.finish_in_ranges())
 
     def update_after(self) -> None:
-        """Take the steps of optimizers that cannot be captured."""
-        if self.captures_update:
-            return
-        # A replay runs no Python: where `zero_grad` came since the last step, gradients are still None.
-        self._flat.show_gradients()
-        for optimizer in self._optimizers:
-            optimizer.step()
+        """Take the steps of optimizers that cannot be captured, and set the next learning rate of a warm-up."""
+        if self._after:
+            # A replay runs no Python: where `zero_grad` came since the last step, gradients are still None.
+            self._flat.show_gradients()
+            for optimizer in self._after:
+                optimizer.step()
+        for warm_up in self._updates.warm_ups:
+            warm_up()
 
     def cast_shadows(self) -> None:
         """Write the shadows of the weights anew, where somebody may have changed weights since the last step."""
@@ -100,8 +103,8 @@ class DenseStep:
 
     def refresh(self) -> None:
         """Write learning rates that have changed to where captured steps read them."""
-        for optimizer in self._flat_optimizers:
-            optimizer.refresh()
+        for steps in self._updates.steps:
+            steps.refresh()
 
     def check(self) -> None:
         """Raise the errors that kernels have recorded; never waits for the device."""

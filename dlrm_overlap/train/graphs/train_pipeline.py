@@ -136,8 +136,8 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         ranks = group or dist.group.WORLD
         assert ranks is not None, "the process group is made before the pipeline"
         self._dense = self._open_dense_step(ranks, flat, casts, gradient_dtype, dense_reduce)
-        if self._captures and not self._dense.captures_update:
-            log.info("train pipeline: the dense optimizer's step is not captured, since it is no FlatOptimizer alone")
+        if self._captures and self._dense.why_after and ranks.rank() == 0:
+            log.warning("train pipeline: a dense optimizer steps after the graph: %s", self._dense.why_after)
         self._streams = Streams(device)
         self._ahead = ReadAhead(self._modules, device, bound, self._streams, self._order)
         self._graphs: list[CapturedStep | None] = [None, None]
@@ -296,13 +296,13 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
 
     def _follow_learning_rates(self) -> None:
         """Hand the learning rates on where they have changed since the last step."""
+        self._dense.refresh()
         rates = [group["lr"] for group in self._optimizer.param_groups]
         if rates == self._learning_rates:
             return
         self._learning_rates = rates
         for fused in self._fused:
             fused.step()  # which sets the learning rate of the rows
-        self._dense.refresh()
         for exchange in self._exchanges:
             exchange.keep_rules_in_place()
 

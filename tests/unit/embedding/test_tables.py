@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from dlrm_overlap.embedding.tables import max_gradients
 from dlrm_overlap.kernels.reference import update_rows
 from tests.agreement import WEIGHT_TOLERANCE, assert_near, assert_same
 
@@ -65,3 +66,8 @@ def test_without_ids_nothing_changes(name: str) -> None:
     update_rows(weight, state, torch.empty(0, dtype=torch.int64), torch.empty(0, 4), name, LR, EPS)
     assert_same(weight, torch.ones(3, 4), "weight")
     assert_same(state, torch.ones_like(state), "state")
+
+
+def test_only_lookups_that_clip_have_a_bound() -> None:
+    assert max_gradients([{"gradient_clipping": True, "max_gradient": 0.5}, {"gradient_clipping": True}]) == {0.5, 1.0}
+    assert max_gradients([{"max_gradient": 0.5}, {}]) == {None}

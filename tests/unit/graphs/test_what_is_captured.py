@@ -26,7 +26,7 @@ from torchrec.distributed.types import ShardingEnv, ShardingPlan
 from torchrec.modules.embedding_configs import DataType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer
-from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper, OptimizerWrapper
 from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
 from dlrm_overlap.bench.harness.turns import greatest
@@ -49,6 +49,7 @@ from dlrm_overlap.train.graphs.capturable import (
     why_not_captured,
 )
 from dlrm_overlap.train.graphs.dense_step import DenseStep
+from dlrm_overlap.train.graphs.optimizers import why_after_the_graph
 from dlrm_overlap.train.graphs.read_ahead import Streams
 from dlrm_overlap.train.graphs.train_pipeline import GraphTrainPipeline, losses_and_output
 from tests.agreement import assert_near, assert_same
@@ -86,12 +87,9 @@ def test_stores_to_peers_are_captured(world_of_one: dist.ProcessGroup, backend: 
     [
         ({"backend": "nccl"}, "backend nccl with backward collective waits for the host"),
         ({"backward": "collective"}, "backend pgas with backward collective waits for the host"),
-        (
-            {"fused_params": {"weight_decay": 0.1}},
-            "backend pgas with backward collective waits for the host",
-        ),
+        ({"fused_params": {"weight_decay": 0.1, "gradient_clipping": True}}, "no dense parameter takes a gradient"),
     ],
-    ids=["nccl", "collective", "weight_decay"],
+    ids=["nccl", "collective", "weight_decay_is_captured"],
 )
 def test_collectives_are_not_captured(world_of_one: dist.ProcessGroup, options: dict[str, Any], reason: str) -> None:
     assert why_not_captured(_shard(OverlapEmbeddingBagCollectionSharder(**options), world_of_one, FUSED)) == reason
@@ -235,32 +233,48 @@ def test_fused_optimizers_are_found_within_wrappers(world_of_one: dist.ProcessGr
     assert split_optimizer(CombinedOptimizer([("t", of_fused), ("d", dense)])) == ([of_fused, dense], leaves)
 
 
-@pytest.mark.parametrize("wrapped", [False, True])
-def test_wrappers_that_count_on_the_host_take_their_steps_behind_the_graph(
-    world_of_one: dist.ProcessGroup, wrapped: bool
-) -> None:
-    parameters = dict(nn.Linear(2, 2).named_parameters())
-    flat = FlatParameters(parameters)
-    optimizer: Any = KeyedOptimizerWrapper(parameters, lambda _: FlatOptimizer(flat, "sgd", lr=0.1))
-    if wrapped:
-        optimizer = GradientClippingOptimizer(optimizer, GradientClipping.NORM, 0.1)
-    order = CommunicationOrder()
-    step = DenseStep([optimizer], flat, None, world_of_one, order, torch.float32, None)
-    assert step.captures_update == (not wrapped)
-    step.close()
+def test_optimizers_that_a_graph_cannot_hold_have_a_reason(world_of_one: dist.ProcessGroup) -> None:
+    model = nn.Linear(2, 2)
+    parameters = dict(model.named_parameters())
+
+    class Wrapper(OptimizerWrapper):
+        pass
+
+    hooked = _sgd(parameters)
+    hooked._optimizer.register_step_post_hook(lambda *_: None)
+    over_ranks = GradientClippingOptimizer(
+        _sgd(parameters),
+        GradientClipping.NORM,
+        enable_global_grad_clip=True,
+        param_to_pgs=cast(Any, {model.weight: [world_of_one]}),
+    )
+    rmsprop = KeyedOptimizerWrapper(parameters, torch.optim.RMSprop)
+    more = _sgd(parameters | {"other": nn.Parameter(torch.ones(2))})
+    for optimizer, reason in (
+        (_around(_sgd(parameters))[2], None),
+        (GradientClippingOptimizer(_sgd(parameters), GradientClipping.NORM), None),
+        (torch.optim.AdamW(model.parameters()), None),
+        (Wrapper(_sgd(parameters)), "Wrapper is none of torch.optim's SGD, Adagrad, Adam and AdamW"),
+        (_around(rmsprop)[1], "RMSprop is none of torch.optim's SGD, Adagrad, Adam and AdamW"),
+        (hooked, "SGD has hooks of its steps"),
+        (over_ranks, "GradientClippingOptimizer adds norms up over ranks"),
+        (more, "SGD has parameters that the model does not train"),
+    ):
+        assert why_after_the_graph(optimizer, parameters) == reason
 
 
 def test_gradients_are_there_for_optimizers_that_step_behind_a_replay(world_of_one: dist.ProcessGroup) -> None:
     """A replay writes the flat gradient and no attribute, so `zero_grad` since the last step would leave None."""
     model = nn.ModuleDict({"used": nn.Linear(2, 2, bias=False), "unused": nn.Linear(2, 2, bias=False)})
     parameters = dict(model.named_parameters())
-    flat, sgd = FlatParameters(parameters), _sgd(parameters)
-    step = DenseStep([sgd], flat, None, world_of_one, CommunicationOrder(), torch.float32, None)
+    flat = FlatParameters(parameters)
+    asgd = KeyedOptimizerWrapper(parameters, lambda each: torch.optim.ASGD(each, lr=0.1, lambd=0.0))
+    step = DenseStep([asgd], flat, None, world_of_one, CommunicationOrder(), torch.float32, None)
     step.begin()
     with step.learn():
         model["used"](torch.ones(1, 2)).sum().backward()
     step.update()
-    sgd.zero_grad()
+    asgd.zero_grad()
     before = {name: parameter.data.clone() for name, parameter in parameters.items()}
     flat.gradients.views["used.weight"].fill_(3.0)
     step.update_after()

@@ -1,0 +1,250 @@
+"""The steps of an optimizer of torch.optim over flat parameters, by one kernel."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+
+from dlrm_overlap.config import InputError
+from dlrm_overlap.dense.flat import FlatParameters
+from dlrm_overlap.kernels.dense.arguments import LINE, STATES, FlatUpdate
+
+_KINDS = {
+    torch.optim.SGD: "sgd",
+    torch.optim.Adagrad: "adagrad",
+    torch.optim.Adam: "adam",
+    torch.optim.AdamW: "adam",
+}
+_NOT_TAKEN = ("amsgrad", "maximize", "differentiable")
+"""settings of torch.optim's optimizers that change an update, unless they are False"""
+
+
+def why_no_flat_steps(optimizer: Any) -> str | None:
+    """Return why `FlatSteps` cannot take the steps of an optimizer of torch.optim, or None if it can."""
+    name = type(optimizer).__name__
+    if type(optimizer) not in _KINDS:
+        return f"{name} is none of torch.optim's SGD, Adagrad, Adam and AdamW"
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        return f"{name} has hooks of its steps"
+    for group in optimizer.param_groups:
+        if settings := [key for key in _NOT_TAKEN if group.get(key)]:
+            return f"{name} has {settings[0]}"
+        if tensors := [key for key, value in group.items() if isinstance(value, torch.Tensor) and key != "lr"]:
+            return f"{name} has {tensors[0]} as a tensor"
+    return None
+
+
+class _Form(NamedTuple):
+    """What the kernel is compiled for."""
+
+    kind: str
+    decays: bool
+
+
+class FlatSteps:
+    """Takes the steps of an optimizer of torch.optim by one kernel over flat tensors, with its numbers and its bits.
+
+    The optimizer keeps its `param_groups`, and its state, whose tensors become views of flat ones, with the names and
+    shapes of torch.optim. So state dicts stay what they are, and those of either load into the other. What
+    `load_state_dict` puts in the state's stead is taken over by the next `refresh`. Learning rates, decays, epsilon and
+    betas are read by `refresh`, and then from device memory, so that a CUDA graph which holds a step follows them.
+
+    As under torch.optim, parameters that get no gradient (`FlatParameters.idle`) are left alone.
+
+    Example of a step:
+        steps.begin()
+        for first, end in ranges:
+            steps.update_range(first, end)
+    """
+
+    def __init__(
+        self,
+        flat: FlatParameters,
+        optimizer: torch.optim.Optimizer,
+        kind: str | None = None,
+        shadow_dtype: torch.dtype | None = None,
+    ) -> None:
+        """Take over the state of an optimizer of parameters of `flat`; the others that it has get no gradient.
+
+        Args:
+            kind: sgd | adagrad | adam, of an optimizer that updates all of `flat` and counts its steps once; None, for
+                an optimizer of torch.optim, which `why_no_flat_steps` finds nothing against.
+            shadow_dtype: float16 or bfloat16 of a copy of the weights that each update writes along.
+        """
+        self._flat, self._optimizer = flat, optimizer
+        self._kind = kind or _KINDS[type(optimizer)]
+        names = {id(parameter): name for name, parameter in flat.named.items()}
+        self._groups = [[names[id(p)] for p in g["params"] if id(p) in names] for g in optimizer.param_groups]
+        self._names = [name for group in self._groups for name in group]
+        self._each = kind is None  # whether each parameter has a row
+        rows = len(self._names) if self._each else 1
+        self._form = self._form_now()
+        self._states = {key: flat.like(torch.float32) for key in STATES[self._form.kind]}
+        self.shadow = flat.like(shadow_dtype) if shadow_dtype is not None else None
+        """the copy of the weights"""
+        self.update = FlatUpdate(
+            kind=self._form.kind,
+            decays=self._form.decays,
+            weights=flat.weights.tensor,
+            gradients=flat.gradients.tensor,
+            states=tuple(state.tensor for state in self._states.values()),
+            shadow=self.shadow.tensor if self.shadow is not None else None,
+            rows=self._no_rows() if self._each else None,
+            step=torch.zeros(rows, device=flat.device),
+            numbers=torch.zeros(rows, 7, dtype=torch.float64, device=flat.device),
+            factors=torch.zeros(rows, 8, device=flat.device),
+        )
+        """what the kernel is given"""
+        self._kernels = _kernels_of(flat.device)
+        self._known: list[list[Any]] = [[0.0] * 7 for _ in self._groups]
+        self._laid_out: Any = None
+        self._made: set[str] = set()
+        self.take_over()
+        self.refresh()
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Copy the numbers of `param_groups` that have changed to device memory, on the current stream.
+
+        Within a CUDA graph's capture it would be one of the graph's nodes, and set older numbers again.
+
+        Raises:
+            InputError: if the kernel was not compiled for them.
+        """
+        optimizer = self._optimizer
+        form, same = self._form_now(), len(optimizer.param_groups) == len(self._groups)
+        if form.kind != self._form.kind or form.decays > self._form.decays or not same:
+            raise InputError(
+                f"dense optimizer: {type(optimizer).__name__} has other groups of parameters, or momentum or weight "
+                f"decay where it had none, than when its steps were captured; make the pipeline after they are set"
+            )
+        if optimizer.state is not self._taken_over:
+            self.take_over()
+        if self._each and self._laid_out is not self._flat.places:
+            self._lay_out()
+        first = 0
+        for group, names, known in zip(optimizer.param_groups, self._groups, self._known, strict=True):
+            rows = slice(first, first + len(names)) if self._each else slice(1)
+            first += len(names)
+            for column, value in enumerate(_numbers(self._kind, group)):
+                if isinstance(value, torch.Tensor):
+                    self.update.numbers[rows, column].copy_(value)  # it may have changed in its place
+                elif value != known[column]:
+                    self.update.numbers[rows, column].fill_(value)  # value as an argument of a kernel: no wait
+                known[column] = value
+
+    def begin(self) -> None:
+        """Count a step, on the current stream; outside of a capture, by numbers as they are now."""
+        if self._flat.device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+            self.refresh()
+        self._kernels.begin_update(self.update)
+
+    def update_range(self, first: int, end: int) -> None:
+        """Update the weights of elements [first, end) of the flat tensors, multiples of `BLOCK`."""
+        self._kernels.update_range(self.update, first, end)
+
+    @torch.no_grad()
+    def take_over(self) -> None:
+        """Copy the optimizer's state to the flat tensors, and put views of these in its stead.
+
+        A parameter without state gets that with which torch.optim begins.
+        """
+        self._taken_over = self._optimizer.state
+        given = {name: dict(self._optimizer.state.get(self._flat.named[name], {})) for name in self._names}
+        given = {name: {key: _clone(value) for key, value in state.items()} for name, state in given.items()}
+        self._made = {name for name, state in given.items() if not state}
+        self.update.step.zero_()
+        for group, names in zip(self._optimizer.param_groups, self._groups, strict=True):
+            for name in names:
+                self._bind(name, given[name], group)
+        self._laid_out = None
+
+    def _bind(self, name: str, given: Mapping[str, Any], group: Mapping[str, Any]) -> None:
+        step = self.update.step[self._names.index(name) if self._each else 0]
+        views = {key: state.views[name] for key, state in self._states.items()}
+        for key, view in views.items():
+            if given.get(key) is not None:
+                view.copy_(given[key])
+            else:
+                view.fill_(group.get("initial_accumulator_value", 0.0))
+        if "step" in given:
+            step.copy_(given["step"])
+        elif given.get("momentum_buffer") is not None:
+            step.fill_(1)  # torch.optim's SGD counts no steps: it has a buffer once there was one
+        if self._kind != "sgd":
+            views = {"step": step, **views}
+        elif not group.get("momentum"):
+            views = {}
+        if views:
+            self._optimizer.state[self._flat.named[name]].update(views)  # wrappers may hold this dictionary
+
+    def _lay_out(self) -> None:
+        """Write which row each line has, once the parameters have moved; idle ones have none."""
+        flat = self._flat
+        self._laid_out = flat.places
+        rows = self._no_rows().cpu()
+        for row, name in enumerate(self._names):
+            if name in flat.idle:
+                self._leave_alone(flat.named[name], name in self._made)
+                continue
+            begin = flat.weights.views[name].storage_offset()
+            rows[begin // LINE : -(-(begin + flat.named[name].numel()) // LINE)] = row
+        assert self.update.rows is not None, "one is laid out"
+        self.update.rows.copy_(rows)
+
+    def _leave_alone(self, parameter: torch.Tensor, made: bool) -> None:
+        """Let the state of a parameter that is never updated be what it was: `made` here, or counting no more."""
+        state = self._optimizer.state
+        if made:
+            state.pop(parameter, None)
+        elif "step" in state[parameter]:
+            state[parameter]["step"] = state[parameter]["step"].clone()
+
+    def _no_rows(self) -> torch.Tensor:
+        return torch.full((self._flat.weights.tensor.numel() // LINE,), -1, dtype=torch.int32, device=self._flat.device)
+
+    def _form_now(self) -> _Form:
+        numbers = [_numbers(self._kind, group) for group in self._optimizer.param_groups]
+        momentum = self._kind == "sgd" and any(each[2] for each in numbers)
+        return _Form("momentum" if momentum else self._kind, any(each[5] or each[6] for each in numbers))
+
+
+def take_steps(each: Sequence[FlatSteps], ranges: Iterable[tuple[int, int]]) -> None:
+    """Take a step of optimizers of one flat tensor, range by range.
+
+    Args:
+        ranges: [first, end) in elements of the flat tensors, multiples of `BLOCK` that cover all; each is updated on
+            the current stream when it is yielded, by gradients that are in the flat tensor by then.
+    """
+    with torch.no_grad():
+        for steps in each:
+            steps.begin()
+        for first, end in ranges:
+            for steps in each:
+                steps.update_range(first, end)
+
+
+def _numbers(kind: str, group: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return the columns of `FlatUpdate.numbers` for a group of parameters."""
+    decay = group.get("weight_decay", 0.0)
+    if kind == "sgd":
+        momentum = group.get("momentum", 0.0)
+        return group["lr"], 0.0, momentum, momentum and group["dampening"], group.get("nesterov", False), decay, 0.0
+    if kind == "adagrad":
+        return group["lr"], group["eps"], group.get("lr_decay", 0.0), 0.0, 0.0, decay, 0.0
+    decoupled = group.get("decoupled_weight_decay", False)
+    return group["lr"], group["eps"], *group["betas"], 0.0, 0.0 if decoupled else decay, decay if decoupled else 0.0
+
+
+def _clone(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def _kernels_of(device: torch.device) -> ModuleType:
+    """Return the module of the kernels of a GPU, and for a CPU that of their twins."""
+    if device.type == "cuda":
+        from dlrm_overlap.kernels.dense import update as kernels  # a CPU needs no Triton
+    else:
+        from dlrm_overlap.kernels.dense import reference as kernels
+    return kernels
