@@ -187,9 +187,7 @@ class LearntBound:
             more[key] = count
         if self._bound is not None and self.agreement.is_first:
             seen = ", ".join([f"{samples} samples", *(f"{count} ids of {key}" for key, count in more.items())])
-            log.warning(
-                "train pipeline: a batch is beyond the bound, which grows, and steps are captured anew: %s", seen
-            )
+            log.info("train pipeline: a batch is beyond the bound, which grows, and steps are captured anew: %s", seen)
         self._bound = BatchBound(max(samples, old.samples), sizes, ids)
         self._limit()
 
@@ -212,10 +210,9 @@ def describe(batch: Any) -> list[torch.Tensor]:
         lengths = ids.lengths().view(len(ids.keys()), samples)
         if not samples:
             lengths = lengths.new_zeros(len(lengths), 1)
-        smallest, largest = lengths.aminmax(dim=1)
         counts.append(lengths.sum(dim=1))
-        most.append(largest)
-        least.append(-smallest)
+        most.append(lengths.amax(dim=1))
+        least.append(lengths.neg().amax(dim=1))  # in a tenth of the time of `amin`
     return [torch.tensor([samples], device="cpu"), *counts, *most, *least]
 
 
