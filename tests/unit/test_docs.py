@@ -200,6 +200,16 @@ def test_the_messages_on_the_page_of_failures_are_the_codes_own() -> None:
             assert re.sub(r"^\W+|\W+$", "", part) in texts, f"{text}: {part}"
 
 
+def test_the_tests_that_the_table_of_captured_steps_names_are_there() -> None:
+    table = Path("docs/torchrec.md").read_text().partition("| captured steps |")[2].partition("\n\n")[0]
+    sources = "".join(path.read_text() for path in Path("tests").rglob("*.py"))
+    lines = [line.split("|")[3] for line in table.splitlines()[2:]]
+    for test, case in re.findall(r"`(\w+)(?:\[([^]]*)\])?`", "".join(lines)):
+        assert f"def {test}(" in sources or f'"{test}": Program(' in sources, test
+        assert f'"{case}": ' in sources or not case, case
+    assert sum("`" in line for line in lines) >= 15
+
+
 def test_the_example_of_captured_steps_trains(
     world_of_one: dist.ProcessGroup, caplog: pytest.LogCaptureFixture
 ) -> None:

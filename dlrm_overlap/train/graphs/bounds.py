@@ -206,9 +206,9 @@ def describe(batch: Any) -> list[torch.Tensor]:
     """Return the numbers of a batch from its samples on, see `LearntBound`; those of features are where its ids are."""
     counts, most, least, samples = [], [], [], 0
     for ids in _ids_of(batch):
-        samples = ids.stride()
-        lengths = ids.lengths().view(len(ids.keys()), samples)
-        if not samples:
+        samples = max(samples, ids.stride())
+        lengths = ids.lengths().view(len(ids.keys()), ids.stride())
+        if not ids.stride():
             lengths = lengths.new_zeros(len(lengths), 1)
         counts.append(lengths.sum(dim=1))
         most.append(lengths.amax(dim=1))

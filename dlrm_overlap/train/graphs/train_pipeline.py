@@ -253,9 +253,10 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         if self._ahead.ids_are_sent:
             self._ahead.forget_sent_ids()  # of the training batch that comes next; they are sent again
         batch = next(batches)
-        if self._steps and (beyond := self._ahead.evaluated_beyond(batch)) is not None:
-            self._forget_captured()
-            self._ahead.make_room(beyond)
+        with torch.inference_mode(False):  # training steps write to the windows that are made
+            if self._steps and (beyond := self._ahead.evaluated_beyond(batch)) is not None:
+                self._forget_captured()
+                self._ahead.make_room(beyond)
         return self._call(on_device(batch, self._device))[1]
 
     def _train(self, batches: Iterator[Any]) -> Any:
