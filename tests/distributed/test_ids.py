@@ -198,7 +198,7 @@ def _check_outside(kind: type[IdExchange], sizes: Sizes, mode: BoundsCheckMode) 
         stops = mode == BoundsCheckMode.FATAL and stage.rank == 0
         with _messages() as messages, pytest.raises(ValueError, match=told) if stops else nullcontext():
             for _ in range(1 if mode == BoundsCheckMode.FATAL else 2):
-                arrived = exchange.send(_mine(batches).to(CPU))
+                arrived = exchange.send(_mine(batches).to(CPU), SAMPLES)
                 exchange.check()
         warned = mode == BoundsCheckMode.WARNING and stage.rank == 0
         assert [message[: len(told)] for message in messages] == [told] * warned, "once"
@@ -217,14 +217,14 @@ def _check_refusals(kind: type[IdExchange]) -> None:
     others = KeyedJaggedTensor([*ids.keys()[1:], "x"], ids.values(), lengths=ids.lengths())
     expected = f"ids: features {', '.join(others.keys())}, but every batch must have the same .*: {', '.join(KEYS)}$"
     with pytest.raises(InputError, match=expected):
-        exchange.send(others)
+        exchange.send(others, SAMPLES)
     larger = _batch(stage, RANGES, 0, 0, SAMPLES + 1, torch.int32)
     with pytest.raises(
         InputError, match=r"a batch of 5 samples is beyond its bound of 4; raise the bound's samples, or"
     ):
-        exchange.send(larger)
+        exchange.send(larger, SAMPLES + 1)
     assert exchange.windows.epoch == 0
-    _assert_arrived(exchange.send(ids), stage, batches, "the batch after")
+    _assert_arrived(exchange.send(ids, SAMPLES), stage, batches, "the batch after")
 
 
 def _check_steps(backend: str, sizes: Sizes) -> None:
