@@ -4,7 +4,8 @@
     python examples/own_model.py                                            # one process
 
 A tower of users and a tower of items each make a vector of pooled embeddings; the vectors' product is the logit of a
-click. All but what is imported from dlrm_overlap is TorchRec's or PyTorch's. docs/torchrec.md has the details.
+click. Under TorchRec alone (--backend stock) two lines differ: the sharder and the pipeline. docs/torchrec.md has the
+details.
 
 TorchRec's planner warns of a topology that it made itself and of its own estimates, and PyTorch of how TorchRec calls
 DDP. Nothing follows from these warnings here.
@@ -30,7 +31,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dlrm_overlap import OverlapEmbeddingBagCollectionSharder, constraints
+from dlrm_overlap import GraphTrainPipeline, OverlapEmbeddingBagCollectionSharder, constraints
 from dlrm_overlap.embedding.sharded_module import exchanges
 from dlrm_overlap.launching import launcher, process_group
 
@@ -92,8 +93,9 @@ def main() -> None:
     logging.getLogger("dlrm_overlap").setLevel(logging.INFO)  # says how many tables are exchanged
 
     fused_params = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.1}
+    is_stock = options.backend == "stock"
     sharders: list[ModuleSharder] = [EmbeddingBagCollectionSharder(fused_params)]
-    if options.backend != "stock":  # all that changes
+    if not is_stock:  # the first of two lines that change
         sharders = [OverlapEmbeddingBagCollectionSharder(fused_params, backend=options.backend)]
 
     towers = TwoTowers(device)
@@ -104,7 +106,8 @@ def main() -> None:
     dense = dict(in_backward_optimizer_filter(model.named_parameters()))  # what the backward does not update itself
     adagrad = KeyedOptimizerWrapper(dense, lambda parameters: torch.optim.Adagrad(parameters, lr=0.03))
     optimizer = CombinedOptimizer([model.fused_optimizer, ("dense", adagrad)])
-    pipeline = TrainPipelineSparseDist(model, optimizer, device)
+    # The second. Under nccl, whose steps are not captured, it hands them to TrainPipelineSparseDist.
+    pipeline = (TrainPipelineSparseDist if is_stock else GraphTrainPipeline)(model, optimizer, device)
 
     batches = made_up(options.steps, world.rank)
     for step in range(1, options.steps + 1):
@@ -114,6 +117,8 @@ def main() -> None:
             if world.rank == 0:
                 print(f"step {step}: loss {loss.item() / world.world_size:.6f}", flush=True)
 
+    if isinstance(pipeline, GraphTrainPipeline):
+        pipeline.close()
     for exchange in exchanges(model):  # all ranks have taken the same steps
         exchange.close()
     process_group.shutdown()

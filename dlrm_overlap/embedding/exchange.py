@@ -13,6 +13,7 @@ wait              FinishExchange.forward -> finish_forward: pooled embeddings of
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import cached_property, wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -118,6 +119,10 @@ class Exchange:
         # Of lowest priority, so that the small kernels of a bottom MLP need not wait for the lookup's many programs.
         self._lookup_stream = torch.cuda.Stream(device, priority=0) if device.type == "cuda" else None
         self._unfinished: list[Step] = []
+        self.steady = False
+        """where the exchange takes ids: whether the steps of now have as many samples, on each rank, as the first of
+        them; otherwise ranks agree on the most in each step, which waits for the CPU"""
+        self._steady_samples: int | None = None
 
     @property
     def steps(self) -> int:
@@ -175,6 +180,22 @@ class Exchange:
         self._ids = IdLayout(self.layout, list(keys), bound, weighted)
         self._require(bound.samples)
 
+    @property
+    def bound(self) -> BatchBound | None:
+        """The bound by which ids are taken, if they are."""
+        return self._ids.bound if self._ids is not None else None
+
+    def take_bound(self, bound: BatchBound) -> None:
+        """From now on, take ids of another bound; a collective, of ranks that are through with their steps."""
+        assert self._ids is not None, "an exchange that does not take ids"
+        self.close()
+        self._ids = replace(self._ids, bound=bound)
+        self._require(bound.samples)
+
+    def begin_steady(self) -> None:
+        """Note that the next step with `steady` is the first of others like it."""
+        self._steady_samples = None
+
     @uncompiled
     def send_ids(self, features: KeyedJaggedTensor, count: torch.Tensor | None = None) -> None:
         """Send the ids of a later step to the owners of their rows, on the current stream; see `IdExchange.send`.
@@ -186,50 +207,33 @@ class Exchange:
     @fails_for_good
     def _send(self, features: KeyedJaggedTensor, count: torch.Tensor | None) -> ArrivedIds:
         assert self._ids is not None, "an exchange that does not take ids"
+        samples = self._most_samples(features.stride())
         ids = self._require(self._ids.bound.samples).ids
         assert ids is not None
-        return ids.send(features, count)
+        return ids.send(features, samples, count)
 
     def forget_sent_ids(self) -> None:
         """Forget ids that were sent for steps that will not be taken."""
         self._sent.clear()
 
-    @uncompiled
-    def check_samples(self, samples: int, training: bool) -> None:
-        """Check that all ranks bring as many samples to a step whose ids were taken; in evaluation a collective.
+    def _most_samples(self, samples: int) -> int:
+        """Return the samples of the rank that has most, to which the others add samples without ids; a collective.
 
-        Raises:
-            InputError: if they do not, or in training if they are not the bound's; nothing has begun.
+        Ids that ranks publish are found by the number of samples, which must be one number for all ranks.
         """
-        if not training:
-            self._require_as_many(samples)
-            return
-        assert self._ids is not None, "an exchange that does not take ids"
-        if samples != (expected := self._ids.bound.samples):
-            raise InputError(
-                f"ids: {samples} samples in a training step, but the bound names {expected}, which all ranks bring "
-                f"alike; give the collection ids of all samples, with lengths of 0 for no ids"
-            )
-
-    def _require_as_many(self, samples: int) -> None:
-        """Raise, on every rank, if ranks bring different numbers of samples to an evaluation; a collective.
-
-        Ids that ranks publish are found by the number of samples, and each rank takes its own for all ranks'.
-        """
+        if self.steady and self._steady_samples is not None:
+            return self._steady_samples
         try:  # on the CPU, which need not wait for the GPU, if the group has a backend there
             self._group._get_backend(torch.device("cpu"))
             device = torch.device("cpu")
         except RuntimeError:
             device = self.device
-        mine = torch.tensor([samples], dtype=torch.int64, device=device)
-        every = [torch.empty_like(mine) for _ in range(self._group.size())]
-        dist.all_gather(every, mine, group=self._group)
-        sizes = torch.cat(every).tolist()
-        if (other := next((rank for rank, size in enumerate(sizes) if size != samples), None)) is not None:
-            raise InputError(
-                f"evaluation: {samples} samples on rank {self._group.rank()} and {sizes[other]} on rank {other}, but "
-                f"where ids are sent without the host all ranks have as many; leave out or pad the last samples"
-            )
+        most = torch.tensor([samples], dtype=torch.int64, device=device)
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=self._group)
+        agreed = int(most)
+        if self.steady:
+            self._steady_samples = agreed
+        return agreed
 
     @uncompiled
     def start_sent(self, features: KeyedJaggedTensor) -> "PooledAwaitable":
@@ -250,7 +254,9 @@ class Exchange:
                 "looked up first; evaluate by the pipeline's progress, or call its reset before"
             )
         self._sent.popleft()
-        return self.start([arrived.ids], arrived.batch.per_rank, arrived.replicated, arrived.share_offsets)
+        awaitable = self.start([arrived.ids], arrived.batch.per_rank, arrived.replicated, arrived.share_offsets)
+        awaitable.samples = features.stride()
+        return awaitable
 
     @uncompiled
     def start(
@@ -506,13 +512,17 @@ class PooledAwaitable(Awaitable[torch.Tensor]):
     def __init__(self, exchange: Exchange, step: Step, token: torch.Tensor | None) -> None:
         super().__init__()
         self._exchange, self._step, self._token = exchange, step, token
+        self.samples: int | None = None
+        """of this rank, where the exchange has added samples without ids to them"""
 
     @uncompiled
     def wait(self) -> torch.Tensor:
         """Return the pooled embeddings [b, D_total], of the exchange's `output_dtype`."""
         # Without Awaitable's profiler range: TorchRec puts its own around all shardings.
         if self._token is None:  # no gradient will come: autograd's bookkeeping would only take time
-            return finish_in_type(self._exchange, self._step)
-        return FinishExchange.apply(self._token, self._exchange, self._step)
+            pooled = finish_in_type(self._exchange, self._step)
+        else:
+            pooled = FinishExchange.apply(self._token, self._exchange, self._step)
+        return pooled if self.samples in (None, pooled.shape[0]) else pooled[: self.samples]
 
     _wait_impl = wait

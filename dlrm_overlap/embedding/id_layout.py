@@ -7,7 +7,7 @@ or, where every bag of a feature has the same number of ids, beforehand.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
@@ -26,14 +26,16 @@ _ALIGNMENT = 4  # int32 words, to which the offsets of a window are aligned
 class BatchBound:
     """The most that a rank brings to a step; memory and launches are sized by it.
 
-    Example: BatchBound(512, {"user": (1, 1), "clicks": (0, 50)}) is of batches of 512 samples, each with one user and
-    up to 50 clicks.
+    Example: BatchBound(512, {"user": (1, 1), "clicks": (0, 50)}, {"clicks": 4000}) is of batches of up to 512 samples,
+    each with one user and up to 50 clicks, and with up to 4000 clicks in all.
     """
 
     samples: int
-    """samples of a rank, b: every training batch has as many, a batch to evaluate may have fewer, alike on all ranks"""
+    """the most samples of a rank, b"""
     bag_sizes: Mapping[str, tuple[int, int]]
     """the least and the most ids of a bag, by feature. Where the two agree for every feature, lengths are never read"""
+    ids: Mapping[str, int] = field(default_factory=dict)
+    """the most ids of a batch, by feature; of a feature that is left out, those of `samples` bags of the most ids"""
 
     def __post_init__(self) -> None:
         if self.samples < 1:
@@ -46,6 +48,9 @@ class BatchBound:
             least, most = sizes
             if not 0 <= least <= most:
                 raise InputError(f"BatchBound: {least} .. {most} ids a bag of {name} is no range; give (least, most)")
+        for name, most in self.ids.items():
+            if most < 0:
+                raise InputError(f"BatchBound: {most} ids of {name} in a batch, but they are 0 or more; leave it out")
 
     @property
     def known_lengths(self) -> bool:
@@ -54,8 +59,9 @@ class BatchBound:
 
     @property
     def mean_bag_sizes(self) -> dict[str, float]:
-        """The ids of a bag, by feature, half way between the least and the most."""
-        return {name: (least + most) / 2 for name, (least, most) in self.bag_sizes.items()}
+        """The ids of a bag, by feature: half way between the least and the most, or of the most ids of a batch."""
+        middles = {name: (least + most) / 2 for name, (least, most) in self.bag_sizes.items()}
+        return middles | {name: most / self.samples for name, most in self.ids.items()}
 
     def capacity(self, keys: Sequence[str]) -> list[int]:
         """Return the most ids of a rank's batch, by feature.
@@ -66,7 +72,8 @@ class BatchBound:
         for key in keys:
             if key not in self.bag_sizes:
                 raise InputError(f"BatchBound: no bound for the ids of feature {key}; name it in bag_sizes")
-        return [self.samples * self.bag_sizes[key][1] for key in keys]
+        most = {key: self.samples * self.bag_sizes[key][1] for key in keys}
+        return [min(most[key], self.ids.get(key, most[key])) for key in keys]
 
 
 _EVERY_ID = 1 << 32  # more than any id, also than those below 0, which kernels read as numbers without a sign

@@ -72,6 +72,10 @@ class StockTables:
         trained = [(p, memory.grad) for p, memory in zip(looked_up, self._memory, strict=True) if p.requires_grad]
         torch.autograd.backward([pooled for pooled, _ in trained], [gradient for _, gradient in trained])
 
+    def forget_memory(self) -> None:
+        """Forget what captured steps read, none of which will be launched any more: batches may have other sizes."""
+        self._memory = []
+
     def _pool(self, features: KeyedJaggedTensor) -> list[torch.Tensor]:
         """Do what the module's own `input_dist` and `compute_and_output_dist` do, for these shardings alone."""
         module: Any = self._module

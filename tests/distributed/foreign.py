@@ -17,7 +17,7 @@ from torch import nn
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.sharding_plan import column_wise, construct_module_sharding_plan, data_parallel, table_wise
-from torchrec.distributed.train_pipeline import TrainPipelineBase
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingPlan
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
@@ -28,7 +28,6 @@ from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
-from dlrm_overlap.embedding.id_layout import BatchBound
 from dlrm_overlap.embedding.sharded_module import exchanges
 from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder
 from dlrm_overlap.embedding.weights import initialise_tables
@@ -282,6 +281,16 @@ def _groups(parameters: list[Any], decay: float) -> list[dict[str, Any]]:
     return [{"params": weights, "weight_decay": decay}, {"params": biases, "weight_decay": 0.0, "lr": 0.1}]
 
 
+def _halved(model: nn.Module) -> Mapping[str, Any]:
+    """Return a forward of a user's own, whose losses are half of the model's."""
+
+    def forward(batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        loss, output = model(batch)
+        return loss / 2, output
+
+    return {"custom_model_fwd": forward, "enqueue_batch_after_forward": True}
+
+
 class Program(NamedTuple):
     """A training program: its model, what its batches are, and its dense optimizer."""
 
@@ -289,14 +298,26 @@ class Program(NamedTuple):
     batch: type[Any] = Batch
     optimizer: Callable[[Mapping[str, Any]], Any] = _sgd
     bags: Mapping[str, tuple[int, int]] = MOST
-    growing: bool = False
-    """whether the first batches have short bags alone"""
     scheduled: bool = False
     """whether one of torch's schedulers sets the dense learning rates"""
     why_after: str = ""
     """why the dense optimizer steps after the graph, if it does"""
+    steps: int = STEPS
+    longer: Mapping[tuple[int, int], int] = {}
+    """by step and rank: how many times as long its bags are"""
+    samples: Callable[[int, int], int] = lambda step, rank: SAMPLES
+    """of a step and a rank"""
+    evaluated: Mapping[int, int] = {}
+    """by step: samples of a batch of rank 0 that is evaluated before; that of rank 1 has one less"""
+    arguments: Callable[[nn.Module], Mapping[str, Any]] = lambda model: {}
+    """of the pipeline, for a model"""
+    captured: tuple[int, int] = (2, STEPS - 3 - 2)
+    """steps that are captured, and that are replayed"""
 
 
+_SHORT = lambda step, rank: SAMPLES if step < STEPS - 1 else 3 - rank  # noqa: E731
+# Step 6 is beyond the bound and 7 was read for it; after three of the warm-up, 11 and 12 are captured anew.
+_LONGER = {(6, 0): 4, (13, 1): 3}
 PROGRAMS: dict[str, Program] = {
     "split": Program(Split),
     "split_fixed": Program(Split, bags=FIXED),
@@ -322,29 +343,41 @@ PROGRAMS: dict[str, Program] = {
     "in_host_memory": Program(InHostMemory),
     "collection_in_host_memory": Program(CollectionInHostMemory),
     "data_parallel_collection": Program(DataParallelCollection),
-    "growing_bags": Program(Offsets, growing=True),
+    "longer_bags": Program(Offsets, steps=15, longer=_LONGER, evaluated={5: SAMPLES + 3, 14: 4}, captured=(4, 2)),
+    "longer_bags_in_host_memory": Program(InHostMemory, steps=15, longer=_LONGER, evaluated={5: 4}, captured=(4, 3)),
+    "longer_bags_than_fixed": Program(Split, bags=FIXED, steps=13, longer={(5, 1): 2}, captured=(3, 1)),
+    "short_last_batch": Program(Weighted, samples=_SHORT, captured=(2, 3)),
+    "short_last_batch_fixed": Program(TwoSets, bags=FIXED, samples=_SHORT, captured=(2, 3)),
+    "unlike_samples": Program(Offsets, samples=lambda step, rank: SAMPLES - rank),
+    "unlike_samples_fixed": Program(Weighted, bags=FIXED, samples=lambda step, rank: SAMPLES - rank),
+    "other_samples": Program(steps=14, samples=lambda step, rank: SAMPLES - 2 * (step > 2), captured=(2, 2)),
+    "own_forward": Program(arguments=_halved),
+    "not_all_batches": Program(arguments=lambda _: {"execute_all_batches": False}, captured=(2, STEPS - 3 - 2 - 2)),
 }
 
 
-def _batches(program: Program, rank: int) -> Iterator[Any]:
-    generator = torch.Generator().manual_seed(rank)
+def _batches(program: Program, rank: int, only: int | None = None) -> Iterator[Any]:
+    """Yield the batches of all steps; or one to evaluate before the step `only`."""
+    generator = torch.Generator().manual_seed(rank + 100 * (only or 0))
 
-    def ids(keys: Sequence[str], step: int) -> KeyedJaggedTensor:
-        most = {key: min(program.bags[key][1], step + 1 if program.growing else 9) for key in keys}
-        lengths = [
-            torch.randint(min(program.bags[key][0], most[key]), most[key] + 1, (SAMPLES,), generator=generator)
-            for key in keys
-        ]
+    def ids(keys: Sequence[str], step: int, samples: int) -> KeyedJaggedTensor:
+        lengths, times = [], program.longer.get((step, rank), 1)
+        for least, most in (program.bags[key] for key in keys):
+            some = torch.randint(least, most + 1, (samples,), generator=generator)
+            if step == 0:  # from which the bound is learnt
+                some = torch.tensor([most] * (samples - 1) + [least])
+            lengths.append(some * times)
         values = torch.randint(0, ROWS, (int(torch.cat(lengths).sum()),), generator=generator)
         weights = torch.randn(values.shape, generator=generator) if program.model.weighted else None
         return KeyedJaggedTensor(list(keys), values, weights, lengths=torch.cat(lengths))
 
-    for step in range(STEPS):
-        dense = torch.rand(SAMPLES, 3, generator=generator)
+    for step in range(program.steps) if only is None else [only]:
+        samples = program.samples(step, rank) if only is None else program.evaluated[step] - rank
+        dense = torch.rand(samples, 3, generator=generator)
         if issubclass(program.model, TwoSets):
-            yield program.batch(dense, ids(KEYS[:2], step), ids(KEYS[2:], step))
+            yield program.batch(dense, ids(KEYS[:2], step, samples), ids(KEYS[2:], step, samples))
         else:
-            yield program.batch(dense, ids(KEYS, step), ids(KEYS[:1], step))
+            yield program.batch(dense, ids(KEYS, step, samples), ids(KEYS[:1], step, samples))
 
 
 def _plan(model: Plain, sharder: ModuleSharder, world_size: int, device: torch.device) -> ShardingPlan:
@@ -389,22 +422,23 @@ def train(
     own = program.optimizer(dense)
     optimizer = CombinedOptimizer([sharded.fused_optimizer, ("dense", own)])
     scheduler = torch.optim.lr_scheduler.ExponentialLR(own, 0.8) if program.scheduled else None
-    pipeline: Any
-    if captured:
-        pipeline = GraphTrainPipeline(sharded, optimizer, device, BatchBound(SAMPLES, program.bags))
-    else:
-        pipeline = TrainPipelineBase(sharded, optimizer, device)
+    kind: Any = GraphTrainPipeline if captured else TrainPipelineSparseDist
+    pipeline = kind(sharded, optimizer, device, **program.arguments(sharded))
     batches = _batches(program, group.rank())
     if captured and isinstance(model, FailsAtFirst):
         model.fails = True
         with suppress(ArithmeticError):
             pipeline.progress(batches)
     given: dict[str, torch.Tensor] = {}
-    for step in range(STEPS):
-        given[f"output of step {step}"] = pipeline.progress(batches).clone()
-        optimizer.zero_grad()
-        if scheduler is not None:
-            scheduler.step()
+    with suppress(StopIteration):
+        for step in range(program.steps + 1):
+            if step in program.evaluated:
+                given[f"evaluated before step {step}"] = _evaluate(pipeline, sharded, program, step)
+            given[f"output of step {step}"] = pipeline.progress(batches).clone()
+            optimizer.zero_grad()
+            if scheduler is not None:
+                scheduler.step()
+    assert len(given) > STEPS - 3, "steps were taken"
     given |= dict(local_tensors(sharded.state_dict()))
     given |= {
         f"{key} of {name}": torch.as_tensor(value)
@@ -419,6 +453,18 @@ def train(
         for exchange in exchanges(sharded):
             exchange.close()
     return given
+
+
+def _evaluate(pipeline: Any, sharded: DistributedModelParallel, program: Program, step: int) -> torch.Tensor:
+    """Return the output of a batch of other sizes, while training batches wait for their steps."""
+    batches = _batches(program, sharded._env.rank, only=step)
+    sharded.eval()
+    is_ours = isinstance(pipeline, GraphTrainPipeline)
+    # FBGEMM's lookups on a CPU do without inference mode.
+    with torch.inference_mode() if is_ours and program.model is not InHostMemory else torch.no_grad():
+        output = pipeline.progress(batches).clone() if is_ours else pipeline.detach()(next(batches))[1]
+    sharded.train()
+    return output
 
 
 def compare(name: str, group: dist.ProcessGroup, device: torch.device) -> None:

@@ -25,7 +25,6 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.embedding.backends.cpu import CpuPush
 from dlrm_overlap.embedding.exchange import Exchange
-from dlrm_overlap.embedding.id_layout import BatchBound
 from dlrm_overlap.embedding.sharded_module import exchanges
 from dlrm_overlap.embedding.weights import initialise_tables
 from dlrm_overlap.train.assembly import build_pipeline
@@ -122,12 +121,7 @@ def open_pipeline(kind: str, model: DistributedModelParallel, optimizer: Any, ba
         return TrainPipelineBase(model, optimizer, CPU)
     if kind == "sparse_dist":
         return build_pipeline(model, optimizer, CPU)
-    keys = batches[0].sparse.keys()
-    lengths = torch.cat([batch.sparse.lengths().view(len(keys), -1) for batch in batches], dim=1)
-    most = torch.stack([lengths.max(dim=1).values, -lengths.min(dim=1).values])
-    dist.all_reduce(most, dist.ReduceOp.MAX)
-    sizes = {key: (-int(least), int(greatest)) for key, greatest, least in zip(keys, *most, strict=True)}
-    return GraphTrainPipeline(model, optimizer, CPU, BatchBound(batches[0].sparse.stride(), sizes))
+    return GraphTrainPipeline(model, optimizer, CPU)
 
 
 def train(

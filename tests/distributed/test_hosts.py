@@ -238,7 +238,7 @@ def _check_ids(rank: int, kind: type[IdExchange], hosts: str, puts: bool) -> Non
         batches = [_ids_of(source, step, keys, samples) for source in range(4)]
         if rank == 2:
             time.sleep(0.02)  # nobody may overtake it
-        arrived = exchange.send(batches[rank])
+        arrived = exchange.send(mine := batches[rank], mine.stride())
         exchange.check()
         for what in ("lengths", "values"):
             of = [getattr(batch[name], what)() for name in owned for batch in batches]

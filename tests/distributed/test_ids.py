@@ -102,7 +102,7 @@ def _check_what_arrives(
             exchange.skip()  # whose signals go alone
             before = None
         batches = [_batch(stage, sizes, step, rank, samples, dtype) for rank in range(2)]
-        arrived = exchange.send(_mine(batches))
+        arrived = exchange.send(mine := _mine(batches), mine.stride())
         exchange.check()
         _assert_arrived(arrived, stage, batches, f"step {step}")
         if before is not None and before[0].batch == arrived.batch:
@@ -131,7 +131,7 @@ def _check_shapes_stay(kind: type[IdExchange], sizes: Sizes) -> None:
     found = []
     for step in range(4):
         batches = [_batch(stage, sizes, step, rank, SAMPLES, torch.int32) for rank in range(2)]
-        ids = exchange.send(_mine(batches)).ids
+        ids = exchange.send(mine := _mine(batches), mine.stride()).ids
         found.append((ids.values().numel(), ids.keys(), ids.values().data_ptr(), ids.offsets().data_ptr()))
     assert found[2:] == found[:2]
     assert found[0][:2] == found[1][:2]
@@ -146,7 +146,7 @@ def _check_room_beyond_the_ids(kind: type[IdExchange], sizes: Sizes) -> None:
     ids = _mine(batches)
     room = torch.cat([ids.values(), torch.full((500,), 7)])
     count = torch.tensor([ids.values().numel()], dtype=torch.int32)
-    arrived = exchange.send(KeyedJaggedTensor(ids.keys(), room, lengths=ids.lengths(), stride=SAMPLES), count)
+    arrived = exchange.send(KeyedJaggedTensor(ids.keys(), room, lengths=ids.lengths(), stride=SAMPLES), SAMPLES, count)
     exchange.check()
     _assert_arrived(arrived, stage, batches, "with room")
 
@@ -156,7 +156,7 @@ def _check_too_many(kind: type[IdExchange], sizes: Sizes, told: str) -> None:
     stage = Stage(ALONE, dist.get_rank())
     exchange = _open(stage, sizes, kind)
     batches = [_batch(stage, sizes, 0, rank, SAMPLES, torch.int32) for rank in range(2)]
-    _assert_arrived(exchange.send(_mine(batches)), stage, batches, "a batch within its bound")
+    _assert_arrived(exchange.send(mine := _mine(batches), mine.stride()), stage, batches, "a batch within its bound")
     if stage.rank == 1:
         lengths = batches[1].lengths().clone()
         place = batches[1].keys().index("rank0_2") * SAMPLES
@@ -164,7 +164,7 @@ def _check_too_many(kind: type[IdExchange], sizes: Sizes, told: str) -> None:
         lengths[place] = 3
         batches[1] = KeyedJaggedTensor(_keys(stage), torch.ones(int(lengths.sum())).int(), lengths=lengths)
     with pytest.raises(ValueError, match=told):  # noqa: PT012  a host raises in the first, a device in the second
-        exchange.send(_mine(batches))
+        exchange.send(mine := _mine(batches), mine.stride())
         exchange.check()
 
 
@@ -198,7 +198,7 @@ def _check_outside(kind: type[IdExchange], sizes: Sizes, mode: BoundsCheckMode) 
         stops = mode == BoundsCheckMode.FATAL and stage.rank == 0
         with _messages() as messages, pytest.raises(ValueError, match=told) if stops else nullcontext():
             for _ in range(1 if mode == BoundsCheckMode.FATAL else 2):
-                arrived = exchange.send(_mine(batches).to(CPU))
+                arrived = exchange.send(_mine(batches).to(CPU), SAMPLES)
                 exchange.check()
         warned = mode == BoundsCheckMode.WARNING and stage.rank == 0
         assert [message[: len(told)] for message in messages] == [told] * warned, "once"
@@ -217,14 +217,14 @@ def _check_refusals(kind: type[IdExchange]) -> None:
     others = KeyedJaggedTensor([*ids.keys()[1:], "x"], ids.values(), lengths=ids.lengths())
     expected = f"ids: features {', '.join(others.keys())}, but every batch must have the same .*: {', '.join(KEYS)}$"
     with pytest.raises(InputError, match=expected):
-        exchange.send(others)
+        exchange.send(others, SAMPLES)
     larger = _batch(stage, RANGES, 0, 0, SAMPLES + 1, torch.int32)
     with pytest.raises(
         InputError, match=r"a batch of 5 samples is beyond its bound of 4; raise the bound's samples, or"
     ):
-        exchange.send(larger)
+        exchange.send(larger, SAMPLES + 1)
     assert exchange.windows.epoch == 0
-    _assert_arrived(exchange.send(ids), stage, batches, "the batch after")
+    _assert_arrived(exchange.send(ids, SAMPLES), stage, batches, "the batch after")
 
 
 def _check_steps(backend: str, sizes: Sizes) -> None:

@@ -13,8 +13,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
-from torchrec.distributed.types import ModuleSharder, ShardingPlan
+from torchrec.distributed.types import ShardingPlan
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from dlrm_overlap import backends
 from dlrm_overlap.bench.report.measured import read_measured
@@ -22,6 +25,7 @@ from dlrm_overlap.bench.report.page import make_section
 from dlrm_overlap.bench.report.plots import PLOTS
 from dlrm_overlap.bench.request import FIGURES
 from dlrm_overlap.config import Config
+from dlrm_overlap.embedding.sharded_module import exchanges
 from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder
 from dlrm_overlap.launching.parsing import meanings_of
 from tests import keys
@@ -193,6 +197,16 @@ def test_the_messages_on_the_page_of_failures_are_the_codes_own() -> None:
             assert re.sub(r"^\W+|\W+$", "", part) in texts, f"{text}: {part}"
 
 
+def test_the_tests_that_the_table_of_captured_steps_names_are_there() -> None:
+    table = Path("docs/torchrec.md").read_text().partition("| captured steps |")[2].partition("\n\n")[0]
+    sources = "".join(path.read_text() for path in Path("tests").rglob("*.py"))
+    lines = [line.split("|")[3] for line in table.splitlines()[2:]]
+    for test, case in re.findall(r"`(\w+)(?:\[([^]]*)\])?`", "".join(lines)):
+        assert f"def {test}(" in sources or f'"{test}": Program(' in sources, test
+        assert f'"{case}": ' in sources or not case, case
+    assert sum("`" in line for line in lines) >= 15
+
+
 def test_the_example_of_captured_steps_trains(
     world_of_one: dist.ProcessGroup, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -204,20 +218,31 @@ def test_the_example_of_captured_steps_trains(
 
 
 def _trained(program: str, caplog: pytest.LogCaptureFixture) -> float:
-    """Return the last loss of the page's program, in which nothing may fall back."""
+    """Return the last loss of the example's model under a pipeline that the page makes; nothing may fall back."""
     torch.manual_seed(0)
-    example = runpy.run_path("examples/own_model.py")  # whose model the program trains
+    example = runpy.run_path("examples/own_model.py")
     device = torch.device("cpu")
     towers = example["TwoTowers"](device)
-    sharders: list[ModuleSharder] = [OverlapEmbeddingBagCollectionSharder({"learning_rate": 0.1}, backend="pgas")]
+    sharder: Any = OverlapEmbeddingBagCollectionSharder({"learning_rate": 0.1}, backend="pgas")
     tables = {f"t_{name}": table_wise(0, compute_kernel="fused") for name in example["ROWS"]}
-    sharding = construct_module_sharding_plan(towers.embedding, tables, sharders[0], 1, 1, device_type="cpu")
-    names = {"towers": towers, "device": device, "sharders": sharders, "plan": ShardingPlan({"embedding": sharding})}
-    names |= {"steps": 15, "batches": example["made_up"](15, rank=0)}
+    sharding = construct_module_sharding_plan(towers.embedding, tables, sharder, 1, 1, device_type="cpu")
+    plan = ShardingPlan({"embedding": sharding})
+    model = DistributedModelParallel(towers, device=device, plan=plan, sharders=[sharder])
+    dense = dict(in_backward_optimizer_filter(model.named_parameters()))
+    adagrad = KeyedOptimizerWrapper(dense, lambda parameters: torch.optim.Adagrad(parameters, lr=0.03))
+    optimizer: Any = CombinedOptimizer([model.fused_optimizer, ("dense", adagrad)])
+    names: dict[str, Any] = {"model": model, "device": device, "dense": dense, "optimizer": optimizer}
+    names |= {"CombinedOptimizer": CombinedOptimizer, "KeyedOptimizerWrapper": KeyedOptimizerWrapper}
+    make, _, close = program.partition("...  # progress, as before\n")
     with caplog.at_level("WARNING", "dlrm_overlap"):
-        exec(program, names)
+        exec("from dlrm_overlap import GraphTrainPipeline\n" + make, names)
+        batches = example["made_up"](15, rank=0)
+        loss = [names["pipeline"].progress(batches).item() for _ in range(15)][-1]
+        exec(close, names)
+    for exchange in exchanges(model):
+        exchange.close()
     assert not [each for each in caplog.records if each.name == "dlrm_overlap"], "nothing should fall back"
-    return names["loss"].item()
+    return loss
 
 
 def test_the_example_of_a_backend_runs(world_of_one: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:

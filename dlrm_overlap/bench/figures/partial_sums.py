@@ -58,7 +58,7 @@ class Counted:
             The pooled embeddings [b, D_total], and the bytes that arrived from peers: of the forward, of the backward.
         """
         assert self._halves.ids is not None
-        arrived = self._halves.ids.send(features)
+        arrived = self._halves.ids.send(features, self._samples)
         step = Step([arrived.ids], arrived.batch)
         step.share_offsets = arrived.share_offsets
         for pair in (self._forward.windows, self._backward.windows):

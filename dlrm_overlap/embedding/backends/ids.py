@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
+from torch.nn.functional import pad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.comm.arena import HostArena
@@ -115,7 +116,7 @@ class ArrivedIds(NamedTuple):
 
 
 class IdExchange(ABC):
-    """The ids' exchange on one rank. All ranks call `send` alike, with as many samples each.
+    """The ids' exchange on one rank. All ranks call `send` alike.
 
     The result of `send` is valid until the next but one.
     """
@@ -131,11 +132,12 @@ class IdExchange(ABC):
         self.requested, self.replicated = ids.features(self.rank), ids.replicated
         self.bad_ids = BadIds(self.tables.bounds_check)
 
-    def send(self, features: KeyedJaggedTensor, count: torch.Tensor | None = None) -> ArrivedIds:
+    def send(self, features: KeyedJaggedTensor, samples: int, count: torch.Tensor | None = None) -> ArrivedIds:
         """Publish the ids of this rank's samples, and return those that this rank's shards look up.
 
         Args:
-            features: with the same keys in every step, and b bags a feature.
+            features: with the same keys in every step, and up to `samples` bags a feature.
+            samples: of the rank that has most, as which all ranks publish.
             count: [1] int32 on the device, the number of ids, where `features` has room for more; without it there are
                 as many as `features` has room for. Used where lengths are known beforehand.
 
@@ -143,12 +145,14 @@ class IdExchange(ABC):
             InputError: if the features are others than before, some ids have weights and others none, weights require a
                 gradient, or the samples are more than the bound; nothing has begun.
         """
-        samples = self._check(features)
+        self._check(features, samples)
+        if features.stride() < samples:
+            features, count = self._padded(features, samples), None
         self.windows.begin()
         self._publish(features, count)
         return self._fetch(samples)
 
-    def _check(self, features: KeyedJaggedTensor) -> int:
+    def _check(self, features: KeyedJaggedTensor, samples: int) -> None:
         if features.keys() != list(self.ids.keys):
             raise InputError(
                 f"ids: features {', '.join(features.keys())}, but every batch must have the same as the first, in this "
@@ -162,12 +166,29 @@ class IdExchange(ABC):
                 "ids: their weights require a gradient, which nothing computes where ids are sent without the host; "
                 "detach the weights, or train by TorchRec's pipeline"
             )
-        if (samples := features.stride()) > self.ids.bound.samples:
+        if samples > self.ids.bound.samples:
             raise InputError(
                 f"ids: a batch of {samples} samples is beyond its bound of {self.ids.bound.samples}; raise the bound's "
                 f"samples, or make smaller batches"
             )
-        return samples
+
+    def _padded(self, features: KeyedJaggedTensor, samples: int) -> KeyedJaggedTensor:
+        """Return ids with empty bags up to `samples`; with bags of id 0 where all lengths are known.
+
+        Nobody reads the pooled embeddings of these bags, so their gradient is zero.
+        """
+        keys, bags = features.keys(), features.stride()
+        more, values, weights = samples - bags, features.values(), weights_of(features)
+        if self.known:
+            sizes = [self.ids.bound.bag_sizes[key][1] for key in keys]
+
+            def padded(of_ids: torch.Tensor) -> torch.Tensor:
+                parts = of_ids.split([size * bags for size in sizes])
+                return torch.cat([pad(part, (0, size * more)) for part, size in zip(parts, sizes, strict=True)])
+
+            values, weights = padded(values), weights if weights is None else padded(weights)
+        lengths = pad(features.lengths().view(len(keys), bags), (0, more)).flatten()
+        return KeyedJaggedTensor(keys, values, weights, lengths=lengths, stride=samples)
 
     def _publish(self, features: KeyedJaggedTensor, count: torch.Tensor | None) -> None:
         """Store ids and offsets in this rank's window."""

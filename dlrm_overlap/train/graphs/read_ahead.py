@@ -1,8 +1,9 @@
-"""Batches that are read ahead of the steps, the ids that are sent ahead of them, and the streams of both."""
+"""Batches that are read ahead of the steps, and the ids that are sent ahead of them."""
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,84 +13,28 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dlrm_overlap.comm.order import CommunicationOrder
 from dlrm_overlap.config import InputError
 from dlrm_overlap.embedding.exchange import Exchange
-from dlrm_overlap.embedding.id_layout import BatchBound
 from dlrm_overlap.embedding.sharded_module import OverlapShardedEmbeddingBagCollection
 from dlrm_overlap.embedding.steps import weights_of
 from dlrm_overlap.embedding.stock import StockTables
-from dlrm_overlap.train.graphs.static_batch import IdCuts, StaticBatch
+from dlrm_overlap.train.graphs.bounds import Answer, LearntBound, describe, ended
+from dlrm_overlap.train.graphs.static_batch import IdCuts, StaticBatch, on_device
+from dlrm_overlap.train.graphs.streams import Streams
 
 log = logging.getLogger("dlrm_overlap")
 
 
-class Streams:
-    """The streams of a pipeline on one device; on a CPU everything runs in the order in which it is issued."""
+@dataclass
+class _Held:
+    """A batch that waits for its step, or the end of them."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
-        if not self._on_gpu:
-            return
-        current = torch.cuda.current_stream(device)
-        # A step cannot be captured on the default stream, and all steps run on the one where they are captured.
-        self.main_stream = current if current != torch.cuda.default_stream(device) else torch.cuda.Stream(device)
-        self._device = device
-        self._copy = torch.cuda.Stream(device)
-        self._ids = torch.cuda.Stream(device, priority=-2)
-        self._issued = [torch.cuda.Event() for _ in range(2)]
-        self._called, self._copied = torch.cuda.Event(), torch.cuda.Event()
-
-    @contextmanager
-    def _main(self) -> Any:
-        current = torch.cuda.current_stream(self._device)
-        self._called.record(current)
-        if current == self.main_stream:
-            yield
-            return
-        self.main_stream.wait_stream(current)
-        try:
-            with torch.cuda.stream(self.main_stream):
-                yield
-        finally:  # whoever catches an error may read the weights next
-            current.wait_stream(self.main_stream)
-
-    def main(self) -> AbstractContextManager[Any]:
-        """Return a context on the steps' stream, which waits for the caller's; at its end the other way."""
-        return self._main() if self._on_gpu else nullcontext()
-
-    def step_is_issued(self, parity: int) -> None:
-        """Note that all readers of the other parity's landing memory have been issued."""
-        if self._on_gpu:
-            self._issued[parity].record(self.main_stream)
-
-    @contextmanager
-    def _copies(self, parity: int) -> Any:
-        self._copy.wait_event(self._issued[1 - parity])
-        self._copy.wait_event(self._called)
-        with torch.cuda.stream(self._copy):
-            yield
-            self._copied.record(self._copy)
-        self.main_stream.wait_event(self._copied)
-
-    def copies(self, parity: int) -> AbstractContextManager[Any]:
-        """Return a context for copies to the landing place of `parity`; steps issued after it find them done.
-
-        Copies come after the caller's earlier work on the device, such as the batch itself.
-        """
-        return self._copies(parity) if self._on_gpu else nullcontext()
-
-    @contextmanager
-    def _beside(self) -> Any:
-        self._ids.wait_stream(self.main_stream)
-        with torch.cuda.stream(self._ids):
-            yield
-
-    def ids(self) -> AbstractContextManager[Any]:
-        """Return a context for work beside the step, until `join_ids`."""
-        return self._beside() if self._on_gpu else nullcontext()
-
-    def join_ids(self) -> None:
-        """Make the steps' stream wait for the work beside it."""
-        if self._on_gpu:
-            self.main_stream.wait_stream(self._ids)
+    batch: Any
+    """as it was read; None where it has been copied, and where there is none"""
+    place: StaticBatch | None
+    """where it is copied to if a captured step takes it"""
+    answer: Answer
+    """what all ranks bring to the step"""
+    is_captured: bool | None = None
+    """whether a captured step takes it, on all ranks, once that is known"""
 
 
 class ReadAhead:
@@ -105,7 +50,7 @@ class ReadAhead:
         self,
         modules: Sequence[OverlapShardedEmbeddingBagCollection],
         device: torch.device,
-        bound: BatchBound,
+        bound: LearntBound,
         streams: Streams,
         order: CommunicationOrder,
     ) -> None:
@@ -124,49 +69,178 @@ class ReadAhead:
 
     def reset(self) -> None:
         """Forget batches and ids that were read and sent for steps that have not been taken."""
-        self._held, self._exhausted = [False, False], False
+        self._held: list[_Held | None] = [None, None]
+        self._read: list[Any] = []
+        """the next batch, where it was read before it is landed"""
+        self._iterator: Iterator[Any] | None = None
+        self.is_exhausted = False
+        """whether this rank has read its last batch"""
         self.forget_sent_ids()
 
     def holds(self, parity: int) -> bool:
-        """Return whether a batch of `parity` was read whose step has not been taken."""
-        return self._held[parity]
+        """Return whether every rank has a batch of `parity` whose step has not been taken; may wait for the ranks."""
+        held = self._held[parity]
+        if held is not None and held.is_captured is None:
+            numbers = held.answer.wait()
+            if ended(numbers):
+                if held.place is not None:
+                    log.warning("train pipeline: a batch is left out, since another rank has no more")
+                self._held[parity] = None
+                return False
+            held.is_captured = self._bound.are_captured(numbers)
+            if held.is_captured and held.batch is not None:
+                assert held.place is not None
+                held.place.fill(held.batch)
+        return held is not None
+
+    def settle(self, parity: int) -> None:
+        """Copy the batch of `parity` to where a replay reads it, where its ids were not counted on the CPU."""
+        if (held := self._held[parity]) is not None and held.batch is not None:
+            self.holds(parity)
+
+    def is_captured(self, parity: int) -> bool:
+        """Return whether every rank has a batch of `parity` that a captured step takes; may wait for the ranks."""
+        return self.holds(parity) and bool(self._of(parity).is_captured)
+
+    def _of(self, parity: int) -> _Held:
+        held = self._held[parity]
+        assert held is not None
+        return held
 
     def batch(self, parity: int) -> Any:
         """Return the batch that the steps of `parity` read, made of tensors that stay."""
         return self._working[parity].batch
 
+    def odd_batch(self, parity: int) -> Any:
+        """Return the batch of `parity`, which no captured step takes, on the device."""
+        held = self._of(parity)
+        if held.batch is not None:
+            return on_device(held.batch, self._device)
+        assert held.place is not None
+        held.place.renew()
+        return held.place.batch
+
+    def beyond(self, parity: int) -> torch.Tensor | None:
+        """Return what all ranks bring of `parity`, if that is beyond the bound."""
+        numbers = self._of(parity).answer.wait()
+        return numbers if self._bound.are_beyond(numbers) else None
+
+    def evaluated_beyond(self, batch: Any) -> torch.Tensor | None:
+        """Return what all ranks bring to an evaluation, if that is beyond the bound; waits for the ranks."""
+        if not self._bound.describes(batch):
+            return None
+        numbers = self._bound.ask(describe(batch)).wait()
+        return numbers if self._bound.are_beyond(numbers) else None
+
+    def make_room(self, numbers: torch.Tensor) -> None:
+        """Let the bound grow to batches of such greatest numbers; see `forget_places`."""
+        self.forget_places()
+        self._bound.grow(numbers)
+        self._take_bound()
+
+    def forget_places(self) -> None:
+        """Let the next batch be the first of others like it. Batches that are held are taken as they are."""
+        for parity in range(2):
+            if self.holds(parity):
+                self._of(parity).is_captured = False
+        self._landing, self._working = [], []
+        self.forget_sent_ids()
+        for stock, _ in self._stock:
+            stock.forget_memory()
+
+    def _take_bound(self) -> None:
+        """Make windows by the bound, where they are made by another one; all ranks do so."""
+        if all(exchange.bound in (None, self._bound.bound) for exchange in self._exchanges):
+            return
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._bound.agreement.any_is(False)  # no rank gives its windows back while another reads them
+        for exchange in self._exchanges:
+            exchange.take_bound(self._bound.bound)
+
     def begin(self, batches: Iterator[Any], parity: int) -> None:
-        """Read the next two batches while nothing is held; the first one, of `parity`, is brought in.
+        """Read the next two batches while nothing is held, the first one of `parity`.
 
         Raises:
-            StopIteration: if there is none.
+            StopIteration: if a rank has none.
         """
-        self._exhausted = False
+        self.reset()
         self.land(batches, parity)
-        if not self._held[parity]:
-            raise StopIteration
         self.land(batches, 1 - parity)
-        self._take_over(parity)
-        self._streams.step_is_issued(1 - parity)
+        if not self.holds(parity):
+            raise StopIteration
+
+    def reads_on(self, batches: Iterator[Any], parity: int) -> bool:
+        """Return whether this rank has a batch to land at `parity` next, which is read for that."""
+        self.is_exhausted &= batches is self._iterator
+        with self._streams.copies(parity):
+            batch = self._next(batches)
+        self._read = [batch] if batch is not None else []
+        return batch is not None
+
+    def _next(self, batches: Iterator[Any]) -> Any:
+        if self._read:
+            return self._read.pop()
+        batch, self._iterator = None if self.is_exhausted else next(batches, None), batches
+        self.is_exhausted = batch is None
+        return batch
 
     def land(self, batches: Iterator[Any], parity: int) -> None:
-        """Copy the next batch, if there is one, to the landing place of `parity`."""
+        """Copy the next batch, if there is one, to the landing place of `parity`, and ask what all ranks bring with it.
+
+        Where there are no places, they are made like this batch, for which all ranks wait.
+        """
         with self._streams.copies(parity):
-            batch = None if self._exhausted else next(batches, None)
-            self._exhausted = batch is None
-            if batch is None:
+            batch = self._next(batches)
+            if not self._landing and not self._make_places(batch):
+                self.is_exhausted = True
                 return
-            if not self._landing:
-                cuts = IdCuts()
-                static = [StaticBatch(batch, self._device, self._bound, cuts) for _ in range(4)]
-                self._landing, self._working = static[:2], static[2:]
-            self._landing[parity].fill(batch)
-        self._held[parity] = True
+            if batch is None:
+                self._held[parity] = _Held(None, None, self._bound.ask(None))
+                return
+            numbers, place = describe(batch), self._landing[parity]
+            like = place.takes(batch)
+            lands = like and not self._bound.are_on_gpu(numbers) and self._bound.is_within(numbers)
+            if lands:
+                place.fill(batch)
+            self._held[parity] = _Held(None if lands else batch, place, self._bound.ask(numbers, not like))
+
+    def _make_places(self, example: Any) -> bool:
+        """Make places for batches like `example`, if every rank has one; return whether it has."""
+        if not self._bound.learn(example):
+            return False
+        self._take_bound()
+        cuts = IdCuts()
+        static = [StaticBatch(example, self._device, self._bound.bound, cuts) for _ in range(4)]
+        self._landing, self._working = static[:2], static[2:]
+        for exchange in self._exchanges:
+            exchange.begin_steady()
+        return True
+
+    @property
+    def _exchanges(self) -> list[Exchange]:
+        return [module.exchange for module in self._modules if module.exchange is not None]
+
+    @contextmanager
+    def steady(self) -> Iterator[None]:
+        """Return a context for steps that are captured, and those like them: ranks need not agree on their samples."""
+        for exchange in self._exchanges:
+            exchange.steady = True
+        try:
+            yield
+        finally:
+            for exchange in self._exchanges:
+                exchange.steady = False
 
     def bring_in(self, parity: int) -> None:
         """Copy the batch of `parity` from its landing to its working place, and send its ids."""
         self._take_over(parity)
         self.send_ids(parity)
+
+    def bring_back(self, parity: int) -> None:
+        """Copy the batch of `parity` to its working place in its own step, where the step before has not."""
+        self._take_over(parity)
+        self._streams.step_is_issued(1 - parity)
 
     def _take_over(self, parity: int) -> None:
         self._working[parity].copy_from(self._landing[parity])
@@ -175,7 +249,7 @@ class ReadAhead:
     def release(self, parity: int) -> None:
         """Note that the step on the batch of `parity` has been issued."""
         self._streams.step_is_issued(parity)
-        self._held[parity] = False
+        self._held[parity] = None
 
     def send_ids(self, parity: int) -> None:
         """Send the ids of the batch at the working place of `parity` to the owners of their rows."""
@@ -217,7 +291,7 @@ class ReadAhead:
                     "send its ids once; give all ids to one call, or use TorchRec's pipeline"
                 )
             found.add(module)
-            module.take_ids(features.keys(), self._bound, self._order, weights_of(features) is not None)
+            module.take_ids(features.keys(), self._bound.bound, self._order, weights_of(features) is not None)
             index = next((i for batch in self._working if (i := batch.find(features)) is not None), None)
             if index is not None:
                 self._senders += [(module.exchange, index)] if module.exchange is not None else []

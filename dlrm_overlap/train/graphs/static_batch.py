@@ -6,6 +6,7 @@ Its ids have room for the most that a batch may have, and a model cuts them ther
 import copy
 import copyreg
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from enum import Enum
 from functools import partial
 from itertools import accumulate, pairwise
@@ -61,11 +62,12 @@ class StaticBatch:
         self.batch = _replace(self._example, lambda _: next(tensors))
         """a batch of the same class, of the static tensors"""
 
-    def fill(self, batch: Any) -> None:
-        """Copy a batch from the host, or from the device, on the current stream.
+    def takes(self, batch: Any) -> bool:
+        """Return whether a batch has samples, shapes and types of ids like the first one.
 
         Raises:
-            InputError: if a tensor has another place or shape than that of the first batch, or ids are not like its.
+            InputError: if a tensor has another place than in the first batch, or ids have weights, batches of their own
+                or other features.
         """
         leaves = leaves_of(batch)
         if leaves.keys() != self._places.keys():
@@ -73,17 +75,20 @@ class StaticBatch:
                 f"GraphTrainPipeline: a batch of tensors {', '.join(leaves)}, but the first batch has "
                 f"{', '.join(self._places)}, and captured steps are all alike; give each batch the same tensors"
             )
-        for place, leaf in leaves.items():
+        pairs = [(self._leaves[self._places[place]], leaf) for place, leaf in leaves.items()]
+        return all(
+            static.takes(leaf) if isinstance(static, StaticIds) else leaf.shape == static.shape
+            for static, leaf in pairs
+        )
+
+    def fill(self, batch: Any) -> None:
+        """Copy a batch that `takes` accepts, from the host or from the device, on the current stream."""
+        for place, leaf in leaves_of(batch).items():
             static = self._leaves[self._places[place]]
             if isinstance(static, StaticIds):
                 static.fill(leaf)
-                continue
-            if leaf.shape != static.shape:
-                raise InputError(
-                    f"GraphTrainPipeline: a tensor of shape {tuple(leaf.shape)}, but that of the first batch is "
-                    f"{tuple(static.shape)}, and captured steps are all alike; drop the last, smaller batch"
-                )
-            static.copy_(leaf, non_blocking=True)
+            else:
+                static.copy_(leaf, non_blocking=True)
         if (lease := getattr(batch, "lease", None)) is not None:  # of lent memory, which is free once copied from
             lease.copying()
 
@@ -173,17 +178,18 @@ class StaticIds:
     """Memory for the most ids that a batch may have, and the KeyedJaggedTensor of it that the next step reads."""
 
     def __init__(self, example: KeyedJaggedTensor, device: torch.device, bound: BatchBound, cuts: "IdCuts") -> None:
-        self._known, self._samples, self.keys = bound.known_lengths, bound.samples, example.keys()
+        self._known, self._samples, self.keys = bound.known_lengths, example.stride(), example.keys()
         self._weighted = weights_of(example) is not None
         self._check(example)
-        self._capacities = bound.capacity(self.keys)
+        # Known lengths leave no room behind the ids of a batch, which may have fewer samples than the bound.
+        self._capacities = (replace(bound, samples=max(1, self._samples)) if self._known else bound).capacity(self.keys)
         self._room = sum(self._capacities)
         self._values = torch.zeros(self._room, dtype=example.values().dtype, device=device)
         self._weights = torch.zeros(self._room, device=device) if self._weighted else None
         self._lengths = torch.zeros(example.lengths().numel(), dtype=example.lengths().dtype, device=device)
         if self._known:
             sizes = torch.tensor([bound.bag_sizes[key][1] for key in self.keys], device=device)
-            self._lengths.copy_(sizes.repeat_interleave(bound.samples))
+            self._lengths.copy_(sizes.repeat_interleave(self._samples))
         self.count = torch.full((1,), self._room, dtype=torch.int32, device=device)
         """[1] int32: ids of the batch, where lengths are known beforehand"""
         self._count = self._room
@@ -204,11 +210,11 @@ class StaticIds:
         )
 
     def _check(self, ids: KeyedJaggedTensor) -> None:
-        """Check that ids can take the place of the first batch's.
+        """Check that captured steps can take such ids.
 
         Raises:
-            InputError: if their weights require a gradient, or they have batches of their own, or other features or
-                samples, or weights where the first batch's have none, or the other way round.
+            InputError: if their weights require a gradient, or they have batches of their own, or other features, or
+                weights where the first batch's have none, or the other way round.
         """
         weights = weights_of(ids)
         if (weights is not None) != self._weighted:
@@ -229,25 +235,15 @@ class StaticIds:
             )
         if ids.variable_stride_per_key():
             raise InputError("GraphTrainPipeline: features with batches of their own are not captured; use TorchRec's")
-        if ids.stride() != self._samples:
-            raise InputError(
-                f"GraphTrainPipeline: ids of {ids.stride()} samples, but the bound names {self._samples}, and captured "
-                f"steps are all alike; correct the bound's samples, or drop the last, smaller batch"
-            )
+
+    def takes(self, ids: KeyedJaggedTensor) -> bool:
+        """Return whether ids are of as many samples as the first batch's, and of a type that has room here."""
+        self._check(ids)
+        return ids.stride() == self._samples and ids.values().dtype.itemsize <= self._values.dtype.itemsize
 
     def fill(self, ids: KeyedJaggedTensor) -> None:
-        """Copy a batch's ids. One that has too many is found out, on every rank, where its ids are published.
-
-        Raises:
-            InputError: if they are not like the first batch's.
-        """
-        self._check(ids)
+        """Copy ids that `takes` accepts; too many are found, on every rank, where they are published."""
         values = ids.values()
-        if values.dtype.itemsize > self._values.dtype.itemsize:  # some would be other ids there
-            raise InputError(
-                f"GraphTrainPipeline: ids of type {values.dtype}, but those of the first batch are "
-                f"{self._values.dtype}, in which they have no room; give each batch ids of one type"
-            )
         here = min(values.numel(), self._room)
         self._values[:here].copy_(values[:here], non_blocking=True)
         if self._weights is not None:
@@ -255,13 +251,7 @@ class StaticIds:
         if not self._known:
             self._values[here:].zero_()
             self._lengths.copy_(ids.lengths(), non_blocking=True)
-            return
-        if self._cuts and values.numel() != self._room:  # features that are cut are published with the known number
-            raise InputError(
-                f"GraphTrainPipeline: a batch of {values.numel()} ids, but by its bound, which gives every bag of a "
-                f"feature the same number, it has {self._room}; correct the bound's bag_sizes"
-            )
-        if values.numel() != self._count:
+        elif values.numel() != self._count:
             self._count = values.numel()
             self.count.fill_(self._count)
 

@@ -17,13 +17,14 @@ same steps are taken one by one.
 
 import logging
 from collections.abc import Callable, Iterator
+from inspect import signature
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torchrec.distributed.model_parallel import DistributedModelParallel, DMPCollection
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
-from torchrec.distributed.train_pipeline.train_pipelines import TrainPipeline
+from torchrec.distributed.train_pipeline.train_pipelines import TrainPipeline, TrainPipelineContext
 from torchrec.optim.keyed import KeyedOptimizer
 
 from dlrm_overlap.comm.counters import Counter, Counters
@@ -36,6 +37,7 @@ from dlrm_overlap.dense.tensor_parallel import divided_layers, shards_of
 from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.embedding.id_layout import BatchBound
 from dlrm_overlap.embedding.sharded_module import OverlapShardedEmbeddingBagCollection
+from dlrm_overlap.train.graphs.bounds import Agreement, LearntBound
 from dlrm_overlap.train.graphs.capturable import (
     NoCollectives,
     check_all_held,
@@ -48,28 +50,30 @@ from dlrm_overlap.train.graphs.capturable import (
 )
 from dlrm_overlap.train.graphs.captured import CapturedStep
 from dlrm_overlap.train.graphs.dense_step import DenseStep
-from dlrm_overlap.train.graphs.read_ahead import ReadAhead, Streams
+from dlrm_overlap.train.graphs.read_ahead import ReadAhead
 from dlrm_overlap.train.graphs.static_batch import on_device
+from dlrm_overlap.train.graphs.streams import Streams
 
 log = logging.getLogger("dlrm_overlap")
 
 _DENSE_REDUCE = ("auto", "collective", "stores")
-_WARMUP_STEPS = 3  # before the capture: they compile kernels, fill caches and learn the order of the gradients
+_WARMUP_STEPS = 3  # before a capture: they compile kernels, fill caches and learn the order of the gradients
+_ODD_STEPS = 3  # one after the other, until the next batch is taken for the first of others like it
 
 
 class GraphTrainPipeline(TrainPipeline[Any, Any]):
-    """Trains a TorchRec model as TorchRec's own pipelines do, by CUDA graphs.
+    """Trains a TorchRec model as `TrainPipelineSparseDist` does, by CUDA graphs.
 
     The model is a `DistributedModelParallel` under our sharder, whose forward returns (losses, output); it calls no
     collective of its own. It is taken out of DDP: this pipeline sums the dense gradients itself, and starts all ranks
-    from rank 0's dense weights. Every training batch has the bound's number of samples and tensors of the same shapes,
-    and gives a gradient to the same dense parameters.
+    from rank 0's dense weights. Every step gives a gradient to the same dense parameters.
 
-    `TrainPipelineSparseDist` trains a model that cannot be captured, and the log has the reason once.
+    Steps are captured for batches like the first one, on each rank, with up to a bound of ids. The steps of others are
+    taken eagerly, and the bound grows where they are beyond it. `TrainPipelineSparseDist` trains a model that cannot be
+    captured, and the log has the reason once.
 
     Example:
-        bound = BatchBound(samples=512, bag_sizes={"user": (1, 1), "clicks": (0, 50)})
-        pipeline = GraphTrainPipeline(model, optimizer, device, bound)
+        pipeline = GraphTrainPipeline(model, optimizer, device)
         for _ in range(steps):
             output = pipeline.progress(batches)
     """
@@ -79,18 +83,32 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         model: DistributedModelParallel,
         optimizer: torch.optim.Optimizer | KeyedOptimizer,
         device: torch.device,
-        bound: BatchBound,
+        execute_all_batches: bool = True,
+        apply_jit: bool = False,
+        context_type: type[TrainPipelineContext] = TrainPipelineContext,
+        pipeline_postproc: bool = False,
+        custom_model_fwd: Callable[[Any], tuple[torch.Tensor, Any]] | None = None,
+        dmp_collection_sync_interval_batches: int | None = 1,
+        *,
+        bound: BatchBound | None = None,
         group: dist.ProcessGroup | None = None,
         flat: FlatParameters | None = None,
         casts: CastWeights | None = None,
         gradient_dtype: torch.dtype = torch.float32,
         dense_reduce: str = "auto",
         capture: bool | None = None,
-        dmp_collection_sync_interval_batches: int | None = 1,
+        **stock: Any,
     ) -> None:
-        """Take the arguments of TorchRec's pipelines, and the bound of the batches.
+        """Take the arguments of `TrainPipelineSparseDist`, and those of captured steps.
+
+        How TorchRec issues a step (`apply_jit`, `context_type`, `pipeline_postproc` and `stock`) counts where it does.
 
         Args:
+            execute_all_batches: train on the batches that were read when the iterator ends, too.
+            custom_model_fwd: called with a batch in place of the model.
+            dmp_collection_sync_interval_batches: the replicas of a `DMPCollection` are averaged after every so many
+                batches; None leaves that to the caller.
+            bound: of the batches at first; None learns it from the first one.
             group: the model's ranks; None is the default group.
             flat: the dense parameters, where the optimizer is a `FlatOptimizer`; None moves them into one tensor here.
             casts: the object from which the model gets its weights in bfloat16, if there is one.
@@ -98,16 +116,20 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
             dense_reduce: how dense gradients are summed, see `dense.reduction`: collective, stores, or auto, which is
                 stores where all ranks are on one host.
             capture: whether to capture; None captures on GPUs.
-            dmp_collection_sync_interval_batches: the replicas of a `DMPCollection` are averaged after every so many
-                batches, as by TorchRec's pipelines; None leaves that to the caller.
+            stock: others of `TrainPipelineSparseDist`.
 
         Raises:
-            InputError: if `dense_reduce` is not known, the model is no `DistributedModelParallel`, a dense parameter
-                that is trained is not in `flat`, or a `FlatOptimizer` is of another one or does not have all of it to
-                itself.
+            InputError: if `dense_reduce` or an argument of `stock` is not known, the model is no
+                `DistributedModelParallel`, a dense parameter that is trained is not in `flat`, or a `FlatOptimizer` is
+                of another one or does not have all of it to itself.
         """
         if dense_reduce not in _DENSE_REDUCE:
             raise InputError(f"dense_reduce: {dense_reduce!r} must be one of {', '.join(_DENSE_REDUCE)}; leave it out")
+        if unknown := sorted(stock.keys() - signature(TrainPipelineSparseDist).parameters.keys()):
+            raise InputError(
+                f"GraphTrainPipeline: {', '.join(unknown)} is no argument of it or of TrainPipelineSparseDist; leave "
+                f"it out"
+            )
         if not hasattr(model, "init_data_parallel"):
             what = f"{type(model).__name__} is no DistributedModelParallel"
             raise InputError(f"GraphTrainPipeline: {what}, and the model must be; wrap it in one")
@@ -120,11 +142,17 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
                 model,
                 optimizer,
                 device,
-                execute_all_batches=True,
+                execute_all_batches=execute_all_batches,
+                apply_jit=apply_jit,
+                context_type=context_type,
+                pipeline_postproc=pipeline_postproc,
+                custom_model_fwd=custom_model_fwd,
                 dmp_collection_sync_interval_batches=dmp_collection_sync_interval_batches,
+                **stock,
             )
             return
         self._model, self._optimizer, self._device = model, optimizer, device
+        self._model_fwd, self._execute_all_batches = custom_model_fwd, execute_all_batches
         self._captures = device.type == "cuda" if capture is None else capture
         self._modules = [m for m in model.modules() if isinstance(m, OverlapShardedEmbeddingBagCollection)]
         self._dense_optimizers, self._fused = split_optimizer(optimizer)
@@ -139,10 +167,11 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         if self._captures and self._dense.why_after and ranks.rank() == 0:
             log.warning("train pipeline: a dense optimizer steps after the graph: %s", self._dense.why_after)
         self._streams = Streams(device)
-        self._ahead = ReadAhead(self._modules, device, bound, self._streams, self._order)
+        self._agreement = Agreement(ranks, self.check)
+        self._ahead = ReadAhead(self._modules, device, LearntBound(bound, self._agreement), self._streams, self._order)
         self._graphs: list[CapturedStep | None] = [None, None]
         self._captured_places: list[Any] = []
-        self._steps = 0
+        self._steps = self._warmup_steps = self._odd_steps = 0
         self._replicas = model if isinstance(model, DMPCollection) else None
         self._sync_interval = dmp_collection_sync_interval_batches
         self._learning_rates: list[Any] = []
@@ -184,9 +213,9 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
 
         Raises:
             StopIteration: if there is no batch left.
-            InputError: if a batch is not like the first one, if ranks evaluate batches of different sizes, if the
-                forward returns no (losses, output), if the model calls a collective, if other dense parameters get a
-                gradient than in the first step, or if rows or windows were moved or given back since a capture.
+            InputError: if a batch has other tensors or features than the first one, if the forward returns no
+                (losses, output), if the model calls a collective, if other dense parameters get a gradient than in the
+                first step, or if rows or windows were moved or given back since a capture.
             RuntimeError: that kernels have recorded, such as of a wait for a peer that has expired.
         """
         if self._fallback is not None:
@@ -223,8 +252,12 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
     def _evaluate(self, batches: Iterator[Any]) -> Any:
         if self._ahead.ids_are_sent:
             self._ahead.forget_sent_ids()  # of the training batch that comes next; they are sent again
-        batch = on_device(next(batches), self._device)
-        return losses_and_output(self._model.module(batch))[1]
+        batch = next(batches)
+        with torch.inference_mode(False):  # training steps write to the windows that are made
+            if self._steps and (beyond := self._ahead.evaluated_beyond(batch)) is not None:
+                self._forget_captured()
+                self._ahead.make_room(beyond)
+        return self._call(on_device(batch, self._device))[1]
 
     def _train(self, batches: Iterator[Any]) -> Any:
         self._check_places()
@@ -232,39 +265,72 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         if not self._ahead.holds(parity):
             self._ahead.begin(batches, parity)
             self._dense.cast_shadows()  # a checkpoint may have been loaded since the last step
-        if not self._ahead.ids_are_sent:
-            self._align(parity)
+        if not self._execute_all_batches and not self._ahead.reads_on(batches, parity):
+            raise StopIteration
         self._follow_learning_rates()
-        following = self._ahead.holds(1 - parity)
-        output = self._take_step(parity, following)
+        output = self._take_step(parity) if self._ahead.is_captured(parity) else self._take_odd_step(parity)
         self._dense.update_after()
         if self._replicas is not None and self._sync_interval and self._steps % self._sync_interval == 0:
             self._replicas.sync()
         self._ahead.release(parity)
         self._steps += 1
-        if following:
-            self._ahead.land(batches, parity)
-        else:
+        if self._ahead.is_exhausted:
             self._ahead.forget_sent_ids()
+        self._ahead.land(batches, parity)
         return output
 
-    def _take_step(self, parity: int, following: bool) -> Any:
-        # A replay leaves the ids that were sent ahead to the next replay: no eager step and no capture would find them.
-        # So the graphs are replayed once there are both; the first is captured anew where a segment's end came between.
-        if (captured := self._graphs[parity]) is not None and self._graphs[1 - parity] is not None:
-            return self._with_stock_tables(parity, captured.replay)
-        captures = self._captures and not self._ahead.made_in_model
-        if captures and self._steps >= _WARMUP_STEPS and following:
-            return self._with_stock_tables(parity, lambda: self._capture(parity).launch())
-        if self._steps:
-            return self._step(parity, following)
+    def _take_step(self, parity: int) -> Any:
+        self._odd_steps = 0
+        with self._ahead.steady():
+            if not self._ahead.ids_are_sent:
+                self._ahead.bring_back(parity)
+                self._align(parity)
+            # A replay leaves the ids that were sent ahead to the next replay: no eager step and no capture would find
+            # them. So the graphs are replayed once there are both; the first is captured anew where a segment's end
+            # came between. A replay need not know whether the next batch is captured, and does not wait for the ranks.
+            if (captured := self._graphs[parity]) is not None and self._graphs[1 - parity] is not None:
+                self._ahead.settle(1 - parity)
+                return self._with_stock_tables(parity, captured.replay)
+            following = self._ahead.is_captured(1 - parity)
+            captures = self._captures and not self._ahead.made_in_model
+            if captures and self._warmup_steps >= _WARMUP_STEPS and following:
+                return self._with_stock_tables(parity, lambda: self._capture(parity).launch())
+            output = self._step(parity, following) if self._steps else self._first_step(parity, following)
+            self._warmup_steps += 1
+            return output
+
+    def _first_step(self, parity: int, following: bool) -> Any:
+        """Take the first step, and learn which ids the model looks up, and in which order gradients are completed."""
         with self._ahead.finding_ids(), self._dense.learn(), NoCollectives():
-            loss, output = self._forward(parity)
+            loss, output = self._forward(self._ahead.batch(parity))
             loss.backward()
         self._dense.update()
         if following:
             self._ahead.bring_in(1 - parity)
         return output
+
+    def _take_odd_step(self, parity: int) -> Any:
+        """Take the step of a batch that no captured step takes, with its ids within it, on all ranks alike."""
+        self._ahead.forget_sent_ids()
+        self._odd_steps += 1
+        if (beyond := self._ahead.beyond(parity)) is not None:
+            self._forget_captured()
+            self._ahead.make_room(beyond)
+        elif self._odd_steps == _ODD_STEPS:
+            self._forget_captured()
+            self._ahead.forget_places()
+        if self._agreement.is_first:
+            log.info("train pipeline: step %d is eager, since a batch is unlike those of captured steps", self._steps)
+        output = self._eager(self._ahead.odd_batch(parity))
+        self._streams.step_is_issued(1 - parity)  # which reads where the next batch of its parity lands
+        return output
+
+    def _forget_captured(self) -> None:
+        """Forget the graphs, and capture others after some eager steps."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._graphs = [None, None]
+        self._warmup_steps = self._odd_steps = 0
 
     def _with_stock_tables(self, parity: int, take: Callable[[], Any]) -> Any:
         """Take a captured step; tables that stay with TorchRec are looked up before it, and updated after it."""
@@ -281,18 +347,25 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         if following:
             with self._streams.ids():
                 self._ahead.bring_in(1 - parity)
-        loss, output = self._forward(parity)
+        output = self._eager(self._ahead.batch(parity))
+        self._streams.join_ids()
+        return output
+
+    def _eager(self, batch: Any) -> Any:
+        loss, output = self._forward(batch)
         loss.backward()
         self._dense.update()
         for exchange in self._exchanges:
             exchange.finish_rows()
-        self._streams.join_ids()
         return output
 
-    def _forward(self, parity: int) -> tuple[torch.Tensor, Any]:
+    def _forward(self, batch: Any) -> tuple[torch.Tensor, Any]:
         self._dense.begin()
-        losses, output = losses_and_output(self._model.module(self._ahead.batch(parity)))
+        losses, output = self._call(batch)
         return losses.sum(dim=0), output
+
+    def _call(self, batch: Any) -> tuple[torch.Tensor, Any]:
+        return losses_and_output((self._model_fwd or self._model.module)(batch))
 
     def _follow_learning_rates(self) -> None:
         """Hand the learning rates on where they have changed since the last step."""

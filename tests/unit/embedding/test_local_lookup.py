@@ -189,7 +189,7 @@ def test_ids_of_this_rank_are_found_and_checked(world_of_one: dist.ProcessGroup,
     exchange = kind(context, context.ids, _windows(context, context.ids.windows, context.counters.ids))
     names, by_name = list(context.ids.keys), given.to_dict()
     lengths, values = (torch.cat([getattr(by_name[name], what)() for name in names]) for what in ("lengths", "values"))
-    arrived = exchange.send(KeyedJaggedTensor(names, values, lengths=lengths)).replicated
+    arrived = exchange.send(KeyedJaggedTensor(names, values, lengths=lengths), SAMPLES).replicated
     assert arrived is not None
     assert arrived.values()[: given.values().numel()].tolist() == given.values().tolist()
     assert arrived.offsets()[: given.offsets().numel()].tolist() == given.offsets().tolist()
@@ -201,5 +201,5 @@ def test_ids_of_this_rank_are_found_and_checked(world_of_one: dist.ProcessGroup,
 
 
 def _send_and_check(exchange: IdExchange, ids: KeyedJaggedTensor) -> None:
-    exchange.send(ids)
+    exchange.send(ids, SAMPLES)
     exchange.check()

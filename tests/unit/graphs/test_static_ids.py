@@ -86,12 +86,3 @@ def test_of_a_batch_beyond_its_bound_no_id_is_read() -> None:
     cut = static.tensor["g"]
     assert cut.lengths().tolist() == [3, 9]
     assert cut.values().tolist() == [0, 0, 0, 0]
-
-
-def test_known_lengths_hold_where_ids_are_cut() -> None:
-    """What is cut is published with the number that is known, so that another one would go unnoticed."""
-    static = _static(OF_KNOWN[0], KNOWN)
-    static.fill(_ids([1, 1, 2, 1, 0, 0], [1, 2, 3, 4, 5]))  # found by the exchange
-    static.tensor.split([1, 2])
-    with pytest.raises(InputError, match=r"a batch of 5 ids, but .* it has 6"):
-        static.fill(_ids([1, 1, 2, 1, 0, 0], [1, 2, 3, 4, 5]))

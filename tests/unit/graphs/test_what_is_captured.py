@@ -34,7 +34,6 @@ from dlrm_overlap.comm.order import CommunicationOrder
 from dlrm_overlap.config import Config, DataConfig, InputError, TablesConfig, TrainConfig
 from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.optimizer import FlatOptimizer
-from dlrm_overlap.embedding.id_layout import BatchBound
 from dlrm_overlap.embedding.replicated import ReplicatedTables
 from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder
 from dlrm_overlap.train import assembly
@@ -50,7 +49,7 @@ from dlrm_overlap.train.graphs.capturable import (
 )
 from dlrm_overlap.train.graphs.dense_step import DenseStep
 from dlrm_overlap.train.graphs.optimizers import why_after_the_graph
-from dlrm_overlap.train.graphs.read_ahead import Streams
+from dlrm_overlap.train.graphs.streams import Streams
 from dlrm_overlap.train.graphs.train_pipeline import GraphTrainPipeline, losses_and_output
 from tests.agreement import assert_near, assert_same
 from tests.distributed.models import CPU, SUM, Tables, table_configs
@@ -197,7 +196,7 @@ def test_a_pipeline_without_the_flat_parameters_of_its_optimizer_is_refused(worl
     model.init_data_parallel = lambda: None
     flat = FlatParameters(dense_parameters(model))
     with pytest.raises(InputError, match="flat is left out"):
-        GraphTrainPipeline(model, FlatOptimizer(flat, "sgd", lr=0.1), CPU, BatchBound(2, {"f": (0, 1)}))
+        GraphTrainPipeline(model, FlatOptimizer(flat, "sgd", lr=0.1), CPU)
 
 
 @pytest.mark.parametrize("returned", [torch.zeros(()), torch.zeros(2), (1, 2, 3), {"loss": 1, "output": 2}])
@@ -213,7 +212,7 @@ def test_a_model_that_is_not_sharded_is_refused() -> None:
     with pytest.raises(
         InputError, match="Linear is no DistributedModelParallel, and the model must be; wrap it in one"
     ):
-        GraphTrainPipeline(model, torch.optim.SGD(model.parameters()), CPU, BatchBound(2, {}))
+        GraphTrainPipeline(model, torch.optim.SGD(model.parameters()), CPU)
 
 
 def _sgd(parameters: dict[str, nn.Parameter]) -> KeyedOptimizerWrapper:
@@ -409,11 +408,10 @@ def test_what_cannot_be_captured_is_told_by_rank_0_alone(
     world_of_one: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     model: Any = _shard(OverlapEmbeddingBagCollectionSharder(backend="nccl"), world_of_one, FUSED)
-    bound: Any = None  # which the fallback has no use for
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
     for rank, told in ((1, []), (0, [f"train pipeline: TorchRec's, since the step cannot be captured: {_NCCL}"])):
         monkeypatch.setattr(dist, "get_rank", lambda group=None, rank=rank: rank)
-        GraphTrainPipeline(model, optimizer, CPU, bound)
+        GraphTrainPipeline(model, optimizer, CPU)
         assert [record.getMessage() for record in caplog.records if record.name == "dlrm_overlap"] == told
 
 
@@ -423,4 +421,10 @@ _NCCL = "backend nccl with backward collective waits for the host"
 def test_an_unknown_way_to_reduce_is_refused() -> None:
     nothing: Any = None
     with pytest.raises(InputError, match=r"dense_reduce: 'nccl' must be one of auto, collective, stores; leave it out"):
-        GraphTrainPipeline(nothing, nothing, CPU, nothing, dense_reduce="nccl")
+        GraphTrainPipeline(nothing, nothing, CPU, dense_reduce="nccl")
+
+
+def test_an_argument_that_no_pipeline_has_is_refused() -> None:
+    nothing: Any = None
+    with pytest.raises(InputError, match=r"GraphTrainPipeline: overlap is no argument of it or of TrainPipelineSparse"):
+        GraphTrainPipeline(nothing, nothing, CPU, overlap=True, enqueue_batch_after_forward=True)

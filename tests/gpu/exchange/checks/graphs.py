@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -16,6 +17,7 @@ from dlrm_overlap.config import Config
 from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.embedding.options import PUTS
 from dlrm_overlap.embedding.sharded_module import exchanges
+from dlrm_overlap.train.graphs.bounds import LearntBound
 from dlrm_overlap.train.graphs.train_pipeline import GraphTrainPipeline
 from dlrm_overlap.train.model import DLRM
 from dlrm_overlap.train.trainer import Trainer
@@ -243,9 +245,10 @@ def _train_until_told(place: Place, trainer: Trainer, step: int, spoil: Callable
 
 
 def _check_overflow(place: Place, known: bool) -> None:
-    """Every rank is told which rank brought what."""
+    """Of ids that were not counted, or have changed since, every rank is told which rank brought what."""
     config = graph_config(place, "pgas", "sgd", known)
-    told = _train_until_told(place, make_trainer(place, config), 12, _too_many)
+    with patch.multiple(LearntBound, is_within=lambda *_: True, are_captured=lambda *_: True):
+        told = _train_until_told(place, make_trainer(place, config), 12, _too_many)
     culprit = CULPRIT % place.world_size
     assert told.startswith(f"the batch of rank {culprit} has "), told
     assert "correct the bound" in told, told

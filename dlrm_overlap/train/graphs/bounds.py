@@ -1,0 +1,229 @@
+"""How large the batches of a step are on all ranks, and the bound that captured steps learn from that.
+
+Of each batch a rank counts samples and, by feature, the ids of the batch and of its largest and smallest bag. The ranks
+find the greatest of each number while earlier steps run. So all of them know alike whether a batch is captured, is
+beyond the bound, which then grows, or is missing on a rank, which ends the iterator.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from dlrm_overlap.embedding.id_layout import BatchBound
+from dlrm_overlap.train.graphs.static_batch import leaves_of
+
+log = logging.getLogger("dlrm_overlap")
+
+_ENDED, _UNLIKE, _SAMPLES, _HEADER = 0, 1, 2, 3
+_ANY = torch.iinfo(torch.int64).max
+_LOOK = timedelta(seconds=1)  # at what kernels have recorded, while an answer is late
+
+
+class Answer:
+    """The greatest of some numbers over the ranks, found by gloo beside the steps.
+
+    Numbers on a GPU are copied to the CPU first. The ranks are asked once they are there, at the latest with the next
+    question: the CPU never waits for a step that has just been issued.
+    """
+
+    def __init__(self, agreement: "Agreement", numbers: Sequence[torch.Tensor], before: "Answer | None") -> None:
+        """Take [n..] int64, which are computed on the current stream, and the question that is asked first."""
+        self._agreement, self._before, self._is_asked = agreement, before, False
+        self._work: Any = None
+        device = next((each.device for each in numbers if each.is_cuda), None)
+        counts = [each.numel() for each in numbers]
+        self._numbers = torch.empty(sum(counts), dtype=torch.int64, device="cpu", pin_memory=device is not None)
+        for part, each in zip(self._numbers.split(counts), numbers, strict=True):
+            part.copy_(each, non_blocking=True)
+        self._copied = torch.cuda.current_stream(device).record_event() if device is not None else None
+        if self._copied is None:
+            self._ask()
+
+    def _ask(self) -> None:
+        if self._is_asked:
+            return
+        if self._before is not None:
+            self._before._ask()
+        if self._copied is not None:
+            self._copied.synchronize()
+        self._work = self._agreement.reduce(self._numbers)
+        self._before, self._is_asked = None, True
+
+    def wait(self) -> torch.Tensor:
+        """Return the greatest numbers, on the CPU.
+
+        Raises:
+            RuntimeError: that kernels have recorded meanwhile, or of gloo, if a rank does not answer.
+        """
+        self._ask()
+        while self._work is not None:
+            try:
+                self._work.wait(_LOOK)
+                self._work = None
+            except RuntimeError:
+                if self._work.is_completed():
+                    raise
+                self._agreement.check()
+        return self._numbers
+
+
+class Agreement:
+    """The CPUs of a group's ranks, which put the same questions to each other in the same order."""
+
+    def __init__(self, group: dist.ProcessGroup, check: Callable[[], None]) -> None:
+        """Take the ranks; a collective, which makes a group of gloo unless `group` is one.
+
+        Args:
+            check: raises what kernels have recorded; called while an answer is late.
+        """
+        self.check, self.is_first = check, group.rank() == 0
+        self._group: Any = group
+        if group.size() > 1 and dist.get_backend(group) != "gloo":
+            ranks = dist.get_process_group_ranks(group)
+            self._group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        self._last: Answer | None = None
+
+    def reduce(self, numbers: torch.Tensor) -> Any:
+        """Begin to put the greatest numbers of all ranks in place of these; return the work, None where it is done."""
+        if self._group.size() == 1:
+            return None
+        return dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self._group, async_op=True)
+
+    def ask(self, *numbers: torch.Tensor) -> Answer:
+        """Ask for the greatest of each number over the ranks; see `Answer`."""
+        self._last = Answer(self, numbers, self._last)
+        return self._last
+
+    def any_is(self, here: bool) -> bool:
+        """Return whether `here` is true on any rank, when all have come here."""
+        return bool(self.ask(torch.tensor([here], device="cpu")).wait())
+
+
+class LearntBound:
+    """The bound of captured steps, which is learnt from a first batch, and grows with later ones; alike on all ranks.
+
+    A batch is described by [3 + 3 * T] int64: whether there is none, whether it is unlike the first one, its samples;
+    then of T features the ids of the batch, the most ids of a bag, and the least ids of a bag with a minus.
+
+    Example: bags f: [5] [], g: [7, 7] [1] give 0 0 2, then 1 3, 1 2, 0 -1. The bound of 2 samples has room for 2 ids of
+    f, since the largest bag has 1, and for a quarter more than 3 of g, that is 4. A batch with 5 ids of g makes it 8.
+    """
+
+    def __init__(self, bound: BatchBound | None, agreement: Agreement) -> None:
+        """Take the bound to begin with; None is learnt."""
+        self._bound, self.agreement = bound, agreement
+        self._features: list[str] = []
+        self._limits = torch.zeros(0)
+
+    @property
+    def bound(self) -> BatchBound:
+        """The bound."""
+        assert self._bound is not None, "a bound is learnt from the first batch"
+        return self._bound
+
+    def learn(self, example: Any) -> bool:
+        """Take a batch that later ones are like, for which there is room then; waits for all ranks.
+
+        Returns:
+            Whether every rank has one.
+        """
+        if self.agreement.any_is(example is None):
+            return False
+        self._features = _features(example)
+        self._limit()
+        numbers = self.ask(describe(example)).wait()
+        if self._bound is None or self.are_beyond(numbers):
+            self.grow(numbers)
+        return True
+
+    def ask(self, numbers: Sequence[torch.Tensor] | None, unlike: bool = False) -> Answer:
+        """Ask for the greatest numbers over all ranks, of which this one has `numbers` of `describe`, or no batch."""
+        if numbers is None:
+            return self.agreement.ask(torch.tensor([1] + [0] * (2 + 3 * len(self._features)), device="cpu"))
+        return self.agreement.ask(torch.tensor([0, unlike], device="cpu"), *numbers)
+
+    def describes(self, batch: Any) -> bool:
+        """Return whether a batch has the features that the bound is made of."""
+        return bool(self._features) and _features(batch) == self._features
+
+    @staticmethod
+    def are_on_gpu(numbers: Sequence[torch.Tensor]) -> bool:
+        """Return whether a batch's ids are on a GPU, so that their numbers are not known yet."""
+        return any(each.is_cuda for each in numbers)
+
+    def is_within(self, numbers: Sequence[torch.Tensor]) -> bool:
+        """Return whether this rank's batch, whose ids are on the CPU, is within the bound."""
+        return not bool((torch.cat(list(numbers)) > self._limits[_SAMPLES:]).any())
+
+    def are_captured(self, numbers: torch.Tensor) -> bool:
+        """Return whether batches of these greatest numbers are captured."""
+        return not bool((numbers > self._limits).any())
+
+    def are_beyond(self, numbers: torch.Tensor) -> bool:
+        """Return whether one of them is beyond the bound."""
+        return bool((numbers > self._limits)[_SAMPLES:].any())
+
+    def grow(self, numbers: torch.Tensor) -> None:
+        """Make room for batches of these greatest numbers: of features that had too little, twice as much at least."""
+        samples, more = max(1, int(numbers[_SAMPLES])), dict[str, int]()
+        old = self._bound or BatchBound(samples, {})
+        sizes, ids = dict(old.bag_sizes), dict(old.ids)
+        columns = numbers[_HEADER:].view(3, len(self._features)).tolist()
+        for key, count, most, least in zip(self._features, *columns, strict=True):
+            seen, room = (-least, most), 0
+            if key in old.bag_sizes:
+                room = old.capacity([key])[0]
+                if count <= room and (seen == old.bag_sizes[key] or not old.known_lengths):
+                    continue
+            before = sizes.get(key, seen)
+            sizes[key] = min(before[0], seen[0]), max(before[1], seen[1])
+            if sizes[key][0] < sizes[key][1]:  # else as many ids as bags of this size have
+                ids[key] = max(ids.get(key, 0), -(-5 * count // 4), 2 * room if count > room else room)
+            more[key] = count
+        if self._bound is not None and self.agreement.is_first:
+            seen = ", ".join([f"{samples} samples", *(f"{count} ids of {key}" for key, count in more.items())])
+            log.info("train pipeline: a batch is beyond the bound, which grows, and steps are captured anew: %s", seen)
+        self._bound = BatchBound(max(samples, old.samples), sizes, ids)
+        self._limit()
+
+    def _limit(self) -> None:
+        """Find the numbers that batches within the bound do not exceed."""
+        bound = self._bound or BatchBound(1, {})
+        sizes = [bound.bag_sizes.get(key, (0, -1)) for key in self._features]
+        known = bound.known_lengths
+        ids = [_ANY if known else bound.capacity([key])[0] if key in bound.bag_sizes else -1 for key in self._features]
+        most, least = [size[1] for size in sizes], [-size[0] for size in sizes]
+        bags = [*most, *least] if known else [_ANY] * 2 * len(sizes)
+        self._limits = torch.tensor([0, 0, bound.samples, *ids, *bags], device="cpu")
+
+
+def describe(batch: Any) -> list[torch.Tensor]:
+    """Return the numbers of a batch from its samples on, see `LearntBound`; those of features are where its ids are."""
+    counts, most, least, samples = [], [], [], 0
+    for ids in _ids_of(batch):
+        samples = max(samples, ids.stride())
+        lengths = ids.lengths().view(len(ids.keys()), ids.stride())
+        if not ids.stride():
+            lengths = lengths.new_zeros(len(lengths), 1)
+        counts.append(lengths.sum(dim=1))
+        most.append(lengths.amax(dim=1))
+        least.append(lengths.neg().amax(dim=1))  # in a tenth of the time of `amin`
+    return [torch.tensor([samples], device="cpu"), *counts, *most, *least]
+
+
+def ended(numbers: torch.Tensor) -> bool:
+    """Return whether a rank has no batch."""
+    return bool(numbers[_ENDED])
+
+
+def _features(batch: Any) -> list[str]:
+    return [key for ids in _ids_of(batch) for key in ids.keys()]  # noqa: SIM118
+
+
+def _ids_of(batch: Any) -> list[KeyedJaggedTensor]:
+    return [leaf for leaf in leaves_of(batch).values() if isinstance(leaf, KeyedJaggedTensor)]

@@ -1,0 +1,84 @@
+"""The bound that is learnt from batches, worked by hand; and when a batch is captured or beyond it."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from dlrm_overlap.embedding.id_layout import BatchBound
+from dlrm_overlap.train.graphs.bounds import Agreement, LearntBound, describe, ended
+
+
+def _batch(*bags: list[int]) -> Any:
+    """Return a batch of features f, g .. by the numbers of ids of their bags."""
+    lengths = torch.tensor([length for feature in bags for length in feature])
+    return {"ids": KeyedJaggedTensor(list("fgh"[: len(bags)]), torch.zeros(int(lengths.sum())).int(), lengths=lengths)}
+
+
+def _learnt(group: dist.ProcessGroup, *batches: Any, bound: BatchBound | None = None) -> LearntBound:
+    """Return what has been learnt of batches, each of which but the first is beyond the bound."""
+    learnt = LearntBound(bound, Agreement(group, lambda: None))
+    for index, batch in enumerate(batches):
+        if index == 0:
+            assert learnt.learn(batch)
+        else:
+            numbers = learnt.ask(describe(batch)).wait()
+            assert learnt.are_beyond(numbers)
+            learnt.grow(numbers)
+        numbers = learnt.ask(describe(batch)).wait()
+        assert learnt.are_captured(numbers)
+    return learnt
+
+
+def test_the_worked_example(world_of_one: dist.ProcessGroup) -> None:
+    first = _batch([1, 0], [2, 1])
+    assert torch.cat(describe(first)).tolist() == [2, *(1, 3), *(1, 2), *(0, -1)]
+    assert _learnt(world_of_one, first).bound.capacity(["f", "g"]) == [2, 4]
+    assert _learnt(world_of_one, first, _batch([1, 0], [5, 0])).bound.capacity(["f", "g"]) == [2, 8]
+
+
+def test_long_tails_take_the_room_of_their_ids_not_of_their_largest_bag(world_of_one: dist.ProcessGroup) -> None:
+    bound = _learnt(world_of_one, _batch([100, *[1] * 99], [1] * 100)).bound
+    assert bound.capacity(["f", "g"]) == [249, 100]
+    assert (bound.samples, bound.known_lengths) == (100, False)
+
+
+def test_equal_lengths_are_known_until_a_batch_differs(world_of_one: dist.ProcessGroup) -> None:
+    fixed = _learnt(world_of_one, _batch([1, 1, 1, 1], [2, 2, 2, 2]))
+    assert fixed.bound == BatchBound(4, {"f": (1, 1), "g": (2, 2)})
+    fewer, shorter = (fixed.ask(describe(batch)).wait() for batch in (_batch([1], [2]), _batch([1] * 4, [2, 2, 2, 1])))
+    assert fixed.are_captured(fewer)
+    assert fixed.are_beyond(shorter)
+    fixed.grow(shorter)
+    assert (fixed.bound.known_lengths, fixed.bound.capacity(["f", "g"])) == (False, [4, 8])
+
+
+@pytest.mark.parametrize(
+    ("batch", "grown"),
+    [
+        (_batch([1, 0], [60, 0]), None),  # a bag is larger, but the batch is not
+        (_batch([2, 2], [0, 0]), BatchBound(2, {"f": (0, 2), "g": (0, 50)}, {"f": 5})),
+        (_batch([1, 1, 1], [0, 9, 0]), BatchBound(3, {"f": (0, 1), "g": (0, 50)}, {"f": 4})),
+    ],
+)
+def test_a_bound_that_is_given_grows(world_of_one: dist.ProcessGroup, batch: Any, grown: BatchBound | None) -> None:
+    given = BatchBound(2, {"f": (0, 1), "g": (0, 50)})
+    first = _batch([1, 0], [1, 0])
+    learnt = _learnt(world_of_one, first, *([batch] if grown else []), bound=given)
+    assert learnt.bound == (grown or given)
+    assert learnt.are_captured(learnt.ask(describe(batch)).wait())
+
+
+def test_a_batch_unlike_the_first_and_the_end_are_not_captured(world_of_one: dist.ProcessGroup) -> None:
+    learnt = _learnt(world_of_one, first := _batch([1, 0], [2, 1]))
+    unlike, end = learnt.ask(describe(first), unlike=True).wait(), learnt.ask(None).wait()
+    assert not learnt.are_captured(unlike)
+    assert not learnt.are_beyond(unlike)
+    assert (ended(end), ended(unlike)) == (True, False)
+    assert not learnt.learn(None)
+
+
+def test_a_batch_of_no_sample_is_described(world_of_one: dist.ProcessGroup) -> None:
+    assert torch.cat(describe(_batch([], []))).tolist() == [0] * 7
