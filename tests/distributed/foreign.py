@@ -462,7 +462,9 @@ def _evaluate(pipeline: Any, sharded: DistributedModelParallel, program: Program
     is_ours = isinstance(pipeline, GraphTrainPipeline)
     # FBGEMM's lookups on a CPU do without inference mode.
     with torch.inference_mode() if is_ours and program.model is not InHostMemory else torch.no_grad():
-        output = pipeline.progress(batches).clone() if is_ours else pipeline.detach()(next(batches))[1]
+        output = (
+            pipeline.progress(batches).clone() if is_ours else pipeline.detach()(next(batches).to(sharded.device))[1]
+        )
     sharded.train()
     return output
 

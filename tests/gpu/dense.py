@@ -129,7 +129,8 @@ def check_taken_over(form: str, device: torch.device) -> None:
         assert_near(parameter.data, sides[1][name].data, WEIGHT_TOLERANCE["fp32"], name)
         for key, value in wrappers[1].state[sides[1][name]].items():
             ours = wrappers[0].state[parameter][key]
-            assert_near(ours, value.to(device), WEIGHT_TOLERANCE["fp32"], f"{key} of {name}")
+            # Squares of gradients are off by twice as much as the norm by which these are clipped.
+            assert_near(ours, value.to(device), 2 * WEIGHT_TOLERANCE["fp32"], f"{key} of {name}")
 
 
 def _clipped(form: str, parameters: dict[str, nn.Parameter]) -> GradientClippingOptimizer:

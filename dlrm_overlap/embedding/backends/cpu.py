@@ -226,10 +226,11 @@ class CpuPush(WindowBackward):
         tables = [shards for shards in self.layout.tables(self.rank) if shards[0].lookup in ours]
         weights = self.tables.weights([shards[0] for shards in tables])
         states = [self.tables.state(shards[0]) for shards in tables]
+        optimizers = [self.tables.optimizer(shards[0]) for shards in tables]
         scale = self.update_scale
-        for shards, weight, state in zip(tables, weights, states, strict=True):
+        for shards, weight, state, optimizer in zip(tables, weights, states, optimizers, strict=True):
             values, gradients = self._gradients_of(shards, step, window, scale)
-            optimizer, rule = self.tables.optimizer(shards[0]), step.rules[shards[0].lookup]
+            rule = step.rules[shards[0].lookup]
             reference.update_rows(weight, state, values, gradients, optimizer, rule.lr, rule.arguments.eps)
 
     def _decay(self, step: Step, window: torch.Tensor) -> None:

@@ -283,6 +283,12 @@ def _input(
 class CpuIdExchange(IdExchange):
     """`IdExchange` on CPUs: every rank copies the ids of its tables as the reference does."""
 
+    def __init__(self, context: ExchangeContext, ids: IdLayout, windows: WindowPair) -> None:
+        super().__init__(context, ids, windows)
+        self._rows = {
+            shard: self.rows_of(shard) for shard in (*self.layout.by_owner[self.rank], *self.layout.replicated)
+        }
+
     def divide(self, window: torch.Tensor, samples: int) -> None:
         """Divide the ids as the reference does; of a batch beyond its bound, whose error comes later, none."""
         offsets, features = window[self.ids.offsets_at :], len(self.ids.keys)
@@ -356,7 +362,7 @@ class CpuIdExchange(IdExchange):
         """Take row 0 for ids outside their table or, by the bounds check, stop."""
         pairs = iter(pairwise(offsets[::samples].tolist()))
         for shard in shards:
-            rows = self.rows_of(shard)
+            rows = self._rows[shard]
             for source in sources:
                 begin, end = next(pairs)
                 here = values[begin:end]

@@ -76,14 +76,14 @@ class Agreement:
     """The CPUs of a group's ranks, which put the same questions to each other in the same order."""
 
     def __init__(self, group: dist.ProcessGroup, check: Callable[[], None]) -> None:
-        """Take the ranks; a collective, which makes a group of gloo unless `group` is one.
+        """Take the ranks; a collective, which makes a group of gloo for them.
 
         Args:
             check: raises what kernels have recorded; called while an answer is late.
         """
         self.check, self.is_first = check, group.rank() == 0
         self._group: Any = group
-        if group.size() > 1 and dist.get_backend(group) != "gloo":
+        if group.size() > 1:  # another order among the collectives of `group` itself would mix up two of them
             ranks = dist.get_process_group_ranks(group)
             self._group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
         self._last: Answer | None = None
