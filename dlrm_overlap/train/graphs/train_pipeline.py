@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torchrec.distributed.embedding_types import ShardedEmbeddingModule
 from torchrec.distributed.model_parallel import DistributedModelParallel, DMPCollection
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.distributed.train_pipeline.train_pipelines import TrainPipeline, TrainPipelineContext
@@ -37,6 +38,7 @@ from dlrm_overlap.dense.tensor_parallel import divided_layers, shards_of
 from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.embedding.id_layout import BatchBound
 from dlrm_overlap.embedding.sharded_module import OverlapShardedEmbeddingBagCollection
+from dlrm_overlap.train.explain import explain
 from dlrm_overlap.train.graphs.bounds import Agreement, LearntBound
 from dlrm_overlap.train.graphs.capturable import (
     NoCollectives,
@@ -134,6 +136,9 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
             what = f"{type(model).__name__} is no DistributedModelParallel"
             raise InputError(f"GraphTrainPipeline: {what}, and the model must be; wrap it in one")
         self._fallback: TrainPipelineSparseDist[Any, Any] | None = None
+        sharded = any(isinstance(module, ShardedEmbeddingModule) for module in model.modules())
+        if sharded and dist.get_rank(group) == 0 and log.isEnabledFor(logging.INFO):
+            log.info("tables:\n%s", explain(model, optimizer=optimizer))
         if (reason := why_not_captured(model)) is not None:
             if dist.get_rank(group) == 0:
                 log.warning("train pipeline: TorchRec's, since the step cannot be captured: %s", reason)

@@ -23,7 +23,7 @@ from torchrec.distributed.sharding_plan import (
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from dlrm_overlap import OverlapEmbeddingBagCollectionSharder, constraints, explain
+from dlrm_overlap import GraphTrainPipeline, OverlapEmbeddingBagCollectionSharder, constraints, explain
 from dlrm_overlap.config import InputError
 from tests.distributed.models import CPU, SUM, Tables, table_configs
 
@@ -95,12 +95,18 @@ def _sharded(sharder: Any, model: Model, group: dist.ProcessGroup) -> nn.Module:
     return DistributedModelParallel(model, env=env, device=CPU, plan=plan, sharders=[sharder])
 
 
-def test_a_model_of_either_sharder_has_the_reasons_of_its_plan(world_of_one: dist.ProcessGroup) -> None:
+def test_a_model_of_either_sharder_has_the_reasons_of_its_plan(
+    world_of_one: dist.ProcessGroup, caplog: pytest.LogCaptureFixture
+) -> None:
     two: Tables = {"t0": TABLES["t0"], "t1": TABLES["t1"]}
     model = Model(two)
     planned = explain(model, _plan(model, 1, FUSED, row_wise(), fused=False))
     stock = explain(_sharded(EmbeddingBagCollectionSharder({}), Model(two), world_of_one))
-    ours = explain(_sharded(OverlapEmbeddingBagCollectionSharder(), Model(two), world_of_one))
+    sharded: Any = _sharded(OverlapEmbeddingBagCollectionSharder(), Model(two), world_of_one)
+    ours = explain(sharded)
+    with caplog.at_level("INFO", "dlrm_overlap"):
+        GraphTrainPipeline(sharded, sharded.fused_optimizer, CPU)
+    assert f"tables:\n{ours}".rpartition("\n")[0] in caplog.text, "the pipeline's log has it once"
     assert planned == stock == ours
     found = [(each.exchanged, each.captured, each.why_not) for each in ours.tables]
     kept = "table t1 stays with TorchRec, with compute kernel dense"
