@@ -205,6 +205,18 @@ class TwinLosses(Plain):
         return (output - 1).square().mean(0), output.detach()
 
 
+class Normalised(Plain):
+    """Keeps running means, and computes in bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4 * DIM)
+
+    def hidden(self, batch: Any) -> torch.Tensor:
+        with torch.autocast("cuda" if torch.cuda.is_available() else "cpu", torch.bfloat16):
+            return self.norm(super().hidden(batch).float())
+
+
 class FailsAtFirst(Plain):
     """Fails in the first captured forward, whose caller tries again."""
 
@@ -337,6 +349,7 @@ PROGRAMS: dict[str, Program] = {
     "rmsprop": Program(
         optimizer=_rmsprop, why_after="RMSprop is none of torch.optim's SGD, Adagrad, Adam and AdamW", scheduled=True
     ),
+    "normalised": Program(Normalised, samples=_SHORT, captured=(2, 3)),
     "fails_at_first": Program(FailsAtFirst),
     "frozen_tower": Program(FrozenTower),
     "unused_tower": Program(UnusedTower, optimizer=_warm_clipped_adamw),
