@@ -25,6 +25,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.embedding.backends.cpu import CpuPush
 from dlrm_overlap.embedding.exchange import Exchange
+from dlrm_overlap.embedding.id_layout import BatchBound
 from dlrm_overlap.embedding.sharded_module import exchanges
 from dlrm_overlap.embedding.weights import initialise_tables
 from dlrm_overlap.train.assembly import build_pipeline
@@ -115,13 +116,13 @@ def make_plan(
     )
 
 
-def open_pipeline(kind: str, model: DistributedModelParallel, optimizer: Any, batches: Sequence[Batch]) -> Any:
+def open_pipeline(kind: str, model: DistributedModelParallel, optimizer: Any, bound: BatchBound | None = None) -> Any:
     """Return TorchRec's pipeline that works ahead, its simplest one, or ours of captured steps, uncaptured here."""
     if kind == "none":
         return TrainPipelineBase(model, optimizer, CPU)
     if kind == "sparse_dist":
         return build_pipeline(model, optimizer, CPU)
-    return GraphTrainPipeline(model, optimizer, CPU)
+    return GraphTrainPipeline(model, optimizer, CPU, bound=bound)
 
 
 def train(
@@ -134,6 +135,7 @@ def train(
     dense_optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
     before: Callable[[DistributedModelParallel, CombinedOptimizer], object] = lambda *_: None,
     after: Callable[[DistributedModelParallel, CombinedOptimizer], object] = lambda *_: None,
+    bound: BatchBound | None = None,
 ) -> dict[str, Any]:
     """Return what a step on each of `batches` gives on this rank: outputs, weights and states, and what exchanged.
 
@@ -142,6 +144,7 @@ def train(
         dense_optimizer: of the dense parameters, at a learning rate of 0.1.
         before: called with the sharded model and the optimizer of all, before the first step.
         after: called with the same, after the last one.
+        bound: of the batches, for captured steps; None is learnt.
     """
     sharded = DistributedModelParallel(
         model, env=ShardingEnv.from_process_group(world()), device=CPU, plan=plan, sharders=[sharder]
@@ -154,7 +157,7 @@ def train(
     combined = CombinedOptimizer([sharded.fused_optimizer, ("dense", keyed)])
     before(sharded, combined)
     optimizer = wrap(combined)
-    steps, remaining = open_pipeline(pipeline, sharded, optimizer, batches), iter(batches)
+    steps, remaining = open_pipeline(pipeline, sharded, optimizer, bound), iter(batches)
     outputs = []
     for _ in batches:
         outputs.append(steps.progress(remaining))

@@ -100,7 +100,7 @@ def _train(sharder: Any, pipeline: str) -> dict[str, Any]:
     keyed = KeyedOptimizerWrapper(dense, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
     optimizer = CombinedOptimizer([model.fused_optimizer, ("dense", keyed)])
     batches = _batches()
-    steps, remaining = open_pipeline(pipeline, model, optimizer, batches), iter(batches)
+    steps, remaining = open_pipeline(pipeline, model, optimizer), iter(batches)
     outputs = []
     for _ in batches:
         outputs.append(steps.progress(remaining))

@@ -36,10 +36,14 @@ _TYPES = _types(
     }
 )
 _OF_SLICES = _types(
-    {"*i32": "values offsets first_sample ticket done region_of", "*i64": "trace finished", "*bf16": "staging"}
+    {"*i32": "values offsets id_weights first_sample ticket done region_of", "*i64": "trace finished", "*bf16": "staging"}
 )
 _OF_POOLED = _types(
-    {"*i32": "values offsets first_sample", "*i64": "heaps done sent stamps", "i64": "shift signals longest_wait"}
+    {
+        "*i32": "values offsets id_weights first_sample",
+        "*i64": "heaps done sent stamps",
+        "i64": "shift signals longest_wait",
+    }
 )
 _OF_MESSAGE = _types({"*i32": "first_sample", "i64": "signals", "i32": "rows source"})
 _OF_PRODUCT = _types({"*bf16": "out bias", "*i64": "targets", "*i32": "done owners"})
@@ -70,7 +74,7 @@ def times_in_conditions(text: str) -> list[str]:
 def _kernels() -> dict[str, tuple[CompiledKernel, dict[str, str]]]:
     """Return the kernels, compiled for several warps a program, and the types of their arguments."""
     options = PoolingOptions(0, "balanced", tuning_for(1024, 2), check_ids=False)
-    shape = (options, 1024, torch.bfloat16, 2048, torch.bfloat16, 16, 16, 16)
+    shape = (options, 1024, torch.bfloat16, 2048, torch.bfloat16, 16, 16, 16, False)
     kind = product._Kind(True, False, True, False, "none", torch.bfloat16, "own_first")
     tiling = Tiling(specialised=False)
     blocks = {"x": [tiling.block_m, tiling.block_k], "weight": [tiling.block_n, tiling.block_k]}
