@@ -36,7 +36,11 @@ _TYPES = _types(
     }
 )
 _OF_SLICES = _types(
-    {"*i32": "values offsets id_weights first_sample ticket done region_of", "*i64": "trace finished", "*bf16": "staging"}
+    {
+        "*i32": "values offsets id_weights first_sample ticket done region_of",
+        "*i64": "trace finished",
+        "*bf16": "staging",
+    }
 )
 _OF_POOLED = _types(
     {
