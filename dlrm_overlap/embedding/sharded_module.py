@@ -42,6 +42,7 @@ from dlrm_overlap.embedding.replicated import (
 )
 from dlrm_overlap.embedding.shardings import (
     build_layout,
+    exchanging_group,
     groups_of,
     hosts_of,
     in_rank_order,
@@ -115,10 +116,7 @@ class OverlapShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
 
     def _make_exchange(self) -> Exchange:
         """Return an exchange of the shardings that can be exchanged; of none, it has data-parallel tables alone."""
-        # Under 2D parallelism each sharding group holds all tables, and exchanges among its own ranks.
-        group = self._env.sharding_pg if isinstance(self._env, ShardingEnv2D) else self._env.process_group
-        device = self._device
-        assert group is not None
+        group, device = exchanging_group(self._env), self._device
         assert device is not None
         every: list[Any] = self._embedding_shardings
         names = list(self._exchanged_names()) if self._exchanged else []
@@ -220,23 +218,26 @@ class OverlapShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         self.stock = StockTables(self, stock) if stock else None
         if self._replicated:
             self.exchange = self.exchange or self._make_exchange()
-        if order is not None and self.exchange is not None:
-            self.exchange.order = order
-        if self._replicated:
-            assert self.exchange is not None
-            every: list[Any] = self._embedding_shardings
-            self._ours = sorted({*self._exchanged, *self._replicated})
-            exchanged = [shard for shards in self.exchange.layout.by_owner for shard in shards]
-            shardings, lookups = ([kept[i] for i in self._replicated] for kept in (every, self._lookups))
-            shards, names = exchanged + replicated_shards(shardings), list(self._exchanged_names())
-            layout = Layout(shards, names, self.exchange.layout.world_size)
-            self.exchange.take_ids(keys, bound, layout, ReplicatedTables.of(shardings, lookups), weighted)
+        if self.exchange is not None:
+            if order is not None:
+                self.exchange.order = order
+            layout, replicated = self._with_replicated(self.exchange.layout)
+            self.exchange.take_ids(keys, bound, layout, replicated, weighted)
             self._order_output(layout)
-        elif self.exchange is not None:
-            self.exchange.take_ids(keys, bound, weighted=weighted)
         self._takes_ids = True
         if self._has_mean_pooling_callback:
             self._divided_by = self._rows_of_divisor(keys).to(self._device)
+
+    def _with_replicated(self, exchanged: Layout) -> tuple[Layout, ReplicatedTables | None]:
+        """Return the layout with the data-parallel tables, which the exchange is to fill from now on, and these."""
+        if not self._replicated:
+            return exchanged, None
+        every: list[Any] = self._embedding_shardings
+        self._ours = sorted({*self._exchanged, *self._replicated})
+        shardings, lookups = ([kept[i] for i in self._replicated] for kept in (every, self._lookups))
+        shards = [shard for shards in exchanged.by_owner for shard in shards] + replicated_shards(shardings)
+        layout = Layout(shards, list(self._exchanged_names()), exchanged.world_size)
+        return layout, ReplicatedTables.of(shardings, lookups)
 
     def _rows_of_divisor(self, keys: Sequence[str]) -> torch.Tensor:
         """Return [D_total] int64: for each column in TorchRec's order the feature of `keys` whose lengths divide it.

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
-from torchrec.distributed.types import ParameterSharding, QuantizedCommCodecs, ShardingEnv, ShardingEnv2D
+from torchrec.distributed.types import ParameterSharding, QuantizedCommCodecs, ShardingEnv
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from dlrm_overlap.backends import BACKENDS, BACKWARDS, EXCHANGED
@@ -17,7 +17,7 @@ from dlrm_overlap.config import EmbeddingConfig, InputError
 from dlrm_overlap.embedding.codecs import precisions
 from dlrm_overlap.embedding.options import PUTS, WIRE_DTYPES, ExchangeOptions
 from dlrm_overlap.embedding.sharded_module import OverlapShardedEmbeddingBagCollection, exchanges
-from dlrm_overlap.embedding.shardings import check_columns
+from dlrm_overlap.embedding.shardings import check_columns, exchanging_group
 from dlrm_overlap.embedding.tables import OPTIMIZERS
 from dlrm_overlap.kernels.schedule import SCHEDULES
 
@@ -225,8 +225,7 @@ def require_same_plan(plan: Mapping[str, ParameterSharding], env: ShardingEnv) -
     Raises:
         InputError: on every rank, naming the first table that another rank shards otherwise than the first one.
     """
-    group = env.sharding_pg if isinstance(env, ShardingEnv2D) else env.process_group
-    assert group is not None
+    group = exchanging_group(env)
     mine = {name: f"{each.sharding_type} by {each.compute_kernel} on ranks {each.ranks}" for name, each in plan.items()}
     digests = [b""] * group.size()
     dist.all_gather_object(digests, hashlib.sha256(repr(sorted(mine.items())).encode()).digest(), group)

@@ -6,6 +6,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import SparseType
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.sharding.cw_sharding import CwPooledEmbeddingSharding
@@ -14,7 +15,7 @@ from torchrec.distributed.sharding.rw_sharding import RwPooledEmbeddingSharding
 from torchrec.distributed.sharding.tw_sharding import TwPooledEmbeddingSharding
 from torchrec.distributed.sharding.twcw_sharding import TwCwPooledEmbeddingSharding
 from torchrec.distributed.sharding.twrw_sharding import TwRwPooledEmbeddingSharding
-from torchrec.distributed.types import CommOp, ParameterSharding
+from torchrec.distributed.types import CommOp, ParameterSharding, ShardingEnv, ShardingEnv2D
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType, data_type_to_dtype
 from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -40,6 +41,16 @@ _CUT_BY_COLUMNS = CwPooledEmbeddingSharding, TwCwPooledEmbeddingSharding, GridPo
 # TorchRec reduces the partial sums of these within a host first.
 _BY_HOST = TwRwPooledEmbeddingSharding, GridPooledEmbeddingSharding
 _OUTPUT_TYPES = (SparseType.FP32, SparseType.BF16, SparseType.FP16)
+
+
+def exchanging_group(env: ShardingEnv) -> dist.ProcessGroup:
+    """Return the ranks that a module's tables are sharded over, and exchanged among.
+
+    Under 2D parallelism each sharding group holds all tables.
+    """
+    group = env.sharding_pg if isinstance(env, ShardingEnv2D) else env.process_group
+    assert group is not None
+    return group
 
 
 def check_columns(params: Mapping[str, ParameterSharding]) -> None:

@@ -193,36 +193,3 @@ def _interaction_width(model: ModelConfig, tables: int) -> int:
     """Return how many numbers of a sample the top MLP gets."""
     features = tables + 1
     return model.dim + features * (features - 1) // 2 if model.arch == "dot" else features * model.dim
-
-
-class DividedCounts(NamedTuple):
-    """The parameters of layers that are divided over the ranks, and the numbers that travel for them."""
-
-    parameters: int
-    """of which each rank has an equal part; their gradients are summed over no ranks"""
-    travelling: int
-    """numbers of a sample that its rank sends to each of the others, or gets from it, in a forward and a backward"""
-
-
-def count_divided(model: ModelConfig, tables: int, world_size: int) -> DividedCounts:
-    """Return the counts of the layers that `model.top_parallel` and `model.cross_parallel` divide.
-
-    The input of a pair of layers, its output and the gradients of both each go from all ranks to all.
-
-    Example:
-        2 ranks, top MLP [8, 6, 1], 10 numbers of a sample to it, tensor: layers 10 x 8 and 8 x 6 are a pair, and the
-        logit's layer is whole: 11 * 8 + 8 * 6 = 136 parameters, 2 * (10 + 6) = 32 numbers.
-    """
-    if world_size == 1:
-        return DividedCounts(0, 0)
-    width, parameters, travelling = _interaction_width(model, tables), 0, 0
-    if model.top_parallel == "tensor":
-        layers = list(pairwise([width, *model.top_mlp[:-1]]))
-        for (inputs, inner), (_, outputs) in zip(layers[::2], layers[1::2], strict=False):
-            if inner % world_size == 0:
-                parameters += (inputs + 1) * inner + inner * outputs
-                travelling += 2 * (inputs + outputs)
-    if model.arch == "dcn" and model.cross_parallel == "tensor" and model.cross_rank % world_size == 0:
-        parameters += model.cross_layers * 2 * width * model.cross_rank
-        travelling += model.cross_layers * 4 * width
-    return DividedCounts(parameters, travelling)

@@ -66,8 +66,7 @@ class StaticBatch:
         """Return whether a batch has samples, shapes and types of ids like the first one.
 
         Raises:
-            InputError: if a tensor has another place than in the first batch, or ids have weights, batches of their own
-                or other features.
+            InputError: if a tensor has another place than in the first batch; or see `StaticIds._check`.
         """
         leaves = leaves_of(batch)
         if leaves.keys() != self._places.keys():
