@@ -9,7 +9,6 @@ from dlrm_overlap.kernels.schedule import staggered_peers
 
 WHOLE = 0
 """parts: as few products as there can be"""
-_HEADS = 8
 _FINE, _COARSE = 8, 256  # rows: 16 bytes divide 8 of two bytes each; cuBLAS's tiles divide 256
 
 
@@ -29,7 +28,7 @@ class Part(NamedTuple):
 
 
 def halve(rows: int, parts: int) -> list[tuple[int, int]]:
-    """Cut the rows of a rank into at most `parts` ranges, each half of the rest, the last as large as that before.
+    """Cut the rows of a rank into at most `parts` ranges, one for WHOLE, each half of the rest, the last as large as that before.
 
     The product of such a range ends before the next range is there, if it takes less than half as long; so only the
     product of the last, small range is seen. Ranges begin at multiples of 256, or 8.
@@ -54,15 +53,6 @@ def double(rows: int, parts: int) -> list[tuple[int, int]]:
     step = _COARSE if sizes[0] >= _COARSE else _FINE
     ends = [min(rows, -(-sum(sizes[: count + 1]) // step) * step) for count in range(len(sizes))]
     return [(begin, end) for begin, end in zip([0, *ends], ends, strict=False) if begin < end]
-
-
-def head(rows: int, parts: int) -> int:
-    """Return how many of a rank's rows are to be first on the links: an eighth, or all where they are not cut.
-
-    Example: 8192 rows: 1024; 1000 rows: 128.
-    """
-    step = _COARSE if rows >= 4 * _COARSE * _HEADS else _FINE
-    return rows if parts in (WHOLE, 1) else min(rows, -(-rows // (_HEADS * step)) * step)
 
 
 def turns(rank: int, world_size: int) -> list[int]:
@@ -96,42 +86,25 @@ def _whole_blocks(rank: int, world_size: int, rows: int) -> list[Part]:
     return [Part(range(min(block), max(block) + 1), 0, rows) for block in blocks]
 
 
-def _fine_at_ends(peers: list[int], rows: int, first: list[tuple[int, int]], last: list[tuple[int, int]]) -> list[Part]:
-    """Return the first peer's rows in the ranges `first`, the last one's in `last`, and all others' whole."""
-    cuts = [first, *[[(0, rows)]] * (len(peers) - 2), last][-len(peers) :] if peers else []
-    return [Part(range(peer, peer + 1), *piece) for peer, of in zip(peers, cuts, strict=True) for piece in of]
+def scattered_parts(rank: int, world_size: int, rows: int, parts: int) -> list[Part]:
+    """Return the parts of the rows that peers own in the order in which they are multiplied.
 
-
-def gathered_parts(rank: int, world_size: int, rows: int, parts: int) -> list[Part]:
-    """Return the parts of the peers' rows in the order in which they arrive.
-
-    Only at both ends are they small, so that the first is there soon, and the last leaves little to do. Each part costs
-    a copy and a product of its own.
+    Each costs a copy and a product of its own, so only those at both ends are small: the first peer's rows are doubled,
+    so that each range is multiplied while the one before is on the links, and the last one's halved, so that little is
+    left to send at the end.
 
     Args:
         rank: of the caller.
         world_size: ranks.
         rows: of each rank.
-        parts: of the last peer's rows, which are halved, or WHOLE: as few products as there can be.
+        parts: of these two peers' rows, or WHOLE: as few products as there can be, the largest first, whose rows travel
+            while the others are multiplied.
 
-    Example: rank 1 of 4 with 64 rows. In 2: rows 0 .. 8 and 8 .. 64 of rank 0, all of rank 3, twice 32 of rank 2.
-    WHOLE: rank 0; ranks 2 and 3.
-    """
-    if parts == WHOLE:
-        return _whole_blocks(rank, world_size, rows)
-    first = head(rows, parts)
-    begin = [(0, first), (first, rows)] if first < rows else [(0, rows)]
-    return _fine_at_ends(turns(rank, world_size), rows, begin, halve(rows, parts))
-
-
-def scattered_parts(rank: int, world_size: int, rows: int, parts: int) -> list[Part]:
-    """Return the parts of the rows that peers own in the order in which they are multiplied.
-
-    As `gathered_parts`, but the first peer's rows are doubled, so that each range is multiplied while the one before is
-    on the links; and of whole blocks the largest comes first: its rows travel while the others are multiplied.
-
-    Example: 8192 rows in 4: of the first peer 0 .. 1024, 1024 .. 2048, 2048 .. 4096, 4096 .. 8192.
+    Example: rank 1 of 4 with 64 rows. In 2: twice 32 of rank 0, all of rank 3, twice 32 of rank 2. WHOLE: ranks 2 and
+    3; rank 0.
     """
     if parts == WHOLE:
         return _whole_blocks(rank, world_size, rows)[::-1]
-    return _fine_at_ends(turns(rank, world_size), rows, double(rows, parts), halve(rows, parts))
+    peers = turns(rank, world_size)
+    cuts = {peers[0]: double(rows, parts), peers[-1]: halve(rows, parts)} if peers else {}
+    return [Part(range(peer, peer + 1), *piece) for peer in peers for piece in cuts.get(peer, [(0, rows)])]

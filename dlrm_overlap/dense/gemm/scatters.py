@@ -36,7 +36,7 @@ class _Partials:
         self._out = x.new_empty(self._lines * LINE)  # sums are stored 16 bytes at a time
         received = window.at(window.rank, x.dtype)[:elements]
         self._parts = Parts(received, self._lines, self._out, self.columns, layer.bias, layer.activation == "relu")
-        begin_call(window.flags, window.rank)
+        begin_call(window.done, window.rank)
 
     @property
     def offset_bytes(self) -> int:
@@ -54,7 +54,7 @@ class _Partials:
         window = self.window
         wait_flags(arrived, window.rank, 0)
         is_last = end == self.rows
-        sum_parts(self._parts, window.flags.done, window.flags.counted, window.rank, (begin, end), is_last)
+        sum_parts(self._parts, window.done, window.counted, window.rank, (begin, end), is_last)
 
     def sums(self) -> torch.Tensor:
         """Return the sums [M / W, N], once all rows have been added up."""
@@ -97,7 +97,7 @@ class CopiedScatter:
         partials = _Partials(windows, x, layer)
         window, rows, product = partials.window, partials.rows, Layer(layer.weight)
         targets = [partials.target(owner) for owner in range(windows.world_size)]
-        pieces = [(0, rows)] if parts == WHOLE else halve(rows, parts)
+        pieces = halve(rows, parts)
         sent = window.events[-len(pieces) :]
         for part, event in zip(
             scattered_parts(windows.rank, windows.world_size, rows, parts), window.events, strict=False
@@ -145,14 +145,14 @@ class TiledScatter:
         partials = _Partials(self._windows, x, layer)
         window, rows = partials.window, partials.rows
         slot_rows = self.tiling.slot_rows(rows, parts)
-        signals = Signals(window.flags.ready[0], slot_rows)
+        signals = Signals(window.ready[0], slot_rows)
         destinations = Destinations(window.addresses + partials.offset_bytes, self._done)
         scattered_product(x, weight, window.rank, self._order, signals, destinations, self.tiling)
         self._windows.under_way = True
 
         def finish() -> torch.Tensor:
             partials.windows.under_way = False
-            for arrived, begin in zip(window.flags.ready, range(0, rows, slot_rows), strict=False):
+            for arrived, begin in zip(window.ready, range(0, rows, slot_rows), strict=False):
                 partials.add_up(arrived, begin, min(begin + slot_rows, rows))
             return partials.sums()
 
@@ -197,7 +197,7 @@ class TriggeredScatter:
         pieces = [(begin, min(begin + slot_rows, rows)) for begin in range(0, rows, slot_rows)]
         self._words.zero_()
         engine.follow()
-        flags = replace(window.flags.ready[0], addresses=self._addresses, local=self._words)
+        flags = replace(window.ready[0], addresses=self._addresses, local=self._words)
         destinations = Destinations(self._stored_at(partials, partial), self._done, "remote_first")
         signals = Signals(flags, slot_rows)
         scattered_product(x, weight, windows.rank, self._order, signals, destinations, self.tiling)

@@ -24,7 +24,6 @@ from dlrm_overlap.comm.record import Record, settle
 from dlrm_overlap.config import InputError
 from dlrm_overlap.dense.gemm.plan import senders, turns
 from dlrm_overlap.kernels.flags import Flags
-from dlrm_overlap.kernels.gemm.calls import CallFlags
 
 SLOTS = 8
 """flags READY of a rank at each rank"""
@@ -52,16 +51,17 @@ class Window:
         self.word = torch.zeros(2, dtype=torch.int64, device=device)[:1]
         """[1] int64: the epoch"""
         every = dict.fromkeys(range(self.world_size), 1)
-        done = self._waited("done", every)
-        ready = tuple(self._waited("ready", dict.fromkeys(every, slot + 1)) for slot in range(SLOTS))
-        self.flags = CallFlags(done, ready, torch.zeros(1, dtype=torch.int32, device=device))
+        self.done = self._waited("done", every)
+        """[W, 1]: peers are through with the call before; its clock is the epoch"""
+        self.ready = [self._waited("ready", dict.fromkeys(every, slot + 1)) for slot in range(SLOTS)]
+        """[W, SLOTS]; a wait for number s is for the first s + 1 slots of every peer"""
+        self.counted = torch.zeros(1, dtype=torch.int32, device=device)
+        """[1] int32: programs of the running kernel that are through; 0 before and after"""
         order = senders(self.rank, self.world_size)
         self.of_sender = [self._waited("ready", {peer: 1}) for peer in order]
         """number i: slot 0 of the peer that is the i-th to turn to this rank"""
         self.arrived = [self._waited("ready", every | dict.fromkeys(order[-1:], slot + 1)) for slot in range(SLOTS)]
         """number k: slot 0 of every peer, slots 0 .. k of the one that is the last to turn to this rank"""
-        self.read = torch.zeros_like(ready[0].local)
-        """[W, SLOTS] int64, of this rank alone: the epoch in which its copy engine has read a part of a peer's rows"""
         self.ready_at = [self._arena.view("ready", rank)[self.rank] for rank in range(self.world_size)]
         """of each rank, [SLOTS] int64: the flags READY that this rank raises there"""
         self.done_at = [self._arena.view("done", rank)[self.rank] for rank in range(self.world_size)]
@@ -71,8 +71,6 @@ class Window:
         self.engine = CopyEngine(device)
         self.events = [torch.cuda.Event() for _ in range(self.world_size * SLOTS)]
         """a call's own, of parts that follow each other"""
-        self.published = torch.cuda.Event()
-        """a call's own: all rows of all ranks are in their windows"""
         self.beside = CopyEngine(device)
         """for copies within this GPU, which run beside the products"""
 

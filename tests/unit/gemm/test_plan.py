@@ -2,7 +2,7 @@
 
 import pytest
 
-from dlrm_overlap.dense.gemm.plan import WHOLE, double, gathered_parts, halve, scattered_parts, senders, turns
+from dlrm_overlap.dense.gemm.plan import WHOLE, double, halve, scattered_parts, senders, turns
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 8])
@@ -22,18 +22,15 @@ def test_no_two_ranks_take_the_same_peer_at_a_turn(world_size: int) -> None:
 def test_parts_cover_the_peers_rows_once(world_size: int, parts: int) -> None:
     rows = 100
     for rank in range(world_size):
-        for plan in (gathered_parts, scattered_parts):
-            covered = [row for part in plan(rank, world_size, rows, parts) for row in range(1000)[part.rows(rows)]]
-            others = [row for row in range(world_size * rows) if row // rows != rank]
-            assert sorted(covered) == others
+        plan = scattered_parts(rank, world_size, rows, parts)
+        covered = [row for part in plan for row in range(1000)[part.rows(rows)]]
+        assert sorted(covered) == [row for row in range(world_size * rows) if row // rows != rank]
 
 
 def test_parts_are_small_at_both_ends_alone() -> None:
-    gathered = [(*part.ranks, part.begin, part.end) for part in gathered_parts(1, 4, 64, 2)]
-    assert gathered == [(0, 0, 8), (0, 8, 64), (3, 0, 64), (2, 0, 32), (2, 32, 64)]
     scattered = [(*part.ranks, part.begin, part.end) for part in scattered_parts(1, 4, 64, 3)]
     assert scattered == [(0, 0, 16), (0, 16, 32), (0, 32, 64), (3, 0, 64), (2, 0, 32), (2, 32, 48), (2, 48, 64)]
-    assert len(gathered_parts(0, 2, 64, 4)) == len(scattered_parts(0, 2, 64, 4)) == 4
+    assert len(scattered_parts(0, 2, 64, 4)) == 4
     assert double(8192, 4) == [(0, 1024), (1024, 2048), (2048, 4096), (4096, 8192)]
     assert double(19, 3) == [(0, 8), (8, 19)]
     assert halve(8192, 4) == [(0, 4096), (4096, 6144), (6144, 7168), (7168, 8192)]
