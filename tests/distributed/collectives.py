@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dlrm_overlap.comm import device_flow, reach
+from dlrm_overlap.comm import reach
 from dlrm_overlap.comm.collectives import PeerCollectives, Way
 from dlrm_overlap.comm.device_flow import DeviceFlow
 from dlrm_overlap.comm.reach import Place
@@ -93,39 +93,6 @@ def check_rows(open_: Opened, way: Way = "auto") -> None:
     collectives.close()
 
 
-def check_means(open_: Opened) -> None:
-    """All-reduces in turns with all-to-alls that share their memory; all ranks get the bits of a sum in their order."""
-    rank, ranks, late = dist.get_rank(), dist.get_world_size(), random.Random(dist.get_rank())
-    collectives = open_(60.0)
-    kinds = [((3, 7), torch.float32), ((0, 4), torch.float32), ((1028,), torch.float32)]
-    if ranks == 2:  # whose means are exact, which the interpreter would not round
-        kinds.append(((1025,), torch.bfloat16))
-    for shape, dtype in kinds:
-        output, shares = (collectives.empty((ranks, *shape), dtype) for _ in range(2))
-        for step in range(STEPS):
-            time.sleep(late.choice([0, 0, 1e-3]))
-            sent = [sent_by(peer, step, (ranks, *shape), dtype) for peer in range(ranks)]
-            for each in (output, shares):
-                _poison(each)
-            collectives.all_reduce(output, sent[rank], shares).wait()
-            total = torch.zeros(ranks, *shape)
-            for each in sent:
-                total += each.float()
-            assert_same(output, (total * (1 / ranks)).to(dtype), f"step {step}: {shape} {dtype}")
-            if step % 2:
-                collectives.all_to_all(shares, sent[rank], "stores").wait()
-                assert_same(shares[1], sent[1][rank], f"step {step}: {shape} {dtype}, all to all")
-    dist.barrier()
-    collectives.close()
-
-
-def check_means_in_pieces(open_: Opened) -> None:
-    """The same of rows that are cut, the last piece shorter than the others."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(device_flow, "PIECE_BYTES", 256)
-        check_means(open_)
-
-
 def _told(call: Callable[[], Any]) -> str:
     with pytest.raises(InputError) as error:
         call()
@@ -149,17 +116,12 @@ def check_mistakes() -> None:
     assert "take it from `empty`" in told(sent, sent, torch.zeros(ranks, 4))
     assert "overlap" in told(sent, output)
     assert "way fast: not a way" in told(sent, sent, way="fast")
-    mean = lambda *tensors: _told(lambda: collectives.all_reduce(*tensors))  # noqa: E731
-    whole = collectives.empty((ranks, 4), torch.int32)
-    assert "torch.int32: cannot be averaged" in mean(whole, torch.zeros(ranks, 4, dtype=torch.int32), whole)
-    assert "output and shares overlap" in mean(output, sent, output)
-    assert "take it from `empty`" in mean(output, sent, torch.zeros(ranks, 4))
     narrow = collectives.empty((ranks, 2), torch.float32)
     unlike = _told(lambda: collectives.all_to_all(*((narrow, sent[:, :2].contiguous()) if wrong else (output, sent))))
     assert f"rank {CULPRIT} all_to_all(" in unlike, unlike
     unlike = _told(lambda: collectives.empty((ranks + wrong,), torch.int8))
     assert f"rank {CULPRIT} empty(" in unlike, unlike
-    assert f"capacity_bytes of {CAPACITY + 768}" in _told(lambda: collectives.empty((CAPACITY,), torch.int8))
+    assert f"capacity_bytes of {CAPACITY + 512}" in _told(lambda: collectives.empty((CAPACITY,), torch.int8))
 
     def gathered(good: torch.Tensor, bad: torch.Tensor) -> str:
         return _told(lambda: collectives.all_gather(output, bad if wrong else good))
@@ -291,7 +253,6 @@ def _interpreted(check: Callable[[], None]) -> None:
 
 QUICK: dict[str, Callable[[], None]] = {
     "rows on the host": partial(check_rows, open_on_host),
-    "means on the host": partial(check_means, open_on_host),
     "mistakes": check_mistakes,
     "inputs that lie unlike": check_inputs_that_lie_unlike,
     "a mistake in a known call": check_a_mistake_in_a_known_call,
@@ -304,7 +265,5 @@ if INTERPRETED:
         f"rows, kernels, {way}": partial(_interpreted, partial(check_rows, open_on_device, way))
         for way in ("dma", "stores")
     }
-    QUICK["means, kernels"] = partial(_interpreted, partial(check_means, open_on_device))
-    QUICK["means in pieces, kernels"] = partial(_interpreted, partial(check_means_in_pieces, open_on_device))
     # The interpreter counts turns, 1e9 a second.
     QUICK["dead peer, kernels"] = partial(_interpreted, partial(check_dead_peer, open_on_device, 3e-7))

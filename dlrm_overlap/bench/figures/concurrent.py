@@ -150,7 +150,7 @@ class _Study:
             return made | {way: self._memory.call(payload, way) for way in ("stores", "dma")}
         if self._device.type == "cuda":
             made["stores"] = by_stores(payload)
-        return made | {"dma_averaged": self._memory.call(payload, "dma")}
+        return made
 
     def measure(self, cases: Sequence[Case]) -> tuple[list[dict[str, Any]], list[str]]:
         """Return the rows of `cases`, which have one communication, and no fault, or faults."""

@@ -28,10 +28,10 @@ class Part(NamedTuple):
 
 
 def halve(rows: int, parts: int) -> list[tuple[int, int]]:
-    """Cut the rows of a rank into at most `parts` ranges, one for WHOLE, each half of the rest, the last as large as that before.
+    """Cut the rows of a rank into at most `parts` ranges, each half of the rest, the last as large as that before.
 
     The product of such a range ends before the next range is there, if it takes less than half as long; so only the
-    product of the last, small range is seen. Ranges begin at multiples of 256, or 8.
+    product of the last, small range is seen. Ranges begin at multiples of 256, or 8; WHOLE is one range.
 
     Example: 8192 rows in 4: 0 .. 4096, 4096 .. 6144, 6144 .. 7168, 7168 .. 8192.
     """

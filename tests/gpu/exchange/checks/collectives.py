@@ -3,12 +3,10 @@
 import time
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 
-from dlrm_overlap.comm import device_flow
 from dlrm_overlap.comm.arena import Region, open_arena
 from dlrm_overlap.comm.collectives import PeerCollectives
 from dlrm_overlap.comm.copy_engine import Copy2D, CopyEngine
@@ -76,7 +74,7 @@ def _check_equal(place: Place, way: Any) -> None:
 def _check_nothing(place: Place) -> None:
     """Rows without a byte: what comes before and after them arrives, eager and replayed."""
     ranks, collectives = place.world_size, PeerCollectives(place.group, place.device, 1 << 20, 20.0)
-    nothing, shares, output = (collectives.empty((ranks, n, 4), torch.float32) for n in (0, 0, 1))
+    nothing, output = (collectives.empty((ranks, n, 4), torch.float32) for n in (0, 1))
     empty, number = torch.empty_like(nothing), torch.zeros_like(output)
 
     def take() -> None:
@@ -86,7 +84,6 @@ def _check_nothing(place: Place) -> None:
             collectives.all_to_all(nothing, empty, way_).wait()
             collectives.all_gather(nothing, empty[0], way_).wait()
             collectives.all_to_all(output, number, way_).wait()
-        collectives.all_reduce(nothing, empty, shares).wait()
 
     replay = None
     for times in range(1, 5):
@@ -98,43 +95,6 @@ def _check_nothing(place: Place) -> None:
         collectives.check()
     place.meet()
     collectives.close()
-
-
-def _check_means(place: Place) -> None:
-    """As a sum in the order of the ranks, to the last bit, eager and replayed, behind calls that share its memory."""
-    ranks, collectives = place.world_size, PeerCollectives(place.group, place.device, 64 << 20, 20.0)
-
-    def reduce(output: torch.Tensor, sent: torch.Tensor, shares: torch.Tensor) -> None:
-        collectives.all_reduce(output, sent, shares).wait()
-
-    for number, (shape, dtype) in enumerate(_ROWS):
-        if not dtype.is_floating_point:
-            continue
-        output, shares = (collectives.empty((ranks, *shape), dtype) for _ in range(2))
-        sent = torch.empty_like(output)
-        take = partial(reduce, output, sent, shares)
-        for times in range(6):
-            sent.copy_(_sent(place, 100 * number + 10 * times, sent.shape, dtype))
-            whole = torch.empty(ranks, *sent.shape, dtype=dtype, device=place.device)
-            dist.all_gather_into_tensor(_bytes(whole), _bytes(sent), group=place.group)
-            expected = (whole.float().sum(0) * (1 / ranks)).to(dtype)  # of integers, so in any order
-            place.synchronize()
-            place.meet()
-            _bytes(output).fill_(0x7F)
-            _bytes(shares).fill_(0x7F)
-            if times == 2:
-                take = capture(place, take)
-            take()
-            assert_same(output, expected, f"{shape} {dtype}, time {times}")
-            collectives.check()
-    place.meet()
-    collectives.close()
-
-
-def _check_means_in_pieces(place: Place) -> None:
-    """The same of rows that are cut, most of them into pieces of which the last is shorter."""
-    with mock.patch.object(device_flow, "PIECE_BYTES", 1000):
-        _check_means(place)
 
 
 class _Steps:
@@ -273,8 +233,6 @@ def _check_lost_peer(place: Place, how: str) -> None:
 
 CHECKS = {f"collectives_{way}": Check(partial(_check_equal, way=way)) for way in _WAYS} | {
     "collectives_of_nothing": Check(_check_nothing, gpu_only=True),
-    "collectives_means": Check(_check_means, gpu_only=True),
-    "collectives_means_in_pieces": Check(_check_means_in_pieces, gpu_only=True),
     "collectives_engine": Check(_check_engine, gpu_only=True),
     "collectives_in_a_capture": Check(_check_in_a_capture, gpu_only=True),
 }
