@@ -13,7 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -173,12 +172,7 @@ class Checkpointer:
         metrics: dict[str, float] | None = None,
     ) -> Path:
         """Write `step_<step>` from all ranks, as `write` does, with the state as it is now."""
-
-        def to_cpu(name: str, elements: torch.Tensor) -> torch.Tensor:
-            self.tick()
-            return copy_to_cpu(name, elements)
-
-        return self.write(step, extents_to_store(model, optimizer), metrics, to_cpu=to_cpu)
+        return self.write(step, extents_to_store(model, optimizer), metrics)
 
     def write(
         self,
