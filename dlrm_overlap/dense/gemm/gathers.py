@@ -8,7 +8,7 @@ that something else holds. Rows that autograd is to keep are copied out of the w
 
 import torch
 
-from dlrm_overlap.dense.gemm.plan import WHOLE, halve, senders
+from dlrm_overlap.dense.gemm.plan import halve
 from dlrm_overlap.dense.gemm.problem import Layer, linear_into
 from dlrm_overlap.dense.gemm.windows import SLOTS, Windows
 from dlrm_overlap.kernels.flags import raise_flags, wait_flags
@@ -28,40 +28,40 @@ class _Rows:
             columns: N, of the product.
             keep: whether the rows of all ranks are to outlast the call.
         """
-        (rows, inner), ranks = x_shard.shape, windows.world_size
+        (rows, inner), ranks, rank = x_shard.shape, windows.world_size, windows.rank
         size = ranks * rows * inner
-        self.window = window = windows.begin(size * x_shard.dtype.itemsize)
-        self.own = slice(window.rank * rows, (window.rank + 1) * rows)
+        window = windows.begin(size * x_shard.dtype.itemsize)
+        self.own = slice(rank * rows, (rank + 1) * rows)
         """this rank's rows among those of all ranks"""
         self.out = x_shard.new_empty(ranks * rows, columns)
         """[M, N], for the product"""
         self.kept = x_shard.new_empty(ranks * rows, inner) if keep else None
         """[M, K], to be filled by the caller"""
-        self._x_shard = x_shard
-        self._at = [window.at(rank, x_shard.dtype)[:size].view(-1, inner) for rank in range(ranks)]
-        self.received = self._at[window.rank]
+        self._windows, self._x_shard = windows, x_shard
+        self._at = [window.at(each, x_shard.dtype)[:size].view(-1, inner) for each in range(ranks)]
+        self.received = self._at[rank]
         """[M, K] in this rank's window, of which peers fill their parts"""
-        begin_call(window.done, window.rank)
-        window.engine.follow()
+        begin_call(windows.done, rank)
+        windows.engine.follow()
 
     def send(self, peer: int, begin: int, end: int, slot: int) -> None:
         """Let the engine send the own rows [begin, end) to a peer, and raise READY `slot` there after them."""
-        engine, window = self.window.engine, self.window
-        engine.copy(self._at[peer][self.own][begin:end], self._x_shard[begin:end])
-        engine.write_flag(window.ready_at[peer][slot : slot + 1], window.word)
+        windows = self._windows
+        windows.engine.copy(self._at[peer][self.own][begin:end], self._x_shard[begin:end])
+        windows.engine.write_flag(windows.ready_at[peer][slot : slot + 1], windows.word)
 
     def finish(self) -> None:
         """Raise DONE at all peers, once the current stream has read all rows, and wait for this rank's sending."""
-        raise_flags(self.window.done, self.window.rank, 0, 0)
-        self.window.engine.join()
+        raise_flags(self._windows.done, self._windows.rank, 0, 0)
+        self._windows.engine.join()
 
 
 class CopiedGather:
     """Products of cuBLAS, before each of which a kernel waits for the flag of its rows.
 
-        current stream | wait for DONE | own rows | wait for r^1 | its rows | wait for r^2 | its rows | .. | DONE
-        copy engine    |               | send to r^1, flag | send to r^2, flag | send to r^3, flag, ..
-        beside         |               | own rows, if kept |     | rows of r^1, if kept | ..
+        current stream | wait for DONE | own rows | wait for r-1 | its rows | wait for r-2 | its rows | .. | DONE
+        copy engine    |               | send to r+1, flag | send to r+2, flag | send to r+3, flag, ..
+        beside         |               | own rows, if kept |     | rows of r-1, if kept | ..
 
     Where links bound a call, all products are hidden but the last, so the rows of the last peer are halved; where the
     product bounds it, all copies are, and there is one part, for cuBLAS's sake.
@@ -69,7 +69,7 @@ class CopiedGather:
     Source: T3 (Pati et al., ASPLOS 2024): chunks in an order that is staggered by rank, moved by DMA.
     """
 
-    parts = (WHOLE, 1, 2, 4, SLOTS)
+    parts = (1, 2, 4, SLOTS)
 
     def __init__(self, windows: Windows) -> None:
         self._windows = windows
@@ -78,41 +78,43 @@ class CopiedGather:
         self, x_shard: torch.Tensor, layer: Layer, parts: int, keep: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the layer's output for all rows [M, N], and the rows [M, K] if `keep`."""
-        count, (*early, last) = x_shard.shape[0], self._windows.turns
-        rows = _Rows(self._windows, x_shard, layer.columns, keep)
-        window, beside = rows.window, rows.window.beside
-        pieces = halve(count, parts)
-        steps = [(peer, 0, (0, count)) for peer in early] + [(last, *each) for each in enumerate(pieces)]
-        for (peer, slot, piece), event in zip(steps, window.events, strict=False):
+        windows, count = self._windows, x_shard.shape[0]
+        rows, pieces = _Rows(windows, x_shard, layer.columns, keep), halve(count, parts)
+
+        def turns(peers: list[int]) -> list[tuple[int, int, tuple[int, int]]]:
+            *early, last = peers
+            return [(peer, 0, (0, count)) for peer in early] + [(last, *each) for each in enumerate(pieces)]
+
+        for (peer, slot, piece), event in zip(turns(windows.turns), windows.events, strict=False):
             rows.send(peer, *piece, slot)
-            event.record(window.engine.stream)
+            event.record(windows.engine.stream)
         linear_into(rows.out[rows.own], x_shard, layer)
-        if rows.kept is not None:
-            beside.follow()
-            beside.copy(rows.kept[rows.own], x_shard)
-        *early, last = senders(window.rank, window.world_size)
-        turns = [(peer, (0, count)) for peer in early] + [(last, piece) for piece in pieces]
-        arrivals = [*window.of_sender[:-1], *window.arrived]
-        for (peer, piece), flags, event in zip(turns, arrivals, window.events, strict=False):
+        self._keep(rows, x_shard, rows.own)
+        *_, last = arrivals = windows.turns[::-1]
+        for (peer, slot, (begin, end)), event in zip(turns(arrivals), windows.events, strict=False):
             # After this rank's own sending at that turn: a graph that runs its branches one by one must not wait first.
-            torch.cuda.current_stream(self._windows.device).wait_event(event)
-            wait_flags(flags, window.rank, 0)
-            some = slice(peer * count + piece[0], peer * count + piece[1])
-            if rows.kept is not None:
-                beside.follow()
-                beside.copy(rows.kept[some], rows.received[some])
+            torch.cuda.current_stream(windows.device).wait_event(event)
+            wait_flags(windows.arrived[slot] if peer == last else windows.of_peer[peer], windows.rank, 0)
+            some = slice(peer * count + begin, peer * count + end)
+            self._keep(rows, rows.received[some], some)
             linear_into(rows.out[some], rows.received[some], layer)
         if keep:
-            beside.join()
+            windows.beside.join()
         rows.finish()
         return rows.out, rows.kept
+
+    def _keep(self, rows: _Rows, some: torch.Tensor, at: slice) -> None:
+        """Copy rows that are there to where they are kept, beside the current stream."""
+        if rows.kept is not None:
+            self._windows.beside.follow()
+            self._windows.beside.copy(rows.kept[at], some)
 
 
 class TiledGather:
     """One kernel multiplies all rows; its tiles wait for the flag of their rows, while other tiles are multiplied.
 
-        current stream | wait for DONE, own rows to the window | own rows, rows of r^1, rows of r^2, .. | DONE
-        copy engine    |               | send to r^1, flags | send to r^2, flags | ..
+        current stream | wait for DONE, own rows to the window | own rows, rows of r-1, rows of r-2, .. | DONE
+        copy engine    |               | send to r+1, flags | send to r+2, flags | ..
 
     So a part costs a flag, not a product, and there may be many. The kernel waits for the peers' copies while its own
     GPU's are to run: in a CUDA graph their branch has to run beside the kernel, which CUDA does not promise. Where it
@@ -126,7 +128,7 @@ class TiledGather:
 
     def __init__(self, windows: Windows) -> None:
         self._windows = windows
-        self._order = torch.tensor([windows.rank, *windows.turns], dtype=torch.int32, device=windows.device)
+        self._order = torch.tensor([windows.rank, *windows.turns[::-1]], dtype=torch.int32, device=windows.device)
 
     def __call__(
         self, x_shard: torch.Tensor, layer: Layer, parts: int, keep: bool
@@ -139,11 +141,10 @@ class TiledGather:
             for slot, begin in enumerate(range(0, count, slot_rows)):
                 rows.send(peer, begin, min(begin + slot_rows, count), slot)
         rows.received[rows.own].copy_(x_shard)
-        signals = Signals(rows.window.ready[0], slot_rows)
+        signals, rank = Signals(self._windows.ready[0], slot_rows), self._windows.rank
         gathered_product(
-            rows.received, weight, layer.bias, layer.activation, rows.out, rows.window.rank, self._order, signals,
-            self.tiling,
-        )  # fmt: skip
+            rows.received, weight, layer.bias, layer.activation, rows.out, rank, self._order, signals, self.tiling
+        )
         if rows.kept is not None:
             rows.kept.copy_(rows.received)
         rows.finish()

@@ -49,19 +49,19 @@ def rule(problem: Problem, world_size: int) -> tuple[str, int]:
     """Return the way that `auto` takes where copy engines can run a problem, and how many parts suit every way.
 
     Flags, copies and the kernels that wait for them take some 20 us however little there is to send, so few bytes
-    travel serially. 0 parts are as few as a way has: they suit a call whose product takes longer than its links, since
-    all copies but the first or the last are hidden. Held against the rows of docs/results/gemm.md.
+    travel serially. One part suits a call whose product takes longer than its links, since all copies but the first or
+    the last are hidden. Held against the rows of docs/results/gemm.md.
 
     Example: 2 ranks, an all-gather of 32768 rows of K 4096 in bfloat16. Each rank sends 134 MB in 341 us. With N 2048
-    the product takes 687 us: copies, 0 parts. With N 512 it takes 172: copies, 4 parts.
+    the product takes 687 us: copies, 1 part. With N 512 it takes 172: copies, 4 parts.
     """
     width = problem.inner if problem.operator == "all_gather" else problem.columns
     sent_bytes = (world_size - 1) * problem.rows // world_size * width * problem.dtype.itemsize
     if sent_bytes < _FEW_BYTES:
-        return "serial", 0
+        return "serial", 1
     product_us = 2 * problem.rows * problem.columns * problem.inner / _FLOP_PER_US
     parts = 4 if sent_bytes >= _MANY_BYTES else 2
-    return "copies", 0 if product_us >= sent_bytes / _SENT_BYTES_PER_US else parts
+    return "copies", 1 if product_us >= sent_bytes / _SENT_BYTES_PER_US else parts
 
 
 class ParallelProducts:

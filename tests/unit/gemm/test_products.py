@@ -56,7 +56,7 @@ def test_auto_that_takes_serial_does_what_serial_does(operator: str, world_of_on
     assert_same(out, expected, operator)
 
 
-def _between_gpus(parts: tuple[int, ...] = (0, 1, 2, 4, 8)) -> ParallelProducts:
+def _between_gpus(parts: tuple[int, ...] = (1, 2, 4, 8)) -> ParallelProducts:
     group: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
     products = ParallelProducts(group, torch.device("cuda"))
     products.run = lambda *_: SimpleNamespace(parts=parts)  # type: ignore[method-assign]
@@ -71,8 +71,8 @@ LARGE = Problem("all_gather", 32768, 512, 3456, torch.bfloat16, False, "none")
     [
         (LARGE, "auto", Choice("copies", 4)),
         (LARGE._replace(operator="reduce_scatter", columns=3456, inner=512), "auto", Choice("copies", 4)),
-        (LARGE._replace(columns=8192), "auto", Choice("copies", 0)),
-        (LARGE._replace(rows=64), "auto", Choice("serial", 0)),
+        (LARGE._replace(columns=8192), "auto", Choice("copies", 1)),
+        (LARGE._replace(rows=64), "auto", Choice("serial", 1)),
         (LARGE._replace(dtype=torch.float32), "auto", Choice("serial", 4)),
         (LARGE, "tiles", Choice("tiles", 4)),
         (LARGE, "triggered/8", Choice("triggered", 8)),
@@ -86,7 +86,7 @@ def test_a_way_is_chosen_between_gpus(problem: Problem, way: str, choice: Choice
     ("problem", "way", "message"),
     [
         (LARGE, "chunks/2", "way chunks/2 is not known; take auto, serial, copies, tiles, triggered, or one"),
-        (LARGE, "copies/3", "take one of copies/0, copies/1, copies/2, copies/4, copies/8"),
+        (LARGE, "copies/3", "take one of copies/1, copies/2, copies/4, copies/8"),
         (LARGE._replace(dtype=torch.float32), "copies", "torch.float32: copies takes float16 and bfloat16"),
         (LARGE._replace(rows=0), "copies", "there is nothing to multiply; take serial"),
         (LARGE._replace(inner=12), "triggered", "triggered takes N and K that are multiples of 8"),

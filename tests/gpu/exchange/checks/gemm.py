@@ -32,16 +32,16 @@ _TILED = (
     Case(1030, 264, 520, _BRAIN, views=True),
 )
 """of N and K that are multiples of 8, which tiles take alone"""
-_WAYS = ("auto", "serial", "copies/0", "copies/2", "copies/8", "tiles/1", "tiles/8", "triggered/1", "triggered/4")
+_WAYS = ("auto", "serial", "copies/1", "copies/2", "copies/8", "tiles/1", "tiles/8", "triggered/1", "triggered/4")
 _STEPS = 1000
-_CALLS = ("copies/0", "copies/4", "tiles/4", "triggered/4")
+_CALLS = ("copies/1", "copies/4", "tiles/4", "triggered/4")
 _KEEPS = ("copies/4", "tiles/4")  # ways by which gathered rows are kept, too, for the weight's gradient
 
 
 def _poison(place: Place, products: ParallelProducts) -> None:
     """Fill all windows with NaN while nobody is in a call."""
     place.meet()
-    for window in products.windows or ():
+    for window in products.windows.each if products.windows else ():
         window.at(place.rank, torch.int16).fill_(-1)
     place.meet()
 
@@ -184,10 +184,10 @@ def _check_owners(place: Place) -> None:
     mine, other = (ParallelProducts(place.group, place.device) for _ in range(2))
 
     def step() -> None:
-        outputs[:] = [all_gather_matmul(x, weight, products=mine, way=way) for way in ("copies/1", "pushes/1")]
+        outputs[:] = [all_gather_matmul(x, weight, products=mine, way=way) for way in ("copies/1", "tiles/1")]
 
     step()
-    for way in ("copies/1", "pushes/1"):
+    for way in ("copies/1", "tiles/1"):
         all_gather_matmul(x, weight, products=other, way=way)
     replay = capture(place, step)
     place.meet()
