@@ -11,7 +11,6 @@ from dlrm_overlap.kernels.gemm import reference
 from dlrm_overlap.kernels.gemm.product import Destinations, Signals, Tiling, gathered_product, scattered_product
 from dlrm_overlap.kernels.schedule import staggered_peers
 from tests.agreement import assert_near, assert_same
-from tests.kernels.compiling import run_without_interpreter
 from tests.kernels.emulation import CPU, interpreted
 
 EPOCH = 3
@@ -132,8 +131,3 @@ def test_a_scattered_product_is_stored_at_the_owners(case: Case) -> None:
         for rank, part in enumerate(window):
             expected = reference.product(ranks.x[rank][rows], ranks.weight[rank], None, "none")
             ranks.assert_near(part, expected, f"part of rank {rank} at rank {owner}")
-
-
-@pytest.mark.slow
-def test_the_compiled_kernels_use_the_tensor_cores_and_keep_their_order() -> None:
-    run_without_interpreter("tests.kernels.gemm_vectors")
