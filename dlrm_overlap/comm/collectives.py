@@ -29,6 +29,7 @@ collectives of others, all that awaits a peer is to be in one order on all ranks
 from collections.abc import Callable
 from functools import partial
 from math import gcd
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -36,10 +37,13 @@ import torch.distributed as dist
 from dlrm_overlap.comm.arena import open_arena
 from dlrm_overlap.comm.calls import Beside, Call, Place, Way, fastest_way
 from dlrm_overlap.comm.every_rank import on_every_rank, require_alike
-from dlrm_overlap.comm.flows import Flow, HostFlow, Transfer, regions
+from dlrm_overlap.comm.flows import HostFlow, Transfer, regions
 from dlrm_overlap.comm.reach import check_whole
 from dlrm_overlap.comm.record import settle
 from dlrm_overlap.config import InputError
+
+if TYPE_CHECKING:
+    from dlrm_overlap.comm.device_flow import DeviceFlow
 
 _ALIGNMENT_BYTES = 256
 
@@ -118,7 +122,7 @@ class PeerCollectives:
         """of the last call"""
         self._closed = False
 
-    def _open_flow(self, timeout_s: float) -> Flow:
+    def _open_flow(self, timeout_s: float) -> "HostFlow | DeviceFlow":
         if self.device.type == "cuda":
             from dlrm_overlap.comm.device_flow import DeviceFlow  # needs Triton, which a CPU does not
 

@@ -53,7 +53,7 @@ class DeviceFlow(Flow):
         load_store_rows(self._rows(transfer), self._row_flags, self._rank)
 
     def begin(self, transfer: Transfer) -> None:
-        """Meet the peers on the current stream, and send the rows beside it."""
+        """Meet the peers on the current stream, so that each allows the others to send, and send the rows beside it."""
         self._join_last()
         meet(self._free, self._rank)
         self._beside.follow()
@@ -69,7 +69,7 @@ class DeviceFlow(Flow):
             self._beside.copy(self._target(transfer, self._rank), transfer.row(self._rank))
 
     def wait(self, transfer: Transfer) -> None:
-        """Join the streams of this rank's rows, and await the flags after those of the peers."""
+        """Make the current stream wait until the rows of all ranks are here and those of this rank have been read."""
         self._beside.join()
         if transfer.way == "dma":
             self._engine.join()

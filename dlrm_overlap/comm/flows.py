@@ -1,6 +1,5 @@
 """How the rows of a collective reach the peers' memory, between two flags: the part that depends on the device."""
 
-from abc import ABC, abstractmethod
 from typing import NamedTuple
 
 import torch
@@ -42,8 +41,8 @@ def regions(world_size: int, capacity_bytes: int) -> dict[str, Region]:
     return flags | {"memory": Region((capacity_bytes,), torch.uint8)}
 
 
-class Flow(ABC):
-    """Carries out the transfers of one rank, one after the other. Each is an epoch: 1, 2, 3, .."""
+class Flow:
+    """Carries out the transfers of one rank, one after the other; the part that no device decides."""
 
     def __init__(self, arena: Arena, timeout_s: float) -> None:
         """Take an arena of `regions`, and the bound of a wait for a peer."""
@@ -55,26 +54,6 @@ class Flow(ABC):
     def _target(self, transfer: Transfer, peer: int) -> torch.Tensor:
         """Return [row_bytes] uint8: where this rank's row belongs at `peer`."""
         return self._memory[peer][transfer.offset : transfer.offset + transfer.row_bytes]
-
-    @abstractmethod
-    def prepare(self, transfer: Transfer) -> None:
-        """Load the kernels of a transfer of this kind, before the first of them begins."""
-
-    @abstractmethod
-    def begin(self, transfer: Transfer) -> None:
-        """Allow the peers to send, wait until they allow it, and send the rows."""
-
-    @abstractmethod
-    def wait(self, transfer: Transfer) -> None:
-        """Make the current stream wait until the rows of all ranks are here, and those of this rank have been read."""
-
-    @abstractmethod
-    def check(self) -> None:
-        """Raise the error of a wait that has expired.
-
-        Raises:
-            ExchangeTimeoutError: if it has expired.
-        """
 
 
 class HostFlow(Flow):
@@ -90,7 +69,7 @@ class HostFlow(Flow):
         """There is nothing to load."""
 
     def begin(self, transfer: Transfer) -> None:
-        """Send the rows; they are there when this returns, those of the peers may not be."""
+        """Allow the peers to send, wait until they allow it, and send the rows, which are there when this returns."""
         self._epoch += 1
         for peer in range(self._world_size):
             self._host.raise_flag("free", peer, 0, self._epoch)
