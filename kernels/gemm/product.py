@@ -32,8 +32,6 @@ class Tiling(NamedTuple):
     """of both matrices that are read at a time"""
     group: int = 8
     """blocks of rows that are computed together, see `order.tile_at`"""
-    parts: int = 2
-    """in which a tile's columns go through shared memory to the stores: 1 or 2"""
     specialised: bool = True
     """on Hopper by `hopper.product_on_hopper`, which has warps that load and others that multiply; elsewhere, and if
     not, by `portable.product_in_triton`"""
@@ -103,7 +101,6 @@ def _compiled(kind: _Kind, tiling: Tiling) -> CompiledKernel:
         "BLOCK_N": tiling.block_n,
         "BLOCK_K": tiling.block_k,
         "GROUP": tiling.group,
-        "PARTS": tiling.parts,
     }
     if tiling.specialised:
         from dlrm_overlap.kernels.gemm import hopper

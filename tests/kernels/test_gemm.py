@@ -14,7 +14,7 @@ from tests.agreement import assert_near, assert_same
 from tests.kernels.emulation import CPU, interpreted
 
 EPOCH = 3
-TILING = Tiling(block_m=16, block_n=32, block_k=16, group=2, parts=2)
+TILING = Tiling(block_m=16, block_n=32, block_k=16, group=2)
 NEAR = {torch.bfloat16: 1e-2, torch.float16: 1e-3}
 
 
@@ -37,7 +37,7 @@ class Case(NamedTuple):
 CASES = {
     "two_ranks": Case(2, 21, 40, 24),
     "three_ranks_whole_tiles": Case(3, 16, 32, 16, torch.float16, bias=False, activation="none", order="remote_first"),
-    "weight_by_rows_of_k": Case(2, 20, 40, 24, by_k=False, activation="none", tiling=TILING._replace(parts=1)),
+    "weight_by_rows_of_k": Case(2, 20, 40, 24, by_k=False, activation="none"),
     "slots_of_two_tiles": Case(2, 33, 40, 24, slot_rows=32, tiling=TILING._replace(group=8)),
     "one_rank": Case(1, 37, 8, 8, torch.float16, order="remote_first"),
 }

@@ -180,10 +180,8 @@ class TriggeredScatter:
         self._order, self._done = _tile_order_and_counts(windows)
         self._words = torch.zeros(windows.world_size, SLOTS, dtype=torch.int64, device=windows.device)
         # The kernel writes element (rank, part) at the address of an owner: here that is element (owner, part).
-        rows = torch.arange(windows.world_size, dtype=torch.int64, device=windows.device) - windows.rank
-        self._addresses = rows * SLOTS * self._words.itemsize + self._words.data_ptr()
-        self._is_peer = (rows != 0).long()
-        self._offsets: dict[tuple[int, int], torch.Tensor] = {}
+        self._owners = torch.arange(windows.world_size, dtype=torch.int64, device=windows.device)
+        self._addresses = (self._owners - windows.rank) * SLOTS * self._words.itemsize + self._words.data_ptr()
 
     def __call__(self, x: torch.Tensor, layer: Layer, parts: int) -> Finish:
         """Multiply all rows, and send each part of the peers' when it is complete."""
@@ -195,7 +193,8 @@ class TriggeredScatter:
         self._words.zero_()
         engine.follow()
         flags = replace(windows.ready[0], addresses=self._addresses, local=self._words)
-        destinations = Destinations(self._stored_at(partials, partial), self._done, "remote_first")
+        stored_at = self._owners * (rows * layer.columns * partial.itemsize) + partial.data_ptr()
+        destinations = Destinations(stored_at, self._done, "remote_first")
         signals = Signals(flags, slot_rows)
         scattered_product(x, weight, windows.rank, self._order, signals, destinations, self.tiling)
         sent = windows.events[-len(pieces) :]
@@ -209,17 +208,10 @@ class TriggeredScatter:
                     sent[part].record(engine.stream)
                 elif end == rows:  # its owner waits for it with the first part of the last sender's
                     engine.write_flag(windows.ready_at[peer][:1], windows.word)
+        own = slice(windows.rank * rows, (windows.rank + 1) * rows)
+        partials.target(windows.rank).copy_(partial[own])
         windows.under_way = True
         return functools.partial(_finish_sent, partials, pieces, sent, partial)
-
-    def _stored_at(self, partials: _Partials, partial: torch.Tensor) -> torch.Tensor:
-        """Return [W] int64: where the kernel stores the rows of each owner, in `partial` or this rank's own window."""
-        rank, own = self._windows.rank, partials.target(self._windows.rank).data_ptr()
-        size = partials.rows * partials.columns * partial.itemsize
-        if (own, size) not in self._offsets:  # made when the problem is prepared, not in a capture
-            offsets = [own if each == rank else each * size for each in range(self._windows.world_size)]
-            self._offsets[own, size] = torch.tensor(offsets, dtype=torch.int64, device=partial.device)
-        return torch.add(self._offsets[own, size], self._is_peer, alpha=partial.data_ptr())
 
 
 def _tile_order_and_counts(windows: Windows) -> tuple[torch.Tensor, torch.Tensor]:
