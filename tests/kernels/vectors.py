@@ -26,7 +26,7 @@ _SHARES = dict.fromkeys(("shares", "peers_ready", "clock"), "*i64") | {
     "scale": "fp32",
     "epoch": "i64",
 }
-_UPDATE = dict.fromkeys(("weights", "gradients", "state", "square", "factors"), "*fp32")
+_UPDATE: dict[str, str] = dict.fromkeys(("weights", "gradients", "state", "square", "factors"), "*fp32")
 _UPDATE |= {"shadow": "*bf16", "rows": "*i32"}
 _PRODUCT = {"out": "*bf16", "bias": "*bf16", "done": "*i32", "owners": "*i32", "timeout": "i64"}
 _PRODUCT |= dict.fromkeys(("targets", "peers_ready", "ready", "clock", "status"), "*i64")

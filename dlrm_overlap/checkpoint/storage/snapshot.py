@@ -68,8 +68,9 @@ class Reader:
         if elements.is_floating_point() and elements.numel():
             least, greatest = elements.aminmax()  # NaN, if there is one
             if not (least.isfinite() and greatest.isfinite()):
-                kind = "a weight" if name.startswith("model.") else "an optimizer's state"
-                self.fault = self.fault or f"{kind} is nan or infinite"
+                is_weight = name.startswith("model.")
+                fault = "a weight is nan or infinite" if is_weight else "an optimizer's state is nan or infinite"
+                self.fault = self.fault or fault
         return elements
 
 
