@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dlrm_overlap.simulate.config import SimulateConfig
-from dlrm_overlap.simulate.gpu_config import UpdateConfig
+from dlrm_overlap.simulate.config import SimulateConfig, UpdateConfig
 from dlrm_overlap.simulate.network import Cluster
 from dlrm_overlap.simulate.stage import Simulation, each_alone, send_all
 from dlrm_overlap.simulate.workload import Workload
@@ -56,15 +55,7 @@ def sort_of(config: SimulateConfig, work: Workload, rank: int) -> Sort:
 def rows_s(config: SimulateConfig, work: Workload) -> float:
     """Return how long the rows of the mean rank take to be updated, in seconds, all at once."""
     rates = _rates(config)
-    once = rates.sgd_gb_per_s if config.work.optimizer == "sgd" else rates.adagrad_gb_per_s
-    update = work.update
-    demands = (
-        (update.compulsory - update.exchanged - update.gradients, once),
-        (update.gradients, rates.gradients_gb_per_s or once),
-        (update.exchanged, rates.exchanged_gb_per_s or once),
-        (update.hbm - update.compulsory, rates.repeated_gb_per_s),
-    )
-    return sum(nbytes / gb_per_s / 1e9 for nbytes, gb_per_s in demands) + rates.us / 1e6
+    return work.update.hbm / rates.gb_per_s / 1e9 + rates.us / 1e6
 
 
 def gradient_parts(config: SimulateConfig, work: Workload) -> list[float]:

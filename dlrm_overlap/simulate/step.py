@@ -33,6 +33,10 @@ from dlrm_overlap.simulate.workload import Workload
 
 _OPTIMIZER_BYTES = 26  # a parameter, read and written by an update under Adagrad with a bfloat16 shadow
 _BUCKETS = 4  # in which the collective backward sums dense gradients
+# Kernels that wait for one another, as compiled and captured, counted in traced steps: of a layer, of which a cross
+# layer is one, product and activation; in the backward two products, two that sum the bias' gradient, and the
+# activation's; in all, those of the loss and of casts.
+_FORWARD, _BACKWARD, _LOSS = 2, 5, 9
 
 
 class DenseSeconds(NamedTuple):
@@ -68,7 +72,6 @@ def dense_seconds(config: SimulateConfig, work: Workload) -> DenseSeconds:
     if model.arch == "dcn" and not collective_backward(config):
         width = (tables + 1) * model.dim
         cross = 2.0 * work.samples * model.cross_layers * 2 * width * model.cross_rank
-    kernels = config.gpu.kernels
     layers_of_head = len(model.top_mlp) + (model.cross_layers if model.arch == "dcn" else 1)
     return DenseSeconds(
         bottom_forward=bottom / rate,
@@ -76,10 +79,10 @@ def dense_seconds(config: SimulateConfig, work: Workload) -> DenseSeconds:
         head_backward=(2 * head - cross) / rate + 2 * pairs_s,
         weights=cross / rate,
         bottom_backward=bottom_backward / rate,
-        bottom_forward_kernels=kernels.forward * len(model.bottom_mlp),
-        bottom_backward_kernels=kernels.backward * len(model.bottom_mlp),
-        head_forward_kernels=kernels.forward * layers_of_head + kernels.loss,
-        head_backward_kernels=kernels.backward * layers_of_head,
+        bottom_forward_kernels=_FORWARD * len(model.bottom_mlp),
+        bottom_backward_kernels=_BACKWARD * len(model.bottom_mlp),
+        head_forward_kernels=_FORWARD * layers_of_head + _LOSS,
+        head_backward_kernels=_BACKWARD * layers_of_head,
         counts=counts,
     )
 
