@@ -59,16 +59,6 @@ def test_stage_measures_all_contenders_against_the_baseline(tmp_path: Path) -> N
         assert value["gpu_ms"] > 0
 
 
-def test_partial_sums_of_bags_without_ids_do_not_travel(tmp_path: Path) -> None:
-    options = ["--pooling_factors", "1", "2", "--train.global_batch_size", "2048"]
-    rows, _ = _bench(tmp_path, "partial_sums", *options)
-    for row, filled in zip(rows, (1 / 2, 3 / 4), strict=True):
-        # To a rank of two come a partial sum of each of 6 tables for each of its samples, where none is left out.
-        assert int(row["torchrec_bytes"]) == 1024 * 6 * 16 * 4
-        for column in ("forward_bytes", "backward_bytes", "expected_bytes"):
-            assert float(row[column]) / float(row["torchrec_bytes"]) == pytest.approx(filled, rel=0.02), column
-
-
 @pytest.mark.parametrize(
     ("options", "types"),
     [
