@@ -42,10 +42,19 @@ class Limit:
     """of this GPU's links, out to all peers; 0 if it has no peer"""
 
     @property
+    def hbm_ms(self) -> float:
+        """The time that memory needs if every byte is carried at its measured rate."""
+        return self.hbm_bytes / self.hbm_gb_per_s / 1e6
+
+    @property
+    def link_ms(self) -> float:
+        """The same of the links."""
+        return self.link_bytes / self.link_gb_per_s / 1e6 if self.link_bytes else 0.0
+
+    @property
     def ms(self) -> float:
-        """The time that memory or links need, whichever is longer, if every byte is carried at its measured rate."""
-        link_ms = self.link_bytes / self.link_gb_per_s / 1e6 if self.link_bytes else 0.0
-        return max(self.hbm_bytes / self.hbm_gb_per_s / 1e6, link_ms)
+        """The longer of both."""
+        return max(self.hbm_ms, self.link_ms)
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ class Section(NamedTuple):
     hardware: str
     """GPUs or CPU, versions and commits"""
     commands: Sequence[str]
-    """those that the rows name, or the figure's where one of them names none"""
+    """those that the rows name"""
     picture: str
     """SVG, in base64"""
 
@@ -64,8 +64,7 @@ def make_section(measured: Measured) -> Section:
         InputError: naming the file, if a column that the plot needs is missing or no number.
     """
     plot, name = PLOTS[measured.kind], measured.name
-    named = list(dict.fromkeys(row.get("command") or "" for row in measured.rows))
-    commands = [f"dlrm-overlap bench {plot.command} --nproc 4"] if "" in named else named
+    commands = list(dict.fromkeys(command for row in measured.rows if (command := row.get("command"))))
     made_by = hardware(measured.rows)
     try:
         figure, lines = plot.draw(measured.rows)
@@ -75,7 +74,7 @@ def make_section(measured: Measured) -> Section:
         raise InputError(f"{name}.csv: {error}; repair the row, or measure again") from None
     table = lines.to_html(index=False, border=0, na_rep="-", float_format="{:.4g}".format)
     title = plot.title if name == measured.kind else f"{plot.title} ({name})"
-    picture = base64.b64encode(svg(figure, made_by, commands[0])).decode()
+    picture = base64.b64encode(svg(figure, made_by, *commands[:1])).decode()
     return Section(name, title, plot.reading, table, made_by, commands, picture)
 
 

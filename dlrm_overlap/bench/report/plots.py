@@ -219,14 +219,9 @@ class Plot(NamedTuple):
     title: str
     reading: str
     """how to read it, in a sentence or two"""
-    command: str
-    """measures such rows; several shapes are several calls"""
     draw: Callable[[Rows], Drawing]
 
 
-_MLPERF = "--config configs/bench/step_mlperf.yaml"
-_DIM128 = "--config configs/bench/dim128.yaml --tables_per_rank 26"
-_TINY = "--config configs/bench/tiny.yaml"
 _SCALING = partial(draw_bars, label=lambda row: f"{row['world_size']} GPUs", limit="limit_ms")
 _INPUT = {"cached_median_ms": "one cached batch", "loaded_median_ms": "fed by the loader"}
 
@@ -236,7 +231,6 @@ PLOTS = {
         "Median of a step by contender. The line is the floor: the longest of the dense products, the bytes of memory "
         "and the bytes of the links, under the first contender's plan. A contender whose losses were not the "
         "reference's has no bar.",
-        f"step {_MLPERF}",
         partial(draw_bars, label=_step_label, limit="floor_ms"),
     ),
     "stage": Plot(
@@ -244,14 +238,12 @@ PLOTS = {
         "Time over the baseline's, FBGEMM + NCCL + unpack: from the ids at the tables' ranks to the pooled embeddings "
         "at the samples' ranks. Outputs were equal before anything was timed. The limit is the bytes over the rate of "
         "copies in memory or over that of the links, the greater; a lookup mostly reads, so it may be a little faster.",
-        f"stage {_DIM128}",
         partial(draw_bars, label=shape, limit="limit_ms", over="baseline"),
     ),
     "backward": Plot(
         "The backward",
         "From gradients to updated rows, over the time of NCCL with FBGEMM's update. A time may be below the limit, "
         "which counts every read of a gradient, also those that the cache saves.",
-        f"backward {_DIM128} --iterations 40",
         partial(
             draw_bars, label=lambda row: f"{shape(row)}\n{row['optimizer']}", limit="limit_ms", over="baseline"
         ),
@@ -259,7 +251,6 @@ PLOTS = {
     "timeline": Plot(
         "Where a step's time goes",
         "Mean of the traced steps on each rank: something computes; only communication runs; only copies; nothing.",
-        f"timeline {_MLPERF}",
         partial(
             draw_bars,
             label=lambda row: f"{row['contender'].replace('_', chr(10))}\nrank {row['rank']}",
@@ -270,34 +261,28 @@ PLOTS = {
     "weak": Plot(
         "Weak scaling of the embedding stage",
         "Tables of a GPU and global batch stay: as long on several GPUs as on one is ideal.",
-        "weak --config configs/bench/weak.yaml --tables_per_rank 64",
         _SCALING,
     ),
     "strong": Plot(
         "Strong scaling of the embedding stage",
         "Tables in all and global batch stay.",
-        "strong --config configs/bench/strong.yaml",
         _SCALING,
     ),
     "sweep": Plot(
         "Where it pays",
         "Speedup of the faster of pgas and fused over the strongest baseline: FBGEMM, NCCL and unpacking, at once or "
         f"in 2, 4 or 8 chunks; in brackets below {PAYS}.",
-        "sweep --config configs/bench/sweep.yaml --tables_per_rank 16 --dims 128 32 512 256 "
-        "--global_batches 2048 16384 --pooling_factors 1 8 32 128",
         draw_map,
     ),
     "volume": Plot(
         "Communication volume over time",
         "Bytes that leave rank 0 for its peers, by stretches of the stage's time. Of fused they are known task by "
         "task, by the kernel's own clock; those of a baseline are spread evenly over NCCL's kernels, by the profiler.",
-        f"volume {_DIM128}",
         partial(draw_lines, x="begin_us", y="gb_per_s", panels=["contender", "stage_us"], level="link_gb_per_s"),
     ),
     "collectives": Plot(
         "All-to-all and all-gather by copy engines and by stores",
         "Time over that of NCCL by size. Beside a product it is the time until both are done.",
-        f"collectives {_TINY} --operations all_to_all all_gather",
         lambda rows: draw_lines(
             todays(rows), "mb_per_peer", "median_ms", ["operation", "beside", "captured"],
             over="nccl", xscale="log", ylim=(0, 1.6),
@@ -306,14 +291,12 @@ PLOTS = {
     "concurrent": Plot(
         "A computation beside a communication",
         "Fraction of the ideal speedup by strategy, averaged over a class of cases: 1 hides the shorter of the two.",
-        "concurrent --config configs/quickstart.yaml",
         _strategies,
     ),
     "gemm": Plot(
         "Products with their all-gather or reduce-scatter inside",
         "Time over that of the collective and the product one after the other. The thick line is the longer of the "
         "product alone and of its bytes at the rate of the links.",
-        f"gemm {_TINY}",
         partial(
             draw_bars,
             groups=("operator", "m", "k", "n"),
@@ -325,7 +308,6 @@ PLOTS = {
     "input": Plot(
         "The step fed by the loader",
         "Median of a step on one cached batch and on batches that the loader brings.",
-        "input --config configs/mlperf_dcnv2.yaml --data.tables.max_rows 4000000",
         partial(
             draw_bars,
             label=lambda row: f"{row['backend']}\n{row['data']}\n{row['workers']} workers",

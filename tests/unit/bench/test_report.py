@@ -14,7 +14,7 @@ from dlrm_overlap.bench.report.rows import append_rows
 from dlrm_overlap.cli import main
 from dlrm_overlap.config import InputError
 from dlrm_overlap.launching.environment import environment
-from tests.conftest import dump_page, need_browser, read_rows
+from tests.conftest import read_rows
 
 RESULTS = Path("docs/results")
 
@@ -95,9 +95,7 @@ def test_the_page_is_one_file_and_says_which_hardware_and_commands_measured_it()
     assert not re.findall(r"(?:src|href)=\"(?!data:|#)", page)
     assert "<script" not in page
     assert "4 x NVIDIA H200, torch 2.11.0+cu130, nccl 2.28.9" in page
-    assert page.count(f"<code>dlrm-overlap bench {PLOTS['stage'].command} --nproc 4</code>") == 1, (
-        "rows that name no command"
-    )
+    assert "<code>" not in page, "these rows name no command"
     assert b"<svg" in base64.b64decode(section.picture)
     assert section.picture in page
     rehearsed = html_page([make_section(_stage(gpu="", command="dlrm-overlap bench stage --seed 1"))])
@@ -173,14 +171,3 @@ def test_a_file_that_cannot_be_drawn_is_told_in_a_line(tmp_path: Path, text: str
     (tmp_path / "gemm.csv").write_text(text)
     with pytest.raises(InputError, match=message):
         write_report(tmp_path, tmp_path / "report")
-
-
-@pytest.mark.slow
-def test_a_browser_shows_the_page_from_a_file(tmp_path: Path) -> None:
-    need_browser(tmp_path / "profile")
-    shutil.copy(RESULTS / "step.csv", tmp_path / "step.csv")
-    write_report(tmp_path, tmp_path)
-    shown = dump_page((tmp_path / "index.html").as_uri(), tmp_path / "profile")
-    assert "<title>dlrm-overlap: report</title>" in shown
-    assert shown.count("<img") == 1
-    assert all(f"<td>{row['contender']}</td>" in shown for row in read_measured(tmp_path / "step.csv").rows)

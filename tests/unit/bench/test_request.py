@@ -9,7 +9,6 @@ import pytest
 
 from dlrm_overlap.bench.request import (
     FIGURES,
-    CollectivesRequest,
     ShapeRequest,
     StepRequest,
     SweepRequest,
@@ -80,13 +79,6 @@ def test_a_sweep_has_all_values_of_its_axes_and_the_configurations_where_there_i
     criteo = configuration("--data.kind", "criteo_tsv", "--data.path", "x")
     with pytest.raises(InputError, match=r"data\.kind: criteo_tsv, but bench sweep takes shapes that no file has"):
         sweep.check_ranks(criteo, 4, "cuda")
-
-
-def test_collectives_of_half_a_gigabyte_are_a_gpus() -> None:
-    asked = CollectivesRequest("collectives", OUTPUT)
-    assert max(asked.sizes_on("cuda")) == 512
-    assert max(asked.sizes_on("cpu")) <= 4
-    assert CollectivesRequest("collectives", OUTPUT, sizes_mb=(7,)).sizes_on("cpu") == (7,)
 
 
 @pytest.mark.parametrize("kind", ["collectives", "volume"])
