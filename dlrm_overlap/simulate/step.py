@@ -21,10 +21,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-import numpy as np
-
 from dlrm_overlap.embedding.traffic import DenseCounts, count_dense
-from dlrm_overlap.simulate.backward import add_backward, collective_backward, sort_of
+from dlrm_overlap.simulate.backward import add_backward, collective_backward, sort_s
 from dlrm_overlap.simulate.config import SimulateConfig
 from dlrm_overlap.simulate.engine import Timeline
 from dlrm_overlap.simulate.network import hierarchical_all_reduce, ring_all_reduce
@@ -118,10 +116,9 @@ def _add_sorts(sim: Simulation, after: Sequence[int]) -> list[list[int]]:
     Its kernels are in the same queue of programs as the dense part's: while they have the multiprocessors, those wait.
     """
     config, cluster, work = sim
-    sorts = [sort_of(config, work, rank) for rank in range(cluster.world_size)]
-    busy_s, least_s = (np.array(column) for column in zip(*sorts, strict=True))
+    busy_s, least_s = sort_s(config, work)
     if not least_s.any():
-        return [[] for _ in sorts]
+        return [[] for _ in after]
     numbers = cluster.add_each("sort", [cluster.products], busy_s, each_alone(after), lane="ids", least_s=least_s)
     return each_alone(numbers)
 
@@ -162,7 +159,9 @@ def _add_step(sim: Simulation, none: list[list[int]]) -> None:
     summed = bottom_back
     if several:
         # The last bucket is that of the layers whose gradients come last.
-        ready[-1] = each(bottom_back) if collective else each(bottom_back, weights, arrived)
+        ready[-1] = each(bottom_back)
+        if not collective:
+            ready[-1] = [[*a, *b] for a, b in zip(each(bottom_back, weights), arrived, strict=True)]
         summed = _add_all_reduces(sim, ready, 4.0 * dense.counts.parameters)
     seconds = _OPTIMIZER_BYTES * dense.counts.parameters / gpu.optimizer_gb_per_s / 1e9
     cluster.add_each(

@@ -7,7 +7,7 @@ import io
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import cycle
+from itertools import cycle, product
 from typing import Any, NamedTuple
 
 import matplotlib
@@ -17,7 +17,9 @@ from matplotlib.figure import Figure
 from dlrm_overlap.bench.report.concurrent import CLASSES, summarise
 from dlrm_overlap.bench.report.measured import Row, milliseconds, runs, shape, trusted
 
-Drawing = tuple[Figure, pd.DataFrame]
+Frame = Any
+"""a DataFrame, of whose methods pandas' types say too little"""
+Drawing = tuple[Figure, Frame]
 Rows = Sequence[Row]
 
 PAYS = 1.05
@@ -30,7 +32,7 @@ _AXES = {"tables_per_rank": "tables a GPU", "pooling_factor": "pooling factor", 
 _TIMES = {"gpu_ms": "the GPU's time alone", "median_ms": "as the host issues it"}
 
 
-def frame_of(rows: Iterable[Row], *columns: str) -> pd.DataFrame:
+def frame_of(rows: Iterable[Row], *columns: str) -> Frame:
     """Return the rows, with numbers in `columns`; NaN where a cell is empty.
 
     Raises:
@@ -101,7 +103,7 @@ def draw_bars(
     table = frame_of(kept, *dict.fromkeys(name for run in kept for name in run))
     names = [label(first) for first in firsts]
     table.index = pd.Index([name.replace("\n", ", ") for name in names], name="shape")
-    base = table[over] if over else 1.0
+    base: Any = table[over] if over else 1.0
     figure, (axes,) = _panels(1, 3.2, width=max(9.0, 0.16 * table.size))
     drawn = table.div(base, axis=0).reset_index(drop=True)
     drawn.plot.bar(ax=axes, width=0.84, edgecolor="black", linewidth=0.5, legend=False, rot=0)
@@ -163,7 +165,7 @@ def map_axes(rows: Iterable[Row]) -> list[str]:
     return [name for name in _AXES if len({row[name] for row in rows if row.get(name)}) > 1]
 
 
-def map_times(rows: Rows, time: str) -> pd.DataFrame:
+def map_times(rows: Rows, time: str) -> Frame:
     """Return the fastest of ours, the strongest baseline and the speedup of each shape, which is the index."""
     axes = map_axes(rows)
     frame = frame_of(rows, time, *axes)
@@ -177,7 +179,7 @@ def draw_map(rows: Rows) -> Drawing:
     names = [_AXES[axis] for axis in map_axes(rows)]
     times = {label: map_times(rows, time) for time, label in _TIMES.items()}
     rest = list(range(2, len(names)))
-    grids: list[tuple[str, pd.DataFrame]] = []
+    grids: list[tuple[str, Frame]] = []
     for label, found in times.items():
         for key, part in found["speedup"].groupby(level=rest) if rest else [((), found["speedup"])]:
             title = ", ".join([label, *(f"{name} {value:g}" for name, value in zip(names[2:], key, strict=True))])
@@ -186,7 +188,7 @@ def draw_map(rows: Rows) -> Drawing:
     figure, every = _panels(len(times), 2.4, len(grids) // len(times))
     for axes, (title, grid) in zip(every, grids, strict=True):
         axes.imshow(grid.astype(float), cmap="Greys", vmin=1.0, vmax=3.0, origin="lower", aspect="auto")
-        for (y, x), value in ((place, grid.iat[place]) for place in pd.MultiIndex.from_product(map(range, grid.shape))):
+        for (y, x), value in ((place, grid.iat[place]) for place in product(*map(range, grid.shape))):
             text = f"{value:.2f}" if value >= PAYS else f"({value:.2f})"
             axes.text(x, y, text, ha="center", va="center", color="white" if value > 2.2 else "black")
         axes.set_xticks(range(grid.shape[1]), [f"{each:g}" for each in grid.columns])

@@ -4,6 +4,7 @@ import base64
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -123,7 +124,8 @@ def test_lines_are_the_rows_of_each_panel() -> None:
     assert len(figure.axes) == len({row["contender"] for row in rows}) == 5
     sent = sum(float(row["gb_per_s"]) for row in rows if row["contender"] == "fused")
     assert table["fused"].sum() == pytest.approx(sent)
-    assert sum(figure.axes[-1].lines[0].get_ydata()) == pytest.approx(sent)
+    drawn: Any = figure.axes[-1].lines[0].get_ydata()
+    assert sum(drawn) == pytest.approx(sent)
 
 
 def test_a_run_ends_where_a_contender_comes_again() -> None:

@@ -165,6 +165,7 @@ def test_the_parts_of_a_step_add_up_to_it_and_are_a_runs_text_and_curve(tmp_path
     parts = write_breakdown(path, 22, board)
     board.close()
     expected = [0.8, 0.2, 0.15, 0.0, 0.3, 0.15, 0.05, 0.1]
+    assert parts is not None
     assert parts == pytest.approx(dict(zip(PARTS, expected, strict=True)))
     assert sum(expected) == pytest.approx(1.75)
     halves = mean_step(read_steps(path)[0], steps=2)

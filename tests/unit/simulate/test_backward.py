@@ -8,7 +8,7 @@ import yaml
 
 from dlrm_overlap.config import InputError, ModelConfig
 from dlrm_overlap.embedding.balance import TableLoad
-from dlrm_overlap.simulate.backward import add_backward, gradient_parts, rows_s, sort_of
+from dlrm_overlap.simulate.backward import add_backward, gradient_parts, rows_s, sort_s
 from dlrm_overlap.simulate.config import (
     ExchangeConfig,
     GpuConfig,
@@ -51,7 +51,7 @@ def test_updates_and_products_take_turns() -> None:
     _, cluster, work = sim
     engine = cluster.engine
     product = engine.add("product", {cluster.products(0): 1e-3}, 1e-3, rank=0, lane="products")
-    updated = add_backward(sim, [[]], [[]]).updated
+    _, updated = add_backward(sim, [[]], [[]])
     timeline = engine.run()
     both_s = 1e-3 + rows_s(config, work)
     assert timeline.seconds == pytest.approx(both_s), "as long as one after the other"
@@ -66,11 +66,11 @@ def test_the_collective_packs_sends_sorts_and_updates_in_turn() -> None:
     parts_ms = [
         2 * work.pooled_bytes / GPU.copy_gb_per_s / 1e6,
         GPU.collective_us / 1e3 + 3 * work.pair_bytes / GPU.collective_gb_per_s / 1e6,
-        1e3 * sort_of(config, work, 0).least_s,
+        1e3 * sort_s(config, work)[1][0],
         1e3 * rows_s(config, work),
     ]
     assert found.ms == pytest.approx(sum(parts_ms), rel=1e-6)
-    assert sort_of(config, work, 1) == pytest.approx((work.ids * 0.1e-9, work.ids * 0.1e-9))
+    assert [seconds[1] for seconds in sort_s(config, work)] == pytest.approx([work.ids * 0.1e-9] * 2)
     launched = replace(config, gpu=replace(GPU, baseline_update=replace(RATES, sort_us=200.0)))
     assert simulate(launched).ms == pytest.approx(found.ms + 0.2, rel=1e-6)
 
