@@ -30,16 +30,16 @@ _LINK_BYTES = {"cuda": 192 << 20, "cpu": 4 << 20}  # to each peer; a container's
 
 @dataclass(frozen=True)
 class Limit:
-    """One rank's bytes of a step, and the rates at which its memory and its links carry bytes."""
+    """One rank's bytes of a step, and the rates at which memory and links carry bytes on the slowest rank."""
 
     hbm_bytes: int
     """into and out of this GPU's memory"""
     link_bytes: int
     """out of this GPU to its peers"""
     hbm_gb_per_s: float
-    """of this GPU's memory, read and written"""
+    """of a GPU's memory, read and written"""
     link_gb_per_s: float
-    """of this GPU's links, out to all peers; 0 if it has no peer"""
+    """of a GPU's links, out to all peers; 0 if it has no peer"""
 
     @property
     def hbm_ms(self) -> float:
@@ -214,9 +214,8 @@ def find_limit(
         ceilings: from `measure_ceilings`.
     """
     means = [sum(column) / len(counts) for column in zip(*counts, strict=True)]
-    by_rank = [(list(map(round, row[:-2])), row[-2:]) for row in gather([*means, *ceilings], device, group)]
-    limits = [(Limit(hbm, link, *rates), rest) for (hbm, link, *rest), rates in by_rank]
-    return max(limits, key=lambda limit: limit[0].ms)
+    by_rank = [list(map(round, row)) for row in gather(means, device, group)]
+    return max(((Limit(hbm, link, *ceilings), rest) for hbm, link, *rest in by_rank), key=lambda limit: limit[0].ms)
 
 
 def measure_ceilings(group: dist.ProcessGroup, device: torch.device) -> tuple[float, float]:
