@@ -195,3 +195,27 @@ class Numbers(NamedTuple):
     """the most that AdagradW's rate may be under a halflife of -2; adjustment_ub"""
     lazy: float = 0.0
     """1 for AdagradW, else 0"""
+
+
+STATES: dict[str, tuple[str, ...]] = {
+    "sgd": (),
+    "adagrad": ("elements",),
+    "rowwise_adagrad": ("number",),
+    "decaying_rowwise_adagrad": ("number",),
+    "rowwise_adagrad_with_counter": ("number", "number", "number"),
+    "adam": ("elements", "elements"),
+    "partial_rowwise_adam": ("elements", "number"),
+    "lamb": ("elements", "elements"),
+    "partial_rowwise_lamb": ("elements", "number"),
+}
+"""of each optimizer's states, in FBGEMM's order, what is kept of a row: elements, one for each of its own, or number"""
+
+
+def state_bytes(optimizer: str, dim: int) -> int:
+    """Return the bytes of all states of a row."""
+    return sum(4 * dim if kind == "elements" else 4 for kind in STATES[optimizer])
+
+
+def looks_at_rows(optimizer: str) -> bool:
+    """Return whether columns of a row, each updated on its own, would be updated otherwise than the row as a whole."""
+    return "number" in STATES[optimizer] or "lamb" in optimizer

@@ -27,7 +27,7 @@ OPTIMIZERS = {
 }
 _WITH_COUNTER = "rowwise_adagrad_with_counter"
 _MEANS = "momentum1", "momentum2"
-_STATES = {
+_BUFFERS = {
     "sgd": (),
     "adagrad": ("momentum1",),
     "rowwise_adagrad": ("momentum1",),
@@ -37,7 +37,7 @@ _STATES = {
     "lamb": _MEANS,
     "partial_rowwise_lamb": _MEANS,
 }
-"""FBGEMM's names of each optimizer's states, in its order; those of more than one state count their steps"""
+"""FBGEMM's buffers of each optimizer's states, in its order; optimizers with more than one count their steps"""
 
 log = logging.getLogger("dlrm_overlap")
 
@@ -67,7 +67,7 @@ class LocalTables:
         self._storages: list[tuple[Any, str]] = [
             (tbe, f"{name}_{'host' if tbe.use_cpu else 'dev'}")
             for tbe in lookups
-            for name in ("weights", *_STATES.get(optimizer_of(tbe), ()))
+            for name in ("weights", *_BUFFERS.get(optimizer_of(tbe), ()))
         ]
         self._storage: tuple[int, ...] | None = None
         self._weights: list[list[torch.Tensor]] = []
@@ -120,7 +120,7 @@ class LocalTables:
         """Return where a shard's rows are, on a GPU."""
         tbe: Any = self.lookups[shard.lookup]
         optimizer = self.optimizer(shard)
-        states = tuple(getattr(tbe, f"{name}_dev").detach() for name in _STATES[optimizer])
+        states = tuple(getattr(tbe, f"{name}_dev").detach() for name in _BUFFERS[optimizer])
         given = tbe.optimizer_args  # of which SGD and Adagrad read neither, as under FBGEMM
         if optimizer == "rowwise_adagrad" and (given.weight_decay_mode or given.max_norm):
             optimizer = "decaying_rowwise_adagrad"
@@ -145,7 +145,7 @@ class LocalTables:
                 tbe.optimizer_args,
                 _frozen(tbe),
                 int(tbe.iter_cpu) if counts(tbe) else 0,
-                _STATES[optimizer_of(tbe)] == _MEANS,
+                _BUFFERS[optimizer_of(tbe)] == _MEANS,
             )
             for tbe in self.lookups
         ]
@@ -176,7 +176,7 @@ def optimizer_of(tbe: Any) -> str:
 
 def counts(tbe: Any) -> bool:
     """Return whether the optimizer of a fused lookup counts its steps."""
-    return len(_STATES.get(optimizer_of(tbe), ())) > 1
+    return len(_BUFFERS.get(optimizer_of(tbe), ())) > 1
 
 
 def _frozen(tbe: Any) -> bool:

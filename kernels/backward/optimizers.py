@@ -1,6 +1,7 @@
 """The optimizers' arithmetic on whole rows, as FBGEMM has it, and the states that each keeps of a row.
 
-One more is a function that updates states and returns the step, a line of `OPTIMIZERS`, and a twin in `reference.py`.
+One more is a function that updates states and returns the step, lines in `OPTIMIZERS` and `STATES`, and a twin in
+`reference.py`.
 """
 
 from typing import Any, NamedTuple
@@ -9,11 +10,11 @@ import torch
 import triton
 import triton.language as tl
 
-from dlrm_overlap.kernels.arguments import Numbers
+from dlrm_overlap.kernels.arguments import STATES, Numbers
 from dlrm_overlap.kernels.backward.rounding import rounded
 
 SEED_STEP = tl.constexpr(0x5EED)  # between the seeds of two steps
-MOST_STATES = 3
+MOST_STATES = max(map(len, STATES.values()))
 # Indices of `Rule.numbers`.
 LR, EPS, L2, DECOUPLED, MOST_NORM, BETA1, BETA2, COUNT, HALFLIFE, DECAY_AFTER, MOST_RATE, LAZY = map(
     tl.constexpr, range(len(Numbers._fields))
@@ -107,7 +108,7 @@ def elements(first, key, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
 def load_rows(stored, key, mask, STATES: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
     """Return the rows of `key` [N] int64 where `mask`, [N, BLOCK_DIM] float32, and the states of their optimizer.
 
-    A state is [N, BLOCK_DIM] or [N] float32, as STATES says, see `Optimizer`; one that there is not is 0.
+    A state is [N, BLOCK_DIM] or [N] float32, as STATES says; one that there is not is 0.
     """
     both = mask[:, None] & (tl.arange(0, BLOCK_DIM) < DIM)[None, :]
     at = elements(stored.weight_at, key, DIM, BLOCK_DIM)
@@ -242,7 +243,9 @@ def _rowwise_adagrad_with_counter(
         missed = tl.minimum(past, rule.count - after) - 1.0
         power = tl.where(missed == 0.0, 1.0, _power(1.0 - decoupled, missed).to(tl.float32))
         rate = tl.where(halflife == -1.0, rate * tl.sqrt_rn(counter), rate)
-        rate = tl.where(halflife == -2.0, tl.minimum(rule.lr * counter, tl.load(rule.numbers + MOST_RATE)), rate) * power
+        rate = (
+            tl.where(halflife == -2.0, tl.minimum(rule.lr * counter, tl.load(rule.numbers + MOST_RATE)), rate) * power
+        )
         shrunk = 1.0 - (1.0 - decoupled) * power
     decays = rule.count > after
     rate, shrunk = tl.where(decays, rate, rule.lr) / root, tl.where(decays, shrunk, 0.0)
@@ -303,24 +306,15 @@ def _lamb(
     return (rule.lr * norm)[:, None] * step
 
 
-class Optimizer(NamedTuple):
-    """What a row keeps, and how it is updated."""
-
-    update: Any
-    """the jitted function, see `store_updated_rows`"""
-    states: tuple[str, ...] = ()
-    """of each state: elements, one for each of the row's, or number, one a row"""
-
-
-OPTIMIZERS = {
-    "sgd": Optimizer(_sgd),
-    "adagrad": Optimizer(_adagrad, ("elements",)),
-    "rowwise_adagrad": Optimizer(_rowwise_adagrad, ("number",)),
-    "decaying_rowwise_adagrad": Optimizer(_decaying_rowwise_adagrad, ("number",)),
-    "rowwise_adagrad_with_counter": Optimizer(_rowwise_adagrad_with_counter, ("number",) * 3),
-    "adam": Optimizer(_adam, ("elements", "elements")),
-    "partial_rowwise_adam": Optimizer(_adam, ("elements", "number")),
-    "lamb": Optimizer(_lamb, ("elements", "elements")),
-    "partial_rowwise_lamb": Optimizer(_lamb, ("elements", "number")),
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": _sgd,
+    "adagrad": _adagrad,
+    "rowwise_adagrad": _rowwise_adagrad,
+    "decaying_rowwise_adagrad": _decaying_rowwise_adagrad,
+    "rowwise_adagrad_with_counter": _rowwise_adagrad_with_counter,
+    "adam": _adam,
+    "partial_rowwise_adam": _adam,
+    "lamb": _lamb,
+    "partial_rowwise_lamb": _lamb,
 }
-"""by FBGEMM's names"""
+"""the update of each, by FBGEMM's name; `STATES` has what it keeps"""

@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dlrm_overlap.kernels.arguments import power_of_2
+from dlrm_overlap.kernels.arguments import STATES, power_of_2
 from dlrm_overlap.kernels.backward.optimizers import (
     MOST_STATES,
     OPTIMIZERS,
@@ -197,8 +197,8 @@ def _update_rows(
 
     Memory: the program reads the optimizer's `numbers` and the `clock`, see `Rule`, the keys, starts, offsets and
     factors that `Preparation` has left, and the gradients in this rank's `gradient` window. It rewrites the rows in
-    `weights`, and their states, of the runs that it completes, each row by one program alone, and stores the sums of chunks
-    to `chunk_sums` [chunks, DIM].
+    `weights` of the runs that it completes, and their states, each row by one program alone, and stores the sums of
+    chunks to `chunk_sums` [chunks, DIM].
 
     Order: on the stream the kernel follows the wait for the gradients' flags. A program stores a chunk's sum, passes a
     barrier, and counts the chunk in `shared` (acquire and release, GPU scope). The program that counts a run's last
@@ -259,14 +259,14 @@ def _compiled(
 ) -> CompiledKernel:
     block = power_of_2(dim)
     warps = max(1, block // 256)
-    update, states = OPTIMIZERS[optimizer]
+    states = STATES[optimizer]
     constants = {
         "RUNS": _runs_a_task(dim),
         "BESIDE_IDS": min(_BESIDE_IDS, chunk_ids),
         "TILE": max(1, _TILE_ELEMENTS * warps // block),
         "CHUNK_IDS": chunk_ids,
         "SCALED": scaled,
-        "UPDATE": update,
+        "UPDATE": OPTIMIZERS[optimizer],
         "STATES": (*states, *[None] * (MOST_STATES - len(states))),
         "DIM": dim,
         "BLOCK_DIM": block,

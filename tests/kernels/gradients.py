@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 import torch
 
+from dlrm_overlap.kernels.arguments import STATES, Numbers
 from dlrm_overlap.kernels.backward.add_to_rows import add_to_rows
-from dlrm_overlap.kernels.arguments import Numbers
-from dlrm_overlap.kernels.backward.optimizers import OPTIMIZERS, RowRange, Rule
+from dlrm_overlap.kernels.backward.optimizers import RowRange, Rule
 from dlrm_overlap.kernels.backward.reference import update_rows
 from dlrm_overlap.kernels.backward.row_runs import InputFeatures, Preparation, PreparedRuns, SortedIds
 from dlrm_overlap.kernels.backward.update_rows import RowUpdate
@@ -180,7 +180,7 @@ class Model:
             weights[4:-4] = torch.randn(count * rows.dim, generator=self._generator)
             self.weights.append(weights)
             self.states.append([])
-            for kind in OPTIMIZERS[rows.optimizer].states:
+            for kind in STATES[rows.optimizer]:
                 each, guard = (rows.dim, 4) if kind == "elements" else (1, 1)
                 state = torch.full((count * each + 2 * guard,), GUARD)
                 state[guard : guard + count * each] = torch.rand(count * each, generator=self._generator)
@@ -247,9 +247,7 @@ class Model:
             weights=self.weights[index],
             states=tuple(self.states[index]),
             weight_at=1 - first * units,
-            state_at=tuple(
-                1 - first * (units if kind == "elements" else 1) for kind in OPTIMIZERS[rows.optimizer].states
-            ),
+            state_at=tuple(1 - first * (units if kind == "elements" else 1) for kind in STATES[rows.optimizer]),
             dim=rows.dim,
             any_mean=rows.means,
             optimizer=rows.optimizer,
@@ -290,7 +288,7 @@ class Model:
         weights, states = self.weights[index].double(), [state.double() for state in self.states[index]]
         views = [
             state[4:-4].view(-1, rows.dim) if kind == "elements" else state[1:-1]
-            for kind, state in zip(OPTIMIZERS[rows.optimizer].states, states, strict=True)
+            for kind, state in zip(STATES[rows.optimizer], states, strict=True)
         ]
         gradient = rule.factor * self.totals(index)[touched]
         update_rows(weights[4:-4].view(-1, rows.dim), views, touched, gradient, rows.optimizer, rule.numbers)

@@ -9,10 +9,11 @@ import torch
 from dlrm_overlap.kernels.backward.optimizers import OPTIMIZERS
 from dlrm_overlap.kernels.backward.update_rows import RowUpdate
 from tests.agreement import assert_same
+from tests.kernels.compiling import run_without_interpreter
 from tests.kernels.emulation import interpreted, to_wire
 from tests.kernels.gradients import MIXED, RULE, RULES, Case, Model, Rows, assert_near
 
-pytestmark = interpreted
+pytestmark = [interpreted, pytest.mark.filterwarnings("ignore::RuntimeWarning")]  # of rows that are not stored
 
 # Ranges of unlike dims, optimizers and rows; no id names a row of the second.
 RANGES = (
@@ -21,6 +22,11 @@ RANGES = (
     replace(MIXED, dim=4, optimizer="adagrad"),
     Rows(((2, 0, 60),), dim=8, optimizer="rowwise_adagrad"),
 )
+
+
+@pytest.mark.slow
+def test_every_optimizer_compiles_for_an_h200() -> None:
+    run_without_interpreter("tests.kernels.row_vectors")
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -44,6 +50,26 @@ def test_rows_are_updated_once_by_the_sum_of_their_gradients(
     assert len(set(bags_by_key)) < len(bags_by_key), "a bag names a row twice"
     assert (model.lengths == 0).any(), "a bag is empty"
     model.check_update(model.prepare())
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        {"decoupled": 0.0, "l2": 0.125},
+        {"halflife": 0, "count": 10},
+        {"halflife": -1},
+        {"decay_after": 9},
+        {"lazy": 1},
+        {"lazy": 1, "halflife": -1},
+        {"lazy": 1, "halflife": -2, "decay_after": 7},
+        {"lazy": 1, "halflife": -2, "decay_after": 9},
+    ],
+    ids=str,
+)
+def test_every_decay_by_a_counter(numbers: dict[str, float]) -> None:
+    optimizer = "rowwise_adagrad_with_counter"
+    model, rule = Model(Case((replace(MIXED, optimizer=optimizer),))), RULES[optimizer]
+    model.check_update(model.prepare(), rule=rule._replace(numbers=rule.numbers._replace(**numbers)))
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
