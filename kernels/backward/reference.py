@@ -84,7 +84,7 @@ def _rowwise_adagrad_with_counter(row: Rows, states: States, gradient: Rows, num
 
 
 def _adam(row: Rows, states: States, gradient: Rows, numbers: Numbers) -> tuple[Rows, States]:
-    """Of two states: the moving means of gradients, [rows, D], and of squares, [rows, D] or of the rows' mean [rows]."""
+    """Of two states: the moving means of gradients, [rows, D], and of squares, [rows, D] or a row's mean [rows]."""
     squares = gradient.square() if states[1].dim() == 2 else gradient.square().mean(1)
     means = [
         beta * state + (1 - beta) * x
