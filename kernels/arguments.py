@@ -211,7 +211,7 @@ STATES: dict[str, tuple[str, ...]] = {
 """of each optimizer's states, in FBGEMM's order, what is kept of a row: elements, one for each of its own, or number"""
 
 
-def state_bytes(optimizer: str, dim: int) -> int:
+def state_bytes(optimizer: str, dim: float) -> float:
     """Return the bytes of all states of a row."""
     return sum(4 * dim if kind == "elements" else 4 for kind in STATES[optimizer])
 
