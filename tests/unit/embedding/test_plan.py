@@ -36,7 +36,7 @@ def _plan(config: Config, group: dist.ProcessGroup, rows: list[int] | None = Non
     module = build_model(config.model, config.embedding, rows or _ROWS, 13, seed=0)
     topology = build_topology(torch.device("cpu"), 1, 1)
     return build_plan(
-        module, build_sharder(config.embedding), topology, config.embedding, config.model.dim, _POOLING, 8, group
+        module, [build_sharder(config.embedding)], topology, config.embedding, config.model.dim, _POOLING, 8, group
     )
 
 
