@@ -196,13 +196,14 @@ def shard_model(
 def takes_graph(config: Config, model: DistributedModelParallel, device: torch.device) -> bool:
     """Return whether the steps of a sharded model are taken by `GraphTrainPipeline`, alike on all ranks.
 
-    Where the configuration asks for it and it cannot be, the log says why.
+    Where the configuration asks for it, or has a backend whose steps are captured, and it cannot be, the log says why.
     """
     kind = config.train.pipeline
     if kind == "torchrec" or (kind == "auto" and device.type != "cuda"):
         return False
     reason = why_not_captured(model)
-    if reason is not None and kind == "graph" and dist.get_rank() == 0:
+    is_due = kind == "graph" or BACKENDS[config.embedding.backend].stores_to_peers
+    if reason is not None and is_due and dist.get_rank() == 0:
         log.warning("train.pipeline: torchrec, since the steps cannot be captured: %s", reason)
     return reason is None
 

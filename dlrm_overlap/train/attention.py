@@ -39,10 +39,11 @@ class TargetAttention(nn.Module):
         them.
         """
         rows, is_there = by_position(rows_nD, lengths, len(self.position))
-        keys_bPD, counts = rows + self.position, is_there.clone()
+        keys, counts = (rows + self.position)[:, None], is_there.clone()
         counts[:, -1] = True
-        queries = self.query(candidate_bD).view(-1, self.heads, self.dim)
-        found = scaled_dot_product_attention(queries, keys_bPD, keys_bPD, attn_mask=counts[:, None])
+        # The heads' queries have the same keys, so they are queries of one attention: [b, 1, heads, D] to [b, 1, P, D].
+        queries = self.query(candidate_bD).view(-1, 1, self.heads, self.dim)
+        found = scaled_dot_product_attention(queries, keys, keys, attn_mask=counts[:, None, None])
         return self.output(found.flatten(1))
 
 
