@@ -24,10 +24,10 @@ class Teacher:
 
     A row's score is a hash of its id, so nothing is stored. A table's signal for a bag is the sum of its rows' scores,
     standardised to mean 0 and variance 1 whatever the size of the bag. Where a table has a half-life, scores count by
-    their ids' position in the bag, the first in full, so the order of the ids matters. The logit is the sum, with hidden weights, of
-    the dense features, the signals, products of a dense feature and a signal, and products of two tables' signals; a
-    model without an interaction layer misses the products. The spread of the logit puts the best possible AUROC near
-    0.9 and the click rate near 0.37.
+    their ids' position in the bag, the first in full, so the order of the ids matters. The logit is the sum, with
+    hidden weights, of the dense features, the signals, products of a dense feature and a signal, and products of two
+    tables' signals; a model without an interaction layer misses the products. The spread of the logit puts the best
+    possible AUROC near 0.9 and the click rate near 0.37.
 
     The bits of a label do not depend on who computes it. Bags' sums are integers; all else is single float64 sums and
     products in a fixed order. The sigmoid, whose last bit would depend on the processor, is a curve of straight pieces
@@ -67,8 +67,8 @@ class Teacher:
         self.factors = np.concatenate(factors)
         """float64, table after table: what standardises the score of a bag, by its size"""
         self.factor_starts = np.array(starts, dtype=np.int64)
-        """[T] int64: the element of `means` and `factors` for a bag of no ids, which may lie before the first one of the
-        table"""
+        """[T] int64: the element of `means` and `factors` for a bag of no ids, which may lie before the first one of
+        the table"""
         self.signals = [t for t, table in enumerate(tables) if table.rows > 1]
         """the tables whose signals count: those of more rows than one"""
         bags, dense = len(self.signals), dense_features

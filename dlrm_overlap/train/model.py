@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 from torchrec.modules.crossnet import LowRankCrossNet
-from torchrec.modules.embedding_configs import DataType, PoolingType
-from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig as RowConfig
+from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
+from torchrec.modules.embedding_configs import EmbeddingConfig as RowConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.modules.mlp import MLP
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
@@ -148,7 +148,7 @@ class DLRM(nn.Module):
 
     @property
     def front_columns(self) -> int:
-        """Columns of the tensors in front of the pooled embeddings: of the bottom MLP and, if there is one, attention."""
+        """Columns before the pooled embeddings: the output of the bottom MLP and, if there is one, of attention."""
         return self.dim if self.history_key is None else 2 * self.dim
 
     @property
@@ -179,8 +179,8 @@ def in_order(pooled: KeyedTensor, keys: list[str]) -> torch.Tensor:
 def joined(front: torch.Tensor, pooled: KeyedTensor, keys: list[str]) -> torch.Tensor:
     """Wait for an exchange that leaves room in front of its output, and return `front` and its output side by side.
 
-    `front`, the bottom MLP's output and that of attention, is written into that room. A step that the exchange leaves to TorchRec, or whose output was
-    set aside, has none, and is concatenated.
+    `front`, the bottom MLP's output and that of attention, is written into that room. A step that the exchange leaves
+    to TorchRec, or whose output was set aside, has none, and is concatenated.
     """
     values, dim = in_order(pooled, keys), front.shape[1]
     width = dim + values.shape[1]

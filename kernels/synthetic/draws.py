@@ -52,7 +52,7 @@ class IdTables(NamedTuple):
     """[T, 10] int64"""
     cells: torch.Tensor
     """[words] int64: of each popularity (`data/zipf.py`) its cells: threshold, and of each of two items the first rank,
-    and the bits of the float64 slope and curve; of each table whose ids count by their position in a bag, the weights"""
+    and the bits of the float64 slope and curve; of each table whose ids count by their position, the weights"""
 
 
 @triton.jit
@@ -166,7 +166,8 @@ def _draw_ids(
     Memory: the program writes up to four ids of each of its samples to `values` int32, which holds all bags of table 0,
     then those of table 1, and so forth. With RANGES, it reads the place of a bag from `offsets` [T * count + 1] int64,
     and its size from `lengths` [T, count] int32; without, all bags of a table have MOST ids. It reads the cells that
-    its draws choose, and adds each id's weighted score to the bag's element of `sums` [T, count] int32, which wraps at 2**32.
+    its draws choose, and adds each id's weighted score to the bag's element of `sums` [T, count] int32, which wraps at
+    2**32.
 
     Order: no two programs share an element of `values`; the additions are atomic and, as those of integers, give one
     sum in any order. The kernel's end orders all for those that follow on the stream.

@@ -45,8 +45,9 @@ def _draw_labels(
     are added in a fixed order, each product and each sum rounded by itself, as on a CPU.
 
     Example: bias -1, no dense weights, one signal of weight 2; a bag of 3 ids has the mean 300 and the factor 0.01. One
-    with the sum 350 has the signal (350 - 300) * 0.01 = 0.5 and the logit -1 + 2 * 0.5 = 0. With END 16 and 2048 pieces, that is
-    the beginning of piece (0 + 16) * 64 = 1024, where the curve is 0.5; the label is 1 if the uniform draw is below.
+    with the sum 350 has the signal (350 - 300) * 0.01 = 0.5 and the logit -1 + 2 * 0.5 = 0. With END 16 and 2048
+    pieces, that is the beginning of piece (0 + 16) * 64 = 1024, where the curve is 0.5; the label is 1 if the uniform
+    draw is below.
     """
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = i < count

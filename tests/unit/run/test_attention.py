@@ -27,9 +27,7 @@ def _plain(attention: TargetAttention, candidate: torch.Tensor, rows: torch.Tens
 def test_outputs_and_gradients_are_those_of_the_formula(attention: TargetAttention) -> None:
     rows = torch.randn(sum(LENGTHS), D, requires_grad=True)
     candidates = torch.randn(len(LENGTHS), D, requires_grad=True)
-    wanted = torch.stack(
-        [_plain(attention, *each) for each in zip(candidates, rows.split(LENGTHS), strict=True)]
-    )
+    wanted = torch.stack([_plain(attention, *each) for each in zip(candidates, rows.split(LENGTHS), strict=True)])
     inputs = [candidates, rows, *attention.parameters()]
     upstream = torch.randn_like(wanted)
     expected = torch.autograd.grad(wanted, inputs, upstream)
