@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
@@ -28,6 +29,7 @@ PositiveInt = Annotated[int, Rule("a whole number above 0", lambda value: value 
 NonNegativeInt = Annotated[int, Rule("a whole number from 0 on", lambda value: value >= 0)]
 PositiveFloat = Annotated[float, Rule("a finite number above 0", lambda value: 0 < value < math.inf)]
 NonNegativeFloat = Annotated[float, Rule("a finite number from 0 on", lambda value: 0 <= value < math.inf)]
+HalfLife = Annotated[int, Rule("a whole number from 0 to 100", lambda value: 0 <= value <= 100)]  # sums fit 32 bits
 TableOptimizer = Literal[
     "sgd", "adagrad", "rowwise_adagrad", "adam", "partial_rowwise_adam", "lamb", "partial_rowwise_lamb"
 ]
@@ -75,12 +77,15 @@ class TablesConfig:
     """ids a bag: 3, or '0..8' for a uniform range (0 gives empty bags)"""
     zipf_alpha: NonNegativeFloat | list[NonNegativeFloat] = 1.05
     """skew of the synthetic ids, P(k-th row) ~ 1/k^alpha; 0 is uniform"""
+    half_life: HalfLife | list[HalfLife] = 0
+    """synthetic, for histories, newest id first: positions after which an id counts half as much to the labels, so that
+    their order matters; 0 has all ids of a bag count alike"""
 
     def __post_init__(self) -> None:
         _check_numbers("data.tables", self)
         for spec in self.multi_hot if isinstance(self.multi_hot, list) else [self.multi_hot]:
             parse_multi_hot(spec)
-        for name in ("rows", "multi_hot", "zipf_alpha"):
+        for name in ("rows", "multi_hot", "zipf_alpha", "half_life"):
             value = getattr(self, name)
             if value == []:
                 raise InputError(f"data.tables.{name}: an empty list, but a model has a table; give one value a table")
@@ -88,12 +93,16 @@ class TablesConfig:
                 raise InputError(
                     f"data.tables.{name}: {len(value)} values for {self.count} tables; give one value, or one a table"
                 )
-        lengths = {len(v) for v in (self.rows, self.multi_hot, self.zipf_alpha) if isinstance(v, list)}
+        lengths = {len(value) for value in self._per_table if isinstance(value, list)}
         if len(lengths) > 1:
             raise InputError(
-                f"data.tables: lists of {sorted(lengths)} values; rows, multi_hot and zipf_alpha must agree on the "
-                f"number of tables"
+                f"data.tables: lists of {sorted(lengths)} values; rows, multi_hot, zipf_alpha and half_life must agree "
+                f"on the number of tables"
             )
+
+    @property
+    def _per_table(self) -> tuple[Any, ...]:
+        return self.rows, self.multi_hot, self.zipf_alpha, self.half_life
 
     def number(self, default: int | None = None) -> int:
         """Return the number of tables T, or `default` where no key gives it.
@@ -101,7 +110,7 @@ class TablesConfig:
         Raises:
             InputError: if neither gives the number.
         """
-        for value in (self.rows, self.multi_hot, self.zipf_alpha):
+        for value in self._per_table:
             if isinstance(value, list):
                 return len(value)
         if (number := self.count or default) is None:
@@ -174,6 +183,27 @@ class DataConfig:
 
 
 @dataclass(frozen=True)
+class SequenceConfig:
+    """A feature that the model attends to instead of pooling it: `train/attention.py`."""
+
+    history: NonNegativeInt | None = None
+    """number of the table, from 0 on, whose bags are histories, newest id first; null pools all tables"""
+    candidate: NonNegativeInt = 0
+    """number of the table whose pooled embedding asks the history what it holds about it"""
+    positions: PositiveInt = 64
+    """newest ids of a history that are attended to; older ones are left out"""
+    heads: PositiveInt = 2
+    """queries of a candidate"""
+
+    def __post_init__(self) -> None:
+        _check_numbers("model.sequence", self)
+        if self.history == self.candidate:
+            raise InputError(
+                f"model.sequence.candidate: {self.candidate} is the history itself; name another table by its number"
+            )
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """The DLRM's sizes."""
 
@@ -198,6 +228,7 @@ class ModelConfig:
     cross_parallel: Literal["data", "tensor"] = "data"
     """dcn: how ranks share the cross layers; tensor divides their rank, which pays only where a rank has fewer samples
     than cross_rank over the number of ranks"""
+    sequence: SequenceConfig = field(default_factory=SequenceConfig)
 
     def __post_init__(self) -> None:
         if self.dim % 4:
@@ -469,9 +500,14 @@ class Config:
         self.data.require_source()
         if self.data.kind == "synthetic" and self.train.steps is None:
             raise InputError("train.steps: null, but synthetic data has no end; set train.steps")
+        for name in ("history", "candidate"):
+            table, tables = getattr(self.model.sequence, name), self.data.tables.number(CRITEO_TABLES)
+            if table is not None and self.model.sequence.history is not None and table >= tables:
+                raise InputError(f"model.sequence.{name}: {table} is no table; the {tables} count from 0")
         for key, has_effect, reason in self._dependent_keys():
-            section, name = key.split(".")
-            value, default = getattr(getattr(self, section), name), getattr(type(getattr(self, section)), name)
+            *sections, name = key.split(".")
+            section = reduce(getattr, sections, self)
+            value, default = getattr(section, name), getattr(type(section), name)
             if value != default and not has_effect:
                 shown = str(value).lower() if isinstance(value, bool) else value  # as it is written in a file
                 raise InputError(f"{key}: {shown} has no effect {reason}, or leave it out")
@@ -496,6 +532,9 @@ class Config:
         model, data, embedding, train, log = self.model, self.data, self.embedding, self.train, self.log
         for name in ("cross_layers", "cross_rank", "cross_parallel"):
             yield f"model.{name}", model.arch == "dcn", f"under model.arch {model.arch}; set model.arch dcn"
+        for name in ("candidate", "positions", "heads"):
+            attends = model.sequence.history is not None
+            yield f"model.sequence.{name}", attends, "while all tables are pooled; set model.sequence.history"
         reads_files = data.kind != "synthetic"
         for name in ("path", "eval_path", "eval_fraction", "bad_rows"):
             yield f"data.{name}", reads_files, "under data.kind synthetic; set data.kind to the files' format"

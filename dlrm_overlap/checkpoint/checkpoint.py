@@ -30,7 +30,7 @@ from dlrm_overlap.checkpoint.storage.load import agree_on, fill_state
 from dlrm_overlap.checkpoint.storage.manifest import Manifest, read_manifest
 from dlrm_overlap.checkpoint.storage.save import Refusal, gather, remove_checkpoint, write_checkpoint
 from dlrm_overlap.checkpoint.storage.tensor_file import ToCpu, copy_to_cpu
-from dlrm_overlap.config import Config, InputError
+from dlrm_overlap.config import Config, InputError, flatten
 from dlrm_overlap.dense.tensor_parallel import shards_of
 from dlrm_overlap.embedding.plan import data_parallel_tables
 from dlrm_overlap.launching.files import make_folder
@@ -44,13 +44,18 @@ _FREE_OF_MODEL = ("top_parallel", "cross_parallel")  # by which ranks share the 
 
 def checkpoint_shape(config: Config, rows: list[int]) -> dict[str, Any]:
     """Return the facts that two runs must share for one to load the other's checkpoint."""
+    history = config.model.sequence.history
+    model = flatten(config.as_dict()["model"], "model.")
+    free = {f"model.{key}" for key in _FREE_OF_MODEL}
+    free |= {key for key in model if key.startswith("model.sequence.") and history is None}
     return {
-        **{f"model.{key}": value for key, value in vars(config.model).items() if key not in _FREE_OF_MODEL},
+        **{key: value for key, value in model.items() if key not in free},
+        "model.sequence.history": history,
         "model.dense_features": config.data.dense_features,
         "rows": rows,
         "optimizers": [config.embedding.optimizer, config.train.optimizer],
         "weight_dtype": config.embedding.weight_dtype,
-        "data_parallel": data_parallel_tables(config.embedding, rows),
+        "data_parallel": data_parallel_tables(config.embedding, rows, [] if history is None else [history]),
     }
 
 
@@ -67,7 +72,7 @@ def trained_with(config: Config, global_batch: int) -> dict[str, Any]:
         "train.global_batch_size": global_batch,
         "train.seed": config.train.seed,
         **{f"data.{key}": value for key, value in data.items() if key not in _FREE},
-        **{f"data.tables.{key}": tables[key] for key in ("max_rows", "multi_hot", "zipf_alpha")},
+        **{f"data.tables.{key}": tables[key] for key in ("max_rows", "multi_hot", "zipf_alpha", "half_life")},
     }
 
 

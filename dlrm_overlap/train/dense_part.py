@@ -100,11 +100,11 @@ def _example_inputs(
     """Return inputs of the bottom MLP and of the head as a training batch of `samples` has them; under autocast."""
     dlrm = task.dlrm
     dense = torch.randn(samples, dlrm.dense_features, device=device)
-    dense_bD = torch.randn_like(dlrm.bottom(dense)).requires_grad_()
-    pooled = torch.randn(samples, len(dlrm.keys) * dlrm.dim, device=device)
+    front = torch.randn(samples, dlrm.front_columns, device=device).to(dlrm.bottom(dense).dtype).requires_grad_()
+    pooled = torch.randn(samples, len(dlrm.pooled_keys) * dlrm.dim, device=device)
     if dlrm.joins_in_place:
-        return (dense,), (concatenated(dense_bD, pooled).detach().requires_grad_(),)
-    return (dense,), (dense_bD, pooled.to(output_dtype(dlrm.embedding)).requires_grad_())
+        return (dense,), (concatenated(front, pooled).detach().requires_grad_(),)
+    return (dense,), (front, pooled.to(output_dtype(dlrm.embedding)).requires_grad_())
 
 
 def compile_loss(task: TrainTask, samples: int, device: torch.device) -> None:

@@ -48,7 +48,7 @@ def find_floor(
     """Return the columns of the floor of a trainer's step, its bytes the mean over `batches`. All ranks call this.
 
     It must come before the trainer's first step, in which TorchRec's pipeline takes the collective of the ids apart.
-    Bytes of data-parallel tables are left out, and dense layers count as whole on every rank.
+    Bytes of data-parallel tables and of histories are left out, and dense layers count as whole on every rank.
 
     Args:
         trainer: a contender's, whose tables are where all contenders have them.
