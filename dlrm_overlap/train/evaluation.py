@@ -5,11 +5,10 @@ Any number of ranks, backend and plan will do. Nothing is written but the file t
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dlrm_overlap.checkpoint.storage.branches import locate_checkpoint
 from dlrm_overlap.checkpoint.storage.manifest import DamagedError, Manifest, read_manifest
@@ -19,6 +18,9 @@ from dlrm_overlap.launching.parsing import Parser, read_tree, reader_may_leave
 from dlrm_overlap.launching.text_table import count_of
 from dlrm_overlap.train.preflight import check_data, check_start, check_writable
 from dlrm_overlap.train.ranks import Ranks, run_on_ranks
+
+if TYPE_CHECKING:
+    from dlrm_overlap.data.batch import Dataset
 
 _OPTION = "--checkpoint"
 
@@ -83,7 +85,7 @@ def evaluate(ranks: Ranks, path: Path) -> dict[str, Any]:
     config = for_evaluation(ranks.config)
     check_start(config, ranks.device)
     held_out = open_held_out(config.data, ranks.device)
-    check_same_model(path, config, list(held_out.rows))
+    check_same_model(path, config, held_out)
     ranks.connect(eval_path=held_out.fingerprint())
     manifest, faults = agree_on(path, ranks.progress.tick)
     step = _step_if_whole(manifest, faults)
@@ -119,7 +121,7 @@ def evaluate_exported(ranks: Ranks, path: Path, quantize: str) -> dict[str, Any]
     if ranks.world.world_size > 1:
         raise _one_process(quantize)
     held_out = open_held_out(config.data, ranks.device)
-    check_same_model(path, config, list(held_out.rows))
+    check_same_model(path, config, held_out)
     ranks.connect()
     manifest = _manifest(path)
     step = _step_if_whole(manifest, find_faults(path, manifest))
@@ -191,8 +193,8 @@ def _step_if_whole(manifest: Manifest | None, faults: list[str]) -> int:
     return manifest.step
 
 
-def check_same_model(path: Path, config: Config, rows: Sequence[int]) -> None:
-    """Check that the checkpoint `path` is one of the model of `config`, with tables of `rows`.
+def check_same_model(path: Path, config: Config, data: "Dataset") -> None:
+    """Check that the checkpoint `path` is one of the model of `config`, for the samples `data`.
 
     Raises:
         InputError: with every difference.
@@ -200,7 +202,7 @@ def check_same_model(path: Path, config: Config, rows: Sequence[int]) -> None:
     from dlrm_overlap.checkpoint.checkpoint import checkpoint_shape
     from dlrm_overlap.checkpoint.storage.fits import differences
 
-    shape = checkpoint_shape(config, list(rows))
+    shape = checkpoint_shape(config, list(data.rows), data.dense_features)
     model = {key: shape[key] for key in shape if key.startswith("model.") or key in ("rows", "weight_dtype")}
     if parted := differences(_manifest(path), model):
         raise InputError(

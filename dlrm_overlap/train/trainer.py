@@ -67,11 +67,10 @@ class Trainer(Stepper):
         """Build the model as a `Stepper`; `end` asks `fit` to end early."""
         super().__init__(config, world, device, train, held_out, fused_params, progress)
         self._end, self.folder, self.start = end or EndRequest(), config.folder, 0
-        rows = list(train.rows)
         self.checkpointer = Checkpointer(
             self.folder / "checkpoints",
             config.checkpoint.keep,
-            checkpoint_shape(config, rows),
+            checkpoint_shape(config, list(train.rows), train.dense_features),
             trained_with(config, self.global_batch),
             config.checkpoint.keep_best,
         )

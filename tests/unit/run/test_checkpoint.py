@@ -25,7 +25,7 @@ def _run(folder: Path, *options: str) -> Config:
 
 def _checkpointer(folder: Path, config: Config, world_size: int) -> Checkpointer:
     settings = trained_with(config, config.train.samples_per_rank(world_size) * world_size)
-    return Checkpointer(folder, 2, checkpoint_shape(config, ROWS), settings)
+    return Checkpointer(folder, 2, checkpoint_shape(config, ROWS, config.data.dense_features), settings)
 
 
 @pytest.fixture
