@@ -109,6 +109,10 @@ class Schema(_Layout):
                     f"categorical.{name}: rows {column.rows}, min_count {column.min_count}; give one of them, to hash "
                     f"values or to learn a vocabulary"
                 )
+            if column.rows is not None and column.rows >= 2**31:
+                raise InputError(
+                    f"categorical.{name}.rows: {column.rows} must be below {2**31}, so that ids fit in int32"
+                )
             if column.longest is not None and not column.list:
                 raise InputError(f"categorical.{name}.longest: {column.longest} is of lists; set list")
         for section in ("labels", "categorical"):
@@ -162,7 +166,7 @@ def read_schema(path: Path) -> Schema:
     try:
         with path.open() as file:
             tree = yaml.load(file, UniqueKeyLoader)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
         raise InputError(f"{path}: no schema can be read ({in_one_line(error)}); give a YAML file") from None
     return schema_of(tree, path)
 

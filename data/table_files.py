@@ -201,7 +201,8 @@ class _Text:
             yield _Table(table, "line", first)
         except pa.ArrowInvalid as error:
             if lines == 1:
-                what = in_one_line(error).partition(": Row ")[0]
+                what = re.sub(r"Row #1: ", "", in_one_line(error))[:100]
+                what = re.sub(r"In CSV column #(\d+)", lambda found: f"column {self._columns[int(found[1])]}", what)
                 yield InputError(f"{self._file}, line {first}: {what}; {_CURE}")
                 return
             middle = block.find(b"\n", len(block) // 2, len(block) - 1) + 1

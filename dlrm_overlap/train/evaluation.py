@@ -15,7 +15,7 @@ from dlrm_overlap.checkpoint.storage.manifest import DamagedError, Manifest, rea
 from dlrm_overlap.config import Config, EmbeddingConfig, InputError, LogConfig, TrainConfig
 from dlrm_overlap.launching.files import write_json
 from dlrm_overlap.launching.parsing import Parser, read_tree, reader_may_leave
-from dlrm_overlap.launching.text_table import count_of
+from dlrm_overlap.launching.text_table import count_of, plain
 from dlrm_overlap.train.preflight import check_data, check_start, check_writable
 from dlrm_overlap.train.ranks import Ranks, run_on_ranks
 
@@ -62,9 +62,12 @@ def run(argv: list[str], description: str) -> int:
             with reader_may_leave():
                 print(
                     f"step {results['step']}: AUROC {results['auroc']:.4f}, NE {results['ne']:.4f}, "
-                    f"loss {results['loss']:.4f}, accuracy {results['accuracy']:.4f}, "
-                    f"{count_of(results['samples'], 'sample')}"
+                    f"calibration {results['calibration']:.4f}, loss {results['loss']:.4f}, "
+                    f"accuracy {results['accuracy']:.4f}, {count_of(results['samples'], 'sample')}"
                 )
+                for label in (key.removeprefix("auroc/") for key in results if key.startswith("auroc/")):
+                    auroc, ne, calibration = (results[f"{key}/{label}"] for key in ("auroc", "ne", "calibration"))
+                    print(f"{plain(label)}: AUROC {auroc:.4f}, NE {ne:.4f}, calibration {calibration:.4f}")
             if ranks.values.output is not None:
                 write_json(Path(ranks.values.output), nan_as_none(results), "--output")
         return 0
@@ -73,7 +76,7 @@ def run(argv: list[str], description: str) -> int:
 
 
 def evaluate(ranks: Ranks, path: Path) -> dict[str, Any]:
-    """Return loss, AUROC, NE and accuracy of the checkpoint `path`, the number of samples, and how they were found.
+    """Return the `evaluation_metrics` of the checkpoint `path`, the number of samples, and how they were found.
 
     Raises:
         InputError: as `run` does; for a model that does not fit, before the process group is made.
@@ -148,7 +151,9 @@ def evaluate_exported(ranks: Ranks, path: Path, quantize: str) -> dict[str, Any]
     return {
         "checkpoint": str(path.absolute()),
         "step": step,
-        **evaluation_metrics(torch.cat(logits)[:samples], torch.cat(labels)[:samples]),
+        **evaluation_metrics(
+            torch.cat(logits)[:samples], torch.cat(labels)[:samples], held_out.label_names, held_out.label_weights
+        ),
         "samples": samples,
         "exported_as": quantize,
         "relative_rms_error_of_weights": squares.relative_rms_error,
