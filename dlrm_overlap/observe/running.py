@@ -31,7 +31,7 @@ class RunningMetrics:
         held = max(1, min(steps, _HELD_PREDICTIONS // (samples * labels)))
         self._held, self._count = torch.empty(held, 2, samples, labels, device=device), 0
         self._window = torch.zeros(labels, 2 * _BINS + 2, dtype=torch.float64, device=device)
-        self._lifetime = self._window.cpu()
+        self._lifetime = self._window.to("cpu", copy=True)
 
     def add(self, logits: torch.Tensor, labels: torch.Tensor) -> None:
         """Add the logits and labels of a step, each [b] or [b, L]; enqueues copies on the current stream."""
@@ -56,7 +56,7 @@ class RunningMetrics:
         if self._count:
             self._fold()
         dist.all_reduce(self._window)
-        window = self._window.cpu()
+        window = self._window.to("cpu", copy=True)
         self._window.zero_()
         self._lifetime += window
         return self._named(window) | {f"lifetime_{key}": value for key, value in self.lifetime().items()}
