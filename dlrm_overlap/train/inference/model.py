@@ -34,7 +34,7 @@ class InferenceModel(nn.Module):
         self.requires_grad_(False)
 
     def forward(self, dense: torch.Tensor, values: list[torch.Tensor], lengths: torch.Tensor) -> torch.Tensor:
-        """Return the probability [b] float32 of a click, or [b, L] of several labels, for inputs as `logits` takes them."""
+        """Return the probabilities [b] or [b, L] float32 of a click, for inputs as `logits` takes them."""
         return self.logits(dense, values, lengths).sigmoid()
 
     def logits(self, dense: torch.Tensor, values: list[torch.Tensor], lengths: torch.Tensor) -> torch.Tensor:
