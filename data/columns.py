@@ -14,11 +14,12 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 import pyarrow as pa
-from pyarrow import compute as pc
+from pyarrow import compute
 
 from dlrm_overlap.config import InputError
 from dlrm_overlap.data.schema import Categorical, Schema
 
+pc: Any = compute  # whose functions are made when it is imported
 _NUMBER = re.compile(rb"-?[0-9]{1,18}")
 _WORD_BYTES = 8
 _EACH_BYTE = 0x0101010101010101

@@ -28,9 +28,9 @@ class CriteoMultihot(Days):
             raise InputError("data.tables.rows: null, but multi-hot arrays name no rows; set data.tables.rows")
         folder = Path(path)
         days = [_open_day(folder, day) for day in days_in(folder, "dense", "labels", "sparse_multi_hot", suffix="npz")]
-        first = [ids.shape[1] for ids in days[0].ids]
-        for day in days:
-            if (found := [ids.shape[1] for ids in day.ids]) != first:
+        first, *others = ([np.asarray(ids).shape[1] for ids in day.ids] for day in days)
+        for day, found in zip(days[1:], others, strict=True):
+            if found != first:
                 raise InputError(f"{day.name}: bags of {found} ids, but the first day's have {first}; take one day out")
         rows = [tables.rows] * CRITEO_TABLES if isinstance(tables.rows, int) else tables.rows
         super().__init__(days, rows, tables.max_rows, bad_rows)

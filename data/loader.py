@@ -78,6 +78,7 @@ def open_datasets(config: DataConfig, device: torch.device = _CPU) -> tuple[Data
             )
     if held_out is not None:
         return dataset, held_out
+    assert dataset.num_samples is not None, "files have an end"
     held = int(dataset.num_samples * config.eval_fraction)
     if held == 0:
         raise InputError(

@@ -32,7 +32,6 @@ from dlrm_overlap.checkpoint.storage.manifest import Manifest, read_manifest
 from dlrm_overlap.checkpoint.storage.save import Refusal, gather, remove_checkpoint, write_checkpoint
 from dlrm_overlap.checkpoint.storage.tensor_file import ToCpu, copy_to_cpu
 from dlrm_overlap.config import Config, InputError
-from dlrm_overlap.data.batch import Dataset
 from dlrm_overlap.dense.tensor_parallel import shards_of
 from dlrm_overlap.embedding.plan import data_parallel_tables
 from dlrm_overlap.launching.files import make_folder
@@ -260,7 +259,7 @@ def cuts_of(model: nn.Module) -> dict[str, Cut]:
     return {name: (shard.shape, shard.offsets) for name, shard in shards_of(model).items()}
 
 
-def check_resume_fits(config: Config, data: Dataset, global_batch: int) -> None:
+def check_resume_fits(config: Config, rows: list[int], dense_features: int, global_batch: int) -> None:
     """Check before ranks meet, by the manifests, that a run of `config` can go on from the checkpoint it will find.
 
     Raises:
@@ -271,6 +270,6 @@ def check_resume_fits(config: Config, data: Dataset, global_batch: int) -> None:
         return
     path = (line(read_manifests(config.folder / "checkpoints")[0]) or [None])[0] if resume == "auto" else Path(resume)
     if path is not None:
-        shape = checkpoint_shape(config, list(data.rows), data.dense_features)
+        shape = checkpoint_shape(config, rows, dense_features)
         settings = trained_with(config, global_batch)
         check_fits(path, read_manifest(path), shape, settings, config.checkpoint.resume_changed)

@@ -150,7 +150,7 @@ def write(folder: Path, layout: str, kind: str, parts: int = 2) -> tuple[Path, S
         file = folder / kind / f"part_{part}.{kind}"
         table = pa.table(some)
         if kind == "parquet":
-            parquet.write_table(table, file, row_group_size=17, use_dictionary=["click"])
+            parquet.write_table(table, file, row_group_size=17)
         elif kind == "feather":
             feather.write_feather(table, file, chunksize=17)
         elif kind == "arrow":  # the streaming form
