@@ -48,12 +48,11 @@ class Day:
     ids: Sequence[np.ndarray | Ragged] | np.ndarray
     """of each table: [n, pooling factor] int32, or ragged"""
 
-    def bags(self, table: int, samples: slice) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ids [m] int32 of some samples, and the sizes [samples] of their bags."""
+    def bags(self, table: int, samples: slice) -> tuple[np.ndarray, np.ndarray | int]:
+        """Return the ids [m] int32 of some samples, and the sizes [samples] of their bags, or that of all."""
         ids = self.ids[table]
         if not isinstance(ids, Ragged):
-            found = ids[samples]
-            return found.reshape(-1), np.full(len(found), found.shape[1])
+            return ids[samples].reshape(-1), ids.shape[1]
         ends = ids.ends[samples]
         first = ids.ends[samples.start - 1] if samples.start else 0
         return ids.values[first : ends[-1]], np.diff(ends, prepend=first)
@@ -123,17 +122,19 @@ class Days(Dataset):
         """Return the samples of `stretches` in a batch, and check them."""
         dense = np.concatenate([each.day.dense[each.samples] for each in stretches], dtype=np.float32)
         labels = np.concatenate([each.day.labels[each.samples] for each in stretches], dtype=np.float32)
-        tables = range(len(self.rows))
-        bags = [each.day.bags(t, each.samples) for t in tables for each in stretches]
-        values = np.concatenate([ids for ids, _ in bags], dtype=np.int32)
-        lengths = np.concatenate([sizes for _, sizes in bags], dtype=np.int32, casting="same_kind")
         _check(labels, _is_label, stretches, "label", "0 or 1; correct the file")
         _check(dense, np.isfinite, stretches, "dense feature", "finite; correct the file")
-        ends = lengths.reshape(len(tables), -1).sum(1).cumsum()
-        for t, ids in enumerate(np.split(values, ends[:-1])):
-            self._fold_and_check(t, ids, lengths.reshape(len(tables), -1)[t], stretches)
+        bags = [[each.day.bags(t, each.samples) for each in stretches] for t in range(len(self.rows))]
+        values = np.concatenate([ids for table in bags for ids, _ in table], dtype=np.int32)
+        lengths, end = np.empty((len(bags), len(labels)), np.int32), 0
+        ends = [0, *accumulate(each.samples.stop - each.samples.start for each in stretches)]
+        for t, table in enumerate(bags):
+            for k, (_, sizes) in enumerate(table):
+                lengths[t, ends[k] : ends[k + 1]] = sizes
+            start, end = end, end + sum(len(ids) for ids, _ in table)
+            self._fold_and_check(t, values[start:end], lengths[t], stretches)
         labels = labels[:, 0] if labels.shape[1] == 1 else labels
-        return Batch.from_tensors(*map(torch.from_numpy, (dense, lengths, values, labels)))
+        return Batch.from_tensors(*map(torch.from_numpy, (dense, lengths.reshape(-1), values, labels)))
 
     def _mend(self, first: int, count: int, stretches: list[_Stretch]) -> int:
         """Append good samples that take the positions [first, first + count); return how many others stand in.

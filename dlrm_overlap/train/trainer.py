@@ -81,6 +81,7 @@ class Trainer(Stepper):
             "config": config.as_dict(),
             "plan": plan_record(self.plan),
             "world_size": world.world_size,
+            "trained_metrics": [],
         }
         self.running = RunningMetrics(train.label_names, self.samples_per_rank, config.log.every, device)
         self.saves = Saves(
