@@ -68,9 +68,9 @@ class TablesConfig:
     """The embedding tables. A single value stands for every table, a list gives one a table."""
 
     count: PositiveInt | None = None
-    """number of tables; null takes the length of the lists (26 for the Criteo kinds)"""
+    """synthetic: number of tables; null takes the length of the lists"""
     rows: PositiveInt | list[PositiveInt] | None = None
-    """rows a table; null reads them from a prepared data set"""
+    """rows a table; null takes those of a prepared data set or a schema"""
     max_rows: PositiveInt | None = None
     """cap on the rows of every table; Criteo's ids are folded into it by modulo"""
     multi_hot: PositiveInt | str | list[PositiveInt | str] = 1
@@ -125,8 +125,11 @@ class TablesConfig:
 class DataConfig:
     """Where the samples come from."""
 
-    kind: Literal["synthetic", "criteo_tsv", "criteo_npy", "criteo_multihot"] = "synthetic"
-    """synthetic | criteo_tsv (text) | criteo_npy (TorchRec's day files) | criteo_multihot (MLPerf's npz)"""
+    kind: Literal["synthetic", "table", "prepared", "criteo_tsv", "criteo_npy", "criteo_multihot"] = "synthetic"
+    """synthetic | table (CSV, Parquet, Arrow) | prepared (by `prepare`) | criteo_tsv (text) | criteo_npy (TorchRec's
+    day files) | criteo_multihot (MLPerf's npz)"""
+    schema: str | None = None
+    """table: YAML file that names the columns"""
     path: str | None = None
     """file or folder of the samples; needed by all kinds but synthetic"""
     eval_path: str | None = None
@@ -140,7 +143,7 @@ class DataConfig:
     eval_samples: PositiveInt = 65536
     """synthetic: samples of an evaluation"""
     dense_features: PositiveInt = CRITEO_DENSE
-    """dense features a sample (the Criteo kinds have 13)"""
+    """synthetic: dense features a sample"""
     tables: TablesConfig = field(default_factory=TablesConfig)
     seed: NonNegativeInt = 0
     """synthetic: seed of the sample stream and of the teacher that labels it"""
@@ -157,10 +160,10 @@ class DataConfig:
         _check_numbers("data", self)
         if self.eval_fraction >= 1:
             raise InputError(f"data.eval_fraction: {self.eval_fraction} must be below 1; 0.25 holds out a quarter")
-        if self.kind != "synthetic" and self.dense_features != CRITEO_DENSE:
+        if self.kind.startswith("criteo") and self.dense_features != CRITEO_DENSE:
             raise InputError(
                 f"data.dense_features: {self.dense_features}, but a sample of data.kind {self.kind} has "
-                f"{CRITEO_DENSE}; leave the key out, and fill fewer features up by columns of zeros in the files"
+                f"{CRITEO_DENSE}; leave the key out, or set data.kind table, for data of your own"
             )
 
     def require_source(self) -> None:
@@ -175,10 +178,12 @@ class DataConfig:
                 raise InputError("data.tables.rows: null, but synthetic tables need their rows; set data.tables.rows")
         elif self.path is None:
             raise InputError(f"data.path: null, but data.kind {self.kind} reads files; set data.path")
-        elif (tables := self.tables.number(CRITEO_TABLES)) != CRITEO_TABLES:
+        elif self.kind == "table" and self.schema is None:
+            raise InputError("data.schema: null, but data.kind table needs to know the columns; set data.schema")
+        elif self.kind.startswith("criteo") and (tables := self.tables.number(CRITEO_TABLES)) != CRITEO_TABLES:
             raise InputError(
                 f"data.tables: {tables} tables, but a sample of data.kind {self.kind} has {CRITEO_TABLES}; correct the "
-                f"lists, or, for other data, train by a program of your own, as docs/torchrec.md has it"
+                f"lists, or, for other data, set data.kind table"
             )
 
 
@@ -214,7 +219,7 @@ class ModelConfig:
     bottom_mlp: list[PositiveInt] = field(default_factory=lambda: [64, 16])
     """layer sizes of the bottom MLP; the last is dim"""
     top_mlp: list[PositiveInt] = field(default_factory=lambda: [64, 32, 1])
-    """layer sizes of the top MLP; the last is 1"""
+    """layer sizes of the top MLP; the last is the number of labels"""
     top_parallel: Literal["data", "tensor"] = "data"
     """how ranks share the top MLP. data: each computes all of it for its samples. tensor: the weights of pairs of
     layers are divided over the ranks and activations travel, fewer bytes where layers are wide and a rank's samples
@@ -235,8 +240,10 @@ class ModelConfig:
             raise InputError(f"model.dim: {self.dim} must be a multiple of 4, as FBGEMM's kernels ask")
         if self.bottom_mlp[-1:] != [self.dim]:
             raise InputError(f"model.bottom_mlp: {self.bottom_mlp} must end in model.dim, {self.dim}")
-        if len(self.top_mlp) < 2 or self.top_mlp[-1] != 1:
-            raise InputError(f"model.top_mlp: {self.top_mlp} must have a hidden layer and end in 1, the logit")
+        if len(self.top_mlp) < 2:
+            raise InputError(
+                f"model.top_mlp: {self.top_mlp} must have a hidden layer and end in a logit for each label"
+            )
 
 
 @dataclass(frozen=True)
@@ -515,6 +522,7 @@ class Config:
             ("log.dir", self.log.dir),
             ("data.path", self.data.path),
             ("data.eval_path", self.data.eval_path),
+            ("data.schema", self.data.schema),
             ("checkpoint.resume", self.checkpoint.resume),
         ):
             if path and path.startswith("~"):
@@ -539,6 +547,7 @@ class Config:
         for name in ("path", "eval_path", "eval_fraction", "bad_rows"):
             yield f"data.{name}", reads_files, "under data.kind synthetic; set data.kind to the files' format"
         yield "data.seed", not reads_files, f"on the samples of data.kind {data.kind}; set data.kind synthetic"
+        yield "data.schema", data.kind == "table", f"under data.kind {data.kind}; set data.kind table"
         yield "data.generate", not reads_files, "on samples that are read from files; set data.kind synthetic"
         yield "embedding.eps", embedding.optimizer != "sgd", "on sgd; set another embedding.optimizer"
         yield "train.eps", train.optimizer != "sgd", "on sgd; set another train.optimizer"

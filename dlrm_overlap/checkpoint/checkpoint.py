@@ -42,7 +42,7 @@ _FREE = ("workers", "prefetch", "generate")  # keys of `data` that change no sam
 _FREE_OF_MODEL = ("top_parallel", "cross_parallel")  # by which ranks share the model, whatever is stored
 
 
-def checkpoint_shape(config: Config, rows: list[int]) -> dict[str, Any]:
+def checkpoint_shape(config: Config, rows: list[int], dense_features: int) -> dict[str, Any]:
     """Return the facts that two runs must share for one to load the other's checkpoint."""
     history = config.model.sequence.history
     model = flatten(config.as_dict()["model"], "model.")
@@ -51,7 +51,7 @@ def checkpoint_shape(config: Config, rows: list[int]) -> dict[str, Any]:
     return {
         **{key: value for key, value in model.items() if key not in free},
         "model.sequence.history": history,
-        "model.dense_features": config.data.dense_features,
+        "model.dense_features": dense_features,
         "rows": rows,
         "optimizers": [config.embedding.optimizer, config.train.optimizer],
         "weight_dtype": config.embedding.weight_dtype,
@@ -66,7 +66,7 @@ def trained_with(config: Config, global_batch: int) -> dict[str, Any]:
     """
     data = config.as_dict()["data"]
     tables = data.pop("tables")
-    for key in ("path", "eval_path"):
+    for key in ("path", "eval_path", "schema"):
         data[key] = data[key] and str(Path(data[key]).absolute())
     return {
         "train.global_batch_size": global_batch,
@@ -255,7 +255,7 @@ def cuts_of(model: nn.Module) -> dict[str, Cut]:
     return {name: (shard.shape, shard.offsets) for name, shard in shards_of(model).items()}
 
 
-def check_resume_fits(config: Config, rows: list[int], global_batch: int) -> None:
+def check_resume_fits(config: Config, rows: list[int], dense_features: int, global_batch: int) -> None:
     """Check before ranks meet, by the manifests, that a run of `config` can go on from the checkpoint it will find.
 
     Raises:
@@ -266,5 +266,6 @@ def check_resume_fits(config: Config, rows: list[int], global_batch: int) -> Non
         return
     path = (line(read_manifests(config.folder / "checkpoints")[0]) or [None])[0] if resume == "auto" else Path(resume)
     if path is not None:
-        shape, settings = checkpoint_shape(config, rows), trained_with(config, global_batch)
+        shape = checkpoint_shape(config, rows, dense_features)
+        settings = trained_with(config, global_batch)
         check_fits(path, read_manifest(path), shape, settings, config.checkpoint.resume_changed)

@@ -15,7 +15,7 @@ from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingPlan
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
 
 from dlrm_overlap.backends import BACKENDS
-from dlrm_overlap.config import Config, EmbeddingConfig, TrainConfig
+from dlrm_overlap.config import Config, EmbeddingConfig, InputError, TrainConfig
 from dlrm_overlap.data.batch import Dataset
 from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.gemm.products import ParallelProducts
@@ -29,6 +29,7 @@ from dlrm_overlap.embedding.sharded_module import exchanges
 from dlrm_overlap.embedding.sharder import build_sequence_sharder, build_sharder
 from dlrm_overlap.embedding.weights import initialise_tables
 from dlrm_overlap.launching.launcher import World
+from dlrm_overlap.launching.text_table import count_of
 from dlrm_overlap.train.dense_part import cast_once, compile_dense, compile_loss, divide_head, join_dense
 from dlrm_overlap.train.graphs.capturable import dense_parameters, why_not_captured
 from dlrm_overlap.train.graphs.train_pipeline import GraphTrainPipeline
@@ -114,8 +115,13 @@ def assemble(
     group = dist.group.WORLD
     assert group is not None, "the process group is made before the trainer"
     samples = config.train.samples_per_rank(world.world_size)
-    dlrm = build_model(config.model, config.embedding, list(train.rows), config.data.dense_features, config.train.seed)
-    task = TrainTask(dlrm, device.type, bf16=config.train.precision == "bf16")
+    if (labels := len(train.label_names)) != config.model.top_mlp[-1]:
+        raise InputError(
+            f"model.top_mlp: {config.model.top_mlp} ends in {config.model.top_mlp[-1]}, but a sample has "
+            f"{count_of(labels, 'label')}; end it in {labels}, a logit each"
+        )
+    dlrm = build_model(config.model, config.embedding, list(train.rows), train.dense_features, config.train.seed)
+    task = TrainTask(dlrm, device.type, config.train.precision == "bf16", train.label_weights)
     divide_head(dlrm.head, group, config.model, config.train)
     sharders: list[ModuleSharder[Any]] = [
         build_sharder(with_overlap(config), config.train.precision, dlrm.front_columns, fused_params),

@@ -70,7 +70,12 @@ class BottomMLP(Part, MLP):
 
 
 class Loss(Part, nn.BCEWithLogitsLoss):
-    """Maps logits [b] and labels [b] to the mean binary cross-entropy []."""
+    """Maps logits [b] and labels [b] to the mean binary cross-entropy [], or [b, L] to the weighted sum of L means."""
+
+    def __init__(self, weights: Sequence[float] = (1.0,)) -> None:
+        super().__init__()
+        if tuple(weights) != (1.0,):  # of a mean over the labels, too
+            self.register_buffer("weight", len(weights) * torch.tensor(weights), persistent=False)
 
     compute = nn.BCEWithLogitsLoss.forward  # type: ignore[assignment]
 
@@ -88,10 +93,10 @@ class Head(Part):
             width = features * config.dim
             self.interaction = LowRankCrossNet(width, config.cross_layers, config.cross_rank)
         self.top = MLP(width, config.top_mlp[:-1], activation=_ACTIVATIONS[config.activation])
-        self.logit = nn.Linear(config.top_mlp[-2], 1)
+        self.logit = nn.Linear(config.top_mlp[-2], config.top_mlp[-1])
 
     def compute(self, *inputs: torch.Tensor) -> torch.Tensor:
-        """Map embeddings [b, (T + 1) * D], the bottom MLP's output first, to logits [b].
+        """Map embeddings [b, (T + 1) * D], the bottom MLP's output first, to logits [b], or [b, L].
 
         Args:
             inputs: the embeddings, or the bottom MLP's output [b, D] and the pooled embeddings [b, T * D], to join.
@@ -135,7 +140,7 @@ class DLRM(nn.Module):
             self.attention = TargetAttention(config.sequence, config.dim)
 
     def forward(self, dense: torch.Tensor, sparse: KeyedJaggedTensor) -> torch.Tensor:
-        """Map dense features [b, F] float32 and the bags of T tables to logits [b]."""
+        """Map dense features [b, F] float32 and the bags of T tables to logits [b], or [b, L] for several labels."""
         pooled = self.embedding(sparse)  # returns at once: the exchange runs while the bottom MLP does
         histories = None if self.history_key is None else self.history(sparse)
         front = self.bottom(dense)
@@ -222,17 +227,17 @@ class JoinInPlace(torch.autograd.Function):
 
 
 class TrainTask(nn.Module):
-    """A DLRM with its loss, the mean binary cross-entropy over this rank's samples of a batch."""
+    """A DLRM with its loss, the mean binary cross-entropy over this rank's samples of a batch, summed over labels."""
 
-    def __init__(self, dlrm: DLRM, device_type: str, bf16: bool) -> None:
+    def __init__(self, dlrm: DLRM, device_type: str, bf16: bool, label_weights: Sequence[float] = (1.0,)) -> None:
         super().__init__()
         self.dlrm = dlrm
         # Each weight is cast once a step, so the cache saves nothing, and CUDA graphs cannot hold it.
         self.autocast = partial(torch.autocast, device_type, torch.bfloat16, enabled=bf16, cache_enabled=False)
-        self.loss = Loss()
+        self.loss = Loss(label_weights)
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Return the loss [] and, without gradient, (loss [], logits [b], labels [b]), all float32."""
+        """Return the loss [] and, without gradient, (loss [], logits, labels), of [b] or [b, L]; float32."""
         with self.autocast():
             logits = self.dlrm(batch.dense, batch.sparse)
         logits = logits.float()

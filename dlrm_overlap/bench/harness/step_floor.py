@@ -65,7 +65,7 @@ def find_floor(
     names = [name for name in model_order(module._embedding_bag_configs) if name not in alone]
     layout = build_layout([every[i] for i in exchanged], names, group.size())
     samples = trainer.samples_per_rank
-    dense = count_dense(config.model, len(trainer.train_data.rows), config.data.dense_features, samples)
+    dense = count_dense(config.model, len(trainer.train_data.rows), trainer.train_data.dense_features, samples)
     dense_hbm, dense_link = _count_dense_bytes(dense, group.size(), config)
     counts = []
     for batch in batches:

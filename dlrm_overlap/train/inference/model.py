@@ -39,11 +39,11 @@ class InferenceModel(nn.Module):
         self.requires_grad_(False)
 
     def forward(self, dense: torch.Tensor, values: list[torch.Tensor], lengths: torch.Tensor) -> torch.Tensor:
-        """Return the probability [b] float32 of a click, for inputs as `logits` takes them."""
+        """Return the probabilities [b] or [b, L] float32 of a click, for inputs as `logits` takes them."""
         return self.logits(dense, values, lengths).sigmoid()
 
     def logits(self, dense: torch.Tensor, values: list[torch.Tensor], lengths: torch.Tensor) -> torch.Tensor:
-        """Return the logits [b] float32.
+        """Return the logits [b] float32, or [b, L].
 
         Args:
             dense: [b, F] float32.
