@@ -86,20 +86,28 @@ class ReplicatedGradients(ReplicatedTables):
 
 
 def why_not_looked_up(sharding: Any) -> str | None:
-    """Return why an exchange cannot look up the tables of a data-parallel sharding, or None if it can."""
-    for group in sharding._grouped_embedding_configs:
-        kernels = {table.compute_kernel for table in group.embedding_tables}
-        if kernels != {EmbeddingComputeKernel.DENSE}:
-            return f"compute kernel {' '.join(sorted(kernel.value for kernel in kernels))}"
-        if group.has_feature_processor:
-            return "feature processors"
-        if group.data_type != DataType.FP32:
-            return f"rows of type {group.data_type.value}"
-        if (group.fused_params or {}).get("output_dtype", SparseType.FP32) != SparseType.FP32:
-            return "output of another type than fp32"
-        if any(table.local_cols % 4 or table.local_cols > MOST_COLUMNS for table in group.embedding_tables):
-            return f"a dim that is no multiple of 4, or more than {MOST_COLUMNS}"
-    return why_not_checked_together(group.fused_params or {} for group in sharding._grouped_embedding_configs)
+    """Return why an exchange cannot look up a table of a data-parallel sharding, or None if it can look up all."""
+    groups = sharding._grouped_embedding_configs
+    for group in groups:
+        for table in group.embedding_tables:
+            if (reason := _why_not_pooled(group, table)) is not None:
+                return f"data-parallel table {table.name} stays with TorchRec: {reason}"
+    return why_not_checked_together(group.fused_params or {} for group in groups)
+
+
+def _why_not_pooled(group: Any, table: Any) -> str | None:
+    """Return why an exchange cannot look up a table of a group, or None if it can."""
+    if table.compute_kernel != EmbeddingComputeKernel.DENSE:
+        return f"compute kernel {table.compute_kernel.value}"
+    if group.has_feature_processor:
+        return "feature processors"
+    if group.data_type != DataType.FP32:
+        return f"rows of type {group.data_type.value}"
+    if (group.fused_params or {}).get("output_dtype", SparseType.FP32) != SparseType.FP32:
+        return "output of another type than fp32"
+    if table.local_cols % 4 or table.local_cols > MOST_COLUMNS:
+        return f"a dim that is no multiple of 4, or more than {MOST_COLUMNS}"
+    return None
 
 
 def replicated_shards(shardings: Sequence[Any]) -> list[FeatureShard]:

@@ -35,11 +35,7 @@ from dlrm_overlap.embedding.exchange import Exchange, PooledAwaitable
 from dlrm_overlap.embedding.id_layout import BatchBound
 from dlrm_overlap.embedding.layout import Layout
 from dlrm_overlap.embedding.options import ExchangeOptions
-from dlrm_overlap.embedding.replicated import (
-    ReplicatedTables,
-    replicated_shards,
-    why_not_looked_up,
-)
+from dlrm_overlap.embedding.replicated import ReplicatedTables, replicated_shards
 from dlrm_overlap.embedding.shardings import (
     build_layout,
     exchanging_group,
@@ -184,12 +180,9 @@ class OverlapShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
 
     def why_ids_are_not_taken(self) -> str | None:
         """Return why this module leaves the ids to TorchRec, alike on all ranks, or None if `take_ids` would work."""
-        every: list[Any] = self._embedding_shardings
-        if (reason := why_not_beside_graphs(every[i] for i in self._stock())) is not None:
+        shardings = dict(zip(self._sharding_types, self._embedding_shardings, strict=True))
+        if (reason := why_not_beside_graphs(shardings, self.why_not_exchanged)) is not None:
             return reason
-        for i in self._replicated:
-            if (reason := why_not_looked_up(self._embedding_shardings[i])) is not None:
-                return f"its data-parallel tables stay with TorchRec: {reason}"
         options = self._resolved
         if not BACKENDS[options.backend].stores_to_peers or options.resolved_backward == "collective":
             return f"backend {options.backend} with backward {options.resolved_backward} waits for the host"
