@@ -4,6 +4,7 @@ To the last bit where gradients go by the collective; up to the order of sums wh
 """
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -469,21 +470,25 @@ def test_outputs_of_several_types_stay_with_torchrec(
     assert [message.rpartition("TorchRec: ")[2] for message in caplog.messages] == [*told]
 
 
-def test_what_one_exchange_cannot_tell_apart_stays_with_torchrec(
-    world_of_one: dist.ProcessGroup, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Tables whose bad ids are treated differently, and interleaved columns of one name."""
-    environment = ShardingEnv.from_process_group(world_of_one)
+@pytest.mark.parametrize("bad", ["x", "y"])
+def test_an_id_stops_the_run_where_its_own_table_asks_for_it(world_of_one: dist.ProcessGroup, bad: str) -> None:
+    """One of a table that does not is taken for row 0, beside a table that does, captured or not."""
+    tables: Tables = {"a": (5, 8, ["x"], SUM), "b": (5, 8, ["y"], SUM)}
+    module = EmbeddingBagCollection(table_configs(tables), device=torch.device("meta"))
     sharder: Any = OverlapEmbeddingBagCollectionSharder()
-    by_columns = column_wise([0, 0], compute_kernel="fused")
-    for features, mode, way in ((["x"], BoundsCheckMode.FATAL, FUSED), (["x", "x"], None, by_columns)):
-        tables: Tables = {"a": (5, 8, features, SUM), "b": (5, 8, ["y"], SUM)}
-        module = EmbeddingBagCollection(table_configs(tables), device=torch.device("meta"))
-        plan = dict(construct_module_sharding_plan(module, dict.fromkeys(tables, way), sharder, 1, 1, "cpu"))
-        plan["b"].bounds_check_mode = mode
-        assert sharder.shard(module, plan, environment, CPU).exchange is None
-    told = ("bounds check modes FATAL and WARNING", "a table that is cut by columns names a feature twice")
-    assert [message.rpartition("TorchRec: ")[2] for message in caplog.messages] == [*told]
+    lengths = torch.tensor([bad == "x", bad == "y"]).int() * 2
+    for takes_ids in (False, True):
+        plan = dict(construct_module_sharding_plan(module, dict.fromkeys(tables, FUSED), sharder, 1, 1, "cpu"))
+        plan["b"].bounds_check_mode = BoundsCheckMode.FATAL
+        sharded = sharder.shard(module, plan, ShardingEnv.from_process_group(world_of_one), CPU)
+        initialise_tables(sharded, seed=0)
+        if takes_ids:
+            sharded.take_ids(["x", "y"], BatchBound(1, dict.fromkeys("xy", (0, 2))))
+        told = pytest.raises(ValueError, match="y: id 7 is outside its table of 5 rows")
+        with told if bad == "y" else nullcontext():
+            pooled = sharded(KeyedJaggedTensor(["x", "y"], torch.tensor([1, 7]), lengths=lengths)).to_dict()["x"]
+            rows = sharded.state_dict()["embedding_bags.a.weight"].local_shards()[0].tensor
+            assert_same(pooled[0], rows[0] + rows[1], "row 0 in place of row 7")
 
 
 def test_the_strictest_bounds_check_of_a_module_holds(
@@ -510,14 +515,16 @@ def test_the_strictest_bounds_check_of_a_module_holds(
 @pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize("order", ["plan", "model"])
 def test_a_table_that_names_a_feature_twice(world_of_one: dist.ProcessGroup, order: str, captured: bool) -> None:
-    """Its two columns have one name; both are pooled, and their gradients are added up."""
+    """Its columns have one name; both are pooled, and their gradients are added up."""
     tables: Tables = {
         "a": (5, 4, ["x", "y", "x"], MEAN),
         "b": (5, 8, ["z", "z"], SUM),
-        "c": (5, 4, ["y", "y"], SUM),
+        "c": (5, 8, ["x", "z", "x"], MEAN),
+        "d": (5, 4, ["y", "y"], SUM),
     }
     module = EmbeddingBagCollection(table_configs(tables), device=torch.device("meta"))
-    ways = {"a": FUSED, "b": row_wise(compute_kernel="fused"), "c": data_parallel()}
+    ways = {"a": FUSED, "b": row_wise(compute_kernel="fused"), "d": data_parallel()}
+    ways["c"] = column_wise([0, 0], compute_kernel="fused")
     ids = KeyedJaggedTensor(["x", "y", "z"], torch.tensor([1, 2, 2, 3, 4]), lengths=torch.tensor([2, 2, 1]))
     ours: Any = OverlapEmbeddingBagCollectionSharder(output_order=order)
     stock: Any = EmbeddingBagCollectionSharder()
@@ -535,7 +542,7 @@ def test_a_table_that_names_a_feature_twice(world_of_one: dist.ProcessGroup, ord
         found.append([column.detach() for column in by_name])
         found[-1] += [each for _, each in local_tensors(sharded.state_dict())]
         if sharder is ours and order == "model":
-            assert pooled.keys() == ["x@a", "y@a", "x@a", "z@b", "z@b", "y@c", "y@c"]
+            assert pooled.keys() == ["x@a", "y@a", "x@a", "z@b", "z@b", "x@c", "z@c", "y@d", "y@d"]
     for number, (tensor, expected) in enumerate(zip(*found, strict=True)):
         assert_near(tensor, expected, WEIGHT_TOLERANCE["fp32"], f"tensor {number}")
 

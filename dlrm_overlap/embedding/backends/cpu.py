@@ -63,7 +63,6 @@ def check_on_cpu(forward: Forward, step: Step) -> None:
     Raises:
         ValueError: if the run must stop.
     """
-    mode = forward.bad_ids.mode
     shards = forward.layout.by_owner[forward.rank]
     for shard, weight in zip(shards, forward.tables.weights(shards), strict=True):
         rows, bag = weight.shape[0], shard.feature * step.batch.total
@@ -72,9 +71,9 @@ def check_on_cpu(forward: Forward, step: Step) -> None:
         if not outside.any():
             continue
         message = bad_id_message(shard.name, int(here[outside].min()), rows)
-        if mode == BoundsCheckMode.NONE or (here == -1).any():
+        if forward.bad_ids.mode_of(shard) == BoundsCheckMode.NONE or (here == -1).any():
             raise ValueError(message)
-        forward.bad_ids.report(message)
+        forward.bad_ids.report(message, [shard])
         with torch.inference_mode(here.is_inference()):  # else torch does not write to such ids
             here.masked_fill_(outside, 0)
 

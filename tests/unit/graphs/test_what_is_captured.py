@@ -127,7 +127,7 @@ def test_ids_of_data_parallel_tables_are_checked_as_the_sharder_says(
     module: Any = _shard(OverlapEmbeddingBagCollectionSharder(params), world_of_one, data_parallel())
     tables = ReplicatedTables.of(module._embedding_shardings, module._lookups)
     plain = BoundsCheckMode.FATAL if mode == BoundsCheckMode.V2_FATAL else mode
-    assert tables.bounds_check == (BoundsCheckMode.WARNING if plain is None else plain)
+    assert tables.bounds_checks == [BoundsCheckMode.WARNING if plain is None else plain]
 
 
 def test_what_cannot_be_one_flat_tensor_is_not_captured(world_of_one: dist.ProcessGroup) -> None:
