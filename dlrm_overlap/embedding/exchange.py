@@ -43,6 +43,7 @@ _NO_STREAM = nullcontext()
 
 Parameters = ParamSpec("Parameters")
 Returned = TypeVar("Returned")
+Value = TypeVar("Value")
 
 
 def fails_for_good(part: Callable[Parameters, Returned]) -> Callable[Parameters, Returned]:
@@ -150,9 +151,13 @@ class Exchange:
 
     def is_so_on_any_rank(self, mine: bool) -> bool:
         """Return whether `mine` is true on some rank; a collective on the host."""
+        return any(self.gather(mine))
+
+    def gather(self, mine: Value) -> list[Value]:
+        """Return the value of each rank; a collective on the host."""
         every = [mine] * self._group.size()
         dist.all_gather_object(every, mine, self._group)
-        return any(every)
+        return every
 
     def take_ids(
         self,

@@ -35,6 +35,7 @@ from dlrm_overlap.embedding.exchange import Exchange, PooledAwaitable
 from dlrm_overlap.embedding.id_layout import BatchBound
 from dlrm_overlap.embedding.layout import Layout
 from dlrm_overlap.embedding.options import ExchangeOptions
+from dlrm_overlap.embedding.own_batches import of_samples, with_even_batches, with_even_batches_of_ranks
 from dlrm_overlap.embedding.replicated import ReplicatedTables, replicated_shards
 from dlrm_overlap.embedding.shardings import (
     build_layout,
@@ -260,6 +261,8 @@ class OverlapShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         if not self._takes_ids:
             return super().forward(*input, **kwargs)
         (features,) = (*input, *kwargs.values())
+        if features.variable_stride_per_key():
+            features = with_even_batches(features)
         exchanged, others = None, {}
         if self.exchange is not None:
             exchanged = self.exchange.start_sent(features)
@@ -269,28 +272,46 @@ class OverlapShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         awaitable = self._awaitable(self._in_order(exchanged, others))
         if self._has_mean_pooling_callback:
             awaitable.callbacks.append(partial(self._divide, divisor=self._divisor(features)))
+        if (inverse := features.inverse_indices_or_none()) is not None:
+            awaitable.callbacks.append(partial(of_samples, inverse=inverse))
         return awaitable
 
     def compute_and_output_dist(self, ctx: EmbeddingBagCollectionContext, input: KJTList) -> LazyAwaitable[KeyedTensor]:
         """Look up and exchange; TorchRec's train pipelines call this with ids that are already at their owners."""
         if self.exchange is None or not self._exchanged or self._falls_back(ctx, input):
             return super().compute_and_output_dist(ctx, input)
-        batch_sizes = ctx.sharding_contexts[self._exchanged[0]].batch_size_per_rank  # type: ignore[union-attr]
-        exchanged = self.exchange.start(self._in_rank_order(input, tuple(batch_sizes)), batch_sizes)
+        batch_sizes = self._batch_sizes(ctx)
+        exchanged = self.exchange.start(self._in_rank_order(ctx, input, tuple(batch_sizes)), batch_sizes)
         others = {
             i: output_dist(lookup(input[i]), ctx.sharding_contexts[i])
             for i, (lookup, output_dist) in enumerate(zip(self._lookups, self._output_dists, strict=True))
             if i not in self._exchanged
         }
         awaitable = self._awaitable(self._in_order(exchanged, others))
+        if ctx.variable_batch_per_feature:
+            assert ctx.inverse_indices is not None, "TorchRec's input_dist asks for them"
+            awaitable.callbacks.append(partial(of_samples, inverse=ctx.inverse_indices))
         if self._has_mean_pooling_callback:
             assert ctx.divisor is not None
             awaitable.callbacks.append(partial(self._divide, divisor=ctx.divisor))
         return awaitable
 
-    def _in_rank_order(self, input: KJTList, batch_sizes: tuple[int, ...]) -> list[KeyedJaggedTensor]:
+    def _batch_sizes(self, ctx: EmbeddingBagCollectionContext) -> Sequence[int]:
+        """Return the samples of each rank; where features have batches of their own, the largest of these."""
+        contexts: list[Any] = [ctx.sharding_contexts[i] for i in self._exchanged]
+        if not ctx.variable_batch_per_feature:
+            return contexts[0].batch_size_per_rank
+        assert self.exchange is not None
+        most = max(size for each in contexts for size in each.batch_size_per_feature_pre_a2a)
+        return self.exchange.gather(most)
+
+    def _in_rank_order(
+        self, ctx: EmbeddingBagCollectionContext, input: KJTList, batch_sizes: tuple[int, ...]
+    ) -> list[KeyedJaggedTensor]:
         """Return the ids of the shardings that are exchanged, each with the bags of rank 0's samples first."""
         ids = [(with_float_weights(input[i]), hosts_of(self._embedding_shardings[i])) for i in self._exchanged]
+        if ctx.variable_batch_per_feature:
+            return [with_even_batches_of_ranks(each, batch_sizes) for each, _ in ids]
         return [each if hosts == 1 else in_rank_order(each, batch_sizes, hosts) for each, hosts in ids]
 
     def _awaitable(self, parts: list[Awaitable[torch.Tensor]]) -> EmbeddingBagCollectionAwaitable:
@@ -303,8 +324,11 @@ class OverlapShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
 
     def _falls_back(self, ctx: EmbeddingBagCollectionContext, input: KJTList) -> bool:
         """Return whether TorchRec must take this step, alike on all ranks; the first time, the log says why."""
-        if ctx.variable_batch_per_feature:
-            reason = "features have batches of different sizes"
+        every: list[Any] = self._embedding_shardings
+        if ctx.variable_batch_per_feature and self._others:
+            reason = "features have batches of different sizes, and some tables stay with TorchRec"
+        elif ctx.variable_batch_per_feature and any(hosts_of(every[i]) > 1 for i in self._exchanged):
+            reason = "features have batches of different sizes, and tables are cut by rows within a host"
         elif (
             self.post_lookup_tracker_fn
             or self.post_odist_tracker_fn

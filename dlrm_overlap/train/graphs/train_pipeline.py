@@ -53,7 +53,7 @@ from dlrm_overlap.train.graphs.capturable import (
 from dlrm_overlap.train.graphs.captured import CapturedStep
 from dlrm_overlap.train.graphs.dense_step import DenseStep
 from dlrm_overlap.train.graphs.read_ahead import ReadAhead
-from dlrm_overlap.train.graphs.static_batch import on_device
+from dlrm_overlap.train.graphs.static_batch import on_device, with_even_batches_of
 from dlrm_overlap.train.graphs.streams import Streams
 
 log = logging.getLogger("dlrm_overlap")
@@ -242,7 +242,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
     def _evaluate(self, batches: Iterator[Any]) -> Any:
         if self._ahead.ids_are_sent:
             self._ahead.forget_sent_ids()  # of the training batch that comes next; they are sent again
-        batch = next(batches)
+        batch = with_even_batches_of(next(batches))
         with torch.inference_mode(False):  # training steps write to the windows that are made
             if self._steps and (beyond := self._ahead.evaluated_beyond(batch)) is not None:
                 self._forget_captured()
