@@ -49,7 +49,7 @@ from dlrm_overlap.embedding.shardings import (
     why_not_exchanged,
     why_not_together,
 )
-from dlrm_overlap.embedding.steps import weights_of, with_float_weights
+from dlrm_overlap.embedding.steps import with_float_weights
 from dlrm_overlap.embedding.stock import StockTables, why_not_beside_graphs
 from dlrm_overlap.embedding.tables import LocalTables, max_gradients, only_fbgemm
 
@@ -71,7 +71,6 @@ class OverlapShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         self._reasons_told: set[str] = set()
         self.exchange: Exchange | None = None
         self._takes_ids = False
-        self._weights_are_trained: bool | None = None  # nobody knows before the first training step
         self.stock: StockTables | None = None
         """the tables that stay with TorchRec, if there are any, where the exchange takes the ids of the others"""
         self._set_up_exchange()
@@ -335,33 +334,10 @@ class OverlapShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
             or any(self._lookups[i].optim_state_tracker_fn for i in self._exchanged)
         ):
             reason = "a tracker is registered"
-        elif torch.is_grad_enabled() and self._trains_weights([input[i] for i in self._exchanged]):
-            reason = "weights of ids require a gradient"
         else:
             return False
         self._tell_once(reason)
         return True
-
-    def _trains_weights(self, input: Sequence[KeyedJaggedTensor]) -> bool:
-        """Return whether the weights of some rank's ids require a gradient, as those of a feature processor.
-
-        A rank without tables has no weights. So the ranks agree, in the first training step of a weighted collection.
-
-        Raises:
-            InputError: if weights require a gradient, and none did in that step.
-        """
-        mine = any(weights.requires_grad for ids in input if (weights := weights_of(ids)) is not None)
-        if not self._is_weighted:
-            return mine
-        if self._weights_are_trained is None:
-            assert self.exchange is not None
-            self._weights_are_trained = self.exchange.is_so_on_any_rank(mine)
-        if mine and not self._weights_are_trained:
-            raise InputError(
-                "ids: their weights require a gradient, but did not in the first training step, in which the ranks "
-                "agree who trains; let weights require a gradient from the first step on"
-            )
-        return self._weights_are_trained
 
     def compute(self, ctx: EmbeddingBagCollectionContext, dist_input: KJTList) -> list[torch.Tensor]:
         """Look up as TorchRec does, for a module that calls this and `output_dist` itself, one after the other."""

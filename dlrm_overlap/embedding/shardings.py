@@ -171,8 +171,13 @@ def in_rank_order(ids: KeyedJaggedTensor, batch_sizes: tuple[int, ...], hosts: i
     Example: 2 hosts of 2 ranks with a sample each. The samples of ranks 0, 2, 1, 3 become those of ranks 0, 1, 2, 3.
     """
     order = _rank_order(len(ids.keys()), batch_sizes, hosts, ids.device())
-    tensors = ids.lengths(), ids.values(), ids.weights_or_none()
-    lengths, values, weights = torch.ops.fbgemm.permute_1D_sparse_data(order, *tensors)
+    values, weights = ids.values(), ids.weights_or_none()
+    if weights is None or not weights.requires_grad:
+        lengths, values, weights = torch.ops.fbgemm.permute_1D_sparse_data(order, ids.lengths(), values, weights)
+    else:  # of which the operator keeps no gradient
+        places = torch.arange(values.numel(), device=values.device)
+        lengths, places, _ = torch.ops.fbgemm.permute_1D_sparse_data(order, ids.lengths(), places, None)
+        values, weights = values[places], weights[places]
     return KeyedJaggedTensor(ids.keys(), values, weights, lengths=lengths, stride=sum(batch_sizes))
 
 

@@ -51,7 +51,7 @@ def _batches(samples: int) -> list[Batch]:
             FEATURES,
             ids,
             lengths=torch.cat(lengths),
-            stride_per_key_per_rank=torch.tensor([[size] for size in sizes]),
+            stride_per_key_per_rank=[[size] for size in sizes],
             inverse_indices=(FEATURES, inverse),
         )
         batches.append(Batch(torch.rand(samples, 1, generator=generator), sparse, torch.empty(0)))
@@ -98,9 +98,7 @@ def test_they_are_trained_as_by_stock(tmp_path: Path) -> None:
 
 def _ids(**more: Any) -> KeyedJaggedTensor:
     values, lengths = torch.tensor([5, 7, 1, 2, 3]), torch.ones(5).int()
-    return KeyedJaggedTensor(
-        ["f", "g"], values, lengths=lengths, stride_per_key_per_rank=torch.tensor([[2], [3]]), **more
-    )
+    return KeyedJaggedTensor(["f", "g"], values, lengths=lengths, stride_per_key_per_rank=[[2], [3]], **more)
 
 
 def test_empty_bags_are_added_and_not_taken() -> None:
@@ -119,7 +117,7 @@ def test_bags_of_ranks_stay_with_their_rank() -> None:
         ["f", "g"],
         torch.arange(6),
         lengths=torch.tensor([1, 2, 1, 2]),
-        stride_per_key_per_rank=torch.tensor([[1, 1], [0, 2]]),
+        stride_per_key_per_rank=[[1, 1], [0, 2]],
     )
     even = with_even_batches_of_ranks(ids, [2, 2])
     assert_same(even.lengths(), torch.tensor([1, 0, 2, 0, 0, 0, 1, 2]), "lengths")
