@@ -76,7 +76,7 @@ def build_workload(
         rows = min(rows, work.max_rows or rows)
         row_bytes = dim * work.row_bytes
         state_bytes = {"sgd": 0, "rowwise_adagrad": 4, "adagrad": 4 * dim}[work.optimizer]
-        load = TableLoad((least + most) / 2, dim, row_bytes, rows * (row_bytes + state_bytes))
+        load = TableLoad((least + most) / 2, dim, row_bytes, rows * (row_bytes + state_bytes), rows)
         planned.append(PlannedTable(load, rows, range(least, most + 1)))
         touched = expected_rows(rows, work.zipf_alpha, ids)
         read.append(ids * row_bytes / world_size)
