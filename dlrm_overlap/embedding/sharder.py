@@ -9,7 +9,8 @@ import torch.distributed as dist
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
-from torchrec.distributed.types import ParameterSharding, QuantizedCommCodecs, ShardingEnv
+from torchrec.distributed.sharding_plan import get_default_sharders as get_torchrec_sharders
+from torchrec.distributed.types import ModuleSharder, ParameterSharding, QuantizedCommCodecs, ShardingEnv
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from dlrm_overlap.backends import BACKENDS, BACKWARDS, EXCHANGED
@@ -214,6 +215,12 @@ def build_sharder(
         wire = CommType(wire_dtype)
         codecs = get_qcomm_codecs_registry(QCommsConfig(forward_precision=wire, backward_precision=wire))
     return EmbeddingBagCollectionSharder(fused_params=about_tables, qcomm_codecs_registry=codecs)
+
+
+def get_default_sharders() -> list[ModuleSharder[Any]]:
+    """Return TorchRec's default sharders, with ours in the place of that of embedding bags."""
+    ours = {EmbeddingBagCollectionSharder: OverlapEmbeddingBagCollectionSharder}
+    return [ours[type(each)]() if type(each) in ours else each for each in get_torchrec_sharders()]
 
 
 def require_same_plan(plan: Mapping[str, ParameterSharding], env: ShardingEnv) -> None:
