@@ -59,7 +59,7 @@ def main(steps: int = 200) -> list[torch.Tensor]:
     ]
     collection = EmbeddingBagCollection(tables=tables, device=torch.device("meta"))
     model = DLRMTrain(DLRM_DCN(collection, 8, [32, 16], [32, 16, 1], 2, 8, dense_device=device))
-    apply_optimizer_in_backward(torch.optim.Adagrad, model.model.sparse_arch.parameters(), {"lr": 0.1})
+    apply_optimizer_in_backward(torch.optim.Adagrad, model.model.sparse_arch.parameters(), {"lr": 0.05})
     sharders = get_default_sharders()
     topology = Topology(dist.get_world_size(), device.type, local_world_size=get_local_size())
     planner = EmbeddingShardingPlanner(topology=topology, batch_size=32)
@@ -67,7 +67,7 @@ def main(steps: int = 200) -> list[torch.Tensor]:
     model = DistributedModelParallel(module=model, device=device, plan=plan, sharders=sharders)
 
     dense = dict(in_backward_optimizer_filter(model.named_parameters()))
-    dense_optimizer = KeyedOptimizerWrapper(dense, lambda parameters: torch.optim.Adagrad(parameters, lr=0.1))
+    dense_optimizer = KeyedOptimizerWrapper(dense, lambda parameters: torch.optim.Adagrad(parameters, lr=0.01))
     optimizer = CombinedOptimizer([model.fused_optimizer, dense_optimizer])
     scheduler = Policy(optimizer)
     train_pipeline = TrainPipelineSparseDist(model, optimizer, device)
