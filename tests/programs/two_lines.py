@@ -37,10 +37,10 @@ def load(name: str, ours: bool) -> ModuleType:
     return module
 
 
-def compare(name: str, steps: int) -> None:
+def compare(name: str, steps: int, tolerance: float = LOSS_TOLERANCE["programs"]) -> None:
     """Check that a program gives the same losses with two lines changed, on the ranks of the process group."""
     stock, ours = (_run(name, ours, steps) for ours in (False, True))
-    assert_near(ours, stock, LOSS_TOLERANCE["programs"], f"{name}: losses")
+    assert_near(ours, stock, tolerance, f"{name}: losses")
 
 
 def _run(name: str, ours: bool, steps: int) -> torch.Tensor:

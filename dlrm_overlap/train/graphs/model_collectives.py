@@ -1,16 +1,20 @@
 """Collectives that a user's model calls itself, such as those of SyncBatchNorm or of negatives from all ranks."""
 
 import sys
+from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dlrm_overlap.comm.order import CommunicationOrder
 from dlrm_overlap.config import InputError
 
+_NONE = ("wait_tensor", "_wrap_tensor_autograd")  # operators that only return what a collective gave
 _WAITING = ("barrier", "monitored_barrier_", "send", "recv_", "recv_any_source_")
 """operators that wait for the CPU, or of which several must be under way at once"""
 
@@ -50,13 +54,12 @@ class ModelCollectives(TorchDispatchMode):
             InputError: if it is a collective that a graph cannot hold, in a captured step.
         """
         keywords = kwargs or {}
-        if func.namespace not in ("c10d", "_c10d_functional") or func._opname == "wait_tensor":
+        if func.namespace not in ("c10d", "_c10d_functional") or func._opname in _NONE:
             return func(*args, **keywords)
         if (caller := _caller()) is None:
             return func(*args, **keywords)
         self.called = f"{func._opname.strip('_')} at {caller.f_code.co_filename}:{caller.f_lineno}"
-        tensors = [each for each in tree_leaves((args, keywords)) if isinstance(each, torch.Tensor)]
-        if func._opname in _WAITING or any(each.device.type != self._device.type for each in tensors):
+        if not self._fits(func, tree_leaves((args, keywords))):
             self.why_eager = f"the model calls {self.called}, which waits for the CPU"
             if self._order.is_captured:
                 raise InputError(
@@ -72,6 +75,21 @@ class ModelCollectives(TorchDispatchMode):
                 elif func.namespace == "_c10d_functional":
                     torch.ops._c10d_functional.wait_tensor(each)
         return returned
+
+    def _fits(self, func: Any, given: Sequence[Any]) -> bool:
+        """Return whether a graph can hold a collective."""
+        on_device = all(each.device.type == self._device.type for each in given if isinstance(each, torch.Tensor))
+        if func._opname in _WAITING or not on_device:
+            return False
+        return self._device.type != "cuda" or _group(given)._get_backend(self._device).name() == "nccl"
+
+
+def _group(given: Sequence[Any]) -> Any:
+    """Return the process group of a collective, which c10d gives as an object, and its functional form by name."""
+    for each in given:
+        if isinstance(each, torch.ScriptObject) and "ProcessGroup" in str(each._type()):
+            return dist.ProcessGroup.unbox(each)
+    return _resolve_process_group([each for each in given if isinstance(each, str)][-1])
 
 
 def _caller() -> FrameType | None:

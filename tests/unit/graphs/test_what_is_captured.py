@@ -375,9 +375,9 @@ def test_a_collective_that_waits_for_the_cpu_is_in_no_graph(world_of_one: dist.P
     order = _Order()
     with ModelCollectives(order, CPU) as collectives:
         dist.barrier()
-        assert re.fullmatch(rf"the model calls barrier at .*:\d+, which waits for the CPU", collectives.why_eager)
+        assert re.fullmatch(r"the model calls barrier at .*:\d+, which waits for the CPU", collectives.why_eager)
         order.is_captured = True
-        with pytest.raises(InputError, match="calls barrier at .*, but did not in the first step"):
+        with pytest.raises(InputError, match=r"calls barrier at .*, but did not in the first step"):
             dist.barrier()
     with ModelCollectives(order, torch.device("cuda")) as collectives, pytest.raises(InputError, match="allreduce"):
         dist.all_reduce(torch.ones(3))  # of the CPU's memory
