@@ -210,11 +210,12 @@ class Normalised(Plain):
 
 
 class NormalisedOverRanks(Normalised):
-    """Has a norm whose means are of all ranks' samples, where there are GPUs, which it needs."""
+    """Has a norm whose means are of all ranks' samples, on GPUs, which it needs."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm = nn.SyncBatchNorm(4 * DIM)
+        if torch.cuda.is_available():
+            self.norm = nn.SyncBatchNorm(4 * DIM)
 
 
 class Dropping(Plain):
@@ -393,6 +394,7 @@ PROGRAMS: dict[str, Program] = {
     "momentum": Program(optimizer=_momentum, scheduled=True),
     "rmsprop": Program(optimizer=_rmsprop, why_after=f"RMSprop {_NONE}", scheduled=True),
     "normalised": Program(Normalised, samples=_SHORT, captured=(2, 3)),
+    "normalised_over_ranks": Program(NormalisedOverRanks),
     "dropping": Program(Dropping, steps=15, longer=_LONGER, evaluated={5: SAMPLES + 3, 14: 4}, captured=(4, 2)),
     "scaled": Program(optimizer=_scaling, arguments=_scaled, why_after=f"Scaling {_NONE}"),
     "clipped_by_hook": Program(optimizer=_clipped_by_hook, why_after="SGD has hooks of its steps"),
@@ -414,8 +416,6 @@ PROGRAMS: dict[str, Program] = {
 }
 if find_spec("torchrec.distributed.train_pipeline.gradient_accumulation"):  # not in every release
     PROGRAMS["accumulated"] = Program(wrap=_accumulated, why_after=f"_GAOptimizerWrapper {_NONE}")
-if torch.cuda.is_available():
-    PROGRAMS["normalised_over_ranks"] = Program(NormalisedOverRanks)
 
 
 def _batches(program: Program, rank: int, only: int | None = None) -> Iterator[Any]:

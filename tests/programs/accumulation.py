@@ -64,8 +64,8 @@ def main(steps: int = 200) -> list[torch.Tensor]:
     device = start()
     torch.manual_seed(1)
     params = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.5}
-    sharders = [EmbeddingBagCollectionSharder(params)]
-    model = DistributedModelParallel(Ranker(device), device=device, sharders=sharders)
+    sharder = EmbeddingBagCollectionSharder(params)
+    model = DistributedModelParallel(Ranker(device), device=device, sharders=[sharder])
     dense = dict(in_backward_optimizer_filter(model.named_parameters()))
     adam = KeyedOptimizerWrapper(dense, lambda parameters: torch.optim.Adam(parameters, lr=0.01))
     optimizer = CombinedOptimizer([model.fused_optimizer, ("dense", Accumulating(adam))])

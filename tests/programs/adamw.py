@@ -58,8 +58,8 @@ def main(steps: int = 200) -> list[torch.Tensor]:
     device = start()
     torch.manual_seed(1)
     params = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.03}
-    sharders = [EmbeddingBagCollectionSharder(params)]
-    model = DistributedModelParallel(Ranker(device), device=device, sharders=sharders)
+    sharder = EmbeddingBagCollectionSharder(params)
+    model = DistributedModelParallel(Ranker(device), device=device, sharders=[sharder])
     average = AveragedModel(model.module.over, multi_avg_fn=get_ema_multi_avg_fn(0.95))
     dense = dict(in_backward_optimizer_filter(model.named_parameters()))
     adamw = KeyedOptimizerWrapper(dense, lambda parameters: torch.optim.AdamW(groups(parameters), lr=0.01))

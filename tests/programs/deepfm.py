@@ -56,8 +56,8 @@ def main(steps: int = 200) -> list[torch.Tensor]:
     device = start()
     torch.manual_seed(1)
     params = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 5.0}
-    sharders = [EmbeddingBagCollectionSharder(params)]
-    model = DistributedModelParallel(Click(device), device=device, sharders=sharders)
+    sharder = EmbeddingBagCollectionSharder(params)
+    model = DistributedModelParallel(Click(device), device=device, sharders=[sharder])
     dense = dict(in_backward_optimizer_filter(model.named_parameters()))
     sgd = KeyedOptimizerWrapper(dense, lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9))
     optimizer = CombinedOptimizer([model.fused_optimizer, ("dense", sgd)])

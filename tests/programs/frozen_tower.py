@@ -54,8 +54,8 @@ def main(steps: int = 200) -> list[torch.Tensor]:
     torch.manual_seed(1)
     model = OnTop(device)
     params = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 5.0}
-    sharders = [EmbeddingBagCollectionSharder(params)]
-    model = DistributedModelParallel(model, device=device, sharders=sharders)
+    sharder = EmbeddingBagCollectionSharder(params)
+    model = DistributedModelParallel(model, device=device, sharders=[sharder])
     model.train()
     dense = dict(in_backward_optimizer_filter(model.named_parameters()))
     trained = {name: each for name, each in dense.items() if each.requires_grad}

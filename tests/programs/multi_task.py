@@ -77,8 +77,8 @@ def main(steps: int = 200) -> list[torch.Tensor]:
     device = start()
     torch.manual_seed(1)
     params = {"optimizer": EmbOptimType.EXACT_ADAGRAD, "learning_rate": 0.05}
-    sharders = [EmbeddingBagCollectionSharder(params)]
-    model = DistributedModelParallel(MultiTask(device), device=device, sharders=sharders)
+    sharder = EmbeddingBagCollectionSharder(params)
+    model = DistributedModelParallel(MultiTask(device), device=device, sharders=[sharder])
     dense = dict(in_backward_optimizer_filter(model.named_parameters()))
     adam = KeyedOptimizerWrapper(dense, lambda parameters: torch.optim.Adam(parameters, lr=0.003))
     optimizer = CombinedOptimizer([model.fused_optimizer, ("dense", adam)])

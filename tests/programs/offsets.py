@@ -50,8 +50,8 @@ def main(steps: int = 200) -> list[torch.Tensor]:
     device = start()
     torch.manual_seed(1)
     params = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 5.0}
-    sharders = [EmbeddingBagCollectionSharder(params)]
-    model = DistributedModelParallel(Reader(device), device=device, sharders=sharders)
+    sharder = EmbeddingBagCollectionSharder(params)
+    model = DistributedModelParallel(Reader(device), device=device, sharders=[sharder])
     dense = dict(in_backward_optimizer_filter(model.named_parameters()))
     adagrad = KeyedOptimizerWrapper(dense, lambda parameters: torch.optim.Adagrad(parameters, lr=0.02))
     optimizer = CombinedOptimizer([model.fused_optimizer, ("dense", adagrad)])

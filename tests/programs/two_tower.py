@@ -67,8 +67,8 @@ def main(steps: int = 200) -> list[torch.Tensor]:
     device = start()
     torch.manual_seed(1)
     params = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.2}
-    sharders = [EmbeddingBagCollectionSharder(params)]
-    model = DistributedModelParallel(TwoTower(device), device=device, sharders=sharders)
+    sharder = EmbeddingBagCollectionSharder(params)
+    model = DistributedModelParallel(TwoTower(device), device=device, sharders=[sharder])
     dense = dict(in_backward_optimizer_filter(model.named_parameters()))
     adagrad = KeyedOptimizerWrapper(dense, lambda parameters: torch.optim.Adagrad(parameters, lr=0.02))
     optimizer = CombinedOptimizer([model.fused_optimizer, ("dense", adagrad)])

@@ -220,7 +220,7 @@ def test_the_two_lines_of_the_page_train(world_of_one: dist.ProcessGroup, caplog
     with caplog.at_level("WARNING", "dlrm_overlap"):
         exec(f"{imports}\n{sharder}", names)
         tables = {f"t_{name}": table_wise(0, compute_kernel="fused") for name in example["ROWS"]}
-        sharding = construct_module_sharding_plan(towers.embedding, tables, *names["sharders"], 1, 1, device_type="cpu")
+        sharding = construct_module_sharding_plan(towers.embedding, tables, names["sharders"][0], 1, 1, "cpu")
         plan = ShardingPlan({"embedding": sharding})
         model = DistributedModelParallel(towers, device=device, plan=plan, sharders=names["sharders"])
         dense = dict(in_backward_optimizer_filter(model.named_parameters()))

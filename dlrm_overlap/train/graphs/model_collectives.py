@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.distributed_c10d import _resolve_process_group  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -89,7 +89,8 @@ def _group(given: Sequence[Any]) -> Any:
     for each in given:
         if isinstance(each, torch.ScriptObject) and "ProcessGroup" in str(each._type()):
             return dist.ProcessGroup.unbox(each)
-    return _resolve_process_group([each for each in given if isinstance(each, str)][-1])
+    name: Any = [each for each in given if isinstance(each, str)][-1]
+    return _resolve_process_group(name)
 
 
 def _caller() -> FrameType | None:
