@@ -334,7 +334,7 @@ _GEMM_SHAPES = {
     "cpu": ("64x48x96", "128x48x96"),
 }
 _OPERATORS = ("all_gather", "reduce_scatter")
-_GEMM_CONTENDERS = ("serial", "torch", "copies", "pushes", "tiles", "triggered", "auto")
+_GEMM_CONTENDERS = ("serial", "torch", "copies", "tiles", "triggered", "auto")
 
 
 @dataclass(frozen=True)

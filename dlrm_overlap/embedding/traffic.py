@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from dlrm_overlap.config import ModelConfig
+from dlrm_overlap.kernels.arguments import state_bytes
 
 _RUN_BYTES, _PLACE_BYTES = 16, 4  # an update reads them to find a touched row's ids, and an id's gradient
 
@@ -130,13 +131,13 @@ def update_bytes(
         owner_dim: columns of this rank's shards.
         wire_bytes: of an element of the gradients between ranks.
         gradient_bytes: of an element of the gradient that the model gives.
-        optimizer: sgd | rowwise_adagrad | adagrad.
+        optimizer: a key of `STATES`.
     """
     hbm = own_samples * total_dim * gradient_bytes + samples * owner_dim * wire_bytes
     named = once = 0.0  # of gradients read for each id, and once
     for shard in shards:
-        state_bytes = {"sgd": 0, "rowwise_adagrad": 4, "adagrad": 4 * shard.dim}[optimizer]
-        hbm += shard.touched_rows * (2 * (shard.dim * shard.element_bytes + state_bytes) + _RUN_BYTES)
+        row_bytes = shard.dim * shard.element_bytes + state_bytes(optimizer, shard.dim)
+        hbm += shard.touched_rows * (2 * row_bytes + _RUN_BYTES)
         hbm += shard.ids * _PLACE_BYTES
         named += shard.ids * shard.dim * wire_bytes
         once += shard.filled_bags * shard.dim * wire_bytes

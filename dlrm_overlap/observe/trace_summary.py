@@ -25,7 +25,7 @@ from dlrm_overlap.launching.text_table import format_table
 _KINDS = {
     "lookup": r"split_embedding\w*_forward|_store_pooled|_put_slices",
     "exchange": r"^nccl(?!\w*AllReduce)|_push_gradients|_raise_flags|_await_flags|_store_to_peers|PtoP"
-    r"|_begin_call|_publish_rows",
+    r"|_begin_call",
     "update": r"split_embedding\w*_backward|_update_rows|_add_to_rows",
     "all-reduce": r"AllReduce|_average_share",
     "ids": r"_pull_ids|_place_ids|permute_\dD|bucketize|bounds_check|cumsum",

@@ -230,7 +230,8 @@ def test_the_two_lines_of_the_page_train(world_of_one: dist.ProcessGroup, caplog
         batches = example["made_up"](15, rank=0)
         loss = [names["pipeline"].progress(batches).item() for _ in range(15)][-1]
         names["pipeline"].close()
-    assert not [each for each in caplog.records if each.name == "dlrm_overlap"], "nothing should fall back"
+    warnings = [each for each in caplog.records if each.name == "dlrm_overlap" and each.levelname == "WARNING"]
+    assert not warnings, "nothing should fall back"
     assert loss < 0.65, f"it learns: the first loss is near log 2, the last is {loss:.3f}"
 
 

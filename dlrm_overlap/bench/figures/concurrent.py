@@ -162,7 +162,7 @@ class _Study:
             return made | {way: self.memory.call(payload, way) for way in ("stores", "dma")}
         if self._device.type == "cuda":
             made["stores"] = by_stores(payload)
-        return made | {"dma_averaged": self.memory.call(payload, "dma")}
+        return made
 
     @torch.no_grad()
     def _time(self, pieces: Sequence[Callable[[], object]], repetitions: int) -> list[Timing]:

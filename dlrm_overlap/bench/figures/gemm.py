@@ -40,7 +40,7 @@ from dlrm_overlap.train.ranks import Ranks
 Call = Callable[[], torch.Tensor]
 
 _DTYPE = torch.bfloat16
-_ONLY = {"pushes": "all_gather", "triggered": "reduce_scatter"}  # their other operator is that of copies, or of tiles
+_ONLY = {"triggered": "reduce_scatter"}  # its all-gather is that of tiles
 _TOLERANCE = 0.05  # of an element's size and the mean's: partial products are rounded to bfloat16, by NCCL sums, too
 _SHOWN = (
     "operator", "m", "k", "n", "contender", "median_ms", "p10_ms", "p90_ms", "gemm_ms", "communication_ms", "ect_ms",

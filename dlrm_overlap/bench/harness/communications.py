@@ -136,7 +136,7 @@ def by_stores(payload: Payload) -> Communication:
 
 
 class PeerMemory:
-    """Memory that peers write, for all payloads one after the other: results, and shares of an all-reduce."""
+    """Memory that peers write, for the results of all payloads one after the other."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, elements: int) -> None:
         """Make room for results of `elements` float32; a collective.
@@ -144,20 +144,17 @@ class PeerMemory:
         Raises:
             InputError: if the ranks do not reach each other's memory.
         """
-        self._collectives = PeerCollectives(group, device, 2 * (4 * elements + _ROOM_BYTES), _TIMEOUT_S)
+        self._collectives = PeerCollectives(group, device, 4 * elements + _ROOM_BYTES, _TIMEOUT_S)
         self._results = self._collectives.empty((elements,), torch.float32)
-        self._shares = self._collectives.empty((elements,), torch.float32)
         self.close = self._collectives.close
 
     def call(self, payload: Payload, way: Way, beside: Beside = "nothing") -> Communication:
-        """Return the call of `PeerCollectives` that does it, by copy engines or, but of an all-reduce, by stores."""
+        """Return the call of `PeerCollectives` that does an all-to-all or an all-gather."""
         elements = payload.world_size * payload.part
-        result, shares = (each[:elements].view(payload.shape) for each in (self._results, self._shares))
+        result = self._results[:elements].view(payload.shape)
         source = payload.input_of(result)
 
         def begin() -> Callable[[], object]:
-            if payload.kind == "all_reduce":
-                return self._collectives.all_reduce(result, payload.input.view(payload.shape), shares).wait
             issue = self._collectives.all_to_all if payload.kind == "all_to_all" else self._collectives.all_gather
             return issue(result, source, way, beside).wait
 

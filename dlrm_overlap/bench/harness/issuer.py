@@ -50,10 +50,8 @@ STRATEGIES = (
     Strategy("dma_apart", "dma", urgent=True),
     Strategy("dma_carved_4", "dma", urgent=True, carved=4),
     Strategy("dma_partition_12", "dma", partition=12),
-    Strategy("dma_averaged", "dma_averaged", urgent=True),
-    Strategy("dma_averaged_carved_12", "dma_averaged", urgent=True, carved=12),
 )
-_ON_CPU = ("serial", "plain", "dma_apart", "dma_averaged")  # which has no streams or multiprocessors to share
+_ON_CPU = ("serial", "plain", "dma_apart")  # which has no streams or multiprocessors to share
 
 
 class Partition(NamedTuple):

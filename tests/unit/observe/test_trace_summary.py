@@ -93,7 +93,7 @@ def test_work_of_the_step_before_does_not_count(tmp_path: Path) -> None:
         ("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", "exchange"),
         ("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "exchange"),
         ("_await_flags", "exchange"),
-        ("_publish_rows", "exchange"),
+        ("_begin_call", "exchange"),
         ("split_embedding_backward_codegen_rowwise_adagrad_unweighted_kernel_warp_per_row_1<float>", "update"),
         ("_add_to_rows", "update"),
         ("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "all-reduce"),
