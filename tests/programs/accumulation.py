@@ -16,7 +16,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from tests.programs.clicks import clicks, start
 
-ROWS = {f"f_{i}": 250 for i in range(5)}
+ROWS = {f"f_{i}": 20_000 for i in range(5)}
 DIM, DENSE, EVERY = 8, 4, 4
 
 

@@ -15,7 +15,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from tests.programs.clicks import clicks, start
 
-ROWS = {f"f_{i}": 300 for i in range(6)}
+ROWS = {f"f_{i}": 20_000 for i in range(6)}
 DIM, DENSE = 8, 5
 COMPILER = "inductor" if torch.cuda.is_available() else "aot_eager"  # the latter needs no C++ compiler
 

@@ -14,7 +14,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from tests.programs.clicks import clicks, start
 
-ROWS = {f"f_{i}": 250 for i in range(5)}
+ROWS = {f"f_{i}": 20_000 for i in range(5)}
 DIM, DENSE = 8, 10
 
 

@@ -14,7 +14,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from tests.programs.clicks import clicks, start
 
-ROWS = {f"f_{i}": 200 + 50 * i for i in range(5)}
+ROWS = {f"f_{i}": 20_000 + 50 * i for i in range(5)}
 DIM, HIDDEN, DENSE = 8, 16, 4
 WEIGHTS = {"click": 1.0, "like": 0.3}
 

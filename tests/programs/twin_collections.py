@@ -15,7 +15,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from tests.programs.clicks import clicks, start
 
 USERS = {"user": 500, "history": 300, "city": 100}
-ITEMS = {"item": 400, "words": 200}
+ITEMS = {"item": 20_000, "words": 200}
 
 
 def collection(rows: dict[str, int], dim: int) -> EmbeddingBagCollection:
