@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dlrm_overlap.embedding.id_layout import BatchBound
     from dlrm_overlap.embedding.plan import constraints
-    from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder
+    from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder, get_default_sharders
     from dlrm_overlap.train.explain import explain
     from dlrm_overlap.train.graphs.train_pipeline import GraphTrainPipeline
     from dlrm_overlap.train.profiling import profile_steps
@@ -20,6 +20,7 @@ __all__ = [
     "OverlapEmbeddingBagCollectionSharder",
     "constraints",
     "explain",
+    "get_default_sharders",
     "profile_steps",
 ]
 
@@ -29,6 +30,7 @@ _MODULES = {
     "OverlapEmbeddingBagCollectionSharder": "embedding.sharder",
     "constraints": "embedding.plan",
     "explain": "train.explain",
+    "get_default_sharders": "embedding.sharder",
     "profile_steps": "train.profiling",
 }
 

@@ -32,7 +32,6 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap import GraphTrainPipeline, OverlapEmbeddingBagCollectionSharder, constraints
-from dlrm_overlap.embedding.sharded_module import exchanges
 from dlrm_overlap.launching import launcher, process_group
 
 USER, ITEM = ("user", "history"), ("item", "words")  # the features of each tower
@@ -79,7 +78,7 @@ def made_up(steps: int, rank: int) -> Iterator[Batch]:
 
 
 def main() -> None:
-    """Build the model, shard it, train it, and close its exchanges."""
+    """Build the model, shard it and train it."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--backend", choices=["stock", "nccl", "pgas", "fused"], default="pgas")
     parser.add_argument("--steps", type=int, default=100)
@@ -117,10 +116,8 @@ def main() -> None:
             if world.rank == 0:
                 print(f"step {step}: loss {loss.item() / world.world_size:.6f}", flush=True)
 
-    if isinstance(pipeline, GraphTrainPipeline):
+    if isinstance(pipeline, GraphTrainPipeline):  # not needed where the process ends, as here
         pipeline.close()
-    for exchange in exchanges(model):  # all ranks have taken the same steps
-        exchange.close()
     process_group.shutdown()
 
 

@@ -137,14 +137,13 @@ class FlatParameters:
         """Set gradients to zero, and put the views back where others are.
 
         Args:
-            names: of the parameters, whose gradients are set one by one; None sets all by one operation.
+            names: of the parameters; None sets all by one operation.
         """
         self.show_gradients(names)
         if names is None:
             self.gradients.tensor.zero_()
-            return
-        for name in names:
-            self.gradients.views[name].zero_()
+        elif names:
+            torch._foreach_zero_([self.gradients.views[name] for name in names])
 
     def show_gradients(self, names: Iterable[str] | None = None) -> None:
         """Put the views back as the parameters' gradients, whatever took their place, and None where one is idle.

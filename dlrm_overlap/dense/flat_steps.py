@@ -160,6 +160,11 @@ class FlatSteps:
                 self._bind(name, given[name], group)
         self._laid_out = None
 
+    def forget(self) -> None:
+        """Leave the optimizer without the states that were made here, as it was before its first step."""
+        for name in self._made:
+            self._optimizer.state.pop(self._flat.named[name], None)
+
     def _bind(self, name: str, given: Mapping[str, Any], group: Mapping[str, Any]) -> None:
         step = self.update.step[self._names.index(name) if self._each else 0]
         views = {key: state.views[name] for key, state in self._states.items()}

@@ -10,7 +10,8 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
-from torchrec.distributed.types import ParameterSharding, QuantizedCommCodecs, ShardingEnv
+from torchrec.distributed.sharding_plan import get_default_sharders as get_torchrec_sharders
+from torchrec.distributed.types import ModuleSharder, ParameterSharding, QuantizedCommCodecs, ShardingEnv
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from dlrm_overlap.backends import BACKENDS, BACKWARDS, EXCHANGED
@@ -243,6 +244,12 @@ def _codecs(wire_dtype: str) -> dict[str, QuantizedCommCodecs] | None:
         return None
     wire = CommType(wire_dtype)
     return get_qcomm_codecs_registry(QCommsConfig(forward_precision=wire, backward_precision=wire))
+
+
+def get_default_sharders() -> list[ModuleSharder[Any]]:
+    """Return TorchRec's default sharders, with ours in the place of that of embedding bags."""
+    ours = {EmbeddingBagCollectionSharder: OverlapEmbeddingBagCollectionSharder}
+    return [ours[type(each)]() if type(each) in ours else each for each in get_torchrec_sharders()]
 
 
 def require_same_plan(plan: Mapping[str, ParameterSharding], env: ShardingEnv) -> None:

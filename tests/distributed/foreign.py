@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -22,13 +23,12 @@ from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingPlan
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer
-from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper, OptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
-from dlrm_overlap.embedding.sharded_module import exchanges
 from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder
 from dlrm_overlap.embedding.weights import initialise_tables
 from dlrm_overlap.train.graphs.train_pipeline import GraphTrainPipeline
@@ -197,14 +197,6 @@ class UnusedTower(Plain):
         self.tower = nn.Linear(3, 3)
 
 
-class TwinLosses(Plain):
-    """Returns a loss for each of two tasks."""
-
-    def forward(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        output = self.over(torch.tanh(self.pooled(batch)) * self.hidden(batch))
-        return (output - 1).square().mean(0), output.detach()
-
-
 class Normalised(Plain):
     """Keeps running means, and computes in bfloat16."""
 
@@ -217,6 +209,36 @@ class Normalised(Plain):
             return self.norm(super().hidden(batch).float())
 
 
+class NormalisedOverRanks(Normalised):
+    """Has a norm whose means are of all ranks' samples, on GPUs, which it needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        if torch.cuda.is_available():
+            self.norm = nn.SyncBatchNorm(4 * DIM)
+
+
+class Dropping(Plain):
+    """Drops other hidden numbers in every step, and none in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.3)
+
+    def hidden(self, batch: Any) -> torch.Tensor:
+        return self.drop(super().hidden(batch))
+
+
+class Scaling(OptimizerWrapper):
+    """Takes a step with gradients that are no longer scaled."""
+
+    scaler: ClassVar[torch.amp.GradScaler]
+
+    def step(self, closure: Any = None) -> None:
+        Scaling.scaler.step(self._optimizer)
+        Scaling.scaler.update()
+
+
 class FailsAtFirst(Plain):
     """Fails in the first captured forward, whose caller tries again."""
 
@@ -227,18 +249,6 @@ class FailsAtFirst(Plain):
             self.fails = False
             raise ArithmeticError
         return super().hidden(batch)
-
-
-class FrozenTower(Plain):
-    """Has a tower that is not trained."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tower = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
-        self.tower.requires_grad_(False)
-
-    def hidden(self, batch: Any) -> torch.Tensor:
-        return self.bottom(self.tower(batch.dense))
 
 
 class InHostMemory(Plain):
@@ -287,6 +297,28 @@ def _rmsprop(parameters: Mapping[str, Any]) -> Any:
     return KeyedOptimizerWrapper(dict(parameters), lambda each: torch.optim.RMSprop(each, lr=0.01))
 
 
+def _scaling(parameters: Mapping[str, Any]) -> Any:
+    return Scaling(KeyedOptimizerWrapper(dict(parameters), lambda each: torch.optim.SGD(each, lr=0.1)))
+
+
+def _clipped_by_hook(parameters: Mapping[str, Any]) -> Any:
+    """Return an optimizer that a hook of its step precedes, by which torch.nn.utils clips."""
+    keyed = KeyedOptimizerWrapper(dict(parameters), lambda each: torch.optim.SGD(each, lr=0.5, momentum=0.9))
+    every = list(parameters.values())
+    keyed._optimizer.register_step_pre_hook(lambda *_: torch.nn.utils.clip_grad_value_(every, 0.01))
+    return keyed
+
+
+def _accumulated(pipeline: Any, optimizer: Any, model: nn.Module) -> Any:
+    """Return TorchRec's own wrapper around a pipeline, which steps after every other batch."""
+    from torchrec.distributed.train_pipeline.gradient_accumulation import (
+        GradientAccumulationConfig,
+        GradientAccumulationWrapper,
+    )
+
+    return GradientAccumulationWrapper(pipeline, optimizer, model, GradientAccumulationConfig(True, 2))
+
+
 def _groups(parameters: list[Any], decay: float) -> list[dict[str, Any]]:
     """Return two groups of parameters, one of which decays."""
     biases, weights = ([each for each in parameters if (each.ndim == 1) == flat] for flat in (True, False))
@@ -301,6 +333,18 @@ def _halved(model: nn.Module) -> Mapping[str, Any]:
         return loss / 2, output
 
     return {"custom_model_fwd": forward, "enqueue_batch_after_forward": True}
+
+
+def _scaled(model: nn.Module) -> Mapping[str, Any]:
+    """Return a forward that scales the losses, as `Scaling` expects it."""
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    Scaling.scaler = torch.amp.GradScaler(kind, init_scale=4.0, growth_interval=4)
+
+    def forward(batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        loss, output = model(batch)
+        return Scaling.scaler.scale(loss), output
+
+    return {"custom_model_fwd": forward}
 
 
 class Program(NamedTuple):
@@ -323,6 +367,8 @@ class Program(NamedTuple):
     """by step: samples of a batch of rank 0 that is evaluated before; that of rank 1 has one less"""
     arguments: Callable[[nn.Module], Mapping[str, Any]] = lambda model: {}
     """of the pipeline, for a model"""
+    wrap: Callable[[Any, Any, nn.Module], Any] = lambda pipeline, *_: pipeline
+    """gives what is progressed, for a pipeline, its optimizer and its model"""
     captured: tuple[int, int] = (2, STEPS - 3 - 2)
     """steps that are captured, and that are replayed"""
 
@@ -330,6 +376,7 @@ class Program(NamedTuple):
 _SHORT = lambda step, rank: SAMPLES if step < STEPS - 1 else 3 - rank  # noqa: E731
 # Step 6 is beyond the bound and 7 was read for it; after three of the warm-up, 11 and 12 are captured anew.
 _LONGER = {(6, 0): 4, (13, 1): 3}
+_NONE = "is none of torch.optim's SGD, Adagrad, Adam and AdamW"
 PROGRAMS: dict[str, Program] = {
     "split": Program(Split),
     "split_fixed": Program(Split, bags=FIXED),
@@ -343,15 +390,15 @@ PROGRAMS: dict[str, Program] = {
     "one_feature": Program(OneFeature),
     "frozen_batch": Program(batch=FrozenBatch),
     "slotted_batch": Program(batch=SlottedBatch),
-    "twin_losses": Program(TwinLosses),
     "clipped_adamw": Program(optimizer=_warm_clipped_adamw),
     "momentum": Program(optimizer=_momentum, scheduled=True),
-    "rmsprop": Program(
-        optimizer=_rmsprop, why_after="RMSprop is none of torch.optim's SGD, Adagrad, Adam and AdamW", scheduled=True
-    ),
+    "rmsprop": Program(optimizer=_rmsprop, why_after=f"RMSprop {_NONE}", scheduled=True),
     "normalised": Program(Normalised, samples=_SHORT, captured=(2, 3)),
+    "normalised_over_ranks": Program(NormalisedOverRanks),
+    "dropping": Program(Dropping, steps=15, longer=_LONGER, evaluated={5: SAMPLES + 3, 14: 4}, captured=(4, 2)),
+    "scaled": Program(optimizer=_scaling, arguments=_scaled, why_after=f"Scaling {_NONE}"),
+    "clipped_by_hook": Program(optimizer=_clipped_by_hook, why_after="SGD has hooks of its steps"),
     "fails_at_first": Program(FailsAtFirst),
-    "frozen_tower": Program(FrozenTower),
     "unused_tower": Program(UnusedTower, optimizer=_warm_clipped_adamw),
     "in_host_memory": Program(InHostMemory),
     "collection_in_host_memory": Program(CollectionInHostMemory),
@@ -367,6 +414,8 @@ PROGRAMS: dict[str, Program] = {
     "own_forward": Program(arguments=_halved),
     "not_all_batches": Program(arguments=lambda _: {"execute_all_batches": False}, captured=(2, STEPS - 3 - 2 - 2)),
 }
+if find_spec("torchrec.distributed.train_pipeline.gradient_accumulation"):  # not in every release
+    PROGRAMS["accumulated"] = Program(wrap=_accumulated, why_after=f"_GAOptimizerWrapper {_NONE}")
 
 
 def _batches(program: Program, rank: int, only: int | None = None) -> Iterator[Any]:
@@ -436,7 +485,7 @@ def train(
     optimizer = CombinedOptimizer([sharded.fused_optimizer, ("dense", own)])
     scheduler = torch.optim.lr_scheduler.ExponentialLR(own, 0.8) if program.scheduled else None
     kind: Any = GraphTrainPipeline if captured else TrainPipelineSparseDist
-    pipeline = kind(sharded, optimizer, device, **program.arguments(sharded))
+    pipeline = program.wrap(kind(sharded, optimizer, device, **program.arguments(sharded)), optimizer, sharded)
     batches = _batches(program, group.rank())
     if captured and isinstance(model, FailsAtFirst):
         model.fails = True
@@ -462,9 +511,6 @@ def train(
         assert pipeline._dense.why_after == program.why_after
         assert device.type == "cpu" or all(pipeline._graphs), "steps were not captured"
         pipeline.close()
-        dist.barrier(group)
-        for exchange in exchanges(sharded):
-            exchange.close()
     return given
 
 

@@ -312,7 +312,16 @@ class Summing(Model):
     """A model that has a collective of its own."""
 
     def forward(self, batch: Batch) -> Any:
-        dist.all_reduce(batch.dense)
+        dense = batch.dense.clone()
+        dist.all_reduce(dense)
+        return super().forward(replace(batch, dense=dense))
+
+
+class Meeting(Model):
+    """A model whose ranks wait for each other."""
+
+    def forward(self, batch: Batch) -> Any:
+        dist.barrier()
         return super().forward(batch)
 
 
@@ -363,11 +372,28 @@ def _check_frozen_layers_start_alike() -> None:
     pipeline.close()
 
 
-def _check_collectives_of_the_models_own() -> None:
-    pipeline = _own_pipeline(Summing({"a": (20, 8, ["f"], SUM)}, {"c": (12, 8, ["h"], SUM)}))
-    with pytest.raises(InputError, match=r"calls a collective, allreduce at .*test_graph_pipeline.py:\d+, .* order"):
-        pipeline.progress(_own_batches())
-    pipeline.close()
+def _check_collectives_that_wait() -> None:
+    with captures() as taken:
+        _check_models(Meeting, "none")
+    assert taken == {"captured": 0, "replayed": 0}
+
+
+def _check_pipelines_in_turns() -> None:
+    """Two pipelines that train a model in turns give what one gives."""
+    found = []
+    for count in (1, 2):
+        torch.manual_seed(0)
+        first = _own_pipeline(Model({"a": (20, 8, ["f"], SUM)}, {"c": (12, 8, ["h"], SUM)}))
+        second = GraphTrainPipeline(first._model, first._optimizer, CPU) if count == 2 else first
+        batches, outputs = list(islice(_own_batches(), 14)), []
+        for pipeline, part in ((first, batches[:5]), (second, batches[5:9]), (first, batches[9:])):
+            segment = iter(part)
+            outputs += [{name: each.clone() for name, each in pipeline.progress(segment).items()} for _ in part]
+        found.append(outputs)
+        second.close()
+        first.close()
+    for step, (one, two) in enumerate(zip(*found, strict=True)):
+        assert_all_near(two, one, 0.0, f"step {step}")
 
 
 def _own_batches() -> Iterator[Batch]:
@@ -455,7 +481,7 @@ CASES: dict[str, Callable[[], None]] = {
     "another optimizer": partial(_check_models, Model, "sparse_dist"),
     "a warm-up of all, a frozen layer": partial(_check_models, Frozen, "none", wrap=_warm_up),
     "frozen layers start alike": _check_frozen_layers_start_alike,
-    "collectives of the model's own": _check_collectives_of_the_models_own,
+    "pipelines in turns": _check_pipelines_in_turns,
     "an unused layer": partial(_check_models, Unused, "none", dense_optimizer=torch.optim.AdamW),
     "a model's own ids": partial(_check_models, OwnIds, "none"),
     "data-parallel tables": _check_data_parallel,
@@ -471,6 +497,8 @@ if INTERPRETED:
         "captured, a warm-up of all": partial(_check_captured_models, Model, "sparse_dist", wrap=_warm_up),
         "captured, evaluations within a segment": _check_captured_evaluations,
         "captured, another optimizer": partial(_check_captured_models, Model, "sparse_dist"),
+        "captured, collectives of the model's own": partial(_check_captured_models, Summing, "none"),
+        "captured, collectives that wait": _check_collectives_that_wait,
         "captured, a model's own ids": partial(_check_captured_models, OwnIds, "none"),
         "moved behind the capture": _check_moved_behind_the_capture,
     }

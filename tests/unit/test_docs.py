@@ -25,13 +25,12 @@ from dlrm_overlap.bench.report.page import make_section
 from dlrm_overlap.bench.report.plots import PLOTS
 from dlrm_overlap.bench.request import FIGURES
 from dlrm_overlap.config import Config
-from dlrm_overlap.embedding.sharded_module import exchanges
-from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder
 from dlrm_overlap.launching.parsing import meanings_of
 from tests import keys
 from tests.agreement import assert_same
 from tests.conftest import read_rows, read_table
 from tests.distributed.tiny_stage import Stage
+from tests.programs import two_lines
 
 PAGES = [Path("README.md"), Path("CONTRIBUTING.md"), Path("CHANGELOG.md"), *sorted(Path("docs").rglob("*.md"))]
 PAGES += [page for folder in ("launch", "kernels") for page in Path(folder).glob("*.md")]
@@ -202,48 +201,38 @@ def test_the_tests_that_the_table_of_captured_steps_names_are_there() -> None:
     sources = "".join(path.read_text() for path in Path("tests").rglob("*.py"))
     lines = [line.split("|")[3] for line in table.splitlines()[2:]]
     for test, case in re.findall(r"`(\w+)(?:\[([^]]*)\])?`", "".join(lines)):
-        assert f"def {test}(" in sources or f'"{test}": Program(' in sources, test
+        program = f'"{test}": Program(' in sources or f'PROGRAMS["{test}"]' in sources or test in two_lines.PROGRAMS
+        assert f"def {test}(" in sources or program, test
         assert f'"{case}": ' in sources or not case, case
     assert sum("`" in line for line in lines) >= 15
 
 
-def test_the_example_of_captured_steps_trains(
-    world_of_one: dist.ProcessGroup, caplog: pytest.LogCaptureFixture
-) -> None:
-    section = Path("docs/torchrec.md").read_text().partition("## Steps as CUDA graphs")[2]
-    program = re.search(r"```python\n(.*?)```", section, re.DOTALL)
-    assert program is not None
-    loss = _trained(program[1], caplog)
-    assert loss < 0.65, f"it learns: the first loss is near log 2, the last is {loss:.3f}"
-
-
-def _trained(program: str, caplog: pytest.LogCaptureFixture) -> float:
-    """Return the last loss of the example's model under a pipeline that the page makes; nothing may fall back."""
+def test_the_two_lines_of_the_page_train(world_of_one: dist.ProcessGroup, caplog: pytest.LogCaptureFixture) -> None:
+    page = Path("docs/torchrec.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert sum(bool(line) for block in blocks for line in block.splitlines()) == 5, "a stranger needs two lines"
+    imports, sharder, pipeline = filter(None, blocks[0].splitlines())
     torch.manual_seed(0)
     example = runpy.run_path("examples/own_model.py")
     device = torch.device("cpu")
     towers = example["TwoTowers"](device)
-    sharder: Any = OverlapEmbeddingBagCollectionSharder({"learning_rate": 0.1}, backend="pgas")
-    tables = {f"t_{name}": table_wise(0, compute_kernel="fused") for name in example["ROWS"]}
-    sharding = construct_module_sharding_plan(towers.embedding, tables, sharder, 1, 1, device_type="cpu")
-    plan = ShardingPlan({"embedding": sharding})
-    model = DistributedModelParallel(towers, device=device, plan=plan, sharders=[sharder])
-    dense = dict(in_backward_optimizer_filter(model.named_parameters()))
-    adagrad = KeyedOptimizerWrapper(dense, lambda parameters: torch.optim.Adagrad(parameters, lr=0.03))
-    optimizer: Any = CombinedOptimizer([model.fused_optimizer, ("dense", adagrad)])
-    names: dict[str, Any] = {"model": model, "device": device, "dense": dense, "optimizer": optimizer}
-    names |= {"CombinedOptimizer": CombinedOptimizer, "KeyedOptimizerWrapper": KeyedOptimizerWrapper}
-    make, _, close = program.partition("...  # progress, as before\n")
+    names: dict[str, Any] = {"device": device, "fused_params": {"learning_rate": 0.1}}
     with caplog.at_level("WARNING", "dlrm_overlap"):
-        exec("from dlrm_overlap import GraphTrainPipeline\n" + make, names)
+        exec(f"{imports}\n{sharder}", names)
+        tables = {f"t_{name}": table_wise(0, compute_kernel="fused") for name in example["ROWS"]}
+        sharding = construct_module_sharding_plan(towers.embedding, tables, names["sharders"][0], 1, 1, "cpu")
+        plan = ShardingPlan({"embedding": sharding})
+        model = DistributedModelParallel(towers, device=device, plan=plan, sharders=names["sharders"])
+        dense = dict(in_backward_optimizer_filter(model.named_parameters()))
+        adagrad = KeyedOptimizerWrapper(dense, lambda parameters: torch.optim.Adagrad(parameters, lr=0.03))
+        names |= {"model": model, "optimizer": CombinedOptimizer([model.fused_optimizer, ("dense", adagrad)])}
+        exec(pipeline, names)
         batches = example["made_up"](15, rank=0)
         loss = [names["pipeline"].progress(batches).item() for _ in range(15)][-1]
-        exec(close, names)
-    for exchange in exchanges(model):
-        exchange.close()
+        names["pipeline"].close()
     warnings = [each for each in caplog.records if each.name == "dlrm_overlap" and each.levelname == "WARNING"]
     assert not warnings, "nothing should fall back"
-    return loss
+    assert loss < 0.65, f"it learns: the first loss is near log 2, the last is {loss:.3f}"
 
 
 def test_the_example_of_a_backend_runs(world_of_one: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:

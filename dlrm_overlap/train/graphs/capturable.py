@@ -1,15 +1,12 @@
 """Whether a model's training step can be captured, and of which parameters and optimizers it is made."""
 
-import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardedModule
 from torchrec.optim.fused import FusedOptimizer
@@ -132,44 +129,6 @@ def leave_ddp(model: DistributedModelParallel) -> None:
         model._dmp_wrapped_module, model._ddp_wrapped = model.module, False
 
 
-class NoCollectives(TorchDispatchMode):
-    """Within it, a collective that is not issued by a module of this package is refused, before it begins.
-
-    A captured step has one order for all communication, see `comm.order`, and cannot put another's collective in it.
-    """
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Return True: within other modes torch.compile compiles nothing."""
-        return True
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operator, unless it is such a collective.
-
-        Raises:
-            InputError: if it is.
-        """
-        if func.namespace in ("c10d", "_c10d_functional"):
-            frame, through = sys._getframe(1), set[str]()
-            while frame.f_back is not None and _package(frame) in ("torch", "torchrec"):
-                through.add(_package(frame))
-                frame = frame.f_back
-            # On a GPU autograd's own thread has no caller: TorchRec's collectives there are those of `StockTables`.
-            in_backward = _package(frame) == "torch" and "torchrec" in through
-            if _package(frame) != __name__.partition(".")[0] and not in_backward:
-                raise InputError(
-                    f"GraphTrainPipeline: the model calls a collective, {func._opname.strip('_')} at "
-                    f"{frame.f_code.co_filename}:{frame.f_lineno}, which has no place in the order that captured steps "
-                    f"give to communication, so ranks could block each other; leave it out, or train this model by "
-                    f"TorchRec's TrainPipelineSparseDist"
-                )
-        return func(*args, **(kwargs or {}))
-
-
-def _package(frame: FrameType) -> str:
-    return frame.f_globals.get("__name__", "").partition(".")[0]
-
-
 def split_optimizer(optimizer: Any) -> tuple[list[Any], list[Any]]:
     """Return the optimizers that `optimizer` is made of: those of dense parameters, those fused into the lookups.
 
@@ -190,6 +149,11 @@ def innermost(optimizer: Any) -> Any:
     while hasattr(optimizer, "_optimizer"):
         optimizer = optimizer._optimizer
     return optimizer
+
+
+def parameters_of(optimizer: Any) -> list[torch.Tensor]:
+    """Return the parameters of an optimizer, within whatever wrappers."""
+    return [parameter for _, given in _leaves(optimizer) for parameter in given]
 
 
 def _leaves(optimizer: Any) -> Iterator[tuple[Any, list[torch.Tensor]]]:

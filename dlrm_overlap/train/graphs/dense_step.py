@@ -15,7 +15,7 @@ from dlrm_overlap.dense.flat_steps import take_steps
 from dlrm_overlap.dense.gradients import GradientBuckets
 from dlrm_overlap.dense.optimizer import FlatOptimizer
 from dlrm_overlap.dense.reduction import StoreOptions
-from dlrm_overlap.train.graphs.capturable import innermost
+from dlrm_overlap.train.graphs.capturable import innermost, parameters_of
 from dlrm_overlap.train.graphs.optimizers import DenseUpdates, why_after_the_graph
 
 _BUCKET_BYTES = 16 << 20  # of gradients that are sent at once, at least
@@ -49,6 +49,8 @@ class DenseStep:
         self._flat, self._casts = flat, casts
         reasons = {id(each): why_after_the_graph(each, flat.named) for each in optimizers}
         self._after = [each for each in optimizers if reasons[id(each)] is not None]
+        after = {id(getattr(p, "_original_tensor", p)) for each in self._after for p in parameters_of(each)}
+        self._may_be_kept = {name for name, parameter in flat.parameters.items() if id(parameter) in after}
         self.why_after = ", ".join(sorted({reason for reason in reasons.values() if reason is not None}))
         """why `update_after` takes the steps of some optimizers, and not `update`; empty if there are none"""
         self._updates = DenseUpdates([each for each in optimizers if reasons[id(each)] is None], flat)
@@ -68,11 +70,26 @@ class DenseStep:
         """Return a context that finds out in which order a backward completes the gradients."""
         return self._buckets.learn()
 
+    def clear(self) -> None:
+        """Clear the gradients before a step, unless an optimizer that steps after the graph keeps them.
+
+        Gradients that its `zero_grad` leaves are added to, as in a pipeline of TorchRec. They are the mean over the
+        ranks already, and so stays what is added to them.
+        """
+        if not self._after:
+            return
+        for optimizer in self._after:
+            optimizer.zero_grad()
+        every = self._flat.parameters
+        kept = {name for name in self._may_be_kept if every[name].grad is not None}
+        self._flat.adopt_gradients(kept)
+        self._flat.zero(every.keys() - kept if kept else None)
+
     def begin(self) -> None:
-        """Begin a step, before its forward: no gradient of an earlier step is added to."""
+        """Begin a step, before its forward: no gradient of an earlier step is added to, but for those of `clear`."""
         if self._casts is not None:
             self._casts.begin()
-        else:
+        elif not self._after:
             self._flat.zero()
 
     def update(self) -> None:
@@ -110,6 +127,13 @@ class DenseStep:
         """Raise the errors that kernels have recorded; never waits for the device."""
         self._buckets.check()
 
-    def close(self) -> None:
-        """Let go of the parameters, and of memory that peers see."""
+    def close(self, untouched: bool = False) -> None:
+        """Let go of the parameters, and of memory that peers see.
+
+        Args:
+            untouched: no step was taken; the optimizers get no state by what was made for them.
+        """
         self._buckets.close()
+        if untouched:
+            for steps in self._updates.steps:
+                steps.forget()

@@ -15,7 +15,7 @@ class Streams:
             return
         current = torch.cuda.current_stream(device)
         # A step cannot be captured on the default stream, and all steps run on the one where they are captured.
-        self.main_stream = current if current != torch.cuda.default_stream(device) else torch.cuda.Stream(device)
+        self.main_stream = current if current != torch.cuda.default_stream(device) else torch.cuda.Stream(device, -1)
         self._device = device
         self._copy = torch.cuda.Stream(device)
         self._ids = torch.cuda.Stream(device, priority=-2)

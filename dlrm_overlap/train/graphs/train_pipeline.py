@@ -16,9 +16,11 @@ same steps are taken one by one.
 """
 
 import logging
+import weakref
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext, suppress
 from inspect import signature
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -37,11 +39,10 @@ from dlrm_overlap.dense.reduction import StoreOptions
 from dlrm_overlap.dense.tensor_parallel import divided_layers, shards_of
 from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.embedding.id_layout import BatchBound
-from dlrm_overlap.embedding.sharded_module import OverlapShardedEmbeddingBagCollection
+from dlrm_overlap.embedding.sharded_module import OverlapShardedEmbeddingBagCollection, exchanges
 from dlrm_overlap.train.explain import explain
 from dlrm_overlap.train.graphs.bounds import Agreement, LearntBound
 from dlrm_overlap.train.graphs.capturable import (
-    NoCollectives,
     check_all_held,
     check_updates_reach,
     dense_parameters,
@@ -52,6 +53,7 @@ from dlrm_overlap.train.graphs.capturable import (
 )
 from dlrm_overlap.train.graphs.captured import CapturedStep
 from dlrm_overlap.train.graphs.dense_step import DenseStep
+from dlrm_overlap.train.graphs.model_collectives import ModelCollectives
 from dlrm_overlap.train.graphs.read_ahead import ReadAhead
 from dlrm_overlap.train.graphs.static_batch import on_device, with_even_batches_of
 from dlrm_overlap.train.graphs.streams import Streams
@@ -66,9 +68,9 @@ _ODD_STEPS = 3  # one after the other, until the next batch is taken for the fir
 class GraphTrainPipeline(TrainPipeline[Any, Any]):
     """Trains a TorchRec model as `TrainPipelineSparseDist` does, by CUDA graphs.
 
-    The model is a `DistributedModelParallel` under our sharder, whose forward returns (losses, output); it calls no
-    collective of its own. It is taken out of DDP: this pipeline sums the dense gradients itself, and starts all ranks
-    from rank 0's dense weights. Every step gives a gradient to the same dense parameters.
+    The model is a `DistributedModelParallel` under our sharder, whose forward returns (losses, output). It is taken out
+    of DDP: this pipeline sums the dense gradients itself, and starts all ranks from rank 0's dense weights. Every step
+    gives a gradient to the same dense parameters. Of several pipelines of one model the one that trains has its graphs.
 
     Steps are captured for batches like the first one, on each rank, with up to a bound of ids. The steps of others are
     taken eagerly, and the bound grows where they are beyond it. `TrainPipelineSparseDist` trains a model that cannot be
@@ -130,6 +132,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         if not hasattr(model, "init_data_parallel"):
             what = f"{type(model).__name__} is no DistributedModelParallel"
             raise InputError(f"GraphTrainPipeline: {what}, and the model must be; wrap it in one")
+        self._model, self._device, self._given = model, device, optimizer
         self._fallback: TrainPipelineSparseDist[Any, Any] | None = None
         sharded = any(isinstance(module, ShardedEmbeddingModule) for module in model.modules())
         if sharded and dist.get_rank(group) == 0 and log.isEnabledFor(logging.INFO):
@@ -140,43 +143,74 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
             model.init_data_parallel()  # does nothing to a model that has been wrapped before
             self._fallback = TrainPipelineSparseDist(*given.args, **given.kwargs)
             return
-        self._model, self._optimizer, self._device = model, optimizer, device
-        self._model_fwd = given.arguments["custom_model_fwd"]
+        self._model_fwd = given.arguments["custom_model_fwd"] or model
         self._execute_all_batches = given.arguments["execute_all_batches"]
         self._captures = device.type == "cuda" if capture is None else capture
         self._modules = [m for m in model.modules() if isinstance(m, OverlapShardedEmbeddingBagCollection)]
-        self._dense_optimizers, self._fused = split_optimizer(optimizer)
-        check_updates_reach(flat, optimizer)
-        leave_ddp(model)
-        self._order = CommunicationOrder()
-        for layer in divided_layers(model):
-            layer.ranks.order = self._order
         ranks = group or dist.group.WORLD
         assert ranks is not None, "the process group is made before the pipeline"
-        self._dense = self._open_dense_step(ranks, flat, casts, gradient_dtype, dense_reduce)
-        if self._captures and self._dense.why_after and ranks.rank() == 0:
-            log.warning("train pipeline: a dense optimizer steps after the graph: %s", self._dense.why_after)
+        self._group, self._flat, self._casts = ranks, flat, casts
+        self._gradient_dtype, self._dense_reduce = gradient_dtype, dense_reduce
+        self._order = CommunicationOrder()
+        self._collectives = ModelCollectives(self._order, device)
         self._streams = Streams(device)
         self._agreement = Agreement(ranks, self.check)
         self._ahead = ReadAhead(self._modules, device, LearntBound(bound, self._agreement), self._streams, self._order)
-        self._graphs: list[CapturedStep | None] = [None, None]
-        self._captured_places: list[Any] = []
-        self._steps = self._warmup_steps = self._odd_steps = 0
         self._replicas = model if isinstance(model, DMPCollection) else None
         self._sync_interval = given.arguments["dmp_collection_sync_interval_batches"]
-        self._learning_rates: list[Any] = []
+        self._graphs: list[CapturedStep | None] = [None, None]
+        self._steps = 0
+        weakref.finalize(self, _release, self._graphs, device)
+        if _holder(model) is None:
+            self._open()
 
-    def _open_dense_step(
-        self,
-        group: dist.ProcessGroup,
-        flat: FlatParameters | None,
-        casts: CastWeights | None,
-        gradient_dtype: torch.dtype,
-        dense_reduce: str,
-    ) -> DenseStep:
+    @property
+    def _optimizer(self) -> Any:
+        """The optimizer, by TorchRec's name: its `GradientAccumulationWrapper` puts another one in its stead."""
+        return self._given
+
+    @_optimizer.setter
+    def _optimizer(self, optimizer: Any) -> None:
+        self._given = optimizer
+        if self._fallback is not None:
+            self._fallback._optimizer = optimizer
+        elif self._has_model:
+            self._let_go()
+
+    @property
+    def _has_model(self) -> bool:
+        """Whether this one, of all pipelines of the model, is the one that trains it."""
+        return _holder(self._model) is self
+
+    def _open(self) -> None:
+        """Take the model over, from the pipeline that had it before if there is one; a collective."""
+        if (before := _holder(self._model)) is not None:
+            before._let_go()
+        dense, self._fused = split_optimizer(self._optimizer)
+        check_updates_reach(self._flat, self._optimizer)
+        leave_ddp(self._model)
+        for layer in divided_layers(self._model):
+            layer.ranks.order = self._order
+        self._dense = self._open_dense_step(dense)
+        if self._captures and self._dense.why_after and self._group.rank() == 0:
+            log.warning("train pipeline: a dense optimizer steps after the graph: %s", self._dense.why_after)
+        self._captured_places: list[Any] = []
+        self._warmup_steps = self._odd_steps = 0
+        self._has_stepped = False
+        self._learning_rates: list[Any] = []
+        setattr(self._model, _HOLDER, self)
+
+    def _let_go(self) -> None:
+        """Leave the model as it was, to another pipeline, or to this one once more."""
+        _release(self._graphs, self._device)
+        self._ahead.forget_sent_ids()
+        self._dense.close(untouched=not self._has_stepped)
+        setattr(self._model, _HOLDER, None)
+
+    def _open_dense_step(self, optimizers: list[Any]) -> DenseStep:
         """Return the step of the dense parameters, of which all ranks then have rank 0's; a collective."""
-        trained = dense_parameters(self._model)
-        flat = flat or FlatParameters(trained, shards_of(self._model))
+        trained, group = dense_parameters(self._model), self._group
+        flat = self._flat or FlatParameters(trained, shards_of(self._model))
         check_all_held(flat, trained)
         if group.size() > 1:
             for parameter in frozen_parameters(self._model):
@@ -184,10 +218,10 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         exchanges = self._exchanges
         # Where all exchanges store to all ranks, dense gradients can be stored there as well.
         reached = all(len(exchange.reach.here) == group.size() for exchange in exchanges)
-        by_stores = dense_reduce == "stores" or (dense_reduce == "auto" and reached)
+        by_stores = self._dense_reduce == "stores" or (self._dense_reduce == "auto" and reached)
         timeout_s = min(exchange.options.wait_timeout_s for exchange in exchanges)
         stores = StoreOptions(wait_timeout_s=timeout_s) if by_stores else None
-        return DenseStep(self._dense_optimizers, flat, casts, group, self._order, gradient_dtype, stores)
+        return DenseStep(optimizers, flat, self._casts, group, self._order, self._gradient_dtype, stores)
 
     def reset(self) -> None:
         """Forget batches that were read and not trained on: the next `progress` begins with a batch of its iterator."""
@@ -204,7 +238,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         Raises:
             StopIteration: if there is no batch left.
             InputError: if a batch has other tensors or features than the first one, if the forward returns no
-                (losses, output), if the model calls a collective, if other dense parameters get a gradient than in the
+                (losses, output), if other dense parameters get a gradient than in the
                 first step, or if rows or windows were moved or given back since a capture.
             RuntimeError: that kernels have recorded, such as of a wait for a peer that has expired.
         """
@@ -213,6 +247,8 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         try:
             self.check()
             with self._streams.main():
+                if _holder(self._model) is None or (self._model.training and not self._has_model):
+                    self._open()
                 return self._train(dataloader_iter) if self._model.training else self._evaluate(dataloader_iter)
         except RuntimeError:
             self.check()  # where a kernel has stopped the GPU, its record says why
@@ -220,33 +256,54 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
 
     def check(self) -> None:
         """Raise the errors that kernels have recorded; never waits for the device."""
-        if self._fallback is None:
-            for exchange in self._exchanges:
-                exchange.check()
+        for exchange in exchanges(self._model):
+            exchange.check()
+        if self._fallback is None and self._has_model:
             self._dense.check()
 
     def close(self) -> None:
-        """Release the graphs, which must be gone before the process group, and memory that peers see.
+        """Give back the graphs, and memory that peers see, once all ranks are through with their steps; a collective.
+
+        The end of the process does so, too. Graphs that hold collectives of NCCL must be gone before the process group.
 
         Raises:
-            RuntimeError: that kernels have recorded, where one has stopped the GPU.
+            RuntimeError: that kernels have recorded.
         """
-        if self._fallback is None:
-            self._graphs = [None, None]
-            try:
-                self._dense.close()
-            except RuntimeError:
-                self.check()
-                raise
+        try:
+            if self._fallback is None and all(exchange.failure is None for exchange in self._exchanges):
+                self._agreement.any_is(False)  # no rank gives its windows back while another reads them
+            if self._fallback is None and self._has_model:
+                self._let_go()
+            for exchange in exchanges(self._model):
+                exchange.close()
+        except RuntimeError:
+            self.check()
+            raise
+
+    def detach(self) -> DistributedModelParallel:
+        """Return the model for forwards of its own, until the next `progress`, as TorchRec's pipelines do.
+
+        Batches that were read stay. Their bags are within the bound of those that the pipeline has seen.
+        """
+        if self._fallback is not None:
+            return cast(DistributedModelParallel, self._fallback.detach())
+        self._ahead.forget_sent_ids()
+        return self._model
+
+    def attach(self, model: DistributedModelParallel | None = None, sparse_dist: bool = True) -> None:
+        """Undo `detach`, as the next `progress` does by itself."""
+        if self._fallback is not None:
+            self._fallback.attach(model, sparse_dist)
 
     def _evaluate(self, batches: Iterator[Any]) -> Any:
-        if self._ahead.ids_are_sent:
-            self._ahead.forget_sent_ids()  # of the training batch that comes next; they are sent again
+        training = _holder(self._model)
+        if training._ahead.ids_are_sent:
+            training._ahead.forget_sent_ids()  # of the training batch that comes next; they are sent again
         batch = with_even_batches_of(next(batches))
         with torch.inference_mode(False):  # training steps write to the windows that are made
-            if self._steps and (beyond := self._ahead.evaluated_beyond(batch)) is not None:
-                self._forget_captured()
-                self._ahead.make_room(beyond)
+            if training._steps and (beyond := training._ahead.evaluated_beyond(batch)) is not None:
+                training._forget_captured()
+                training._ahead.make_room(beyond)
         return self._call(on_device(batch, self._device))[1]
 
     def _train(self, batches: Iterator[Any]) -> Any:
@@ -258,6 +315,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         if not self._execute_all_batches and not self._ahead.reads_on(batches, parity):
             raise StopIteration
         self._follow_learning_rates()
+        self._dense.clear()
         output = self._take_step(parity) if self._ahead.is_captured(parity) else self._take_odd_step(parity)
         self._dense.update_after()
         if self._replicas is not None and self._sync_interval and self._steps % self._sync_interval == 0:
@@ -285,16 +343,21 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
             captures = self._captures and not self._ahead.made_in_model
             if captures and self._warmup_steps >= _WARMUP_STEPS and following:
                 return self._with_stock_tables(parity, lambda: self._capture(parity).launch())
-            output = self._step(parity, following) if self._steps else self._first_step(parity, following)
+            output = self._step(parity, following) if self._has_stepped else self._first_step(parity, following)
             self._warmup_steps += 1
             return output
 
     def _first_step(self, parity: int, following: bool) -> Any:
         """Take the first step, and learn which ids the model looks up, and in which order gradients are completed."""
-        with self._ahead.finding_ids(), self._dense.learn(), NoCollectives():
+        with self._ahead.finding_ids(), self._dense.learn(), self._collectives:
             loss, output = self._forward(self._ahead.batch(parity))
             loss.backward()
         self._dense.update()
+        self._has_stepped = True
+        if self._captures and self._collectives.why_eager:
+            self._captures = False
+            if self._agreement.is_first:
+                log.warning("train pipeline: steps are eager: %s", self._collectives.why_eager)
         if following:
             self._ahead.bring_in(1 - parity)
         return output
@@ -317,9 +380,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
 
     def _forget_captured(self) -> None:
         """Forget the graphs, and capture others after some eager steps."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        self._graphs = [None, None]
+        _release(self._graphs, self._device)
         self._warmup_steps = self._odd_steps = 0
 
     def _with_stock_tables(self, parity: int, take: Callable[[], Any]) -> Any:
@@ -355,7 +416,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         return losses.sum(dim=0), output
 
     def _call(self, batch: Any) -> tuple[torch.Tensor, Any]:
-        return losses_and_output((self._model_fwd or self._model.module)(batch))
+        return losses_and_output(self._model_fwd(batch))
 
     def _follow_learning_rates(self) -> None:
         """Hand the learning rates on where they have changed since the last step."""
@@ -375,7 +436,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
             exchange.keep_rules_in_place()
         other = self._graphs[1 - parity]
         captured = CapturedStep(
-            lambda: self._step(parity, following=True),
+            lambda: self._ordered_step(parity),
             self._order,
             self._counters,
             pool=other.pool if other is not None else None,
@@ -383,6 +444,11 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         )
         self._graphs[parity], self._captured_places = captured, self._places
         return captured
+
+    def _ordered_step(self, parity: int) -> Any:
+        """Take a step that is captured, in which collectives of the model take their turn."""
+        with self._collectives if self._collectives.called else nullcontext():
+            return self._step(parity, following=True)
 
     @property
     def _places(self) -> list[Any]:
@@ -421,7 +487,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         """
         captured = self._graphs[parity] or self._graphs[1 - parity]
         if captured is None:
-            if self._steps:
+            if self._has_stepped:
                 self._ahead.send_ids(parity)
             return
         for exchange, counter in self._in_other_windows(captured, parity):
@@ -442,6 +508,22 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
                 if counter is not counters.steps and (counter.value + 1 + sends + is_other - value) % 2:
                     found.append((exchange, counter))
         return found
+
+
+_HOLDER = "_graph_train_pipeline"  # attribute of a model
+
+
+def _holder(model: DistributedModelParallel) -> Any:
+    """Return the pipeline that trains a model, of all that it has; None if none does."""
+    return getattr(model, _HOLDER, None)
+
+
+def _release(graphs: list[CapturedStep | None], device: torch.device) -> None:
+    """Release graphs, once the device is through with them; by itself when their pipeline or the process ends."""
+    if any(graphs) and device.type == "cuda":
+        with suppress(RuntimeError):  # a kernel that has stopped the GPU has left its record
+            torch.cuda.synchronize(device)
+    graphs[:] = None, None
 
 
 def losses_and_output(returned: Any) -> tuple[torch.Tensor, Any]:

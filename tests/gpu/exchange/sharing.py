@@ -24,6 +24,8 @@ UNSHARED = {
     "tensor_parallel_captured_*": _CAPTURED,
     "tensor_parallel_delayed_*": _CAPTURED,
     "hosts_captured_*": _CAPTURED,
+    "program_two_tower": _CAPTURED,
+    "foreign_normalised_over_ranks": _CAPTURED,
     "lifetimes_hosts_messages": _CAPTURED,
     "lifetimes_hosts_puts": _NVSHMEM,
     "hosts_puts_*": _NVSHMEM,

@@ -1,5 +1,6 @@
 """Which models' steps are captured, by which pipeline a run takes them, and what is said where that cannot be."""
 
+import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, cast
@@ -39,7 +40,6 @@ from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder
 from dlrm_overlap.train import assembly
 from dlrm_overlap.train.assembly import takes_graph
 from dlrm_overlap.train.graphs.capturable import (
-    NoCollectives,
     check_all_held,
     check_updates_reach,
     dense_parameters,
@@ -48,6 +48,7 @@ from dlrm_overlap.train.graphs.capturable import (
     why_not_captured,
 )
 from dlrm_overlap.train.graphs.dense_step import DenseStep
+from dlrm_overlap.train.graphs.model_collectives import ModelCollectives
 from dlrm_overlap.train.graphs.optimizers import why_after_the_graph
 from dlrm_overlap.train.graphs.streams import Streams
 from dlrm_overlap.train.graphs.train_pipeline import GraphTrainPipeline, losses_and_output
@@ -343,6 +344,15 @@ class _SummedBehind(torch.autograd.Function):
         return gradients[0]
 
 
+class _Order(CommunicationOrder):
+    """Counts who takes a turn."""
+
+    turns = 0
+
+    def __enter__(self) -> None:
+        self.turns += 1
+
+
 @pytest.mark.parametrize(
     ("call", "name"),
     [
@@ -353,20 +363,35 @@ class _SummedBehind(torch.autograd.Function):
     ],
 )
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_collectives_of_the_models_own_are_refused(
+def test_a_collective_of_the_model_takes_its_turn(
     world_of_one: dist.ProcessGroup, call: Callable[[torch.Tensor], Any], name: str
 ) -> None:
-    x = torch.ones(3, requires_grad=True)
-    told = rf"calls a collective, {name} at {__file__}:\d+, .*; leave it out, or train .* TrainPipelineSparseDist$"
-    with pytest.raises(InputError, match=told), NoCollectives():
+    x, order = torch.ones(3, requires_grad=True), _Order()
+    with ModelCollectives(order, CPU) as collectives:
         call(x * 2)
+    assert re.fullmatch(rf"{name} at {__file__}:\d+", collectives.called)
+    assert (order.turns, collectives.why_eager) == (1, "")
+
+
+def test_a_collective_that_waits_for_the_cpu_is_in_no_graph(world_of_one: dist.ProcessGroup) -> None:
+    order = _Order()
+    with ModelCollectives(order, CPU) as collectives:
+        dist.barrier()
+        assert re.fullmatch(r"the model calls barrier at .*:\d+, which waits for the CPU", collectives.why_eager)
+        order.is_captured = True
+        with pytest.raises(InputError, match=r"calls barrier at .*, but did not in the first step"):
+            dist.barrier()
+    with ModelCollectives(order, torch.device("cuda")) as collectives, pytest.raises(InputError, match="allreduce"):
+        dist.all_reduce(torch.ones(3))  # of the CPU's memory
+    assert order.turns == 0
 
 
 def test_our_collectives_and_compiled_functions_are_as_without(world_of_one: dist.ProcessGroup) -> None:
     compiled = torch.compile(lambda x: x.sin() + 1, fullgraph=True, backend="eager")
-    with NoCollectives():
+    with ModelCollectives(CommunicationOrder(), CPU) as collectives:
         assert greatest([2.0], CPU, world_of_one) == [2.0]
         assert_same(compiled(torch.zeros(3)), torch.ones(3), "compiled")
+    assert collectives.called == ""
 
 
 @pytest.mark.parametrize("where", ["post_lookup", "post_odist"])

@@ -18,6 +18,7 @@ from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.embedding.options import PUTS
 from dlrm_overlap.embedding.sharded_module import exchanges
 from dlrm_overlap.train.graphs.bounds import LearntBound
+from dlrm_overlap.train.graphs.captured import CapturedStep
 from dlrm_overlap.train.graphs.train_pipeline import GraphTrainPipeline
 from dlrm_overlap.train.model import DLRM
 from dlrm_overlap.train.trainer import Trainer
@@ -35,6 +36,7 @@ from tests.gpu.exchange.checks.training import (
     train_steps,
 )
 from tests.gpu.exchange.place import Check, Place
+from tests.programs import two_lines
 
 _STEPS = 40
 _BORDERS = (0, 5, 9, 10, 23, _STEPS)  # of segments: one that ends with a single graph captured, one of a single step
@@ -295,6 +297,19 @@ def _check_stalled_peer(place: Place) -> None:
     place.leave()
 
 
+def _check_program(place: Place, name: str) -> None:
+    """A whole program, with two lines changed, is as before, and its steps are replays."""
+    replays, replay = list[int](), CapturedStep.replay
+
+    def count(step: CapturedStep) -> Any:
+        replays.append(1)
+        return replay(step)
+
+    with patch.object(CapturedStep, "replay", count):
+        two_lines.compare(name, 60, LOSS_TOLERANCE["programs_on_gpu"])
+    assert len(replays) > 20 or not place.on_gpu, "steps were not captured"
+
+
 def _check_foreign(place: Place, name: str) -> None:
     compare(name, place.group, place.device)
 
@@ -349,6 +364,7 @@ CHECKS = (
         for writer, reader in (("torchrec", "graph"), ("graph", "torchrec"))
     }
     | {"graph_learning_rates": Check(_check_learning_rates)}
+    | {f"program_{name}": Check(partial(_check_program, name=name), 240.0) for name in two_lines.PROGRAMS}
     | {f"foreign_{name}": Check(partial(_check_foreign, name=name)) for name in PROGRAMS}
 )
 LOST = {

@@ -1,0 +1,1 @@
+"""Programs in the style of public ones of TorchRec's users, each a file that torchrun starts; see `two_lines`."""

@@ -1,0 +1,45 @@
+"""Made-up clicks in TorchRec's own batches: the labels follow from ids and numbers, so that a model can learn them."""
+
+import os
+from collections.abc import Iterator, Mapping
+
+import torch
+import torch.distributed as dist
+from torchrec.datasets.utils import Batch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+
+def start() -> torch.device:
+    """Make the process group as torchrun's variables say, unless there is one, and return this rank's device."""
+    on_gpu = torch.cuda.is_available()
+    if not dist.is_initialized():
+        if on_gpu:
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("nccl" if on_gpu else "gloo")
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+
+def clicks(
+    rows: Mapping[str, int], most_ids: int, dense: int, samples: int, steps: int, seed: int = 0
+) -> Iterator[Batch]:
+    """Yield this rank's batches.
+
+    Args:
+        rows: of the table of each feature.
+        most_ids: of a bag. Bags have 0 to so many ids, and where it is 1, one.
+        dense: numbers of a sample.
+        samples: of a batch.
+        seed: of another stream of batches.
+    """
+    generator = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
+    for _ in range(steps):
+        numbers = torch.rand(samples, dense, generator=generator)
+        lengths, values, score = [], [], numbers.sum(dim=1) - dense / 2
+        for count in rows.values():
+            bags = torch.randint(int(most_ids == 1), most_ids + 1, (samples,), generator=generator)
+            ids = torch.randint(0, count, (int(bags.sum()),), generator=generator)
+            score.index_add_(0, torch.arange(samples).repeat_interleave(bags), (ids * 7 % 5 - 2).float())
+            lengths.append(bags.int())
+            values.append(ids)
+        ids = KeyedJaggedTensor(list(rows), torch.cat(values), lengths=torch.cat(lengths))
+        yield Batch(numbers, ids, (score > 0).float())
