@@ -17,8 +17,8 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from dlrm_overlap.config import InputError
 from dlrm_overlap.dense.flat import why_not_flat
+from dlrm_overlap.embedding.exchanging_module import ExchangingModule, reasons_to_fall_back
 from dlrm_overlap.embedding.replicated import why_not_looked_up
-from dlrm_overlap.embedding.sharded_module import OverlapShardedEmbeddingBagCollection, reasons_to_fall_back
 from dlrm_overlap.embedding.stock import why_not_beside_graphs
 from dlrm_overlap.embedding.traffic import exchanged_bytes
 from dlrm_overlap.launching.text_table import format_table
@@ -189,7 +189,7 @@ def _sharded(model: nn.Module) -> Iterator[_Collection]:
             yield _left_alone(path, params, module)
             continue
         shardings = dict(zip(module._sharding_types, module._embedding_shardings, strict=True))
-        if isinstance(module, OverlapShardedEmbeddingBagCollection):
+        if isinstance(module, ExchangingModule):
             why_not = module.why_not_exchanged
             wire_dtype = module.exchange.options.wire_dtype if module.exchange is not None else torch.float32
         else:
@@ -238,7 +238,7 @@ def _left_alone(path: str, params: Mapping[str, ParameterSharding], module: nn.M
 
 def _why_not_captured(model: nn.Module, collections: Sequence[_Collection], plan: ShardingPlan | None) -> str | None:
     """Return why the steps of a model are not captured, or None; as if sharded by our sharder, if by none of ours."""
-    if any(isinstance(module, OverlapShardedEmbeddingBagCollection) for module in model.modules()):
+    if any(isinstance(module, ExchangingModule) for module in model.modules()):
         return why_not_captured(model)
     if not any(reason is None for each in collections for reason in each.why_not.values()):
         return "it exchanges nothing"

@@ -13,7 +13,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dlrm_overlap.comm.order import CommunicationOrder
 from dlrm_overlap.config import InputError
 from dlrm_overlap.embedding.exchange import Exchange
-from dlrm_overlap.embedding.sharded_module import OverlapShardedEmbeddingBagCollection
+from dlrm_overlap.embedding.exchanging_module import ExchangingModule
 from dlrm_overlap.embedding.steps import weights_of
 from dlrm_overlap.embedding.stock import StockTables
 from dlrm_overlap.train.graphs.bounds import Answer, LearntBound, describe, ended
@@ -48,7 +48,7 @@ class ReadAhead:
 
     def __init__(
         self,
-        modules: Sequence[OverlapShardedEmbeddingBagCollection],
+        modules: Sequence[ExchangingModule[Any]],
         device: torch.device,
         bound: LearntBound,
         streams: Streams,
@@ -283,7 +283,7 @@ class ReadAhead:
         found = set[nn.Module]()
 
         def find(module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-            assert isinstance(module, OverlapShardedEmbeddingBagCollection)
+            assert isinstance(module, ExchangingModule)
             (features,) = (*inputs, *keywords.values())
             if module in found:
                 raise InputError(
