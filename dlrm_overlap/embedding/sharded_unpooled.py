@@ -101,9 +101,13 @@ class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], Shar
 
     def _exchanged_names(self) -> dict[str, str]:
         """Return the tables that the exchange serves, in the order of the module."""
+        return {name: name for name in self._tables_of(self._ours)}
+
+    def _tables_of(self, numbers: Sequence[int]) -> list[str]:
+        """Return the tables of some shardings, in the order of the module."""
         every = self._shardings
-        served = {table.name for i in self._ours for table in every[i].embedding_tables()}
-        return {name: name for name in self._configs if name in served}
+        found = {table.name for i in numbers for table in every[i].embedding_tables()}
+        return [name for name in self._configs if name in found]
 
     def _distinct_of(self, tables: Sequence[str]) -> DistinctIds:
         """Return the finder of the distinct ids of some tables."""
@@ -154,14 +158,12 @@ class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], Shar
             ids, distinct = ids + most, distinct + min(most, bound.distinct.get(table, most))
         return distinct <= _WORTH * ids
 
-    def counted_tables(self) -> Iterator[tuple[str, int, list[str]]]:
-        """Yield the tables of whose distinct ids captured steps need a bound: name, rows and features."""
+    def counted(self) -> tuple[list[str], DistinctIds] | None:
+        """Return the tables of whose distinct ids captured steps need a bound, and what counts them; None without."""
         if self.dedup is False:
-            return
-        for number in {*self._exchanged, *self._replicated}:
-            for table in self._shardings[number].embedding_tables():
-                config = self._configs[table.name]
-                yield config.name, config.num_embeddings, config.feature_names
+            return None
+        tables = self._tables_of([*self._exchanged, *self._replicated])
+        return tables, self._distinct_of(tables)
 
     def forward(self, *input: Any, **kwargs: Any) -> LazyAwaitable[dict[str, JaggedTensor]]:
         """Look up and exchange, as TorchRec's sharded module does; where ids are taken, they are sent here at last."""

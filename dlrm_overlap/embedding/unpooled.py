@@ -48,6 +48,7 @@ class UnpooledExchange(Exchange):
         self._batch_bound: BatchBound | None = None
         self._distinct: DistinctIds | None = None
         self._dedup = True
+        self._is_counted = False  # whether the distinct ids of the batches are within the bound's
         self._kept: list[list[torch.Tensor]] = [[], []]
         """the memory of what is known of the ids that were sent in even epochs, and in odd ones"""
 
@@ -67,6 +68,7 @@ class UnpooledExchange(Exchange):
             dedup: whether each distinct id travels once.
         """
         self._distinct, self._dedup, self._batch_bound = distinct, dedup, bound
+        self._is_counted = bool(bound.distinct)
         self.take_ids(self.names, self._slots_bound(bound), layout, replicated)
         self._make_memory()
 
@@ -82,7 +84,7 @@ class UnpooledExchange(Exchange):
         rooms, ids = self._most(bound), dict.fromkeys(self.names, 0)
         for sequence, room in zip(self._distinct.sequences, rooms, strict=True):
             ids[self.names[sequence.table]] += room
-        if self._dedup:
+        if self._dedup and self._is_counted:
             ids = {name: min(most, bound.distinct.get(name, most)) for name, most in ids.items()}
         return BatchBound(max(1, *ids.values()), dict.fromkeys(self.names, (0, 1)), ids)
 

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -129,7 +129,7 @@ class ReadAhead:
         """Return what all ranks bring to an evaluation, if that is beyond the bound; waits for the ranks."""
         if not self._bound.describes(batch):
             return None
-        numbers = self._bound.ask(describe(batch)).wait()
+        numbers = self._bound.ask([*describe(batch), *self._bound.distinct.of(batch)]).wait()
         return numbers if self._bound.are_beyond(numbers) else None
 
     def make_room(self, numbers: torch.Tensor) -> None:
@@ -203,6 +203,7 @@ class ReadAhead:
             lands = like and not self._bound.are_on_gpu(numbers) and self._bound.is_within(numbers)
             if lands:
                 place.fill(batch)
+            numbers += self._bound.distinct.of(place.batch if lands else batch)
             self._held[parity] = _Held(None if lands else batch, place, self._bound.ask(numbers, not like))
 
     def _make_places(self, example: Any) -> bool:
@@ -291,8 +292,11 @@ class ReadAhead:
                     "send its ids once; give all ids to one call, or use TorchRec's pipeline"
                 )
             found.add(module)
-            module.take_ids(features.keys(), self._bound.bound, self._order, weights_of(features) is not None)
             index = next((i for batch in self._working if (i := batch.find(features)) is not None), None)
+            bound = self._bound.bound
+            if index is None:  # of these ids nobody has counted the distinct ones
+                bound = replace(bound, distinct={})
+            module.take_ids(features.keys(), bound, self._order, weights_of(features) is not None)
             if index is not None:
                 self._senders += [(module.exchange, index)] if module.exchange is not None else []
                 self._stock += [(module.stock, index)] if module.stock is not None else []
