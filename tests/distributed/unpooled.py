@@ -91,7 +91,7 @@ class Model(nn.Module):
                 for key in ("p", "q")
             ]
             self.pooled = EmbeddingBagCollection(bags, device=meta)
-        self.dense = nn.Linear(3, DIM)
+        self.dense = nn.Linear(3, DIM, bias=False)
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         found = self.sequences(batch.sparse)
@@ -103,21 +103,22 @@ class Model(nn.Module):
 @torch.fx.wrap
 def _loss_and_output(found: Any, scale: torch.Tensor, pooled: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the loss, and all elements of the sequences, without room behind them."""
-    loss, given = scale.square().mean(), list[torch.Tensor]()
+    loss, given = scale.square().sum(), list[torch.Tensor]()
     if pooled is not None:
         by_key = pooled.to_dict()
-        loss = loss + sum((by_key[key] * scale).square().mean() for key in ("p", "q"))
+        loss = loss + sum((by_key[key] * scale).square().sum() for key in ("p", "q"))
     for each in found.values():
         values, lengths = each.values(), each.lengths().long()
         sample = torch.repeat_interleave(lengths)
         place = torch.arange(1, len(sample) + 1, device=values.device)[:, None]
-        given += [values[: len(sample)].detach(), lengths]
+        given += [values[: len(sample)].detach(), lengths[: len(lengths) * bool(len(sample))]]
         if (ids := each.weights_or_none()) is not None:
             given.append(ids[: len(sample)])
-        loss = loss + (values[: len(sample)].float() * scale[sample] * place.sqrt()).square().sum() * 0.1
+        weighed = values[: len(sample)].float() * scale[sample] * (1 + place / max(1, len(sample)))
+        loss = loss + weighed.square().sum() / max(1, len(sample))
         # The room behind the ids has a gradient of its own, which must reach no row.
         loss = loss + values[len(sample) :].float().sum() * 3
-    return loss * 0.01, torch.cat([each.flatten().double() for each in given])
+    return loss, torch.cat([each.flatten().double() for each in given])
 
 
 def make_plan(model: Model, case: Case, sharders: Sequence[Any], world_size: int, device: str) -> ShardingPlan:
@@ -148,16 +149,23 @@ def make_plan(model: Model, case: Case, sharders: Sequence[Any], world_size: int
     return ShardingPlan(plans)
 
 
-def batches(case: Case, rank: int, world_size: int) -> Iterator[Batch]:
+def batches(case: Case, rank: int, stand_in: bool) -> Iterator[Batch]:
+    """Yield the batches of a rank.
+
+    Args:
+        stand_in: in place of no sample, which stock TorchRec does not take, have one without ids, whose gradient is 0.
+    """
     generator = torch.Generator().manual_seed(rank)
     for step in range(case.steps):
         samples = case.samples[rank % len(case.samples)]
+        stands_in, most = stand_in and samples == 0, case.bags[1]
+        samples = 1 if stands_in else samples
         lengths, values = [], []
         for key, rows in ROWS.items():
-            some = torch.randint(case.bags[0], case.bags[1] + 1, (samples,), generator=generator)
-            some *= case.longer.get(step, 1)
+            some = torch.randint(case.bags[0], most + 1, (samples,), generator=generator)
+            some *= case.longer.get(step, 1) * (not stands_in)
             if step == 0 and case.longer:  # from which the bound is learnt
-                some[:] = case.bags[1]
+                some[:] = most
             ids = torch.randint(0, rows, (int(some.sum()),), generator=generator)
             if case.few:
                 ids = torch.where(torch.rand(ids.shape, generator=generator) < 0.98, ids % case.few, ids)
@@ -169,7 +177,7 @@ def batches(case: Case, rank: int, world_size: int) -> Iterator[Batch]:
             lengths.append(some)
             values.append(ids)
         sparse = KeyedJaggedTensor(list(ROWS), torch.cat(values), lengths=torch.cat(lengths))
-        dense = torch.rand(samples, 3, generator=generator)
+        dense = torch.rand(samples, 3, generator=generator) * (not stands_in)
         yield Batch(dense, sparse, torch.zeros(samples, 1))
 
 
@@ -191,7 +199,10 @@ def train(case: Case, sharders: Sequence[ModuleSharder[Any]], pipeline: str, dev
     kinds: dict[str, Any] = {"none": TrainPipelineBase, "sparse_dist": TrainPipelineSparseDist}
     steps = kinds.get(pipeline, GraphTrainPipeline)(sharded, optimizer, device)
     given: dict[str, torch.Tensor] = {}
-    remaining = batches(case, dist.get_rank(), world_size)
+    stand_in = isinstance(sharders[0], EmbeddingCollectionSharder) and not isinstance(
+        sharders[0], OverlapEmbeddingCollectionSharder
+    )
+    remaining = batches(case, dist.get_rank(), stand_in)
     for step in range(case.steps):
         output = steps.progress(remaining)
         optimizer.zero_grad()
