@@ -44,6 +44,7 @@ TABLES = {  # table -> rows, features; f is of two tables, and no table reads x
 ROWS = {"k": 13, "f": 20, "x": 5, "g": 20, "h": 30, "m": 40, "p": 25, "q": 6}
 OPTIMIZERS: Mapping[str, dict[str, Any]] = {
     "sgd": {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.5},
+    "dense_sgd": {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.1},  # that of the dense parameters
     "rowwise_adagrad": {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.1, "eps": 1e-3},
 }
 
@@ -192,8 +193,7 @@ def train(case: Case, sharders: Sequence[ModuleSharder[Any]], pipeline: str, dev
     sharded = DistributedModelParallel(model, env=env, device=device, plan=plan, sharders=list(sharders))
     initialise_tables(sharded, seed=0)
     dense = dict(in_backward_optimizer_filter(sharded.named_parameters()))
-    for parameter in dense.values():  # the data-parallel tables among them
-        nn.init.uniform_(parameter.data, 0.5, 1.0, generator=torch.Generator(device.type).manual_seed(0))
+    nn.init.uniform_(model.dense.weight.data, 0.5, 1.0, generator=torch.Generator(device.type).manual_seed(0))
     keyed = KeyedOptimizerWrapper(dense, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
     optimizer = CombinedOptimizer([sharded.fused_optimizer, ("dense", keyed)])
     kinds: dict[str, Any] = {"none": TrainPipelineBase, "sparse_dist": TrainPipelineSparseDist}

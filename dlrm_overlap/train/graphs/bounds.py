@@ -117,7 +117,9 @@ class LearntBound:
     The distinct ids of each unpooled table, of which the device finds the number, follow those.
     """
 
-    def __init__(self, bound: BatchBound | None, agreement: Agreement, distinct: "DistinctCounts | None" = None) -> None:
+    def __init__(
+        self, bound: BatchBound | None, agreement: Agreement, distinct: "DistinctCounts | None" = None
+    ) -> None:
         """Take the bound to begin with; None is learnt."""
         self._bound, self.agreement = bound, agreement
         self.distinct = distinct or DistinctCounts([])

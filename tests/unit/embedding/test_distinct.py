@@ -101,7 +101,7 @@ def test_ids_beyond_their_room_or_slots_are_told_by_lengths(dedup: bool) -> None
     assert told[1] == (3 if dedup else 7)
     for each, slots in ((few, 2), (no_room, 8)):
         assert int(each.places.max()) < 2 * slots
-        assert 0 <= int(each.runs.rows.min())
+        assert int(each.runs.rows.min()) >= 0
 
 
 def test_ids_outside_their_table_share_a_slot() -> None:
