@@ -269,7 +269,10 @@ def _why_not_captured(model: nn.Module, collections: Sequence[_Collection], plan
         if not each.shardings:
             return f"{next(iter(each.why_not.values()))}, which waits for the host"
         exchanged = [kind for kind, reason in each.why_not.items() if reason is None]
-        stock = (each.shardings[kind] for kind in each.shardings if kind not in (_DATA_PARALLEL, *exchanged))
+        left = [kind for kind in each.shardings if kind not in (_DATA_PARALLEL, *exchanged)]
+        if left and isinstance(each.configs[0], EmbeddingConfig):
+            return f"{left[0]} tables of an unpooled collection stay with TorchRec: {each.why_not[left[0]]}"
+        stock = (each.shardings[kind] for kind in left)
         if (reason := why_not_beside_graphs(stock)) is not None:
             return reason
         if _DATA_PARALLEL in each.shardings and (reason := why_not_looked_up(each.shardings[_DATA_PARALLEL])):

@@ -108,7 +108,7 @@ def _loss_and_output(found: Any, scale: torch.Tensor, pooled: Any) -> tuple[torc
     if pooled is not None:
         by_key = pooled.to_dict()
         loss = loss + sum((by_key[key] * scale).square().sum() for key in ("p", "q"))
-    for each in found.values():
+    for _, each in sorted(found.items()):
         values, lengths = each.values(), each.lengths().long()
         sample = torch.repeat_interleave(lengths)
         place = torch.arange(1, len(sample) + 1, device=values.device)[:, None]
