@@ -1,6 +1,8 @@
 """One captured step."""
 
-from collections.abc import Callable, Sequence
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -40,7 +42,10 @@ class CapturedStep:
         for each in counters:
             each.settle()
         # Loader threads that pin memory meanwhile are none of the capture's business.
-        with torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+        with (
+            _no_collection(),
+            torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
+        ):
             for each in counters:
                 each.advance()
             order.begin()
@@ -72,3 +77,20 @@ class CapturedStep:
         for each in self._counters:
             each.count_step()
         return self.launch()
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Collect garbage now, and none within.
+
+    An exchange that is garbage, such as an earlier pipeline's, frees memory that peers see. That waits for the GPU,
+    which a capture forbids, and torch aborts the process.
+    """
+    gc.collect()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -186,7 +186,11 @@ class RankSet:
 
     def _log(self, rank: int) -> str:
         path = self._folder / f"rank{rank}.log"
-        return path.read_text(errors="replace")[-2000:] if path.exists() else "ended before it began"
+        if not path.exists():
+            return "ended before it began"
+        text = path.read_text(errors="replace")
+        aborted = text.rfind("terminate called")  # a long list of frames follows
+        return text[aborted:][:2000] if aborted >= 0 else text[-2000:]
 
     def close(self) -> None:
         """End the processes."""

@@ -1,5 +1,6 @@
 """What captured steps read stays theirs, whatever comes between them: other sizes, another state, another model."""
 
+import gc
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,9 +12,11 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric_memory
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.checkpoint.checkpoint import Checkpointer
+from dlrm_overlap.comm.order import CommunicationOrder
 from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.embedding import steps
@@ -199,6 +202,34 @@ def _check_two_models(place: Place) -> None:
         trainer.close()
 
 
+def _check_garbage(place: Place) -> None:
+    """Windows that are garbage are not given back during a capture, which would end the process.
+
+    Collections begin when they would begin at worst, but where they are off.
+    """
+
+    def begin(order: CommunicationOrder) -> None:
+        order.is_captured, order._last = True, None
+        if gc.isenabled():
+            gc.collect()
+
+    trainer = make_trainer(place, graph_config(place, "pgas", "rowwise_adagrad", known=True))
+    thresholds = gc.get_threshold()
+    gc.set_threshold(10**9)
+    try:
+        if place.on_gpu:
+            windows = symmetric_memory.empty(1 << 22, dtype=torch.uint8, device=place.device)
+            cycle: list[Any] = [windows]
+            cycle.append(cycle)
+            del windows, cycle
+        with patch.object(CommunicationOrder, "begin", begin):
+            train_steps(place, trainer, 0, _BORDERS[-1])
+    finally:
+        gc.set_threshold(*thresholds)
+    place.meet()
+    trainer.close()
+
+
 _WAYS: dict[str, dict[str, Any]] = {
     "pgas": {"backend": "pgas", "known": False},
     "pgas_dma": {"backend": "pgas", "backward": "dma", "known": True},
@@ -223,6 +254,7 @@ CHECKS = (
     | {f"lifetimes_reload_{each}": Check(partial(_check_reload, precision=each)) for each in ("fp32", "bf16")}
     | {
         "lifetimes_closed": Check(_check_closed),
+        "lifetimes_garbage": Check(_check_garbage),
         "lifetimes_two_models": Check(_check_two_models),
         "lifetimes_device_batches": Check(_check_device_batches),
     }
