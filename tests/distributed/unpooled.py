@@ -1,7 +1,7 @@
 """Models with unpooled tables, trained under stock TorchRec and under the drop-in. Imports no pytest."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -166,7 +166,7 @@ def batches(case: Case, rank: int, stand_in: bool) -> Iterator[Batch]:
             some = torch.randint(case.bags[0], most + 1, (samples,), generator=generator)
             some *= case.longer.get(step, 1) * (not stands_in)
             if step == 0 and case.longer:  # from which the bound is learnt
-                some[:] = most
+                some[:] = most * (not stands_in)
             ids = torch.randint(0, rows, (int(some.sum()),), generator=generator)
             if case.few:
                 ids = torch.where(torch.rand(ids.shape, generator=generator) < 0.98, ids % case.few, ids)
@@ -207,6 +207,12 @@ def train(case: Case, sharders: Sequence[ModuleSharder[Any]], pipeline: str, dev
         output = steps.progress(remaining)
         optimizer.zero_grad()
         given[f"output of step {step}"] = output.clone()
+    if pipeline != "sparse_dist":
+        (batch,) = batches(replace(case, steps=1, longer={0: 3}), 10 + dist.get_rank(), stand_in)
+        sharded.eval()
+        with torch.inference_mode() if pipeline == "graph" else torch.no_grad():
+            output = steps.progress(iter([batch])) if pipeline == "graph" else sharded(batch)[1]
+        given["evaluated"] = output.clone()
     given |= dict(local_tensors(sharded.state_dict()))
     for name, states in sharded.fused_optimizer.state_dict()["state"].items():
         given |= {f"{key} of {name}": each for key, each in local_tensors(states)}
