@@ -107,8 +107,14 @@ class DistinctIds:
     def _rooms_of(self, features: KeyedJaggedTensor, rooms: tuple[int, ...]) -> _Rooms:
         """Return the rooms, kept where those of later batches are alike."""
         if hasattr(features, "capacities"):
-            return self._rooms.get(rooms, self._make_rooms, rooms)
+            return self._rooms.get(rooms, self._make_kept_rooms, rooms)
         return self._make_rooms(rooms)
+
+    def _make_kept_rooms(self, rooms: tuple[int, ...]) -> _Rooms:
+        made = self._make_rooms(rooms)
+        if self._device.type == "cuda":  # other streams read them, too
+            torch.cuda.current_stream(self._device).synchronize()
+        return made
 
     def _make_rooms(self, rooms: tuple[int, ...]) -> _Rooms:
         each, total = torch.tensor(rooms, device=self._device), sum(rooms)
@@ -120,7 +126,10 @@ class DistinctIds:
         return _Rooms(each, sequence, within, self._of_tables[sequence], first, positions)
 
     def _indices_of(self, keys: tuple[str, ...]) -> torch.Tensor:
-        return torch.tensor([keys.index(s.feature) for s in self.sequences], device=self._device)
+        indices = torch.tensor([keys.index(s.feature) for s in self.sequences], device=self._device)
+        if self._device.type == "cuda":  # likewise
+            torch.cuda.current_stream(self._device).synchronize()
+        return indices
 
     def rooms_of(self, features: KeyedJaggedTensor, most: Sequence[int] | None = None) -> list[int]:
         """Return the room for the ids of each sequence: as many as there are or, of ids with a bound, as may be there.

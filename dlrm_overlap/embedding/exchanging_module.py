@@ -185,7 +185,7 @@ class ExchangingModule(nn.Module, Generic[Served]):
         """
         if features is not None and features.variable_stride_per_key():
             return "features have batches of different sizes"
-        trackers = (self._lookups[i].optim_state_tracker_fn for i in self._exchanged)
+        trackers = (getattr(self._lookups[i], "optim_state_tracker_fn", None) for i in self._exchanged)
         if self.post_lookup_tracker_fn or self.post_odist_tracker_fn or any(trackers):
             return "a tracker is registered"
         return None

@@ -119,10 +119,10 @@ class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], Shar
         assert self._device is not None
         return DistinctIds(sequences, [self._configs[table].num_embeddings for table in tables], self._device)
 
-    def _create_input_dist(self, input_feature_names: list[str], ctx: EmbeddingCollectionContext | None = None) -> None:
+    def _create_input_dist(self, input_feature_names: list[str], *more: Any, **others: Any) -> None:
         """Have TorchRec find the tables' features in the first batch, once it is known that they are there."""
         self._check_features(input_feature_names)
-        super()._create_input_dist(input_feature_names, ctx)
+        super()._create_input_dist(input_feature_names, *more, **others)
 
     def _why_stock_stays(self) -> str | None:
         """Return why captured steps cannot leave the tables that stay with TorchRec to it, or None."""
@@ -212,7 +212,7 @@ class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], Shar
             return super().input_dist(ctx, features)
         assert isinstance(ctx, SlotsContext)
         if self._has_uninitialized_input_dist:
-            self._create_input_dist(features.keys(), ctx)
+            self._create_input_dist(features.keys())
             self._has_uninitialized_input_dist = False
         awaitables = []
         with torch.no_grad():

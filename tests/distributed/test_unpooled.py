@@ -4,14 +4,18 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+import torch
 import torch.distributed as dist
+from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.modules.embedding_configs import DataType
 
+from dlrm_overlap.embedding.sharded_module import exchanges
 from dlrm_overlap.kernels.compiled import INTERPRETED
+from dlrm_overlap.train.explain import explain
 from tests.agreement import WEIGHT_TOLERANCE, assert_all_near, assert_same
 from tests.distributed.captured import captures
 from tests.distributed.models import CPU
-from tests.distributed.unpooled import Case, our_sharders, stock_sharders, train
+from tests.distributed.unpooled import ROWS, TABLES, Case, batches, our_sharders, stock_sharders, train
 from tests.distributed.workers import cases_on_ranks
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter")
@@ -69,6 +73,49 @@ def _compare(name: str) -> None:
     tolerance = WEIGHT_TOLERANCE["fp16_rows" if case.rows == DataType.FP16 else "fp32"]
     assert_all_near(ours, stock, tolerance * (10 if case.repeated else 1), f"{name}:")
     dist.barrier()
+
+
+def _count_bytes(name: str) -> None:
+    """Count what a step stores in windows that have been filled with NaN, and compare it with what `explain` says."""
+    case = replace(STEADY, few=4, steps=3, plan=name)
+    stored: list[int] = []
+    explained: list[float] = []
+
+    def step(sharded: DistributedModelParallel, number: int, begins: bool) -> None:
+        (exchange,) = exchanges(sharded)
+        if number < case.steps - 1:
+            return
+        halves, rank = exchange._open(), dist.get_rank()
+        assert halves.arena is not None
+        windows = [halves.arena.view(f"{kind}{i}", rank) for kind in ("outputs", "gradients") for i in range(2)]
+        if begins:
+            for window in windows:
+                window.fill_(torch.nan)
+            dist.barrier()
+            return
+        dist.barrier()
+        stored.append(sum(4 * int((~window.isnan()).sum()) for window in windows))
+        (*_, batch) = batches(case, rank, stand_in=False)
+        keys = {key: set(each.values().tolist()) for key, each in batch.sparse.to_dict().items()}
+        distinct = {table: len(set.union(*(keys[f] for f in features))) for table, (_, features) in TABLES.items()}
+        columns = 2 if name == "column_wise" else 1
+        stored.append(8 * columns * sum(distinct.values()))  # ids, and where each slot's is
+        found = explain(sharded, samples=6, bag_sizes=dict.fromkeys(ROWS, 3.0), distinct=distinct)
+        explained.append(sum(table.sent_bytes or 0.0 for table in found.tables))
+
+    train(case, our_sharders(case, dedup=True), "graph", CPU, around=step)
+    everywhere = torch.tensor([float(sum(stored)), sum(explained)])
+    dist.all_reduce(everywhere)
+    away = (dist.get_world_size() - 1) / dist.get_world_size()
+    assert float(everywhere[1]) == pytest.approx(away * float(everywhere[0]), rel=0.05)
+
+
+bytes_counted = cases_on_ranks(2, _count_bytes, ["table_wise", "column_wise", "row_wise"])
+
+
+@pytest.mark.parametrize("name", ["table_wise", "column_wise", "row_wise"])
+def test_bytes_of_distinct_ids_alone_travel(bytes_counted: Callable[[str], None], name: str) -> None:
+    bytes_counted(name)
 
 
 ended, more_ended = cases_on_ranks(2, _compare, list(WAYS)), cases_on_ranks(4, _compare, list(MORE))

@@ -1,6 +1,6 @@
 """Models with unpooled tables, trained under stock TorchRec and under the drop-in. Imports no pytest."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -182,8 +182,18 @@ def batches(case: Case, rank: int, stand_in: bool) -> Iterator[Batch]:
         yield Batch(dense, sparse, torch.zeros(samples, 1))
 
 
-def train(case: Case, sharders: Sequence[ModuleSharder[Any]], pipeline: str, device: torch.device) -> dict[str, Any]:
-    """Return this rank's outputs, by step, then its parameters and states."""
+def train(
+    case: Case,
+    sharders: Sequence[ModuleSharder[Any]],
+    pipeline: str,
+    device: torch.device,
+    around: Callable[[DistributedModelParallel, int, bool], None] = lambda *_: None,
+) -> dict[str, Any]:
+    """Return this rank's outputs, by step, then its parameters and states.
+
+    Args:
+        around: called with the sharded model and a step's number, where the step begins, True, and when it has ended.
+    """
     torch.manual_seed(0)
     model, world_size = Model(case), dist.get_world_size()
     plan = make_plan(model, case, sharders, world_size, device.type)
@@ -204,7 +214,9 @@ def train(case: Case, sharders: Sequence[ModuleSharder[Any]], pipeline: str, dev
     )
     remaining = batches(case, dist.get_rank(), stand_in)
     for step in range(case.steps):
+        around(sharded, step, True)
         output = steps.progress(remaining)
+        around(sharded, step, False)
         optimizer.zero_grad()
         given[f"output of step {step}"] = output.clone()
     if pipeline != "sparse_dist":
