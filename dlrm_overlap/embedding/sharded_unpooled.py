@@ -247,7 +247,7 @@ class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], Shar
         if len(self._exchanged) == len(self._shardings):
             return [None] * len(self._shardings)
         if self._features_order:
-            features = features.permute(self._features_order, self._features_order_tensor)
+            features = features.permute(self._features_order)
         return features.split(self._feature_splits)
 
     def _slots_of(

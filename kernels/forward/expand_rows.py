@@ -17,9 +17,7 @@ _NUM_WARPS = 4
 
 
 @triton.jit(do_not_specialize=["count"])
-def _expand_rows(
-    rows, places, expanded, count: tl.int64, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr
-):
+def _expand_rows(rows, places, expanded, count, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
     """Copy the rows that ROWS of `places` name.
 
     Memory: the program reads ROWS of `places` [count] int32 and as many `rows` [n, DIM], and stores them to `expanded`

@@ -123,7 +123,7 @@ def _loss_and_output(found: Any, scale: torch.Tensor, pooled: Any) -> tuple[torc
 
 
 def make_plan(model: Model, case: Case, sharders: Sequence[Any], world_size: int, device: str) -> ShardingPlan:
-    fused = {"compute_kernel": "fused"}
+    fused: dict[str, Any] = {"compute_kernel": "fused"}
     ways: dict[str, Any] = {
         "shared": table_wise(1 % world_size, **fused),
         "columns": column_wise([world_size - 1, 0], **fused),
