@@ -28,6 +28,9 @@ PositiveInt = Annotated[int, Rule("a whole number above 0", lambda value: value 
 NonNegativeInt = Annotated[int, Rule("a whole number from 0 on", lambda value: value >= 0)]
 PositiveFloat = Annotated[float, Rule("a finite number above 0", lambda value: 0 < value < math.inf)]
 NonNegativeFloat = Annotated[float, Rule("a finite number from 0 on", lambda value: 0 <= value < math.inf)]
+TableOptimizer = Literal[
+    "sgd", "adagrad", "rowwise_adagrad", "adam", "partial_rowwise_adam", "lamb", "partial_rowwise_lamb"
+]
 
 
 def _one_of(names: Collection[str]) -> Rule:
@@ -245,17 +248,17 @@ class EmbeddingConfig:
     run, and names it"""
     plan: Literal["auto", "table_wise", "column_wise", "row_wise"] = "auto"
     """auto balances rows read and columns sent over the ranks; where necessary it cuts tables of many ids by columns,
-    but not under rowwise_adagrad, else by rows. The others leave the plan to TorchRec's planner, with shards of that
-    type alone"""
+    but not under row-wise optimizers and LAMB, else by rows. The others leave the plan to TorchRec's planner, with
+    shards of that type alone"""
     data_parallel_rows: NonNegativeInt = 0
     """plan auto, fp32 rows: every rank holds tables of at most so many rows whole and looks them up without an
     exchange, unless all are so small; train.optimizer, train.lr and train.eps train them"""
-    optimizer: Literal["sgd", "adagrad", "rowwise_adagrad"] = "rowwise_adagrad"
-    """optimizer of the tables, fused into the backward"""
+    optimizer: TableOptimizer = "rowwise_adagrad"
+    """optimizer of the tables, fused into the backward; of Adam and LAMB FBGEMM has no form for CPUs"""
     lr: PositiveFloat = 0.05
     """learning rate of the tables"""
     eps: PositiveFloat = 1e-8
-    """Adagrad's epsilon"""
+    """epsilon of Adagrad, Adam and LAMB"""
     weight_dtype: Literal["fp32", "fp16"] = "fp32"
     """storage of the rows"""
     wire_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"

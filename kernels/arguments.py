@@ -166,3 +166,56 @@ class PoolingOptions(NamedTuple):
     tuning: Tuning
     check_ids: bool = True
     """record ids outside their table and take row 0 in their place, in `Bags.values` too"""
+
+
+class Numbers(NamedTuple):
+    """The numbers by which an optimizer updates rows, of which each reads some; FBGEMM has others' names for a few."""
+
+    lr: float
+    """learning rate"""
+    eps: float = 0.0
+    """added to a square root"""
+    l2: float = 0.0
+    """decay that is added to the gradient; weight_decay under WeightDecayMode.L2"""
+    decoupled: float = 0.0
+    """decay that is taken from the row; weight_decay under WeightDecayMode.DECOUPLE, and of Adam and LAMB"""
+    most_norm: float = torch.finfo(torch.float32).max
+    """the most that a row's norm may be; max_norm"""
+    beta1: float = 0.0
+    """share of the mean of gradients that a step keeps"""
+    beta2: float = 0.0
+    """the same of the mean of their squares"""
+    count: float = 0.0
+    """steps of the optimizer, this one included; iter"""
+    halflife: float = 0.0
+    """steps in which a row's counter is halved; 0: it stays 1; negative: it counts the row's steps; counter_halflife"""
+    decay_after: float = 0.0
+    """the count after which rows decay by their counters; adjustment_iter"""
+    most_rate: float = 0.0
+    """the most that AdagradW's rate may be under a halflife of -2; adjustment_ub"""
+    lazy: float = 0.0
+    """1 for AdagradW, else 0"""
+
+
+STATES: dict[str, tuple[str, ...]] = {
+    "sgd": (),
+    "adagrad": ("elements",),
+    "rowwise_adagrad": ("number",),
+    "decaying_rowwise_adagrad": ("number",),
+    "rowwise_adagrad_with_counter": ("number", "number", "number"),
+    "adam": ("elements", "elements"),
+    "partial_rowwise_adam": ("elements", "number"),
+    "lamb": ("elements", "elements"),
+    "partial_rowwise_lamb": ("elements", "number"),
+}
+"""of each optimizer's states, in FBGEMM's order, what is kept of a row: elements, one for each of its own, or number"""
+
+
+def state_bytes(optimizer: str, dim: float) -> float:
+    """Return the bytes of all states of a row."""
+    return sum(4 * dim if kind == "elements" else 4 for kind in STATES[optimizer])
+
+
+def looks_at_rows(optimizer: str) -> bool:
+    """Return whether columns of a row, each updated on its own, would be updated otherwise than the row as a whole."""
+    return "number" in STATES[optimizer] or "lamb" in optimizer

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -25,9 +24,9 @@ from dlrm_overlap.checkpoint.storage.branches import (
     same_checkpoint,
     surplus,
 )
-from dlrm_overlap.checkpoint.storage.extents import Checkpoint, Cut, Extent, deal, fill, local_extents
+from dlrm_overlap.checkpoint.storage.extents import Cut, Extent, deal, local_extents
 from dlrm_overlap.checkpoint.storage.fits import check_fits
-from dlrm_overlap.checkpoint.storage.load import agree_on
+from dlrm_overlap.checkpoint.storage.load import agree_on, fill_state
 from dlrm_overlap.checkpoint.storage.manifest import Manifest, read_manifest
 from dlrm_overlap.checkpoint.storage.save import Refusal, gather, remove_checkpoint, write_checkpoint
 from dlrm_overlap.checkpoint.storage.tensor_file import ToCpu, copy_to_cpu
@@ -173,12 +172,7 @@ class Checkpointer:
         metrics: dict[str, float] | None = None,
     ) -> Path:
         """Write `step_<step>` from all ranks, as `write` does, with the state as it is now."""
-
-        def to_cpu(name: str, elements: torch.Tensor) -> torch.Tensor:
-            self.tick()
-            return copy_to_cpu(name, elements)
-
-        return self.write(step, extents_to_store(model, optimizer), metrics, to_cpu=to_cpu)
+        return self.write(step, extents_to_store(model, optimizer), metrics)
 
     def write(
         self,
@@ -239,13 +233,10 @@ class Checkpointer:
             if isinstance(each, KeyedOptimizer):
                 each.init_state()  # some optimizers make it at their first step, and loading needs it
         state = model.state_dict(), optimizer.state_dict()
-        stored = Checkpoint(path, manifest)
-        for extent in local_extents(*state, cuts_of(model)):
-            self.tick()
-            try:
-                fill(extent, stored)
-            except InputError as error:
-                raise InputError(f"checkpoint.resume: {path}: {error}") from None
+        try:
+            fill_state(path, manifest, *state, cuts_of(model), self.tick)
+        except InputError as error:
+            raise InputError(f"checkpoint.resume: {error}") from None
         model.load_state_dict(state[0])  # type: ignore[arg-type]
         optimizer.load_state_dict(state[1])
         source = same_checkpoint(self.folder, path)

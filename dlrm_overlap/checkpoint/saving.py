@@ -1,23 +1,40 @@
-"""The saves of a run, which stop it or are written beside it, and the checks of a state before it is saved."""
+"""The saves of a run: they stop it, or copy the state between two steps and have a thread write the copy.
 
+    main thread    step s | copy | step s + 1 | step s + 2 | ...                    | step t | wait if need be, copy
+    this thread                  | to the CPU, checksum, disk .... | manifest, rename |
+
+The copy is made on the stream of the steps, and is the state after step s and nothing else. It stays on the GPU where
+that has room; else it goes to page-locked memory. docs/architecture/runs.md has how long either takes. The thread has a
+process group of its own, so that its collectives meet none of the training's.
+
+Either way every element is looked at where it is written, and a checkpoint appears only if all are finite. Finite
+weights may be so large that every later loss is NaN, and a good checkpoint would go for them. So a save that stops the
+run looks at the loss of a held-out batch, too, unless an evaluation has; one beside it at the loss of the step after
+the copy, which is the first that the saved state gives.
+
+Example: `save(10, beside=True)`; step 11 gives `took_step(loss)`, and the file is written beside steps 11 to 40.
+"""
+
+import gc
 import logging
 import math
+import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
+from datetime import timedelta
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.keyed import CombinedOptimizer
 
-from dlrm_overlap.checkpoint.background_save import BackgroundSaves
 from dlrm_overlap.checkpoint.checkpoint import Checkpointer, extents_to_store
-from dlrm_overlap.checkpoint.storage.save import RefusedError, gather
-from dlrm_overlap.checkpoint.storage.snapshot import device_of_copy
+from dlrm_overlap.checkpoint.storage.extents import Extent
+from dlrm_overlap.checkpoint.storage.save import Refusal, RefusedError, gather
+from dlrm_overlap.checkpoint.storage.snapshot import Reader, Snapshot, device_of_copy
 from dlrm_overlap.comm.record import ExchangeTimeoutError
-from dlrm_overlap.config import Config, InputError
+from dlrm_overlap.config import Config, InputError, in_one_line
 from dlrm_overlap.launching.process_group import LAST_RESORT
 from dlrm_overlap.launching.watch import Progress
 
@@ -25,6 +42,7 @@ log = logging.getLogger("dlrm_overlap")
 
 _NOTABLE_S = 0.1
 _PATIENCE_S = 10.0  # with a save under way, where the run ends by an error that other ranks may not have
+_BEAT_S = 0.5
 
 
 class NotFiniteError(InputError):
@@ -40,40 +58,6 @@ def require_finite(finite: bool, otherwise: str, step: int, config: Config) -> N
             f"lower train.lr {train.lr:g} or embedding.lr {embedding.lr:g}, or raise train.warmup_steps "
             f"{train.warmup_steps}"
         )
-
-
-def weights_are_finite(model: DistributedModelParallel, device: torch.device) -> bool:
-    """Return whether all weights of all ranks are finite; a collective. It adds them up, which needs no memory."""
-    return _sum_is_finite(model.state_dict(), device, torch.float32)
-
-
-def state_is_finite(optimizer: CombinedOptimizer, device: torch.device) -> bool:
-    """Return whether the state of `optimizer` is finite on all ranks; a collective.
-
-    Infinity in Adagrad's sum of squares, from one gradient too large to be squared, gives finite weights and a finite
-    loss: such a row is never updated again. The state is added up in float64, which needs no memory.
-    """
-    return _sum_is_finite(optimizer.state_dict()["state"], device, torch.float64)
-
-
-def _sum_is_finite(tree: Any, device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether the sum in `dtype` of all floating-point tensors in `tree`, of all ranks, is finite."""
-    total = torch.zeros((), dtype=dtype, device=device)
-    for tensor in _tensors(tree):
-        if tensor.is_floating_point():
-            total += tensor.sum(dtype=dtype)
-    dist.all_reduce(total)
-    return bool(total.isfinite())
-
-
-def _tensors(tree: Any) -> Iterator[torch.Tensor]:
-    if isinstance(tree, ShardedTensor):
-        yield from (shard.tensor for shard in tree.local_shards())
-    elif isinstance(tree, torch.Tensor):
-        yield tree
-    elif isinstance(tree, dict):
-        for value in tree.values():
-            yield from _tensors(value)
 
 
 class Saves:
@@ -95,22 +79,33 @@ class Saves:
         self._config, self._checkpointer = config, checkpointer
         self._model, self._optimizer, self._device = model, optimizer, device
         self._check, self._held_out_loss = check, held_out_loss
-        self._beside: BackgroundSaves | None = None
+        self._reader = Reader(device)
+        self._snapshot: Snapshot | None = None
+        """of saves beside training, where there is room for one"""
+        self._copies: list[Extent] = []
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._begun = 0
+        """the step of the latest save beside training"""
+        self._awaits_loss = self._is_abandoned = False
+        self._loss: torch.Tensor | None = None
+        self._loss_known: torch.cuda.Event | None = None
+        self._loss_taken = threading.Event()
 
     @property
     def stop_the_run(self) -> bool:
         """Whether steps wait until a save on the way is written."""
-        return self._beside is None
+        return self._snapshot is None
 
     @property
     def failed(self) -> bool:
         """Whether a save that was begun has failed; `finish` raises how."""
-        return self._beside is not None and self._beside.failed
+        return self._error is not None
 
     def prepare(self, local_ranks: int, progress: Progress) -> None:
-        """Make the folder of this run's saves and the memory of copies, before its first step; a collective.
+        """Make the folder of this run's saves, the memory of copies and a process group, before its first step.
 
-        Where a rank has no room for a copy of the state, saves stop the run, with a warning.
+        A collective. Where a rank has no room for a copy of the state, saves stop the run, with a warning.
 
         Args:
             local_ranks: number of ranks on this host.
@@ -134,21 +129,14 @@ class Saves:
         assert kept_on is not None
         kept = "GPU" if kept_on.type == "cuda" else "host"
         log.info("checkpoint.asynchronous: copies of the state are kept in the memory of the %s", kept)
-        self._beside = BackgroundSaves(
-            self._checkpointer,
-            self._model,
-            self._optimizer,
-            self._device,
-            kept_on,
-            LAST_RESORT * self._config.embedding.wait_timeout_s,
-            progress,
-            self._check,
-        )
-
-    def took_step(self, loss: torch.Tensor) -> None:
-        """Take the loss [] of the step that was just issued."""
-        if self._beside is not None:
-            self._beside.take_loss(loss)
+        self._progress = progress
+        # Bounds the time that a rank may write after the others are done.
+        timeout = timedelta(seconds=LAST_RESORT * self._config.embedding.wait_timeout_s)
+        group = dist.new_group(backend="gloo", timeout=timeout)
+        assert isinstance(group, dist.ProcessGroup), "every rank is in it"
+        self._group = group
+        self._snapshot = Snapshot(self._device, kept_on)
+        self._snapshot.reserve(extents)
 
     def save(self, step: int, metrics: dict[str, float] | None = None, beside: bool = False) -> None:
         """Save a checkpoint after `step`, unless that is done, and only of a state that is whole; a collective.
@@ -169,55 +157,148 @@ class Saves:
             return
         begin = time.perf_counter()
         self.finish()
-        if beside and self._beside is not None:
+        if beside and self._snapshot is not None:
             if (waited_s := time.perf_counter() - begin) > _NOTABLE_S:
                 text = "checkpoint: %.1f s of waiting behind step %d, since checkpoint.every is less than a save takes"
                 log.info(text, waited_s, step)
-            self._beside.begin(step, metrics)
+            self._begin(self._snapshot, step, metrics)
             self.step = step
             return
         begin = time.perf_counter()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self._check()
-        finite = weights_are_finite(self._model, self._device)
-        require_finite(finite, "a weight is nan or infinite", step, self._config)
-        finite = state_is_finite(self._optimizer, self._device)
-        require_finite(finite, "an optimizer's state is nan or infinite", step, self._config)
-        if metrics is None:  # an evaluation has looked at the loss of all held-out batches
-            # Finite weights may be so large that the next loss is not, and a good checkpoint would go for them.
-            loss = self._held_out_loss()
-            text = f"the loss of the first held-out batch is {loss}"
-            require_finite(math.isfinite(loss), text, step, self._config)
-        path = self._checkpointer.save(step, self._model, self._optimizer, metrics)
+
+        def refusal() -> Refusal | None:
+            loss = 0.0 if metrics is not None else self._held_out_loss()
+            return self._judge(loss, "the loss of the first held-out batch is")
+
+        extents = extents_to_store(self._model, self._optimizer)
+        self._reader.begin(self._checkpointer.tick)
+        try:
+            path = self._checkpointer.write(step, extents, metrics, None, self._reader.to_cpu, refusal)
+        except RefusedError as error:
+            self._refuse(error, step)
         self.step = step
         log.info("checkpoint: %s, %.1f s", path, time.perf_counter() - begin)
+
+    def _judge(self, loss: float, text: str) -> Refusal | None:
+        """Return why a checkpoint whose elements have been read is refused, None if it is good."""
+        if self._reader.fault:
+            return Refusal(self._reader.fault, not_finite=True)
+        return None if math.isfinite(loss) else Refusal(f"{text} {loss}", not_finite=True)
+
+    def _refuse(self, error: RefusedError, step: int) -> NoReturn:
+        self._check()  # this rank may be the one that knows more
+        require_finite(not error.refusal.not_finite, error.refusal.text, step, self._config)
+        raise InputError(f"step {step}: {error}; its state is not saved") from None
+
+    def _begin(self, snapshot: Snapshot, step: int, metrics: dict[str, float] | None) -> None:
+        """Copy the state after `step`, all of which is issued on the current stream, and have it written."""
+        begin = time.perf_counter()
+        self._begun, self._awaits_loss = step, metrics is None
+        self._loss = self._loss_known = None
+        self._loss_taken = threading.Event()
+        if not self._awaits_loss:
+            self._loss_taken.set()
+        self._find_extents(snapshot)
+        self._reader.begin()
+        snapshot.take()
+        begun = snapshot, step, metrics, time.perf_counter() - begin
+        self._thread = threading.Thread(target=self._write, args=begun, name="save", daemon=True)
+        self._thread.start()
+
+    def took_step(self, loss: torch.Tensor) -> None:
+        """Take the loss [] of the step that was just issued, which a save under way may wait for."""
+        if self._snapshot is None:
+            return
+        self._find_extents(self._snapshot)
+        if self._awaits_loss:
+            self._awaits_loss = False
+            self._loss = loss.detach().clone()  # a captured step writes the next one to the same place
+            if loss.is_cuda:
+                self._loss_known = torch.cuda.Event()
+                self._loss_known.record()
+            self._loss_taken.set()
+
+    def _find_extents(self, snapshot: Snapshot) -> None:
+        """Find the extents to store, after the first step: all states are made by then, and change in place.
+
+        To find it takes longer than many a step. Python's collector may take longer still to look at all objects that
+        are loaded by now, and holds up every thread for it; the thread that writes makes enough objects to set it off.
+        They stay loaded anyway, so the collector leaves them out.
+        """
+        if not self._copies:
+            self._copies = snapshot.reserve(extents_to_store(self._model, self._optimizer))
+            gc.freeze()
 
     def finish(self) -> None:
         """Wait for the save that is under way beside training, if any; a collective.
 
         Raises:
-            InputError: on all ranks, if one could not write.
+            InputError: on all ranks, if one could not write; the checkpoints before it stay.
             NotFiniteError: as `save` does.
         """
-        if self._beside is None:
+        if self._awaits_loss:  # no step has followed
+            self.took_step(torch.tensor(self._held_out_loss()))
+        if self._thread is None:
             return
-        if self._beside.awaits_loss:  # no step has followed
-            self._beside.take_loss(torch.tensor(self._held_out_loss()))
-        try:
-            self._beside.wait()
-        except RefusedError as error:
-            self._check()  # this rank may be the one that knows more
-            require_finite(not error.refusal.not_finite, error.refusal.text, self._beside.step, self._config)
-            raise InputError(f"step {self._beside.step}: {error}; its state is not saved") from None
+        read = 0
+        while self._thread.is_alive():
+            self._thread.join(_BEAT_S)
+            if self._reader.read_bytes != read:
+                read = self._reader.read_bytes
+                self._progress.tick()
+        self._thread = None
+        error, self._error = self._error, None
+        if isinstance(error, RefusedError):
+            self._refuse(error, self._begun)
+        if error is not None:
+            raise error
 
     def close(self, error: Exception) -> None:
-        """Give a save that is under way some time, where the run ends by `error`."""
-        if self._beside is None:
+        """Give a save that is under way some time, where the run ends by `error`. It is not kept without its loss."""
+        if self._thread is None:
             return
         patience_s = _PATIENCE_S  # other ranks may have no such error, and not be there any more
         if isinstance(error, InputError):  # all ranks have it
             patience_s = self._config.embedding.wait_timeout_s
         elif isinstance(error, ExchangeTimeoutError):  # the save has had the whole bound, and needs the same peer
             patience_s = 0.0
-        self._beside.close(patience_s)
+        self._is_abandoned |= self._awaits_loss
+        self._loss_taken.set()
+        self._thread.join(patience_s)
+        if self._thread.is_alive() or self._error is not None:
+            log.warning("checkpoint: the state after step %d was being written, and is not saved", self._begun)
+
+    def _write(self, snapshot: Snapshot, step: int, metrics: dict[str, float] | None, issued_s: float) -> None:
+        begin = time.perf_counter()
+        try:
+            if self._device.type == "cuda":
+                torch.cuda.set_device(self._device)
+            copied_s = snapshot.await_copies()
+            to_cpu = self._reader.to_cpu
+            path = self._checkpointer.write(step, self._copies, metrics, self._group, to_cpu, self._refusal)
+            gigabytes, written_s = self._reader.read_bytes / 1e9, time.perf_counter() - begin
+            text = (
+                "checkpoint: %s, %.3g GB a rank copied in %.4f s, issued in %.4f s, written beside training in %.1f s"
+            )
+            log.info(text, path, gigabytes, copied_s, issued_s, written_s)
+        except BaseException as error:
+            self._error = error
+
+    def _refusal(self) -> Refusal | None:
+        """Wait for the loss of the step after the copy; return why the checkpoint is refused, None if it is good."""
+        self._loss_taken.wait()
+        if self._is_abandoned:
+            return Refusal("the run has ended before the loss of the step behind it was known")
+        loss = 0.0
+        if self._loss is not None:
+            if self._loss_known is not None:
+                self._loss_known.synchronize()
+            loss = self._reader.land(self._loss.reshape(1)).item()
+        try:
+            self._check()  # kernels have recorded all faults of that step and those before
+        except Exception as error:
+            return Refusal(in_one_line(error))
+        return self._judge(loss, "the loss of the step behind it is")

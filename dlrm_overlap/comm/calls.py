@@ -6,9 +6,6 @@ import torch
 
 Way = Literal["auto", "dma", "stores"]
 Beside = Literal["nothing", "compute"]
-AVERAGED = (torch.float32, torch.float16, torch.bfloat16)
-"""types that an all-reduce adds up, in float32"""
-
 COPIED_FROM_BYTES = {
     ("nothing", False): 32 << 20,
     ("nothing", True): 32 << 20,
@@ -39,7 +36,7 @@ class Call(NamedTuple):
     """
 
     name: str
-    """all_to_all | all_gather | all_reduce"""
+    """all_to_all | all_gather"""
     offset: int
     """bytes: where the output begins in the memory of outputs"""
     output: tuple[int, ...]
@@ -78,8 +75,6 @@ class Call(NamedTuple):
             return "a tensor is not contiguous; pass input.contiguous(), and an output that is"
         if self.output_dtype != self.input_dtype:
             return f"output {self.output_dtype}, input {self.input_dtype}: must be alike; cast the input"
-        if self.name == "all_reduce" and self.output_dtype not in AVERAGED:
-            return f"{self.output_dtype}: cannot be averaged; take one of {', '.join(map(str, AVERAGED))}"
         rows = (world_size, *self.input) if self.name == "all_gather" else self.input
         if self.output != rows or self.output[:1] != (world_size,):
             needed = "[W, n..] and [n..]" if self.name == "all_gather" else "both [W, n..]"

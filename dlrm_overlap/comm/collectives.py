@@ -7,8 +7,6 @@ Each rank writes its rows where they belong at the peers. Between two flags of e
 
 `dma`: copy engines write the rows and, after each, its flag; so no multiprocessor works, but for the two ends.
 `stores`: one kernel of a few programs stores the rows, and the program that ends last raises the flags.
-An all-reduce is copies of rows, a kernel that awaits and averages those of one rank, and copies of its means; the means
-have flags of their own, so one hand-shake suffices. Long rows go in pieces, so that copies and kernels overlap.
 
 **Epochs.** e lies in one word of the device's memory. The hand-shake advances it, and all else reads it: the copies of
 flags take it as their source, and the wait compares with it. The host counts nothing, so eager calls, captured ones and
@@ -31,6 +29,7 @@ collectives of others, all that awaits a peer is to be in one order on all ranks
 from collections.abc import Callable
 from functools import partial
 from math import gcd
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -38,10 +37,13 @@ import torch.distributed as dist
 from dlrm_overlap.comm.arena import open_arena
 from dlrm_overlap.comm.calls import Beside, Call, Place, Way, fastest_way
 from dlrm_overlap.comm.every_rank import on_every_rank, require_alike
-from dlrm_overlap.comm.flows import Averaging, Flow, HostFlow, Transfer, regions
+from dlrm_overlap.comm.flows import HostFlow, Transfer, regions
 from dlrm_overlap.comm.reach import check_whole
 from dlrm_overlap.comm.record import settle
 from dlrm_overlap.config import InputError
+
+if TYPE_CHECKING:
+    from dlrm_overlap.comm.device_flow import DeviceFlow
 
 _ALIGNMENT_BYTES = 256
 
@@ -120,7 +122,7 @@ class PeerCollectives:
         """of the last call"""
         self._closed = False
 
-    def _open_flow(self, timeout_s: float) -> Flow:
+    def _open_flow(self, timeout_s: float) -> "HostFlow | DeviceFlow":
         if self.device.type == "cuda":
             from dlrm_overlap.comm.device_flow import DeviceFlow  # needs Triton, which a CPU does not
 
@@ -181,90 +183,30 @@ class PeerCollectives:
         """
         return self._begin("all_gather", output, input, way, beside)
 
-    def all_reduce(self, output: torch.Tensor, input: torch.Tensor, shares: torch.Tensor) -> Work:
-        """Begin to average `input` over the ranks, by copy engines and kernels. All else is as for `all_to_all`.
-
-        Row w of `input` goes to rank w, which awaits and averages it by a kernel, in float32 in the order of the ranks;
-        then its mean goes to all. So all ranks have the same bits. Rows of 16 MB and more go in up to four pieces.
-
-        Args:
-            output: [W, n..] float32, float16 or bfloat16, contiguous, from `empty`.
-            input: [W, n..], contiguous; may overlap neither of the others.
-            shares: [W, n..], contiguous, from `empty`: where rows arrive that this rank averages. Its contents are
-                lost; calls may share it.
-
-        Raises:
-            InputError: as `all_to_all`, and if `shares` is not such a tensor.
-        """
-        self._check_free("all_reduce")
-        row_bytes = input.numel() * input.dtype.itemsize // self._world_size
-        calls = [self._call("all_reduce", each, input, row_bytes, "dma") for each in (output, shares)]
-        for each in calls:
-            if each not in self._known:
-                self._admit(*each)
-                self._known.add(each)
-        (call, _), (into_shares, _) = calls
-        if abs(call.offset - into_shares.offset) < self._world_size * row_bytes:
-            raise InputError("PeerCollectives.all_reduce: output and shares overlap; take each from `empty`")
-        rows, mean = self._bytes(input), self._bytes(output[self._rank])
-        own = self._rank * row_bytes
-        averaging = Averaging(
-            Transfer(rows, row_bytes, row_bytes, into_shares.offset + own, in_place=True, way="dma"),
-            Transfer(mean, 0, row_bytes, call.offset + own, in_place=True, way="dma"),
-            into_shares.offset,
-            input.dtype,
-        )
-        begin, wait = partial(self._flow.begin_average, averaging), partial(self._flow.wait_average, averaging)
-        return self._start(begin, wait)
-
-    def _check_free(self, name: str) -> None:
+    def _begin(self, name: str, output: torch.Tensor, input: torch.Tensor, way: str, beside: str) -> Work:
         self._check_open(name)
         if self._work is not None and not self._work.waited_for:
             raise InputError(
                 f"PeerCollectives.{name}: the call before has not been waited for; call its Work.wait first, or, if it "
                 f"has failed, close this on all ranks"
             )
-
-    def _start(self, begin: Callable[[], None], wait: Callable[[], None]) -> Work:
-        self._work = Work(wait)  # before it begins: where that fails, peers would take a later call's rows for its own
-        begin()
-        return self._work
-
-    @staticmethod
-    def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach().view(-1).view(torch.uint8)
-
-    def _call(
-        self,
-        name: str,
-        output: torch.Tensor,
-        input: torch.Tensor,
-        row_bytes: int,
-        way: str,
-        beside: str = "nothing",
-    ) -> tuple[Call, Place]:
-        """Return the call, alike on all ranks, and how the tensors lie on this one."""
+        row_bytes = input.numel() * input.dtype.itemsize // (self._world_size if name == "all_to_all" else 1)
         offset = output.data_ptr() - self._base if output.numel() else 0  # a tensor of nothing has no address
         call = Call(name, offset, tuple(output.shape), tuple(input.shape), output.dtype, input.dtype, way, beside)
+        row_offset = offset + self._rank * row_bytes
         place = Place(
             gcd(16, offset, input.data_ptr(), row_bytes),
-            self._placed(output, input, offset + self._rank * row_bytes),
+            self._placed(output, input, row_offset),
             output.is_contiguous() and input.is_contiguous(),
             output.device == input.device == self.device,
         )
-        return call, place
-
-    def _begin(self, name: str, output: torch.Tensor, input: torch.Tensor, way: str, beside: str) -> Work:
-        self._check_free(name)
-        row_bytes = input.numel() * input.dtype.itemsize // (self._world_size if name == "all_to_all" else 1)
-        call, place = self._call(name, output, input, row_bytes, way, beside)
 
         def transfer() -> Transfer:
             return Transfer(
-                source=self._bytes(input),
+                source=input.detach().view(-1).view(torch.uint8),
                 stride=row_bytes if name == "all_to_all" else 0,
                 row_bytes=row_bytes,
-                offset=call.offset + self._rank * row_bytes,
+                offset=row_offset,
                 in_place=place.placed == "in place",
                 way=fastest_way(row_bytes, beside, self._captured) if way == "auto" else way,
             )
@@ -273,7 +215,10 @@ class PeerCollectives:
             self._admit(call, place, lambda: self._flow.prepare(transfer()))
             self._known.add((call, place))
         made = transfer()
-        return self._start(partial(self._flow.begin, made), partial(self._flow.wait, made))
+        # Before it begins: where that fails, peers would take a later call's rows for its own.
+        self._work = Work(partial(self._flow.wait, made))
+        self._flow.begin(made)
+        return self._work
 
     def _check_open(self, name: str) -> None:
         if self._closed:
@@ -291,7 +236,7 @@ class PeerCollectives:
             return "apart"
         return "in place" if first == self._base + row_offset else "across"
 
-    def _admit(self, call: Call, place: Place, prepare: Callable[[], None] = lambda: None) -> None:
+    def _admit(self, call: Call, place: Place, prepare: Callable[[], None]) -> None:
         """Check a call that this rank has not made so before, and `prepare` it: on all ranks, if it is new to them.
 
         One that all have made asks none of them: where the tensors lie is this rank's affair, and the others, whose own

@@ -1,26 +1,15 @@
 """Transfers between GPUs: by copy engines, or by a kernel of stores. See `comm.collectives` for the protocol."""
 
-from typing import NamedTuple
-
 import torch
 
 from dlrm_overlap.comm.arena import Arena
 from dlrm_overlap.comm.copy_engine import CopyEngine
-from dlrm_overlap.comm.flows import AWAITED, MOST_PIECES, PIECE_BYTES, Averaging, Flow, Transfer, share_flag
+from dlrm_overlap.comm.flows import AWAITED, Flow, Transfer
 from dlrm_overlap.comm.record import Record
-from dlrm_overlap.kernels.average_rows import average_rows
 from dlrm_overlap.kernels.flags import Flags, meet, wait_flags
 from dlrm_overlap.kernels.peer_copy import PROGRAMS, RowFlags, Rows, load_store_rows, store_rows
 
 _PRIORITY = -2  # a kernel of stores does not wait for other work that is ready
-
-
-class _Shares(NamedTuple):
-    """The flags of one piece of rows that are averaged."""
-
-    flags: Flags
-    at_peers: list[torch.Tensor]
-    """this rank's own at each rank"""
 
 
 class DeviceFlow(Flow):
@@ -35,21 +24,14 @@ class DeviceFlow(Flow):
         self._record = Record(device)
         self._free = self._flags("free", [1] * ranks)
         # A rank's own row has no flag: its stream is joined.
-        peers = [int(rank != self._rank) for rank in range(ranks)]
-        self._arrived, self._gathered = self._flags("arrived", peers), self._flags("gathered", peers)
-        names = [share_flag(piece) for piece in range(MOST_PIECES)]
-        self._shares = [_Shares(self._flags(name, peers), self._at_peers(name)) for name in names]
-        self._averaged = [torch.cuda.Event() for _ in names]
+        self._arrived = self._flags("arrived", [int(rank != self._rank) for rank in range(ranks)])
         self._targets = arena.addresses("memory")
         counted = torch.zeros(1, dtype=torch.int32, device=device)
         self._row_flags = RowFlags(self._arrived.addresses, counted, self._word)
-        self._flag_at, self._gathered_at = self._at_peers("arrived"), self._at_peers("gathered")
+        self._flag_at = [arena.view("arrived", rank)[self._rank] for rank in range(ranks)]
+        """of each rank, [1] int64: the flag that this rank raises there"""
         self._engine, self._beside = CopyEngine(device), CopyEngine(device, _PRIORITY)
         self._last: torch.cuda.Stream | None = None
-
-    def _at_peers(self, name: str) -> list[torch.Tensor]:
-        """Return this rank's flag of a region, [1] int64, at each rank."""
-        return [self._arena.view(name, rank)[self._rank] for rank in range(self._world_size)]
 
     def _flags(self, name: str, counts: list[int]) -> Flags:
         return Flags(
@@ -71,7 +53,7 @@ class DeviceFlow(Flow):
         load_store_rows(self._rows(transfer), self._row_flags, self._rank)
 
     def begin(self, transfer: Transfer) -> None:
-        """Meet the peers on the current stream, and send the rows beside it."""
+        """Meet the peers on the current stream, so that each allows the others to send, and send the rows beside it."""
         self._join_last()
         meet(self._free, self._rank)
         self._beside.follow()
@@ -80,59 +62,18 @@ class DeviceFlow(Flow):
                 store_rows(self._rows(transfer), self._row_flags, self._rank, self.programs)
             return
         self._engine.follow()
-        self._copy(self._engine, transfer, self._flag_at)
+        for peer in self._peers:
+            self._engine.copy(self._target(transfer, peer), transfer.row(peer))
+            self._engine.write_flag(self._flag_at[peer], self._word)
         if not transfer.in_place:
             self._beside.copy(self._target(transfer, self._rank), transfer.row(self._rank))
 
-    def _copy(self, engine: CopyEngine, transfer: Transfer, flags: list[torch.Tensor] | None) -> None:
-        """Let `engine` copy the rows to the peers, and after each the epoch to `flags` of the peer, if there are."""
-        for peer in self._peers:
-            engine.copy(self._target(transfer, peer), transfer.row(peer))
-            if flags is not None:
-                engine.write_flag(flags[peer], self._word)
-
     def wait(self, transfer: Transfer) -> None:
-        """Join the streams of this rank's rows, and await the flags after those of the peers."""
+        """Make the current stream wait until the rows of all ranks are here and those of this rank have been read."""
         self._beside.join()
         if transfer.way == "dma":
             self._engine.join()
         wait_flags(self._arrived, self._rank, 0)
-        self._last = torch.cuda.current_stream(self._arena.device)
-
-    def begin_average(self, averaging: Averaging) -> None:
-        """Meet the peers on the current stream; beside it, copies, kernels that await and average, and copies.
-
-        Long rows go in pieces, so that means of one travel while another is averaged:
-
-            copies  | rows of piece 0, of piece 1, .. | mean of piece 0, of piece 1, ..
-            kernels |                 | average 0     | average 1
-
-        A kernel comes after this rank's own copies of its piece, when those of the peers are about through: it awaits
-        them, and multiprocessors wait with it. The means of a peer have one flag, after the last piece.
-        """
-        self._join_last()
-        meet(self._free, self._rank)
-        copies, kernels = self._engine, self._beside
-        for each in (copies, kernels):
-            each.follow()
-        count = min(MOST_PIECES, max(1, averaging.scatter.row_bytes // PIECE_BYTES))
-        pieces = averaging.pieces(self._world_size, count)
-        for piece, shares, averaged in zip(pieces, self._shares, self._averaged, strict=False):
-            self._copy(copies, piece.scatter, shares.at_peers)
-            own, mean = (each.view(piece.dtype) for each in (piece.scatter.row(self._rank), piece.gather.source))
-            with torch.cuda.stream(kernels.stream):
-                copies.join()
-                average_rows(self._rows_of(piece), own, mean, shares.flags, self._rank)
-                averaged.record()
-        for piece, averaged in zip(pieces, self._averaged, strict=False):
-            copies.stream.wait_event(averaged)
-            self._copy(copies, piece.gather, self._gathered_at if piece is pieces[-1] else None)
-
-    def wait_average(self, averaging: Averaging) -> None:
-        """Join both streams, and await the flags after the means of the peers."""
-        self._beside.join()
-        self._engine.join()
-        wait_flags(self._gathered, self._rank, 0)
         self._last = torch.cuda.current_stream(self._arena.device)
 
     def _join_last(self) -> None:

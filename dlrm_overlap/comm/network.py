@@ -15,7 +15,6 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
 
@@ -36,8 +35,6 @@ _HOST_LIBRARY, _DEVICE_LIBRARY = "libnvshmem_host.so.3", "libnvshmem_device.bc"
 _WITH_UNIQUE_ID = 1 << 3  # NVSHMEMX_INIT_WITH_UNIQUEID
 _UNIQUE_ID_BYTES, _ATTRIBUTE_BYTES, _ARGUMENT_BYTES, _ID_ARGUMENT_BYTES = 128, 144, 128, 24
 _POLL_S = 0.02
-_SLACK_S = 5.0  # for the verdict to come, once it was due
-_ANSWER = timedelta(seconds=_SLACK_S)  # of a store that has the key
 
 
 def missing_puts() -> str:
@@ -137,7 +134,7 @@ def start_puts(group: dist.ProcessGroup, device: torch.device, timeout_s: float)
         timeout_s: bound of the start, in which ranks wait for each other within NVSHMEM.
 
     Raises:
-        InputError: if rank 0 is not heard of any more.
+        InputError: if rank 0 is not there any more.
     """
     why = _first((missing_puts() or _damage()) if device.type == "cuda" else "CPUs have no kernels that put", group)
     return why or _start(_nvshmem(), group, device, timeout_s)
@@ -176,8 +173,8 @@ def start_together(
     """Start a library that waits for all ranks without a bound; a collective.
 
     Each rank starts it in a thread, which adds to a count in the ranks' store when it is through, or writes there why
-    it has failed: the other ranks' threads then wait within the library for ever, and are left there. Rank 0 looks at
-    the count and at the failure and writes the verdict, which all take, so all go on alike.
+    it has failed: the other ranks' threads then wait within the library for ever, and are left there. The first rank
+    that finds all started, a failure or the time over writes the verdict, which all take, so all go on alike.
 
     Args:
         start: returns an empty string, or why this rank cannot; an exception counts as its text.
@@ -191,7 +188,7 @@ def start_together(
         An empty string, or the fault of a rank, alike on all of them.
 
     Raises:
-        InputError: if rank 0 gives no verdict in time: it is stopped or gone.
+        InputError: if the store does not answer: rank 0 is stopped or gone.
     """
 
     def run() -> None:
@@ -206,34 +203,25 @@ def start_together(
         store.add("started", 1)
 
     threading.Thread(target=run, name=f"start of {name}", daemon=True).start()
-    deadline = time.monotonic() + timeout_s
+    deadline, verdict = time.monotonic() + timeout_s, ""
     try:
-        if rank == 0:
-            verdict = _judge(store, name, world_size, deadline, timeout_s)
-            store.set("verdict", verdict or "started")
-            return verdict
-        while not store.check(["verdict"]) and time.monotonic() < deadline + _SLACK_S:
-            time.sleep(_POLL_S)
-        store.wait(["verdict"], _ANSWER)
-        verdict = store.get("verdict").decode()
-    except RuntimeError:  # of torch's kinds; the store's server went with rank 0, or has nothing
+        while not verdict:
+            if store.add("started", 0) == world_size:
+                verdict = "started"
+            elif store.check(["failed"]):
+                verdict = store.get("failed").decode()
+            elif time.monotonic() > deadline:
+                silent = [rank for rank in range(world_size) if not store.check([f"rank_{rank}"])]
+                more = f" and {len(silent) - 1} more" if silent[1:] else ""
+                verdict = f"{name} has not started within {timeout_s:g} s on rank {silent[0]}{more}" if silent else ""
+            else:
+                time.sleep(_POLL_S)
+        verdict = store.compare_set("verdict", "", verdict).decode()
+    except RuntimeError:  # of torch's kinds
         raise InputError(
-            f"{name}: rank 0 does not say within {timeout_s:g} s whether all ranks have started it; see that rank's log"
+            f"{name}: the ranks' store does not answer while all ranks start it; see the log of rank 0, which serves it"
         ) from None
     return "" if verdict == "started" else verdict
-
-
-def _judge(store: Store, name: str, world_size: int, deadline: float, timeout_s: float) -> str:
-    """Return an empty text if all have started, else the fault of one, or which ranks have not started in time."""
-    while store.add("started", 0) < world_size:
-        if store.check(["failed"]):
-            return store.get("failed").decode()
-        if time.monotonic() > deadline:
-            silent = [rank for rank in range(world_size) if not store.check([f"rank_{rank}"])]
-            more = f" and {len(silent) - 1} more" if silent[1:] else ""
-            return f"{name} has not started within {timeout_s:g} s on rank {silent[0]}{more}" if silent else ""
-        time.sleep(_POLL_S)
-    return ""
 
 
 def _damage() -> str:
@@ -258,7 +246,7 @@ def agree_on_puts(
         timeout_s: bound of a wait for a peer.
 
     Raises:
-        InputError: if puts are wanted and some rank has none, or rank 0 is not heard of any more.
+        InputError: if puts are wanted and some rank has none, or rank 0 is not there any more.
     """
     if reach.whole or wanted == "messages":
         return False, "embedding.between_hosts is messages"

@@ -13,7 +13,7 @@ from torch import nn
 from dlrm_overlap.comm.counters import Counters
 from dlrm_overlap.config import InputError
 from dlrm_overlap.dense.flat import FlatParameters
-from dlrm_overlap.dense.reduction import CollectiveReduction, HostStores, Reduction, StoreOptions
+from dlrm_overlap.dense.reduction import CollectiveReduction, HostStores, StoreOptions, StoreReduction
 from dlrm_overlap.kernels.dense.arguments import BLOCK
 
 
@@ -280,7 +280,7 @@ def _call(complete: Callable[[str], None], name: str, _: nn.Parameter) -> None:
 
 def open_reduction(
     flat: FlatParameters, group: dist.ProcessGroup, dtype: torch.dtype, stores: StoreOptions | None
-) -> Reduction:
+) -> CollectiveReduction | StoreReduction:
     """Return the reduction by stores, as `stores` says, or by the group's collective where that is None."""
     if stores is None:
         return CollectiveReduction(flat, group, dtype)

@@ -49,40 +49,13 @@ class StoreOptions(NamedTuple):
     """bound of a wait for a peer"""
 
 
-class Reduction(ABC):
-    """Replaces ranges of the flat gradient by their mean over the ranks. All ranks make the same calls."""
+class CollectiveReduction:
+    """Replaces ranges of the flat gradient by their mean over the ranks, by the group's all-reduce: NCCL's or gloo's.
+
+    All ranks make the same calls.
+    """
 
     counters: Sequence[Counters] = ()
-    """those that a captured step advances"""
-
-    @abstractmethod
-    def cut(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """Take the ranges, in elements; every step reduces all of them, in their order."""
-
-    @abstractmethod
-    def reduce(self, number: int) -> None:
-        """Reduce range `number` on the current stream."""
-
-    @abstractmethod
-    def arrivals(self, stream: torch.cuda.Stream | None) -> Iterator[int]:
-        """Make the current stream wait for the reduced gradient, piece by piece, once all ranges are under way.
-
-        Args:
-            stream: where `reduce` was called; None on a CPU.
-
-        Yields:
-            How many elements, from the first on, have arrived.
-        """
-
-    def check(self) -> None:  # noqa: B027  collectives record nothing
-        """Raise the error that a kernel has recorded; never waits for the device."""
-
-    def close(self) -> None:  # noqa: B027  nor have they anything to release
-        """Let go of memory that peers see. No rank may be in a step."""
-
-
-class CollectiveReduction(Reduction):
-    """Reduces by the all-reduce of the process group: NCCL's on GPUs, gloo's on CPUs."""
 
     def __init__(self, flat: FlatParameters, group: dist.ProcessGroup, dtype: torch.dtype) -> None:
         """Reduce the gradient of `flat`; `dtype` is the type in which it is sent and added up, float32 or bfloat16."""
@@ -92,12 +65,12 @@ class CollectiveReduction(Reduction):
         self._ranges: Sequence[tuple[int, int]] = ()
 
     def cut(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """Take the ranges, each of which one all-reduce takes."""
+        """Take the ranges, in elements; every step reduces all of them, in their order, each by one all-reduce."""
         self._ranges = ranges
 
     @torch.no_grad()
     def reduce(self, number: int) -> None:
-        """Replace a range of the gradient by its mean over the ranks."""
+        """Replace range `number` of the gradient by its mean over the ranks, on the current stream."""
         begin, end = self._ranges[number]
         gradient = self._gradients[begin:end]
         if self._sent is None and gradient.is_cuda:
@@ -112,10 +85,23 @@ class CollectiveReduction(Reduction):
             gradient.copy_(sent)
 
     def arrivals(self, stream: torch.cuda.Stream | None) -> Iterator[int]:
-        """Make the current stream wait for all ranges, which arrive as one piece."""
+        """Make the current stream wait for all ranges, which arrive as one piece.
+
+        Args:
+            stream: where `reduce` was called; None on a CPU.
+
+        Yields:
+            How many elements, from the first on, have arrived.
+        """
         if stream is not None:
             torch.cuda.current_stream(self._gradients.device).wait_stream(stream)
         yield self._gradients.numel()
+
+    def check(self) -> None:
+        """Do nothing: collectives record no fault."""
+
+    def close(self) -> None:
+        """Do nothing: there is no memory that peers see."""
 
 
 @dataclass(frozen=True)
@@ -171,8 +157,8 @@ def cut(ranges: Sequence[tuple[int, int]], piece_elements: int, world_size: int)
     return cut_ranges
 
 
-class StoreReduction(Reduction):
-    """By loads and stores of the peers' memory, see the module."""
+class StoreReduction(ABC):
+    """As `CollectiveReduction`, by loads and stores of the peers' memory, see the module."""
 
     def __init__(
         self, flat: FlatParameters, group: dist.ProcessGroup, dtype: torch.dtype, options: StoreOptions
@@ -188,7 +174,8 @@ class StoreReduction(Reduction):
         self._flat, self._group, self._dtype, self._options = flat, group, dtype, options
         self._rank, self._world_size = group.rank(), group.size()
         self._epochs = Counters(flat.device, 1)
-        self.counters = (self._epochs,)
+        self.counters: Sequence[Counters] = (self._epochs,)
+        """those that a captured step advances"""
         self._arena: Arena | None = None
         self._ranges: Sequence[tuple[int, int]] = ()
         self._cut: list[Range] = []
@@ -280,6 +267,9 @@ class StoreReduction(Reduction):
     def _await_arrival(self, slot: int) -> None:
         """Make the current stream wait for the piece whose flag is `slot`."""
         self._wait(slot)
+
+    def check(self) -> None:  # noqa: B027  on CPUs a wait raises its own error
+        """Raise the error that a kernel has recorded; never waits for the device."""
 
     def close(self) -> None:
         """Move the gradient back to memory of its own, and give back the memory that peers see."""

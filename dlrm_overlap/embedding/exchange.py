@@ -294,6 +294,8 @@ class Exchange:
         if torch.is_grad_enabled():
             return PooledAwaitable(self, step, StartExchange.apply(self._anchor, self, step))
         self.start_forward(step)
+        if self._tables.count_evaluation():
+            self._open().backward.follow_rules()
         return PooledAwaitable(self, step, None)
 
     @fails_for_good
@@ -366,9 +368,9 @@ class Exchange:
 
     def expect_gradient(self, step: Step) -> None:
         """Note that the step, whose forward has just been started, will have a backward."""
+        step.number = self.steps
         with self._beside():
             self._open().backward.note_forward(step)
-        step.number = self.steps
         self.steps += 1
 
     @fails_for_good

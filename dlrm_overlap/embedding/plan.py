@@ -28,6 +28,7 @@ from dlrm_overlap.config import EmbeddingConfig, InputError, in_one_line
 from dlrm_overlap.data.batch import table_keys
 from dlrm_overlap.embedding.balance import TableLoad, balance
 from dlrm_overlap.embedding.traffic import partial_sums
+from dlrm_overlap.kernels.arguments import looks_at_rows, state_bytes
 
 log = logging.getLogger("dlrm_overlap")
 
@@ -205,16 +206,15 @@ def _balanced_plan(
     loads: dict[str, TableLoad] = {}
     for table, ids in zip(every, pooling, strict=True):
         row_bytes = table.embedding_dim * data_type_to_dtype(table.data_type).itemsize
-        state_bytes = {"sgd": 0, "rowwise_adagrad": 4, "adagrad": 4 * table.embedding_dim}[config.optimizer]
-        size = table.num_embeddings * (row_bytes + state_bytes)
+        size = table.num_embeddings * (row_bytes + state_bytes(config.optimizer, table.embedding_dim))
         loads[table.name] = TableLoad(ids, table.embedding_dim, row_bytes, size, table.num_embeddings)
     divided = [load for name, load in loads.items() if name not in replicated]
     everywhere = [load for name, load in loads.items() if name in replicated]
     whole = sum(table.num_embeddings * table.embedding_dim for table in every if table.name in replicated)
     capacity = int(min(capacities) * (1 - _RESERVED)) - whole * _REPLICATED_BYTES
-    # FBGEMM keeps row-wise Adagrad's state of each shard's columns apart: where cuts of columns depend on the number of
-    # ranks, so would the training, and losses would part where a checkpoint is loaded on another number.
-    placed = balance(divided, world_size, capacity, config.optimizer != "rowwise_adagrad", everywhere)
+    # FBGEMM updates each shard's columns apart, row-wise states and norms of rows included: where cuts of columns
+    # depend on the number of ranks, so would the training, and losses would part on another number of them.
+    placed = balance(divided, world_size, capacity, not looks_at_rows(config.optimizer), everywhere)
     if placed is None:
         held = sum(load.bytes for load in divided)
         raise _does_not_fit("auto", f"{held} bytes of tables on {world_size} ranks with room for {capacity} each")

@@ -77,12 +77,13 @@ class ReplicatedGradients(ReplicatedTables):
         """Return the gradient [rows, D] of a table."""
         return self.table_in(self._gradient(shard.lookup), shard)
 
-    def state(self, shard: FeatureShard) -> None:
-        """Return None: SGD keeps no state."""
+    def states(self, shard: FeatureShard) -> list[torch.Tensor]:
+        """Return no states: SGD keeps none."""
+        return []
 
     def stored(self, shard: FeatureShard) -> StoredRows:
         """Return the flat gradient that holds a table's, and by which rule it is updated."""
-        return StoredRows(self._gradient(shard.lookup), None, "sgd", stochastic_rounding=False)
+        return StoredRows(self._gradient(shard.lookup), (), "sgd", stochastic_rounding=False)
 
 
 def why_not_looked_up(sharding: Any) -> str | None:

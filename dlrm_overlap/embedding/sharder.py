@@ -44,9 +44,9 @@ _KEYS = (
 class OverlapEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
     """TorchRec's sharder with another exchange, for any model that `DistributedModelParallel` takes.
 
-    Exchanged are shards of every type but data-parallel, in the memory of their rank's device, with SGD, Adagrad or
-    row-wise Adagrad. All other tables stay with TorchRec, and the log has the reason once; captured steps look up
-    data-parallel tables, too. Checkpoints are TorchRec's own, and so is the order of the output's columns.
+    Exchanged are shards of every type but data-parallel, in the memory of their rank's device, with SGD, Adagrad, Adam,
+    LAMB or their row-wise forms. All other tables stay with TorchRec, and the log has the reason once; captured steps
+    look up data-parallel tables, too. Checkpoints are TorchRec's own, and so is the order of the output's columns.
     docs/torchrec.md has the differences.
 
     Example:

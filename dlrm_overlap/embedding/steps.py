@@ -11,8 +11,9 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMo
 from torch.cuda import is_current_stream_capturing, is_initialized
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-_DECAYS = (WeightDecayMode.L2, WeightDecayMode.DECOUPLE)
-_NO_NORM = torch.finfo(torch.float32).max
+from dlrm_overlap.kernels.arguments import Numbers
+
+_LAZY = 3  # FBGEMM's CounterWeightDecayMode.ADAGRADW
 
 
 @dataclass(frozen=True)
@@ -47,18 +48,34 @@ class UpdateRule(NamedTuple):
     """FBGEMM's OptimizerArgs: eps, weight_decay, max_norm and others"""
     frozen: bool = False
     """whether the rows stay as they are, and their state: no weights of the lookup require a gradient"""
+    count: int = 0
+    """FBGEMM's iter: forwards of the lookup, this one included, where its optimizer counts them"""
+    always_decays: bool = False
+    """whether `weight_decay_mode` has no say: Adam and LAMB take decay from the row"""
 
     @property
     def decays(self) -> bool:
-        """Whether rows decay, or have a bound of their norm."""
-        return bool(self.arguments.weight_decay or self.arguments.max_norm)
+        """Whether rows decay, or have a bound of their norm, or counters."""
+        return bool(self.arguments.weight_decay or self.arguments.max_norm or self.count)
 
     @property
-    def numbers(self) -> tuple[float, ...]:
-        """The numbers of `kernels.backward.optimizers.Rule`."""
-        given = self.arguments
-        l2, decoupled = (given.weight_decay * (given.weight_decay_mode == mode.value) for mode in _DECAYS)
-        return self.lr, given.eps, l2, decoupled, given.max_norm or _NO_NORM
+    def numbers(self) -> Numbers:
+        """The numbers as kernels and the reference take them."""
+        given, mode = self.arguments, self.arguments.weight_decay_mode
+        return Numbers(
+            lr=self.lr,
+            eps=given.eps,
+            l2=given.weight_decay * (mode == WeightDecayMode.L2.value and not self.always_decays),
+            decoupled=given.weight_decay * (mode in (WeightDecayMode.DECOUPLE.value, _LAZY) or self.always_decays),
+            most_norm=given.max_norm or Numbers(0.0).most_norm,
+            beta1=given.beta1,
+            beta2=given.beta2,
+            count=self.count,
+            halflife=given.counter_halflife,
+            decay_after=given.adjustment_iter,
+            most_rate=given.adjustment_ub,
+            lazy=float(mode == _LAZY),
+        )
 
 
 class Step:

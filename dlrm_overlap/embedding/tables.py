@@ -20,11 +20,28 @@ OPTIMIZERS = {
     EmbOptimType.EXACT_SGD: "sgd",
     EmbOptimType.EXACT_ADAGRAD: "adagrad",
     EmbOptimType.EXACT_ROWWISE_ADAGRAD: "rowwise_adagrad",
+    EmbOptimType.ADAM: "adam",
+    EmbOptimType.PARTIAL_ROWWISE_ADAM: "partial_rowwise_adam",
+    EmbOptimType.LAMB: "lamb",
+    EmbOptimType.PARTIAL_ROWWISE_LAMB: "partial_rowwise_lamb",
 }
+_WITH_COUNTER = "rowwise_adagrad_with_counter"
+_MEANS = "momentum1", "momentum2"
+_BUFFERS = {
+    "sgd": (),
+    "adagrad": ("momentum1",),
+    "rowwise_adagrad": ("momentum1",),
+    _WITH_COUNTER: ("momentum1", "prev_iter", "row_counter"),
+    "adam": _MEANS,
+    "partial_rowwise_adam": _MEANS,
+    "lamb": _MEANS,
+    "partial_rowwise_lamb": _MEANS,
+}
+"""FBGEMM's buffers of each optimizer's states, in its order; optimizers with more than one count their steps"""
 
 log = logging.getLogger("dlrm_overlap")
 
-_WEIGHT_DECAYS = (WeightDecayMode.NONE, WeightDecayMode.L2, WeightDecayMode.DECOUPLE)
+_WEIGHT_DECAYS = (WeightDecayMode.NONE, WeightDecayMode.L2, WeightDecayMode.DECOUPLE, WeightDecayMode.COUNTER)
 # FBGEMM's words on a CPU: those of its check of ids and, for the id -1, of the lookup.
 _FBGEMMS_BAD_ID = ("idx < num_rows", "idx >= 0", "is out of bounds: -1")
 _SEGMENT_LENGTH = 32  # ids of one row that a warp sums, as FBGEMM's own autograd function passes it on NVIDIA GPUs
@@ -35,8 +52,8 @@ class StoredRows(NamedTuple):
 
     weights: torch.Tensor
     """[n], flat: the rows of all shards of its lookup"""
-    states: torch.Tensor | None
-    """[m] float32, flat, of their optimizer; None under SGD"""
+    states: tuple[torch.Tensor, ...]
+    """each [m] float32, flat, of their optimizer"""
     optimizer: str
     """as in `RowRange`"""
     stochastic_rounding: bool
@@ -50,12 +67,14 @@ class LocalTables:
         self._storages: list[tuple[Any, str]] = [
             (tbe, f"{name}_{'host' if tbe.use_cpu else 'dev'}")
             for tbe in lookups
-            for name in ("weights", "momentum1")
-            if name == "weights" or OPTIMIZERS.get(tbe.optimizer, "sgd") != "sgd"
+            for name in ("weights", *_BUFFERS.get(optimizer_of(tbe), ()))
         ]
         self._storage: tuple[int, ...] | None = None
         self._weights: list[list[torch.Tensor]] = []
         self._states: list[list[list[torch.Tensor]]] = []
+        self._counting: list[Any] = [tbe for tbe in lookups if counts(tbe)]
+        self._step: int | None = None
+        """number of the step up to which FBGEMM's `iter_cpu` has counted"""
 
     @classmethod
     def of(cls, lookups: Sequence[Any]) -> "LocalTables":
@@ -91,32 +110,73 @@ class LocalTables:
         self._split()
         return [self._weights[shard.lookup][shard.table] for shard in shards]
 
-    def state(self, shard: FeatureShard) -> torch.Tensor | None:
-        """Return the optimizer's state of a shard's rows: [rows, D] or, row-wise, [rows] float32; None under SGD."""
+    def states(self, shard: FeatureShard) -> list[torch.Tensor]:
+        """Return the optimizer's states of a shard's rows, each [rows, D] or [rows] float32."""
         self._split()
         states = self._states[shard.lookup]
-        return states[shard.table][0] if states else None
+        return states[shard.table] if states else []
 
     def stored(self, shard: FeatureShard) -> StoredRows:
         """Return where a shard's rows are, on a GPU."""
         tbe: Any = self.lookups[shard.lookup]
         optimizer = self.optimizer(shard)
-        states = None if optimizer == "sgd" else tbe.momentum1_dev.detach()
+        states = tuple(getattr(tbe, f"{name}_dev").detach() for name in _BUFFERS[optimizer])
         given = tbe.optimizer_args  # of which SGD and Adagrad read neither, as under FBGEMM
         if optimizer == "rowwise_adagrad" and (given.weight_decay_mode or given.max_norm):
             optimizer = "decaying_rowwise_adagrad"
         return StoredRows(tbe.weights_dev.detach(), states, optimizer, bool(tbe.stochastic_rounding))
 
     def optimizer(self, shard: FeatureShard) -> str:
-        """Return the optimizer of a shard's rows: sgd | adagrad | rowwise_adagrad."""
-        return OPTIMIZERS[self.lookups[shard.lookup].optimizer]
+        """Return the optimizer of a shard's rows, by FBGEMM's name."""
+        return optimizer_of(self.lookups[shard.lookup])
 
-    def rules(self) -> list[UpdateRule]:
-        """Return by which numbers each lookup updates its rows after a forward now.
+    def rules(self, step: int) -> list[UpdateRule]:
+        """Return by which numbers each lookup updates its rows after the forward of step number `step`.
 
-        FBGEMM, too, reads them at the forward.
+        FBGEMM, too, reads them at the forward, and counts it. Here `iter_cpu` counts the steps since the last call,
+        replays of captured steps included; a second call of one step counts nothing.
         """
-        return [UpdateRule(tbe.get_learning_rate(), tbe.optimizer_args, _frozen(tbe)) for tbe in self.lookups]
+        if self._counting:
+            self._count(1 if self._step is None else step - self._step)
+            self._step = step
+        return [
+            UpdateRule(
+                tbe.get_learning_rate(),
+                tbe.optimizer_args,
+                _frozen(tbe),
+                int(tbe.iter_cpu) if counts(tbe) else 0,
+                _BUFFERS[optimizer_of(tbe)] == _MEANS,
+            )
+            for tbe in self.lookups
+        ]
+
+    def _count(self, forwards: int) -> None:
+        for tbe in self._counting:
+            if forwards and int(tbe.iter_cpu) == 0:  # FBGEMM's way to take a count that was set: set_optimizer_step
+                tbe.iter_cpu.fill_(int(tbe.iter))
+            tbe.iter_cpu.add_(forwards)
+
+    def count_on_device(self) -> None:
+        """Raise the lookups' `iter`, as FBGEMM does, at a forward; a captured one raises it in each replay."""
+        for tbe in self._counting:
+            tbe.iter.add_(1)
+
+    def count_evaluation(self) -> bool:
+        """Count a forward without backward, which FBGEMM counts, too; return whether any lookup counts."""
+        self._count(1)
+        self.count_on_device()
+        return bool(self._counting)
+
+
+def optimizer_of(tbe: Any) -> str:
+    """Return the optimizer of a fused lookup, by the name of FBGEMM's operator."""
+    counter = tbe.optimizer == EmbOptimType.EXACT_ROWWISE_ADAGRAD and tbe.weight_decay_mode == WeightDecayMode.COUNTER
+    return _WITH_COUNTER if counter else OPTIMIZERS.get(tbe.optimizer, str(tbe.optimizer))
+
+
+def counts(tbe: Any) -> bool:
+    """Return whether the optimizer of a fused lookup counts its steps."""
+    return len(_BUFFERS.get(optimizer_of(tbe), ())) > 1
 
 
 def _frozen(tbe: Any) -> bool:
@@ -135,7 +195,7 @@ class FbgemmUpdate:
     """
 
     def __init__(self, tbe: SplitTableBatchedEmbeddingBagsCodegen) -> None:
-        name = f"split_embedding_backward_codegen_{OPTIMIZERS[tbe.optimizer]}_{{}}_pt2_wrapper"
+        name = f"split_embedding_backward_codegen_{optimizer_of(tbe)}_{{}}_pt2_wrapper"
         self._tbe = tbe
         self._operators = [getattr(torch.ops.fbgemm, name.format(kind)).default for kind in ("unweighted", "weighted")]
 
@@ -166,8 +226,12 @@ class FbgemmUpdate:
             "info_B_mask_int64": mask,
             "output_dtype": tbe.output_dtype,
             "learning_rate_tensor": torch.full_like(tbe.learning_rate_tensor, rule.lr),
+            "iter": rule.count,
+            "max_counter": 1.0,  # read by learning rates of rare ids alone, which `unsupported` leaves to TorchRec
             **rule.arguments._asdict(),
         }
+        if optimizer_of(tbe) == "adam":  # an optional state, of its row-wise correction
+            known |= {f"row_counter_{part}": None for part in ("host", "dev", "uvm", "placements", "offsets")}
         for memory in ("host", "dev", "uvm"):
             known[f"{memory}_weights"] = getattr(tbe, f"weights_{memory}")
         names = [argument.name for argument in operator._schema.arguments]
@@ -244,10 +308,17 @@ def unsupported(fused_params: Mapping[str, Any]) -> str | None:
     decay = WeightDecayMode(fused_params.get("weight_decay_mode", WeightDecayMode.NONE))
     if optimizer not in OPTIMIZERS:
         return f"optimizer {optimizer}"
-    if getattr(fused_params.get("extra_optimizer_config"), "use_writeback_bwd_prehook", False):
+    extra, counter = fused_params.get("extra_optimizer_config"), fused_params.get("counter_based_regularization")
+    if getattr(extra, "use_writeback_bwd_prehook", False):
         return "a writeback hook"
+    if getattr(extra, "use_rowwise_bias_correction", False):
+        return "row-wise bias correction"
+    if fused_params.get("optimizer_state_dtypes"):
+        return "optimizer states of given types"
     if decay not in _WEIGHT_DECAYS:
         return f"weight decay {decay.name}"
+    if counter is not None and counter.learning_rate_mode >= 0:
+        return f"learning rates by a counter, {counter.learning_rate_mode.name}"
     return None
 
 

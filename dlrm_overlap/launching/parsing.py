@@ -21,8 +21,6 @@ import yaml
 from dlrm_overlap.config import InputError, in_one_line
 
 Sections = TypeVar("Sections")
-
-Sections = TypeVar("Sections")
 _CONFIGS = Path(__file__).parents[1] / "configs"
 _WORDS = {
     int: "a whole number",

@@ -10,6 +10,7 @@ import numpy as np
 from dlrm_overlap.config import ModelConfig, parse_multi_hot
 from dlrm_overlap.embedding.balance import TableLoad
 from dlrm_overlap.embedding.traffic import ShardTraffic, UpdateBytes, pooling_bytes, update_bytes
+from dlrm_overlap.kernels.arguments import state_bytes
 from dlrm_overlap.simulate.config import WorkConfig
 from dlrm_overlap.simulate.shares import Placement, PlannedTable, Shares, planned_shares
 
@@ -75,8 +76,7 @@ def build_workload(
         ids = batch * (least + most) / 2
         rows = min(rows, work.max_rows or rows)
         row_bytes = dim * work.row_bytes
-        state_bytes = {"sgd": 0, "rowwise_adagrad": 4, "adagrad": 4 * dim}[work.optimizer]
-        load = TableLoad((least + most) / 2, dim, row_bytes, rows * (row_bytes + state_bytes))
+        load = TableLoad((least + most) / 2, dim, row_bytes, rows * (row_bytes + state_bytes(work.optimizer, dim)))
         planned.append(PlannedTable(load, rows, range(least, most + 1)))
         touched = expected_rows(rows, work.zipf_alpha, ids)
         read.append(ids * row_bytes / world_size)

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 _MOST_PROCESSES = 64  # no host has more GPUs, and each process takes some 0.5 GB before it has read a sample
 
+_ON_CPUS = ("sgd", "adagrad", "rowwise_adagrad")  # FBGEMM's optimizers
+
 
 def check_processes(nproc: int) -> None:
     """Check that this host can run `nproc` processes: up to 4 a core and 64 in all, and 8 on any host.
@@ -140,6 +142,11 @@ def check_start(config: Config, device: "torch.device") -> None:
         if device.type == "cpu" and value == forbidden:
             shown = str(value).lower()
             raise InputError(f"{key}: {shown} needs a GPU, and this run is on a CPU; set --{key} {cure}")
+    if device.type == "cpu" and config.embedding.optimizer not in _ON_CPUS:
+        raise InputError(
+            f"embedding.optimizer: {config.embedding.optimizer} needs a GPU, since FBGEMM has none on a CPU; take "
+            f"{', '.join(_ON_CPUS)}"
+        )
     compiler = os.environ.get("CXX", "g++")  # as torch.compile looks for it
     if config.train.compile_dense and device.type == "cpu" and shutil.which(compiler) is None:
         raise InputError(

@@ -284,6 +284,7 @@ class Trainer(Stepper):
                 return summary
         with self.raising_the_cause():
             self.checkpointer.load(checkpoint, self.model, self.optimizer)
+        self.optimizer.set_optimizer_step(self.start)  # which corrects Adam's means
         for exchange in exchanges(self.model):
             exchange.steps = self.start  # stochastic rounding depends on the step
         log.info("resume: %s, after step %d", checkpoint, self.start)

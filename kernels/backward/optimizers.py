@@ -1,12 +1,24 @@
-"""The optimizers' arithmetic on whole rows: SGD, Adagrad and row-wise Adagrad, as FBGEMM has them."""
+"""The optimizers' arithmetic on whole rows, as FBGEMM has it, and the states that each keeps of a row.
 
-from typing import NamedTuple
+One more is a function that updates states and returns the step, lines in `OPTIMIZERS` and `STATES`, and a twin in
+`reference.py`.
+"""
+
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from dlrm_overlap.kernels.arguments import STATES, Numbers
+from dlrm_overlap.kernels.backward.rounding import rounded
+
 SEED_STEP = tl.constexpr(0x5EED)  # between the seeds of two steps
+MOST_STATES = max(map(len, STATES.values()))
+# Indices of `Rule.numbers`.
+LR, EPS, L2, DECOUPLED, MOST_NORM, BETA1, BETA2, COUNT, HALFLIFE, DECAY_AFTER, MOST_RATE, LAZY = map(
+    tl.constexpr, range(len(Numbers._fields))
+)
 
 
 class RowRange(NamedTuple):
@@ -16,18 +28,18 @@ class RowRange(NamedTuple):
     """of the range in `InputFeatures.boundaries`"""
     weights: torch.Tensor
     """any shape, float32, float16 or bfloat16: the allocation that holds the rows, updated in place"""
-    states: torch.Tensor
-    """any shape, float32: the allocation that holds the optimizer's state, updated in place; any tensor under SGD"""
+    states: tuple[torch.Tensor, ...]
+    """any shape, float32: of each state of the optimizer the allocation that holds it, updated in place"""
     weight_at: int
     """in units of 4 elements, may be negative: the row of key k begins at unit weight_at + k * D / 4 of the weights"""
-    state_at: int
-    """the same in the states; under row-wise Adagrad, with one number a row, that of key k is element state_at + k"""
+    state_at: tuple[int, ...]
+    """the same in each state; of a state of one number a row, that of key k is element state_at + k"""
     dim: int
     """D, a multiple of 4, at most 1024"""
     any_mean: bool
     """whether a feature of the range is a mean"""
     optimizer: str
-    """sgd | adagrad | rowwise_adagrad | decaying_rowwise_adagrad, which reads decays and a norm of `Rule.numbers`"""
+    """a key of `OPTIMIZERS`"""
     stochastic_rounding: bool = False
     """of rows that are not float32"""
 
@@ -39,22 +51,48 @@ class Rule(NamedTuple):
     """
 
     numbers: torch.Tensor
-    """[5] float32: learning rate, epsilon, L2 decay, decoupled decay, and the most that a row's norm may be"""
+    """[12] float32, see `Numbers`, whose `count` is that of step 0"""
     clock: torch.Tensor
-    """[1] int64: steps to add to those that `seed` has counted, see `comm/counters.py`"""
+    """[1] int64: steps to add to `step`, see `comm/counters.py`"""
+    step: int = 0
+    """the step's number less `clock`, may be negative"""
     seed: int = 0
-    """of stochastic rounding, from 0 to 2^31 - 1"""
+    """of stochastic rounding at step 0, from 0 to 2^31 - 1"""
     factor: float = 1.0
     """of the gradients' sums"""
 
 
-@triton.jit
-def seed_at(seed, clock):
-    """Return the seed [] int32 of the step that is `clock` [1] int64 steps after that of `seed`.
+class RowPointers(NamedTuple):
+    """Where a kernel finds the rows of a range: the fields of `RowRange`, with as many states as any optimizer has."""
 
-    Example: SEED_STEP 24301, seed 2^31 - 1, clock 1: 24300.
+    weights: Any
+    states: Any
+    weight_at: Any
+    state_at: Any
+
+
+class StepRule(NamedTuple):
+    """The rule of one step in a kernel's registers, and the memory of the numbers that few optimizers read."""
+
+    numbers: Any
+    lr: Any
+    eps: Any
+    count: Any
+    """of the optimizer's steps, this one included, float32"""
+    seed: Any
+    factor: Any
+
+
+@triton.jit
+def rule_at(numbers, clock, step, seed, factor):
+    """Return the rule of the step `step` + clock[0].
+
+    Example of the seed: SEED_STEP 24301, seed 2^31 - 1, step 2, clock -1: 24300.
     """
-    return ((seed + SEED_STEP * tl.load(clock)) & 0x7FFFFFFF).to(tl.int32)
+    step += tl.load(clock)
+    count = step.to(tl.float32) + tl.load(numbers + COUNT)
+    seed = ((seed + SEED_STEP * step) & 0x7FFFFFFF).to(tl.int32)
+    return StepRule(numbers, tl.load(numbers + LR), tl.load(numbers + EPS), count, seed, factor)
 
 
 @triton.jit
@@ -67,85 +105,216 @@ def elements(first, key, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
 
 
 @triton.jit
-def load_rows(
-    weights, states, weight_at, state_at, key, mask,
-    OPTIMIZER: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
-):  # fmt: skip
-    """Return the rows of `key` [N] int64 where `mask`, [N, BLOCK_DIM] float32, and the state of their optimizer.
+def load_rows(stored, key, mask, STATES: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
+    """Return the rows of `key` [N] int64 where `mask`, [N, BLOCK_DIM] float32, and the states of their optimizer.
 
-    The state is [N, BLOCK_DIM] float32 under Adagrad and [N] under row-wise Adagrad; under SGD it is the rows again.
+    A state is [N, BLOCK_DIM] or [N] float32, as STATES says; one that there is not is 0.
     """
     both = mask[:, None] & (tl.arange(0, BLOCK_DIM) < DIM)[None, :]
-    weight = tl.load(weights + elements(weight_at, key, DIM, BLOCK_DIM), mask=both, other=0.0).to(tl.float32)
-    state = weight
-    if OPTIMIZER == "adagrad":
-        state = tl.load(states + elements(state_at, key, DIM, BLOCK_DIM), mask=both, other=0.0)
-    elif OPTIMIZER != "sgd":
-        state = tl.load(states + state_at + key, mask=mask, other=0.0)
-    return weight, state
+    at = elements(stored.weight_at, key, DIM, BLOCK_DIM)
+    weight = tl.load(stored.weights + at, mask=both, other=0.0).to(tl.float32)
+    first = _load_state(stored, key, mask, 0, STATES, DIM, BLOCK_DIM)
+    second = _load_state(stored, key, mask, 1, STATES, DIM, BLOCK_DIM)
+    third = _load_state(stored, key, mask, 2, STATES, DIM, BLOCK_DIM)
+    return weight, (first, second, third)
+
+
+@triton.jit
+def _load_state(
+    stored, key, mask, INDEX: tl.constexpr, STATES: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr
+):
+    if STATES[INDEX] == "elements":
+        both = mask[:, None] & (tl.arange(0, BLOCK_DIM) < DIM)[None, :]
+        at = elements(stored.state_at[INDEX], key, DIM, BLOCK_DIM)
+        return tl.load(stored.states[INDEX] + at, mask=both, other=0.0)
+    elif STATES[INDEX] == "number":
+        return tl.load(stored.states[INDEX] + stored.state_at[INDEX] + key, mask=mask, other=0.0)
+    else:
+        return 0.0
+
+
+@triton.jit
+def _store_state(
+    stored, key, mask, value, INDEX: tl.constexpr, STATES: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr
+):
+    if STATES[INDEX] == "elements":
+        both = mask[:, None] & (tl.arange(0, BLOCK_DIM) < DIM)[None, :]
+        tl.store(stored.states[INDEX] + elements(stored.state_at[INDEX], key, DIM, BLOCK_DIM), value, mask=both)
+    elif STATES[INDEX] == "number":
+        tl.store(stored.states[INDEX] + stored.state_at[INDEX] + key, value, mask=mask)
 
 
 @triton.jit
 def store_updated_rows(
-    weights, states, weight_at, state_at, key, mask, weight, state, total, numbers, lr, eps, seed, factor,
-    OPTIMIZER: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, WEIGHT: tl.constexpr, STOCHASTIC: tl.constexpr,
+    stored, key, mask, weight, state, total, rule,
+    UPDATE: tl.constexpr, STATES: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    WEIGHT: tl.constexpr, STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
-    """Update the result of `load_rows` by `factor` times the gradients `total` [N, BLOCK_DIM], and store it.
+    """Update the result of `load_rows` by the gradients `total` [N, BLOCK_DIM] times the rule's factor, and store it.
 
-    SGD takes lr * total from the row. The others first add the squares of `total` to the state, row-wise Adagrad their
-    mean over the row, and then take lr / (sqrt(state) + eps) * total from the row. Decaying row-wise Adagrad adds the
-    row times the L2 decay to `total` before that, or shrinks the row by lr times the decoupled decay, and then to the
-    most that its norm may be. Source: FBGEMM's rowwise_adagrad.
+    UPDATE is an optimizer's function: it stores the rows' new states, and returns the step to take from the rows.
     """
-    both = mask[:, None] & (tl.arange(0, BLOCK_DIM) < DIM)[None, :]
-    total = total * factor
-    if OPTIMIZER == "sgd":
-        step = lr * total
-    elif OPTIMIZER == "adagrad":
-        state += total * total
-        tl.store(states + elements(state_at, key, DIM, BLOCK_DIM), state, mask=both)
-        step = lr * total / (tl.sqrt_rn(state) + eps)
-    else:
-        if OPTIMIZER == "decaying_rowwise_adagrad":
-            total += tl.load(numbers + 2) * weight
-        state += tl.sum(tl.where(both, total * total, 0.0), 1) / DIM
-        tl.store(states + state_at + key, state, mask=mask)
-        step = (lr / (tl.sqrt_rn(state) + eps))[:, None] * total
-        if OPTIMIZER == "decaying_rowwise_adagrad":
-            step += lr * tl.load(numbers + 3) * weight
-            norm = tl.sqrt_rn(tl.sum(tl.where(both, (weight - step) * (weight - step), 0.0), 1))
-            most = tl.load(numbers + 4)
-            step += (weight - step) * (1 - most / tl.maximum(norm, most))[:, None]
-    at = elements(weight_at, key, DIM, BLOCK_DIM)
-    tl.store(weights + at, rounded(weight - step, at, seed, WEIGHT, STOCHASTIC), mask=both)
+    step = UPDATE(stored, key, mask, weight, state, total * rule.factor, rule, STATES, DIM, BLOCK_DIM)
+    at, both = elements(stored.weight_at, key, DIM, BLOCK_DIM), mask[:, None] & (tl.arange(0, BLOCK_DIM) < DIM)[None, :]
+    tl.store(stored.weights + at, rounded(weight - step, at, rule.seed, WEIGHT, STOCHASTIC), mask=both)
 
 
 @triton.jit
-def rounded(x, at, seed, TYPE: tl.constexpr, STOCHASTIC: tl.constexpr):
-    """Return float32 `x` rounded to TYPE: to the nearest number or, if STOCHASTIC, up or down by chance.
+def _sum_of_squares(x, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
+    """Return the sum [N] of the squares of the DIM columns of `x` [N, BLOCK_DIM]."""
+    return tl.sum(tl.where((tl.arange(0, BLOCK_DIM) < DIM)[None, :], x * x, 0.0), 1)
 
-    A number between two of TYPE is rounded to the upper one with the probability that keeps the mean; a number of TYPE
-    stays as it is. The chance is a hash of `seed` and of `at`, the element's offset, so equal runs round alike. Numbers
-    that are not below the greatest of TYPE in size are rounded to the nearest: so NaN stays NaN, infinity stays
-    infinity, and no update overflows that would not without chance.
 
-    Example: float16, whose numbers near 1 are 2^-10 apart. 1 + 2^-12 becomes 1 + 2^-10 one time in four, else 1. 65510
-    becomes 65504, the greatest, and 65530 infinity.
+@triton.jit
+def _power(base, exponent):
+    """Return base ^ exponent, computed in float64: float32's logarithm has no digits left where `base` is near 1."""
+    return tl.exp(exponent.to(tl.float64) * tl.log(base.to(tl.float64)))
+
+
+@triton.jit
+def _sgd(
+    stored, key, mask, weight, state, gradient, rule,
+    STATES: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
+):  # fmt: skip
+    """Take lr * gradient."""
+    return rule.lr * gradient
+
+
+@triton.jit
+def _adagrad(
+    stored, key, mask, weight, state, gradient, rule,
+    STATES: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
+):  # fmt: skip
+    """Add the squares of the gradient to the state; take lr / (sqrt(state) + eps) * gradient."""
+    squares = state[0] + gradient * gradient
+    _store_state(stored, key, mask, squares, 0, STATES, DIM, BLOCK_DIM)
+    return rule.lr * gradient / (tl.sqrt_rn(squares) + rule.eps)
+
+
+@triton.jit
+def _rowwise_adagrad(
+    stored, key, mask, weight, state, gradient, rule,
+    STATES: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
+):  # fmt: skip
+    """As Adagrad, but add the mean of a row's squares to one number."""
+    squares = state[0] + _sum_of_squares(gradient, DIM, BLOCK_DIM) / DIM
+    _store_state(stored, key, mask, squares, 0, STATES, DIM, BLOCK_DIM)
+    return (rule.lr / (tl.sqrt_rn(squares) + rule.eps))[:, None] * gradient
+
+
+@triton.jit
+def _decaying_rowwise_adagrad(
+    stored, key, mask, weight, state, gradient, rule,
+    STATES: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
+):  # fmt: skip
+    """As row-wise Adagrad. Before, add the row times the L2 decay to the gradient; or shrink the row by lr times the
+    decoupled decay; and then to the most that its norm may be.
     """
-    if not STOCHASTIC:
-        return x.to(TYPE)
-    chance = tl.randint(seed, at.to(tl.int32)).to(tl.uint32, bitcast=True)
-    bits = x.to(tl.uint32, bitcast=True)
-    if tl.bfloat16 == TYPE:
-        greatest = 3.3895313892515355e38
-        near = ((bits + (chance & 0xFFFF)) & 0xFFFF0000).to(tl.float32, bitcast=True)
+    gradient += tl.load(rule.numbers + L2) * weight
+    step = _rowwise_adagrad(stored, key, mask, weight, state, gradient, rule, STATES, DIM, BLOCK_DIM)
+    step += rule.lr * tl.load(rule.numbers + DECOUPLED) * weight
+    norm = tl.sqrt_rn(_sum_of_squares(weight - step, DIM, BLOCK_DIM))
+    most = tl.load(rule.numbers + MOST_NORM)
+    return step + (weight - step) * (1 - most / tl.maximum(norm, most))[:, None]
+
+
+@triton.jit
+def _rowwise_adagrad_with_counter(
+    stored, key, mask, weight, state, gradient, rule,
+    STATES: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
+):  # fmt: skip
+    """As row-wise Adagrad, with a decay that depends on how often, and how long ago, ids have named the row.
+
+    States are the sum of squares, the count of the row's last step, 0 before its first, and the row's counter. A
+    halflife of 0 has the counter stay 1, a negative one has it count steps.
+    """
+    halflife, after = tl.load(rule.numbers + HALFLIFE), tl.load(rule.numbers + DECAY_AFTER)
+    l2, decoupled = tl.load(rule.numbers + L2), rule.lr * tl.load(rule.numbers + DECOUPLED)
+    past = tl.where(state[1] == 0.0, 1.0, rule.count - state[1])
+    kept = tl.where(halflife > 0.0, tl.exp(-0.6931471805599453 * past / tl.maximum(halflife, 1.0)), 1.0)
+    counter = tl.where(halflife == 0.0, 1.0, 1.0 + kept * state[2])
+    squares = state[0] + _sum_of_squares(gradient + l2 * weight, DIM, BLOCK_DIM) / DIM
+    _store_state(stored, key, mask, squares, 0, STATES, DIM, BLOCK_DIM)
+    _store_state(stored, key, mask, tl.zeros_like(past) + rule.count, 1, STATES, DIM, BLOCK_DIM)
+    _store_state(stored, key, mask, counter, 2, STATES, DIM, BLOCK_DIM)
+    root = tl.sqrt_rn(squares) + rule.eps
+    rate, shrunk = tl.zeros_like(past) + rule.lr, (decoupled + l2 * rule.lr / root) * halflife / counter
+    if tl.load(rule.numbers + LAZY) != 0.0:  # AdagradW, which makes up for the steps that the row has missed
+        missed = tl.minimum(past, rule.count - after) - 1.0
+        power = tl.where(missed == 0.0, 1.0, _power(1.0 - decoupled, missed).to(tl.float32))
+        rate = tl.where(halflife == -1.0, rate * tl.sqrt_rn(counter), rate)
+        rate = (
+            tl.where(halflife == -2.0, tl.minimum(rule.lr * counter, tl.load(rule.numbers + MOST_RATE)), rate) * power
+        )
+        shrunk = 1.0 - (1.0 - decoupled) * power
+    decays = rule.count > after
+    rate, shrunk = tl.where(decays, rate, rule.lr) / root, tl.where(decays, shrunk, 0.0)
+    return rate[:, None] * gradient + shrunk[:, None] * weight
+
+
+@triton.jit
+def _corrected(mean, rule, BETA: tl.constexpr):
+    """Return a moving mean that began at 0 as if it had not."""
+    return mean / (1.0 - _power(tl.load(rule.numbers + BETA), rule.count)).to(tl.float32)
+
+
+@triton.jit
+def _moved(mean, x, rule, BETA: tl.constexpr):
+    """Return a moving mean after `x`."""
+    beta = tl.load(rule.numbers + BETA)
+    return beta * mean + (1.0 - beta) * x
+
+
+@triton.jit
+def _adams_direction(
+    stored, key, mask, weight, state, gradient, rule,
+    STATES: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
+):  # fmt: skip
+    """Return mean / (sqrt(mean of squares) + eps), both corrected, plus the row times the decay.
+
+    States are both means; that of the squares is an element's or, as one number, of the row's mean square.
+    """
+    mean = _moved(state[0], gradient, rule, BETA1)
+    _store_state(stored, key, mask, mean, 0, STATES, DIM, BLOCK_DIM)
+    if STATES[1] == "elements":
+        squares = _moved(state[1], gradient * gradient, rule, BETA2)
+        root = tl.sqrt_rn(_corrected(squares, rule, BETA2))
     else:
-        greatest = 65504.0
-        normal = ((bits + (chance & 0x1FFF)) & 0xFFFFE000).to(tl.float32, bitcast=True)
-        # Below 2^-14 float16 has steps of 2^-24, up to 1024 of them. The chance, an odd multiple of 2^-14 below 1, can
-        # be added to so many without rounding.
-        fraction = ((chance & 0x3FFF) | 1).to(tl.float32) * 6.103515625e-05
-        tiny = tl.floor(x * 16777216.0 + fraction) * 5.9604644775390625e-08
-        near = tl.where(tl.abs(x) < 6.103515625e-05, tiny, normal)
-    # NaN is not below the greatest, so it is kept: of CUDA's own, all ones, chance would carry bits into the sign.
-    return tl.where(tl.abs(x) < greatest, near, x).to(TYPE)
+        squares = _moved(state[1], _sum_of_squares(gradient, DIM, BLOCK_DIM) / DIM, rule, BETA2)
+        root = tl.sqrt_rn(_corrected(squares, rule, BETA2))[:, None]
+    _store_state(stored, key, mask, squares, 1, STATES, DIM, BLOCK_DIM)
+    return _corrected(mean, rule, BETA1) / (root + rule.eps) + tl.load(rule.numbers + DECOUPLED) * weight
+
+
+@triton.jit
+def _adam(
+    stored, key, mask, weight, state, gradient, rule,
+    STATES: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
+):  # fmt: skip
+    """Take lr times Adam's direction."""
+    return rule.lr * _adams_direction(stored, key, mask, weight, state, gradient, rule, STATES, DIM, BLOCK_DIM)
+
+
+@triton.jit
+def _lamb(
+    stored, key, mask, weight, state, gradient, rule,
+    STATES: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
+):  # fmt: skip
+    """As Adam, but with a step of the norm of lr times the row."""
+    step = _adams_direction(stored, key, mask, weight, state, gradient, rule, STATES, DIM, BLOCK_DIM)
+    norm = tl.sqrt_rn(_sum_of_squares(weight, DIM, BLOCK_DIM)) / tl.sqrt_rn(_sum_of_squares(step, DIM, BLOCK_DIM))
+    return (rule.lr * norm)[:, None] * step
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": _sgd,
+    "adagrad": _adagrad,
+    "rowwise_adagrad": _rowwise_adagrad,
+    "decaying_rowwise_adagrad": _decaying_rowwise_adagrad,
+    "rowwise_adagrad_with_counter": _rowwise_adagrad_with_counter,
+    "adam": _adam,
+    "partial_rowwise_adam": _adam,
+    "lamb": _lamb,
+    "partial_rowwise_lamb": _lamb,
+}
+"""the update of each, by FBGEMM's name; `STATES` has what it keeps"""

@@ -17,8 +17,17 @@ import torch
 import triton
 import triton.language as tl
 
-from dlrm_overlap.kernels.arguments import power_of_2
-from dlrm_overlap.kernels.backward.optimizers import RowRange, Rule, load_rows, seed_at, store_updated_rows
+from dlrm_overlap.kernels.arguments import STATES, power_of_2
+from dlrm_overlap.kernels.backward.optimizers import (
+    MOST_STATES,
+    OPTIMIZERS,
+    RowPointers,
+    RowRange,
+    Rule,
+    load_rows,
+    rule_at,
+    store_updated_rows,
+)
 from dlrm_overlap.kernels.backward.row_runs import CHUNK_IDS, CHUNKS, DONE, PreparedRuns, chunk_ids_of
 from dlrm_overlap.kernels.compiled import TYPES, CompiledKernel
 from dlrm_overlap.kernels.launches import Launch
@@ -31,17 +40,17 @@ _TILE_ELEMENTS = 512  # of a warp: elements of one run's gradients that it loads
 
 @triton.jit
 def _update_row(
-    run, total, run_keys, weights, states, weight_at, state_at, numbers, lr, eps, seed, factor,
-    OPTIMIZER: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, WEIGHT: tl.constexpr,
+    run, total, run_keys, stored, rule,
+    UPDATE: tl.constexpr, STATES: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, WEIGHT: tl.constexpr,
     STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
     """Load the row of `run`, update it by `factor` times the sum `total` [BLOCK_DIM] of its gradients, and store it."""
     one = tl.arange(0, 1)
     key = tl.load(run_keys + run + one).to(tl.int64)
-    weight, state = load_rows(weights, states, weight_at, state_at, key, one == 0, OPTIMIZER, DIM, BLOCK_DIM)
+    weight, state = load_rows(stored, key, one == 0, STATES, DIM, BLOCK_DIM)
     store_updated_rows(
-        weights, states, weight_at, state_at, key, one == 0, weight, state, total[None, :],
-        numbers, lr, eps, seed, factor, OPTIMIZER, DIM, BLOCK_DIM, WEIGHT, STOCHASTIC,
+        stored, key, one == 0, weight, state, total[None, :], rule,
+        UPDATE, STATES, DIM, BLOCK_DIM, WEIGHT, STOCHASTIC,
     )  # fmt: skip
 
 
@@ -69,9 +78,8 @@ def _sum_gradients(
 
 @triton.jit
 def _sum_chunk(
-    chunk, run, run_keys, run_starts, gradient_at, scales, shared, chunk_first, gradient, weights, states, chunk_sums,
-    weight_at, state_at, numbers, lr, eps, seed, factor,
-    TILE: tl.constexpr, CHUNK_IDS: tl.constexpr, SCALED: tl.constexpr, OPTIMIZER: tl.constexpr,
+    chunk, run, run_keys, run_starts, gradient_at, scales, shared, chunk_first, gradient, chunk_sums, stored, rule,
+    TILE: tl.constexpr, CHUNK_IDS: tl.constexpr, SCALED: tl.constexpr, UPDATE: tl.constexpr, STATES: tl.constexpr,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, WEIGHT: tl.constexpr, STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
     """Sum the gradients of one chunk of `run`; if it is the run's last to be finished, update the row as well.
@@ -102,17 +110,16 @@ def _sum_chunk(
             mask = (of_run < count)[:, None] & (column < DIM)[None, :]
             total += tl.load(chunk_sums + (first_chunk + of_run)[:, None] * DIM + column[None, :], mask=mask, other=0.0)
         _update_row(
-            run, tl.sum(total, 0), run_keys, weights, states, weight_at, state_at, numbers, lr, eps, seed, factor,
-            OPTIMIZER, DIM, BLOCK_DIM, WEIGHT, STOCHASTIC,
+            run, tl.sum(total, 0), run_keys, stored, rule,
+            UPDATE, STATES, DIM, BLOCK_DIM, WEIGHT, STOCHASTIC,
         )  # fmt: skip
 
 
 @triton.jit
 def _update_runs(
-    run, live, run_keys, run_starts, gradient_at, scales, gradient, weights, states,
-    weight_at, state_at, numbers, lr, eps, seed, factor,
+    run, live, run_keys, run_starts, gradient_at, scales, gradient, stored, rule,
     RUNS: tl.constexpr, BESIDE_IDS: tl.constexpr, SCALED: tl.constexpr,
-    OPTIMIZER: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, WEIGHT: tl.constexpr,
+    UPDATE: tl.constexpr, STATES: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, WEIGHT: tl.constexpr,
     STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
     """Update the rows of runs `run` [RUNS] side by side, where `live` and of up to BESIDE_IDS ids.
@@ -127,7 +134,7 @@ def _update_runs(
     length = tl.where(live, length, 0)
     key = tl.load(run_keys + run, mask=live, other=0).to(tl.int64)
     # Loaded first, so that the rows are on their way while the gradients are summed.
-    weight, state = load_rows(weights, states, weight_at, state_at, key, live, OPTIMIZER, DIM, BLOCK_DIM)
+    weight, state = load_rows(stored, key, live, STATES, DIM, BLOCK_DIM)
     total = tl.zeros((RUNS, BLOCK_DIM), tl.float32)
     for turn in range(0, tl.max(length, 0), 2):
         # Two ids of each run at a time: both offsets are loaded before the first gradient.
@@ -144,18 +151,17 @@ def _update_runs(
         total += rows
         total += next_rows
     store_updated_rows(
-        weights, states, weight_at, state_at, key, live, weight, state, total,
-        numbers, lr, eps, seed, factor, OPTIMIZER, DIM, BLOCK_DIM, WEIGHT, STOCHASTIC,
+        stored, key, live, weight, state, total, rule,
+        UPDATE, STATES, DIM, BLOCK_DIM, WEIGHT, STOCHASTIC,
     )  # fmt: skip
     return longest
 
 
 @triton.jit(noinline=True)  # rarely called; inlined, it would take registers from the runs side by side
 def _update_run(
-    run, run_keys, run_starts, gradient_at, scales, gradient, weights, states,
-    weight_at, state_at, numbers, lr, eps, seed, factor,
+    run, run_keys, run_starts, gradient_at, scales, gradient, stored, rule,
     TILE: tl.constexpr, BESIDE_IDS: tl.constexpr, CHUNK_IDS: tl.constexpr, SCALED: tl.constexpr,
-    OPTIMIZER: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, WEIGHT: tl.constexpr,
+    UPDATE: tl.constexpr, STATES: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, WEIGHT: tl.constexpr,
     STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
     """Update the row of one run with the whole program, if the run has more than BESIDE_IDS ids and is not cut.
@@ -168,18 +174,21 @@ def _update_run(
     if (length > BESIDE_IDS) & (length <= CHUNK_IDS):
         total = _sum_gradients(gradient, gradient_at, scales, start, length, TILE, SCALED, DIM, BLOCK_DIM)
         _update_row(
-            run, total, run_keys, weights, states, weight_at, state_at, numbers, lr, eps, seed, factor,
-            OPTIMIZER, DIM, BLOCK_DIM, WEIGHT, STOCHASTIC,
+            run, total, run_keys, stored, rule,
+            UPDATE, STATES, DIM, BLOCK_DIM, WEIGHT, STOCHASTIC,
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["range_index", "weight_at", "state_at", "seed", "factor"])
+@triton.jit(
+    do_not_specialize=["range_index", "weight_at", "first_at", "second_at", "third_at", "step", "seed", "factor"]
+)
 def _update_rows(
     run_keys, run_starts, gradient_at, scales, shared, chunk_run, chunk_first, bounds,
-    gradient, weights, states, chunk_sums, range_index, weight_at: tl.int64, state_at: tl.int64,
-    numbers, clock, seed: tl.int64, factor,
+    gradient, weights, first_states, second_states, third_states, chunk_sums, range_index,
+    weight_at: tl.int64, first_at: tl.int64, second_at: tl.int64, third_at: tl.int64,
+    numbers, clock, step: tl.int64, seed: tl.int64, factor,
     RUNS: tl.constexpr, BESIDE_IDS: tl.constexpr, TILE: tl.constexpr, CHUNK_IDS: tl.constexpr, SCALED: tl.constexpr,
-    OPTIMIZER: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, WEIGHT: tl.constexpr,
+    UPDATE: tl.constexpr, STATES: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, WEIGHT: tl.constexpr,
     STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
     """Do the tasks p, p + P, .. of one range of rows, as program p of P: the chunks of long runs, then the other runs.
@@ -188,8 +197,8 @@ def _update_rows(
 
     Memory: the program reads the optimizer's `numbers` and the `clock`, see `Rule`, the keys, starts, offsets and
     factors that `Preparation` has left, and the gradients in this rank's `gradient` window. It rewrites the rows in
-    `weights` and `states` of the runs that it completes, each row by one program alone, and stores the sums of chunks
-    to `chunk_sums` [chunks, DIM].
+    `weights` of the runs that it completes, and their states, each row by one program alone, and stores the sums of
+    chunks to `chunk_sums` [chunks, DIM].
 
     Order: on the stream the kernel follows the wait for the gradients' flags. A program stores a chunk's sum, passes a
     barrier, and counts the chunk in `shared` (acquire and release, GPU scope). The program that counts a run's last
@@ -201,9 +210,10 @@ def _update_rows(
 
     Source: ours; the ids are sorted by row as in FBGEMM's backward.
     """
-    lr = tl.load(numbers)
-    eps = tl.load(numbers + 1)
-    seed = seed_at(seed, clock)
+    stored = RowPointers(
+        weights, (first_states, second_states, third_states), weight_at, (first_at, second_at, third_at)
+    )
+    rule = rule_at(numbers, clock, step, seed, factor)
     begin = tl.load(bounds + range_index)
     end = tl.load(bounds + range_index + 1)
     chunks = tl.load(shared + CHUNKS)
@@ -213,30 +223,28 @@ def _update_rows(
             if (run >= begin) & (run < end):
                 _sum_chunk(
                     task, run, run_keys, run_starts, gradient_at, scales, shared, chunk_first, gradient,
-                    weights, states, chunk_sums, weight_at, state_at, numbers, lr, eps, seed, factor,
-                    TILE, CHUNK_IDS, SCALED, OPTIMIZER, DIM, BLOCK_DIM, WEIGHT, STOCHASTIC,
+                    chunk_sums, stored, rule,
+                    TILE, CHUNK_IDS, SCALED, UPDATE, STATES, DIM, BLOCK_DIM, WEIGHT, STOCHASTIC,
                 )  # fmt: skip
         else:
             first = begin + (task - chunks) * RUNS
             runs = first + tl.arange(0, RUNS)
             longest = _update_runs(
-                runs, runs < end, run_keys, run_starts, gradient_at, scales, gradient, weights, states,
-                weight_at, state_at, numbers, lr, eps, seed, factor,
-                RUNS, BESIDE_IDS, SCALED, OPTIMIZER, DIM, BLOCK_DIM, WEIGHT, STOCHASTIC,
+                runs, runs < end, run_keys, run_starts, gradient_at, scales, gradient, stored, rule,
+                RUNS, BESIDE_IDS, SCALED, UPDATE, STATES, DIM, BLOCK_DIM, WEIGHT, STOCHASTIC,
             )  # fmt: skip
             if longest > BESIDE_IDS:
                 for run in range(first, tl.minimum(first + RUNS, end)):
                     _update_run(
-                        run, run_keys, run_starts, gradient_at, scales, gradient, weights, states,
-                        weight_at, state_at, numbers, lr, eps, seed, factor,
-                        TILE, BESIDE_IDS, CHUNK_IDS, SCALED, OPTIMIZER, DIM, BLOCK_DIM, WEIGHT, STOCHASTIC,
+                        run, run_keys, run_starts, gradient_at, scales, gradient, stored, rule,
+                        TILE, BESIDE_IDS, CHUNK_IDS, SCALED, UPDATE, STATES, DIM, BLOCK_DIM, WEIGHT, STOCHASTIC,
                     )  # fmt: skip
 
 
 _ARGUMENTS = (
     *PreparedRuns._fields[:-1],
-    "gradient", "weights", "states", "chunk_sums",
-    "range_index", "weight_at", "state_at",
+    "gradient", "weights", "first_states", "second_states", "third_states", "chunk_sums",
+    "range_index", "weight_at", "first_at", "second_at", "third_at",
     *Rule._fields,
 )  # fmt: skip
 
@@ -251,13 +259,15 @@ def _compiled(
 ) -> CompiledKernel:
     block = power_of_2(dim)
     warps = max(1, block // 256)
+    states = STATES[optimizer]
     constants = {
         "RUNS": _runs_a_task(dim),
         "BESIDE_IDS": min(_BESIDE_IDS, chunk_ids),
         "TILE": max(1, _TILE_ELEMENTS * warps // block),
         "CHUNK_IDS": chunk_ids,
         "SCALED": scaled,
-        "OPTIMIZER": optimizer,
+        "UPDATE": OPTIMIZERS[optimizer],
+        "STATES": (*states, *[None] * (MOST_STATES - len(states))),
         "DIM": dim,
         "BLOCK_DIM": block,
         "WEIGHT": TYPES[weights],
@@ -309,11 +319,11 @@ class RowUpdate:
 
     def _prepared(self, runs: PreparedRuns, gradient: torch.Tensor, chunk_sums: torch.Tensor, rule: Rule) -> Launch:
         """Return the launch for keys and gradients of these types."""
-        rows = self._rows
+        rows, absent = self._rows, MOST_STATES - len(self._rows.states)
         arguments = (
             *runs[:-1],
-            gradient, rows.weights, rows.states, chunk_sums,
-            rows.index, rows.weight_at, rows.state_at,
+            gradient, rows.weights, *rows.states, *[rows.weights] * absent, chunk_sums,
+            rows.index, rows.weight_at, *rows.state_at, *[0] * absent,
             *rule,
         )  # fmt: skip
         changing = (*PreparedRuns._fields[:-1], "gradient", "chunk_sums", *Rule._fields)

@@ -104,14 +104,14 @@ def _multiply_and_store(
     rank, world_size, shard_rows, n, blocks, columns, turns, slot_rows, slots, epoch,
     SCATTER: gl.constexpr, BY_K: gl.constexpr, BIAS: gl.constexpr, ACTIVATION: gl.constexpr, TYPE: gl.constexpr,
     ORDER: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
-    PARTS: gl.constexpr, GROUPS: gl.constexpr, HERE: gl.constexpr,
+    GROUPS: gl.constexpr, HERE: gl.constexpr,
 ):  # fmt: skip
     """Compute the rows of group HERE of all tiles of this program, and store them as `portable.product_in_triton` does.
 
     A tile is counted by each of the GROUPS.
     """
     ROWS: gl.constexpr = BLOCK_M // GROUPS
-    WIDTH: gl.constexpr = BLOCK_N // PARTS
+    WIDTH: gl.constexpr = BLOCK_N // 2
     product: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16]
     )
@@ -149,10 +149,8 @@ def _multiply_and_store(
             target = out + (owner * shard_rows + first).to(gl.int64) * n
         down = HERE * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, vectors))
         inside = (first + down < shard_rows)[:, None]
-        parts = (total, total)
-        if PARTS == 2:
-            parts = total.reshape(ROWS, PARTS, WIDTH).permute(0, 2, 1).split()
-        for part in gl.static_range(PARTS):
+        parts = total.reshape(ROWS, 2, WIDTH).permute(0, 2, 1).split()  # two go through shared memory to the stores
+        for part in gl.static_range(2):
             begin = column * BLOCK_N + part * WIDTH
             some = parts[part]
             if BIAS:
@@ -184,7 +182,7 @@ def product_on_hopper(
     timeout: tl.int64,
     GATHER: gl.constexpr, SCATTER: gl.constexpr, BY_K: gl.constexpr, BIAS: gl.constexpr, ACTIVATION: gl.constexpr,
     TYPE: gl.constexpr, ORDER: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
-    GROUP: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr,
+    GROUP: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr,
     LOAD_REGISTERS: gl.constexpr, PRODUCT_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Compute what `portable.product_in_triton` does, with the same arguments, memory and order; see there.
@@ -225,7 +223,7 @@ def product_on_hopper(
                 (
                     out, bias, targets, owners, peers_ready, done, left, right, full, empty,
                     rank, world_size, shard_rows, n, blocks, columns, turns, slot_rows, slots, epoch,
-                    SCATTER, BY_K, BIAS, ACTIVATION, TYPE, ORDER, BLOCK_M, BLOCK_N, GROUP, STAGES, PARTS, GROUPS, 0,
+                    SCATTER, BY_K, BIAS, ACTIVATION, TYPE, ORDER, BLOCK_M, BLOCK_N, GROUP, STAGES, GROUPS, 0,
                 ),
             ),
             (
@@ -233,7 +231,7 @@ def product_on_hopper(
                 (
                     out, bias, targets, owners, peers_ready, done, left, right, full, empty,
                     rank, world_size, shard_rows, n, blocks, columns, turns, slot_rows, slots, epoch,
-                    SCATTER, BY_K, BIAS, ACTIVATION, TYPE, ORDER, BLOCK_M, BLOCK_N, GROUP, STAGES, PARTS, GROUPS, 1,
+                    SCATTER, BY_K, BIAS, ACTIVATION, TYPE, ORDER, BLOCK_M, BLOCK_N, GROUP, STAGES, GROUPS, 1,
                 ),
             ),
             (

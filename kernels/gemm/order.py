@@ -10,7 +10,6 @@ def tile_at(tile, blocks, columns, owners, world_size, GROUP: tl.constexpr, ORDE
 
     The shards have `blocks` blocks of rows each, and are visited as `owners` [W] int32 names them:
 
-        alone         there is one shard, that of rank 0
         own_first     one after the other, as shards arrive; the first one is the rank's own
         remote_first  one after the other; the last one is the rank's own, during which nothing is left to send
         balanced      block 0 of all, then block 1 of all, ..: links and multiprocessors are busy all the time
@@ -34,10 +33,7 @@ def tile_at(tile, blocks, columns, owners, world_size, GROUP: tl.constexpr, ORDE
     height = tl.minimum(GROUP, rows - first)
     within = within % (GROUP * columns)
     position = first + within % height
-    owner, block = position * 0, position
-    if ORDER != "alone":
-        turn, block = position // blocks, position % blocks
-        if ORDER == "balanced":
-            turn, block = position % world_size, position // world_size
-        owner = tl.load(owners + turn)
-    return owner, block, within // height
+    turn, block = position // blocks, position % blocks
+    if ORDER == "balanced":
+        turn, block = position % world_size, position // world_size
+    return tl.load(owners + turn), block, within // height

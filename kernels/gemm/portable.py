@@ -8,16 +8,6 @@ from dlrm_overlap.kernels.primitives import await_few
 
 
 @triton.jit
-def _parts(accumulator, PARTS: tl.constexpr):
-    """Return the accumulator's columns in PARTS equal parts, 1 or 2, which go through shared memory one by one."""
-    if PARTS == 1:
-        return (accumulator, accumulator)
-    rows: tl.constexpr = accumulator.shape[0]
-    width: tl.constexpr = accumulator.shape[1] // PARTS
-    return accumulator.reshape(rows, PARTS, width).permute(0, 2, 1).split()
-
-
-@triton.jit
 def _multiply(left, weight, begin, k, accumulator, BY_K: tl.constexpr, INTERPRETED: tl.constexpr):
     """Return `accumulator` + left @ right, where right is the block of `weight` at column `begin` and from `k` on."""
     right = weight.load([begin, k]).T if BY_K else weight.load([k, begin])
@@ -42,17 +32,20 @@ def _await_rows(
 def _store_tile(
     accumulator, out, bias, targets, owner, first, begin, shard_rows, n,
     SCATTER: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr, TYPE: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Store a tile of the owner's rows from `first` on, columns from `begin` on; see `product_in_triton`."""
+    """Store a tile of the owner's rows from `first` on, columns from `begin` on; see `product_in_triton`.
+
+    Its columns go through shared memory in two halves.
+    """
     if SCATTER:
         target = tl.multiple_of(tl.load(targets + owner).to(tl.pointer_type(TYPE)), 16) + first.to(tl.int64) * n
     else:
         target = out + (owner * shard_rows + first).to(tl.int64) * n
     down = tl.arange(0, BLOCK_M)
-    width: tl.constexpr = BLOCK_N // PARTS
-    parts = _parts(accumulator, PARTS)
-    for part in tl.static_range(PARTS):
+    width: tl.constexpr = BLOCK_N // 2
+    parts = accumulator.reshape(BLOCK_M, 2, width).permute(0, 2, 1).split()
+    for part in tl.static_range(2):
         across = begin + part * width + tl.arange(0, width)
         total = parts[part]
         if BIAS:
@@ -92,7 +85,7 @@ def product_in_triton(
     timeout: tl.int64,
     GATHER: tl.constexpr, SCATTER: tl.constexpr, BY_K: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
     TYPE: tl.constexpr, ORDER: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr, PARTS: tl.constexpr, INTERPRETED: tl.constexpr,
+    GROUP: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Compute activation(x @ weight^T + bias) in the tiles p, p + P, .. of program p of P, in the order of `tile_at`.
 
@@ -137,7 +130,7 @@ def product_in_triton(
             accumulator = _multiply(left, weight, begin, turn * BLOCK_K, accumulator, BY_K, INTERPRETED)
         _store_tile(
             accumulator, out, bias, targets, owner, first, begin, shard_rows, n,
-            SCATTER, BIAS, ACTIVATION, TYPE, BLOCK_M, BLOCK_N, PARTS,
+            SCATTER, BIAS, ACTIVATION, TYPE, BLOCK_M, BLOCK_N,
         )  # fmt: skip
         if SCATTER:
             _count_tile(

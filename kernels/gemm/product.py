@@ -32,12 +32,6 @@ class Tiling(NamedTuple):
     """of both matrices that are read at a time"""
     group: int = 8
     """blocks of rows that are computed together, see `order.tile_at`"""
-    stages: int = 4
-    """such reads that are under way at once, with the one that is used"""
-    num_warps: int = 8
-    """of a program that is not specialised"""
-    parts: int = 2
-    """in which a tile's columns go through shared memory to the stores: 1 or 2"""
     specialised: bool = True
     """on Hopper by `hopper.product_on_hopper`, which has warps that load and others that multiply; elsewhere, and if
     not, by `portable.product_in_triton`"""
@@ -72,6 +66,7 @@ class Destinations(NamedTuple):
 
 
 TILING = Tiling()
+_STAGES = 4  # reads of both matrices that are under way at once, with the one that is used
 
 _ARGUMENTS = (
     "out", "bias", "targets", "owners", "peers_ready", "ready", "done", "clock", "status", "x", "weight",
@@ -106,21 +101,15 @@ def _compiled(kind: _Kind, tiling: Tiling) -> CompiledKernel:
         "BLOCK_N": tiling.block_n,
         "BLOCK_K": tiling.block_k,
         "GROUP": tiling.group,
-        "PARTS": tiling.parts,
     }
     if tiling.specialised:
         from dlrm_overlap.kernels.gemm import hopper
 
-        constants |= {
-            "STAGES": tiling.stages,
-            "GROUPS": hopper.GROUPS,
-            "LOAD_REGISTERS": hopper.LOAD_REGISTERS,
-            "PRODUCT_REGISTERS": hopper.PRODUCT_REGISTERS,
-        }
+        registers = {"LOAD_REGISTERS": hopper.LOAD_REGISTERS, "PRODUCT_REGISTERS": hopper.PRODUCT_REGISTERS}
+        constants |= {"STAGES": _STAGES, "GROUPS": hopper.GROUPS} | registers
         return CompiledKernel(hopper.product_on_hopper, _ARGUMENTS, constants, num_warps=4)
     constants["INTERPRETED"] = INTERPRETED
-    stages = tiling.stages
-    return CompiledKernel(product_in_triton, _ARGUMENTS, constants, num_warps=tiling.num_warps, num_stages=stages)
+    return CompiledKernel(product_in_triton, _ARGUMENTS, constants, num_warps=8, num_stages=_STAGES)
 
 
 def _descriptor(matrix: torch.Tensor, rows: int, columns: int, tiling: Tiling) -> Any:
@@ -132,21 +121,6 @@ def _descriptor(matrix: torch.Tensor, rows: int, columns: int, tiling: Tiling) -
 
     layout = NVMMASharedLayout.get_default_for([rows, columns], TYPES[matrix.dtype])
     return LaidOut.from_tensor(matrix, [rows, columns], layout)
-
-
-def fits(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Return whether the kernels take such matrices: 2 bytes an element, rows of whole 16 bytes at multiples of 16."""
-    (_, k), n = x.shape, weight.shape[0]
-    return (
-        x.dtype == weight.dtype
-        and x.dtype in (torch.bfloat16, torch.float16)
-        and k % ALIGNED == 0
-        and n % ALIGNED == 0
-        and x.is_contiguous()
-        and (weight.is_contiguous() or weight.t().is_contiguous())
-        and x.data_ptr() % 16 == 0
-        and weight.data_ptr() % 16 == 0
-    )
 
 
 def laid_out(weight: torch.Tensor) -> torch.Tensor:
@@ -166,76 +140,6 @@ def _programs(device: torch.device, tiles: int) -> int:
     return min(tiles, torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2)
 
 
-def _launch(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    activation: str,
-    out: torch.Tensor | None,
-    rank: int,
-    owners: torch.Tensor | None,
-    signals: Signals | None,
-    destinations: Destinations | None,
-    tiling: Tiling,
-) -> None:
-    """Launch a kernel on the current stream; with signals it is gathered, with destinations, too, scattered.
-
-    `x` stands in for arguments that the variant does not touch, an address like any other.
-    """
-    assert fits(x, weight), "ask `fits` first"
-    (m, k), n, by_k = x.shape, weight.shape[0], weight.is_contiguous()
-    world_size = 1 if owners is None else owners.numel()
-    assert m % world_size == 0, f"{m} rows are not shards of {world_size} ranks"
-    shard_rows, order = m // world_size, "alone" if signals is None else "own_first"
-    peers_ready = ready = clock = status = targets = done = x
-    slot_rows, slots, timeout = shard_rows, 1, 0
-    if signals is not None:
-        flags, slot_rows = signals
-        ready, slots, timeout = flags.local, flags.local.shape[1], flags.timeout
-        peers_ready, clock, status = flags.addresses, flags.clock, flags.status
-        assert slot_rows >= min(tiling.block_m, shard_rows), f"{slot_rows} rows: a tile has {tiling.block_m}"
-    if destinations is not None:
-        targets, done, order = destinations
-        assert slot_rows % tiling.block_m == 0, f"{slot_rows} rows: not whole tiles of {tiling.block_m}"
-    scatter = destinations is not None
-    kind = _Kind(signals is not None and not scatter, scatter, by_k, bias is not None, activation, x.dtype, order)
-    tiling = tiling._replace(specialised=tiling.specialised and _on_hopper(x.device))
-    rows = _descriptor(x, tiling.block_m, tiling.block_k, tiling)
-    if by_k:
-        columns = _descriptor(weight, tiling.block_n, tiling.block_k, tiling)
-    else:
-        columns = _descriptor(weight.t(), tiling.block_k, tiling.block_n, tiling)
-    tiles = -(-shard_rows // tiling.block_m) * world_size * -(-n // tiling.block_n)
-    given, turns = x if bias is None else bias, x if owners is None else owners
-    _compiled(kind, tiling)(
-        _programs(x.device, tiles), (given.dtype,),
-        x if out is None else out, given, targets, turns, peers_ready, ready, done, clock, status, rows, columns,
-        rank, world_size, shard_rows, n // ALIGNED, k // ALIGNED, slot_rows, slots,
-        timeout,
-    )  # fmt: skip
-
-
-def product(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    activation: str,
-    out: torch.Tensor,
-    tiling: Tiling = TILING,
-) -> None:
-    """Compute out = activation(x @ weight^T + bias) on the current stream, without communication.
-
-    Args:
-        x: [M, K] contiguous, bfloat16 or float16, K a multiple of 8.
-        weight: [N, K] of the type of `x`, it or its transpose contiguous, N a multiple of 8; see `fits`.
-        bias: [N] of any float type, or None.
-        activation: none | relu.
-        out: [M, N] contiguous, of the type of `x`.
-        tiling: how the product is cut.
-    """
-    _launch(x, weight, bias, activation, out, 0, None, None, None, tiling)
-
-
 def gathered_product(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -253,8 +157,9 @@ def gathered_product(
     multiprocessor of this GPU, since the kernel may hold all of them: by copy engines, or by stores of the peers.
 
     Args:
-        x: [M, K] as for `product`, of which shard w, M / W rows, is rank w's. The own one is there.
-        weight: [N, K] as for `product`.
+        x: [M, K] contiguous, bfloat16 or float16, K a multiple of 8, of which shard w, M / W rows, is rank w's. The own
+            one is there.
+        weight: [N, K] of the type of `x`, it or its transpose contiguous, N a multiple of 8; see `laid_out`.
         bias: [N] of any float type, or None.
         activation: none | relu.
         out: [M, N] contiguous, of the type of `x`.
@@ -280,12 +185,59 @@ def scattered_product(
     The kernel waits for nobody. `calls.sum_parts` adds the parts up at their owner.
 
     Args:
-        x: [M, K] as for `product`, K being this rank's part of the sum; rank w owns the rows [w * M / W, ..).
-        weight: [N, K] as for `product`.
+        x: [M, K] as for `gathered_product`, K being this rank's part of the sum; rank w owns the rows [w * M / W, ..).
+        weight: [N, K], alike.
         rank: of the caller.
         owners: [W] int32: the order of the owners; the peers, then the rank itself.
         signals: the flags that are raised, each once a slot's rows are there; a slot has whole tiles.
         destinations: where the tiles go.
         tiling: how the product is cut.
     """
-    _launch(x, weight, None, "none", None, rank, owners, signals, destinations, tiling)
+    _launch(x, weight, None, "none", x, rank, owners, signals, destinations, tiling)
+
+
+def _launch(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str,
+    out: torch.Tensor,
+    rank: int,
+    owners: torch.Tensor,
+    signals: Signals,
+    destinations: Destinations | None,
+    tiling: Tiling,
+) -> None:
+    """Launch a product on the current stream, scattered where there are destinations, else gathered.
+
+    `x` stands in for arguments that the variant does not touch, an address like any other.
+    """
+    (m, k), n, by_k, world_size = x.shape, weight.shape[0], weight.is_contiguous(), owners.numel()
+    assert x.dtype == weight.dtype in (torch.bfloat16, torch.float16), f"{x.dtype}, {weight.dtype}: not two bytes"
+    assert k % ALIGNED == n % ALIGNED == x.data_ptr() % 16 == 0, "TMA reads whole 16 bytes at multiples of 16"
+    assert x.is_contiguous(), "and contiguous rows"
+    assert laid_out(weight) is weight, "call `laid_out` first"
+    assert m % world_size == 0, f"{m} rows are not shards of {world_size} ranks"
+    (flags, slot_rows), shard_rows = signals, m // world_size
+    targets = done = x
+    order, scatter = "own_first", destinations is not None
+    if destinations is None:
+        assert slot_rows >= min(tiling.block_m, shard_rows), f"{slot_rows} rows: a tile has {tiling.block_m}"
+    else:
+        targets, done, order = destinations
+        assert slot_rows % tiling.block_m == 0, f"{slot_rows} rows: not whole tiles of {tiling.block_m}"
+    kind = _Kind(not scatter, scatter, by_k, bias is not None, activation, x.dtype, order)
+    tiling = tiling._replace(specialised=tiling.specialised and _on_hopper(x.device))
+    rows = _descriptor(x, tiling.block_m, tiling.block_k, tiling)
+    if by_k:
+        columns = _descriptor(weight, tiling.block_n, tiling.block_k, tiling)
+    else:
+        columns = _descriptor(weight.t(), tiling.block_k, tiling.block_n, tiling)
+    tiles = -(-shard_rows // tiling.block_m) * world_size * -(-n // tiling.block_n)
+    given = x if bias is None else bias
+    _compiled(kind, tiling)(
+        _programs(x.device, tiles), (given.dtype,),
+        out, given, targets, owners, flags.addresses, flags.local, done, flags.clock, flags.status, rows, columns,
+        rank, world_size, shard_rows, n // ALIGNED, k // ALIGNED, slot_rows, flags.local.shape[1],
+        flags.timeout,
+    )  # fmt: skip

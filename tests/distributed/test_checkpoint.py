@@ -2,7 +2,6 @@
 
 import json
 import os
-import shlex
 import shutil
 import signal
 import subprocess
@@ -130,34 +129,15 @@ def test_a_branch_leaves_the_other_behind(whole: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["flipped", "cut", "gone", "manifest"])
-def test_a_damaged_checkpoint_that_was_asked_for_is_refused(whole: Path, tmp_path: Path, fault: str) -> None:
+def test_a_damaged_checkpoint_that_was_asked_for_is_refused(whole: Path, tmp_path: Path) -> None:
     path = tmp_path / "step_20"
     shutil.copytree(whole / "checkpoints" / "step_20", path)
-    file = path / ("checkpoint.json" if fault == "manifest" else "rank_0.safetensors")
-    {"flipped": _flip, "cut": lambda f: os.truncate(f, 999), "gone": Path.unlink, "manifest": _flip}[fault](file)
+    file = path / "rank_0.safetensors"
+    _flip(file)
     result = run_quickstart(tmp_path, "run", 2, *SAVING, "--train.steps", "30", "--checkpoint.resume", str(path))
     assert result.returncode == 2
     (line,) = [line for line in result.stderr.splitlines() if "dlrm-overlap:" in line]
     assert str(file) in line
-
-
-@pytest.mark.slow
-def test_a_full_disk_leaves_what_there_is(whole: Path, tmp_path: Path) -> None:
-    shutil.copytree(whole, tmp_path / "run")
-    before = {path.name for path in (whole / "checkpoints").iterdir()}
-    argv = ["train", "--config", "configs/quickstart.yaml", "--train.device", "cpu", "--nproc", "2", *SAVING]
-    argv += ["--train.steps", "40", "--log.dir", str(tmp_path), "--log.name", "run", "--log.tensorboard", "false"]
-    command = shlex.join([sys.executable, "-m", "dlrm_overlap", *argv])
-    result = subprocess.run(  # no file may grow beyond 100 kB, and those of the ranks have 290
-        ["bash", "-c", f"ulimit -f 100; {command}"], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert result.returncode == 2, result.stderr
-    (line,) = [line for line in result.stderr.splitlines() if "dlrm-overlap:" in line]
-    assert "step_40 cannot be written (File too large)" in line
-    assert {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()} == before
-    run = train_quickstart(tmp_path, "run", 2, *SAVING, "--train.steps", "40")
-    assert list(read_metrics(run, "train/loss")) == list(range(1, 41))
 
 
 @pytest.mark.slow
@@ -207,26 +187,6 @@ def test_kills_while_checkpoints_are_written(never_killed: Path, tmp_path: Path,
     run = train_quickstart(tmp_path, "run", 2, *options)
     assert read_metrics(run, "train/loss") == read_metrics(never_killed, "train/loss")
     assert sorted(path.name for path in folder.iterdir()) == ["step_58", "step_59", "step_60"]
-
-
-@pytest.mark.slow
-def test_a_checkpoint_half_written_is_not_found(whole: Path, tmp_path: Path) -> None:
-    shutil.copytree(whole, tmp_path / "run")
-    (tmp_path / "run" / "checkpoints" / "step_30").rename(tmp_path / "run" / "checkpoints" / ".partial_step_30")
-    run = train_quickstart(tmp_path, "run", 2, *SAVING, "--train.steps", "30")
-    _assert_continues(run, whole, 0.0)
-
-
-@pytest.mark.slow
-def test_another_models_checkpoint_is_refused(whole: Path, tmp_path: Path) -> None:
-    result = run_cli(
-        *["train", "--config", "configs/quickstart.yaml", "--log.dir", str(tmp_path), "--train.optimizer", "adam"],
-        *["--checkpoint.resume", str(whole / "checkpoints" / "step_20")],
-    )
-    assert result.returncode == 2
-    (line,) = [line for line in result.stderr.splitlines() if line.startswith("dlrm-overlap:")]
-    assert "has optimizers ['rowwise_adagrad', 'adagrad'], this run has ['rowwise_adagrad', 'adam']" in line
-    assert "launch: " not in result.stderr, "no process group was made"
 
 
 @pytest.mark.slow

@@ -72,8 +72,8 @@ class Stage:
         """Return, by name, this rank's rows and the states of their optimizers, where they are."""
         shards = self.layout.by_owner[self.rank]
         rows = {f"rows of {shard.name}": self.tables.weight(shard) for shard in shards}
-        states = {f"state of {shard.name}": self.tables.state(shard) for shard in shards}
-        return rows | {name: state for name, state in states.items() if state is not None}
+        named = ((shard.name, i, state) for shard in shards for i, state in enumerate(self.tables.states(shard)))
+        return rows | {f"state {i} of {name}": state for name, i, state in named}
 
     def exchange(self, group: dist.ProcessGroup, backend: str, **options: Any) -> Exchange:
         options = {"backend": backend, "slice_bags": 2, "wait_timeout_s": 20.0} | options

@@ -13,7 +13,11 @@ import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import PoolingMode
-from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMode
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    CounterBasedRegularizationDefinition,
+    CounterWeightDecayMode,
+    WeightDecayMode,
+)
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -37,7 +41,33 @@ STEPS = 4
 SAMPLES = 12
 ROWS, DIM, FEATURES = 30, 16, 4
 LEARNING_RATES = {"sgd": 0.5, "rowwise_adagrad": 0.05}
-_OPTIMIZERS = {"sgd": EmbOptimType.EXACT_SGD, "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD}
+_OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "sgd": {"optimizer": EmbOptimType.EXACT_SGD},
+    "rowwise_adagrad": {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD},
+    **{
+        f"counter_{mode.name.lower()}": {
+            "optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+            "weight_decay": 0.1,
+            "weight_decay_mode": WeightDecayMode.COUNTER,
+            "counter_based_regularization": CounterBasedRegularizationDefinition(
+                mode, counter_halflife=halflife, adjustment_iter=1, adjustment_ub=0.02
+            ),
+        }
+        for mode, halflife in (
+            (CounterWeightDecayMode.L2, 3),
+            (CounterWeightDecayMode.DECOUPLE, 0),
+            (CounterWeightDecayMode.ADAGRADW, -2),
+        )
+    },
+    "adam": {"optimizer": EmbOptimType.ADAM, "weight_decay": 0.1},
+    "partial_rowwise_adam": {"optimizer": EmbOptimType.PARTIAL_ROWWISE_ADAM, "weight_decay": 0.1},
+    "lamb": {"optimizer": EmbOptimType.LAMB, "weight_decay": 0.1},
+    "partial_rowwise_lamb": {"optimizer": EmbOptimType.PARTIAL_ROWWISE_LAMB, "weight_decay": 0.1},
+}
+COUNTING = [name for name in _OPTIMIZERS if name not in LEARNING_RATES]
+"""optimizers that count their steps"""
+ON_GPUS_ALONE = [name for name in COUNTING if "counter" not in name]
+"""those that FBGEMM has no CPU lookup of"""
 
 
 class Tower(nn.Module):
@@ -359,7 +389,7 @@ def compare(
     usage: str, optimizer: str, options: Sequence[Mapping[str, Any]], group: dist.ProcessGroup, device: torch.device
 ) -> None:
     """Check that the drop-in, with each of `options`, gives what stock TorchRec gives."""
-    params = {"optimizer": _OPTIMIZERS[optimizer], "learning_rate": LEARNING_RATES[optimizer], "eps": 1e-3}
+    params = {**_OPTIMIZERS[optimizer], "learning_rate": LEARNING_RATES.get(optimizer, 0.05), "eps": 1e-3}
     if usage == "weight_decay_later":
         params["weight_decay_mode"] = WeightDecayMode.L2
     kind, take = USAGES[usage]
@@ -372,7 +402,11 @@ def compare(
         what = f"{usage}, {optimizer}, {chosen}:"
         assert list(ours) == list(stock), what
         for name, tensor in stock.items():
-            tolerance = LOSS_TOLERANCE[optimizer] if name.startswith("loss") else WEIGHT_TOLERANCE["fp32"]
+            tolerance = (
+                LOSS_TOLERANCE.get(optimizer, LOSS_TOLERANCE["adagrad"])
+                if name.startswith("loss")
+                else WEIGHT_TOLERANCE["fp32"]
+            )
             assert_near(ours[name], tensor, tolerance, f"{what} {name}")
 
 

@@ -1,9 +1,8 @@
 """The command: `python -m tests.gpu.cross`, on one GPU, in about a minute.
 
 Checks the cross network at the size of MLPerf's DLRM-DCNv2 against float64, beside autocast's error, and its kernels
-against their twins. Then times, in CUDA graphs and in turns: each kernel with several tiles, each product, the network
-and the head, forward and backward, as torch.compile makes them from TorchRec's module and as they are here. Needs no
-pytest.
+against their twins. Then times, in CUDA graphs and in turns, the network and the head, forward and backward, as
+torch.compile makes them from TorchRec's module and as they are here. Needs no pytest.
 
     --samples    times the network with these numbers of samples (8192 16384)
 """
@@ -28,7 +27,6 @@ from dlrm_overlap.dense.optimizer import FlatOptimizer
 from dlrm_overlap.kernels.dense import cross as kernels
 from dlrm_overlap.kernels.dense import reference
 from dlrm_overlap.kernels.dense.arguments import GROUP, CrossGradient, stack
-from dlrm_overlap.kernels.dense.cross import Tiles
 from dlrm_overlap.train.dense_part import _with_casts, cast_once
 from dlrm_overlap.train.model import TrainTask, build_model
 from tests.agreement import assert_near
@@ -36,12 +34,6 @@ from tests.gpu.one_gpu import capture, run_parts, times_us
 
 WIDTH, RANK, LAYERS, SAMPLES = 3456, 512, 3, 8192  # MLPerf's DLRM-DCNv2
 DEVICE = torch.device("cuda", 0)
-FORWARD_TILES = (
-    Tiles(16, 2, 128, 4), Tiles(8, 4, 128, 4), Tiles(16, 4, 128, 4), Tiles(8, 4, 256, 4),
-)  # fmt: skip
-BACKWARD_TILES = (
-    Tiles(16, 4, 128, 4), Tiles(8, 8, 128, 4), Tiles(32, 2, 128, 4), Tiles(32, 2, 128, 8), Tiles(64, 1, 128, 8),
-)  # fmt: skip
 
 
 def bf16(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -136,85 +128,23 @@ def _kernel_tensors(samples: int, width: int, layers: int) -> CrossGradient:
 
 
 def check_kernels(samples: int, width: int, layers: int) -> None:
-    """Hold both kernels with all tiles against their twins: a bfloat16 may be rounded to its neighbour."""
+    """Hold both kernels against their twins: a bfloat16 may be rounded to its neighbour."""
     ours, theirs = (_kernel_tensors(samples, width, layers) for _ in range(2))
     w = theirs.w[0]
     for first in (True, False):
         x = theirs.x0 if first else theirs.gradient
         reference.add_layer(theirs.x0, x, w, theirs.bias[0], theirs.dx)
-        for tiles in FORWARD_TILES:
-            ours.dx.fill_(torch.nan)
-            kernels.add_layer(theirs.x0, x, w, theirs.bias[0], ours.dx, tiles)
-            assert_near(ours.dx, theirs.dx, 2**-7, f"output, {tiles}")
+        ours.dx.fill_(torch.nan)
+        kernels.add_layer(theirs.x0, x, w, theirs.bias[0], ours.dx)
+        assert_near(ours.dx, theirs.dx, 2**-7, "output")
     for layer in reversed(range(layers)):
         reference.gradient_of_layer(theirs, layer, layers)
-        for tiles in BACKWARD_TILES:
-            for tensor in (ours.du, ours.sums, ours.dx):
-                tensor.fill_(torch.nan)
-            kernels.gradient_of_layer(ours, layer, layers, tiles)
-            for name in ("du", "sums", "dx") if layer == 0 else ("du", "sums"):
-                tolerance = 1e-5 if name == "sums" else 2**-7
-                assert_near(getattr(ours, name), getattr(theirs, name), tolerance, f"{name} of layer {layer}, {tiles}")
-
-
-def _repeated(call: Callable[[], Any], count: int = 8) -> torch.cuda.CUDAGraph:
-    def step() -> None:
-        for _ in range(count):
-            call()
-
-    return capture(step)
-
-
-def time_kernels(samples: int) -> None:
-    """Print each kernel's time with each tiles, and the bytes it must move in that time."""
-    tensors = _kernel_tensors(samples, WIDTH, LAYERS)
-    w, activation = tensors.w[0], tensors.x0.nbytes
-    copy = _repeated(lambda: tensors.dx.copy_(tensors.x0))
-    us = times_us([copy])[0] / 8
-    print(f"copy                 {us:7.1f} us {2 * activation / us / 1e3:6.0f} GB/s")
-    for name, x, moved in (("layer 0", tensors.x0, 3), ("layer l", tensors.gradient, 4)):
-        calls = [
-            partial(kernels.add_layer, tensors.x0, x, w, tensors.bias[0], tensors.dx, tiles) for tiles in FORWARD_TILES
-        ]
-        _print_times(f"forward {name}", FORWARD_TILES, calls, moved * activation)
-    for layer, moved in ((2, 3), (1, 4), (0, 9)):
-        calls = [partial(kernels.gradient_of_layer, tensors, layer, LAYERS, tiles) for tiles in BACKWARD_TILES]
-        _print_times(f"backward layer {layer}", BACKWARD_TILES, calls, moved * activation)
-
-
-def _print_times(name: str, every: Sequence[Tiles], calls: Sequence[Callable[[], Any]], moved: int) -> None:
-    for tiles, us in zip(every, times_us([_repeated(call) for call in calls]), strict=True):
-        label = f"{tiles.rows}x{tiles.turns} rows, {tiles.columns} columns, {tiles.num_warps} warps"
-        print(f"{name:20} {us / 8:7.1f} us {moved / us * 8 / 1e3:6.0f} GB/s  {label}")
-
-
-def time_products(samples: int) -> None:
-    """Print each product's time and rate; an output of float32 is that of a weight's gradient."""
-    x, du, dx = (bf16(samples, WIDTH, seed=seed) for seed in range(3))
-    v, dv = bf16(samples, RANK), bf16(samples, RANK, seed=1)
-    narrow, wide = bf16(WIDTH, RANK), bf16(RANK, WIDTH)
-    gradient = torch.empty(WIDTH, RANK, device=DEVICE)
-    three, each = bf16(3, samples, WIDTH), bf16(3, samples, RANK)
-    single = torch.float32
-    calls: dict[str, tuple[Callable[[], Any], int]] = {
-        "x V^T": (lambda: torch.mm(x, wide.t(), out=v), 1),
-        "v W^T": (lambda: torch.mm(v, narrow.t(), out=dx), 1),
-        "du W": (lambda: torch.mm(du, narrow, out=dv), 1),
-        "dv V": (lambda: torch.mm(dv, wide, out=dx), 1),
-        "dx += dv V": (lambda: dx.addmm_(dv, wide), 1),
-        "du^T v, bfloat16": (lambda: torch.mm(du.t(), v), 1),
-        "du^T v, float32": (lambda: torch.mm(du.t(), v, out_dtype=single, out=gradient), 1),
-        "dv^T x, bfloat16": (lambda: torch.mm(dv.t(), x), 1),
-        "dv^T x, float32": (lambda: torch.mm(dv.t(), x, out_dtype=single, out=gradient.view(RANK, WIDTH)), 1),
-        "du^T v of 3 layers": (lambda: torch.bmm(three.transpose(1, 2), each, out_dtype=single), 3),
-        "du^T v of 2 layers": (lambda: torch.bmm(three[1:].transpose(1, 2), each[1:], out_dtype=single), 2),
-        "dv^T x of 3 layers": (lambda: torch.bmm(each.transpose(1, 2), three, out_dtype=single), 3),
-        "dv^T x of 2 layers": (lambda: torch.bmm(each[1:].transpose(1, 2), three[1:], out_dtype=single), 2),
-    }
-    graphs = [_repeated(call) for call, _ in calls.values()]
-    for (name, (_, count)), us in zip(calls.items(), times_us(graphs), strict=True):
-        operations = 2 * samples * WIDTH * RANK * count
-        print(f"{name:20} {us / 8:7.1f} us {operations / us * 8 / 1e6:6.0f} TFLOP/s")
+        for tensor in (ours.du, ours.sums, ours.dx):
+            tensor.fill_(torch.nan)
+        kernels.gradient_of_layer(ours, layer, layers)
+        for name in ("du", "sums", "dx") if layer == 0 else ("du", "sums"):
+            tolerance = 1e-5 if name == "sums" else 2**-7
+            assert_near(getattr(ours, name), getattr(theirs, name), tolerance, f"{name} of layer {layer}")
 
 
 def time_network(samples: int) -> None:
@@ -324,8 +254,6 @@ def main() -> int:
         "network, odd size": partial(check_network, 1003, 11 * 92, 72, 2),
     }
     timings: dict[str, Callable[[], Any]] = {
-        "kernels": partial(time_kernels, SAMPLES),
-        "products": partial(time_products, SAMPLES),
         "head": partial(time_head, SAMPLES),
     } | {f"network {samples}": partial(time_network, samples) for samples in options.samples}
     failed = run_parts(checks)

@@ -1,7 +1,7 @@
 """The command: `python -m tests.gpu.dense`, on one GPU.
 
-Checks the dense parameters' optimizer against torch.optim, eagerly and in CUDA graphs, and a captured step with its
-gradients' buckets, then prints how long an update takes. Needs no pytest.
+Checks the dense parameters' optimizer against torch.optim, eagerly and in CUDA graphs, then prints how long an update
+takes. Needs no pytest.
 """
 
 import sys
@@ -10,14 +10,12 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 
 from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.flat_steps import take_steps
-from dlrm_overlap.dense.gradients import GradientBuckets
 from dlrm_overlap.dense.optimizer import FlatOptimizer
 from dlrm_overlap.kernels.dense.arguments import STATES
 from dlrm_overlap.train.graphs.optimizers import DenseUpdates
@@ -140,69 +138,6 @@ def _clipped(form: str, parameters: dict[str, nn.Parameter]) -> GradientClipping
     return GradientClippingOptimizer(keyed, GradientClipping.NORM, max_gradient=10.0)
 
 
-class _Network(nn.Module):
-    """A few layers, of which the last ones' gradients are there first."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6))).to(device)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x).tanh()
-        return x.square().mean()
-
-
-def check_captured_step(dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup) -> None:
-    """Hold a captured step against the eager one, bit by bit: zeros, forward, backward, buckets, optimizer.
-
-    The group is of one rank, whose buckets are reduced by NCCL all the same.
-    """
-    models = [_Network(device), _Network(device)]
-    flats = [FlatParameters(dict(model.named_parameters())) for model in models]
-    optimizers = [FlatOptimizer(flat, "adagrad", LR, EPS) for flat in flats]
-    buckets = [GradientBuckets(flat, group, dtype, bucket_bytes=1 << 18) for flat in flats]
-    x = torch.empty(64, 256, device=device)
-
-    def step(index: int) -> None:
-        flats[index].zero()
-        models[index](x).backward()
-        buckets[index].finish()
-        optimizers[index].step()
-
-    for each in buckets:
-        each._ranks = 2
-    for index, each in enumerate(buckets):
-        x.normal_(generator=torch.Generator(device).manual_seed(0))
-        with each.learn():
-            models[index](x).backward()
-        each.finish()
-        assert len(each.ranges) > 2
-        step(index)
-    own = torch.autograd.grad(models[0](x), [*models[0].parameters()])
-    flats[0].zero()
-    models[0](x).backward()
-    buckets[0].finish()
-    for (name, view), gradient in zip(flats[0].gradients.views.items(), own, strict=True):
-        assert_near(view, gradient.to(dtype).float(), 1e-2 if dtype == torch.bfloat16 else 1e-6, name)
-    graph = torch.cuda.CUDAGraph()
-    torch.cuda.synchronize(device)
-    with torch.cuda.graph(graph):
-        step(1)
-    for seed in range(1, 20):
-        x.normal_(generator=torch.Generator(device).manual_seed(seed))
-        for optimizer in optimizers:
-            optimizer.param_groups[0]["lr"] = _rate(seed)
-            optimizer.refresh()
-        step(0)
-        graph.replay()
-        assert_same(flats[1].gradients.tensor, flats[0].gradients.tensor, f"gradients of step {seed}")
-        assert_same(flats[1].weights.tensor, flats[0].weights.tensor, f"weights of step {seed}")
-    for each in buckets:
-        each.close()
-
-
 def time_update(kind: str, shadow: torch.dtype | None, device: torch.device) -> str:
     """Return a line that says how long an update of `TIMED_ELEMENTS` parameters takes, captured and replayed."""
     flat = FlatParameters({"weight": nn.Parameter(torch.randn(TIMED_ELEMENTS, device=device))})
@@ -228,25 +163,18 @@ def main() -> int:
         return 2
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
-    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
-    dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=device)
-    group = dist.group.WORLD
-    assert group is not None
     checks: dict[str, Callable[[], None]] = {
         f"{kind} {'captured' if captured else 'eager'}": partial(check_optimizer, kind, captured, device)
         for kind in _MAKERS
         for captured in (False, True)
     }
     checks |= {f"{form}, taken over": partial(check_taken_over, form, device) for form in _FORMS}
-    for dtype in (torch.float32, torch.bfloat16):
-        checks[f"captured step, {dtype}"] = partial(check_captured_step, dtype, device, group)
     failed = run_parts(checks)
     if not failed:
         print(f"{TIMED_ELEMENTS} parameters on {torch.cuda.get_device_name(device)}:")
         for kind in _MAKERS:
             for shadow in (None, torch.bfloat16):
                 print(time_update(kind, shadow, device), flush=True)
-    dist.destroy_process_group()
     return int(failed > 0)
 
 

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 
 from dlrm_overlap.checkpoint import saving
-from dlrm_overlap.checkpoint.background_save import BackgroundSaves
 from dlrm_overlap.checkpoint.checkpoint import Checkpointer, extents_to_store
 from dlrm_overlap.checkpoint.storage.save import gather
 from dlrm_overlap.launching import launcher
@@ -53,14 +52,14 @@ class Moments:
 
     def note(self, ranks: Ranks, verify: bool) -> None:
         """Have the save of this process note its moments, and what it holds that was not so behind its step."""
-        begin, write = BackgroundSaves.begin, Checkpointer.write
+        begin, write = saving.Saves._begin, Checkpointer.write
 
-        def noting_begin(saves: Any, step: int, metrics: Any = None) -> None:
+        def noting_begin(saves: Any, snapshot: Any, step: int, metrics: Any) -> None:
             if verify:
                 extents = extents_to_store(saves._model, saves._optimizer)
                 self.expected = {extent.key: extent.tensor.detach().clone() for extent in extents}
             at = time.perf_counter()
-            begin(saves, step, metrics)
+            begin(saves, snapshot, step, metrics)
             self.found |= {"behind_step": step, "issued_ms": (time.perf_counter() - at) * 1e3}
 
         def noting_write(*args: Any, **named: Any) -> Path:
@@ -93,7 +92,7 @@ class Moments:
 
         gc.callbacks.append(note_collection)
         setattr(Trainer, "step", noting_step)  # noqa: B010
-        setattr(BackgroundSaves, "begin", noting_begin)  # noqa: B010
+        setattr(saving.Saves, "_begin", noting_begin)  # noqa: B010
         setattr(Checkpointer, "write", noting_write)  # noqa: B010
 
     def unlike(self) -> list[str]:

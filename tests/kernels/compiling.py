@@ -39,5 +39,5 @@ def run_without_interpreter(module: str) -> None:
     """Run a module in a process of its own: what is interpreted in this one cannot be compiled here."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     argv, root = [sys.executable, "-m", module], Path(__file__).parents[2]
-    result = subprocess.run(argv, cwd=root, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    result = subprocess.run(argv, cwd=root, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert result.returncode == 0, result.stderr

@@ -5,8 +5,10 @@ from typing import NamedTuple
 
 import torch
 
+from dlrm_overlap.kernels.arguments import STATES, Numbers
 from dlrm_overlap.kernels.backward.add_to_rows import add_to_rows
 from dlrm_overlap.kernels.backward.optimizers import RowRange, Rule
+from dlrm_overlap.kernels.backward.reference import update_rows
 from dlrm_overlap.kernels.backward.row_runs import InputFeatures, Preparation, PreparedRuns, SortedIds
 from dlrm_overlap.kernels.backward.update_rows import RowUpdate
 from tests.agreement import assert_same
@@ -17,30 +19,41 @@ TOLERANCE = 1e-6
 # A gradient, an accumulated square and eps of like size: a step that takes any of them wrongly is far off.
 
 
-class Numbers(NamedTuple):
-    """The optimizer's numbers, as the host knows them."""
+class StepNumbers(NamedTuple):
+    """The optimizer's numbers at a step, as the host knows them."""
 
-    lr: float
-    eps: float
-    seed: int
-    factor: float
-    l2: float
-    decoupled: float
-    norm: float
+    numbers: Numbers
+    seed: int = 3
+    factor: float = 0.5
 
     def rule(self) -> Rule:
-        """Return them as kernels take them, some steps of the seed on the device."""
-        steps = 5
-        seed = (self.seed - 0x5EED * steps) % 2**31
-        return Rule(
-            torch.tensor([self.lr, self.eps, self.l2, self.decoupled, self.norm]),
-            torch.tensor([steps]),
-            seed,
-            self.factor,
-        )
+        """Return them as kernels take them: the step is number 7, of which 5 are counted on the device."""
+        seed = (self.seed - 0x5EED * 7) % 2**31
+        at_step_0 = self.numbers._replace(count=self.numbers.count - 7)
+        return Rule(torch.tensor(at_step_0), torch.tensor([5]), 2, seed, self.factor)
+
+    def with_rate(self, lr: float) -> "StepNumbers":
+        """Return them with another learning rate."""
+        return self._replace(numbers=self.numbers._replace(lr=lr))
 
 
-RULE = Numbers(lr=0.5, eps=0.25, seed=3, factor=0.5, l2=0.2, decoupled=0.1, norm=2.5)
+RULE = StepNumbers(Numbers(lr=0.5, eps=0.25))
+_DECAYING = Numbers(lr=0.5, eps=0.25, l2=0.2, decoupled=0.1, most_norm=2.5)
+_MEANS = Numbers(lr=0.5, eps=0.25, decoupled=0.1, beta1=0.5, beta2=0.9375, count=3)
+# The third state's rows have had steps at counts 0, which is never, to 8; `count` is 9.
+_COUNTER = Numbers(lr=0.5, eps=0.25, decoupled=0.125, halflife=4, decay_after=2, most_rate=1.5, count=9)
+RULES = {
+    "sgd": RULE,
+    "adagrad": RULE,
+    "rowwise_adagrad": RULE,
+    "decaying_rowwise_adagrad": RULE._replace(numbers=_DECAYING),
+    "rowwise_adagrad_with_counter": RULE._replace(numbers=_COUNTER),
+    "adam": RULE._replace(numbers=_MEANS),
+    "partial_rowwise_adam": RULE._replace(numbers=_MEANS),
+    "lamb": RULE._replace(numbers=_MEANS),
+    "partial_rowwise_lamb": RULE._replace(numbers=_MEANS),
+}
+"""of each optimizer, all of whose numbers count"""
 
 
 @dataclass(frozen=True)
@@ -160,16 +173,21 @@ class Model:
     def _make_rows(self) -> None:
         """Make the rows of each range and their states, with guards at both ends."""
         self.weights: list[torch.Tensor] = []
-        self.states: list[torch.Tensor] = []
+        self.states: list[list[torch.Tensor]] = []
         for index, rows in enumerate(self.case.ranges):
             count = self.first_keys[index + 1] - self.first_keys[index]
             weights = torch.full((count * rows.dim + 8,), GUARD, dtype=rows.weights)
             weights[4:-4] = torch.randn(count * rows.dim, generator=self._generator)
-            each, guard = {"sgd": (0, 0), "adagrad": (rows.dim, 4)}.get(rows.optimizer, (1, 1))
-            states = torch.full((count * each + 2 * guard,), GUARD)
-            states[guard : guard + count * each] = torch.rand(count * each, generator=self._generator)
             self.weights.append(weights)
-            self.states.append(states)
+            self.states.append([])
+            for kind in STATES[rows.optimizer]:
+                each, guard = (rows.dim, 4) if kind == "elements" else (1, 1)
+                state = torch.full((count * each + 2 * guard,), GUARD)
+                state[guard : guard + count * each] = torch.rand(count * each, generator=self._generator)
+                self.states[-1].append(state)
+            if rows.optimizer == "rowwise_adagrad_with_counter":
+                self.states[-1][1][1:-1] = torch.arange(count) % 9
+                self.states[-1][2][1:-1] += torch.arange(count)
 
     def _make_gradients(self) -> None:
         """Make the window, of NaN where there is no gradient: between the shards, and for empty bags."""
@@ -227,20 +245,21 @@ class Model:
         return RowRange(
             index=index,
             weights=self.weights[index],
-            states=self.states[index],
+            states=tuple(self.states[index]),
             weight_at=1 - first * units,
-            state_at=1 - first * (1 if "rowwise" in rows.optimizer else units),
+            state_at=tuple(1 - first * (units if kind == "elements" else 1) for kind in STATES[rows.optimizer]),
             dim=rows.dim,
             any_mean=rows.means,
             optimizer=rows.optimizer,
             stochastic_rounding=rows.stochastic,
         )
 
-    def update(self, runs: PreparedRuns, index: int = 0, rule: Numbers = RULE) -> None:
+    def update(self, runs: PreparedRuns, index: int = 0, rule: StepNumbers | None = None) -> None:
         """Run the kernel that updates the rows of a range."""
+        rule = rule or RULES[self.case.ranges[index].optimizer]
         RowUpdate(self.row_range(index), self.case.chunk_ids)(runs, self.window, rule.rule())
 
-    def add(self, index: int = 0, rule: Numbers = RULE) -> None:
+    def add(self, index: int = 0, rule: StepNumbers = RULE) -> None:
         """Run the kernel of atomic additions for a range."""
         here = [i for i, feature in enumerate(self.features) if feature.range == index]
         add_to_rows(
@@ -262,32 +281,20 @@ class Model:
                 totals.index_add_(0, self.keys[here] - self.first_keys[index], gradient)
         return totals
 
-    def expected(self, index: int = 0, rule: Numbers = RULE) -> tuple[torch.Tensor, torch.Tensor]:
+    def expected(self, index: int = 0, rule: StepNumbers | None = None) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Return the weights and the states of a range as an update of those at hand is to leave them, float64."""
-        dim, optimizer, total = (
-            self.case.ranges[index].dim,
-            self.case.ranges[index].optimizer,
-            rule.factor * self.totals(index),
-        )
-        weights, states = self.weights[index].double(), self.states[index].double()
-        decaying, before = optimizer == "decaying_rowwise_adagrad", weights[4:-4].view(-1, dim)
-        if decaying:
-            total = total + rule.l2 * before * self.touched(index)[:, None]
-        step = rule.lr * total
-        if optimizer == "adagrad":
-            states[4:-4] += total.flatten() ** 2
-            step = step / (states[4:-4].view(-1, dim).sqrt() + rule.eps)
-        elif optimizer != "sgd":
-            states[1:-1] += (total**2).mean(1)
-            step = step / (states[1:-1, None].sqrt() + rule.eps)
-        if decaying:
-            after = before - step - rule.lr * rule.decoupled * before
-            after *= (rule.norm / after.norm(dim=1, keepdim=True)).clamp(max=1)
-            step = (before - after) * self.touched(index)[:, None]
-        weights[4:-4] -= step.flatten()
+        rows, touched = self.case.ranges[index], self.touched(index).nonzero().flatten()
+        rule = rule or RULES[rows.optimizer]
+        weights, states = self.weights[index].double(), [state.double() for state in self.states[index]]
+        views = [
+            state[4:-4].view(-1, rows.dim) if kind == "elements" else state[1:-1]
+            for kind, state in zip(STATES[rows.optimizer], states, strict=True)
+        ]
+        gradient = rule.factor * self.totals(index)[touched]
+        update_rows(weights[4:-4].view(-1, rows.dim), views, touched, gradient, rows.optimizer, rule.numbers)
         return weights, states
 
-    def check_update(self, runs: PreparedRuns, index: int = 0, rule: Numbers = RULE) -> None:
+    def check_update(self, runs: PreparedRuns, index: int = 0, rule: StepNumbers | None = None) -> None:
         """Update a range, and check it, guards and untouched rows included, and that `runs` serve another update.
 
         SGD on sums is exact but for the last rounding, so that it must be right to the last bit.
@@ -300,5 +307,6 @@ class Model:
         if rows.optimizer == "sgd" and not rows.means:
             assert_same(self.weights[index], weights.float(), "weights")
         assert_near(self.weights[index], weights)
-        assert_near(self.states[index], states)
+        for state, expected in zip(self.states[index], states, strict=True):
+            assert_near(state, expected)
         assert_same(runs.shared[1:], torch.zeros_like(runs.shared[1:]), "finished chunks")

@@ -7,7 +7,6 @@ from dlrm_overlap.dense.reduction import cut
 from dlrm_overlap.kernels.dense.all_reduce import ShareFlags, average_share
 from dlrm_overlap.kernels.dense.arguments import LINE
 from tests.agreement import assert_near, assert_same
-from tests.kernels.compiling import run_without_interpreter
 from tests.kernels.emulation import CLOCK, interpreted, to_wire
 
 SLOTS, SLOT, EPOCH = 3, 1, 5
@@ -68,8 +67,3 @@ def test_owners_store_the_mean_of_their_share(world_size: int, lines: int, progr
         expected = before[rank].clone()
         expected[LINE:-LINE] = mean[LINE:-LINE]
         assert_same(gradient, expected, f"gradient of rank {rank}")
-
-
-@pytest.mark.slow
-def test_the_compiled_kernel_moves_16_bytes_a_lane() -> None:
-    run_without_interpreter("tests.kernels.all_reduce_vectors")

@@ -122,6 +122,7 @@ def test_a_bad_id_after_an_expired_wait_is_recorded_too() -> None:
 
 
 @pytest.mark.slow
-def test_the_warps_of_a_compiled_program_decide_by_one_time() -> None:
-    """Else some would stop a kernel whose wait has expired before one of them has recorded it."""
-    run_without_interpreter("tests.kernels.waits")
+@pytest.mark.parametrize("module", ["waits", "vectors"])
+def test_compiled_kernels_are_as_they_must_be(module: str) -> None:
+    """Each warp decides by one time, words are of 16 bytes, and tensor cores multiply: see the modules."""
+    run_without_interpreter(f"tests.kernels.{module}")

@@ -8,21 +8,13 @@ import torch
 from dlrm_overlap.comm.record import Record
 from dlrm_overlap.kernels.flags import Flags
 from dlrm_overlap.kernels.gemm import reference
-from dlrm_overlap.kernels.gemm.product import (
-    Destinations,
-    Signals,
-    Tiling,
-    gathered_product,
-    product,
-    scattered_product,
-)
+from dlrm_overlap.kernels.gemm.product import Destinations, Signals, Tiling, gathered_product, scattered_product
 from dlrm_overlap.kernels.schedule import staggered_peers
 from tests.agreement import assert_near, assert_same
-from tests.kernels.compiling import run_without_interpreter
 from tests.kernels.emulation import CPU, interpreted
 
 EPOCH = 3
-TILING = Tiling(block_m=16, block_n=32, block_k=16, group=2, parts=2)
+TILING = Tiling(block_m=16, block_n=32, block_k=16, group=2)
 NEAR = {torch.bfloat16: 1e-2, torch.float16: 1e-3}
 
 
@@ -45,7 +37,7 @@ class Case(NamedTuple):
 CASES = {
     "two_ranks": Case(2, 21, 40, 24),
     "three_ranks_whole_tiles": Case(3, 16, 32, 16, torch.float16, bias=False, activation="none", order="remote_first"),
-    "weight_by_rows_of_k": Case(2, 20, 40, 24, by_k=False, activation="none", tiling=TILING._replace(parts=1)),
+    "weight_by_rows_of_k": Case(2, 20, 40, 24, by_k=False, activation="none"),
     "slots_of_two_tiles": Case(2, 33, 40, 24, slot_rows=32, tiling=TILING._replace(group=8)),
     "one_rank": Case(1, 37, 8, 8, torch.float16, order="remote_first"),
 }
@@ -106,9 +98,6 @@ def test_a_gathered_product_awaits_its_rows(case: Case) -> None:
     expected = reference.product(x, weight, ranks.bias, case.activation)
     ranks.assert_near(out, expected, "the gathered product")
     assert ranks.records[rank].expired() is None
-    alone = torch.full_like(out, torch.nan)
-    product(x, weight, ranks.bias, case.activation, alone, case.tiling)
-    assert_same(alone, out, "the product without communication")
 
 
 @interpreted
@@ -142,8 +131,3 @@ def test_a_scattered_product_is_stored_at_the_owners(case: Case) -> None:
         for rank, part in enumerate(window):
             expected = reference.product(ranks.x[rank][rows], ranks.weight[rank], None, "none")
             ranks.assert_near(part, expected, f"part of rank {rank} at rank {owner}")
-
-
-@pytest.mark.slow
-def test_the_compiled_kernels_use_the_tensor_cores_and_keep_their_order() -> None:
-    run_without_interpreter("tests.kernels.gemm_vectors")

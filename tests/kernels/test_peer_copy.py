@@ -5,7 +5,6 @@ import torch
 
 from dlrm_overlap.kernels.peer_copy import RowFlags, Rows, store_rows
 from tests.agreement import assert_same
-from tests.kernels.compiling import run_without_interpreter
 from tests.kernels.emulation import interpreted
 
 EPOCH, GUARD = 5, 0x55
@@ -38,8 +37,3 @@ def test_rows_arrive_and_then_the_flag(world_size: int, row_bytes: int, begin: i
             assert_same(memory[peer], expected[peer], f"memory of rank {peer}, behind rank {rank}")
             assert flags[peer][rank] == EPOCH, f"flag of rank {rank} at rank {peer}"
             assert flags[peer].count_nonzero() == rank + 1, "no other flag is raised"
-
-
-@pytest.mark.slow
-def test_the_compiled_kernel_moves_whole_words() -> None:
-    run_without_interpreter("tests.kernels.peer_copy_vectors")

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dlrm_overlap.kernels.backward.optimizers import rounded
+from dlrm_overlap.kernels.backward.rounding import rounded
 from dlrm_overlap.kernels.compiled import TYPES
 from tests.agreement import assert_same
 from tests.kernels.emulation import interpreted

@@ -22,7 +22,6 @@ from dlrm_overlap.kernels.dense.arguments import (
     FlatUpdate,
 )
 from tests.agreement import assert_near, assert_same
-from tests.kernels.compiling import run_without_interpreter
 from tests.kernels.emulation import interpreted, to_wire
 
 RATE, EPS, BETAS, DECAY = 0.3, 1e-3, (0.8, 0.95), 0.1
@@ -198,8 +197,3 @@ def test_bias_corrections_have_all_their_digits(steps: int) -> None:
 def test_a_flat_tensor_that_is_not_padded_is_refused() -> None:
     with pytest.raises(AssertionError, match=rf"elements 0 .. 1000; pad to multiples of {BLOCK}"):
         _update_all(update, _make("sgd", elements=1000))
-
-
-@pytest.mark.slow
-def test_the_compiled_kernel_moves_16_bytes_a_lane() -> None:
-    run_without_interpreter("tests.kernels.update_vectors")

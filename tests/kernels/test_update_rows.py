@@ -6,14 +6,15 @@ from dataclasses import replace
 import pytest
 import torch
 
+from dlrm_overlap.kernels.backward.optimizers import OPTIMIZERS
 from dlrm_overlap.kernels.backward.update_rows import RowUpdate
 from tests.agreement import assert_same
+from tests.kernels.compiling import run_without_interpreter
 from tests.kernels.emulation import interpreted, to_wire
-from tests.kernels.gradients import MIXED, RULE, Case, Model, Rows, assert_near
+from tests.kernels.gradients import MIXED, RULE, RULES, Case, Model, Rows, assert_near
 
-pytestmark = interpreted
+pytestmark = [interpreted, pytest.mark.filterwarnings("ignore::RuntimeWarning")]  # of rows that are not stored
 
-OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "decaying_rowwise_adagrad")
 # Ranges of unlike dims, optimizers and rows; no id names a row of the second.
 RANGES = (
     replace(MIXED, means=True),
@@ -21,6 +22,11 @@ RANGES = (
     replace(MIXED, dim=4, optimizer="adagrad"),
     Rows(((2, 0, 60),), dim=8, optimizer="rowwise_adagrad"),
 )
+
+
+@pytest.mark.slow
+def test_every_optimizer_compiles_for_an_h200() -> None:
+    run_without_interpreter("tests.kernels.row_vectors")
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -44,6 +50,26 @@ def test_rows_are_updated_once_by_the_sum_of_their_gradients(
     assert len(set(bags_by_key)) < len(bags_by_key), "a bag names a row twice"
     assert (model.lengths == 0).any(), "a bag is empty"
     model.check_update(model.prepare())
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        {"decoupled": 0.0, "l2": 0.125},
+        {"halflife": 0, "count": 10},
+        {"halflife": -1},
+        {"decay_after": 9},
+        {"lazy": 1},
+        {"lazy": 1, "halflife": -1},
+        {"lazy": 1, "halflife": -2, "decay_after": 7},
+        {"lazy": 1, "halflife": -2, "decay_after": 9},
+    ],
+    ids=str,
+)
+def test_every_decay_by_a_counter(numbers: dict[str, float]) -> None:
+    optimizer = "rowwise_adagrad_with_counter"
+    model, rule = Model(Case((replace(MIXED, optimizer=optimizer),))), RULES[optimizer]
+    model.check_update(model.prepare(), rule=rule._replace(numbers=rule.numbers._replace(**numbers)))
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -122,18 +148,19 @@ def test_ranges_are_updated_one_by_one(order: tuple[int, ...]) -> None:
     runs = model.prepare()
     for index in order:
         others = [other for other in range(len(RANGES)) if other != index]
-        before = [(model.weights[other].clone(), model.states[other].clone()) for other in others]
+        before = [(model.weights[other].clone(), [state.clone() for state in model.states[other]]) for other in others]
         model.check_update(runs, index)
         for other, (weights, states) in zip(others, before, strict=True):
             assert_same(model.weights[other], weights, f"weights of range {other}, after an update of {index}")
-            assert_same(model.states[other], states, f"states of range {other}, after an update of {index}")
+            for actual, state in zip(model.states[other], states, strict=True):
+                assert_same(actual, state, f"states of range {other}, after an update of {index}")
 
 
 def test_one_update_serves_steps_of_other_types_gradients_and_numbers() -> None:
     """And holds nothing of a step that is over."""
     model = Model(Case((replace(MIXED, optimizer="adagrad", means=True),)))
     update = RowUpdate(model.row_range(0), model.case.chunk_ids)
-    steps = [(torch.int64, torch.float32, RULE), (torch.int32, torch.float32, RULE._replace(lr=2.0))]
+    steps = [(torch.int64, torch.float32, RULE), (torch.int32, torch.float32, RULE.with_rate(2.0))]
     steps += [(torch.int32, torch.bfloat16, RULE._replace(factor=0.25)), (torch.int64, torch.float32, RULE)]
     for ids, wire, rule in steps:
         model.draw_gradients()
@@ -142,7 +169,7 @@ def test_one_update_serves_steps_of_other_types_gradients_and_numbers() -> None:
         runs = runs._replace(run_keys=runs.run_keys.to(ids))
         update(runs, window, numbers)
         assert_near(model.weights[0], weights)
-        assert_near(model.states[0], states)
+        assert_near(model.states[0][0], states[0])
         given = [weakref.ref(tensor) for tensor in (*runs[:-1], window, numbers.numbers)]
         del runs, window, numbers
         assert not any(tensor() is not None for tensor in given), "a launch holds what it was given"
@@ -155,7 +182,7 @@ def test_prepared_runs_serve_again(optimizer: str) -> None:
     runs = model.prepare()
     for lr in (0.5, 0.25, 2.0):
         model.draw_gradients()
-        model.check_update(runs, rule=RULE._replace(lr=lr))
+        model.check_update(runs, rule=RULES[optimizer].with_rate(lr))
 
 
 def test_equal_beginnings_end_in_the_same_bits() -> None:
@@ -164,7 +191,7 @@ def test_equal_beginnings_end_in_the_same_bits() -> None:
         model.window.copy_(torch.randn(model.window.shape, generator=torch.Generator().manual_seed(1)))
         model.update(model.prepare())
     assert_same(models[0].weights[0], models[1].weights[0], "weights")
-    assert_same(models[0].states[0], models[1].states[0], "states")
+    assert_same(models[0].states[0][0], models[1].states[0][0], "states")
 
 
 def test_a_window_whose_places_do_not_fit_is_refused() -> None:
@@ -220,10 +247,11 @@ def _twins(optimizer: str, weights: torch.dtype, scale: float = 1.0) -> tuple[Mo
 def test_half_precision_rows_are_rounded_once(optimizer: str, weights: torch.dtype) -> None:
     half, full = _twins(optimizer, weights)
     rows = half.row_range(0)._replace(stochastic_rounding=False)
-    RowUpdate(rows, half.case.chunk_ids)(half.prepare(), half.window, RULE.rule())
+    RowUpdate(rows, half.case.chunk_ids)(half.prepare(), half.window, RULES[optimizer].rule())
     full.update(full.prepare())
     assert_same(half.weights[0], to_wire(full.weights[0], weights), "weights")
-    assert_same(half.states[0], full.states[0], "states")
+    for actual, state in zip(half.states[0], full.states[0], strict=True):
+        assert_same(actual, state, "states")
 
 
 def _neighbours(exact: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -238,7 +266,7 @@ def _neighbours(exact: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, 
 @pytest.mark.parametrize(("weights", "scale"), [(torch.float16, 1), (torch.float16, 2**-15), (torch.bfloat16, 1)])
 def test_stochastic_rounding_is_to_a_neighbour_and_fair(weights: torch.dtype, scale: float) -> None:
     half, full = _twins("adagrad", weights, scale)
-    rule = RULE._replace(lr=RULE.lr * scale)
+    rule = RULE.with_rate(RULE.numbers.lr * scale)
     full.update(full.prepare(), rule=rule)
     half.update(half.prepare(), rule=rule)
     touched = half.touched(0)

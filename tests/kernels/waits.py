@@ -9,11 +9,11 @@ import re
 
 import torch
 
-from dlrm_overlap.kernels import average_rows, flags, messages
+from dlrm_overlap.kernels import flags, messages
 from dlrm_overlap.kernels.arguments import PoolingOptions, tuning_for
 from dlrm_overlap.kernels.compiled import CompiledKernel
 from dlrm_overlap.kernels.forward import put_pooled, put_slices
-from dlrm_overlap.kernels.gemm import calls, product
+from dlrm_overlap.kernels.gemm import product
 from dlrm_overlap.kernels.gemm.product import Tiling
 from tests.kernels.compiling import compile_for_h200
 
@@ -30,9 +30,8 @@ def _types(names: dict[str, str]) -> dict[str, str]:
 _TYPES = _types(
     {
         "*i64": "clock clock_word status ready peers_ready features windows",
-        "*i32": "counts done_counts ready_counts counted",
-        "i64": "timeout words rows own mean source window kept epoch",
-        "fp32": "scale",
+        "*i32": "counts",
+        "i64": "timeout epoch",
     }
 )
 _OF_SLICES = _types(
@@ -85,8 +84,6 @@ def _kernels() -> dict[str, tuple[CompiledKernel, dict[str, str]]]:
     tiles = {name: f"tensordesc<bf16{block}>" for name, block in blocks.items()}
     return {
         "await_flags": (flags._awaiting(1024), {}),
-        "publish_rows": (calls._publishing(4, 2, 16, True, False), {"done": "*i64"}),
-        "average_rows": (average_rows._averaging(4, torch.bfloat16, 8), {}),
         "put_slices": (put_slices._compiled(None, 8, True, True, 4, False, shape), _OF_SLICES),
         "put_pooled": (put_pooled._compiled("stores", (), shape), _OF_POOLED),
         "await_message": (messages._awaiting(True, "stores", ()), _OF_MESSAGE),

@@ -8,7 +8,7 @@ from itertools import accumulate
 import torch
 
 from dlrm_overlap.bench.harness.contenders import Contender
-from dlrm_overlap.bench.harness.turns import greatest
+from dlrm_overlap.bench.harness.timing import greatest
 from dlrm_overlap.bench.harness.workload import Workload
 
 # The greatest difference from the baseline that agrees, relative to the baseline's greatest element: sums of a hundred
@@ -125,10 +125,9 @@ def check_rows(
 
 
 def rows_of(workload: Workload) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return this rank's rows, a tensor [rows, D] a table, and the optimizer's state of each table; SGD has none."""
+    """Return this rank's rows, a tensor [rows, D] a table, and the optimizer's states, table after table."""
     shards, tables = workload.layout.by_owner[workload.rank], workload.tables
-    states = [tables.state(shard) for shard in shards]
-    return [tables.weight(shard) for shard in shards], [state for state in states if state is not None]
+    return [tables.weight(shard) for shard in shards], [s for shard in shards for s in tables.states(shard)]
 
 
 def _restore(live: Sequence[torch.Tensor], start: Sequence[torch.Tensor]) -> None:

@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -27,13 +28,31 @@ def load_weights(path: Path, model: nn.Module, cuts: Mapping[str, Cut] | None = 
     Raises:
         InputError: if it lacks a tensor of this model.
     """
-    state, stored = model.state_dict(), Checkpoint(path, read_manifest(path))
-    for extent in local_extents(state, {"state": {}}, cuts):
+    state = model.state_dict()
+    fill_state(path, read_manifest(path), state, {"state": {}}, cuts)
+    model.load_state_dict(state)
+
+
+def fill_state(
+    path: Path,
+    manifest: Manifest,
+    model: Mapping[str, Any],
+    optimizer: Mapping[str, Any],
+    cuts: Mapping[str, Cut] | None = None,
+    tick: Callable[[], None] = lambda: None,
+) -> None:
+    """Copy the stored elements into the state dicts of a model and its optimizers, see `local_extents`.
+
+    Raises:
+        InputError: if the checkpoint lacks a tensor of them.
+    """
+    stored = Checkpoint(path, manifest)
+    for extent in local_extents(model, optimizer, cuts):
+        tick()
         try:
             fill(extent, stored)
         except InputError as error:
             raise InputError(f"{path}: {error}") from None
-    model.load_state_dict(state)
 
 
 def find_faults(

@@ -1,6 +1,7 @@
 """A copy of the state that a rank stores, to be written while the state goes on to change."""
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 import psutil
@@ -27,6 +28,52 @@ def device_of_copy(extents: list[Extent], device: torch.device, local_ranks: int
     return torch.device("cpu") if fits else None
 
 
+class Reader:
+    """Brings elements of a state to the CPU, for a file, and looks at them."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Read tensors that are on `device` or on the CPU."""
+        self._device, self._landing = device, torch.empty(0, dtype=torch.uint8, device="cpu")
+        self.begin()
+
+    def begin(self, tick: Callable[[], None] = lambda: None) -> None:
+        """Begin to read a state; `tick` is called for each piece."""
+        self._tick = tick
+        self.fault = ""
+        """the first fault in the elements read so far, one that is not finite; or nothing"""
+        self.read_bytes = 0
+        """bytes that `to_cpu` has returned"""
+
+    def land(self, elements: torch.Tensor) -> torch.Tensor:
+        """Return at most CHUNK_BYTES of elements on the CPU, where they last until the next call.
+
+        Work that writes them is done when this is called; work that was issued since goes on beside.
+        """
+        if not elements.is_cuda:
+            return elements
+        if not self._landing.numel():
+            self._stream = torch.cuda.Stream(self._device)
+            self._landing = torch.empty(CHUNK_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
+        landed = self._landing[: elements.nbytes].view(elements.dtype)
+        with torch.cuda.stream(self._stream):
+            landed.copy_(elements, non_blocking=True)
+        self._stream.synchronize()
+        return landed
+
+    def to_cpu(self, name: str, elements: torch.Tensor) -> torch.Tensor:
+        """Return some elements on the CPU, as `ToCpu` asks for; records in `fault` what is not finite."""
+        self._tick()
+        elements = self.land(elements)
+        self.read_bytes += elements.nbytes
+        if elements.is_floating_point() and elements.numel():
+            least, greatest = elements.aminmax()  # NaN, if there is one
+            if not (least.isfinite() and greatest.isfinite()):
+                is_weight = name.startswith("model.")
+                fault = "a weight is nan or infinite" if is_weight else "an optimizer's state is nan or infinite"
+                self.fault = self.fault or fault
+        return elements
+
+
 class Snapshot:
     """A copy of the extents that this rank stores. Its memory is made once and serves one save after the other."""
 
@@ -36,14 +83,8 @@ class Snapshot:
         self._held: dict[str, torch.Tensor] = {}
         self._pairs: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         self._taken_s = 0.0
-        self.fault = ""
-        """the first fault in the elements read so far, one that is not finite; or nothing"""
-        self.read_bytes = 0
-        """bytes that `to_cpu` has returned since the copy was taken"""
         if self._on_gpu:
-            self._stream = torch.cuda.Stream(device)
             self._begin, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            self._landing = torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=True)
 
     def reserve(self, extents: list[Extent]) -> list[Extent]:
         """Make room for copies of `extents`, which takes longer than to copy them, and return what `take` will fill."""
@@ -64,11 +105,10 @@ class Snapshot:
     def take(self) -> None:
         """Copy the extents of `reserve` on the current stream, after all work issued there.
 
-        On a GPU the copies are only issued; `to_cpu` waits for them. Those that stay there are a kernel for dozens of
-        tensors of one type: a copy for each would take the host and the GPU longer, between two steps.
+        On a GPU the copies are only issued; `await_copies` waits for them. Those that stay there are a kernel for
+        dozens of tensors of one type: a copy for each would take the host and the GPU longer, between two steps.
         """
         begin = time.perf_counter()
-        self.fault, self.read_bytes = "", 0
         if self._on_gpu:
             self._begin.record()
         for targets, sources in self._pairs.values():
@@ -83,22 +123,3 @@ class Snapshot:
             return self._taken_s
         self._end.synchronize()
         return self._begin.elapsed_time(self._end) / 1e3
-
-    def to_cpu(self, name: str, elements: torch.Tensor) -> torch.Tensor:
-        """Return some elements of a copy on the host, as `ToCpu` asks for; records in `fault` what is not finite.
-
-        All copies are made when this is called.
-        """
-        if elements.is_cuda:
-            landed = self._landing[: elements.nbytes].view(elements.dtype)
-            with torch.cuda.stream(self._stream):
-                landed.copy_(elements, non_blocking=True)
-            self._stream.synchronize()
-            elements = landed
-        self.read_bytes += elements.nbytes
-        if elements.is_floating_point() and elements.numel():
-            least, greatest = elements.aminmax()  # NaN, if there is one
-            if not (least.isfinite() and greatest.isfinite()):
-                kind = "a weight" if name.startswith("model.") else "an optimizer's state"
-                self.fault = self.fault or f"{kind} is nan or infinite"
-        return elements

@@ -59,7 +59,7 @@ def all_gather_matmul(
         activation: none | relu.
         products: run it between the W ranks of their group, in their memory. None takes those of all ranks,
             `parallel_products(None, device)`, which the caller closes.
-        way: auto | serial | copies | pushes | tiles | triggered, see `products`.
+        way: auto | serial | copies | tiles | triggered, see `products`.
         order: entered around all communication, forward and back, to order it among the other communication of a
             captured step, as a `comm.order.CommunicationOrder` does.
 

@@ -1,12 +1,11 @@
 """The ways to run a product with its communication inside; one object of an owner runs them.
 
     serial     the collective, then the product, or the other way round: NCCL's, or gloo's on CPUs
-    copies     products of cuBLAS, part by part; copy engines read the peers' rows, or send partial products
-    pushes     as copies, but the rows of an all-gather are sent to the peers
+    copies     products of cuBLAS, part by part; copy engines send rows, or partial products
     tiles      one kernel of our own, whose tiles wait for their rows or go to their owner
     triggered  as tiles, but copy engines send the partial products that the kernel has counted as complete
 
-`copies/4` is copies with a rank's rows in four parts. `auto` takes one of the first three by a rule, see `rule`. A
+`copies/4` is copies with a rank's rows in four parts. `auto` takes one of the first two by a rule, see `rule`. A
 capture cannot ask other ranks, so a problem that has not been run before is refused there. Ranks whose calls differ all
 raise an error that names both calls, where the call is new to all of them.
 """
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("dlrm_overlap")
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)  # sums are float32, which would cut float64
-WAYS = ("serial", "copies", "pushes", "tiles", "triggered")
+WAYS = ("serial", "copies", "tiles", "triggered")
 _TILED = ("tiles", "triggered")
 _ALIGNED = 8  # elements that must divide N and K of these two, see `kernels.gemm.product`
 
@@ -50,21 +49,19 @@ def rule(problem: Problem, world_size: int) -> tuple[str, int]:
     """Return the way that `auto` takes where copy engines can run a problem, and how many parts suit every way.
 
     Flags, copies and the kernels that wait for them take some 20 us however little there is to send, so few bytes
-    travel serially. Rows of an all-gather are sent: links carry them faster than rows that are read. 0 parts are as few
-    as a way has: they suit a call whose product takes longer than its links, since all copies but the first or the last
-    are hidden. Held against the rows of docs/results/gemm.md.
+    travel serially. One part suits a call whose product takes longer than its links, since all copies but the first or
+    the last are hidden. Held against the rows of docs/results/gemm.md.
 
     Example: 2 ranks, an all-gather of 32768 rows of K 4096 in bfloat16. Each rank sends 134 MB in 341 us. With N 2048
-    the product takes 687 us: pushes, 0 parts. With N 512 it takes 172: pushes, 4 parts.
+    the product takes 687 us: copies, 1 part. With N 512 it takes 172: copies, 4 parts.
     """
-    gathers = problem.operator == "all_gather"
-    width = problem.inner if gathers else problem.columns
+    width = problem.inner if problem.operator == "all_gather" else problem.columns
     sent_bytes = (world_size - 1) * problem.rows // world_size * width * problem.dtype.itemsize
     if sent_bytes < _FEW_BYTES:
-        return "serial", 0
+        return "serial", 1
     product_us = 2 * problem.rows * problem.columns * problem.inner / _FLOP_PER_US
     parts = 4 if sent_bytes >= _MANY_BYTES else 2
-    return "pushes" if gathers else "copies", 0 if product_us >= sent_bytes / _SENT_BYTES_PER_US else parts
+    return "copies", 1 if product_us >= sent_bytes / _SENT_BYTES_PER_US else parts
 
 
 class ParallelProducts:
@@ -197,7 +194,6 @@ class ParallelProducts:
 
         by_way = {
             "copies": (g.CopiedGather, s.CopiedScatter),
-            "pushes": (g.PushedGather, s.CopiedScatter),
             "tiles": (g.TiledGather, s.TiledScatter),
             "triggered": (g.TiledGather, s.TriggeredScatter),
         }

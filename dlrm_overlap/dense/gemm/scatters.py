@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from dlrm_overlap.dense.gemm.plan import WHOLE, halve, scattered_parts
+from dlrm_overlap.dense.gemm.plan import double, halve
 from dlrm_overlap.dense.gemm.problem import Finish, Layer, linear_into
 from dlrm_overlap.dense.gemm.windows import SLOTS, Windows
 from dlrm_overlap.kernels.dense.arguments import LINE
@@ -34,27 +34,26 @@ class _Partials:
         elements = ranks * self._lines * LINE
         self.window = window = windows.begin(elements * x.dtype.itemsize)
         self._out = x.new_empty(self._lines * LINE)  # sums are stored 16 bytes at a time
-        received = window.at(window.rank, x.dtype)[:elements]
+        received = window.at(windows.rank, x.dtype)[:elements]
         self._parts = Parts(received, self._lines, self._out, self.columns, layer.bias, layer.activation == "relu")
-        begin_call(window.flags, window.rank)
+        begin_call(windows.done, windows.rank)
 
     @property
     def offset_bytes(self) -> int:
         """Where this rank's partial products begin in every window."""
-        return self.window.rank * self._lines * LINE * self._dtype.itemsize
+        return self.windows.rank * self._lines * LINE * self._dtype.itemsize
 
     def target(self, owner: int) -> torch.Tensor:
         """Return where this rank's partial products lie at `owner`, [M / W, N]."""
-        first = self.window.rank * self._lines * LINE
+        first = self.windows.rank * self._lines * LINE
         memory = self.window.at(owner, self._dtype)
         return memory[first : first + self.rows * self.columns].view(self.rows, self.columns)
 
     def add_up(self, arrived: Flags, begin: int, end: int) -> None:
         """Wait for some flags, and add up the rows [begin, end) of all ranks; the last row is in the last call."""
-        window = self.window
-        wait_flags(arrived, window.rank, 0)
-        is_last = end == self.rows
-        sum_parts(self._parts, window.flags.done, window.flags.counted, window.rank, (begin, end), is_last)
+        windows, is_last = self.windows, end == self.rows
+        wait_flags(arrived, windows.rank, 0)
+        sum_parts(self._parts, windows.done, windows.counted, windows.rank, (begin, end), is_last)
 
     def sums(self) -> torch.Tensor:
         """Return the sums [M / W, N], once all rows have been added up."""
@@ -65,12 +64,13 @@ def _finish_sent(
     partials: _Partials, pieces: list[tuple[int, int]], sent: list[torch.cuda.Event], partial: torch.Tensor
 ) -> torch.Tensor:
     """Add up the pieces as they arrive; the engine reads `partial` until it has been joined."""
-    window, partials.windows.under_way = partials.window, False
-    for event, arrived, rows in zip(sent, window.arrived, pieces, strict=False):
+    windows = partials.windows
+    windows.under_way = False
+    for event, arrived, rows in zip(sent, windows.arrived, pieces, strict=False):
         # After this rank's own sending of it: a graph that runs its branches one by one must not wait first.
         torch.cuda.current_stream(partial.device).wait_event(event)
         partials.add_up(arrived, *rows)
-    window.engine.join()
+    windows.engine.join()
     del partial
     return partials.sums()
 
@@ -78,14 +78,14 @@ def _finish_sent(
 class CopiedScatter:
     """Each part of the peers' rows is a product of cuBLAS; a copy engine sends it to its owner, with a flag after it.
 
-        current stream | wait for DONE | rows of r^2 and r^3 | rows of r^1 | own rows | wait, add up a part | .. | DONE
-        copy engine    |                                     | send r^2, flag | send r^3, flag | send r^1, flag
+        current stream | wait for DONE | rows of r+1 | rows of r+2 | own rows | wait, add up a part | .. | DONE
+        copy engine    |                             | send to r+1, flag | send to r+2, flag
 
     Source: T3 (Pati et al., ASPLOS 2024): chunks in an order that is staggered by rank, moved by DMA when they are
     complete; here each chunk is a product of its own, so the stream shows when it is.
     """
 
-    parts = (WHOLE, 1, 2, 4, SLOTS)
+    parts = (1, 2, 4, SLOTS)
 
     def __init__(self, windows: Windows) -> None:
         self._windows = windows
@@ -95,29 +95,26 @@ class CopiedScatter:
         windows, current = self._windows, torch.cuda.current_stream(self._windows.device)
         partial = x.new_empty(x.shape[0], layer.columns)
         partials = _Partials(windows, x, layer)
-        window, rows, product = partials.window, partials.rows, Layer(layer.weight)
-        targets = [partials.target(owner) for owner in range(windows.world_size)]
-        pieces = [(0, rows)] if parts == WHOLE else halve(rows, parts)
-        sent = window.events[-len(pieces) :]
-        for part, event in zip(
-            scattered_parts(windows.rank, windows.world_size, rows, parts), window.events, strict=False
-        ):
-            linear_into(partial[part.rows(rows)], x[part.rows(rows)], product)
+        rows, product, engine = partials.rows, Layer(layer.weight), windows.engine
+        first, *_, last = *windows.turns, windows.turns[-1]
+        pieces = halve(rows, parts)
+        cuts = {first: double(rows, parts), last: pieces}
+        turns = [(peer, *piece) for peer in windows.turns for piece in cuts.get(peer, [(0, rows)])]
+        sent = windows.events[-len(pieces) :]
+        for (peer, begin, end), event in zip(turns, windows.events, strict=False):
+            some = slice(peer * rows + begin, peer * rows + end)
+            linear_into(partial[some], x[some], product)
             event.record(current)
-            window.engine.stream.wait_event(event)
-            for peer in sorted(part.ranks, key=windows.turns.index):
-                rows_of_peer = slice(peer * rows + part.begin, peer * rows + part.end)
-                window.engine.copy(targets[peer][part.begin : part.end], partial[rows_of_peer])
-                if peer == windows.turns[-1]:
-                    slot = pieces.index((part.begin, part.end))
-                elif part.end == rows:
-                    slot = 0  # its owner waits for it with the first part of the last sender's
-                else:
-                    continue
-                window.engine.write_flag(window.ready_at[peer][slot : slot + 1], window.word)
-                sent[slot].record(window.engine.stream)
+            engine.stream.wait_event(event)
+            engine.copy(partials.target(peer)[begin:end], partial[some])
+            # A peer waits for all of an early sender's rows with the first part of its last sender's.
+            slot = pieces.index((begin, end)) if peer == last else 0
+            if peer == last or end == rows:
+                engine.write_flag(windows.ready_at[peer][slot : slot + 1], windows.word)
+            if peer == last:
+                sent[slot].record(engine.stream)
         own = slice(windows.rank * rows, (windows.rank + 1) * rows)
-        linear_into(targets[windows.rank], x[own], product)
+        linear_into(partials.target(windows.rank), x[own], product)
         windows.under_way = True
         return functools.partial(_finish_sent, partials, pieces, sent, partial)
 
@@ -143,16 +140,16 @@ class TiledScatter:
         """Multiply all rows and store them at their owners."""
         weight = laid_out(layer.weight)
         partials = _Partials(self._windows, x, layer)
-        window, rows = partials.window, partials.rows
+        windows, rows = self._windows, partials.rows
         slot_rows = self.tiling.slot_rows(rows, parts)
-        signals = Signals(window.flags.ready[0], slot_rows)
-        destinations = Destinations(window.addresses + partials.offset_bytes, self._done)
-        scattered_product(x, weight, window.rank, self._order, signals, destinations, self.tiling)
-        self._windows.under_way = True
+        signals = Signals(windows.ready[0], slot_rows)
+        destinations = Destinations(partials.window.addresses + partials.offset_bytes, self._done)
+        scattered_product(x, weight, windows.rank, self._order, signals, destinations, self.tiling)
+        windows.under_way = True
 
         def finish() -> torch.Tensor:
-            partials.windows.under_way = False
-            for arrived, begin in zip(window.flags.ready, range(0, rows, slot_rows), strict=False):
+            windows.under_way = False
+            for arrived, begin in zip(windows.ready, range(0, rows, slot_rows), strict=False):
                 partials.add_up(arrived, begin, min(begin + slot_rows, rows))
             return partials.sums()
 
@@ -165,8 +162,8 @@ class TriggeredScatter:
     The kernel goes through the rows of one peer after the other and stores them in this GPU's memory, so that no store
     waits for a link. The program that completes a part writes a word, for which the copy engine waits:
 
-        current stream | wait for DONE | tiles of r^1, of r^2, of r^3, own ones        | wait, add up a part | .. | DONE
-        copy engine    |                     | send r^1, flag | send r^2, flag | send r^3, flag
+        current stream | wait for DONE | tiles of r+1, of r+2, of r+3, own ones        | wait, add up a part | .. | DONE
+        copy engine    |                     | send r+1, flag | send r+2, flag | send r+3, flag
 
     So a part costs a word, not a product. Copies and kernel have to run side by side, also in a CUDA graph, as in
     `gathers.TiledGather`; here the copies wait, and they have no bound of their own.
@@ -183,46 +180,38 @@ class TriggeredScatter:
         self._order, self._done = _tile_order_and_counts(windows)
         self._words = torch.zeros(windows.world_size, SLOTS, dtype=torch.int64, device=windows.device)
         # The kernel writes element (rank, part) at the address of an owner: here that is element (owner, part).
-        rows = torch.arange(windows.world_size, dtype=torch.int64, device=windows.device) - windows.rank
-        self._addresses = rows * SLOTS * self._words.itemsize + self._words.data_ptr()
-        self._is_peer = (rows != 0).long()
-        self._offsets: dict[tuple[int, int], torch.Tensor] = {}
+        self._owners = torch.arange(windows.world_size, dtype=torch.int64, device=windows.device)
+        self._addresses = (self._owners - windows.rank) * SLOTS * self._words.itemsize + self._words.data_ptr()
 
     def __call__(self, x: torch.Tensor, layer: Layer, parts: int) -> Finish:
         """Multiply all rows, and send each part of the peers' when it is complete."""
         windows, partial, weight = self._windows, x.new_empty(x.shape[0], layer.columns), laid_out(layer.weight)
         partials = _Partials(windows, x, layer)
-        window, rows = partials.window, partials.rows
-        engine, slot_rows = window.engine, self.tiling.slot_rows(rows, parts)
+        rows, engine = partials.rows, windows.engine
+        slot_rows = self.tiling.slot_rows(rows, parts)
         pieces = [(begin, min(begin + slot_rows, rows)) for begin in range(0, rows, slot_rows)]
         self._words.zero_()
         engine.follow()
-        flags = replace(window.flags.ready[0], addresses=self._addresses, local=self._words)
-        destinations = Destinations(self._stored_at(partials, partial), self._done, "remote_first")
+        flags = replace(windows.ready[0], addresses=self._addresses, local=self._words)
+        stored_at = self._owners * (rows * layer.columns * partial.itemsize) + partial.data_ptr()
+        destinations = Destinations(stored_at, self._done, "remote_first")
         signals = Signals(flags, slot_rows)
         scattered_product(x, weight, windows.rank, self._order, signals, destinations, self.tiling)
-        sent = window.events[-len(pieces) :]
+        sent = windows.events[-len(pieces) :]
         for peer in windows.turns:
             target, first = partials.target(peer), peer * rows
             for part, (begin, end) in enumerate(pieces):
                 engine.wait_counter(self._words[peer, part : part + 1], 1)
                 engine.copy(target[begin:end], partial[first + begin : first + end])
                 if peer == windows.turns[-1]:
-                    engine.write_flag(window.ready_at[peer][part : part + 1], window.word)
+                    engine.write_flag(windows.ready_at[peer][part : part + 1], windows.word)
                     sent[part].record(engine.stream)
                 elif end == rows:  # its owner waits for it with the first part of the last sender's
-                    engine.write_flag(window.ready_at[peer][:1], window.word)
+                    engine.write_flag(windows.ready_at[peer][:1], windows.word)
+        own = slice(windows.rank * rows, (windows.rank + 1) * rows)
+        partials.target(windows.rank).copy_(partial[own])
         windows.under_way = True
         return functools.partial(_finish_sent, partials, pieces, sent, partial)
-
-    def _stored_at(self, partials: _Partials, partial: torch.Tensor) -> torch.Tensor:
-        """Return [W] int64: where the kernel stores the rows of each owner, in `partial` or this rank's own window."""
-        rank, own = self._windows.rank, partials.target(self._windows.rank).data_ptr()
-        size = partials.rows * partials.columns * partial.itemsize
-        if (own, size) not in self._offsets:  # made when the problem is prepared, not in a capture
-            offsets = [own if each == rank else each * size for each in range(self._windows.world_size)]
-            self._offsets[own, size] = torch.tensor(offsets, dtype=torch.int64, device=partial.device)
-        return torch.add(self._offsets[own, size], self._is_peer, alpha=partial.data_ptr())
 
 
 def _tile_order_and_counts(windows: Windows) -> tuple[torch.Tensor, torch.Tensor]:

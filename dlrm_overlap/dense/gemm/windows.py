@@ -13,18 +13,15 @@ unless the peer is late. A second window would let ranks drift further apart, bu
 the two it is, since copies get their addresses from it, and a replayed graph would take the same one twice in a row.
 """
 
-from collections.abc import Iterator
-
 import torch
 import torch.distributed as dist
 
-from dlrm_overlap.comm.arena import Region, open_arena
+from dlrm_overlap.comm.arena import Arena, Region, open_arena
 from dlrm_overlap.comm.copy_engine import CopyEngine
 from dlrm_overlap.comm.record import Record, settle
 from dlrm_overlap.config import InputError
-from dlrm_overlap.dense.gemm.plan import senders, turns
 from dlrm_overlap.kernels.flags import Flags
-from dlrm_overlap.kernels.gemm.calls import CallFlags
+from dlrm_overlap.kernels.schedule import staggered_peers
 
 SLOTS = 8
 """flags READY of a rank at each rank"""
@@ -33,95 +30,78 @@ _GRANULE_BYTES = 1 << 21  # of GPU memory that is mapped between ranks
 
 
 class Window:
-    """One region of the ranks' memory, for one call at a time; making it is a collective."""
+    """Memory of a call, [size] bytes of every rank."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, capacity_bytes: int, timeout_s: float) -> None:
-        """Allocate it.
-
-        Raises:
-            InputError: on every rank, if there is no room, or the ranks do not reach each other's memory.
-        """
-        self.rank, self.world_size, self.capacity_bytes = group.rank(), group.size(), capacity_bytes
-        regions = {
-            "ready": Region((self.world_size, SLOTS), torch.int64),
-            "done": Region((self.world_size, 1), torch.int64),
-            "memory": Region((capacity_bytes,), torch.uint8),
-        }
-        self._arena = open_arena(regions, group, device)
-        self._timeout_s, self._record = timeout_s, Record(device)
-        self.word = torch.zeros(2, dtype=torch.int64, device=device)[:1]
-        """[1] int64: the epoch"""
-        every = dict.fromkeys(range(self.world_size), 1)
-        done = self._waited("done", every)
-        ready = tuple(self._waited("ready", dict.fromkeys(every, slot + 1)) for slot in range(SLOTS))
-        self.flags = CallFlags(done, ready, torch.zeros(1, dtype=torch.int32, device=device))
-        order = senders(self.rank, self.world_size)
-        self.of_sender = [self._waited("ready", {peer: 1}) for peer in order]
-        """number i: slot 0 of the peer that is the i-th to turn to this rank"""
-        self.arrived = [self._waited("ready", every | dict.fromkeys(order[-1:], slot + 1)) for slot in range(SLOTS)]
-        """number k: slot 0 of every peer, slots 0 .. k of the one that is the last to turn to this rank"""
-        self.read = torch.zeros_like(ready[0].local)
-        """[W, SLOTS] int64, of this rank alone: the epoch in which its copy engine has read a part of a peer's rows"""
-        self.ready_at = [self._arena.view("ready", rank)[self.rank] for rank in range(self.world_size)]
-        """of each rank, [SLOTS] int64: the flags READY that this rank raises there"""
-        self.done_at = [self._arena.view("done", rank)[self.rank] for rank in range(self.world_size)]
-        """of each rank, [1] int64: the flag DONE that this rank raises there"""
-        self.addresses = self._arena.addresses("memory")
+    def __init__(self, arena: Arena) -> None:
+        self._arena, self.size_bytes = arena, arena.size_bytes
+        self.addresses = arena.addresses("memory")
         """[W] int64: of each rank's memory"""
-        self.engine = CopyEngine(device)
-        self.events = [torch.cuda.Event() for _ in range(self.world_size * SLOTS)]
-        """a call's own, of parts that follow each other"""
-        self.published = torch.cuda.Event()
-        """a call's own: all rows of all ranks are in their windows"""
-        self.beside = CopyEngine(device)
-        """for copies within this GPU, which run beside the products"""
-
-    def _waited(self, name: str, slots: dict[int, int]) -> Flags:
-        """Return the flags `name`, ready or done; a wait for them is for the first slots[w] of each peer w."""
-        counts = [slots.get(rank, 0) * int(rank != self.rank) for rank in range(self.world_size)]
-        return Flags(
-            addresses=self._arena.addresses(name),
-            clock=self.word,
-            local=self._arena.local(name),
-            counts=torch.tensor(counts, dtype=torch.int32, device=self.word.device),
-            timeout=int(self._timeout_s * 1e9),
-            status=self._record.status,
-        )
+        self.close = arena.close
 
     def at(self, rank: int, dtype: torch.dtype) -> torch.Tensor:
         """Return the memory of `rank`, flat."""
-        whole = self.capacity_bytes // dtype.itemsize * dtype.itemsize
-        return self._arena.view("memory", rank)[:whole].view(dtype)
-
-    def check(self) -> None:
-        """Raise the error that a wait has recorded.
-
-        Raises:
-            ExchangeTimeoutError: if it has expired.
-        """
-        self._record.raise_expired(self._timeout_s, MISSING)
-
-    def close(self) -> None:
-        """Give the memory back."""
-        self._arena.close()
+        return self._arena.view("memory", rank).view(dtype)
 
 
 class Windows:
-    """All windows of one owner's products. Its calls, of whatever way, follow each other."""
+    """The windows of one owner's products, their flags and copy engines. Its calls, of whatever way, follow each other.
+
+    Ranks send to one peer after the other, rank + 1, rank + 2, .., so that at every turn no two send to one rank.
+    """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout_s: float) -> None:
         """Take the bound of a wait for a peer."""
         self.group, self.device, self._timeout_s = group, device, timeout_s
         self.rank, self.world_size = group.rank(), group.size()
-        self.turns = turns(self.rank, self.world_size)
-        """the peers, in the order in which this rank copies to or from them"""
+        self.turns = staggered_peers(self.rank, self.world_size)
+        """the peers, in the order in which this rank sends to them; they turn to it in the opposite order"""
         self.under_way = False
         """whether a reduce-scatter has begun and not been finished"""
-        self._windows: list[Window] = []
+        self.each: list[Window] = []
         self._last: torch.cuda.Stream | None = None
 
-    def __iter__(self) -> Iterator[Window]:
-        return iter(self._windows)
+    def _open(self) -> None:
+        """Make the flags and the engines; a collective."""
+        device = self.device
+        regions = {
+            name: Region((self.world_size, slots), torch.int64) for name, slots in (("ready", SLOTS), ("done", 1))
+        }
+        self._flags, self._record = open_arena(regions, self.group, device), Record(device)
+        self.word = torch.zeros(2, dtype=torch.int64, device=device)[:1]
+        """[1] int64: the epoch"""
+        every = dict.fromkeys(range(self.world_size), 1)
+        self.done = self._waited("done", every)
+        """[W, 1]: peers are through with the call before; its clock is the epoch"""
+        self.ready = [self._waited("ready", dict.fromkeys(every, slot + 1)) for slot in range(SLOTS)]
+        """[W, SLOTS]; a wait for number s is for the first s + 1 slots of every peer"""
+        self.of_peer = {peer: self._waited("ready", {peer: 1}) for peer in self.turns}
+        """of each peer: a wait is for its slot 0"""
+        last = self.turns[:1]
+        self.arrived = [self._waited("ready", every | dict.fromkeys(last, slot + 1)) for slot in range(SLOTS)]
+        """number k: slot 0 of every peer, slots 0 .. k of the one that is the last to turn to this rank"""
+        self.counted = torch.zeros(1, dtype=torch.int32, device=device)
+        """[1] int32: programs of the running kernel that are through; 0 before and after"""
+        self.ready_at, self.done_at = (
+            [self._flags.view(name, rank)[self.rank] for rank in range(self.world_size)] for name in ("ready", "done")
+        )
+        """of each rank, [SLOTS] and [1] int64: the flags that this rank raises there"""
+        self.engine = CopyEngine(device)
+        self.beside = CopyEngine(device)
+        """for copies within this GPU, which run beside the products"""
+        self.events = [torch.cuda.Event() for _ in range(self.world_size * SLOTS)]
+        """a call's own, of parts that follow each other"""
+
+    def _waited(self, name: str, slots: dict[int, int]) -> Flags:
+        """Return the flags `name`, ready or done; a wait for them is for the first slots[w] of each peer w."""
+        counts = [slots.get(rank, 0) * int(rank != self.rank) for rank in range(self.world_size)]
+        return Flags(
+            addresses=self._flags.addresses(name),
+            clock=self.word,
+            local=self._flags.local(name),
+            counts=torch.tensor(counts, dtype=torch.int32, device=self.device),
+            timeout=int(self._timeout_s * 1e9),
+            status=self._record.status,
+        )
 
     def begin(self, size_bytes: int) -> Window:
         """Begin a call on the current stream, after the one before; return its window, the same one on all ranks.
@@ -130,18 +110,22 @@ class Windows:
         first call of its size may not be captured.
 
         Raises:
-            InputError: if a reduce-scatter is under way; on every rank, if there is no room.
+            InputError: if a reduce-scatter is under way; on every rank, if there is no room, or the ranks do not reach
+                each other's memory.
         """
         if self.under_way:
             raise InputError("a product and its reduce-scatter is under way; finish it before another one begins")
-        if not any(window.capacity_bytes >= size_bytes for window in self._windows):
-            capacity = -(-size_bytes // _GRANULE_BYTES) * _GRANULE_BYTES
-            self._windows.append(Window(self.group, self.device, capacity, self._timeout_s))
+        if not self.each:
+            self._open()
+        if not any(window.size_bytes >= size_bytes for window in self.each):
+            size = -(-size_bytes // _GRANULE_BYTES) * _GRANULE_BYTES
+            arena = open_arena({"memory": Region((size,), torch.uint8)}, self.group, self.device)
+            self.each.append(Window(arena))
         current = torch.cuda.current_stream(self.device)
         if self._last is not None and self._last != current and not torch.cuda.is_current_stream_capturing():
             current.wait_stream(self._last)  # within a capture the caller orders the streams
         self._last = current
-        return next(window for window in self._windows if window.capacity_bytes >= size_bytes)
+        return next(window for window in self.each if window.size_bytes >= size_bytes)
 
     def check(self) -> None:
         """Raise the error that a wait has recorded.
@@ -149,14 +133,13 @@ class Windows:
         Raises:
             ExchangeTimeoutError: if it has expired.
         """
-        for window in self._windows:
-            window.check()
+        if self.each:
+            self._record.raise_expired(self._timeout_s, MISSING)
 
     def close(self) -> None:
-        """Give the memory back, once all that was issued is done. All ranks that have a window call this."""
-        if not self._windows:
+        """Give the memory back, once all that was issued is done. All ranks that have some call this."""
+        if not self.each:
             return
         settle(self.group, self.device, self.check)
-        for window in self._windows:
-            window.close()
-        self._windows, self._last = [], None
+        for each in (self._flags, *self.each):
+            each.close()

@@ -137,10 +137,14 @@ class Backward(Half):
 
     def note_forward(self, step: Step) -> None:
         """Note the optimizers' numbers now, when the forward of a step that will have a backward has just started."""
-        step.rules = self.tables.rules()
+        step.rules = self.tables.rules(step.number)
+        self.tables.count_on_device()
 
     def keep_rules_in_place(self) -> None:
-        """Overwrite the optimizers' numbers that captured steps read; called before each launch of a captured step."""
+        """Overwrite the optimizers' numbers that captured steps read; called before a capture and when they change."""
+
+    def follow_rules(self) -> None:
+        """Overwrite those numbers if captured steps read some."""
 
     def prepare(self, step: Step) -> None:
         """Do the work that needs the step's ids alone. Optional: `start` does it where this has not been called."""

@@ -18,6 +18,7 @@ from dlrm_overlap.embedding.steps import Step
 from dlrm_overlap.embedding.tables import FbgemmUpdate, bad_id_message, bags_of
 from dlrm_overlap.embedding.windows import WindowPair, one_flag_each
 from dlrm_overlap.kernels import reference
+from dlrm_overlap.kernels.backward.reference import update_rows
 from dlrm_overlap.kernels.schedule import TaskGrid
 
 
@@ -225,13 +226,12 @@ class CpuPush(WindowBackward):
         ours = [lookup for lookup, rule in enumerate(step.rules) if not (rule.frozen or rule.decays)]
         tables = [shards for shards in self.layout.tables(self.rank) if shards[0].lookup in ours]
         weights = self.tables.weights([shards[0] for shards in tables])
-        states = [self.tables.state(shards[0]) for shards in tables]
+        states = [self.tables.states(shards[0]) for shards in tables]
         optimizers = [self.tables.optimizer(shards[0]) for shards in tables]
         scale = self.update_scale
         for shards, weight, state, optimizer in zip(tables, weights, states, optimizers, strict=True):
             values, gradients = self._gradients_of(shards, step, window, scale)
-            rule = step.rules[shards[0].lookup]
-            reference.update_rows(weight, state, values, gradients, optimizer, rule.lr, rule.arguments.eps)
+            update_rows(weight, state, values, gradients, optimizer, step.rules[shards[0].lookup].numbers)
 
     def _decay(self, step: Step, window: torch.Tensor) -> None:
         """Update rows that decay by FBGEMM's operator, which on a CPU reads the decay for some tables alone."""

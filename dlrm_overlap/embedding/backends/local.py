@@ -18,9 +18,9 @@ from dlrm_overlap.embedding.replicated import ReplicatedGradients
 from dlrm_overlap.embedding.steps import BatchSizes, Step, tensors_of
 from dlrm_overlap.embedding.tables import BadIds
 from dlrm_overlap.embedding.windows import WindowPair
-from dlrm_overlap.kernels import reference
-from dlrm_overlap.kernels.arguments import Windows
+from dlrm_overlap.kernels.arguments import Numbers, Windows
 from dlrm_overlap.kernels.backward.optimizers import Rule
+from dlrm_overlap.kernels.backward.reference import update_rows
 from dlrm_overlap.kernels.backward.update_rows import RowUpdate
 
 
@@ -77,7 +77,7 @@ class CpuLocalLookup(LocalLookup):
             ids, sample, factors = ids_in_bags(own.inputs[0], shard, own.batch.total)
             rows = gradient[sample, column : column + shard.dim].float() * factors
             sums = self.gradients.weight(shard)
-            reference.update_rows(sums, None, ids.long(), rows, "sgd", self.gradients.LEARNING_RATE)
+            update_rows(sums, (), ids.long(), rows, "sgd", Numbers(self.gradients.LEARNING_RATE))
 
     def finish_backward(self, step: Step) -> None:
         """Do nothing: `start_backward` has added all gradients."""
@@ -105,8 +105,8 @@ class DeviceLocalLookup(LocalLookup):
         self._rows: InputRows | None = None
         self._updates: list[RowUpdate] = []
         """of the ranges of these rows"""
-        numbers = torch.tensor([self.gradients.LEARNING_RATE, 0.0], device=self.device)
-        self._rule = Rule(numbers, context.counters.steps.word, 0)
+        numbers = torch.tensor(Numbers(self.gradients.LEARNING_RATE), device=self.device)
+        self._rule = Rule(numbers, context.counters.steps.word)
 
     def _input_rows(self) -> InputRows:
         """Return the rows, that is gradients, which ids name, made anew when they have moved."""

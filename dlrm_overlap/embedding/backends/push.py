@@ -25,7 +25,7 @@ from dlrm_overlap.embedding.options import ExchangeContext
 from dlrm_overlap.embedding.steps import Step, StepCache, tensors_of
 from dlrm_overlap.embedding.windows import WindowPair, peer_windows, ready_flags, skip_epoch
 from dlrm_overlap.kernels.backward.add_to_rows import add_to_rows
-from dlrm_overlap.kernels.backward.optimizers import SEED_STEP, Rule
+from dlrm_overlap.kernels.backward.optimizers import Rule
 from dlrm_overlap.kernels.backward.push_gradients import PartFlags, ShardTable, pushing_gradients
 from dlrm_overlap.kernels.backward.update_rows import RowUpdate
 from dlrm_overlap.kernels.flags import awaiting_flags
@@ -79,7 +79,7 @@ class Push(WindowBackward):
         self._inputs: list[InputRows] = []
         self._updates: list[list[RowUpdate]] = []
         """of each input, those of its ranges"""
-        self._seed = torch.initial_seed()
+        self._seed = torch.initial_seed() % 2**31
         self._steps = context.counters.steps
         self._rules = DeviceRules(self.device)
 
@@ -139,7 +139,12 @@ class Push(WindowBackward):
 
     def keep_rules_in_place(self) -> None:
         """Overwrite the numbers of the rows' optimizers where they have changed."""
-        self._rules.keep_in_place(self.tables.rules())
+        self._rules.keep_in_place(self.tables.rules(self._steps.value), self._steps.value)
+
+    def follow_rules(self) -> None:
+        """Overwrite those numbers if captured steps read some."""
+        if self._rules.are_in_place:
+            self.keep_rules_in_place()
 
     def note_forward(self, step: Step) -> None:
         """Mark where on the stream no id is outside its table any more: the lookup replaces them, or the arrival."""
@@ -281,8 +286,8 @@ class Push(WindowBackward):
 
     def rule(self, step: Step, updated: UpdateRange) -> Rule:
         """Return by which numbers the rows of a range are updated in `step`."""
-        seed = (self._seed + SEED_STEP.value * (step.number - self._steps.on_device)) % 2**31
-        return Rule(self._rules.numbers(step.rules, updated.lookup), self._steps.word, seed, self.update_scale)
+        numbers, since = self._rules.numbers(step.rules, updated.lookup, step.number), self._steps.on_device
+        return Rule(numbers, self._steps.word, step.number - since, self._seed, self.update_scale)
 
     def finish(self, step: Step) -> None:
         """Make the current stream wait until the rows are updated, and so until the gradient has been read."""

@@ -12,6 +12,7 @@ from dlrm_overlap.embedding.layout import FeatureShard
 from dlrm_overlap.embedding.replicated import ReplicatedGradients
 from dlrm_overlap.embedding.steps import StepCache, UpdateRule
 from dlrm_overlap.embedding.tables import LocalTables
+from dlrm_overlap.kernels.arguments import Numbers
 from dlrm_overlap.kernels.backward.optimizers import RowRange
 from dlrm_overlap.kernels.backward.row_runs import InputFeatures, Preparation, PreparedRuns, SortedIds
 
@@ -85,12 +86,14 @@ class InputRows:
             boundaries=torch.tensor([*boundaries, key], dtype=torch.int64, device=device),
         )
 
-    def _row_range(self, index: int, shard: FeatureShard, weight_at: int, state_at: int, any_mean: bool) -> RowRange:
+    def _row_range(
+        self, index: int, shard: FeatureShard, weight_at: int, state_at: tuple[int, ...], any_mean: bool
+    ) -> RowRange:
         stored = self._tables.stored(shard)
         return RowRange(
             index=index,
             weights=stored.weights,
-            states=stored.weights if stored.states is None else stored.states,
+            states=stored.states,
             weight_at=weight_at,
             state_at=state_at,
             dim=shard.dim,
@@ -99,16 +102,12 @@ class InputRows:
             stochastic_rounding=stored.stochastic_rounding,
         )
 
-    def _alike(self, shard: FeatureShard, first_key: int) -> tuple[int, int, int, int]:
-        """Return the values that neighbours in a range share: part, lookup, offsets of key 0 and its state."""
-        part, weight, state = self._part_of[shard], self._tables.weight(shard), self._tables.state(shard)
-        stored, units = self._tables.stored(shard), shard.dim // 4
-        weight_at = (weight.data_ptr() - stored.weights.data_ptr()) // (4 * weight.itemsize) - first_key * units
-        if state is None or stored.states is None:
-            return part, shard.lookup, weight_at, 0
-        state_at = (state.data_ptr() - stored.states.data_ptr()) // state.itemsize
-        state_at = state_at - first_key if state.dim() == 1 else state_at // 4 - first_key * units
-        return part, shard.lookup, weight_at, state_at
+    def _alike(self, shard: FeatureShard, first_key: int) -> tuple[int, int, int, tuple[int, ...]]:
+        """Return the values that neighbours in a range share: part, lookup, offsets of key 0 and its states."""
+        stored, states = self._tables.stored(shard), self._tables.states(shard)
+        weight_at = _offset(self._tables.weight(shard), stored.weights, first_key)
+        state_at = [_offset(state, held, first_key) for state, held in zip(states, stored.states, strict=True)]
+        return self._part_of[shard], shard.lookup, weight_at, tuple(state_at)
 
     def _keys(self, features: int) -> torch.Tensor:
         """Return [features + 1] int64 on the device: the first key of each feature's table, and the end."""
@@ -147,6 +146,15 @@ class InputRows:
         return self._preparations.get(key, Preparation, found, self.input_features, row_units)(found)
 
 
+def _offset(rows: torch.Tensor, held: torch.Tensor, first_key: int) -> int:
+    """Return where key 0 would be in the allocation `held` that holds `rows`, whose first key is `first_key`.
+
+    In elements where rows are numbers [rows], else in units of 4 elements.
+    """
+    at = (rows.data_ptr() - held.data_ptr()) // rows.itemsize
+    return at - first_key if rows.dim() == 1 else at // 4 - first_key * (rows.shape[1] // 4)
+
+
 def in_readable_rows(gradient: torch.Tensor) -> torch.Tensor:
     """Return a gradient [b, D_total] as it is read: rows without strides or overlap, at multiples of 16 bytes.
 
@@ -170,32 +178,47 @@ class DeviceRules:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._by_value = StepCache[tuple[float, ...], torch.Tensor]()
-        self._in_place: list[tuple[tuple[float, ...], torch.Tensor]] = []
+        self._by_value = StepCache[Numbers, torch.Tensor]()
+        self._in_place: list[tuple[Numbers, torch.Tensor]] = []
 
-    def numbers(self, rules: Sequence[UpdateRule], lookup: int) -> torch.Tensor:
-        """Return the numbers of a lookup whose rules are `rules`."""
+    def numbers(self, rules: Sequence[UpdateRule], lookup: int, step: int) -> torch.Tensor:
+        """Return the numbers of a lookup whose rules at step number `step` are `rules`."""
         if self._in_place:
             return self._in_place[lookup][1]
-        value = rules[lookup].numbers
+        value = _at_step_0(rules[lookup], step)
         return self._by_value.get(value, self._make, value)
 
-    def keep_in_place(self, rules: Sequence[UpdateRule]) -> None:
-        """Overwrite the numbers that differ from `rules`, after all work that is issued on the current stream."""
+    @property
+    def are_in_place(self) -> bool:
+        """Whether `keep_in_place` has been called for some lookup."""
+        return bool(self._in_place)
+
+    def keep_in_place(self, rules: Sequence[UpdateRule], step: int) -> None:
+        """Overwrite the numbers that differ from `rules`, after all work that is issued on the current stream.
+
+        Args:
+            rules: as they are at step number `step`.
+        """
         if not self._in_place:
-            self._in_place = [(rule.numbers, self._make(rule.numbers)) for rule in rules]
+            self._in_place = [(value, self._make(value)) for value in (_at_step_0(rule, step) for rule in rules)]
         for lookup, rule in enumerate(rules):
-            value, (before, numbers) = rule.numbers, self._in_place[lookup]
+            value, (before, numbers) = _at_step_0(rule, step), self._in_place[lookup]
             if value != before:
                 self._write(numbers, value)
                 self._in_place[lookup] = value, numbers
 
-    def _make(self, value: tuple[float, ...]) -> torch.Tensor:
+    def _make(self, value: Numbers) -> torch.Tensor:
         numbers = torch.empty(len(value), device=self._device)
         self._write(numbers, value)
         return numbers
 
     @staticmethod
-    def _write(numbers: torch.Tensor, value: tuple[float, ...]) -> None:
+    def _write(numbers: torch.Tensor, value: Numbers) -> None:
         for element, number in zip(numbers.split(1), value, strict=True):
             element.fill_(number)  # by a kernel: a copy from the CPU would wait for the stream
+
+
+def _at_step_0(rule: UpdateRule, step: int) -> Numbers:
+    """Return the numbers of a rule at step number `step`, with the count of step 0, which kernels add to the number."""
+    numbers = rule.numbers
+    return numbers._replace(count=numbers.count - step) if rule.count else numbers

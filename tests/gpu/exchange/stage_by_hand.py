@@ -191,7 +191,7 @@ class Stage:
 
     def state(self, t: int) -> torch.Tensor | None:
         """Return the optimizer's state of a table of this rank, [rows, D] or [rows] float32; None under SGD."""
-        return self.local_tables.state(self._piece_of[t])
+        return next(iter(self.local_tables.states(self._piece_of[t])), None)
 
     def fill(self, integers: bool, seed: int = 1) -> list[torch.Tensor]:
         """Fill this rank's tables, and return the rows of all ranks' tables in float32.

@@ -160,14 +160,6 @@ def test_a_weight_that_takes_no_part_gets_zeros() -> None:
         assert parameter.grad is views[name], f"{name}: the optimizer reads it"
 
 
-def test_a_step_without_a_backward_leaves_zeros() -> None:
-    model = Branches()
-    model.backward("first")
-    model.casts.begin()
-    model.casts.finish()
-    assert not model.flat.gradients.tensor.any()
-
-
 def test_who_waits_for_gradients_is_told_of_each_once() -> None:
     model = Branches()
     told: list[str] = []

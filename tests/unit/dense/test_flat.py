@@ -80,15 +80,6 @@ def test_values_and_gradients_stay() -> None:
     _assert_consistent(flat)
 
 
-def test_a_state_dict_is_loaded_into_the_flat_tensor() -> None:
-    model, other = _model(), _model()
-    flat = _flat(model)
-    model.load_state_dict(other.state_dict())
-    _assert_consistent(flat)
-    for name, expected in other.state_dict().items():
-        assert_same(flat.weights.views[name], expected, name)
-
-
 def test_another_order_moves_all_that_is_laid_out_alike() -> None:
     model = _model()
     flat = _flat(model)

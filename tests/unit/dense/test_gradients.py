@@ -135,15 +135,6 @@ def test_shards_are_never_reduced_and_come_first(reductions: Reductions) -> None
     _assert_gradients(flat, expected)
 
 
-def test_without_learning_all_is_reduced_in_the_layouts_order(reductions: Reductions) -> None:
-    model, flat, buckets = _make(4)
-    expected = _backward(model)  # of the layers alone, while the spare one comes first
-    assert reductions.taken() == []
-    buckets.finish()
-    assert reductions.taken() == [1024] * 5
-    _assert_gradients(flat, expected)
-
-
 @pytest.mark.parametrize(
     ("spare", "told"),
     [

@@ -84,26 +84,6 @@ def test_50_steps_have_the_bits_of_torch_optim(kind: str) -> None:
     assert all(parameter.grad is views[name] for name, parameter in ours.parameters.items())
 
 
-@every_kind
-def test_a_step_in_ranges_is_a_step(kind: str) -> None:
-    runs = [Run(kind, flat=True, shadow=torch.bfloat16).train(1) for _ in range(2)]
-    ours, theirs = runs
-    for step in range(3):
-        for run in runs:
-            assert run.flat is not None
-            run.optimizer.param_groups[0]["lr"] = LR / (1 + step)
-            for parameter in run.parameters.values():
-                assert parameter.grad is not None
-                parameter.grad.copy_(torch.arange(parameter.numel()).view(parameter.shape) * 0.1 - step)
-        assert ours.flat is not None
-        theirs.optimizer.step()
-        elements = ours.flat.weights.tensor.numel()
-        ours.ours.step_in_ranges([(0, 64), (64, 64), (64, elements)])
-        ours.assert_same(theirs)
-        for name in SHAPES:
-            assert_same(ours.ours.shadow(name), theirs.ours.shadow(name), f"shadow of {name}")
-
-
 def _load_as_a_checkpoint(run: Run, folder: Path) -> None:
     run.keyed.init_state()
     state = {"model": dict(run.parameters), "optimizer": run.combined.state_dict()}
@@ -126,33 +106,6 @@ def test_checkpoints_go_both_ways(kind: str, written: bool, read: bool, tmp_path
     _load_as_a_checkpoint(other, tmp_path)
     other.assert_same(whole)
     other.train(7, first=7).assert_same(whole.train(7, first=7))
-
-
-@every_kind
-@pytest.mark.parametrize("flat", [True, False])
-def test_plain_state_dicts_are_loaded(kind: str, flat: bool) -> None:
-    whole, other = Run(kind, flat).train(7), Run(kind, flat=True).train(2)
-    other.optimizer.load_state_dict(whole.optimizer.state_dict())
-    for name, parameter in other.parameters.items():
-        parameter.data.copy_(whole.parameters[name].data)
-        for key, tensor in whole.optimizer.state[whole.parameters[name]].items():
-            assert_same(other.optimizer.state[parameter][key], tensor, f"{key} of {name}")
-    for run in (whole, other):
-        for parameter in run.parameters.values():
-            assert parameter.grad is not None
-            parameter.grad.fill_(0.5)
-        run.optimizer.step()
-    for name, parameter in other.parameters.items():
-        assert_same(parameter.data, whole.parameters[name].data, name)
-
-
-def test_its_own_state_dict_changes_nothing() -> None:
-    run, twin = Run("adam", flat=True).train(3), Run("adam", flat=True).train(3)
-    run.optimizer.load_state_dict(run.optimizer.state_dict())
-    twin.assert_same(run)
-    run.optimizer.load_state_dict(_optim("adam", list(run.parameters.values())).state_dict())
-    for state in run.optimizer.state.values():
-        assert not any(tensor.any() for tensor in state.values()), "that of one that has made no step is all zeros"
 
 
 @pytest.mark.parametrize(

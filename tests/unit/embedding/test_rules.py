@@ -10,14 +10,18 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMo
 from dlrm_overlap.embedding import steps
 from dlrm_overlap.embedding.backends.rows import DeviceRules
 from dlrm_overlap.embedding.steps import UpdateRule
+from dlrm_overlap.kernels.arguments import Numbers
 
 DECOUPLE = WeightDecayMode.DECOUPLE
-REST = [0.0, 0.25, torch.finfo(torch.float32).max]  # L2 decay, decoupled decay, and no bound of the norm
+REST = list(Numbers(0.0, decoupled=0.25, beta1=0.5, beta2=0.75, halflife=-1.0, decay_after=-1.0, most_rate=1.0))[2:]
 
 
-def _rules(*learning_rates: float, eps: float = 0.5) -> list[UpdateRule]:
-    arguments: Any = SimpleNamespace(eps=eps, weight_decay=0.25, weight_decay_mode=DECOUPLE.value, max_norm=0.0)
-    return [UpdateRule(rate, arguments) for rate in learning_rates]
+def _rules(*learning_rates: float, eps: float = 0.5, count: int = 0) -> list[UpdateRule]:
+    arguments: Any = SimpleNamespace(
+        eps=eps, weight_decay=0.25, weight_decay_mode=DECOUPLE.value, max_norm=0.0, beta1=0.5, beta2=0.75,
+        counter_halflife=-1, adjustment_iter=-1, adjustment_ub=1.0,
+    )  # fmt: skip
+    return [UpdateRule(rate, arguments, count=count) for rate in learning_rates]
 
 
 def _device_rules() -> DeviceRules:
@@ -26,45 +30,54 @@ def _device_rules() -> DeviceRules:
 
 def test_an_eager_step_keeps_the_numbers_of_its_forward() -> None:
     device = _device_rules()
-    first = device.numbers(_rules(0.25, 0.75), 1)
+    first = device.numbers(_rules(0.25, 0.75), 1, 0)
     assert (first.tolist(), first.dtype) == ([0.75, 0.5, *REST], torch.float32)
-    assert device.numbers(_rules(0.25, 2.0), 1).tolist() == [2.0, 0.5, *REST]
+    assert device.numbers(_rules(0.25, 2.0), 1, 0).tolist() == [2.0, 0.5, *REST]
     assert first.tolist() == [0.75, 0.5, *REST], "a step under way reads it"
-    assert device.numbers(_rules(0.75), 0) is first, "the same numbers are made once"
-    assert device.numbers(_rules(0.75, eps=0.25), 0).tolist() == [0.75, 0.25, *REST]
+    assert device.numbers(_rules(0.75), 0, 0) is first, "the same numbers are made once"
+    assert device.numbers(_rules(0.75, eps=0.25), 0, 0).tolist() == [0.75, 0.25, *REST]
 
 
 def test_a_schedule_does_not_fill_the_memory() -> None:
     device = _device_rules()
     with patch.object(steps, "_MOST", 3):
-        made = [device.numbers(_rules(float(rate)), 0) for rate in range(10)]
+        made = [device.numbers(_rules(float(rate)), 0, 0) for rate in range(10)]
     assert [numbers.tolist() for numbers in made] == [[float(rate), 0.5, *REST] for rate in range(10)]
     assert len(device._by_value) <= 3
 
 
 def test_captured_steps_read_one_memory() -> None:
     device = _device_rules()
-    device.keep_in_place(_rules(0.25, 0.75))
-    places = [device.numbers(_rules(9.0, 9.0), lookup) for lookup in range(2)]
+    device.keep_in_place(_rules(0.25, 0.75), 0)
+    places = [device.numbers(_rules(9.0, 9.0), lookup, 0) for lookup in range(2)]
     assert [place.tolist() for place in places] == [[0.25, 0.5, *REST], [0.75, 0.5, *REST]], (
         "those last kept, not the step's own"
     )
-    device.keep_in_place(_rules(0.25, 3.0))
+    device.keep_in_place(_rules(0.25, 3.0), 0)
     assert [place.tolist() for place in places] == [[0.25, 0.5, *REST], [3.0, 0.5, *REST]]
-    assert all(device.numbers(_rules(9.0, 9.0), lookup) is place for lookup, place in enumerate(places))
+    assert all(device.numbers(_rules(9.0, 9.0), lookup, 0) is place for lookup, place in enumerate(places))
 
 
 def test_only_what_has_changed_is_written() -> None:
     device = _device_rules()
-    device.keep_in_place(_rules(0.25, 0.75))
+    device.keep_in_place(_rules(0.25, 0.75), 0)
     with patch.object(device, "_write") as write:
-        device.keep_in_place(_rules(0.25, 0.75))
+        device.keep_in_place(_rules(0.25, 0.75), 0)
         write.assert_not_called()
-        device.keep_in_place(_rules(0.25, 1.0))
-        write.assert_called_once_with(device.numbers([], 1), (1.0, 0.5, *REST))
+        device.keep_in_place(_rules(0.25, 1.0), 0)
+        write.assert_called_once_with(device.numbers([], 1, 0), (1.0, 0.5, *REST))
 
 
 def test_a_rank_without_tables_has_no_numbers() -> None:
     device = _device_rules()
-    device.keep_in_place([])
-    device.keep_in_place([])
+    device.keep_in_place([], 0)
+    device.keep_in_place([], 0)
+
+
+def test_the_count_is_that_of_step_0() -> None:
+    """Which kernels add to the step's number, so that neither eager nor captured steps need other numbers each."""
+    device, count = _device_rules(), Numbers._fields.index("count")
+    first = device.numbers(_rules(0.25, count=103), 0, 100)
+    assert first[count] == 3
+    assert device.numbers(_rules(0.25, count=104), 0, 101) is first
+    assert device.numbers(_rules(0.25, count=106), 0, 102)[count] == 4, "after an evaluation, which counts"

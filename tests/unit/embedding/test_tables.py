@@ -1,6 +1,5 @@
 """The oracle of the rows' update against torch's own optimizers, and by hand where torch has none."""
 
-from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -8,37 +7,46 @@ import torch
 from torch import nn
 
 from dlrm_overlap.embedding.tables import max_gradients
-from dlrm_overlap.kernels.reference import update_rows
+from dlrm_overlap.kernels.arguments import Numbers
+from dlrm_overlap.kernels.backward.reference import update_rows
 from tests.agreement import WEIGHT_TOLERANCE, assert_near, assert_same
 
 ROWS, DIM, STEPS = 50, 12, 3
 LR, EPS = 0.5, 0.25
+NUMBERS = Numbers(LR, EPS, decoupled=0.125, beta1=0.5, beta2=0.75)
 OPTIMIZERS = {
-    "sgd": partial(torch.optim.SGD, lr=LR),
-    "adagrad": partial(torch.optim.Adagrad, lr=LR, eps=EPS, initial_accumulator_value=0.0),
+    "sgd": (partial(torch.optim.SGD, lr=LR), []),
+    "adagrad": (partial(torch.optim.Adagrad, lr=LR, eps=EPS, initial_accumulator_value=0.0), ["sum"]),
+    "adam": (
+        partial(torch.optim.AdamW, lr=LR, eps=EPS, betas=(0.5, 0.75), weight_decay=0.125),
+        ["exp_avg", "exp_avg_sq"],
+    ),
 }
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_against_torchs_optimizer_on_dense_gradients(name: str) -> None:
+    """Those whose states move without a gradient, too, agree where ids name every row in every step."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(ROWS, DIM, generator=generator)
     before, expected = weight.clone(), nn.Parameter(weight.clone())
-    state = torch.zeros(ROWS, DIM) if name == "adagrad" else None
-    make: Callable[..., torch.optim.Optimizer] = OPTIMIZERS[name]
+    make, keys = OPTIMIZERS[name]
+    states = [torch.zeros(ROWS, DIM) for _ in keys]
     optimizer = make([expected])
     named = []
-    for _ in range(STEPS):
+    for step in range(STEPS):
         ids = torch.randint(0, 30, (40,), generator=generator)  # some twice, those from 30 on never
-        gradient = torch.randn(40, DIM, generator=generator)
-        update_rows(weight, state, ids, gradient, name, LR, EPS)
+        if name == "adam":
+            ids = torch.cat((ids, torch.arange(ROWS)))
+        gradient = torch.randn(ids.numel(), DIM, generator=generator)
+        update_rows(weight, states, ids, gradient, name, NUMBERS._replace(count=step + 1))
         optimizer.zero_grad()
         (expected[ids] * gradient).sum().backward()
         optimizer.step()
         named.append(ids)
     assert_near(weight, expected.detach(), WEIGHT_TOLERANCE["fp32"], "weight")
-    if state is not None:
-        assert_near(state, optimizer.state[expected]["sum"], WEIGHT_TOLERANCE["fp32"], "state")
+    for key, state in zip(keys, states, strict=True):
+        assert_near(state, optimizer.state[expected][key], WEIGHT_TOLERANCE["fp32"], key)
     others = torch.cat(named).bincount(minlength=ROWS) == 0
     assert_same(weight[others], before[others], "rows that no id names")
 
@@ -47,7 +55,7 @@ def test_rowwise_adagrad_by_hand() -> None:
     weight = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
     state = torch.tensor([8.0, 7.0, 0.0])
     gradient = torch.tensor([[1.0, 1.0], [0.0, -4.0], [2.0, 4.0]])
-    update_rows(weight, state, torch.tensor([0, 2, 0]), gradient, "rowwise_adagrad", lr=0.5, eps=5.0)
+    update_rows(weight, [state], torch.tensor([0, 2, 0]), gradient, "rowwise_adagrad", Numbers(0.5, 5.0))
     # Row 0: [3, 5] in sum, 17 in mean square, 25 with what was there: 0.5 / (5 + 5) of it. Row 2: 8, from nothing.
     assert_same(state, torch.tensor([25.0, 7.0, 8.0]), "state")
     row_2 = 6 + 0.5 * 4 / (8**0.5 + 5)
@@ -56,16 +64,30 @@ def test_rowwise_adagrad_by_hand() -> None:
 
 def test_half_precision_rows_are_rounded_once() -> None:
     weight = torch.ones(1, 4).half()  # below 1, float16 lie 2**-11 apart
-    update_rows(weight, None, torch.tensor([0, 0]), torch.full((2, 4), 0.3 * 2**-11), "sgd", lr=1.0)
+    update_rows(weight, [], torch.tensor([0, 0]), torch.full((2, 4), 0.3 * 2**-11), "sgd", Numbers(1.0))
     assert_same(weight, torch.full((1, 4), 1 - 2**-11).half(), "weight")
 
 
-@pytest.mark.parametrize("name", [*OPTIMIZERS, "rowwise_adagrad"])
-def test_without_ids_nothing_changes(name: str) -> None:
-    weight, state = torch.ones(3, 4), torch.ones(3) if name == "rowwise_adagrad" else torch.ones(3, 4)
-    update_rows(weight, state, torch.empty(0, dtype=torch.int64), torch.empty(0, 4), name, LR, EPS)
-    assert_same(weight, torch.ones(3, 4), "weight")
-    assert_same(state, torch.ones_like(state), "state")
+def test_partial_rowwise_adam_and_lamb_by_hand() -> None:
+    """One row, mean 1 and mean square 3 before step 2; betas 1/2 and 3/4, which correct by 3/4 and 7/16."""
+    for name, ratio in (("partial_rowwise_adam", 1.0), ("partial_rowwise_lamb", 0.0)):
+        weight, states = torch.tensor([[3.0, -4.0]]), [torch.ones(1, 2), torch.tensor([3.0])]
+        numbers = Numbers(lr=0.5, decoupled=0.25, beta1=0.5, beta2=0.75, count=2)
+        update_rows(weight, states, torch.tensor([0]), torch.tensor([[3.0, -1.0]]), name, numbers)
+        # Means (2, 0); mean square 9/4 + 5/4 = 7/2, 8 when corrected: the mean's 8/3 is divided by sqrt(8).
+        assert_same(states[0], torch.tensor([[2.0, 0.0]]), name)
+        assert_same(states[1], torch.tensor([3.5]), name)
+        direction = torch.tensor([[8 / 3 / 8**0.5 + 0.25 * 3, 0.25 * -4]])
+        if name == "partial_rowwise_lamb":
+            ratio = 5 / float(direction.norm())
+        assert_near(weight, torch.tensor([[3.0, -4.0]]) - 0.5 * ratio * direction, WEIGHT_TOLERANCE["fp32"], name)
+
+
+def test_without_ids_nothing_changes() -> None:
+    weight, states = torch.ones(3, 4), [torch.ones(3, 4), torch.ones(3)]
+    update_rows(weight, states, torch.empty(0, dtype=torch.int64), torch.empty(0, 4), "partial_rowwise_adam", NUMBERS)
+    for tensor in (weight, *states):
+        assert_same(tensor, torch.ones_like(tensor), "weight or state")
 
 
 def test_only_lookups_that_clip_have_a_bound() -> None:

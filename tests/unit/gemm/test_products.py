@@ -69,9 +69,9 @@ LARGE = Problem("all_gather", 32768, 512, 3456, torch.bfloat16, False, "none")
 @pytest.mark.parametrize(
     ("problem", "way", "choice"),
     [
-        (LARGE, "auto", Choice("pushes", 4)),
+        (LARGE, "auto", Choice("copies", 4)),
         (LARGE._replace(operator="reduce_scatter", columns=3456, inner=512), "auto", Choice("copies", 4)),
-        (LARGE._replace(columns=8192), "auto", Choice("pushes", 1)),
+        (LARGE._replace(columns=8192), "auto", Choice("copies", 1)),
         (LARGE._replace(rows=64), "auto", Choice("serial", 1)),
         (LARGE._replace(dtype=torch.float32), "auto", Choice("serial", 4)),
         (LARGE, "tiles", Choice("tiles", 4)),
@@ -85,10 +85,10 @@ def test_a_way_is_chosen_between_gpus(problem: Problem, way: str, choice: Choice
 @pytest.mark.parametrize(
     ("problem", "way", "message"),
     [
-        (LARGE, "chunks/2", "way chunks/2 is not known; take auto, serial, copies, pushes, tiles, triggered, or one"),
+        (LARGE, "chunks/2", "way chunks/2 is not known; take auto, serial, copies, tiles, triggered, or one"),
         (LARGE, "copies/3", "take one of copies/1, copies/2, copies/4, copies/8"),
         (LARGE._replace(dtype=torch.float32), "copies", "torch.float32: copies takes float16 and bfloat16"),
-        (LARGE._replace(rows=0), "pushes", "there is nothing to multiply; take serial"),
+        (LARGE._replace(rows=0), "copies", "there is nothing to multiply; take serial"),
         (LARGE._replace(inner=12), "triggered", "triggered takes N and K that are multiples of 8"),
     ],
 )

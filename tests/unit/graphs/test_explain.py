@@ -78,7 +78,7 @@ def test_a_plan_of_every_sharding_type_without_a_process_group() -> None:
     [
         ({}, True, None),
         ({}, False, "compute kernel dense"),
-        ({"optimizer": EmbOptimType.ADAM}, True, "optimizer adam"),
+        ({"optimizer": EmbOptimType.LARS_SGD}, True, "optimizer lars_sgd"),
         ({"weight_decay": 0.1}, True, None),
     ],
     ids=["all", "dense", "adam", "decay"],

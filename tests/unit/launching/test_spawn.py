@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import pytest
@@ -223,17 +222,6 @@ class TestSpawn:
         assert launcher_of(worker, number, "all:say", before=asked).wait(20) == SAVED
         told = f"dlrm-overlap: {number.name}: no rank was started yet; the same command begins anew\n"
         assert capfd.readouterr() == ("", told)
-
-    def test_a_second_sigterm_ends_at_once(self, worker: Path, tmp_path: Path) -> None:
-        pids = tmp_path / "pids"
-        parent = launcher_of(worker, signal.SIGTERM, "all:stubborn", f"all:pids:{pids}", "all:hang")
-        started = wait_for_pids(pids, 2)
-        parent.terminate()
-        time.sleep(0.3)
-        assert parent.poll() is None
-        parent.terminate()
-        assert parent.wait(20) == 128 + signal.SIGTERM
-        assert_gone(started)
 
 
 def test_a_launcher_that_is_killed_leaves_no_file(

@@ -376,7 +376,7 @@ def test_an_id_outside_its_table_in_the_last_evaluation(
         (RunLog, "training", torch.AcceleratorError("CUDA error")),
         (RunLog, "summary", RuntimeError("NCCL error")),
         (Trainer, "evaluate", RuntimeError("CUDA error")),
-        ("checkpointer", "save", torch.AcceleratorError("CUDA error")),
+        ("checkpointer", "write", torch.AcceleratorError("CUDA error")),
     ],
 )
 def test_what_a_kernel_recorded_is_raised_instead_of_what_follows(

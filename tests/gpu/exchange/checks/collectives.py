@@ -1,25 +1,23 @@
-"""All-to-all and all-gather into the peers' memory: against the group's own, under any delays, captured, lost peers."""
+"""All-to-all and all-gather into the peers' memory: of all sizes, under any delays, captured, lost peers."""
 
 import time
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import torch
-import torch.distributed as dist
 
-from dlrm_overlap.comm import device_flow
 from dlrm_overlap.comm.arena import Region, open_arena
 from dlrm_overlap.comm.collectives import PeerCollectives
 from dlrm_overlap.comm.copy_engine import Copy2D, CopyEngine
 from tests.agreement import assert_same
+from tests.distributed.collectives import Rows, check_rows
 from tests.gpu.exchange.checks.faults import CULPRIT, TIMEOUT_S, flag_told_of
 from tests.gpu.exchange.checks.stress import capture, take_late, told_in_a_capture
 from tests.gpu.exchange.place import Check, Place
 
 _WAYS = ("auto", "dma", "stores")
 # Rows of odd sizes; of more than one block of the kernel; of what copy engines are for.
-_ROWS: list[tuple[tuple[int, ...], torch.dtype]] = [
+_ROWS: Rows = [
     ((1,), torch.float32),
     ((1,), torch.int8),
     ((4099,), torch.int8),
@@ -34,49 +32,10 @@ _STEPS = 1000
 _SIZES = ((1 << 19, "dma"), (1001, "stores"), (77_777, "dma"), (1 << 18, "stores"))  # int32 elements of a row, way
 
 
-def _sent(place: Place, seed: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    numbers = torch.randint(-100, 100, shape, generator=place.generator(seed + place.rank), device=place.device)
-    return numbers.to(dtype)
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(-1).view(torch.uint8)
-
-
-def _check_equal(place: Place, way: Any) -> None:
-    """As NCCL's, to the last bit, whatever the size, the type and the place in memory, which is not alike on ranks."""
-    ranks, group = place.world_size, place.group
-    collectives = PeerCollectives(group, place.device, 64 << 20, 60.0)
-    for number, (shape, dtype) in enumerate(_ROWS):
-        output = collectives.empty((ranks, *shape), dtype)
-        for step in (0, 1, 3):
-            shift = (step + place.rank) % 4  # elements by which the input begins behind a multiple of 16 bytes
-            sent = _sent(place, 10 * number, (ranks, *shape), dtype)
-            stored = torch.empty(sent.numel() + shift, dtype=dtype, device=place.device)[shift:].view(sent.shape)
-            stored.copy_(sent)
-            for times in range(2):  # the second call asks no rank
-                _bytes(output).fill_(0x7F)
-                collectives.all_to_all(output, stored, way).wait()
-                expected = torch.empty_like(sent)
-                dist.all_to_all_single(_bytes(expected), _bytes(sent), group=group)
-                assert_same(output, expected, f"all to all, {shape} {dtype}, way {way}, shift {shift}, time {times}")
-            _bytes(output).fill_(0x7F)
-            mine = stored[place.rank]
-            if shift == 0:
-                output[place.rank].copy_(mine)
-                mine = output[place.rank]
-            collectives.all_gather(output, mine, way).wait()
-            expected = torch.empty_like(sent)
-            dist.all_gather_into_tensor(_bytes(expected), _bytes(sent[place.rank]), group=group)
-            assert_same(output, expected, f"all gather, {shape} {dtype}, way {way}, shift {shift}")
-    place.meet()
-    collectives.close()
-
-
 def _check_nothing(place: Place) -> None:
     """Rows without a byte: what comes before and after them arrives, eager and replayed."""
     ranks, collectives = place.world_size, PeerCollectives(place.group, place.device, 1 << 20, 20.0)
-    nothing, shares, output = (collectives.empty((ranks, n, 4), torch.float32) for n in (0, 0, 1))
+    nothing, output = (collectives.empty((ranks, n, 4), torch.float32) for n in (0, 1))
     empty, number = torch.empty_like(nothing), torch.zeros_like(output)
 
     def take() -> None:
@@ -86,7 +45,6 @@ def _check_nothing(place: Place) -> None:
             collectives.all_to_all(nothing, empty, way_).wait()
             collectives.all_gather(nothing, empty[0], way_).wait()
             collectives.all_to_all(output, number, way_).wait()
-        collectives.all_reduce(nothing, empty, shares).wait()
 
     replay = None
     for times in range(1, 5):
@@ -100,41 +58,8 @@ def _check_nothing(place: Place) -> None:
     collectives.close()
 
 
-def _check_means(place: Place) -> None:
-    """As a sum in the order of the ranks, to the last bit, eager and replayed, behind calls that share its memory."""
-    ranks, collectives = place.world_size, PeerCollectives(place.group, place.device, 64 << 20, 20.0)
-
-    def reduce(output: torch.Tensor, sent: torch.Tensor, shares: torch.Tensor) -> None:
-        collectives.all_reduce(output, sent, shares).wait()
-
-    for number, (shape, dtype) in enumerate(_ROWS):
-        if not dtype.is_floating_point:
-            continue
-        output, shares = (collectives.empty((ranks, *shape), dtype) for _ in range(2))
-        sent = torch.empty_like(output)
-        take = partial(reduce, output, sent, shares)
-        for times in range(6):
-            sent.copy_(_sent(place, 100 * number + 10 * times, sent.shape, dtype))
-            whole = torch.empty(ranks, *sent.shape, dtype=dtype, device=place.device)
-            dist.all_gather_into_tensor(_bytes(whole), _bytes(sent), group=place.group)
-            expected = (whole.float().sum(0) * (1 / ranks)).to(dtype)  # of integers, so in any order
-            place.synchronize()
-            place.meet()
-            _bytes(output).fill_(0x7F)
-            _bytes(shares).fill_(0x7F)
-            if times == 2:
-                take = capture(place, take)
-            take()
-            assert_same(output, expected, f"{shape} {dtype}, time {times}")
-            collectives.check()
-    place.meet()
-    collectives.close()
-
-
-def _check_means_in_pieces(place: Place) -> None:
-    """The same of rows that are cut, most of them into pieces of which the last is shorter."""
-    with mock.patch.object(device_flow, "PIECE_BYTES", 1000):
-        _check_means(place)
+def _check_rows(place: Place, way: Any) -> None:
+    check_rows(lambda bound: PeerCollectives(place.group, place.device, 64 << 20, bound), way, _ROWS, place.device)
 
 
 class _Steps:
@@ -271,10 +196,8 @@ def _check_lost_peer(place: Place, how: str) -> None:
     place.leave()
 
 
-CHECKS = {f"collectives_{way}": Check(partial(_check_equal, way=way)) for way in _WAYS} | {
+CHECKS = {f"collectives_{way}": Check(partial(_check_rows, way=way)) for way in _WAYS} | {
     "collectives_of_nothing": Check(_check_nothing, gpu_only=True),
-    "collectives_means": Check(_check_means, gpu_only=True),
-    "collectives_means_in_pieces": Check(_check_means_in_pieces, gpu_only=True),
     "collectives_engine": Check(_check_engine, gpu_only=True),
     "collectives_in_a_capture": Check(_check_in_a_capture, gpu_only=True),
 }

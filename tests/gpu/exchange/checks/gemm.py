@@ -32,17 +32,16 @@ _TILED = (
     Case(1030, 264, 520, _BRAIN, views=True),
 )
 """of N and K that are multiples of 8, which tiles take alone"""
-_WAYS = ("auto", "serial", "copies/0", "copies/1", "copies/2", "copies/8", "pushes/1", "pushes/4")
-_WAYS += ("tiles/1", "tiles/8", "triggered/1", "triggered/4")
+_WAYS = ("auto", "serial", "copies/1", "copies/2", "copies/8", "tiles/1", "tiles/8", "triggered/1", "triggered/4")
 _STEPS = 1000
-_CALLS = ("copies/0", "copies/4", "pushes/2", "tiles/4", "triggered/4")
-_KEEPS = ("copies/4", "pushes/2")  # ways by which gathered rows are kept, too, for the weight's gradient
+_CALLS = ("copies/1", "copies/4", "tiles/4", "triggered/4")
+_KEEPS = ("copies/4", "tiles/4")  # ways by which gathered rows are kept, too, for the weight's gradient
 
 
 def _poison(place: Place, products: ParallelProducts) -> None:
     """Fill all windows with NaN while nobody is in a call."""
     place.meet()
-    for window in products.windows or ():
+    for window in products.windows.each if products.windows else ():
         window.at(place.rank, torch.int16).fill_(-1)
     place.meet()
 
@@ -185,10 +184,10 @@ def _check_owners(place: Place) -> None:
     mine, other = (ParallelProducts(place.group, place.device) for _ in range(2))
 
     def step() -> None:
-        outputs[:] = [all_gather_matmul(x, weight, products=mine, way=way) for way in ("copies/1", "pushes/1")]
+        outputs[:] = [all_gather_matmul(x, weight, products=mine, way=way) for way in ("copies/1", "tiles/1")]
 
     step()
-    for way in ("copies/1", "pushes/1"):
+    for way in ("copies/1", "tiles/1"):
         all_gather_matmul(x, weight, products=other, way=way)
     replay = capture(place, step)
     place.meet()
@@ -207,7 +206,7 @@ def _check_inference_first(place: Place) -> None:
     x = torch.ones(case.rows * ranks, case.inner, device=place.device, dtype=case.dtype)
     weight = x.new_ones(case.columns, case.inner)
     products = parallel_products(place.group, place.device)
-    for way in ("copies/2", "pushes/2", "tiles/2", "triggered/2"):
+    for way in ("copies/2", "tiles/2", "triggered/2"):
         with torch.inference_mode():
             all_gather_matmul(x[: case.rows], weight, products=products, way=way)
             matmul_reduce_scatter(x, weight, products=products, way=way)
@@ -288,8 +287,8 @@ LOST = {
         partial(_check_lost_peer, operator=operator, how=how, way=way), 60.0, True, True
     )
     for operator, how, way in (
-        ("gather", "dies", "copies/1"),
-        ("gather", "captured", "pushes/1"),
+        ("gather", "dies", "tiles/1"),
+        ("gather", "captured", "copies/1"),
         ("scatter", "dies", "tiles/1"),
         ("scatter", "captured", "copies/1"),
     )

@@ -8,7 +8,7 @@ import torch
 from dlrm_overlap.backends import EXCHANGED
 from dlrm_overlap.embedding.options import ExchangeOptions
 from tests.agreement import WEIGHT_TOLERANCE, assert_near, assert_same
-from tests.distributed.usages import LEARNING_RATES, USAGES, compare, evaluate_in_pipeline
+from tests.distributed.usages import COUNTING, LEARNING_RATES, ON_GPUS_ALONE, USAGES, compare, evaluate_in_pipeline
 from tests.gpu.exchange.place import Check, Place
 from tests.gpu.exchange.stage_by_hand import Batch, Stage, Table, pool_exactly
 
@@ -127,6 +127,13 @@ CHECKS = (
         f"usage_{usage}_{optimizer}": Check(partial(_check_usage, usage=usage, optimizer=optimizer))
         for usage in USAGES
         for optimizer in LEARNING_RATES
+    }
+    | {
+        f"usage_{usage}_{optimizer}": Check(
+            partial(_check_usage, usage=usage, optimizer=optimizer), gpu_only=optimizer in ON_GPUS_ALONE
+        )
+        for usage in ("accumulation", "evaluation_between", "weights_unasked")
+        for optimizer in COUNTING
     }
     | {
         f"pipeline_{pipeline}_{'copies' if copies else 'lends'}": Check(

@@ -1,0 +1,101 @@
+"""The command: `python -m tests.kernels.vectors`, without TRITON_INTERPRET; needs no GPU.
+
+Compiles kernels of the dense part, of collectives and of products with communication inside for an H200, and checks the
+instructions that they are made of: words of 16 bytes a lane where rows allow them, no lesser ones, and tensor cores.
+"""
+
+from itertools import product
+
+import torch
+from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16
+
+from dlrm_overlap.kernels import flags, peer_copy
+from dlrm_overlap.kernels.dense import all_reduce, update
+from dlrm_overlap.kernels.dense.arguments import BLOCK, STATES
+from dlrm_overlap.kernels.gemm import product as products
+from dlrm_overlap.kernels.gemm.product import Tiling
+from tests.kernels.compiling import compile_for_h200
+
+_INSTRUCTIONS = {16: "v4.b32", 8: "v2.b32", 4: "b32", 2: "b16", 1: "b8"}
+_COPY = {"counted": "*i32", "counts": "*i32"} | dict.fromkeys(("source", "stride", "words", "offset", "timeout"), "i64")
+_COPY |= dict.fromkeys(("targets", "peers_ready", "clock", "ready", "status"), "*i64")
+_SHARES = dict.fromkeys(("shares", "peers_ready", "clock"), "*i64") | {
+    "counted": "*i32",
+    "scale": "fp32",
+    "epoch": "i64",
+}
+_UPDATE: dict[str, str] = dict.fromkeys(("weights", "gradients", "state", "square", "factors"), "*fp32")
+_UPDATE |= {"shadow": "*bf16", "rows": "*i32"}
+_PRODUCT = {"out": "*bf16", "bias": "*bf16", "done": "*i32", "owners": "*i32", "timeout": "i64"}
+_PRODUCT |= dict.fromkeys(("targets", "peers_ready", "ready", "clock", "status"), "*i64")
+_ORDERS = {"gather": "own_first", "scatter": "balanced"}
+
+
+def check_peer_copy() -> None:
+    """Rows are stored in whole words, and the ranks meet by atomics."""
+    for word, instruction in _INSTRUCTIONS.items():
+        made = peer_copy._storing(4, word)
+        text, constants = compile_for_h200(made, _COPY)["ptx"], made.constants
+        turns = constants["BLOCK"] // constants["VECTOR"] // (peer_copy._NUM_WARPS * 32)
+        assert text.count(f"st.global.{instruction}") == turns + (word == 4), f"word {word}\n{text}"  # one sets a count
+        assert text.count("st.global") == turns + 1, f"word {word}\n{text}"
+    assert "atom" in compile_for_h200(flags._meeting(4), _COPY)["ptx"]
+
+
+def check_all_reduce() -> None:
+    """The dense gradients' all-reduce."""
+    for dtype, world_size in product((torch.float32, torch.bfloat16), (2, 3, 4, 8)):
+        vectors = world_size * all_reduce.lane_elements(world_size, dtype) * dtype.itemsize // 16
+        text = compile_for_h200(all_reduce._averaging(world_size, dtype), _SHARES)["ptx"]
+        assert text.count("ld.global.v4.b32") == vectors, text
+        assert text.count("st.global.v4.b32") == vectors, text
+        assert text.count("st.global") == vectors + 1, f"besides, the count alone is set back\n{text}"
+
+
+def check_update() -> None:
+    """The update of the dense parameters, under each optimizer and with bf16 shadows."""
+    lanes = 128
+    for (kind, states), by_line in product(STATES.items(), (False, True)):
+        _, change = update._compiled(kind, False, by_line, torch.bfloat16)
+        text, turns = compile_for_h200(change, _UPDATE)["ptx"], BLOCK // (lanes * 4)
+        assert text.count("ld.global.v4.b32") == turns * (2 + len(states)), f"{kind}\n{text}"
+        shadows = BLOCK // (lanes * 8)
+        assert text.count("st.global.v4.b32") == turns * (1 + len(states)) + shadows, f"{kind}\n{text}"
+        assert text.count("st.global") == text.count("st.global.v4.b32"), f"{kind}\n{text}"
+
+
+def compile_product(mode: str, by_k: bool, tiling: Tiling) -> str:
+    """Return the PTX of a product that is gathered, with a bias and relu, or scattered."""
+    gather = mode == "gather"
+    kind = products._Kind(gather, not gather, by_k, gather, "relu" if gather else "none", torch.bfloat16, _ORDERS[mode])
+    blocks = {"x": [tiling.block_m, tiling.block_k]}
+    blocks["weight"] = [tiling.block_n, tiling.block_k] if by_k else [tiling.block_k, tiling.block_n]
+    types = dict(_PRODUCT)
+    for name, block in blocks.items():
+        layout = f",{NVMMASharedLayout.get_default_for(block, bfloat16)!r}" if tiling.specialised else ""
+        types[name] = f"tensordesc<bf16{block}{layout}>"
+    source = GluonASTSource if tiling.specialised else ASTSource
+    return compile_for_h200(products._compiled(kind, tiling), types, source)["ptx"]
+
+
+def check_products() -> None:
+    """Products use the tensor cores, keep the order of flags and rows, and store 16 bytes a lane."""
+    for tiling, (mode, by_k) in product((Tiling(), Tiling(specialised=False)), (("gather", False), ("scatter", True))):
+        text, what = compile_product(mode, by_k, tiling), f"{mode}, {tiling}"
+        assert "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16" in text, what
+        assert "cp.async.bulk.tensor.2d" in text, what
+        rows = tiling.block_m // (1 if tiling.specialised else 2)  # of a group of warps; two groups are two copies
+        vectors = rows * tiling.block_n // 8 // 128
+        assert text.count("st.global.v4.b32") == vectors, f"{what}: {text.count('st.global.v4.b32')}"
+        if mode == "gather":
+            assert "acquire" in text, f"{what}: the compiler has dropped the acquire"
+            assert text.index("acquire") < text.index("fence.proxy.async.global"), what
+        else:
+            assert "global.sys.release.exch.b64" in text, what
+
+
+if __name__ == "__main__":
+    for check in (check_peer_copy, check_all_reduce, check_update, check_products):
+        check()
