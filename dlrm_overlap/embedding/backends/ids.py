@@ -262,8 +262,11 @@ class IdExchange(ABC):
             text = f"{count} ids, beyond the {most} of all its bounds"
         else:
             name = keys[feature if feature < len(keys) else self.ids.shares[feature - len(keys) - 1].key]
-            text = f"{count} ids of feature {name}, beyond the {most} of its bound"
+            what = f"distinct ids of table {name}" if self.layout.has_slots else f"ids of feature {name}"
+            text = f"{count} {what}, beyond the {most} of its bound"
         cure = "correct the bound's bag_sizes" if count >= 0 else "give every bag a length of 0 or more"
+        if self.layout.has_slots:
+            cure = "raise the bound's distinct, and its bag_sizes"
         return ValueError(f"the batch of rank {rank} has {text}; {cure}, and start again")
 
     @abstractmethod

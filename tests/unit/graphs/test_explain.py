@@ -21,9 +21,16 @@ from torchrec.distributed.sharding_plan import (
     table_wise,
 )
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.embedding_configs import EmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
-from dlrm_overlap import GraphTrainPipeline, OverlapEmbeddingBagCollectionSharder, constraints, explain
+from dlrm_overlap import (
+    GraphTrainPipeline,
+    OverlapEmbeddingBagCollectionSharder,
+    OverlapEmbeddingCollectionSharder,
+    constraints,
+    explain,
+)
 from dlrm_overlap.config import InputError
 from tests.distributed.models import CPU, SUM, Tables, table_configs
 
@@ -111,6 +118,32 @@ def test_a_model_of_either_sharder_has_the_reasons_of_its_plan(
     found = [(each.exchanged, each.captured, each.why_not) for each in ours.tables]
     kept = "table t1 stays with TorchRec, with compute kernel dense"
     assert found == [(True, False, kept), (False, False, "compute kernel dense")]
+
+
+@pytest.mark.parametrize(
+    ("fused_params", "why_not"),
+    [({}, None), ({"gradient_clipping": True}, "gradients of ids that are clipped before they are summed")],
+    ids=["all", "clipped"],
+)
+def test_unpooled_tables_of_a_plan(fused_params: dict[str, Any], why_not: str | None) -> None:
+    """A rank sends a row and a gradient of each distinct id; of a table whose number is not given, of each id."""
+    configs = [
+        EmbeddingConfig(name=f"t{i}", num_embeddings=100, embedding_dim=8, feature_names=[f"f{i}"]) for i in range(2)
+    ]
+    model = nn.ModuleDict({"tables": EmbeddingCollection(configs, device=torch.device("meta"))})
+    model["over"] = nn.Linear(2, 2)
+    ways = {"t0": column_wise([0, 1], compute_kernel="fused"), "t1": row_wise(compute_kernel="fused")}
+    sharder: Any = OverlapEmbeddingCollectionSharder()
+    plan = ShardingPlan({"tables": construct_module_sharding_plan(model["tables"], ways, sharder, 2, 2, "cpu")})
+    sizes: dict[str, float] = {"f0": 20.0, "f1": 3.0}
+    asked: Any = {"samples": 10, "distinct": {"t0": 40.0}}
+    found = explain(model, plan, fused_params=fused_params, bag_sizes=sizes, **asked).tables
+    assert [each.exchanged for each in found] == [why_not is None] * 2
+    if why_not is None:
+        assert all(each.captured and each.why_not is None for each in found)
+        assert [each.sent_bytes for each in found] == [40 * (8 * 2 + 2 * 32) / 2, 30 * (8 + 2 * 32) / 2]
+    else:
+        assert [(each.captured, each.why_not) for each in found] == [(False, why_not)] * 2
 
 
 def test_all_that_the_planner_makes_under_the_constraints_is_exchanged() -> None:
