@@ -1,5 +1,6 @@
 """Models with unpooled tables, trained under stock TorchRec and under the drop-in. Imports no pytest."""
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -123,6 +124,7 @@ def _loss_and_output(found: Any, scale: torch.Tensor, pooled: Any) -> tuple[torc
 
 
 def make_plan(model: Model, case: Case, sharders: Sequence[Any], world_size: int, device: str) -> ShardingPlan:
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))  # fewer where ranks share a GPU
     fused: dict[str, Any] = {"compute_kernel": "fused"}
     ways: dict[str, Any] = {
         "shared": table_wise(1 % world_size, **fused),
@@ -146,7 +148,7 @@ def make_plan(model: Model, case: Case, sharders: Sequence[Any], world_size: int
             ways = {"t_p": table_wise(0, **fused), "t_q": data_parallel()}
         if name in ("pooled", "sequences"):
             sharder = sharders[name == "pooled"]
-            plans[name] = construct_module_sharding_plan(module, ways, sharder, world_size, world_size, device)
+            plans[name] = construct_module_sharding_plan(module, ways, sharder, local_size, world_size, device)
     return ShardingPlan(plans)
 
 

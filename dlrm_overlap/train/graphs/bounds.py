@@ -229,9 +229,9 @@ class DistinctCounts:
     def __init__(self, modules: Sequence[Any], device: torch.device = _CPU) -> None:
         """Take a model's modules, of which those with unpooled tables have something to count, and where to count."""
         self._device = device
-        counted = [each for module in modules if (each := getattr(module, "counted", lambda: None)()) is not None]
-        self._collections = [(tables, distinct) for tables, distinct in counted if tables]
-        self.tables = list(dict.fromkeys(table for tables, _ in self._collections for table in tables))
+        counted = [(module, getattr(module, "counted", lambda: None)()) for module in modules]
+        self._collections = [(module, *each) for module, each in counted if each is not None and each[0]]
+        self.tables = list(dict.fromkeys(table for _, tables, _ in self._collections for table in tables))
         """by name; the greatest number counts where two collections have one of a name"""
 
     def of(self, batch: Any) -> list[torch.Tensor]:
@@ -239,7 +239,9 @@ class DistinctCounts:
         if not self.tables:
             return []
         counts = dict[str, torch.Tensor]()
-        for tables, distinct in self._collections:
+        for module, tables, distinct in self._collections:
+            if module.dedup is False:  # as auto may have been found to be
+                continue
             wanted = {sequence.feature for sequence in distinct.sequences}
             ids = next((each for each in _ids_of(batch) if wanted <= set(each.keys())), None)
             if ids is None:
