@@ -20,7 +20,7 @@ from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.embedding.id_layout import BatchBound
 from dlrm_overlap.embedding.layout import Layout
 from dlrm_overlap.embedding.options import ExchangeOptions
-from dlrm_overlap.embedding.replicated import ReplicatedTables, replicated_shards, why_not_looked_up
+from dlrm_overlap.embedding.replicated import ReplicatedTables, replicated_shards
 from dlrm_overlap.embedding.shardings import groups_of, output_types, why_not_exchanged, why_not_together
 from dlrm_overlap.embedding.stock import StockTables, why_not_beside_graphs
 from dlrm_overlap.embedding.tables import max_gradients, only_fbgemm
@@ -145,21 +145,15 @@ class ExchangingModule(nn.Module, Generic[Served]):
 
     def why_ids_are_not_taken(self) -> str | None:
         """Return why this module leaves the ids to TorchRec, alike on all ranks, or None if `take_ids` would work."""
-        if (reason := self._why_stock_stays()) is not None:
+        shardings = dict(zip(self.why_not_exchanged, self._shardings, strict=True))
+        if (reason := why_not_beside_graphs(shardings, self.why_not_exchanged)) is not None:
             return reason
-        for i in self._replicated:
-            if (reason := why_not_looked_up(self._shardings[i])) is not None:
-                return f"its data-parallel tables stay with TorchRec: {reason}"
         options = self._resolved
         if not BACKENDS[options.backend].stores_to_peers or options.resolved_backward == "collective":
             return f"backend {options.backend} with backward {options.resolved_backward} waits for the host"
         if self.post_lookup_tracker_fn or self.post_odist_tracker_fn:
             return "a tracker is registered"
         return None
-
-    def _why_stock_stays(self) -> str | None:
-        """Return why captured steps cannot leave the tables that stay with TorchRec to it, or None."""
-        return why_not_beside_graphs(self._shardings[i] for i in self._stock())
 
     def _stock(self) -> list[int]:
         """Return the numbers of the shardings that stay with TorchRec where the exchange takes ids."""

@@ -18,12 +18,12 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from dlrm_overlap.backends import BACKENDS
 from dlrm_overlap.comm.order import CommunicationOrder
-from dlrm_overlap.config import InputError
 from dlrm_overlap.embedding.exchange import Exchange, PooledAwaitable
 from dlrm_overlap.embedding.exchanging_module import ExchangingModule
 from dlrm_overlap.embedding.id_layout import BatchBound
 from dlrm_overlap.embedding.layout import Layout
 from dlrm_overlap.embedding.options import ExchangeOptions
+from dlrm_overlap.embedding.own_batches import of_samples, with_even_batches, with_even_batches_of_ranks
 from dlrm_overlap.embedding.shardings import (
     build_layout,
     exchanging_group,
@@ -33,7 +33,7 @@ from dlrm_overlap.embedding.shardings import (
     names_of,
     output_types,
 )
-from dlrm_overlap.embedding.steps import weights_of, with_float_weights
+from dlrm_overlap.embedding.steps import with_float_weights
 from dlrm_overlap.embedding.stock import StockTables
 from dlrm_overlap.embedding.tables import LocalTables
 
@@ -50,7 +50,6 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
         """Take TorchRec's arguments, how to exchange, and the order of the output."""
         super().__init__(*args, **kwargs)
         self._output_order = output_order
-        self._weights_are_trained: bool | None = None  # nobody knows before the first training step
         self._begin(options)
         self._set_up()
 
@@ -167,6 +166,8 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
         if not self._takes_ids:
             return super().forward(*input, **kwargs)
         (features,) = (*input, *kwargs.values())
+        if features.variable_stride_per_key():
+            features = with_even_batches(features)
         exchanged, others = None, {}
         if self.exchange is not None:
             exchanged = self.exchange.start_sent(features)
@@ -176,28 +177,46 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
         awaitable = self._awaitable(self._in_order(exchanged, others))
         if self._has_mean_pooling_callback:
             awaitable.callbacks.append(partial(self._divide, divisor=self._divisor(features)))
+        if (inverse := features.inverse_indices_or_none()) is not None:
+            awaitable.callbacks.append(partial(of_samples, inverse=inverse))
         return awaitable
 
     def compute_and_output_dist(self, ctx: EmbeddingBagCollectionContext, input: KJTList) -> LazyAwaitable[KeyedTensor]:
         """Look up and exchange; TorchRec's train pipelines call this with ids that are already at their owners."""
         if self.exchange is None or not self._exchanged or self._falls_back(ctx, input):
             return super().compute_and_output_dist(ctx, input)
-        batch_sizes = ctx.sharding_contexts[self._exchanged[0]].batch_size_per_rank  # type: ignore[union-attr]
-        exchanged = self.exchange.start(self._in_rank_order(input, tuple(batch_sizes)), batch_sizes)
+        batch_sizes = self._batch_sizes(ctx)
+        exchanged = self.exchange.start(self._in_rank_order(ctx, input, tuple(batch_sizes)), batch_sizes)
         others = {
             i: output_dist(lookup(input[i]), ctx.sharding_contexts[i])
             for i, (lookup, output_dist) in enumerate(zip(self._lookups, self._output_dists, strict=True))
             if i not in self._exchanged
         }
         awaitable = self._awaitable(self._in_order(exchanged, others))
+        if ctx.variable_batch_per_feature:
+            assert ctx.inverse_indices is not None, "TorchRec's input_dist asks for them"
+            awaitable.callbacks.append(partial(of_samples, inverse=ctx.inverse_indices))
         if self._has_mean_pooling_callback:
             assert ctx.divisor is not None
             awaitable.callbacks.append(partial(self._divide, divisor=ctx.divisor))
         return awaitable
 
-    def _in_rank_order(self, input: KJTList, batch_sizes: tuple[int, ...]) -> list[KeyedJaggedTensor]:
+    def _batch_sizes(self, ctx: EmbeddingBagCollectionContext) -> Sequence[int]:
+        """Return the samples of each rank; where features have batches of their own, the largest of these."""
+        contexts: list[Any] = [ctx.sharding_contexts[i] for i in self._exchanged]
+        if not ctx.variable_batch_per_feature:
+            return contexts[0].batch_size_per_rank
+        assert self.exchange is not None
+        most = max(size for each in contexts for size in each.batch_size_per_feature_pre_a2a)
+        return self.exchange.gather(most)
+
+    def _in_rank_order(
+        self, ctx: EmbeddingBagCollectionContext, input: KJTList, batch_sizes: tuple[int, ...]
+    ) -> list[KeyedJaggedTensor]:
         """Return the ids of the shardings that are exchanged, each with the bags of rank 0's samples first."""
         ids = [(with_float_weights(input[i]), hosts_of(self._embedding_shardings[i])) for i in self._exchanged]
+        if ctx.variable_batch_per_feature:
+            return [with_even_batches_of_ranks(each, batch_sizes) for each, _ in ids]
         return [each if hosts == 1 else in_rank_order(each, batch_sizes, hosts) for each, hosts in ids]
 
     def _awaitable(self, parts: list[Awaitable[torch.Tensor]]) -> EmbeddingBagCollectionAwaitable:
@@ -210,37 +229,17 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
 
     def _falls_back(self, ctx: EmbeddingBagCollectionContext, input: KJTList) -> bool:
         """Return whether TorchRec must take this step, alike on all ranks; the first time, the log says why."""
-        if ctx.variable_batch_per_feature:
-            reason = "features have batches of different sizes"
+        every: list[Any] = self._embedding_shardings
+        if ctx.variable_batch_per_feature and self._others:
+            reason = "features have batches of different sizes, and some tables stay with TorchRec"
+        elif ctx.variable_batch_per_feature and any(hosts_of(every[i]) > 1 for i in self._exchanged):
+            reason = "features have batches of different sizes, and tables are cut by rows within a host"
         elif (why := self._why_falls_back()) is not None:
             reason = why
-        elif torch.is_grad_enabled() and self._trains_weights([input[i] for i in self._exchanged]):
-            reason = "weights of ids require a gradient"
         else:
             return False
         self._tell_once(reason)
         return True
-
-    def _trains_weights(self, input: Sequence[KeyedJaggedTensor]) -> bool:
-        """Return whether the weights of some rank's ids require a gradient, as those of a feature processor.
-
-        A rank without tables has no weights. So the ranks agree, in the first training step of a weighted collection.
-
-        Raises:
-            InputError: if weights require a gradient, and none did in that step.
-        """
-        mine = any(weights.requires_grad for ids in input if (weights := weights_of(ids)) is not None)
-        if not self._is_weighted:
-            return mine
-        if self._weights_are_trained is None:
-            assert self.exchange is not None
-            self._weights_are_trained = self.exchange.is_so_on_any_rank(mine)
-        if mine and not self._weights_are_trained:
-            raise InputError(
-                "ids: their weights require a gradient, but did not in the first training step, in which the ranks "
-                "agree who trains; let weights require a gradient from the first step on"
-            )
-        return self._weights_are_trained
 
     def _in_order(
         self, exchanged: PooledAwaitable | None, others: Mapping[int, Awaitable[torch.Tensor]]

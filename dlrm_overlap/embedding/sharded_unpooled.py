@@ -20,6 +20,7 @@ from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from dlrm_overlap.comm.order import CommunicationOrder
+from dlrm_overlap.config import InputError
 from dlrm_overlap.embedding.distinct import Distinct, DistinctIds, NamedSequence
 from dlrm_overlap.embedding.exchanging_module import ExchangingModule
 from dlrm_overlap.embedding.id_layout import BatchBound
@@ -124,13 +125,6 @@ class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], Shar
         self._check_features(input_feature_names)
         super()._create_input_dist(input_feature_names, *more, **others)
 
-    def _why_stock_stays(self) -> str | None:
-        """Return why captured steps cannot leave the tables that stay with TorchRec to it, or None."""
-        for number in self._stock():
-            kind = self._sharding_types[number]
-            return f"{kind} tables of an unpooled collection stay with TorchRec: {self.why_not_exchanged[kind]}"
-        return None
-
     def take_ids(
         self,
         keys: Sequence[str],
@@ -170,6 +164,11 @@ class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], Shar
         if not self._takes_ids:
             return super().forward(*input, **kwargs)
         (features,) = (*input, *kwargs.values())
+        if features.variable_stride_per_key() or features.inverse_indices_or_none() is not None:
+            raise InputError(
+                "ids: features with batches of their own, which no captured step takes of unpooled tables; give all "
+                "features one batch, or train by TorchRec's pipeline"
+            )
         assert self.exchange is not None
         assert self._all_distinct is not None
         rows, rooms = self.exchange.start_sent_rows(features), self.exchange.rooms_of(features)

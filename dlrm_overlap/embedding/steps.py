@@ -107,6 +107,10 @@ class Step:
     """[published * b + 1] int32: of this rank's samples, the offsets of the bags of all features and shares, see
     `IdLayout.published`, where this exchange sends the ids and tables are cut by rows, or bags are slots; the empty
     ones of such shards have not arrived, and get no gradient"""
+    trains_weights: bool = False
+    """whether weights of some of this rank's ids require a gradient"""
+    weights_gradients: Sequence[torch.Tensor] = ()
+    """their gradients [n] float32, input by input"""
     own_looked_up: Any = None
     """on GPUs: the event after which the backward may read the ids of those tables"""
 

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
@@ -21,7 +22,7 @@ from torchrec.distributed.sharding_plan import (
     table_wise,
 )
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
-from torchrec.modules.embedding_configs import EmbeddingConfig
+from torchrec.modules.embedding_configs import DataType, EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from dlrm_overlap import (
@@ -144,6 +145,29 @@ def test_unpooled_tables_of_a_plan(fused_params: dict[str, Any], why_not: str | 
         assert [each.sent_bytes for each in found] == [40 * (8 * 2 + 2 * 32) / 2, 30 * (8 + 2 * 32) / 2]
     else:
         assert [(each.captured, each.why_not) for each in found] == [(False, why_not)] * 2
+
+
+class Words(EmbeddingCollection):
+    """A collection of a user's own class."""
+
+
+def test_the_table_is_named_that_keeps_a_plan_from_being_captured() -> None:
+    """By the reason of every table: the rest of the model would be captured."""
+    model: Any = Model({"t0": TABLES["t0"], "t1": TABLES["t1"]})
+    model.sequence = Words(
+        tables=[EmbeddingConfig(name="words", num_embeddings=8, embedding_dim=4, feature_names=["f"])],
+        device=torch.device("meta"),
+    )
+    plan = _plan(model, 2, FUSED, data_parallel())
+    sequence: Any = EmbeddingCollectionSharder()
+    with_sequence = construct_module_sharding_plan(model.sequence, {"words": table_wise(0)}, sequence, 1, 2, "cpu")
+    both = explain(model, ShardingPlan({"tables": plan.plan["tables"], "sequence": with_sequence}))
+    told = "Words sequence, with tables words, stays with TorchRec, which waits for the host"
+    assert [each.why_not for each in both.tables] == [told, told, "Words stays with TorchRec"]
+    model.tables.embedding_bag_configs()[1].data_type = DataType.FP16
+    (first, second) = explain(model, plan).tables
+    assert first.why_not == second.why_not == "data-parallel table t1 stays with TorchRec: rows of type FP16"
+    assert (first.exchanged, first.captured) == (True, False)
 
 
 def test_all_that_the_planner_makes_under_the_constraints_is_exchanged() -> None:
