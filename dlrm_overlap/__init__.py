@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dlrm_overlap.embedding.id_layout import BatchBound
     from dlrm_overlap.embedding.plan import constraints
-    from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder
+    from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder, OverlapEmbeddingCollectionSharder
     from dlrm_overlap.train.explain import explain
     from dlrm_overlap.train.graphs.train_pipeline import GraphTrainPipeline
     from dlrm_overlap.train.profiling import profile_steps
@@ -18,6 +18,7 @@ __all__ = [
     "BatchBound",
     "GraphTrainPipeline",
     "OverlapEmbeddingBagCollectionSharder",
+    "OverlapEmbeddingCollectionSharder",
     "constraints",
     "explain",
     "profile_steps",
@@ -27,6 +28,7 @@ _MODULES = {
     "BatchBound": "embedding.id_layout",
     "GraphTrainPipeline": "train.graphs.train_pipeline",
     "OverlapEmbeddingBagCollectionSharder": "embedding.sharder",
+    "OverlapEmbeddingCollectionSharder": "embedding.sharder",
     "constraints": "embedding.plan",
     "explain": "train.explain",
     "profile_steps": "train.profiling",

@@ -20,16 +20,17 @@ from dlrm_overlap.config import InputError
 from dlrm_overlap.dense.flat import FlatParameters, why_not_flat
 from dlrm_overlap.dense.optimizer import FlatOptimizer
 from dlrm_overlap.dense.tensor_parallel import shards_of
-from dlrm_overlap.embedding.sharded_module import OverlapShardedEmbeddingBagCollection, exchanges
+from dlrm_overlap.embedding.exchanging_module import ExchangingModule
+from dlrm_overlap.embedding.sharded_module import exchanges
 
 
 def why_not_captured(model: nn.Module) -> str | None:
     """Return why the steps of a sharded model cannot be captured, alike on all ranks, or None if they can."""
     sharded = [module for module in model.modules() if isinstance(module, ShardedModule)]
-    if not any(isinstance(module, OverlapShardedEmbeddingBagCollection) for module in sharded):
-        return "no module was sharded by OverlapEmbeddingBagCollectionSharder"
+    if not any(isinstance(module, ExchangingModule) for module in sharded):
+        return "no module was sharded by OverlapEmbeddingBagCollectionSharder or OverlapEmbeddingCollectionSharder"
     for module in sharded:
-        if not isinstance(module, OverlapShardedEmbeddingBagCollection):
+        if not isinstance(module, ExchangingModule):
             return f"{type(module).__name__} is TorchRec's own, which waits for the host"
         if (reason := module.why_ids_are_not_taken()) is not None:
             return reason

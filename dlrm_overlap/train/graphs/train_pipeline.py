@@ -36,10 +36,10 @@ from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.reduction import StoreOptions
 from dlrm_overlap.dense.tensor_parallel import divided_layers, shards_of
 from dlrm_overlap.embedding.exchange import Exchange
+from dlrm_overlap.embedding.exchanging_module import ExchangingModule
 from dlrm_overlap.embedding.id_layout import BatchBound
-from dlrm_overlap.embedding.sharded_module import OverlapShardedEmbeddingBagCollection
 from dlrm_overlap.train.explain import explain
-from dlrm_overlap.train.graphs.bounds import Agreement, LearntBound
+from dlrm_overlap.train.graphs.bounds import Agreement, DistinctCounts, LearntBound
 from dlrm_overlap.train.graphs.capturable import (
     NoCollectives,
     check_all_held,
@@ -159,7 +159,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         self._model, self._optimizer, self._device = model, optimizer, device
         self._model_fwd, self._execute_all_batches = custom_model_fwd, execute_all_batches
         self._captures = device.type == "cuda" if capture is None else capture
-        self._modules = [m for m in model.modules() if isinstance(m, OverlapShardedEmbeddingBagCollection)]
+        self._modules = [m for m in model.modules() if isinstance(m, ExchangingModule)]
         self._dense_optimizers, self._fused = split_optimizer(optimizer)
         check_updates_reach(flat, optimizer)
         leave_ddp(model)
@@ -173,7 +173,8 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
             log.warning("train pipeline: a dense optimizer steps after the graph: %s", self._dense.why_after)
         self._streams = Streams(device)
         self._agreement = Agreement(ranks, self.check)
-        self._ahead = ReadAhead(self._modules, device, LearntBound(bound, self._agreement), self._streams, self._order)
+        learnt = LearntBound(bound, self._agreement, DistinctCounts(self._modules, device))
+        self._ahead = ReadAhead(self._modules, device, learnt, self._streams, self._order)
         self._graphs: list[CapturedStep | None] = [None, None]
         self._captured_places: list[Any] = []
         self._steps = self._warmup_steps = self._odd_steps = 0
