@@ -143,8 +143,8 @@ def ranks_here(config: Config) -> Ranks:
 def train(config: Config) -> Path:
     """Train `config` on the ranks of the process group and return the run's folder."""
     trainer = make_trainer(config)
-    used = [exchange.options.backend for exchange in exchanges(trainer.model)]
-    assert used == [config.embedding.backend] * (config.embedding.backend != "torchrec"), f"fell back: {used}"
+    used = {exchange.options.backend for exchange in exchanges(trainer.model)}
+    assert used == {config.embedding.backend} - {"torchrec"}, f"fell back: {used}"
     trainer.fit()
     trainer.close()
     return trainer.folder
