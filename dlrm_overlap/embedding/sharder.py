@@ -323,7 +323,8 @@ def build_sequence_sharder(
 ) -> EmbeddingCollectionSharder:
     """Return the sharder of tables that are not pooled, with the optimizer of `build_sharder`.
 
-    It is TorchRec's own, unless the backend stores into the peers' memory. Rows travel in `config.wire_dtype`, as fp32 under auto.
+    It is TorchRec's own, unless the backend stores into the peers' memory. Rows travel in `config.wire_dtype`, as fp32
+    under auto.
     """
     wire_dtype = "fp32" if config.wire_dtype == "auto" else config.wire_dtype
     if BACKENDS[config.backend].stores_to_peers:
