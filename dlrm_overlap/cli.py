@@ -183,7 +183,7 @@ def bench(argv: list[str]) -> int:
         request.check_ranks(ranks.config, ranks.world.world_size, ranks.device.type)
         if ranks.device.type == "cpu" and ranks.world.rank == 0:
             print(f"bench {kind}: a rehearsal, since times on CPUs say nothing of GPUs", file=sys.stderr)
-        return figure.load()(request, ranks)
+        return figure.load(kind)(request, ranks)
 
     meaning = f"Measure {figure.summary()}. `dlrm-overlap bench --help` tells the other benchmarks."
     return run_on_ranks(["bench", kind], meaning, argv[1:], work, add_options, check)

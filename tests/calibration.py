@@ -18,9 +18,16 @@ import numpy as np
 import yaml
 
 from dlrm_overlap.config import ModelConfig
-from dlrm_overlap.embedding.traffic import UpdateBytes
-from dlrm_overlap.simulate.config import ExchangeConfig, NetworkConfig, ProductConfig, SimulateConfig, WorkConfig
-from dlrm_overlap.simulate.gpu_config import GpuConfig, LookupConfig, UpdateConfig
+from dlrm_overlap.simulate.config import (
+    ExchangeConfig,
+    GpuConfig,
+    LookupConfig,
+    NetworkConfig,
+    ProductConfig,
+    SimulateConfig,
+    UpdateConfig,
+    WorkConfig,
+)
 from dlrm_overlap.simulate.product import product_alone_ms, simulate_product
 from dlrm_overlap.simulate.stage import Simulation, forward, has_few_bags, pooling_s
 from dlrm_overlap.simulate.step import dense_seconds, simulate
@@ -33,7 +40,6 @@ _LOOKUPS = ("baseline", "pgas", "fused")
 BACKENDS = {"baseline": "torchrec", "torchrec": "torchrec", "pgas": "pgas", "fused": "fused"}
 _LINKED = 0.7  # part of a time that the links need, above which it tells nothing of a lookup
 _FREE = 1e9  # GB/s: what takes no time
-_OPTIMIZERS = ("sgd", "rowwise_adagrad")
 _MEMORY_GB_PER_S, _CACHE_GB_PER_S = np.geomspace(2800, 5200, 25), np.geomspace(3500, 16000, 40)  # that are tried
 
 
@@ -249,71 +255,18 @@ def backward_config(row: Row, gpu: GpuConfig) -> SimulateConfig:
     return replace(found, what="backward", work=work)
 
 
-def fit_backward(rows: Sequence[Row], gpu: GpuConfig) -> GpuConfig:
-    """Return `gpu` with the rates of updates under ids without skew, from rows of `bench backward` on two GPUs.
+def fit_sort(rows: Sequence[Row]) -> float:
+    """Return the ns that an id takes to be sorted: the slope of push's `prepare_ms` over the number of ids.
 
-    A sort takes what the line of push's `prepare_ms` over the number of ids tells, an id and on top. The time of an
-    update is that with which the simulated backward takes as long as the measured one. Over the bytes that remain with
-    a cache without bounds it gives push a rate for each optimizer; where links take more than half of the time they
-    hide the update, so such rows do not count. What the baseline's packing and collective move is theirs, not its
-    update's, whose gradients have a rate of their own. Gradients that are read again come from the cache and take no
-    time. Rows with skewed ids would tell what they take, and what the longest runs of one row do.
+    What a sort takes on top is the host's, which issues its kernels one by one; not so in a captured step.
     """
-    push, baseline = ([row for row in rows if row["contender"] == name] for name in ("push", "baseline"))
-    slope, constant_ms = line_through([float(row["ids"]) for row in push], [float(row["prepare_ms"]) for row in push])
-    sort_ns, sort_us = round_rate(slope * 1e6), round_rate(constant_ms * 1e3)
-    gpu = replace(gpu, **{
-        name: replace(getattr(gpu, name), sort_ns=sort_ns, sort_us=sort_us) for name in ("update", "baseline_update")
-    })  # fmt: skip
-    return replace(gpu, update=_fit_push(push, gpu), baseline_update=_fit_baseline(baseline, gpu))
+    push = [row for row in rows if row["contender"] == "push"]
+    slope, _ = line_through([float(row["ids"]) for row in push], [float(row["prepare_ms"]) for row in push])
+    return round_rate(slope * 1e6)
 
 
-def _update_of(config: SimulateConfig) -> UpdateBytes:
-    return build_workload(config.model, config.work, config.network.world_size).update
-
-
-def _fit_push(rows: Sequence[Row], gpu: GpuConfig) -> UpdateConfig:
-    taken: dict[str, list[tuple[float, float]]] = {}
-    for row in rows:
-        config, measured_ms = backward_config(row, gpu), float(row["median_ms"])
-        if 2 * float(row["link_bytes"]) / gpu.link_gb_per_s / 1e6 < measured_ms:
-            taken.setdefault(row["optimizer"], []).append((_update_of(config).compulsory, _rows_s(config, measured_ms)))
-    sgd, adagrad = (
-        round_rate(float(np.mean([nbytes / seconds for nbytes, seconds in taken[name]])) / 1e9) for name in _OPTIMIZERS
-    )
-    return replace(gpu.update, sgd_gb_per_s=sgd, adagrad_gb_per_s=adagrad, repeated_gb_per_s=_FREE, us=0.0)
-
-
-def _fit_baseline(rows: Sequence[Row], gpu: GpuConfig) -> UpdateConfig:
-    """Solve for a rate of each optimizer's rows and one of gradients, by least squares of relative errors."""
-    equations = []
-    for row in rows:
-        config = backward_config(row, gpu)
-        update, seconds = _update_of(config), _rows_s(config, float(row["median_ms"]))
-        own = update.compulsory - update.exchanged - update.gradients
-        each = [own if row["optimizer"] == name else 0.0 for name in _OPTIMIZERS]
-        equations.append([nbytes / seconds for nbytes in (*each, update.gradients)])
-    inverse = np.linalg.lstsq(np.array(equations), np.ones(len(equations)), rcond=None)[0]
-    sgd, adagrad, gradients = (round_rate(1 / each / 1e9) if each > 0 else _FREE for each in inverse)
-    return UpdateConfig(
-        sgd, adagrad, repeated_gb_per_s=_FREE, gradients_gb_per_s=gradients, exchanged_gb_per_s=_FREE,
-        sort_ns=gpu.baseline_update.sort_ns, sort_us=gpu.baseline_update.sort_us,
-    )  # fmt: skip
-
-
-def _rows_s(config: SimulateConfig, measured_ms: float) -> float:
-    """Return the time that the update of a rank's rows takes if the whole backward takes `measured_ms`."""
-
-    def with_rows(seconds: float) -> float:
-        gpu, rows = config.gpu, UpdateConfig(_FREE, _FREE, _FREE, us=seconds * 1e6)
-        # The sort is known, and not part of the rows' time.
-        update = replace(rows, sort_ns=gpu.update.sort_ns, sort_us=gpu.update.sort_us)
-        return simulate(replace(config, gpu=replace(gpu, update=update, baseline_update=update))).ms
-
-    seconds = measured_ms / 1e3
-    for _ in range(8):  # the less is hidden behind the links, the sooner it is found
-        seconds = max(seconds + (measured_ms - with_rows(seconds)) / 1e3, 1e-6)
-    return seconds
+def _update_bytes(config: SimulateConfig) -> float:
+    return build_workload(config.model, config.work, config.network.world_size).update.hbm
 
 
 def predict_backward(rows: Sequence[Row], gpu: GpuConfig) -> list[Prediction]:
@@ -335,9 +288,8 @@ def fit_traced_updates(traced: Sequence[Measured]) -> UpdateConfig:
     Args:
         traced: steps on two GPUs, and the mean time of the ranks' kernels that update rows.
     """
-    nbytes = sum(_update_of(each.config).hbm for each in traced)
-    rate = round_rate(nbytes / sum(each.ms for each in traced) / 1e6)
-    return UpdateConfig(rate, rate, rate)
+    nbytes = sum(_update_bytes(each.config) for each in traced)
+    return UpdateConfig(round_rate(nbytes / sum(each.ms for each in traced) / 1e6))
 
 
 def fit_traced_sorts(traced: Sequence[Measured]) -> tuple[float, float]:
@@ -358,19 +310,15 @@ def fit_shared_updates(traced: Sequence[Measured], gpu: GpuConfig) -> UpdateConf
         traced: as above, of steps of several sizes whose backward is push.
         gpu: all other rates; those of its update are where the search begins.
     """
-    update, nbytes = gpu.update, [_update_of(each.config).hbm for each in traced]
+    update, nbytes = gpu.update, [_update_bytes(each.config) for each in traced]
     for _ in range(12):
-        alone = [each / update.adagrad_gb_per_s / 1e6 + update.us / 1e3 for each in nbytes]
+        alone = [each / update.gb_per_s / 1e6 + update.us / 1e3 for each in nbytes]
         shared = [_rows_ms(replace(each.config, gpu=replace(gpu, update=update))) for each in traced]
         longer = [ms / own for ms, own in zip(shared, alone, strict=True)]
         equations = [[k * b, k] for k, b in zip(longer, nbytes, strict=True)]
         per_byte, on_top = np.linalg.lstsq(np.array(equations), np.array([each.ms for each in traced]), rcond=None)[0]
-        rate = 1 / per_byte / 1e6
-        update = replace(
-            update, sgd_gb_per_s=rate, adagrad_gb_per_s=rate, repeated_gb_per_s=rate, us=max(on_top, 0.0) * 1e3
-        )
-    rate = round_rate(update.adagrad_gb_per_s)
-    return replace(update, sgd_gb_per_s=rate, adagrad_gb_per_s=rate, repeated_gb_per_s=rate, us=round_rate(update.us))
+        update = replace(update, gb_per_s=1 / per_byte / 1e6, us=max(on_top, 0.0) * 1e3)
+    return replace(update, gb_per_s=round_rate(update.gb_per_s), us=round_rate(update.us))
 
 
 def _rows_ms(config: SimulateConfig) -> float:
@@ -458,9 +406,8 @@ def calibrate(folder: Path) -> GpuConfig:
     lookups = [*split_sweep(read_rows(folder / "sweep.csv"))[0], *read_rows(folder / "weak_two_gpus.csv")]
     gpu = fit(read_rows(folder / "weak.csv") + read_rows(folder / "strong.csv"), lookups, GpuConfig())
     traced = read_rows(folder / "calibration" / "timeline.csv")
-    sort_ns = fit_backward(read_rows(folder / "calibration" / "backward.csv"), gpu).update.sort_ns
+    sort_ns = fit_sort(read_rows(folder / "calibration" / "backward.csv"))
     pgas = _traced_updates(traced, "pgas_graph", "update")
-    # What a sort takes on top of its ids is the host's, which issues its kernels one by one; not so in a captured step.
     update = replace(fit_traced_updates(pgas), sort_ns=sort_ns)
     rows, sorts = (_traced_updates(traced, "torchrec_strongest", kind) for kind in ("update", "sort"))
     baseline_ns, baseline_us = fit_traced_sorts(sorts)
@@ -496,8 +443,7 @@ def predict_four(folder: Path, gpu: GpuConfig) -> dict[str, list[Prediction]]:
     """Return the predictions of rows on four GPUs, of the stage, the step and the backward.
 
     Rows that the host bounds are left out, and those of `fused` alone: they put staged slices, as no exchange does by
-    itself now. The rows of the backward have ids without skew. They are predicted by the rates of updates that such
-    rows on two GPUs give, which no simulated step uses, and by the rates of `gpu`.
+    itself now. The rows of the backward have ids without skew, and `gpu` has the rates of MLPerf's.
     """
     stage, step = [], []
     for row in (row for name in ("weak", "strong", "stage", "schedule") for row in read_rows(folder / f"{name}.csv")):
@@ -510,14 +456,8 @@ def predict_four(folder: Path, gpu: GpuConfig) -> dict[str, list[Prediction]]:
             name = f"step {row['contender']} {row['arch']}, {int(row['global_batch']) // 4} samples"
             prediction = Prediction(name, measured_ms(row), simulate(step_config(row, gpu)).ms)
             step += [] if _host_bounds(row, prediction) else [prediction]
-    rows = read_rows(folder / "backward.csv")
-    unskewed = fit_backward(read_rows(folder / "calibration" / "backward.csv"), gpu)
-    return {
-        "four GPUs: stage": stage,
-        "four GPUs: step": step,
-        "four GPUs: backward, rates of such ids": predict_backward(rows, unskewed),
-        "four GPUs: backward, rates of h200.yaml": predict_backward(rows, gpu),
-    }
+    backward = predict_backward(read_rows(folder / "backward.csv"), gpu)
+    return {"four GPUs: stage": stage, "four GPUs: step": step, "four GPUs: backward": backward}
 
 
 def _host_bounds(row: Row, prediction: Prediction) -> bool:
@@ -554,7 +494,7 @@ def predict_parts(rows: Sequence[Row], gpu: GpuConfig) -> list[Prediction]:
     gpus = {
         "whole": gpu,
         "no_sort": replace(gpu, update=replace(gpu.update, sort_ns=0.0)),
-        "no_update": replace(gpu, update=UpdateConfig(_FREE, _FREE, _FREE)),
+        "no_update": replace(gpu, update=UpdateConfig(_FREE)),
     }
     steps: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:

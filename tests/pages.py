@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from dlrm_overlap.bench.report.concurrent import CLASSES, summarise
-from dlrm_overlap.bench.report.drawing import cells, todays
 from dlrm_overlap.bench.report.measured import milliseconds, runs, shape
+from dlrm_overlap.bench.report.plots import map_times, todays
 from dlrm_overlap.comm.calls import fastest_way
 from tests import simulated_pages
 from tests.calibration import Row
@@ -162,21 +162,6 @@ def _sent(rows: Sequence[Row]) -> tuple[float, float, float]:
     return stage_us, busy_us, sum(float(row["bytes"]) for row in rows) / busy_us / 1e3
 
 
-def table_of_partial_sums(name: str) -> Lines:
-    """Return a line a number of ranks: forward and backward bytes by ids a bag, of TorchRec's, and those expected."""
-    rows = read(name)
-    sizes = list(dict.fromkeys(row["multi_hot"] for row in rows))
-    yield ["ranks", "TorchRec, MB each way", *(f"L = {size}" for size in sizes)]
-    for ranks in dict.fromkeys(row["world_size"] for row in rows):
-        own = [row for row in rows if row["world_size"] == ranks]
-        parts = (
-            [float(row[f"{way}_bytes"]) / float(row["torchrec_bytes"]) for way in ("forward", "backward", "expected")]
-            for row in own
-        )
-        cells = (f"{forward:.1%}, {backward:.1%}; {expected:.1%}" for forward, backward, expected in parts)
-        yield [ranks, f"{float(own[0]['torchrec_bytes']) / 1e6:.2f}", *cells]
-
-
 def table_of_map(name: str, by: str) -> Lines:
     """Return a line for each value of a column of a map: speedups over the strongest baseline, by both times."""
     rows = read(name)
@@ -189,7 +174,7 @@ def table_of_map(name: str, by: str) -> Lines:
 
 def speedups(rows: Sequence[Row], time: str) -> list[float]:
     """Return of each shape of a map the fastest of ours over the strongest baseline."""
-    return [cell.speedup for cell in cells(rows, time).values()]
+    return map_times(rows, time)["speedup"].tolist()
 
 
 def _range(values: Sequence[float]) -> str:
@@ -419,7 +404,6 @@ TABLES: dict[str, Callable[..., Lines]] = {
     "columns": table_of_columns,
     "schedules": table_of_schedules,
     "volumes": table_of_volumes,
-    "partial_sums": table_of_partial_sums,
     "map": table_of_map,
     "backwards": table_of_backwards,
     "hot_rows": table_of_hot_rows,

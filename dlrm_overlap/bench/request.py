@@ -8,7 +8,7 @@ FIGURES.
 
 import itertools
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from importlib import import_module
 from pathlib import Path
@@ -19,36 +19,17 @@ from dlrm_overlap.config import Config, EmbeddingConfig, InputError, PositiveFlo
 
 CHUNKS = (2, 4, 8)
 """of tables, in which a baseline looks up and sends"""
-
-
-def check_names(option: str, names: Sequence[str], known: Collection[str], once: bool = True) -> None:
-    """Check that the values of an option are `known` and, with `once`, that none is there twice.
-
-    Raises:
-        InputError: naming the value that is wrong.
-    """
-    for name in names:
-        if name not in known:
-            raise InputError(f"{option} {name}: not known; known: {', '.join(known)}")
-    if once and len(set(names)) < len(names):
-        raise InputError(f"{option} {' '.join(names)}: one is there twice; name each once")
+_TYPES = get_type_hints(EmbeddingConfig)
 
 
 def option(default: Any, help: str, **settings: Any) -> Any:
-    """Return a field that is also an option; `help` and `settings` are those of the parser's `add_argument`."""
+    """Return a field that is also an option; `help` and `settings` are those of the parser's `add_argument`.
+
+    An option takes a positive integer, or where its default is a tuple one or more; `choices` are words instead.
+    """
+    settings = {"nargs": "+"} | settings if isinstance(default, tuple) else settings
+    settings = settings if "choices" in settings else {"type": PositiveInt} | settings
     return field(default=default, metadata={"help": help, **settings})
-
-
-def _count(default: int | None, help: str) -> Any:
-    return option(default, help, type=PositiveInt)
-
-
-def _counts(default: tuple[int, ...], help: str, nargs: str = "+") -> Any:
-    return option(default, help, nargs=nargs, type=PositiveInt)
-
-
-def _names(default: Collection[str], help: str) -> Any:
-    return option(tuple(default), help, nargs="+")
 
 
 @dataclass(frozen=True)
@@ -60,8 +41,8 @@ class Request:
     output: Path
     """CSV file to append the rows to"""
 
-    module: ClassVar[str]
-    """of `figures/`, whose `run` measures it"""
+    module: ClassVar[str] = ""
+    """of `figures/`, whose `run` measures it; that of the figure's name where none is given"""
     needs_gpu: ClassVar[bool] = False
     """whether it reads a clock or a trace that a CPU lacks; the others rehearse on CPUs"""
     needs_peers: ClassVar[bool] = False
@@ -78,9 +59,9 @@ class Request:
         return first[:1].lower() + first[1:].rstrip(".")
 
     @classmethod
-    def load(cls) -> Callable[[Any, Any], int]:
+    def load(cls, kind: str) -> Callable[[Any, Any], int]:
         """Import the figure's file and return its `run`, which takes the request and this rank's `Ranks`."""
-        return import_module(f"dlrm_overlap.bench.figures.{cls.module}").run
+        return import_module(f"dlrm_overlap.bench.figures.{cls.module or kind}").run
 
     @classmethod
     def options(cls, kind: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -128,61 +109,53 @@ class Request:
 class InputRequest(Request):
     """The step fed by the loader, against the step on one cached batch."""
 
-    steps: int = _count(200, "timed steps of each kind")
+    steps: int = option(200, "timed steps of each kind")
 
-    module = "input"
+
+def _contenders(default: tuple[str, ...], help: str) -> Any:
+    return option(default, help, choices=[*STEP_CONTENDERS])
 
 
 @dataclass(frozen=True)
 class TrainingRequest(Request):
     """Every figure whose contenders are training runs."""
 
-    contenders: tuple[str, ...]
-
-    def __post_init__(self) -> None:
-        check_names("--contenders", self.contenders, STEP_CONTENDERS)
-
-
-_BATCHES = "different batches, read once and trained on in turn"
+    contenders: tuple[str, ...] = _contenders(USUAL, "who takes part; losses are compared with the first one's")
+    batches: int = option(16, "different batches, read once and trained on in turn")
 
 
 @dataclass(frozen=True)
 class StepRequest(TrainingRequest):
     """The whole training step under TorchRec and under our backends, or with one thing more or less."""
 
-    contenders: tuple[str, ...] = _names(USUAL, "who takes part; losses are compared with the first one's")
-    steps: int = _count(200, "timed steps of each contender")
-    batches: int = _count(16, _BATCHES)
+    steps: int = option(200, "timed steps of each contender")
     dense_tflop_per_s: float = option(
         790.0, "of matrix products, for the floor; the default is cuBLAS's best on an H200, bf16", type=PositiveFloat
     )
 
-    module = "step"
-
 
 @dataclass(frozen=True)
 class TimelineRequest(TrainingRequest):
-    """What of a traced step is exposed communication, with a picture and the traces beside the rows (GPU)."""
+    """What of a traced step is exposed communication, with the traces beside the rows (GPU)."""
 
-    contenders: tuple[str, ...] = _names(("torchrec", "torchrec_strongest", "pgas_graph"), "whose steps are traced")
-    steps: int = _count(5, "traced steps of each contender")
-    batches: int = _count(16, _BATCHES)
+    contenders: tuple[str, ...] = _contenders(
+        ("torchrec", "torchrec_strongest", "pgas_graph"), "whose steps are traced"
+    )
+    steps: int = option(5, "traced steps of each contender")
 
-    module = "timeline"
     needs_gpu = True
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.output.suffix != ".csv":
-            raise InputError(f"--output {self.output}: must end in .csv; the picture and the traces lie beside it")
+            raise InputError(f"--output {self.output}: must end in .csv; the traces lie beside it")
 
 
 @dataclass(frozen=True)
 class ShapeRequest(Request):
     """Every figure of the embedding stage. The configuration gives the shape."""
 
-    iterations: int = _count(100, "timed steps of each contender")
-    tables_per_rank: int | None = _count(
+    iterations: int = option(100, "timed steps of each contender")
+    tables_per_rank: int | None = option(
         None, "tables of each rank, instead of data.tables.count in all; the files in configs/bench name theirs"
     )
 
@@ -223,7 +196,7 @@ def with_tables(config: Config, **keys: Any) -> Config:
 class ForwardRequest(ShapeRequest):
     """Every figure of the stage's forward."""
 
-    chunks: tuple[int, ...] = _counts(CHUNKS, "of the baseline in chunks; none leaves it out", nargs="*")
+    chunks: tuple[int, ...] = option(CHUNKS, "of the baseline in chunks; none leaves it out", nargs="*")
 
     module = "stage"
 
@@ -232,14 +205,13 @@ class ForwardRequest(ShapeRequest):
 class StageRequest(ForwardRequest):
     """The embedding stage's forward on one shape, all contenders; or pgas and fused by a setting of theirs."""
 
-    schedules: tuple[str, ...] = option((), "instead of other puts: orders of the tasks", nargs="*")
-    slice_bags: tuple[int, ...] = _counts((), "likewise slice sizes of fused", nargs="*")
-    programs_per_sm: tuple[int, ...] = _counts((), "likewise programs of fused on a multiprocessor (GPU)", nargs="*")
+    schedules: tuple[str, ...] = option(
+        (), "instead of other puts: orders of the tasks", nargs="*", choices=get_args(_TYPES["schedule"])
+    )
+    slice_bags: tuple[int, ...] = option((), "likewise slice sizes of fused", nargs="*")
+    programs_per_sm: tuple[int, ...] = option((), "likewise programs of fused on a multiprocessor (GPU)", nargs="*")
 
     emulates_hosts = True
-
-    def __post_init__(self) -> None:
-        check_names("--schedules", self.schedules, get_args(get_type_hints(EmbeddingConfig)["schedule"]))
 
 
 @dataclass(frozen=True)
@@ -276,11 +248,11 @@ class SweepRequest(ForwardRequest):
     Bags of a pooling factor L hold 0 to 2 L ids, any number as often.
     """
 
-    iterations: int = _count(12, "timed steps of each contender on each shape")
-    tables: tuple[int, ...] = _counts((), "tables of a rank", nargs="*")
-    dims: tuple[int, ...] = _counts((), "of the tables", nargs="*")
-    global_batches: tuple[int, ...] = _counts((), "samples of all ranks", nargs="*")
-    pooling_factors: tuple[int, ...] = _counts((), "mean ids a bag, L", nargs="*")
+    iterations: int = option(12, "timed steps of each contender on each shape")
+    tables: tuple[int, ...] = option((), "tables of a rank", nargs="*")
+    dims: tuple[int, ...] = option((), "of the tables", nargs="*")
+    global_batches: tuple[int, ...] = option((), "samples of all ranks", nargs="*")
+    pooling_factors: tuple[int, ...] = option((), "mean ids a bag, L", nargs="*")
 
     makes_shapes = True
 
@@ -306,37 +278,22 @@ class SweepRequest(ForwardRequest):
 class VolumeRequest(ShapeRequest):
     """Bytes on the links over time, of fused and of the baselines (GPU)."""
 
-    iterations: int = _count(10, "steps before the one that is recorded")
-    bins: int = _count(100, "stretches of time that the longest stage is cut into")
+    iterations: int = option(10, "steps before the one that is recorded")
+    bins: int = option(100, "stretches of time that the longest stage is cut into")
 
-    module = "volume"
     needs_gpu = needs_peers = True
-
-
-@dataclass(frozen=True)
-class PartialSumsRequest(Request):
-    """Bytes of partial sums and of their gradients, of tables that are cut by rows over all ranks."""
-
-    pooling_factors: tuple[int, ...] = _counts((1, 2, 8, 32), "ids of every bag, L")
-
-    module = "partial_sums"
-    needs_peers = makes_shapes = True
 
 
 @dataclass(frozen=True)
 class BackwardRequest(ShapeRequest):
     """The embedding stage's backward: push and atomic against the collective with FBGEMM's update."""
 
-    optimizers: tuple[str, ...] = _names(
-        ("sgd", "rowwise_adagrad"), "of the rows, one after the other: sgd, rowwise_adagrad, adagrad"
+    optimizers: tuple[str, ...] = option(
+        ("sgd", "rowwise_adagrad"), "of the rows, one after the other", choices=get_args(_TYPES["optimizer"])
     )
 
-    module = "backward"
 
-    def __post_init__(self) -> None:
-        check_names("--optimizers", self.optimizers, get_args(get_type_hints(EmbeddingConfig)["optimizer"]))
-
-
+_OPERATIONS = ("all_to_all", "all_gather")
 _SIZES_MB = {"cuda": (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 512), "cpu": (1, 4)}
 
 
@@ -344,15 +301,13 @@ _SIZES_MB = {"cuda": (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 512), "cpu": (1, 4)
 class CollectivesRequest(Request):
     """All-to-all and all-gather by copy engines and by stores, against NCCL's."""
 
-    operations: tuple[str, ...] = _names(("all_to_all",), "all_to_all, all_gather, or both")
-    sizes_mb: tuple[int, ...] = _counts((), "to each peer, of 2^20 bytes; none takes 1 to 512, or 1 4 on CPUs", "*")
-    iterations: int = _count(20, "timed calls of each contender at each size")
+    operations: tuple[str, ...] = option(_OPERATIONS[:1], "what is called", choices=_OPERATIONS)
+    sizes_mb: tuple[int, ...] = option(
+        (), "to each peer, of 2^20 bytes; none takes 1 to 512, or 1 4 on CPUs", nargs="*"
+    )
+    iterations: int = option(20, "timed calls of each contender at each size")
 
-    module = "collectives"
     needs_peers = True
-
-    def __post_init__(self) -> None:
-        check_names("--operations", self.operations, ("all_to_all", "all_gather"))
 
     def sizes_on(self, device_type: str) -> Sequence[int]:
         """Return the sizes to measure on such a device, of 2^20 bytes to each peer."""
@@ -366,9 +321,8 @@ class ConcurrentRequest(Request):
     The configuration plays no part.
     """
 
-    repetitions: int = _count(15, "timed runs of each strategy in each pair")
+    repetitions: int = option(15, "timed runs of each strategy in each pair")
 
-    module = "concurrent"
     needs_peers = True
 
 
@@ -379,6 +333,7 @@ _GEMM_SHAPES = {
     ),
     "cpu": ("64x48x96", "128x48x96"),
 }
+_OPERATORS = ("all_gather", "reduce_scatter")
 _GEMM_CONTENDERS = ("serial", "torch", "copies", "pushes", "tiles", "triggered", "auto")
 
 
@@ -387,18 +342,18 @@ class GemmRequest(Request):
     """Products with their all-gather or reduce-scatter inside, by each way to do it."""
 
     shapes: tuple[str, ...] = option(
-        (), "M x K x N of two layers, such as 4096x12288x49152; none takes those of wide layers, or toys", nargs="*"
+        (), "M x K x N of two layers, such as 4096x12288x49152; none takes those of wide layers, or toys", nargs="*",
+        type=str,
+    )  # fmt: skip
+    operators: tuple[str, ...] = option(_OPERATORS, "of both layers", choices=_OPERATORS)
+    contenders: tuple[str, ...] = option(
+        _GEMM_CONTENDERS, "who takes part, serial among them", choices=_GEMM_CONTENDERS
     )
-    operators: tuple[str, ...] = _names(("all_gather", "reduce_scatter"), "of both layers")
-    contenders: tuple[str, ...] = _names(_GEMM_CONTENDERS, "who takes part, serial among them")
-    repetitions: int = _count(20, "timed calls of each")
+    repetitions: int = option(20, "timed calls of each")
 
-    module = "gemm"
     needs_peers = True
 
     def __post_init__(self) -> None:
-        check_names("--operators", self.operators, ("all_gather", "reduce_scatter"))
-        check_names("--contenders", self.contenders, _GEMM_CONTENDERS)
         if "serial" not in self.contenders:
             raise InputError("--contenders: serial is left out, but others are compared with it; add it")
 
@@ -427,7 +382,6 @@ FIGURES: dict[str, type[Request]] = {
     "strong": StrongRequest,
     "sweep": SweepRequest,
     "volume": VolumeRequest,
-    "partial_sums": PartialSumsRequest,
     "backward": BackwardRequest,
     "collectives": CollectivesRequest,
     "concurrent": ConcurrentRequest,

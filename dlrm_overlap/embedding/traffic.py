@@ -106,10 +106,6 @@ class UpdateBytes(NamedTuple):
     """into and out of its memory"""
     compulsory: float
     """the part of `hbm` that would remain with a cache without bounds, so that no gradient is read twice"""
-    exchanged: float
-    """the part of both that the exchange of gradients moves: each is read where it comes from, written where it goes"""
-    gradients: float
-    """the part of both that reads each gradient once, for the rows that it is added to"""
     link: float
     """out over its links"""
 
@@ -136,15 +132,15 @@ def update_bytes(
         gradient_bytes: of an element of the gradient that the model gives.
         optimizer: sgd | rowwise_adagrad | adagrad.
     """
-    exchanged = hbm = own_samples * total_dim * gradient_bytes + samples * owner_dim * wire_bytes
-    named = once = 0.0
+    hbm = own_samples * total_dim * gradient_bytes + samples * owner_dim * wire_bytes
+    named = once = 0.0  # of gradients read for each id, and once
     for shard in shards:
         state_bytes = {"sgd": 0, "rowwise_adagrad": 4, "adagrad": 4 * shard.dim}[optimizer]
         hbm += shard.touched_rows * (2 * (shard.dim * shard.element_bytes + state_bytes) + _RUN_BYTES)
         hbm += shard.ids * _PLACE_BYTES
         named += shard.ids * shard.dim * wire_bytes
         once += shard.filled_bags * shard.dim * wire_bytes
-    return UpdateBytes(hbm + named, hbm + once, exchanged, once, own_samples * (total_dim - owner_dim) * wire_bytes)
+    return UpdateBytes(hbm + named, hbm + once, own_samples * (total_dim - owner_dim) * wire_bytes)
 
 
 class DenseCounts(NamedTuple):

@@ -37,20 +37,6 @@ _LEAST_LOSS = 1e-30  # below it, a relative difference means nothing and may ove
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """A logged loss, or a mean of consecutive ones, against the reference."""
-
-    first_step: int
-    """logged step at which the mean begins; `step` for a single loss"""
-    step: int
-    """logged step at which it ends"""
-    difference: float
-    """relative difference from the reference runs' mean"""
-    bound: float
-    """greatest difference that agrees"""
-
-
-@dataclass(frozen=True)
 class Verdict:
     """How a run's losses compare with those of the reference runs."""
 
@@ -100,43 +86,36 @@ def judge(losses: Losses, reference: Sequence[Losses], rtol: float) -> Verdict:
         reference: the same of each reference run; several widen the tolerance (`loss_bound`).
         rtol: greatest relative difference that agrees where no noise was measured.
     """
-    single = _compare(losses, reference, rtol, 1)
-    means = _compare(losses, reference, rtol, max(2, len(single) // _WINDOWS)) if len(reference) > 1 else []
-    fault = _first_fault(losses, reference, {each.step: each for each in single}, rtol)
-    if fault is None and (parted := next((mean for mean in means if mean.difference > mean.bound), None)):
-        fault = (
-            f"steps {parted.first_step} to {parted.step}: losses differ by {parted.difference:.1e} in the mean; "
-            f"{_rule(parted.bound, len(reference))}"
-        )
-    widest = max(single, key=lambda found: found.difference, default=None)
-    return Verdict(fault, widest and widest.difference, widest and widest.step)
-
-
-def _compare(losses: Losses, reference: Sequence[Losses], rtol: float, window: int) -> list[Comparison]:
-    """Compare the means of each `window` consecutive logged losses with the reference runs' mean."""
     steps, table = _table([losses, *reference])
-    bound = loss_bound(reference, rtol, window)
-    differences = np.abs(_means(_differences(table[0], table[1:].mean(0)), window)).tolist()
-    return [
-        Comparison(first, last, difference, bound[last])
-        for first, last, difference in zip(steps, steps[window - 1 :], differences, strict=False)
-    ]
+    signed = _differences(table[0], table[1:].mean(0))
+    differences = dict(zip(steps, np.abs(signed).tolist(), strict=True))
+    fault = _first_fault(losses, reference, differences, rtol)
+    if fault is None and len(reference) > 1:
+        window = max(2, len(steps) // _WINDOWS)
+        bound, means = loss_bound(reference, rtol, window), np.abs(_means(signed, window)).tolist()
+        for first, last, mean in zip(steps, steps[window - 1 :], means, strict=False):
+            if mean > bound[last]:
+                rule = _rule(bound[last], len(reference))
+                fault = f"steps {first} to {last}: losses differ by {mean:.1e} in the mean; {rule}"
+                break
+    widest = max(differences, key=lambda step: differences[step], default=None)
+    return Verdict(fault, None if widest is None else differences[widest], widest)
 
 
 def _first_fault(
-    losses: Losses, reference: Sequence[Losses], compared: Mapping[int, Comparison], rtol: float
+    losses: Losses, reference: Sequence[Losses], differences: Mapping[int, float], rtol: float
 ) -> str | None:
     """Describe the first step whose loss is missing, not finite or beyond its bound; None if none is."""
+    bound = loss_bound(reference, rtol)
     for step in sorted(losses.keys() | {step for run in reference for step in run}):
         loss, wanted = losses.get(step), [run[step] for run in reference if step in run]
         rule = f"tolerance {rtol:g}"
         if loss is None or len(wanted) < len(reference):
             fault = "one of the two is missing"
-        elif step not in compared:
+        elif step not in differences:
             fault = "not finite"
-        elif (found := compared[step]).difference > found.bound:
-            fault = f"a relative difference of {found.difference:.1e}"
-            rule = _rule(found.bound, len(reference))
+        elif differences[step] > bound[step]:
+            fault, rule = f"a relative difference of {differences[step]:.1e}", _rule(bound[step], len(reference))
         else:
             continue
         expected = sum(wanted) / len(wanted) if wanted else None

@@ -15,9 +15,9 @@ from typing import Any
 from dlrm_overlap.launching.text_table import format_table, markdown_table
 from dlrm_overlap.observe.agreement import Losses, judge, loss_bound
 from dlrm_overlap.observe.bootstrap import speedup_interval
-from dlrm_overlap.observe.breakdown import PARTS, breakdown_markdown
 from dlrm_overlap.observe.result_files import nan_as_none, read_step_ms, read_summary, write_atomically
 from dlrm_overlap.observe.tensorboard import TensorBoard
+from dlrm_overlap.observe.trace_summary import parts_table
 
 _RESULTS = ("train_loss", "eval_loss", "eval_auroc", "eval_ne", "samples_per_s", "step_ms_p50", "step_ms_p95")
 _SHARED = ("world_size", "device", "global_batch_size", "versions")
@@ -139,10 +139,7 @@ def comparison_rows(comparison: Mapping[str, Any]) -> list[list[str]]:
 def format_comparison(comparison: Mapping[str, Any]) -> str:
     """Return the table of `comparison_rows`, and below it the parts of a traced step."""
     text, parts = format_table(comparison_rows(comparison)), _breakdowns(comparison)
-    if not parts:
-        return text
-    lines = [[name, *(f"{found[part]:.3g}" for part in PARTS)] for name, found in parts.items()]
-    return f"{text}\n{format_table([['ms a traced step', *PARTS], *lines])}"
+    return f"{text}\n{format_table(parts_table(parts))}" if parts else text
 
 
 def _breakdowns(comparison: Mapping[str, Any]) -> dict[str, Any]:
@@ -198,7 +195,7 @@ def write_board(
     note = f"\n\n{_CPU_NOTE}" if comparison["device"] == "cpu" else ""
     board.text("comparison", markdown_table(comparison_rows(comparison)) + note)
     if parts:
-        board.text("breakdown", breakdown_markdown(parts))
+        board.text("breakdown", markdown_table(parts_table(parts)))
     board.close()
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dlrm_overlap.launching.text_table import count_of, format_table
-from dlrm_overlap.observe.trace_summary import Span, gpu_work, issued_work, length, subtract
+from dlrm_overlap.observe.trace_summary import Span, exclusive, gpu_work, issued_work, length
 
 # Collectives, by patterns for the names of NCCL's kernels and gloo's operations. The first that matches counts.
 _COLLECTIVES = {
@@ -43,16 +43,13 @@ def step_parts(events: Sequence[dict[str, Any]], steps: int, step_ms: float) -> 
     work = gpu_work(issued_work(events))
     spans = {"step while traced": length(map(_span, traced))}
     if work:
-        computes = [each.span for each in work if each.computes]
         communicates = [(_collective(each.name), each.span) for each in work if each.communicates]
-        copies = [each.span for each in work if each.kind == "copies"]
-        spans["GPU busy"] = length(each.span for each in work)
-        spans["  it computes"] = length(computes)
-        covered = list(computes)
-        for name, own in _by_collective(communicates):
-            spans[f"  exposed {name}"] = length(subtract(own, covered))
-            covered += own
-        spans["  it only copies"] = length(subtract(copies, covered))
+        parts = exclusive(
+            {"  it computes": [each.span for each in work if each.computes]}
+            | {f"  exposed {name}": own for name, own in _by_collective(communicates)}
+            | {"  it only copies": [each.span for each in work if each.kind == "copies"]}
+        )
+        spans |= {"GPU busy": sum(parts.values()), **parts}
         spans["GPU waits for the CPU"] = max(0.0, step_ms * 1e3 * steps - spans["GPU busy"])
         spans["collectives, hidden or not"] = length(span for _, span in communicates)
     else:

@@ -27,7 +27,6 @@ from dlrm_overlap.launching.environment import environment
 from dlrm_overlap.launching.files import LOCK_NAME, make_folder
 from dlrm_overlap.launching.launcher import World
 from dlrm_overlap.launching.text_table import count_of, markdown_table, plain
-from dlrm_overlap.observe.breakdown import breakdown_markdown, exposed_ms, mean_step
 from dlrm_overlap.observe.metrics import memory_bytes, quantile, steady_ms
 from dlrm_overlap.observe.result_files import (
     STEP_TIMES,
@@ -37,7 +36,7 @@ from dlrm_overlap.observe.result_files import (
     write_step_ms,
 )
 from dlrm_overlap.observe.tensorboard import TensorBoard
-from dlrm_overlap.observe.trace_summary import read_steps
+from dlrm_overlap.observe.trace_summary import exposed_ms, mean_step, parts_table, read_steps
 from dlrm_overlap.observe.tracing import StepTracer
 
 log = logging.getLogger("dlrm_overlap")
@@ -308,7 +307,7 @@ def _inode(path: Path) -> int | None:
 
 
 def write_breakdown(trace: Path, step: int, board: TensorBoard | None) -> dict[str, float] | None:
-    """Return the parts of the steps in `trace`, in ms, None without a GPU; write and draw them in `board`.
+    """Return the parts of the steps in `trace`, in ms, None without a GPU; write them to `board`.
 
     `step` is the last one in the file.
     """
@@ -320,8 +319,5 @@ def write_breakdown(trace: Path, step: int, board: TensorBoard | None) -> dict[s
     parts = mean_step(work, steps)
     if parts and board:
         board.scalars({"speed/exposed_ms": exposed_ms(parts)}, step)
-        board.text("breakdown", breakdown_markdown({"this run": parts}))
-        from dlrm_overlap.observe.timeline import draw_timeline  # loads matplotlib, which most runs do not need
-
-        board.image("timeline", draw_timeline(work, f"{steps} traced steps, the last one step {step}"), step)
+        board.text("breakdown", markdown_table(parts_table({"this run": parts})))
     return parts

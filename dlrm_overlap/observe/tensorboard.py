@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from torch.utils.tensorboard.summary import hparams
 from torch.utils.tensorboard.writer import SummaryWriter
 
@@ -41,10 +40,6 @@ class TensorBoard:
     def text(self, tag: str, markdown: str) -> None:
         """Write a Markdown text."""
         self._write(lambda writer: [writer.add_text(tag, markdown), writer.flush()])
-
-    def image(self, tag: str, picture: np.ndarray, step: int = 0) -> None:
-        """Write a picture, [height, width, 3] uint8."""
-        self._write(lambda writer: writer.add_image(tag, picture, step, dataformats="HWC"))
 
     def layout(self, charts: Mapping[str, Sequence[str | list[str]]]) -> None:
         """Write the layout of the Custom Scalars page: a chart's title -> its kind, Multiline or Margin, and tags.

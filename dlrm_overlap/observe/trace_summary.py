@@ -1,4 +1,4 @@
-"""Sums up a GPU's trace: the time of each kind of work, how much of it ran alone, and exposed communication.
+"""Reads traces of a GPU: the time of each kind of work, the parts of a step, and exposed communication.
 
 Communication is hidden where other work runs at the same time. It is exposed where a kernel runs that moves data
 between GPUs or waits for a peer, and none that computes. A kernel that both looks up rows and stores them to peers
@@ -10,12 +10,10 @@ installs JupyterLab.
 """
 
 import gzip
-import itertools
 import json
 import re
 import zlib
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -139,50 +137,88 @@ def subtract(spans: Iterable[Span], others: Iterable[Span]) -> list[Span]:
     return merge(left)
 
 
-@dataclass(frozen=True)
-class Shares:
-    """A GPU's work in a stretch of time, in us. `compute`, `exposed`, `copying` and `idle` add up to its length."""
+def exclusive(groups: Mapping[str, Iterable[Span]]) -> dict[str, float]:
+    """Return the us of each group in which none of the groups before it runs: each instant counts once.
 
-    length: float
-    compute: float
-    """a kernel ran that computes"""
-    exposed: float
-    """a kernel ran that communicates, and none that computes"""
-    exposed_most: float
-    """the same, kernels that look up and put at once taken for communication"""
-    copying: float
-    """nothing but copies ran, within this GPU or from the host"""
-    idle: float
-    """nothing ran"""
+    Example: products from 0 to 6, an exchange from 4 to 8, and a step from 0 to 10: 6, 2 and 2.
+    """
+    found: dict[str, float] = {}
+    before: list[Span] = []
+    for name, spans in groups.items():
+        own = list(spans)
+        found[name] = length(subtract(own, before))
+        before += own
+    return found
 
 
-def share(work: Sequence[Work], window: Span) -> Shares:
-    """Return the shares of `window`, of whose work `work` holds at least that part."""
-    compute = [each.span for each in work if each.computes]
-    most = subtract(
-        [each.span for each in work if each.communicates or each.puts],
-        [each.span for each in work if each.computes and not each.puts],
-    )
-    busy = [each.span for each in work]
+def shares(work: Iterable[Work], window: Span) -> dict[str, float]:
+    """Return the shares of `window`, in us: compute, exposed, exposed_most, copying, idle.
 
-    def within(spans: Iterable[Span]) -> float:
-        return sum(max(0.0, min(end, window.end) - max(begin, window.begin)) for begin, end in spans)
-
-    exposed = exposed_spans(work)
-    copying = subtract([each.span for each in work if each.kind == "copies"], [*compute, *exposed])
-    return Shares(
-        window.end - window.begin,
-        within(merge(compute)),
-        within(exposed),
-        within(most),
-        within(copying),
-        within(subtract([window], busy)),
-    )
+    A kernel ran that computes; else one that communicates; else copies, within this GPU or from the host; else nothing:
+    these four add up to its length. `exposed_most` takes kernels that look up and put at once for communication.
+    """
+    inside = cut(work, window)
+    compute = [each.span for each in inside if each.computes]
+    communication = [each.span for each in inside if each.communicates]
+    puts = [each.span for each in inside if each.puts]
+    most = {"alone": [each.span for each in inside if each.computes and not each.puts], "most": communication + puts}
+    copies = [each.span for each in inside if each.kind == "copies"]
+    parts = exclusive({"compute": compute, "exposed": communication, "copying": copies, "idle": [window]})
+    return parts | {"exposed_most": exclusive(most)["most"]}
 
 
-def exposed_spans(work: Sequence[Work]) -> list[Span]:
-    """Return, in order, the stretches in which a kernel runs that communicates and none that computes."""
-    return subtract([each.span for each in work if each.communicates], [each.span for each in work if each.computes])
+def cut(work: Iterable[Work], window: Span) -> list[Work]:
+    """Return the work in `window`, cut off at its begin and its end."""
+    spans = [(each, Span(max(each.span.begin, window.begin), min(each.span.end, window.end))) for each in work]
+    return [each._replace(span=span) for each, span in spans if span.begin < span.end]
+
+
+# The parts of a step -> the kinds of work that they are. Each instant counts for the first that ran then; a kernel that
+# looks up rows and stores them at peers at once counts as a lookup.
+_PARTS = {
+    "dense": ("products", "dense", "optimizer"),
+    "lookup": ("lookup",),
+    "update": ("update", "sort"),
+    "inputs": ("ids", "samples"),
+    "exposed exchange": ("exchange",),
+    "exposed all-reduce": ("all-reduce",),
+    "copies": ("copies",),
+}
+PARTS = (*_PARTS, "idle")
+
+
+def mean_step(work: Sequence[Work], steps: int) -> dict[str, float] | None:
+    """Return part -> ms a step of the `steps` steps that `work` is, for each of `PARTS`, or None if it is empty."""
+    if not work:
+        return None
+
+    def part_of(each: Work) -> str:
+        if each.kind == "ids" and each.communicates:
+            return "exposed exchange"
+        return next(part for part, kinds in _PARTS.items() if each.kind in kinds)
+
+    groups = {part: [each.span for each in work if part_of(each) == part] for part in _PARTS}
+    found = exclusive({**groups, "idle": [whole(work)]})
+    return {part: us * 1e-3 / steps for part, us in found.items()}
+
+
+def exposed_ms(parts: Mapping[str, float]) -> float:
+    """Return the communication of `mean_step` that nothing hides, in ms a step."""
+    return parts["exposed exchange"] + parts["exposed all-reduce"]
+
+
+def parts_table(runs: Mapping[str, Mapping[str, float]]) -> list[list[str]]:
+    """Return a table of text, a line a run: ms of a traced step in each of `PARTS`, and in all."""
+    lines = [["ms a traced step", *PARTS, "in all"]]
+    for name, parts in runs.items():
+        lines.append([name, *(f"{parts[part]:.3g}" for part in PARTS), f"{sum(parts.values()):.3g}"])
+    return lines
+
+
+def whole(work: Iterable[Work]) -> Span:
+    """Return the stretch from the first begin to the last end of `work`, which is not empty."""
+    begins, ends = zip(*(each.span for each in work), strict=True)
+    return Span(min(begins), max(ends))
 
 
 def spans_by_kind(work: Iterable[Work]) -> dict[str, list[Span]]:
@@ -233,19 +269,18 @@ def summarise(path: Path) -> str:
     work, steps = read_steps(path)
     if not work:
         raise InputError(f"{path}: nothing in it ran on a GPU; open a CPU's trace in ui.perfetto.dev")
-    ms = 1e-3 / steps
-    by_kind = spans_by_kind(work)
-    merged = merge(each.span for each in work)
-    whole, busy = merged[-1].end - merged[0].begin, length(merged)
+    ms, window = 1e-3 / steps, whole(work)
+    length_us, found = window.end - window.begin, shares(work, window)
     lines = [["work", "ms a step", "alone"]]
-    for kind, spans in by_kind.items():
+    for kind, spans in spans_by_kind(work).items():
         if spans:
-            others = itertools.chain.from_iterable(by_kind[other] for other in by_kind if other != kind)
-            lines.append([kind, f"{length(spans) * ms:.3f}", f"{(busy - length(others)) * ms:.3f}"])
-    text = f"{steps} step{'s' * (steps > 1)} of {whole * ms:.3f} ms, the GPU idle in {(whole - busy) * ms:.3f} of them"
-    shares = share(work, Span(merged[0].begin, merged[-1].end))
-    exposed = f"exposed communication: {shares.exposed * ms:.3f} ms a step, {shares.exposed / whole:.1%}"
+            alone = exclusive({"others": [each.span for each in work if each.kind != kind], "alone": spans})["alone"]
+            lines.append([kind, f"{length(spans) * ms:.3f}", f"{alone * ms:.3f}"])
+    text = (
+        f"{steps} step{'s' * (steps > 1)} of {length_us * ms:.3f} ms, the GPU idle in {found['idle'] * ms:.3f} of them"
+    )
+    exposed = f"exposed communication: {found['exposed'] * ms:.3f} ms a step, {found['exposed'] / length_us:.1%}"
     if any(each.puts for each in work):
-        most = f"{shares.exposed_most * ms:.3f} ms, {shares.exposed_most / whole:.1%}"
+        most = f"{found['exposed_most'] * ms:.3f} ms, {found['exposed_most'] / length_us:.1%}"
         exposed += f"; at most {most}, if kernels that look up and put do nothing but put"
     return f"{path}: {text}\n{format_table(lines)}\n{exposed}"

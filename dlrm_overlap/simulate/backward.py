@@ -8,24 +8,14 @@ each fill the multiprocessors, so beside each other they take turns.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 
-from dlrm_overlap.simulate.config import SimulateConfig
-from dlrm_overlap.simulate.gpu_config import UpdateConfig
-from dlrm_overlap.simulate.network import Cluster
+from dlrm_overlap.simulate.config import SimulateConfig, UpdateConfig
 from dlrm_overlap.simulate.stage import Simulation, each_alone, send_all
 from dlrm_overlap.simulate.workload import Workload
 
 _PART_BYTES, _MOST_PARTS = 32 << 20, 6  # as `embedding.layout` cuts a rank's window
-
-
-class Backward(NamedTuple):
-    """For each rank, the activities with whose ends all gradients have come, and all rows are updated."""
-
-    arrived: list[int]
-    updated: list[int]
 
 
 def collective_backward(config: SimulateConfig) -> bool:
@@ -37,34 +27,17 @@ def _rates(config: SimulateConfig) -> UpdateConfig:
     return config.gpu.baseline_update if config.exchange.backend == "torchrec" else config.gpu.update
 
 
-class Sort(NamedTuple):
-    """How long a rank's ids take to be sorted, in seconds."""
-
-    busy_s: float
-    """in which nothing else has the multiprocessors"""
-    least_s: float
-    """altogether, where nothing holds it up"""
-
-
-def sort_of(config: SimulateConfig, work: Workload, rank: int) -> Sort:
-    """Return the sort of a rank's ids."""
+def sort_s(config: SimulateConfig, work: Workload) -> tuple[np.ndarray, np.ndarray]:
+    """Return the seconds [W] in which each rank's sort of its ids has the multiprocessors alone, and takes in all."""
     rates = _rates(config)
-    busy_s = work.ids * float(work.shares.ids[rank]) * rates.sort_ns / 1e9
-    return Sort(busy_s, busy_s + rates.sort_us / 1e6)
+    busy_s = work.ids * work.shares.ids * rates.sort_ns / 1e9
+    return busy_s, busy_s + rates.sort_us / 1e6
 
 
 def rows_s(config: SimulateConfig, work: Workload) -> float:
     """Return how long the rows of the mean rank take to be updated, in seconds, all at once."""
     rates = _rates(config)
-    once = rates.sgd_gb_per_s if config.work.optimizer == "sgd" else rates.adagrad_gb_per_s
-    update = work.update
-    demands = (
-        (update.compulsory - update.exchanged - update.gradients, once),
-        (update.gradients, rates.gradients_gb_per_s or once),
-        (update.exchanged, rates.exchanged_gb_per_s or once),
-        (update.hbm - update.compulsory, rates.repeated_gb_per_s),
-    )
-    return sum(nbytes / gb_per_s / 1e9 for nbytes, gb_per_s in demands) + rates.us / 1e6
+    return work.update.hbm / rates.gb_per_s / 1e9 + rates.us / 1e6
 
 
 def gradient_parts(config: SimulateConfig, work: Workload) -> list[float]:
@@ -77,8 +50,11 @@ def gradient_parts(config: SimulateConfig, work: Workload) -> list[float]:
     return [(0.5 if part == 0 else 1.0) / (count - 0.5) if count > 1 else 1.0 for part in range(count)]
 
 
-def add_backward(sim: Simulation, after: Sequence[Sequence[int]], sorted_ids: Sequence[Sequence[int]]) -> Backward:
-    """Add the backward of all ranks.
+def add_backward(
+    sim: Simulation, after: Sequence[Sequence[int]], sorted_ids: Sequence[Sequence[int]]
+) -> tuple[list[list[int]], list[int]]:
+    """Add the backward of all ranks; return for each the activities with whose ends all gradients have come, and that
+    with which all rows are updated.
 
     Args:
         sim: gets the activities.
@@ -95,9 +71,7 @@ def add_backward(sim: Simulation, after: Sequence[Sequence[int]], sorted_ids: Se
             pack_s = 2 * work.pooled_bytes / config.gpu.copy_gb_per_s / 1e9
             packed = cluster.add_each("pack", [cluster.memory], pack_s, sent, **kernel)
             sent = each_alone(send_all(sim, received, each_alone(packed), "push", collective=True))
-        sorts_s = np.array([sort_of(config, work, r).least_s for r in range(cluster.world_size)])
-        rows = cluster.add_each("rows", [cluster.memory], sorts_s + seconds, sent, **kernel)
-        return Backward(_joined(cluster, sent), rows)
+        return sent, cluster.add_each("rows", [cluster.memory], sort_s(config, work)[1] + seconds, sent, **kernel)
     before = [list(each) for each in sorted_ids]
     for share in gradient_parts(config, work):
         if several:
@@ -106,11 +80,4 @@ def add_backward(sim: Simulation, after: Sequence[Sequence[int]], sorted_ids: Se
         # An update leaves products no multiprocessor, and they leave it none.
         alone = [cluster.memory, cluster.products]
         before = each_alone(cluster.add_each("rows", alone, seconds * share, begins, **kernel))
-    return Backward(_joined(cluster, sent), [number for (number,) in before])
-
-
-def _joined(cluster: Cluster, after: Sequence[Sequence[int]]) -> list[int]:
-    return [
-        each[0] if len(each) == 1 else cluster.engine.add("gradients are there", {}, after=each, rank=rank)
-        for rank, each in enumerate(after)
-    ]
+    return sent, [number for (number,) in before]

@@ -12,14 +12,84 @@ from dlrm_overlap.config import (
     PositiveInt,
     parse_multi_hot,
 )
-from dlrm_overlap.simulate.gpu_config import GpuConfig
 
 _MOST_GPUS = 4096  # more take minutes, or the memory
 
 
 @dataclass(frozen=True)
+class LookupConfig:
+    """How fast a kernel pools: bytes from the memory at a rate, and a time for each bag."""
+
+    gb_per_s: PositiveFloat = 4225.0
+    """of rows that are not in the cache, ids, offsets and pooled embeddings together"""
+    bag_ns: NonNegativeFloat = 0.0
+    """for each bag on top, over all programs: a million bags of 0.1 take 0.1 ms"""
+    cached_gb_per_s: PositiveFloat | None = None
+    """of all rows of a table, those in the cache included, where that takes longer; null: no row stays in the cache"""
+    us: NonNegativeFloat = 0.0
+    """that a lookup takes whatever its bytes"""
+    few_bag_ns: NonNegativeFloat = 0.0
+    """for each bag on top where a rank has fewer than 131072 of more than one id: fused then has twice as many tasks"""
+
+
+@dataclass(frozen=True)
+class UpdateConfig:
+    """How fast rows are updated once their gradients are there."""
+
+    gb_per_s: PositiveFloat = 4225.0
+    """of all bytes of an update, as `embedding.traffic.update_bytes` counts them"""
+    us: NonNegativeFloat = 0.0
+    """that an update takes whatever its bytes"""
+    sort_ns: NonNegativeFloat = 0.0
+    """that an id takes to be sorted by row, in which nothing else has the multiprocessors: beside the head's forward
+    where the backward is push, else before the update"""
+    sort_us: NonNegativeFloat = 0.0
+    """that a sort takes on top, however few the ids, and leaves to others: it is many small kernels"""
+
+
+@dataclass(frozen=True)
+class GpuConfig:
+    """Rates of one GPU and of its kernels. The defaults are an H200's, as configs/simulate/h200.yaml explains."""
+
+    memory_gb_per_s: PositiveFloat = 4225.0
+    """of a copy within the memory, bytes read and written"""
+    link_gb_per_s: PositiveFloat = 354.1
+    """out of a GPU to its peers in the host by stores or copies, and into it"""
+    collective_gb_per_s: PositiveFloat = 292.0
+    """the same by the collective library"""
+    collective_us: NonNegativeFloat = 29.1
+    """that a collective takes on top of its bytes"""
+    peer_us: NonNegativeFloat = 5.0
+    """from a store to a peer until who waits for its flag goes on"""
+    copy_gb_per_s: PositiveFloat = 3781.0
+    """of the passes that unpack a collective's output or pack its input, bytes read and written"""
+    tflop_per_s: PositiveFloat = 790.0
+    """of matrix products in bf16, at best"""
+    dense_efficiency: PositiveFloat = 0.6157
+    """part of `tflop_per_s` that the dense part reaches, its elementwise work included"""
+    kernel_us: NonNegativeFloat = 3.66
+    """that each kernel of a captured step takes beside its work, where the next one waits for it"""
+    pair_tflop_per_s: PositiveFloat | None = 6.46
+    """of the dot interaction's products, each pair counted once; null: as of other products"""
+    step_us: NonNegativeFloat = 15.2
+    """that a captured step takes around its kernels: its launch, counters, the wait for the next batch's ids"""
+    optimizer_gb_per_s: PositiveFloat = 4044.0
+    """of the dense optimizer's 26 bytes a parameter"""
+    baseline: LookupConfig = field(default_factory=lambda: LookupConfig(3442.0, 0.2919, 4090.0, 6.632))
+    """FBGEMM's lookup, of the backend torchrec"""
+    pgas: LookupConfig = field(default_factory=lambda: LookupConfig(4341.0, 0.06192, 6789.0, 18.98))
+    """the lookup of the backend pgas"""
+    fused: LookupConfig = field(default_factory=lambda: LookupConfig(4341.0, 0.08768, 4970.0, 11.3, 0.2982))
+    """the lookup of the backend fused"""
+    update: UpdateConfig = field(default_factory=lambda: UpdateConfig(4238.0, us=43.67, sort_ns=0.05676))
+    """the update of rows of the backward push"""
+    baseline_update: UpdateConfig = field(default_factory=lambda: UpdateConfig(2680.0, sort_ns=0.05678, sort_us=79.97))
+    """FBGEMM's, of the backward collective"""
+
+
+@dataclass(frozen=True)
 class NetworkConfig:
-    """Hosts and the links between them: a fat tree with a NIC a GPU, a leaf switch a rail, and a spine."""
+    """Hosts, joined by NICs, one a GPU, and switches that never fill: a fat tree without oversubscription."""
 
     hosts: PositiveInt = 1
     """number of hosts"""
@@ -31,16 +101,8 @@ class NetworkConfig:
     """of a message to another host"""
     message_ns: NonNegativeFloat = 500.0
     """that a GPU's puts to other hosts take each, one after the other, whatever their size"""
-    hosts_per_leaf: PositiveInt = 32
-    """hosts whose NICs of one rail are on one leaf switch"""
-    oversubscription: PositiveFloat = 1.0
-    """rate of a leaf's NICs over that of its ways to the spine"""
 
     def __post_init__(self) -> None:
-        if self.oversubscription < 1:
-            raise InputError(
-                f"network.oversubscription: {self.oversubscription} must be 1 or more; 1 is a spine that carries all"
-            )
         if self.world_size > _MOST_GPUS:
             raise InputError(
                 f"network: {self.hosts} hosts of {self.gpus_per_host} GPUs are {self.world_size}; the simulator takes "
@@ -119,8 +181,6 @@ class ExchangeConfig:
     """puts to one host are gathered until they have so many bytes; 0 gathers none"""
     aggregate_us: NonNegativeFloat = 20.0
     """a gathered put leaves no later than this after its first bytes"""
-    waves: PositiveInt = 16
-    """parts in which a rank's tasks are simulated; puts to other hosts leave at the end of each"""
 
 
 @dataclass(frozen=True)
@@ -147,32 +207,16 @@ class ProductConfig:
     the same, with the product's memory accesses first; ideal: product and reduce-scatter side by side, as if alone"""
     gather: bool = True
     """whether an all-gather follows, so that the whole is an all-reduce"""
-    element_bytes: PositiveInt = 2
-    """of inputs and results"""
     programs: PositiveInt = 80
     """tiles that are computed at a time"""
     tile_m: PositiveInt = 128
     """rows of a tile of the result"""
     tile_n: PositiveInt = 128
     """columns of a tile of the result"""
-    k_step: PositiveInt = 64
-    """terms of the sums that a tile's program has loaded before it computes"""
-    group_rows: PositiveInt = 8
-    """rows of tiles that are computed column by column before the next ones"""
     cache_mb: PositiveFloat = 16.0
     """of the GPU's last cache"""
     update_factor: PositiveFloat = 2.0
     """time that the memory takes to add a byte to a byte that it holds, over that of a plain write"""
-    trigger_us: NonNegativeFloat = 5.0
-    """software: from the end of a part's last tile to the begin of its copy"""
-    sum_share: PositiveFloat = 0.25
-    """software: part of the multiprocessors that the kernel that sums holds while it runs"""
-    sum_gb_per_s: PositiveFloat = 750.0
-    """software: of that kernel, bytes read and written"""
-
-    def __post_init__(self) -> None:
-        if self.sum_share >= 1:
-            raise InputError(f"product.sum_share: {self.sum_share} must be below 1; the rest is left to the product")
 
     @property
     def terms(self) -> int:

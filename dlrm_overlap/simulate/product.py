@@ -19,7 +19,8 @@ programs begin when its stores are taken. Memory is shared fairly by whatever as
 which serves the product before the copies, unless the links need longer than the product: copies do not starve.
 """
 
-from dataclasses import astuple, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -28,6 +29,12 @@ from dlrm_overlap.simulate.engine import Engine, Timeline
 
 _SUMS, _USUAL, _COPIES_LAST = 1, 0, -1  # priorities: programs that sum hold their multiprocessors
 _PRODUCTS, _MEMORY, _LINK = 0, 1, 2  # the resources of a rank
+_ELEMENT_BYTES = 2  # of inputs and results
+_K_STEP = 64  # terms of the sums that a tile's program has loaded before it computes
+_GROUP_ROWS = 8  # rows of tiles that are computed column by column before the next ones
+# What `software` takes, assumed: from the end of a part's last tile to the begin of its copy; the kernel that sums, in
+# part of the multiprocessors and in GB/s that it reads and writes.
+_TRIGGER_S, _SUM_SHARE, _SUM_GB_PER_S = 5e-6, 0.25, 750.0
 
 
 @dataclass(frozen=True)
@@ -50,10 +57,10 @@ def tile_waves(product: ProductConfig, terms: int, parts: int, cached_results: b
         cached_results: whether results are stored through the cache, where they take the place of inputs.
     """
     rows, columns = _sizes(product.m, product.tile_m), _sizes(product.n, product.tile_n)
-    order = _order(len(rows), len(columns), product.group_rows)
+    order = _order(len(rows), len(columns), _GROUP_ROWS)
     part_of = np.arange(len(order)) * parts // len(order)
-    panel_bytes = np.concatenate([rows, columns]) * terms * product.element_bytes
-    tile_bytes = rows[order[:, 0]] * columns[order[:, 1]] * product.element_bytes
+    panel_bytes = np.concatenate([rows, columns]) * terms * _ELEMENT_BYTES
+    tile_bytes = rows[order[:, 0]] * columns[order[:, 1]] * _ELEMENT_BYTES
     cache, found = product.cache_mb * 1e6, []
     used = np.full(len(panel_bytes), -1)  # the wave that used each panel last
     results = [0.0]  # bytes stored by all waves before each
@@ -93,23 +100,6 @@ def _order(rows: int, columns: int, group_rows: int) -> np.ndarray:
     return np.array(order, np.int64)
 
 
-@dataclass
-class MemoryBytes:
-    """What one rank's memory reads and writes, by whom; an update counts as a write."""
-
-    product_read: float = 0.0
-    product_written: float = 0.0
-    scatter_read: float = 0.0
-    scatter_written: float = 0.0
-    gather_read: float = 0.0
-    gather_written: float = 0.0
-
-    @property
-    def total(self) -> float:
-        """All bytes."""
-        return sum(astuple(self))
-
-
 class ProductGraph:
     """Activities of one rank, which has its products, its memory (in seconds at full rate) and its link.
 
@@ -119,28 +109,35 @@ class ProductGraph:
     def __init__(self, config: SimulateConfig, product_first: bool = False) -> None:
         self.parts = config.network.world_size
         self.product, self.gpu = config.product, config.gpu
-        self.memory = MemoryBytes()
+        phases = (f"{phase}_{way}" for phase in ("product", "scatter", "gather") for way in ("read", "written"))
+        self.memory_bytes = dict.fromkeys(phases, 0.0)
         self.last_store = 0
-        self.link = self.gpu.link_gb_per_s * 1e9
-        self.engine = Engine(np.array([1.0, 1.0, self.link]))
-        self.part_bytes = self.product.m * self.product.n * self.product.element_bytes / self.parts
+        self.engine = Engine(np.array([1.0, 1.0, self.gpu.link_gb_per_s * 1e9]))
+        self.part_bytes = self.product.m * self.product.n * _ELEMENT_BYTES / self.parts
         self.near_memory = self.product.way in ("near_memory", "arbitrated")
         self.copies = _COPIES_LAST if product_first else _USUAL
-        self.latency_s = self.gpu.peer_us / 1e6
 
-    def _memory_s(self, nbytes: float, added: bool = False) -> float:
-        factor = self.product.update_factor if added else 1.0
-        return nbytes * factor / self.gpu.memory_gb_per_s / 1e9
-
-    def _move(
-        self, name: str, nbytes: float, read: float, written: float, after: list[int],
-        wait_s: float = 0.0, link_factor: float = 1.0, added: bool = False, priority: int = _USUAL,
+    def _add(
+        self, name: str, phase: str, after: list[int], *, read: float = 0.0, written: float = 0.0, moved: float = 0.0,
+        added: bool = False, collective: bool = False, products_s: float = 0.0, wait_s: float = 0.0,
+        least_s: float = 0.0, lane: str = "link", priority: int = _USUAL,
     ) -> int:  # fmt: skip
-        """Add a transfer of `nbytes` to another rank, for which this one reads and that one writes so many bytes."""
-        demands = {_LINK: nbytes * link_factor, _MEMORY: self._memory_s(read) + self._memory_s(written, added)}
+        """Add an activity of `phase` whose bytes this rank's memory reads and writes, and its link moves.
+
+        A transfer is one to another rank, for which this one reads and that one writes; all ranks do the same. If
+        `added`, the memory adds what is written. A collective takes the link at a rate of its own.
+        """
+        self.memory_bytes[f"{phase}_read"] += read
+        self.memory_bytes[f"{phase}_written"] += written
+        written *= self.product.update_factor if added else 1.0
+        slower = self.gpu.link_gb_per_s / self.gpu.collective_gb_per_s if collective else 1.0
+        memory_s = (read + written) / self.gpu.memory_gb_per_s / 1e9
+        demands = {_PRODUCTS: products_s, _MEMORY: memory_s, _LINK: moved * slower}
+        latency_s = self.gpu.peer_us / 1e6 if moved else 0.0
         return self.engine.add(
-            name, demands, nbytes, after, lane="link", delay_s=wait_s + self.latency_s, priority=priority
-        )
+            name, demands, max(moved or read + written, 1.0), after, lane=lane, delay_s=wait_s + latency_s,
+            least_s=least_s, priority=priority,
+        )  # fmt: skip
 
     def add_product(self) -> list[list[int]]:
         """Add the product; return for each part the activities with whose ends it is there, or has left."""
@@ -148,101 +145,83 @@ class ProductGraph:
         terms = self.product.terms // self.parts
         waves = tile_waves(self.product, terms, 1 if serial else self.parts, cached_results=not self.near_memory)
         per_s = self.gpu.tflop_per_s * 1e12 * self.gpu.dense_efficiency
-        flop = 2.0 * self.product.tile_m * self.product.tile_n * terms * self.product.programs
-        return self._add_waves(waves, flop / per_s, min(1.0, self.product.k_step / terms))
-
-    def _add_waves(self, waves: list[Wave], computes_s: float, first: float) -> list[list[int]]:
-        add, memory = self.engine.add, self._memory_s
+        computes_s = 2.0 * self.product.tile_m * self.product.tile_n * terms * self.product.programs / per_s
+        first, lane = min(1.0, _K_STEP / terms), "product"
         done: list[list[int]] = [[] for _ in range(len(waves[0].stored_bytes))]
         last: list[int] = []
         sent: list[int] = []  # to the next rank, of the wave before; the programs are one wave ahead
         for wave in waves:
-            loaded, rest = wave.read_bytes * first, wave.read_bytes * (1 - first)
-            begun = add("load", {_MEMORY: memory(loaded)}, max(loaded, 1.0), last, lane="product")
-            demands = {_PRODUCTS: computes_s, _MEMORY: memory(rest)}
-            last = [add("compute", demands, max(rest, 1.0), [begun], lane="product")]
+            loaded = wave.read_bytes * first
+            begun = self._add("load", "product", last, read=loaded, lane=lane)
+            rest = wave.read_bytes - loaded
+            last = [self._add("compute", "product", [begun], read=rest, products_s=computes_s, lane=lane)]
             away = float(wave.stored_bytes[0]) if self.near_memory else 0.0
             here = float(wave.stored_bytes.sum()) - away
             before, computed = sent, last
             if here:
-                last = [add("store", {_MEMORY: memory(here, self.near_memory)}, here, computed, lane="product")]
+                last = [self._add("store", "product", computed, written=here, added=self.near_memory, lane=lane)]
             if away:
                 after = [*computed, *before]
-                sent = [self._move("store to next", away, 0.0, away, after, added=True, priority=self.copies)]
+                sent = [self._add(
+                    "store to next", "product", after, written=away, moved=away, added=True, priority=self.copies
+                )]  # fmt: skip
             for part in np.nonzero(wave.stored_bytes)[0]:
                 done[part] = sent if away and part == 0 else last
             last = [*last, *before]
-            self.memory.product_read += wave.read_bytes
-            self.memory.product_written += away + here
         self.last_store = last[0]
         return done if len(done) > 1 else [done[0]] * self.parts
 
     def add_scatter(self, done: list[list[int]]) -> int:
         """Add the reduce-scatter; return the activity with whose end the rank's sums are there."""
-        if self.product.way == "serial":
-            ends = self._ring_by_kernel(done)
-        elif self.product.way == "software":
-            ends = self._ring_by_copies(done)
-        else:
-            ends = self._ring_in_memory(done)
-        return self.engine.add("sums are there", {}, after=ends)
-
-    def _count(self, read: float, written: float) -> None:
-        self.memory.scatter_read += read * self.part_bytes
-        self.memory.scatter_written += written * self.part_bytes
-
-    def _ring_by_kernel(self, done: list[list[int]]) -> list[int]:
-        """Send a part in each of W - 1 steps: the first as it is, the others summed with the part that has come."""
-        last, b = done[-1], self.part_bytes
-        for step in range(1, self.parts):
-            read, ends = (1 if step == 1 else 2), step == self.parts - 1
-            # The part that arrives at the end is summed at once: two are read, and the sum is written.
-            self._count(read + (2 if ends else 0), 2 if ends else 1)
-            written = 4 if ends else 1
-            wait_s, factor = self._collective_s(step), self._collective_factor
-            last = [self._move("reduce-scatter", b, read * b, written * b, last, wait_s, factor)]
-        return last
+        ways = {"serial": self._ring_by_kernel, "software": self._ring_by_copies}
+        return self.engine.add("sums are there", {}, after=ways.get(self.product.way, self._ring_in_memory)(done))
 
     def _collective_s(self, step: int) -> float:
         """Return what a step of a collective takes on top: all that a collective takes, in the first."""
         return self.gpu.collective_us / 1e6 if step == 1 else 0.0
 
-    @property
-    def _collective_factor(self) -> float:
-        """How much longer than at their rate a collective takes the links."""
-        return self.link / self.gpu.collective_gb_per_s / 1e9
-
-    def _sum(self, after: list[int]) -> int:
-        """Add a kernel that reads two parts and writes their sum, on a share of the multiprocessors."""
-        nbytes = 3 * self.part_bytes
-        least_s = nbytes / min(self.product.sum_gb_per_s, self.gpu.memory_gb_per_s) / 1e9
-        demands = {_PRODUCTS: least_s * self.product.sum_share, _MEMORY: self._memory_s(nbytes)}
-        self._count(2, 1)
-        return self.engine.add("sum", demands, nbytes, after, lane="sum", least_s=least_s, priority=_SUMS)
+    def _ring_by_kernel(self, done: list[list[int]]) -> list[int]:
+        """Send a part in each of W - 1 steps: the first as it is, the others summed with the part that has come."""
+        last, b = done[-1], self.part_bytes
+        for step in range(1, self.parts):
+            # The part that arrives at the end is summed at once: two are read, and the sum is written.
+            at_end = step == self.parts - 1
+            read, written = b * ((1 if step == 1 else 2) + 2 * at_end), b * (1 + at_end)
+            last = [self._add(
+                "reduce-scatter", "scatter", last, read=read, written=written, moved=b, collective=True,
+                wait_s=self._collective_s(step),
+            )]  # fmt: skip
+        return last
 
     def _ring_by_copies(self, done: list[list[int]]) -> list[int]:
+        """Copy parts, each of which a kernel then sums with this rank's, on a share of the multiprocessors."""
         ready, b = done[0], self.part_bytes
+        sum_s = 3 * b / min(_SUM_GB_PER_S, self.gpu.memory_gb_per_s) / 1e9
         for part in range(1, self.parts):
-            self._count(1, 1)
-            sent = self._move("copy", b, b, b, ready, self.product.trigger_us / 1e6)
-            ready = [self._sum([sent, *done[part]])]
+            sent = self._add("copy", "scatter", ready, read=b, written=b, moved=b, wait_s=_TRIGGER_S)
+            ready = [self._add(
+                "sum", "scatter", [sent, *done[part]], read=2 * b, written=b, products_s=sum_s * _SUM_SHARE,
+                least_s=sum_s, lane="sum", priority=_SUMS,
+            )]  # fmt: skip
         return ready
 
     def _ring_in_memory(self, done: list[list[int]]) -> list[int]:
         arrived, b = done[0], self.part_bytes
         for part in range(1, self.parts - 1):
-            self._count(1, 1)
             after = [*arrived, *done[part]]
-            arrived = [self._move("triggered copy", b, b, b, after, added=True, priority=self.copies)]
+            arrived = [self._add(
+                "triggered copy", "scatter", after, read=b, written=b, moved=b, added=True, priority=self.copies
+            )]  # fmt: skip
         return [*arrived, *done[-1]]
 
     def add_gather(self, sums: int) -> None:
         """Add the all-gather, by a kernel, along the ring."""
         last, b = [sums], self.part_bytes
         for step in range(1, self.parts):
-            last = [self._move("all-gather", b, b, b, last, self._collective_s(step), self._collective_factor)]
-            self.memory.gather_read += b
-            self.memory.gather_written += b
+            last = [self._add(
+                "all-gather", "gather", last, read=b, written=b, moved=b, collective=True,
+                wait_s=self._collective_s(step),
+            )]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -251,7 +230,8 @@ class SimulatedProduct:
 
     config: SimulateConfig
     timeline: Timeline
-    memory: MemoryBytes
+    memory_bytes: Mapping[str, float]
+    """that one rank's memory reads and writes, by phase; an update counts as a write"""
     ms: float
     product_ms: float
     """until the product has ended, whatever runs beside it"""
@@ -270,7 +250,7 @@ def simulate_product(config: SimulateConfig) -> SimulatedProduct:
     timeline = made.engine.run()
     product_s, sums_s = (float(timeline.end_s[number]) for number in (made.last_store, sums))
     return SimulatedProduct(
-        config, timeline, made.memory, timeline.seconds * 1e3, product_s * 1e3, (sums_s - product_s) * 1e3
+        config, timeline, made.memory_bytes, timeline.seconds * 1e3, product_s * 1e3, (sums_s - product_s) * 1e3
     )
 
 
@@ -284,7 +264,7 @@ def _ideal(config: SimulateConfig) -> SimulatedProduct:
 def _product_is_longer(config: SimulateConfig) -> bool:
     """Return whether the product alone takes longer than the links need for the reduce-scatter."""
     product, W = config.product, config.network.world_size
-    sent_bytes = (W - 1) / W * product.m * product.n * product.element_bytes
+    sent_bytes = (W - 1) / W * product.m * product.n * _ELEMENT_BYTES
     return product_alone_ms(config) > sent_bytes / config.gpu.link_gb_per_s / 1e6
 
 

@@ -19,12 +19,12 @@ import numpy as np
 
 from dlrm_overlap.kernels.grouping import Aggregator, Grouping
 from dlrm_overlap.kernels.schedule import TaskGrid, resolve_schedule
-from dlrm_overlap.simulate.config import SimulateConfig
-from dlrm_overlap.simulate.gpu_config import LookupConfig
-from dlrm_overlap.simulate.network import Cluster, FatTree, arrivals
+from dlrm_overlap.simulate.config import LookupConfig, SimulateConfig
+from dlrm_overlap.simulate.network import Cluster, arrivals
 from dlrm_overlap.simulate.workload import Workload, build_workload
 
 _MANY_BAGS = 1 << 17
+_WAVES = 16  # parts in which a rank's tasks are simulated; puts to other hosts leave at the end of each
 
 
 class Simulation(NamedTuple):
@@ -38,9 +38,8 @@ class Simulation(NamedTuple):
     def of(config: SimulateConfig) -> "Simulation":
         """Return a simulation without an activity yet."""
         network, link, nic = config.network, config.gpu.link_gb_per_s * 1e9, config.network.nic_gbit_per_s / 8 * 1e9
-        leaf = network.hosts_per_leaf, network.oversubscription
-        topology = FatTree(network.hosts, network.gpus_per_host, link, nic, *leaf)
-        cluster = Cluster(topology, network.latency_ns / 1e9, config.gpu.peer_us / 1e6)
+        latencies_s = network.latency_ns / 1e9, config.gpu.peer_us / 1e6
+        cluster = Cluster(network.hosts, network.gpus_per_host, link, nic, *latencies_s)
         where, dense = (cluster.world_size, config.network.gpus_per_host), config.exchange.backend == "torchrec"
         return Simulation(config, cluster, build_workload(config.model, config.work, *where, dense))
 
@@ -192,7 +191,7 @@ def _fused_forward(sim: Simulation, after: Sequence[Sequence[int]]) -> list[int]
     hosts = config.network.hosts
     lookup = gpu.fused if exchange.backend == "fused" else gpu.pgas
     schedule = resolve_schedule(exchange.schedule)
-    count = max(exchange.waves, 4 * W) if hosts == 1 else exchange.waves
+    count = max(_WAVES, 4 * W) if hosts == 1 else _WAVES
     alone_s, pair_bytes = pooling_s(lookup, work), sim.pair_bytes()
     to_host = work.pair_bytes * config.network.gpus_per_host
     # Unless destinations take turns, a rank pools for one host at a time.

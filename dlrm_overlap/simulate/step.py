@@ -21,10 +21,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-import numpy as np
-
 from dlrm_overlap.embedding.traffic import DenseCounts, count_dense
-from dlrm_overlap.simulate.backward import add_backward, collective_backward, sort_of
+from dlrm_overlap.simulate.backward import add_backward, collective_backward, sort_s
 from dlrm_overlap.simulate.config import SimulateConfig
 from dlrm_overlap.simulate.engine import Timeline
 from dlrm_overlap.simulate.network import hierarchical_all_reduce, ring_all_reduce
@@ -33,6 +31,10 @@ from dlrm_overlap.simulate.workload import Workload
 
 _OPTIMIZER_BYTES = 26  # a parameter, read and written by an update under Adagrad with a bfloat16 shadow
 _BUCKETS = 4  # in which the collective backward sums dense gradients
+# Kernels that wait for one another, as compiled and captured, counted in traced steps: of a layer, of which a cross
+# layer is one, product and activation; in the backward two products, two that sum the bias' gradient, and the
+# activation's; in all, those of the loss and of casts.
+_FORWARD, _BACKWARD, _LOSS = 2, 5, 9
 
 
 class DenseSeconds(NamedTuple):
@@ -68,7 +70,6 @@ def dense_seconds(config: SimulateConfig, work: Workload) -> DenseSeconds:
     if model.arch == "dcn" and not collective_backward(config):
         width = (tables + 1) * model.dim
         cross = 2.0 * work.samples * model.cross_layers * 2 * width * model.cross_rank
-    kernels = config.gpu.kernels
     layers_of_head = len(model.top_mlp) + (model.cross_layers if model.arch == "dcn" else 1)
     return DenseSeconds(
         bottom_forward=bottom / rate,
@@ -76,10 +77,10 @@ def dense_seconds(config: SimulateConfig, work: Workload) -> DenseSeconds:
         head_backward=(2 * head - cross) / rate + 2 * pairs_s,
         weights=cross / rate,
         bottom_backward=bottom_backward / rate,
-        bottom_forward_kernels=kernels.forward * len(model.bottom_mlp),
-        bottom_backward_kernels=kernels.backward * len(model.bottom_mlp),
-        head_forward_kernels=kernels.forward * layers_of_head + kernels.loss,
-        head_backward_kernels=kernels.backward * layers_of_head,
+        bottom_forward_kernels=_FORWARD * len(model.bottom_mlp),
+        bottom_backward_kernels=_BACKWARD * len(model.bottom_mlp),
+        head_forward_kernels=_FORWARD * layers_of_head + _LOSS,
+        head_backward_kernels=_BACKWARD * layers_of_head,
         counts=counts,
     )
 
@@ -115,10 +116,9 @@ def _add_sorts(sim: Simulation, after: Sequence[int]) -> list[list[int]]:
     Its kernels are in the same queue of programs as the dense part's: while they have the multiprocessors, those wait.
     """
     config, cluster, work = sim
-    sorts = [sort_of(config, work, rank) for rank in range(cluster.world_size)]
-    busy_s, least_s = (np.array(column) for column in zip(*sorts, strict=True))
+    busy_s, least_s = sort_s(config, work)
     if not least_s.any():
-        return [[] for _ in sorts]
+        return [[] for _ in after]
     numbers = cluster.add_each("sort", [cluster.products], busy_s, each_alone(after), lane="ids", least_s=least_s)
     return each_alone(numbers)
 
@@ -159,7 +159,9 @@ def _add_step(sim: Simulation, none: list[list[int]]) -> None:
     summed = bottom_back
     if several:
         # The last bucket is that of the layers whose gradients come last.
-        ready[-1] = each(bottom_back) if collective else each(bottom_back, weights, arrived)
+        ready[-1] = each(bottom_back)
+        if not collective:
+            ready[-1] = [[*a, *b] for a, b in zip(each(bottom_back, weights), arrived, strict=True)]
         summed = _add_all_reduces(sim, ready, 4.0 * dense.counts.parameters)
     seconds = _OPTIMIZER_BYTES * dense.counts.parameters / gpu.optimizer_gb_per_s / 1e9
     cluster.add_each(

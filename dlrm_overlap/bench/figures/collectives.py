@@ -4,20 +4,20 @@ Contenders: NCCL as it comes; our copies, our stores, and what `auto` takes of t
 part of a CUDA graph, one call a launch. Every output is compared with the inputs of the ranks, element by element,
 before anything is timed.
 
-A call is timed on the GPU, from its begin to the end of the wait, by `harness.turns`. `gb_per_s` are the bytes that
+A call is timed on the GPU, from its begin to the end of the wait, by `harness.timing`. `gb_per_s` are the bytes that
 leave each GPU for its peers in the median, `of_best` the shortest median of all contenders at the size, over the
 contender's. Beside a product the time is that of both, and `product_ms` that of the product alone.
 """
 
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any, get_args
 
 import torch
 
 from dlrm_overlap.bench.harness.communications import Communication, Payload, PeerMemory, by_collective, wrong
 from dlrm_overlap.bench.harness.computations import make_product
-from dlrm_overlap.bench.harness.timing import capture, counted
-from dlrm_overlap.bench.harness.turns import Turns
+from dlrm_overlap.bench.harness.timing import Turns, capture, counted
 from dlrm_overlap.bench.report.rows import report
 from dlrm_overlap.bench.request import CollectivesRequest
 from dlrm_overlap.comm.calls import Beside, Way, fastest_way
@@ -41,7 +41,7 @@ def run(request: CollectivesRequest, ranks: Ranks) -> int:
     sizes_mb = request.sizes_on(device.type)
     memory = PeerMemory(group, device, max(sizes_mb) * _MB // 4 * group.size())
     turns, size = Turns(group, device), _PRODUCT[device.type]
-    product = make_product("product", size, size, size, device).call
+    product = make_product(size, size, size, device).call
     rows, faults = list[dict[str, Any]](), list[str]()
     for operation in request.operations:
         for mb in counted(f"sizes of {operation}", sizes_mb):
@@ -49,9 +49,9 @@ def run(request: CollectivesRequest, ranks: Ranks) -> int:
             for beside in get_args(Beside):
                 for captured in (False, True)[: 1 + (device.type == "cuda")]:
                     columns = {"kind": request.kind, "operation": operation, "beside": beside, "mb_per_peer": mb}
-                    columns |= {"captured": captured, "world_size": group.size(), "steps": request.iterations}
+                    columns |= {"captured": captured, "world_size": group.size()}
                     beside_it = product if beside == "compute" else None
-                    found, bad = _measure(payload, memory, turns, columns, beside_it)
+                    found, bad = _measure(payload, memory, turns, request.iterations, columns, beside_it)
                     rows, faults = rows + found, faults + bad
     memory.close()
     if ranks.world.rank == 0:
@@ -60,7 +60,12 @@ def run(request: CollectivesRequest, ranks: Ranks) -> int:
 
 
 def _measure(
-    payload: Payload, memory: PeerMemory, turns: Turns, columns: dict[str, Any], product: Callable[[], object] | None
+    payload: Payload,
+    memory: PeerMemory,
+    turns: Turns,
+    repetitions: int,
+    columns: dict[str, Any],
+    product: Callable[[], object] | None,
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Return the rows of all contenders at one size, and a line for each whose output is wrong."""
     made = {"nccl": by_collective(payload, payload.group, beside=True)}
@@ -71,14 +76,14 @@ def _measure(
     bad = wrong(calls)
     faults = [f"{name}, {columns}: the output is wrong; no time is reported" for name in bad]
     pieces = {name: call for name, (_, call) in calls.items() if name not in bad}
-    timed = turns.time([*pieces.values(), *([product] if product else [])], columns["steps"])
+    timed = turns.time([*pieces.values(), *([product] if product else [])], repetitions)
     best = min(times.median_ms for times, _ in zip(timed, pieces, strict=False))
     row_bytes = 4 * payload.part
     auto = fastest_way(row_bytes, columns["beside"], columns["captured"])
     rows = [
         columns
         | {"contender": name, "way": auto if name == "auto" else None if name == "nccl" else name}
-        | times._asdict()
+        | asdict(times)
         | {"gb_per_s": payload.link_bytes / times.median_ms / 1e6, "of_best": best / times.median_ms}
         | {"product_ms": timed[-1].median_ms if product else None}
         for name, times in zip(pieces, timed, strict=False)

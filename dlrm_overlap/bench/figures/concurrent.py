@@ -14,6 +14,7 @@ Contenders: `harness.issuer.STRATEGIES`. A row is a case under a strategy.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -31,10 +32,9 @@ from dlrm_overlap.bench.harness.communications import (
     limited_group,
     wrong,
 )
-from dlrm_overlap.bench.harness.computations import Computation, make_computations
+from dlrm_overlap.bench.harness.computations import make_computations
 from dlrm_overlap.bench.harness.issuer import LIMITED, Issuer
-from dlrm_overlap.bench.harness.timing import capture, counted, fraction_of_ideal
-from dlrm_overlap.bench.harness.turns import Timed, Turns
+from dlrm_overlap.bench.harness.timing import Timing, Turns, capture, counted
 from dlrm_overlap.bench.report.concurrent import summarise
 from dlrm_overlap.bench.report.rows import print_table, report
 from dlrm_overlap.bench.request import ConcurrentRequest
@@ -93,6 +93,16 @@ def classify(computation_ms: float, communication_ms: float) -> str:
     return "C-long" if communication_ms > _LONG * computation_ms else "GC-equal"
 
 
+def fraction_of_ideal(computation_ms: float, communication_ms: float, together_ms: float) -> dict[str, float]:
+    """Return ideal, speedup over one after the other, and (speedup - 1) / (ideal - 1), the fraction of ideal.
+
+    Example: 3 ms and 1 ms alone, 3.5 ms together: ideal 4 / 3, speedup 4 / 3.5, fraction (8/7 - 1) / (1/3) = 3 / 7.
+    """
+    both = computation_ms + communication_ms
+    ideal, speedup = both / max(computation_ms, communication_ms), both / together_ms
+    return {"ideal": ideal, "speedup": speedup, "fraction_of_ideal": (speedup - 1) / (ideal - 1)}
+
+
 def run(request: ConcurrentRequest, ranks: Ranks) -> int:
     """Measure the figure, append its rows, those of a communication at a time, and print their summary on rank 0.
 
@@ -104,13 +114,13 @@ def run(request: ConcurrentRequest, ranks: Ranks) -> int:
     study = _Study(request, ranks.connect(), ranks.device)
     rows: list[dict[str, Any]] = []
     wrong_somewhere = False
-    with study.stream():
+    with study.issuer.stream():
         for cases in counted("communications", study.by_payload()):
             found, faults = study.measure(cases)
             rows, wrong_somewhere = rows + found, wrong_somewhere or bool(faults)
             if ranks.world.rank == 0:
                 report(found, faults, request.output, _SHOWN)
-        study.close()
+        study.memory.close()
     if ranks.world.rank == 0 and rows:
         lines = summarise(rows)
         print("fraction of the ideal speedup")
@@ -123,34 +133,40 @@ class _Study:
 
     def __init__(self, request: ConcurrentRequest, group: dist.ProcessGroup, device: torch.device) -> None:
         self._request, self._group, self._device = request, group, device
-        self._issuer = Issuer(group, device)
-        self.stream = self._issuer.stream
         self._computations = make_computations(device)
+        self._cases = make_cases(list(self._computations), device.type)
         self._groups = {"collective": group}
         if device.type == "cuda":
             self._groups["limited"] = limited_group(LIMITED)
-        self._cases = make_cases(list(self._computations), device.type)
-        self._memory = PeerMemory(
-            group, device, max(1 << 20, round(max(case.megabytes for case in self._cases) * 25e4))
-        )
-        self.close = self._memory.close
+        most = max(case.megabytes for case in self._cases)
+        self.issuer, self.memory = Issuer(group, device), PeerMemory(group, device, max(1 << 20, round(most * 25e4)))
         self._turns = Turns(group, device)
-        with self.stream():
-            calls = [_repeated(each, _FEWEST) for each in self._computations.values()]
-            timed = self._turns.time(calls, _TRIALS)
+        with self.issuer.stream():
+            timed = self._turns.time([self._repeated(name, _FEWEST) for name in self._computations], _TRIALS)
         self._call_ms = {name: each.median_ms / _FEWEST for name, each in zip(self._computations, timed, strict=True)}
 
     def by_payload(self) -> list[list[Case]]:
         """Return the cases of one communication after the other."""
         return [list(cases) for _, cases in groupby(self._cases, lambda case: (case.kind, case.megabytes))]
 
+    def _repeated(self, computation: str, calls: int) -> Callable[[], None]:
+        def compute() -> None:
+            for _ in range(calls):
+                self._computations[computation].call()
+
+        return compute
+
     def _communications(self, payload: Payload) -> dict[str, Communication]:
         made = {name: by_collective(payload, group) for name, group in self._groups.items()}
         if payload.kind != "all_reduce":
-            return made | {way: self._memory.call(payload, way) for way in ("stores", "dma")}
+            return made | {way: self.memory.call(payload, way) for way in ("stores", "dma")}
         if self._device.type == "cuda":
             made["stores"] = by_stores(payload)
-        return made | {"dma_averaged": self._memory.call(payload, "dma")}
+        return made | {"dma_averaged": self.memory.call(payload, "dma")}
+
+    @torch.no_grad()
+    def _time(self, pieces: Sequence[Callable[[], object]], repetitions: int) -> list[Timing]:
+        return self._turns.time([capture(piece, self._device) for piece in pieces], repetitions)
 
     def measure(self, cases: Sequence[Case]) -> tuple[list[dict[str, Any]], list[str]]:
         """Return the rows of `cases`, which have one communication, and no fault, or faults."""
@@ -167,43 +183,38 @@ class _Study:
             alone = self._turns.time([call for _, call in captured.values()], _TRIALS)
             least_ms, fastest = min((time.median_ms, name) for name, time in zip(made, alone, strict=True))
             pairs = [
-                (case.computation, max(1, round(case.ratio * least_ms / self._call_ms[case.computation])))
-                for case in cases
+                (each.computation, round(each.ratio * least_ms / self._call_ms[each.computation])) for each in cases
             ]
             for name, calls in dict.fromkeys(pairs):
-                rows += self._case(self._computations[name], calls, megabytes, made, fastest)
+                rows += self._case(name, max(1, calls), megabytes, made, fastest)
         dist.barrier(self._group)
         for each in made.values():
             each.close()
         return rows, faults
 
-    @torch.no_grad()
-    def _time(self, pieces: Sequence[Callable[[], object]]) -> list[Timed]:
-        return self._turns.time([capture(piece, self._device) for piece in pieces], self._request.repetitions)
-
     def _case(
-        self, computation: Computation, calls: int, megabytes: float, made: dict[str, Communication], fastest: str
+        self, computation: str, calls: int, megabytes: float, made: dict[str, Communication], fastest: str
     ) -> list[dict[str, Any]]:
         """Return a row for each strategy."""
-        compute, payload = _repeated(computation, calls), made["collective"].payload
-        used = {each: each.implementation or fastest for each in self._issuer.strategies}
+        compute, payload, repetitions = (
+            self._repeated(computation, calls),
+            made["collective"].payload,
+            self._request.repetitions,
+        )
+        used = {each: each.implementation or fastest for each in self.issuer.strategies}
         used = {each: name for each, name in used.items() if name in made}
         pieces: list[Callable[[], object]] = [compute, *(each.run for each in made.values())]
-        pieces += [partial(self._issuer.issue, each, compute, made[name]) for each, name in used.items()]
-        timed = self._time(pieces)
-        alone_ms = {name: each.median_ms for name, each in zip(made, timed[1:], strict=False)}
+        pieces += [partial(self.issuer.issue, each, compute, made[name]) for each, name in used.items()]
+        computed, *timed = self._time(pieces, repetitions)
+        alone_ms = {name: each.median_ms for name, each in zip(made, timed, strict=False)}
         best = min(alone_ms, key=lambda name: alone_ms[name])
-        times = timed[0].median_ms, alone_ms[best]
+        times = computed.median_ms, alone_ms[best]
         shared = {
             "kind": self._request.kind,
             "world_size": payload.world_size,
-            "device": payload.device.type,
-            "computation": computation.name,
-            "computation_kind": computation.kind,
-            "shape": computation.shape,
+            "computation": computation,
             "calls": calls,
-            "flop": computation.flop * calls,
-            "hbm_bytes": computation.hbm_bytes * calls,
+            "hbm_bytes": self._computations[computation].hbm_bytes * calls,
             "communication": payload.kind,
             "megabytes": megabytes,
             "link_bytes": payload.link_bytes,
@@ -214,16 +225,8 @@ class _Study:
         }
         return [
             shared
-            | {"strategy": strategy.name, "implementation": name, "repetitions": self._request.repetitions}
-            | {"together_ms": time.median_ms, "p10_ms": time.p10_ms, "p90_ms": time.p90_ms, "host_ms": time.host_ms}
+            | {"strategy": strategy.name, "implementation": name, "together_ms": time.median_ms}
+            | asdict(time)
             | fraction_of_ideal(*times, time.median_ms)
-            for (strategy, name), time in zip(used.items(), timed[1 + len(made) :], strict=True)
+            for (strategy, name), time in zip(used.items(), timed[len(made) :], strict=True)
         ]
-
-
-def _repeated(computation: Computation, calls: int) -> Callable[[], None]:
-    def compute() -> None:
-        for _ in range(calls):
-            computation.call()
-
-    return compute

@@ -20,6 +20,7 @@ Source: Flux (Chang et al., arXiv 2406.06858) for the effective communication ti
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -28,8 +29,7 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from dlrm_overlap.bench.harness.limits import measure_ceilings
-from dlrm_overlap.bench.harness.timing import counted, gather
-from dlrm_overlap.bench.harness.turns import Timed, Turns, greatest
+from dlrm_overlap.bench.harness.timing import Timing, Turns, counted, greatest
 from dlrm_overlap.bench.report.rows import report
 from dlrm_overlap.bench.request import GemmRequest
 from dlrm_overlap.config import InputError
@@ -139,7 +139,7 @@ def run(request: GemmRequest, ranks: Ranks) -> int:
     """
     group, device = ranks.connect(), ranks.device
     shapes = [Shape(*map(int, text.split("x"))) for text in request.shapes_on(device.type)]
-    link_gb_per_s = min(rates[1] for rates in gather([*measure_ceilings(group, device)], device, group))
+    link_gb_per_s = measure_ceilings(group, device)[1]
     products, turns = parallel_products(group, device), Turns(group, device)
     products.wait_timeout_s = 60.0
     rows, faults = list[dict[str, Any]](), list[str]()
@@ -155,7 +155,7 @@ def run(request: GemmRequest, ranks: Ranks) -> int:
                 gemm_ms, communication_ms = (timed.pop(name).median_ms for name in ("gemm", "communication"))
                 faults += _wrong(case, found)
                 columns = {"kind": request.kind, "operator": operator, **shape._asdict(), "dtype": str(_DTYPE)[6:]}
-                columns |= {"device": device.type, "world_size": group.size(), "steps": request.repetitions}
+                columns |= {"device": device.type, "world_size": group.size()}
                 if "serial" in found:
                     right = {name: timed[name] for name in found}
                     rows += compare(columns, right, gemm_ms, communication_ms, case.link_bytes, link_gb_per_s)
@@ -181,7 +181,7 @@ def _wrong(case: Case, calls: dict[str, Call]) -> list[str]:
 
 def compare(
     columns: Mapping[str, Any],
-    timed: Mapping[str, Timed],
+    timed: Mapping[str, Timing],
     gemm_ms: float,
     communication_ms: float,
     link_bytes: int,
@@ -194,7 +194,7 @@ def compare(
         {
             **columns,
             "contender": name,
-            **times._asdict(),
+            **asdict(times),
             "gemm_ms": gemm_ms,
             "communication_ms": communication_ms,
             "ect_ms": times.median_ms - gemm_ms,

@@ -27,8 +27,7 @@ from dlrm_overlap.bench.harness.agreement import check_outputs, disagreements
 from dlrm_overlap.bench.harness.chunked import make_chunked
 from dlrm_overlap.bench.harness.contenders import Baseline, Contender, Overlap, TorchRec, close_all
 from dlrm_overlap.bench.harness.limits import describe, forward_limit, measure_ceilings, times
-from dlrm_overlap.bench.harness.timing import counted, time_contenders, time_parts
-from dlrm_overlap.bench.harness.turns import Turns, greatest
+from dlrm_overlap.bench.harness.timing import Turns, counted, greatest, time_contenders, time_parts
 from dlrm_overlap.bench.harness.workload import Workload, collect_garbage, make_workload, read_ids
 from dlrm_overlap.bench.report.rows import report
 from dlrm_overlap.bench.request import ForwardRequest, StageRequest

@@ -20,7 +20,7 @@ import torch
 
 from dlrm_overlap.bench.harness.agreement import Agreement, check_noise, compare_losses, tolerances
 from dlrm_overlap.bench.harness.limits import describe_tables, measure_ceilings
-from dlrm_overlap.bench.harness.step_floor import StepFloor, find_floor
+from dlrm_overlap.bench.harness.step_floor import find_floor
 from dlrm_overlap.bench.harness.timing import Timing, counted, take_turns
 from dlrm_overlap.bench.harness.training_runs import TrainingRun, read_batches
 from dlrm_overlap.bench.harness.workload import collect_garbage
@@ -99,7 +99,7 @@ def build(ranks: Ranks, name: str, config: Config) -> Trainer:
 
 def _train_apart(
     ranks: Ranks, configs: Mapping[str, Config], request: StepRequest
-) -> tuple[list[float], list[Batch], StepFloor]:
+) -> tuple[list[float], list[Batch], dict[str, Any]]:
     """Return the losses of a second run of the first contender, all runs' batches, and the floor of its step.
 
     The run is gone before the others come: a GPU may have no room for one more. Its dense part is compiled if any
@@ -172,11 +172,11 @@ def describe_run(run: TrainingRun, batches: int) -> dict[str, Any]:
 
 
 def _times(
-    run: TrainingRun, timings: dict[str, Timing], agreements: dict[str, Agreement], floor: StepFloor
+    run: TrainingRun, timings: dict[str, Timing], agreements: dict[str, Agreement], floor: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the columns of a run's times, of how they compare with the floor and the baselines', and of its losses."""
     timing, agreement = timings[run.name], agreements[run.name]
-    median_ms, columns = timing.median_ms, floor.columns()
+    median_ms = timing.median_ms
     return {
         **vars(timing),
         "p95_to_median": timing.p95_ms / median_ms,
@@ -187,8 +187,8 @@ def _times(
             else None
             for name in _BASELINES
         },
-        **columns,
-        "fraction_of_floor": columns["floor_ms"] / median_ms,
+        **floor,
+        "fraction_of_floor": floor["floor_ms"] / median_ms,
         "checked_steps": CHECKED_STEPS,
         "max_difference": agreement.max_difference,
         "tolerance": agreement.tolerance,

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -20,9 +21,8 @@ from dlrm_overlap.bench.harness.agreement import check_outputs, disagreements
 from dlrm_overlap.bench.harness.chunked import Chunked, make_chunked
 from dlrm_overlap.bench.harness.contenders import Baseline, Contender, Overlap
 from dlrm_overlap.bench.harness.limits import describe, measure_ceilings
-from dlrm_overlap.bench.harness.timing import counted
+from dlrm_overlap.bench.harness.timing import begin_together, counted
 from dlrm_overlap.bench.harness.traces import LEAD_MS, record_step
-from dlrm_overlap.bench.harness.turns import begin_together
 from dlrm_overlap.bench.harness.workload import Workload, make_workload, read_ids
 from dlrm_overlap.bench.report.rows import report
 from dlrm_overlap.bench.request import CHUNKS, VolumeRequest
@@ -30,24 +30,19 @@ from dlrm_overlap.config import InputError
 from dlrm_overlap.embedding.options import ExchangeOptions
 from dlrm_overlap.embedding.steps import BatchSizes, Step
 from dlrm_overlap.kernels.schedule import TaskGrid
-from dlrm_overlap.observe.trace_summary import Span, Work
+from dlrm_overlap.observe.trace_summary import Work
 from dlrm_overlap.train.ranks import Ranks
 
 _BACKEND = "fused"
 
 
-class Sent(NamedTuple):
-    """Bytes that leave this rank for its peers, evenly over a stretch of time."""
-
-    span: Span
-    """in us since the step's first kernel or task began"""
-    bytes: float
-
-
 class Sending(NamedTuple):
-    """All bytes that leave this rank in one step."""
+    """The bytes that leave this rank for its peers in one step, each row of them evenly over a stretch of time."""
 
-    sent: Sequence[Sent]
+    spans_us: np.ndarray
+    """[N, 2] float64, begin and end since the step's first kernel or task began"""
+    bytes: np.ndarray
+    """[N] float64, that leave in each"""
     stage_us: float
     """from the begin of the first kernel or task to the end of the last"""
 
@@ -95,16 +90,11 @@ def sending_of_tasks(trace: torch.Tensor, schedule: str, rank: int, world_size: 
         world_size: number of ranks.
         peer_bytes: that leave this rank in the step.
     """
-    tasks: list[list[int]] = trace.tolist()
-    grid = TaskGrid(rank, world_size, 1, len(tasks) // world_size, 1, 1)
-    origin = min(start for _, _, start, *_ in tasks)
-    end_us = max(end + wait for *_, end, _, wait in tasks) - origin
-    spans = [
-        Span((start - origin) / 1e3, (end - put - origin) / 1e3)
-        for position, (_, _, start, end, put, _) in enumerate(tasks)
-        if grid.task_at(position, schedule).destination != rank
-    ]
-    return Sending([Sent(span, peer_bytes / len(spans)) for span in spans], end_us / 1e3)
+    _, _, start, end, put, wait = trace.double().numpy().T
+    grid = TaskGrid(rank, world_size, 1, len(trace) // world_size, 1, 1)
+    away = np.array([grid.task_at(position, schedule).destination != rank for position in range(len(trace))])
+    spans = np.stack([start, end - put], axis=1)[away] - start.min()
+    return Sending(spans / 1e3, np.full(len(spans), peer_bytes / len(spans)), ((end + wait).max() - start.min()) / 1e3)
 
 
 def sending_of_kernels(work: Sequence[Work], name: str, sent_bytes: Sequence[int]) -> Sending:
@@ -125,23 +115,19 @@ def sending_of_kernels(work: Sequence[Work], name: str, sent_bytes: Sequence[int
             f"NCCL's own settings as they are, so that a kernel carries each"
         )
     origin = work[0].span.begin
-    moved = [Span(span.begin - origin, span.end - origin) for span in sends]
-    sent = [Sent(span, float(count)) for span, count in zip(moved, sent_bytes, strict=True)]
-    return Sending(sent, max(each.span.end for each in work) - origin)
+    stage_us = max(each.span.end for each in work) - origin
+    return Sending(np.array(sends) - origin, np.array(sent_bytes, dtype=np.float64), stage_us)
 
 
-def bin_bytes(sending: Sending, bins: int, width_us: float) -> list[float]:
-    """Return the bytes that leave in each of `bins` stretches of `width_us` from the step's begin on.
+def bin_bytes(sending: Sending, bins: int, width_us: float) -> np.ndarray:
+    """Return [bins]: the bytes that leave in each stretch of `width_us` from the step's begin on.
 
     Example: 6 bytes from 1 to 4 us, and stretches of 2 us: 2, 4 bytes.
     """
-    found = [0.0] * bins
-    for (begin, end), count in sending.sent:
-        first, last = int(begin // width_us), min(int(end // width_us), bins - 1)
-        for i in range(first, last + 1):
-            inside = min(end, (i + 1) * width_us) - max(begin, i * width_us)
-            found[i] += count * inside / (end - begin) if end > begin else count / (last + 1 - first)
-    return found
+    (begin, end), edges = sending.spans_us.T[:, :, None], width_us * np.arange(bins + 1)
+    end = np.maximum(end, begin + 1e-9)  # all at once, but in some stretch
+    inside = np.minimum(end, edges[1:]) - np.maximum(begin, edges[:-1])
+    return sending.bytes @ (np.maximum(inside, 0.0) / (end - begin))
 
 
 def run(request: VolumeRequest, ranks: Ranks) -> int:
@@ -175,7 +161,7 @@ def run(request: VolumeRequest, ranks: Ranks) -> int:
         head = {"kind": request.kind, "rank": 0} | describe(config, workload) | {"link_gb_per_s": link_gb_per_s}
         report([head | row for row in describe_bins(found, request.bins)], faults, request.output, ())
         for name, sending in found.items():
-            first, last = min(each.span.begin for each in sending.sent), max(each.span.end for each in sending.sent)
+            first, last = sending.spans_us.min(), sending.spans_us.max()
             print(f"{name}: sends from {first:.1f} to {last:.1f} us of {sending.stage_us:.1f}")
     return 1 if faults else 0
 

@@ -8,7 +8,7 @@ from itertools import accumulate
 import torch
 
 from dlrm_overlap.bench.harness.contenders import Contender
-from dlrm_overlap.bench.harness.turns import greatest
+from dlrm_overlap.bench.harness.timing import greatest
 from dlrm_overlap.bench.harness.workload import Workload
 
 # The greatest difference from the baseline that agrees, relative to the baseline's greatest element: sums of a hundred

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dlrm_overlap.bench.harness.turns import greatest
+from dlrm_overlap.bench.harness.timing import greatest
 from dlrm_overlap.comm.calls import Beside, Way
 from dlrm_overlap.comm.collectives import PeerCollectives
 from dlrm_overlap.dense.flat import FlatParameters
@@ -35,9 +35,22 @@ class Payload:
         self.rank, self.world_size = group.rank(), group.size()
         self.shape = self.world_size, part
         """of the result"""
-        rows = 1 if kind == "all_gather" else self.world_size
-        self.input = torch.stack([self._content(self.rank, row) for row in range(rows)])
-        self.input = self.input[0] if kind == "all_gather" else self.input
+        numbers = torch.arange(part, dtype=torch.int32, device=device)
+        ranks = range(self.world_size)
+
+        def content(sender: int, row: int) -> torch.Tensor:
+            return ((numbers + 3 * sender + 5 * row) % _PERIOD).float()
+
+        if kind == "all_gather":
+            self.input = content(self.rank, 0)
+            self.expected = torch.stack([content(sender, 0) for sender in ranks])
+        else:
+            self.input = torch.stack([content(self.rank, row) for row in ranks])
+            if kind == "all_to_all":
+                self.expected = torch.stack([content(sender, self.rank) for sender in ranks])
+            else:
+                sums = [torch.stack([content(sender, row) for sender in ranks]).mean(0) for row in ranks]
+                self.expected = torch.stack(sums)
 
     @property
     def link_bytes(self) -> int:
@@ -45,24 +58,11 @@ class Payload:
         sent = (self.world_size - 1) * self.part * 4
         return 2 * sent if self.kind == "all_reduce" else sent
 
-    def _content(self, sender: int, row: int) -> torch.Tensor:
-        """Return row `row` [n] of the input of `sender`."""
-        numbers = torch.arange(self.part, dtype=torch.int32, device=self.device)
-        return ((numbers + 3 * sender + 5 * row) % _PERIOD).float()
-
-    def is_right(self, result: torch.Tensor) -> bool:
-        """Return whether `result` [W, n] is this rank's result of the communication."""
-        for number, row in enumerate(result.view(self.shape)):
-            if self.kind == "all_to_all":
-                expected = self._content(number, self.rank)
-            elif self.kind == "all_gather":
-                expected = self._content(number, 0)
-            else:
-                parts = [self._content(sender, number) for sender in range(self.world_size)]
-                expected = cast(torch.Tensor, sum(parts)) / self.world_size
-            if not torch.allclose(row, expected, rtol=1e-6, atol=0.0):
-                return False
-        return True
+    def input_of(self, result: torch.Tensor) -> torch.Tensor:
+        """Return the input. An all-gather and an all-reduce find it in the result, where the own part then stays."""
+        if self.kind == "all_to_all":
+            return self.input
+        return result.view(self.shape)[self.rank] if self.kind == "all_gather" else result
 
 
 @dataclass
@@ -83,18 +83,12 @@ class Communication:
 
     def is_right(self, run: Callable[[], object]) -> bool:
         """Return whether `run`, which is this or a replay of it, leaves the right result on this rank. A collective."""
+        payload = self.payload
         self.result.fill_(torch.nan)
-        input_of(self.payload, self.result).view(-1).copy_(self.payload.input.view(-1))
-        dist.barrier(self.payload.group)  # no rank writes into a result that is yet to be destroyed
+        payload.input_of(self.result).view(-1).copy_(payload.input.view(-1))
+        dist.barrier(payload.group)  # no rank writes into a result that is yet to be destroyed
         run()
-        return self.payload.is_right(self.result)
-
-
-def input_of(payload: Payload, result: torch.Tensor) -> torch.Tensor:
-    """Return the input. An all-gather and an all-reduce find it in the result, where the rank's own part then stays."""
-    if payload.kind == "all_to_all":
-        return payload.input
-    return result.view(payload.shape)[payload.rank] if payload.kind == "all_gather" else result
+        return torch.allclose(self.result.view(payload.shape), payload.expected, rtol=1e-6, atol=0.0)
 
 
 def by_collective(payload: Payload, group: dist.ProcessGroup, beside: bool = False) -> Communication:
@@ -103,7 +97,7 @@ def by_collective(payload: Payload, group: dist.ProcessGroup, beside: bool = Fal
     Without `beside` the kernel is on the current stream.
     """
     result = payload.input.new_empty(payload.shape)
-    source, on_cpu = input_of(payload, result), payload.device.type == "cpu"
+    source, on_cpu = payload.input_of(result), payload.device.type == "cpu"
     options = {"group": group, "async_op": on_cpu or beside}
 
     def begin() -> Callable[[], object]:
@@ -131,14 +125,12 @@ def by_stores(payload: Payload) -> Communication:
     gradient = flat.gradients.tensor  # in whose memory peers store; zeros at its end
     reduction = open_reduction(flat, payload.group, torch.float32, StoreOptions(wait_timeout_s=_TIMEOUT_S))
     reduction.cut([(0, gradient.numel())])
-    on_gpu = payload.device.type == "cuda"
 
     def begin() -> Callable[[], object]:
-        stream = torch.cuda.current_stream(payload.device) if on_gpu else None
-        for counters in reduction.counters if on_gpu else ():
+        for counters in reduction.counters:
             counters.advance()  # on the device, so that the kernels' arguments stay the same in a CUDA graph
         reduction.reduce(0)
-        return lambda: [*reduction.arrivals(stream)]
+        return lambda: [*reduction.arrivals(torch.cuda.current_stream(payload.device))]
 
     return Communication(payload, gradient[: payload.input.numel()], begin, reduction.close)
 
@@ -161,7 +153,7 @@ class PeerMemory:
         """Return the call of `PeerCollectives` that does it, by copy engines or, but of an all-reduce, by stores."""
         elements = payload.world_size * payload.part
         result, shares = (each[:elements].view(payload.shape) for each in (self._results, self._shares))
-        source = input_of(payload, result)
+        source = payload.input_of(result)
 
         def begin() -> Callable[[], object]:
             if payload.kind == "all_reduce":

@@ -138,38 +138,30 @@ class Issuer:
         stream of its own, so that no kernel that waits for a peer is in the computation's way.
         """
         if not self._cuda:
-            waits = [] if not strategy.first else [communication.begin()]
+            wait = communication.begin() if strategy.first else None
             compute()
-            for wait in waits or [communication.begin()]:
-                wait()
+            (wait or communication.begin())()
             return
         main = torch.cuda.current_stream(self._device)
-        computing, sending = self._streams(strategy, main)
-        for stream in {computing, sending} - {main}:
+        computing = sending = main
+        if strategy.partition:
+            computing, sending = self._partitions[strategy.partition]
+        elif strategy.concurrent:
+            sending = self._urgent if strategy.urgent else self._sending
+        beside = {computing, sending} - {main}
+        for stream in beside:
             stream.wait_stream(main)
 
         def communicate() -> None:
             with torch.cuda.stream(sending):
                 communication.run()
 
+        sms = torch.cuda.get_device_properties(self._device).multi_processor_count
         if strategy.first:
             communicate()
-        with torch.cuda.stream(computing), products_on(self._left_to_products(strategy)):
+        with torch.cuda.stream(computing), products_on(sms - strategy.carved if strategy.carved else None):
             compute()
         if not strategy.first:
             communicate()
-        for stream in {computing, sending} - {main}:
+        for stream in beside:
             main.wait_stream(stream)
-
-    def _left_to_products(self, strategy: Strategy) -> int | None:
-        if not strategy.carved:
-            return None
-        return torch.cuda.get_device_properties(self._device).multi_processor_count - strategy.carved
-
-    def _streams(self, strategy: Strategy, main: torch.cuda.Stream) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-        """Return the streams of the computation and of the communication."""
-        if not strategy.concurrent:
-            return main, main
-        if strategy.partition:
-            return self._partitions[strategy.partition]
-        return main, self._urgent if strategy.urgent else self._sending

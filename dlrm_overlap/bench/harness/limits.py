@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dlrm_overlap.bench.harness.timing import Timing, gather
+from dlrm_overlap.bench.harness.timing import Timing, Turns, gather
 from dlrm_overlap.bench.harness.workload import BATCHES, Workload
 from dlrm_overlap.comm.arena import Arena, Region, open_arena
 from dlrm_overlap.comm.copy_engine import CopyEngine
@@ -22,31 +22,39 @@ from dlrm_overlap.embedding.layout import Layout
 from dlrm_overlap.embedding.options import WIRE_DTYPES
 from dlrm_overlap.embedding.traffic import ShardTraffic, pooling_bytes, update_bytes
 from dlrm_overlap.kernels.schedule import staggered_peers
-from dlrm_overlap.observe.metrics import StepTimer, quantile
 
-_WARMUP, _REPEATS = 3, 20
+_CALLS, _REPEATS = 8, 5  # calls follow each other, so that no moment in which ranks differ counts
 _HBM_BYTES = {"cuda": 1 << 30, "cpu": 1 << 26}
 _LINK_BYTES = {"cuda": 192 << 20, "cpu": 4 << 20}  # to each peer; a container's shared memory may be small
 
 
 @dataclass(frozen=True)
 class Limit:
-    """One rank's bytes of a step, and the rates at which its memory and its links carry bytes."""
+    """One rank's bytes of a step, and the rates at which memory and links carry bytes on the slowest rank."""
 
     hbm_bytes: int
     """into and out of this GPU's memory"""
     link_bytes: int
     """out of this GPU to its peers"""
     hbm_gb_per_s: float
-    """of this GPU's memory, read and written"""
+    """of a GPU's memory, read and written"""
     link_gb_per_s: float
-    """of this GPU's links, out to all peers; 0 if it has no peer"""
+    """of a GPU's links, out to all peers; 0 if it has no peer"""
+
+    @property
+    def hbm_ms(self) -> float:
+        """The time that memory needs if every byte is carried at its measured rate."""
+        return self.hbm_bytes / self.hbm_gb_per_s / 1e6
+
+    @property
+    def link_ms(self) -> float:
+        """The same of the links."""
+        return self.link_bytes / self.link_gb_per_s / 1e6 if self.link_bytes else 0.0
 
     @property
     def ms(self) -> float:
-        """The time that memory or links need, whichever is longer, if every byte is carried at its measured rate."""
-        link_ms = self.link_bytes / self.link_gb_per_s / 1e6 if self.link_bytes else 0.0
-        return max(self.hbm_bytes / self.hbm_gb_per_s / 1e6, link_ms)
+        """The longer of both."""
+        return max(self.hbm_ms, self.link_ms)
 
 
 @dataclass(frozen=True)
@@ -206,21 +214,24 @@ def find_limit(
         ceilings: from `measure_ceilings`.
     """
     means = [sum(column) / len(counts) for column in zip(*counts, strict=True)]
-    by_rank = [(list(map(round, row[:-2])), row[-2:]) for row in gather([*means, *ceilings], device, group)]
-    limits = [(Limit(hbm, link, *rates), rest) for (hbm, link, *rest), rates in by_rank]
-    return max(limits, key=lambda limit: limit[0].ms)
+    by_rank = [list(map(round, row)) for row in gather(means, device, group)]
+    return max(((Limit(hbm, link, *ceilings), rest) for hbm, link, *rest in by_rank), key=lambda limit: limit[0].ms)
 
 
 def measure_ceilings(group: dist.ProcessGroup, device: torch.device) -> tuple[float, float]:
-    """Return the GB/s of this rank's memory, read and written, and of its links, out to all peers; 0 without peers.
+    """Return the GB/s of the slowest rank's memory, read and written, and links, out to all peers; 0 without peers.
 
     The memory is measured by a copy within the device, the links by an All-to-All that all ranks take part in at once:
     by copy engines, and by a kernel's stores, of which the faster one counts. On CPUs all are copies in memory. All
     ranks of `group` call this.
     """
+
+    def call_ms(calls: Sequence[Callable[[], object]]) -> float:
+        pieces = [partial(_repeat, call) for call in calls]
+        return min(each.median_ms for each in Turns(group, device).time(pieces, _REPEATS)) / _CALLS
+
     source = torch.zeros(_HBM_BYTES[device.type], dtype=torch.uint8, device=device)
-    copy = partial(torch.empty_like(source).copy_, source)
-    hbm_gb_per_s = 2 * source.numel() / median_ms(copy, group, device) / 1e6
+    hbm_gb_per_s = 2 * source.numel() / call_ms([partial(torch.empty_like(source).copy_, source)]) / 1e6
     if group.size() == 1:
         return hbm_gb_per_s, 0.0
     row_bytes = _LINK_BYTES[device.type]
@@ -230,10 +241,15 @@ def measure_ceilings(group: dist.ProcessGroup, device: torch.device) -> tuple[fl
         "flags": Region((group.size(), 1), torch.int64),
     }
     arena = open_arena(regions, group, device)
-    ms = min(median_ms(sender, group, device) for sender in _senders(arena, send))
+    ms = call_ms(_senders(arena, send))
     dist.barrier(group)
     arena.close()
     return hbm_gb_per_s, (group.size() - 1) * row_bytes / ms / 1e6
+
+
+def _repeat(call: Callable[[], object]) -> None:
+    for _ in range(_CALLS):
+        call()
 
 
 def _senders(arena: Arena, send: torch.Tensor) -> list[Callable[[], object]]:
@@ -256,19 +272,6 @@ def _senders(arena: Arena, send: torch.Tensor) -> list[Callable[[], object]]:
         engine.join()
 
     return [copy, partial(store_rows, rows, flags, arena.rank)]
-
-
-def median_ms(work: Callable[[], object], group: dist.ProcessGroup, device: torch.device) -> float:
-    """Return this rank's median time of `work` in ms. All ranks of `group` call this and begin together."""
-    timer = StepTimer(device)
-    for _ in range(_WARMUP):
-        work()
-    dist.barrier(group)
-    timer.mark()
-    for _ in range(_REPEATS):
-        work()
-        timer.mark()
-    return quantile(timer.take_ms(), 0.5)
 
 
 def describe(config: Config, workload: Workload) -> dict[str, Any]:

@@ -5,7 +5,6 @@ this model on these GPUs can be faster than the longest of the three.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -13,7 +12,7 @@ from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.sharding.dp_sharding import DpPooledEmbeddingSharding
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dlrm_overlap.bench.harness.limits import RankIds, count_bytes, count_update, find_limit
+from dlrm_overlap.bench.harness.limits import Limit, RankIds, count_bytes, count_update, find_limit
 from dlrm_overlap.bench.harness.workload import exchange_options
 from dlrm_overlap.config import Config
 from dlrm_overlap.data.batch import Batch
@@ -24,47 +23,29 @@ from dlrm_overlap.embedding.traffic import DenseCounts, count_dense
 from dlrm_overlap.train.trainer import Trainer
 
 
-@dataclass(frozen=True)
-class StepFloor:
-    """The work of a step on the rank whose memory or links need longest, and the rates at which it can be done."""
+def floor_columns(dense_flop: int, limit: Limit, uncached_hbm_bytes: int, dense_tflop_per_s: float) -> dict[str, Any]:
+    """Return the floor's columns: the counts, the rates, the times, the longest of them and their sum.
 
-    dense_flop: int
-    """of the matrix products of a rank"""
-    hbm_bytes: int
-    """into and out of this GPU's memory, each touched row and each gradient once"""
-    uncached_hbm_bytes: int
-    """the same, a row and a bag's gradient as often as ids name them, as the figures of the embedding stage count"""
-    link_bytes: int
-    """out of this GPU to its peers"""
-    dense_tflop_per_s: float
-    hbm_gb_per_s: float
-    link_gb_per_s: float
-
-    @property
-    def dense_ms(self) -> float:
-        """The time of the products."""
-        return self.dense_flop / self.dense_tflop_per_s / 1e9
-
-    @property
-    def hbm_ms(self) -> float:
-        """The time of the memory."""
-        return self.hbm_bytes / self.hbm_gb_per_s / 1e6
-
-    @property
-    def link_ms(self) -> float:
-        """The time of the links."""
-        return self.link_bytes / self.link_gb_per_s / 1e6 if self.link_bytes else 0.0
-
-    def columns(self) -> dict[str, Any]:
-        """Return the floor's columns: the counts, the rates, the times, the longest of them and their sum."""
-        parts = {"dense_ms": self.dense_ms, "hbm_ms": self.hbm_ms, "link_ms": self.link_ms}
-        return {**vars(self), **parts, "floor_ms": max(parts.values()), "floor_sum_ms": sum(parts.values())}
+    Args:
+        dense_flop: of the matrix products of a rank.
+        limit: bytes and rates of the rank whose memory or links need longest; each touched row and each gradient once.
+        uncached_hbm_bytes: those of memory, a row and a bag's gradient as often as ids name them.
+        dense_tflop_per_s: rate of the matrix products.
+    """
+    dense_ms = dense_flop / dense_tflop_per_s / 1e9
+    times = {"dense_ms": dense_ms, "hbm_ms": limit.hbm_ms, "link_ms": limit.link_ms}
+    counts = {
+        "dense_flop": dense_flop,
+        "uncached_hbm_bytes": uncached_hbm_bytes,
+        "dense_tflop_per_s": dense_tflop_per_s,
+    }
+    return counts | vars(limit) | times | {"floor_ms": max(times.values()), "floor_sum_ms": sum(times.values())}
 
 
 def find_floor(
     trainer: Trainer, batches: Sequence[Batch], ceilings: tuple[float, float], dense_tflop_per_s: float
-) -> StepFloor:
-    """Return the floor of a trainer's step, its bytes the mean over `batches`. All ranks call this.
+) -> dict[str, Any]:
+    """Return the columns of the floor of a trainer's step, its bytes the mean over `batches`. All ranks call this.
 
     It must come before the trainer's first step, in which TorchRec's pipeline takes the collective of the ids apart.
     Bytes of data-parallel tables and of histories are left out, and dense layers count as whole on every rank.
@@ -94,8 +75,7 @@ def find_floor(
         hbm, link, uncached = _count_tables(own, sparse, config)
         counts.append((hbm + dense_hbm, link + dense_link, uncached + dense_hbm))
     limit, (uncached,) = find_limit(counts, ceilings, group, device)
-    rates = dense_tflop_per_s, limit.hbm_gb_per_s, limit.link_gb_per_s
-    return StepFloor(dense.flop, limit.hbm_bytes, uncached, limit.link_bytes, *rates)
+    return floor_columns(dense.flop, limit, uncached, dense_tflop_per_s)
 
 
 def _count_dense_bytes(dense: DenseCounts, world_size: int, config: Config) -> tuple[int, int]:

@@ -1,8 +1,14 @@
-"""Step times, each of the slowest rank. Contenders take turns, so that a drift of the machine slows them all alike."""
+"""Times of steps and of short pieces of work, each of the slowest rank. Contenders take turns.
+
+There are two ways. `time_contenders` and `take_turns` time steps back to back, as the CPU issues them. `Turns` times
+pieces that begin together on all ranks and whose kernels have been issued before they begin, so the time is the GPU's
+alone.
+"""
 
 import itertools
 import logging
 import math
+import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -16,7 +22,6 @@ from rich.logging import RichHandler
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from dlrm_overlap.bench.harness.contenders import Contender
-from dlrm_overlap.bench.harness.turns import greatest
 from dlrm_overlap.bench.harness.workload import Workload
 from dlrm_overlap.observe.metrics import StepTimer, quantile
 
@@ -24,9 +29,13 @@ log = logging.getLogger("dlrm_overlap")
 
 T = TypeVar("T")
 
-_LINE_EVERY_S = 10.0
-_ROUNDS = 4  # contenders take turns
+_ROUNDS = 4  # contenders take turns, so that a drift of the machine slows them all alike
 _WARMUP_STEPS = 5
+_CYCLES_PER_MS = 2_000_000  # of the fastest clocks there are; slower ones make gates longer
+_WARMUP_RUNS = 2
+_LONGEST_GATE_MS = 10.0
+_MARGIN = 1.3
+_COLLECTIVE_MS = 0.15  # for the host to issue one
 
 
 def gather(values: list[float], device: torch.device, group: dist.ProcessGroup) -> list[list[float]]:
@@ -37,14 +46,11 @@ def gather(values: list[float], device: torch.device, group: dist.ProcessGroup) 
     return all_values.tolist()
 
 
-def fraction_of_ideal(computation_ms: float, communication_ms: float, together_ms: float) -> dict[str, float]:
-    """Return ideal, speedup over one after the other, and (speedup - 1) / (ideal - 1), the fraction of ideal.
-
-    Example: 3 ms and 1 ms alone, 3.5 ms together: ideal 4 / 3, speedup 4 / 3.5, fraction (8/7 - 1) / (1/3) = 3 / 7.
-    """
-    both = computation_ms + communication_ms
-    ideal, speedup = both / max(computation_ms, communication_ms), both / together_ms
-    return {"ideal": ideal, "speedup": speedup, "fraction_of_ideal": (speedup - 1) / (ideal - 1)}
+def greatest(values: list[float], device: torch.device, group: dist.ProcessGroup | None = None) -> list[float]:
+    """Return the maximum of each of `values` over the ranks of `group`, which all call this."""
+    most = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+    return most.tolist()
 
 
 def counted(noun: str, items: Sequence[T]) -> Iterator[T]:
@@ -95,7 +101,7 @@ def capture(piece: Callable[[], object], device: torch.device) -> Callable[[], o
 
 @dataclass(frozen=True)
 class Timing:
-    """The times of a contender's steps, taken back to back, in ms; each is the maximum over the ranks."""
+    """Times of a contender's steps, or of a piece of work, in ms; each is the maximum over the ranks."""
 
     mean_ms: float
     p10_ms: float
@@ -122,11 +128,7 @@ Turn = Callable[[int], tuple[list[float], list[float]]]
 
 
 def take_turns(
-    turns: Sequence[Turn],
-    steps: int,
-    device: torch.device,
-    group: dist.ProcessGroup | None = None,
-    shown: bool = True,
+    turns: Sequence[Turn], steps: int, device: torch.device, group: dist.ProcessGroup | None = None
 ) -> list[Timing]:
     """Time at least `steps` steps of each contender, in rounds in which they take turns. All ranks call this.
 
@@ -135,13 +137,11 @@ def take_turns(
         steps: the fewest of each.
         device: of this rank.
         group: the ranks; None for all.
-        shown: whether rank 0 shows how many turns are left.
     """
     per_round = math.ceil(steps / _ROUNDS)
     step_ms: list[list[float]] = [[] for _ in turns]
     host_ms: list[list[float]] = [[] for _ in turns]
-    rounds = list(enumerate(turns)) * _ROUNDS
-    for i, turn in counted("turns of contenders", rounds) if shown else rounds:
+    for i, turn in counted("turns of contenders", list(enumerate(turns)) * _ROUNDS):
         on_device, on_host = turn(per_round)
         step_ms[i] += on_device
         host_ms[i] += on_host
@@ -150,7 +150,7 @@ def take_turns(
 
 @torch.no_grad()
 def time_contenders(
-    contenders: Sequence[Contender], batches: Sequence[Any], workload: Workload, steps: int, shown: bool = True
+    contenders: Sequence[Contender], batches: Sequence[Any], workload: Workload, steps: int
 ) -> list[Timing]:
     """Time at least `steps` steps of each contender on `batches` in turn, see `take_turns`. All ranks call this."""
 
@@ -164,8 +164,7 @@ def time_contenders(
             timer.mark()
         return timer.take_ms(), host_ms
 
-    turns = [partial(turn, contender) for contender in contenders]
-    return take_turns(turns, steps, workload.device, workload.group, shown)
+    return take_turns([partial(turn, each) for each in contenders], steps, workload.device, workload.group)
 
 
 @torch.no_grad()
@@ -195,3 +194,76 @@ def _warm_up(
     timer = StepTimer(workload.device)
     timer.mark()
     return following, timer
+
+
+class Turns:
+    """Times pieces of work in turns.
+
+    On a GPU each piece waits at a gate (`begin_together`) for longer than the host takes to issue the piece. So
+    the time is the GPU's alone, as in a step that is captured or whose host is ahead. On a CPU it is the host's, from a
+    barrier on.
+
+    Each round takes the pieces in another order, drawn alike on all ranks: one of two pieces that ran the same kernels
+    took 18 us where the other took 16, by the piece before it alone.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        """All ranks of `group` make the same calls."""
+        self._group, self._device, self._cuda = group, device, device.type == "cuda"
+
+    @torch.no_grad()
+    def time(self, pieces: Sequence[Callable[[], object]], repetitions: int) -> list[Timing]:
+        """Time each of `pieces`, which all begin and end on the current stream, `repetitions` times."""
+        host_ms = self._warm_up(pieces)
+        gate_ms = min(_LONGEST_GATE_MS, _MARGIN * max(host_ms) + _COLLECTIVE_MS)
+        taken_ms: list[list[float]] = [[] for _ in pieces]
+        order = random.Random(0)
+        for _ in range(repetitions):
+            drawn = order.sample(range(len(pieces)), len(pieces))
+            for i, read in [(i, self._once(pieces[i], gate_ms)) for i in drawn]:
+                taken_ms[i].append(read())
+        both = zip(taken_ms, host_ms, strict=True)
+        return [Timing.of(taken, [host], self._device, self._group) for taken, host in both]
+
+    def _warm_up(self, pieces: Sequence[Callable[[], object]]) -> list[float]:
+        """Run each piece; return the ms that the host of the slowest rank takes to issue it, the device being idle."""
+        host_ms = [0.0] * len(pieces)
+        for _ in range(_WARMUP_RUNS):
+            for i, piece in enumerate(pieces):
+                begin_together(self._group, self._device, lead_ms=0.0)
+                if self._cuda:
+                    torch.cuda.synchronize(self._device)
+                began = time.perf_counter()
+                piece()
+                host_ms[i] = (time.perf_counter() - began) * 1e3
+        if self._cuda:
+            torch.cuda.synchronize(self._device)
+        return greatest(host_ms, self._device, self._group)
+
+    def _once(self, piece: Callable[[], object], gate_ms: float) -> Callable[[], float]:
+        """Run a piece; return a function that waits for it and returns its ms."""
+        begin_together(self._group, self._device, gate_ms)
+        timer = StepTimer(self._device)
+        timer.mark()
+        piece()
+        timer.mark()
+        return lambda: timer.take_ms()[0]
+
+
+def begin_together(group: dist.ProcessGroup, device: torch.device, lead_ms: float) -> None:
+    """Make the next work on the current stream begin together with the other ranks'. They all call this.
+
+    On a GPU the stream first runs a kernel that does nothing for `lead_ms`, in which the host issues the work after
+    the gate, and then a collective of one number. The collective comes last, since the kernel counts cycles, and GPUs'
+    clocks differ: after a collective and then 3 ms of that kernel, one of two H200s waited 12 us for the other within
+    the timed work. On a CPU the host waits for the other ranks.
+
+    Args:
+        group: the ranks.
+        device: of this rank.
+        lead_ms: as long as the host takes to issue a collective and the work after it, or longer.
+    """
+    number = torch.zeros(1, device=device)  # before the kernel, so that filling it takes none of its time
+    if device.type == "cuda":
+        torch.cuda._sleep(int(lead_ms * _CYCLES_PER_MS))
+    dist.all_reduce(number, group=group)

@@ -2,7 +2,7 @@
 
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -34,32 +34,33 @@ class TrainingRun:
 
     def losses(self, steps: int) -> list[float]:
         """Train `steps` steps from the first batch on and return their losses, each the mean over all samples."""
-        segment = itertools.islice(itertools.cycle(self._batches), steps)
-        self.trainer.pipeline.reset()
+        segment = self._segment(steps)
         # A clone, since a step that is replayed as a CUDA graph returns the same tensor every time.
         losses = torch.stack([self._take_step(segment).detach().clone() for _ in range(steps)]).double()
         dist.all_reduce(losses)
         self._finish()
         return (losses / dist.get_world_size()).tolist()
 
-    def time(self, steps: int) -> tuple[list[float], list[float]]:
+    def time(self, steps: int, mark: Callable[[], object] = lambda: None) -> tuple[list[float], list[float]]:
         """Return this rank's times of `steps` steps, and the CPU's times of issuing them, in ms.
 
-        All ranks begin together. The pipeline works ahead in every timed step, and is empty at the end.
+        All ranks begin together. The pipeline works ahead in every timed step, and is empty at the end. `mark` is
+        called before the first of these steps and after each.
         """
         host_ms = []
-        segment = itertools.islice(itertools.cycle(self._batches), _WARMUP_STEPS + steps + _AHEAD)
-        self.trainer.pipeline.reset()
+        segment = self._segment(_WARMUP_STEPS + steps + _AHEAD)
         dist.barrier()
         for _ in range(_WARMUP_STEPS):
             self._take_step(segment)
         timer = StepTimer(self.trainer.device)
         timer.mark()
+        mark()
         for _ in range(steps):
             began = time.perf_counter()
             self._take_step(segment)
             host_ms.append((time.perf_counter() - began) * 1e3)
             timer.mark()
+            mark()
         for _ in range(_AHEAD):
             self._take_step(segment)
         self._finish()
@@ -71,23 +72,15 @@ class TrainingRun:
         The marks are on the current stream, where `time` marks the ends of steps. The CPU's work within a step is
         not traced, since that would slow it down. GPU only.
         """
-        segment = itertools.islice(itertools.cycle(self._batches), 2 * _WARMUP_STEPS + steps + _AHEAD)
-        self.trainer.pipeline.reset()
-        for _ in range(_WARMUP_STEPS):
-            self._take_step(segment)
-        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-            dist.barrier()  # after the start of the profilers, which takes a second the first time
-            for _ in range(_WARMUP_STEPS):
-                self._take_step(segment)
-            mark_time()
-            for _ in range(steps):
-                self._take_step(segment)
-                mark_time()
-            for _ in range(_AHEAD):
-                self._take_step(segment)
-            self._finish()
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:  # whose start takes a second the first time
+            self.time(steps, mark_time)
         path.parent.mkdir(parents=True, exist_ok=True)
         profiler.export_chrome_trace(str(path))
+
+    def _segment(self, steps: int) -> Iterator[Batch]:
+        """Return batches of `steps` steps, from the first one on, for an empty pipeline."""
+        self.trainer.pipeline.reset()
+        return itertools.islice(itertools.cycle(self._batches), steps)
 
     def _finish(self) -> None:
         """Wait for the device, and raise the errors that kernels have recorded."""

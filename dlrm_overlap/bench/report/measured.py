@@ -44,26 +44,6 @@ def read_measured(path: Path) -> Measured:
     return Measured(path.stem, rows[0].get("kind") or path.stem, rows)
 
 
-def number(row: Row, column: str) -> float | None:
-    """Return a row's number, or None where the column is empty or not there."""
-    text = row.get(column)
-    try:
-        return float(text) if text else None
-    except ValueError:
-        raise InputError(f"column {column}: {text!r} is not a number; repair the row, or measure again") from None
-
-
-def need(row: Row, column: str) -> float:
-    """Return a row's number.
-
-    Raises:
-        InputError: if it has none.
-    """
-    if (found := number(row, column)) is None:
-        raise InputError(f"column {column}: empty, or not there, and a plot needs it; measure again")
-    return found
-
-
 def runs(rows: Iterable[Row], key: str = "contender") -> list[Run]:
     """Return the runs in the file's order: one ends where the shape changes or a contender comes again."""
     found: list[dict[str, Row]] = []
@@ -75,11 +55,6 @@ def runs(rows: Iterable[Row], key: str = "contender") -> list[Run]:
         found[-1][row[key]] = row
         last = shape
     return [*found]
-
-
-def contenders(found: Iterable[Run]) -> list[str]:
-    """Return the names in all of the runs, in order of their first row."""
-    return list(dict.fromkeys(name for run in found for name in run))
 
 
 def trusted(row: Row) -> bool:

@@ -5,12 +5,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import pandas as pd
 from jinja2 import Environment, PackageLoader
 
-from dlrm_overlap.bench.report.drawing import svg
 from dlrm_overlap.bench.report.measured import Measured, hardware, read_measured
-from dlrm_overlap.bench.report.plots import PLOTS, Plot
+from dlrm_overlap.bench.report.plots import PLOTS, svg
 from dlrm_overlap.config import InputError
 from dlrm_overlap.observe.result_files import write_atomically
 
@@ -20,25 +18,18 @@ PAGE = "index.html"
 class Section(NamedTuple):
     """A CSV file in the report."""
 
-    measured: Measured
-    plot: Plot
+    name: str
+    """the file's, without .csv"""
+    title: str
+    reading: str
     table: str
     """HTML"""
+    hardware: str
+    """GPUs or CPU, versions and commits"""
     commands: Sequence[str]
-    """those that the rows name, or the figure's where one of them names none"""
-    picture: bytes
-    """SVG"""
-
-    @property
-    def title(self) -> str:
-        """The figure's title, with the file's name where that is another than the figure's."""
-        name = self.measured.name
-        return self.plot.title if name == self.measured.kind else f"{self.plot.title} ({name})"
-
-    @property
-    def hardware(self) -> str:
-        """GPUs or CPU, versions and commits."""
-        return hardware(self.measured.rows)
+    """those that the rows name"""
+    picture: str
+    """SVG, in base64"""
 
 
 def write_report(folder: Path, output: Path) -> list[str]:
@@ -59,7 +50,7 @@ def write_report(folder: Path, output: Path) -> list[str]:
         output.mkdir(parents=True, exist_ok=True)
         sections = [make_section(each) for each in known]
         for each in sections:
-            (output / f"{each.measured.name}.svg").write_bytes(each.picture)
+            (output / f"{each.name}.svg").write_bytes(base64.b64decode(each.picture))
         write_atomically(output / PAGE, html_page(sections))
     except OSError as error:
         raise InputError(f"--output: {output} cannot be written ({error.strerror}); give another folder") from None
@@ -72,22 +63,22 @@ def make_section(measured: Measured) -> Section:
     Raises:
         InputError: naming the file, if a column that the plot needs is missing or no number.
     """
-    plot = PLOTS[measured.kind]
-    named = list(dict.fromkeys(row.get("command") or "" for row in measured.rows))
-    commands = [plot.command] if "" in named else named
+    plot, name = PLOTS[measured.kind], measured.name
+    commands = list(dict.fromkeys(command for row in measured.rows if (command := row.get("command"))))
+    made_by = hardware(measured.rows)
     try:
-        lines = plot.table(measured)
-        picture = svg(plot.draw(measured), hardware(measured.rows), commands[0])
+        figure, lines = plot.draw(measured.rows)
     except KeyError as error:
-        raise InputError(f"{measured.name}.csv: no column or contender {error}, which the plot needs") from None
-    except InputError as error:
-        raise InputError(f"{measured.name}.csv: {error}") from None
-    table = pd.DataFrame(lines).to_html(index=False, border=0, na_rep="-", float_format="{:.3g}".format)
-    return Section(measured, plot, table, commands, picture)
+        raise InputError(f"{name}.csv: no column or contender {error}, which the plot needs") from None
+    except ValueError as error:
+        raise InputError(f"{name}.csv: {error}; repair the row, or measure again") from None
+    table = lines.to_html(index=False, border=0, na_rep="-", float_format="{:.4g}".format)
+    title = plot.title if name == measured.kind else f"{plot.title} ({name})"
+    picture = base64.b64encode(svg(figure, made_by, *commands[:1])).decode()
+    return Section(name, title, plot.reading, table, made_by, commands, picture)
 
 
 def html_page(sections: Sequence[Section]) -> str:
     """Return the page: nothing in it is loaded from elsewhere."""
     environment = Environment(loader=PackageLoader("dlrm_overlap.bench.report", "."), autoescape=True)
-    environment.filters["base64"] = lambda data: base64.b64encode(data).decode()
     return environment.get_template("page.html.j2").render(sections=sections)

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,12 +17,10 @@ from dlrm_overlap.bench.figures.backward import (
 from dlrm_overlap.bench.harness.agreement import check_rows, rows_of
 from dlrm_overlap.bench.harness.contenders import Contender
 from dlrm_overlap.bench.harness.workload import Workload, make_workload, read_ids
-from dlrm_overlap.bench.request import BackwardRequest
 from dlrm_overlap.config import Config
 from dlrm_overlap.embedding.backends.cpu import CpuPush
 from dlrm_overlap.embedding.steps import Step
 from tests.agreement import assert_same
-from tests.distributed.workers import ranks_here
 
 CPU = torch.device("cpu")
 
@@ -128,22 +125,3 @@ def test_a_push_prepared_once_serves_every_step(
     for contender in made:
         contender.close()
     assert handed == [1] * 2 * len(batches) + [0] * 2 * len(batches)
-
-
-def test_a_disagreement_tells_no_time(
-    config: Config, world_of_one: dist.ProcessGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    def make(_: object, workload: Workload, optimizer: str, batches: list[GradientBatch]) -> list[Contender]:
-        error = 0.1 if optimizer == "rowwise_adagrad" else 0.0
-        return [CollectiveBaseline(workload), Off(workload, "rows", error)]
-
-    monkeypatch.setattr(backward, "make_contenders", make)
-    request = BackwardRequest("backward", tmp_path / "rows.csv", iterations=1)
-    assert backward.run(request, ranks_here(config)) == 1
-    out, err = capsys.readouterr()
-    (line,) = err.splitlines()
-    assert line.startswith("dlrm-overlap: off: rows or state under rowwise_adagrad differ from the baseline's by ")
-    assert line.endswith("no time is reported")
-    assert out == ""
-    assert not request.output.exists()

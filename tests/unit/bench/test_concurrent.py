@@ -2,7 +2,6 @@
 
 import itertools
 import time
-from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,8 +12,7 @@ import torch.distributed as dist
 
 from dlrm_overlap.bench.figures import concurrent
 from dlrm_overlap.bench.harness.communications import Payload, by_collective, wrong
-from dlrm_overlap.bench.harness.issuer import STRATEGIES
-from dlrm_overlap.bench.harness.turns import Turns, round_of
+from dlrm_overlap.bench.harness.timing import Turns
 from dlrm_overlap.bench.report.concurrent import summarise
 from dlrm_overlap.bench.request import ConcurrentRequest
 from dlrm_overlap.train.ranks import Ranks
@@ -61,9 +59,7 @@ def test_a_wrong_result_is_found(kind: str, world_of_one: dist.ProcessGroup) -> 
     assert wrong({"right": (made, made.run), "nearly": (made, nearly)}) == ["nearly"]
 
 
-def test_pieces_are_timed_in_turns_each_behind_each_other_one(
-    world_of_one: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pieces_are_timed_in_turns(world_of_one: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
     reduce = dist.all_reduce
 
@@ -78,18 +74,12 @@ def test_pieces_are_timed_in_turns_each_behind_each_other_one(
         time.sleep(0.02)
 
     timed = Turns(world_of_one, CPU).time([lambda: order.append("a"), sleeping, lambda: order.append("c")], 4)
-    assert "".join(order) == "abcabc" + "abc" + "bca" + "cab" + "acb"  # twice to warm up
+    assert "".join(order[:6]) == "abcabc", "twice to warm up"
+    rounds = ["".join(order[i : i + 3]) for i in range(6, 18, 3)]
+    assert all(sorted(each) == ["a", "b", "c"] for each in rounds)
+    assert len(set(rounds)) > 1, "in no fixed order"
     assert all(0 <= each.p10_ms <= each.median_ms <= each.p90_ms for each in timed)
     assert timed[1].p10_ms >= 20 > max(timed[0].p10_ms, timed[2].p10_ms), "each time is its own piece's"
-
-
-@pytest.mark.parametrize("count", range(1, 12))
-def test_in_a_round_each_piece_comes_behind_another_one(count: int) -> None:
-    rounds = [round_of(count, turn) for turn in range(2 * count)]
-    assert all(sorted(each) == list(range(count)) for each in rounds)
-    assert sorted(each[0] for each in rounds[:count]) == list(range(count))
-    behind = Counter(pair for each in rounds for pair in itertools.pairwise(each))
-    assert behind == dict.fromkeys(itertools.permutations(range(count), 2), 2)
 
 
 def test_a_summary_averages_by_class_and_takes_the_best() -> None:
@@ -121,7 +111,6 @@ def test_a_rehearsal_on_one_rank_writes_a_row_a_strategy(tmp_path: Path, world_o
     ranks = SimpleNamespace(connect=lambda: world_of_one, device=CPU, world=SimpleNamespace(rank=0))
     assert concurrent.run(request, cast(Ranks, ranks)) == 0
     rows = read_rows(request.output)
-    assert {row["device"] for row in rows} == {"cpu"}
     cases: dict[Any, list[str]] = {}
     for row in rows:
         cases.setdefault((row["computation"], row["communication"]), []).append(row["strategy"])
@@ -132,7 +121,3 @@ def test_a_rehearsal_on_one_rank_writes_a_row_a_strategy(tmp_path: Path, world_o
     for (_, communication), names in cases.items():
         copies = "dma_averaged" if communication == "all_reduce" else "dma_apart"
         assert names == ["serial", "plain", copies]
-
-
-def test_every_strategy_has_a_name_of_its_own() -> None:
-    assert len({strategy.name for strategy in STRATEGIES}) == len(STRATEGIES)

@@ -9,12 +9,11 @@ import pytest
 
 from dlrm_overlap.bench.request import (
     FIGURES,
-    BackwardRequest,
-    CollectivesRequest,
     ShapeRequest,
     StepRequest,
     SweepRequest,
 )
+from dlrm_overlap.cli import main
 from dlrm_overlap.config import Config, InputError
 from tests.conftest import configuration
 
@@ -34,7 +33,7 @@ def _request(kind: str, tables_per_rank: int | None = None) -> ShapeRequest:
 
 @pytest.mark.parametrize("kind", FIGURES)
 def test_every_figure_has_a_file_that_measures_it(kind: str) -> None:
-    assert callable(FIGURES[kind].load())
+    assert callable(FIGURES[kind].load(kind))
 
 
 def test_the_options_load_no_torch() -> None:
@@ -84,20 +83,6 @@ def test_a_sweep_has_all_values_of_its_axes_and_the_configurations_where_there_i
         sweep.check_ranks(criteo, 4, "cuda")
 
 
-def test_contenders_are_known_and_named_once() -> None:
-    with pytest.raises(InputError, match=r"--contenders pgsa: not known; known: torchrec, torchrec_strongest, "):
-        StepRequest("step", OUTPUT, contenders=("torchrec", "pgsa"))
-    with pytest.raises(InputError, match="--contenders pgas pgas: one is there twice"):
-        StepRequest("step", OUTPUT, contenders=("pgas", "pgas"))
-
-
-def test_collectives_of_half_a_gigabyte_are_a_gpus() -> None:
-    asked = CollectivesRequest("collectives", OUTPUT)
-    assert max(asked.sizes_on("cuda")) == 512
-    assert max(asked.sizes_on("cpu")) <= 4
-    assert CollectivesRequest("collectives", OUTPUT, sizes_mb=(7,)).sizes_on("cpu") == (7,)
-
-
 @pytest.mark.parametrize("kind", ["collectives", "volume"])
 def test_one_rank_has_nobody_to_communicate_with(kind: str) -> None:
     with pytest.raises(InputError, match=f"bench {kind}: one rank has nobody"):
@@ -131,15 +116,19 @@ def test_what_does_not_go_together_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("optimizers", "message"),
+    ("kind", "option"),
     [
-        (("sgd", "adam"), "--optimizers adam: not known; known: sgd, adagrad, rowwise_adagrad"),
-        (("sgd", "adagrad", "sgd"), "--optimizers sgd adagrad sgd: one is there twice"),
+        ("step", "--contenders pgsa"),
+        ("backward", "--optimizers adam"),
+        ("stage", "--schedules up"),
+        ("gemm", "--operators x"),
     ],
 )
-def test_optimizers_are_known_and_named_once(optimizers: tuple[str, ...], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        BackwardRequest("backward", OUTPUT, optimizers=optimizers)
+def test_words_that_no_figure_knows_end_in_one_line(kind: str, option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", kind, *option.split()]) == 2
+    error = capsys.readouterr().err
+    assert option.split()[1] in error
+    assert error.count("\n") == 1
 
 
 def test_emulated_hosts_are_measured_only_where_rows_say_so() -> None:

@@ -13,8 +13,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.bench.figures import step
 from dlrm_overlap.bench.harness.agreement import check_noise, compare_losses, tolerances
-from dlrm_overlap.bench.harness.limits import RankIds
-from dlrm_overlap.bench.harness.step_floor import StepFloor, _count_dense_bytes, _count_tables
+from dlrm_overlap.bench.harness.limits import Limit, RankIds
+from dlrm_overlap.bench.harness.step_floor import _count_dense_bytes, _count_tables, floor_columns
 from dlrm_overlap.bench.request import StepRequest
 from dlrm_overlap.bench.step_contenders import STEP_CONTENDERS, StepContender, contender_config
 from dlrm_overlap.config import EmbeddingConfig, InputError, ModelConfig
@@ -139,12 +139,10 @@ def test_bytes_of_a_hand_computed_dense_part(tmp_path: Path) -> None:
 
 
 def test_the_floor_is_the_longest_of_products_memory_and_links() -> None:
-    floor = StepFloor(3_000_000_000, 4_000_000, 8_000_000, 1_000_000, 1.0, 4.0, 0.5)
-    columns = floor.columns()
+    limit = Limit(4_000_000, 1_000_000, hbm_gb_per_s=4.0, link_gb_per_s=0.5)
+    columns = floor_columns(3_000_000_000, limit, 8_000_000, 1.0)
     assert (columns["dense_ms"], columns["hbm_ms"], columns["link_ms"]) == pytest.approx((3.0, 1.0, 2.0))
     assert (columns["floor_ms"], columns["floor_sum_ms"]) == pytest.approx((3.0, 6.0))
-    alone = replace(floor, link_bytes=0, link_gb_per_s=0.0)
-    assert alone.columns()["floor_sum_ms"] == pytest.approx(4.0)
 
 
 def test_a_loss_may_differ_by_rounding_or_by_what_the_reference_differs_from_itself() -> None:

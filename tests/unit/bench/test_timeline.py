@@ -3,18 +3,16 @@
 import gzip
 import json
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 import torch.distributed as dist
 
 from dlrm_overlap.bench.figures import timeline
-from dlrm_overlap.bench.harness.traces import read_steps
+from dlrm_overlap.bench.harness.traces import mean_step_columns
 from dlrm_overlap.bench.harness.training_runs import TrainingRun
 from dlrm_overlap.bench.request import TimelineRequest
 from dlrm_overlap.bench.step_contenders import STEP_CONTENDERS, StepContender
 from dlrm_overlap.config import InputError
-from dlrm_overlap.observe.trace_summary import Span
 from tests.conftest import read_rows
 from tests.distributed.workers import quickstart, ranks_here
 
@@ -48,17 +46,9 @@ def _write(path: Path) -> None:
 
 def test_a_trace_is_cut_into_steps_at_its_marks(tmp_path: Path) -> None:
     _write(tmp_path / "trace.json.gz")
-    traced = read_steps(tmp_path / "trace.json.gz")
-    assert traced.steps == [Span(100, 200), Span(200, 320), Span(320, 400)]
-    assert traced.typical == Span(100, 200)
-    assert [(each.name[:5], each.span) for each in traced.during(traced.steps[1])] == [
-        ("_push", Span(200, 240)),
-        ("Memcp", Span(230, 260)),
-        ("_upda", Span(280, 320)),
-    ]
     # Of 300 us: rows looked up 40, products 39, rows updated 50; exposed are the wait, the push from 199 to 240, and
     # the all-reduce from 330 on.
-    columns = {name: round(value, 6) for name, value in traced.columns().items()}
+    columns = {name: round(value, 6) for name, value in mean_step_columns(tmp_path / "trace.json.gz").items()}
     assert (columns["traced_steps"], columns["step_ms"]) == (3, 0.1)
     parts = {"compute": 129, "exposed": 10 + 41 + 60, "exposed_most": 40 + 10 + 41 + 60, "copying": 20, "idle": 40}
     for name, expected_us in parts.items():
@@ -69,7 +59,7 @@ def test_a_trace_is_cut_into_steps_at_its_marks(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_the_figure_has_a_row_a_rank_and_a_picture(
+def test_the_figure_has_a_row_a_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_of_one: dist.ProcessGroup, capsys: pytest.CaptureFixture[str]
 ) -> None:
     eager = {"train.graph_dense": False, "train.compile_dense": False}
@@ -82,12 +72,7 @@ def test_the_figure_has_a_row_a_rank_and_a_picture(
     rows = read_rows(request.output)
     assert [(row["contender"], row["rank"], row["exposed_fraction"]) for row in rows] == [("pgas", "0", "0.37")]
     assert float(rows[0]["untraced_ms"]) > 0
-    picture = ElementTree.parse(tmp_path / "made" / "t.svg").getroot()
-    texts = "\n".join("".join(each.itertext()) for each in picture.iter("{http://www.w3.org/2000/svg}text"))
-    assert "pgas: this step 0.10 ms; of 3 steps 37.0% exposed communication, 13.3% idle" in texts
-    assert "--nproc 1" in texts
-    assert [f"stream {n}" in texts for n in (7, 8, 9, 10, 11)] == [True, True, False, False, False], "of that step"
-    assert str(tmp_path / "made" / "t.svg") in capsys.readouterr().out
+    assert f"traces: {tmp_path / 'made' / 't'}" in capsys.readouterr().out
 
 
 def test_what_has_no_timeline_is_refused(tmp_path: Path) -> None:

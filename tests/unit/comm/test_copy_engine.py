@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from dlrm_overlap.bench.report.drawing import todays
+from dlrm_overlap.bench.report.plots import todays
 from dlrm_overlap.comm.calls import COPIED_FROM_BYTES, fastest_way
 from tests.conftest import read_rows
 

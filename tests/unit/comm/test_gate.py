@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dlrm_overlap.bench.harness.turns import begin_together
+from dlrm_overlap.bench.harness.timing import begin_together
 
 
 def test_ranks_meet_behind_the_wait_for_the_host(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar.layout_pb2 import Layout  # pyright: ignore[reportAttributeAccessIssue]
 
-from dlrm_overlap.observe.breakdown import PARTS
 from dlrm_overlap.observe.comparison import write_board
+from dlrm_overlap.observe.trace_summary import PARTS
 
 STEP = dict.fromkeys(PARTS, 0.25)
 

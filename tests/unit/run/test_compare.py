@@ -13,8 +13,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from dlrm_overlap.checkpoint.saving import NotFiniteError
 from dlrm_overlap.config import Config, InputError
-from dlrm_overlap.observe.breakdown import PARTS
 from dlrm_overlap.observe.comparison import compare_runs, comparison_rows, format_comparison, report
+from dlrm_overlap.observe.trace_summary import PARTS
 from dlrm_overlap.train.compare import run_configs, train_runs
 from dlrm_overlap.train.preflight import check_start
 from tests.conftest import configuration
@@ -74,8 +74,8 @@ def test_tensorboard_has_the_comparisons_table_layout_and_differences(
     low, high = json.loads((tmp_path / "comparison.json").read_text())["backends"]["pgas"]["speedup_interval"]
     assert 2.0 <= low <= 2.5 <= high <= 3.0
     *_, head, reference, pgas, _ = capsys.readouterr().out.splitlines()
-    assert head.split()[-3:] == ["all-reduce", "copies", "idle"]
-    assert [reference.split()[-2:], pgas.split()[-2:]] == [["1", "0.25"], ["0.4", "0.25"]]
+    assert head.split()[-4:] == ["copies", "idle", "in", "all"]
+    assert [reference.split()[-2:], pgas.split()[-2:]] == [["0.25", "7.25"], ["0.25", "3.05"]]
     events = EventAccumulator(str(tmp_path / "pgas")).Reload()
     assert [event.step for event in events.Scalars("compare/loss_difference")] == [20, 40, 60]
     assert events.Scalars("compare/loss_difference")[-1].value == pytest.approx(5e-5, rel=1e-3)

@@ -8,15 +8,22 @@ import yaml
 
 from dlrm_overlap.config import InputError, ModelConfig
 from dlrm_overlap.embedding.balance import TableLoad
-from dlrm_overlap.simulate.backward import add_backward, gradient_parts, rows_s, sort_of
-from dlrm_overlap.simulate.config import ExchangeConfig, NetworkConfig, SimulateConfig, WorkConfig
-from dlrm_overlap.simulate.gpu_config import GpuConfig, KernelsConfig, LookupConfig, UpdateConfig
+from dlrm_overlap.simulate.backward import add_backward, gradient_parts, rows_s, sort_s
+from dlrm_overlap.simulate.config import (
+    ExchangeConfig,
+    GpuConfig,
+    LookupConfig,
+    NetworkConfig,
+    SimulateConfig,
+    UpdateConfig,
+    WorkConfig,
+)
 from dlrm_overlap.simulate.shares import PlannedTable, Shard, shares_of
 from dlrm_overlap.simulate.stage import Simulation
 from dlrm_overlap.simulate.step import dense_seconds, simulate
 from dlrm_overlap.simulate.workload import build_workload
 
-RATES = UpdateConfig(sgd_gb_per_s=2000.0, adagrad_gb_per_s=1000.0, repeated_gb_per_s=5000.0, us=50.0, sort_ns=0.1)
+RATES = UpdateConfig(gb_per_s=2000.0, us=50.0, sort_ns=0.1)
 GPU = GpuConfig(kernel_us=0.0, peer_us=0.0, update=RATES, baseline_update=RATES)
 CONFIG = SimulateConfig(
     what="backward",
@@ -34,7 +41,7 @@ def test_rows_are_updated_while_the_next_part_travels() -> None:
     rows_ms = 1e3 * rows_s(CONFIG, found.work)
     assert rows_ms > push_ms
     assert found.ms == pytest.approx(0.2 * push_ms + rows_ms, rel=1e-6)  # the first part has nothing beside it
-    fast = replace(RATES, sgd_gb_per_s=1e6, repeated_gb_per_s=1e6, us=0.0)
+    fast = replace(RATES, gb_per_s=1e6, us=0.0)
     assert simulate(replace(CONFIG, gpu=replace(GPU, update=fast))).ms == pytest.approx(push_ms, rel=0.02)
 
 
@@ -44,7 +51,7 @@ def test_updates_and_products_take_turns() -> None:
     _, cluster, work = sim
     engine = cluster.engine
     product = engine.add("product", {cluster.products(0): 1e-3}, 1e-3, rank=0, lane="products")
-    updated = add_backward(sim, [[]], [[]]).updated
+    _, updated = add_backward(sim, [[]], [[]])
     timeline = engine.run()
     both_s = 1e-3 + rows_s(config, work)
     assert timeline.seconds == pytest.approx(both_s), "as long as one after the other"
@@ -59,21 +66,13 @@ def test_the_collective_packs_sends_sorts_and_updates_in_turn() -> None:
     parts_ms = [
         2 * work.pooled_bytes / GPU.copy_gb_per_s / 1e6,
         GPU.collective_us / 1e3 + 3 * work.pair_bytes / GPU.collective_gb_per_s / 1e6,
-        1e3 * sort_of(config, work, 0).least_s,
+        1e3 * sort_s(config, work)[1][0],
         1e3 * rows_s(config, work),
     ]
     assert found.ms == pytest.approx(sum(parts_ms), rel=1e-6)
-    assert sort_of(config, work, 1) == pytest.approx((work.ids * 0.1e-9, work.ids * 0.1e-9))
+    assert [seconds[1] for seconds in sort_s(config, work)] == pytest.approx([work.ids * 0.1e-9] * 2)
     launched = replace(config, gpu=replace(GPU, baseline_update=replace(RATES, sort_us=200.0)))
     assert simulate(launched).ms == pytest.approx(found.ms + 0.2, rel=1e-6)
-
-
-def test_what_the_collective_moves_need_not_count_as_the_update_s() -> None:
-    config = replace(CONFIG, exchange=ExchangeConfig(backend="torchrec"))
-    work = simulate(config).work
-    assert work.update.exchanged == 4 * (4096 * 96 * 64 + 16384 * 24 * 64)  # read by the sender, written at the owner
-    free = replace(config, gpu=replace(GPU, baseline_update=replace(RATES, exchanged_gb_per_s=1e9)))
-    assert rows_s(config, work) - rows_s(free, work) == pytest.approx(work.update.exchanged / 2e12, rel=1e-5)
 
 
 def test_the_dense_part_counts_its_kernels_and_its_pairs() -> None:
@@ -97,8 +96,7 @@ def test_a_captured_step_waits_for_the_sort_of_the_fullest_rank() -> None:
     Of four tables one has five ids a bag and the others have one. Each rank with a part of it sorts all of its ids, and
     one sorts two tables' more: 7 of the 8 ids of a sample, where the mean is 2.
     """
-    kernels = KernelsConfig(forward=0, backward=0, loss=0)
-    gpu = replace(GPU, kernels=kernels, pgas=LookupConfig(1e6), update=replace(RATES, sort_ns=0.0, sgd_gb_per_s=1e6))
+    gpu = replace(GPU, pgas=LookupConfig(1e6), update=replace(RATES, sort_ns=0.0, gb_per_s=1e6))
     work = replace(CONFIG.work, tables=4, multi_hot=[5, 1, 1, 1])
     config = replace(CONFIG, what="step", gpu=gpu, work=work, model=ModelConfig("dcn", 64, [64], [1024, 1]))
     without = simulate(config)
@@ -122,14 +120,6 @@ def test_every_rank_has_the_work_that_the_plan_gives_it() -> None:
         assert [shares.memory.mean(), shares.links.mean()] == pytest.approx([1.0, 1.0])
     with pytest.raises(InputError, match="no room"):
         build_workload(model, replace(work, max_rows=None, rows=40_000_000), 2)
-
-
-def test_an_optimizer_with_state_has_a_rate_of_its_own() -> None:
-    work = simulate(CONFIG).work
-    adagrad = replace(CONFIG, work=replace(CONFIG.work, optimizer="rowwise_adagrad"))
-    repeated = (work.update.hbm - work.update.compulsory) / 5e12
-    assert rows_s(CONFIG, work) == pytest.approx(work.update.compulsory / 2e12 + repeated + 50e-6)
-    assert rows_s(adagrad, work) == pytest.approx(work.update.compulsory / 1e12 + repeated + 50e-6)
 
 
 def test_the_work_of_tables_that_are_cut_by_rows() -> None:

@@ -11,8 +11,7 @@ import yaml
 
 from dlrm_overlap.config import ModelConfig
 from dlrm_overlap.embedding.traffic import count_dense
-from dlrm_overlap.simulate.config import NetworkConfig, SimulateConfig, WorkConfig
-from dlrm_overlap.simulate.gpu_config import GpuConfig
+from dlrm_overlap.simulate.config import GpuConfig, NetworkConfig, SimulateConfig, WorkConfig
 from dlrm_overlap.simulate.product import product_alone_ms, simulate_product
 from dlrm_overlap.simulate.workload import build_workload
 from tests.calibration import calibrate, product_config, read_rows, split_sweep, step_config

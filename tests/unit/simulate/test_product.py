@@ -6,8 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dlrm_overlap.simulate.config import NetworkConfig, ProductConfig, SimulateConfig
-from dlrm_overlap.simulate.gpu_config import GpuConfig
+from dlrm_overlap.simulate.config import GpuConfig, NetworkConfig, ProductConfig, SimulateConfig
 from dlrm_overlap.simulate.product import (
     SimulatedProduct,
     product_alone_ms,
@@ -29,11 +28,11 @@ def _simulate(**product: Any) -> SimulatedProduct:
 
 
 def test_a_panel_stays_in_the_cache_by_what_was_used_since() -> None:
-    """Tiles (0, 0), (0, 1), (1, 0), (1, 1), one at a time; panels of 4 MB."""
-    shape = ProductConfig(m=2, n=2, tile_m=1, tile_n=1, programs=1, group_rows=1, cache_mb=6.0)
+    """Tiles (0, 0), (1, 0), (0, 1), (1, 1), one at a time; panels of 4 MB."""
+    shape = ProductConfig(m=2, n=2, tile_m=1, tile_n=1, programs=1, cache_mb=6.0)
     waves = tile_waves(shape, terms=2_000_000, parts=2, cached_results=False)
     reads = [wave.read_bytes / 4e6 for wave in waves]
-    # (0, 1) finds half of row 0, used 8 MB ago; so does (1, 1) of row 1. Columns 0 and 1 come back after 12 and 16 MB.
+    # (1, 0) finds 3/4 of column 0, used 8 MB ago; so does (1, 1) of column 1. Rows come back after 12 and 16 MB.
     assert reads == pytest.approx([2.0, 1 + 0.25, 1 + 0.5, 0.25 + 0.625])
     assert [wave.stored_bytes.tolist() for wave in waves] == [[2, 0], [2, 0], [0, 2], [0, 2]]
 
@@ -68,12 +67,12 @@ def test_serial_is_the_product_then_two_rings() -> None:
 def test_the_memory_moves_the_parts_that_a_way_needs(way: str, read: int, written: int) -> None:
     """And the engine takes as much memory time as these bytes need, sums in the memory twice as long."""
     found = _simulate(way=way)
-    part, memory = 2048 * 1024 * 2 / W, found.memory
-    assert memory.product_written == pytest.approx(W * part)
-    assert (memory.scatter_read, memory.scatter_written) == pytest.approx((read * part, written * part))
-    assert (memory.gather_read, memory.gather_written) == pytest.approx(((W - 1) * part, (W - 1) * part))
-    added = memory.product_written + memory.scatter_written if way in ("near_memory", "arbitrated") else 0.0
-    assert found.timeline.carried[1] == pytest.approx((memory.total + added) / 1e12)
+    part, memory = 2048 * 1024 * 2 / W, found.memory_bytes
+    assert memory["product_written"] == pytest.approx(W * part)
+    assert (memory["scatter_read"], memory["scatter_written"]) == pytest.approx((read * part, written * part))
+    assert (memory["gather_read"], memory["gather_written"]) == pytest.approx(((W - 1) * part, (W - 1) * part))
+    added = memory["product_written"] + memory["scatter_written"] if way in ("near_memory", "arbitrated") else 0.0
+    assert found.timeline.carried[1] == pytest.approx((sum(memory.values()) + added) / 1e12)
     assert found.timeline.carried[2] == pytest.approx(2 * (W - 1) * part)
 
 
@@ -94,5 +93,5 @@ def test_slow_sums_in_memory_hold_the_product_up_unless_it_comes_first() -> None
 def test_without_a_gather_the_sums_are_the_end() -> None:
     with_gather, without = _simulate(way="near_memory"), _simulate(way="near_memory", gather=False)
     assert without.ms == pytest.approx(without.product_ms + without.scatter_ms)
-    assert replace(without.memory, gather_read=0.0, gather_written=0.0) == without.memory
+    assert without.memory_bytes["gather_read"] == without.memory_bytes["gather_written"] == 0
     assert without.ms < with_gather.ms

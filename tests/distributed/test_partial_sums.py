@@ -1,27 +1,19 @@
-"""`bench partial_sums`: how many bytes travel of tables that are cut by rows?
+"""Of tables that are cut by rows, a bag without ids of an owner's rows travels neither way: bytes are counted.
 
-All tables are cut over all ranks, and every bag has L ids, of rows drawn alike. A row is a pooling factor L: the bytes
-that a rank gets from its peers in a step whose ids the exchange sends, on average over ranks and batches. They are
-counted where they arrive: a window is filled with NaN before the step, and each element that is none after it was
-stored. Forward they are partial sums, backward gradients. Beside them are the bytes that TorchRec's dense
-reduce-scatter and all-gather carry, each, and the part of these that is expected: with a chance of 1 - (1 - 1/W)^L a
-bag has ids of an owner's rows. Outputs are compared with those of TorchRec's sharded module first, and if they differ
-no row is reported.
+They are counted where they arrive: a window is filled with NaN before the step, and each element that is none after it
+was stored. With a chance of 1 - (1 - 1/W)^L a bag of L ids has one of an owner's rows.
 """
 
-from typing import Any
+from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.bench.harness.agreement import TOLERANCE
 from dlrm_overlap.bench.harness.contenders import TorchRec
-from dlrm_overlap.bench.harness.limits import describe
-from dlrm_overlap.bench.harness.turns import greatest
 from dlrm_overlap.bench.harness.workload import Workload, make_workload, read_ids
-from dlrm_overlap.bench.report.rows import report
-from dlrm_overlap.bench.request import PartialSumsRequest, with_tables
 from dlrm_overlap.embedding.backends.base import WindowBackward, WindowForward
 from dlrm_overlap.embedding.id_layout import BatchBound, IdLayout, joined
 from dlrm_overlap.embedding.opening import Halves, open_halves
@@ -29,9 +21,9 @@ from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions, Ste
 from dlrm_overlap.embedding.steps import Step
 from dlrm_overlap.embedding.traffic import filled_share
 from dlrm_overlap.embedding.windows import WindowPair
-from dlrm_overlap.train.ranks import Ranks
-
-_SHOWN = ("world_size", "multi_hot", "forward_bytes", "backward_bytes", "torchrec_bytes", "expected_bytes")
+from tests.conftest import configuration
+from tests.distributed.models import CPU, world
+from tests.distributed.workers import run_ranks
 
 
 class Counted:
@@ -81,9 +73,6 @@ class Counted:
             pair.arena.local(name).fill_(torch.nan)
 
     def _meet(self) -> None:
-        """Wait until every rank has done all that it has issued."""
-        if self._workload.device.type == "cuda":
-            torch.cuda.synchronize(self._workload.device)
         dist.barrier(self._workload.group)
 
     def _arrived_forward(self) -> int:
@@ -111,43 +100,25 @@ def _stored_bytes(window: torch.Tensor) -> int:
     return int((~window.isnan()).sum()) * window.element_size()
 
 
-def run(request: PartialSumsRequest, ranks: Ranks) -> int:
-    """Count the figure; on rank 0 print its table and append its rows. All ranks call this.
+def _count(_: Path, ids_a_bag: int) -> None:
+    shape = ["--data.tables.multi_hot", str(ids_a_bag), "--train.global_batch_size", "2048"]
+    config, group = configuration("--config", "configs/bench/tiny.yaml", *shape), world()
+    sparse = read_ids(config, group)
+    workload = make_workload(config, sparse, group, CPU, 2, cut_rows=True)
+    counted = Counted(workload, workload.exchange_options(config.embedding, "pgas"), ids_a_bag)
+    torchrec, found = TorchRec(workload), torch.zeros(2, dtype=torch.int64)
+    for ids, features in zip(workload.batches, sparse, strict=True):
+        expected = torchrec.step(ids).detach().clone()  # before the rows are updated
+        pooled, *arrived = counted.step(features)
+        assert (pooled - expected).abs().max() <= TOLERANCE[torch.float32] * expected.abs().max()
+        found += torch.tensor(arrived)
+    counted.close()
+    dist.all_reduce(found)
+    dense_bytes = 1024 * workload.layout.total_dim * 4 * len(sparse) * 2  # of TorchRec's collectives, on both ranks
+    filled = filled_share(ids_a_bag, 1 / 2)
+    assert (found / dense_bytes).tolist() == pytest.approx([filled, filled], rel=0.02)
 
-    Returns:
-        The exit code: 1 if outputs differ from TorchRec's, and there is no row.
-    """
-    group, world_size = ranks.connect(), ranks.world.world_size
-    rows: list[dict[str, Any]] = []
-    faults: list[str] = []
-    for ids_a_bag in request.pooling_factors:
-        config = with_tables(ranks.config, multi_hot=ids_a_bag, zipf_alpha=0.0)
-        sparse = read_ids(config, group, ranks.device)
-        local_size = ranks.world.local_world_size
-        workload = make_workload(config, sparse, group, ranks.device, local_size, cut_rows=True)
-        counted = Counted(workload, workload.exchange_options(config.embedding, "pgas"), ids_a_bag)
-        torchrec, found, difference = TorchRec(workload), torch.zeros(2, dtype=torch.int64), 0.0
-        for ids, features in zip(workload.batches, sparse, strict=True):
-            expected = torchrec.step(ids).detach().clone()  # before the rows are updated
-            pooled, *arrived = counted.step(features.to(ranks.device))
-            differs = (pooled - expected).abs().max() / expected.abs().max()
-            difference = max(difference, float(differs.nan_to_num(torch.inf)))
-            found += torch.tensor(arrived)
-        counted.close()
-        (worst,), tolerance = greatest([difference], ranks.device, group), TOLERANCE[workload.wire_dtype]
-        if not worst <= tolerance:
-            faults.append(f"pgas, {ids_a_bag} ids a bag: outputs differ from TorchRec's by {worst:.1e}; no row")
-        dist.all_reduce(found := found.to(ranks.device), group=group)
-        forward_bytes, backward_bytes = (round(int(each) / world_size / len(sparse)) for each in found)
-        peers = sum(workload.batch_sizes) - workload.batch_sizes[workload.rank]
-        dense_bytes = peers * workload.layout.total_dim * workload.wire_dtype.itemsize
-        rows.append(
-            {"kind": request.kind}
-            | describe(config, workload)
-            | {"forward_bytes": forward_bytes, "backward_bytes": backward_bytes, "torchrec_bytes": dense_bytes}
-            | {"expected_bytes": round(dense_bytes * filled_share(ids_a_bag, 1 / world_size))}
-        )
-    if ranks.world.rank == 0:
-        title = "bytes that a rank gets from its peers in a step"
-        report([] if faults else rows, faults, request.output, _SHOWN, title)
-    return 1 if faults else 0
+
+@pytest.mark.parametrize("ids_a_bag", [1, 2])
+def test_bags_without_ids_of_an_owners_rows_do_not_travel(tmp_path: Path, ids_a_bag: int) -> None:
+    run_ranks(_count, 2, tmp_path, ids_a_bag)
