@@ -324,9 +324,14 @@ def build_sequence_sharder(
 ) -> EmbeddingCollectionSharder:
     """Return the sharder of tables that are not pooled, with the optimizer of `build_sharder`.
 
-    Under every backend it is TorchRec's own. Rows travel in `config.wire_dtype`, as fp32 under auto.
+    It is TorchRec's own, unless the backend stores into the peers' memory. Rows travel in `config.wire_dtype`, as fp32
+    under auto.
     """
     wire_dtype = "fp32" if config.wire_dtype == "auto" else config.wire_dtype
+    if BACKENDS[config.backend].stores_to_peers:
+        keys = ("backend", "schedule", "slice_bags", "programs_per_sm", "wait_timeout_s", "gradient_parts", "hosts")
+        own = {name: getattr(config, name) for name in keys}
+        return OverlapEmbeddingCollectionSharder(_fused_params(config, fused_params), wire_dtype=wire_dtype, **own)
     return EmbeddingCollectionSharder(_fused_params(config, fused_params), _codecs(wire_dtype))
 
 
