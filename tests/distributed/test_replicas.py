@@ -19,7 +19,8 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.data.batch import Batch
-from dlrm_overlap.embedding.sharded_module import exchanges, reasons_to_fall_back
+from dlrm_overlap.embedding.exchanging_module import reasons_to_fall_back
+from dlrm_overlap.embedding.sharded_module import exchanges
 from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder
 from tests.agreement import WEIGHT_TOLERANCE, assert_all_near
 from tests.distributed.models import CPU, MEAN, SUM, Model, Tables, make_plan, open_pipeline, world
