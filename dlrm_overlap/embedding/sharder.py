@@ -219,8 +219,8 @@ def build_sharder(
 
 def get_default_sharders() -> list[ModuleSharder[Any]]:
     """Return TorchRec's default sharders, with ours in the place of that of embedding bags."""
-    ours = {EmbeddingBagCollectionSharder: OverlapEmbeddingBagCollectionSharder}
-    return [ours[type(each)]() if type(each) in ours else each for each in get_torchrec_sharders()]
+    ours: ModuleSharder[Any] = OverlapEmbeddingBagCollectionSharder()
+    return [ours if type(each) is EmbeddingBagCollectionSharder else each for each in get_torchrec_sharders()]
 
 
 def require_same_plan(plan: Mapping[str, ParameterSharding], env: ShardingEnv) -> None:
