@@ -50,7 +50,7 @@ class Batch(Pipelineable):
     """T keys of b bags each, lengths int32, values int32 or int64, table after table: all of a table's bags, sample by
     sample, then the next table's"""
     labels: torch.Tensor
-    """[b] float32, each 0 or 1"""
+    """[b] float32, or [b, L] where a sample has several, each 0 or 1"""
     lease: Lease | None = None
     """keeps lent memory for this batch"""
     stand_ins: int = 0
@@ -60,8 +60,8 @@ class Batch(Pipelineable):
     def from_tensors(
         cls, dense: torch.Tensor, lengths: torch.Tensor, values: torch.Tensor, labels: torch.Tensor
     ) -> "Batch":
-        """Build a batch from dense [b, F], lengths [T*b] and values [sum of lengths] in table order, labels [b]."""
-        keys = table_keys(lengths.numel() // labels.numel())
+        """Build a batch from dense [b, F], lengths [T*b] and values [sum of lengths] in table order, labels [b, ..]."""
+        keys = table_keys(lengths.numel() // len(labels))
         return cls(dense, KeyedJaggedTensor(keys, values=values, lengths=lengths), labels)
 
     @classmethod
@@ -139,6 +139,12 @@ class Dataset(Protocol):
 
     skipped: int = 0
     """samples left out when the data set was opened, under `data.bad_rows: skip`; they have no position"""
+
+    label_names: Sequence[str] = ("label",)
+    """of the labels of a sample, L"""
+
+    label_weights: Sequence[float] = (1.0,)
+    """factors of their losses in the loss that is trained"""
 
     on_gpu: bool = False
     """samples are made on a GPU, by kernels on the stream that is current in `read`, rather than read on the CPU"""

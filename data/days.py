@@ -1,7 +1,7 @@
-"""Days of samples as arrays, read one after the other, for all of Criteo's formats.
+"""Days of samples as arrays, in memory or mapped from disk, read one after the other.
 
-All bags of a table hold the same number of ids. Samples keep the order of the files. Positions count on from day to
-day; beyond the last sample comes the first one again. Every value is checked when it is read.
+Samples keep the order of the files. Positions count on from day to day; beyond the last sample comes the first one
+again. Every value is checked when it is read.
 """
 
 import contextlib
@@ -14,12 +14,25 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-from dlrm_overlap.config import CRITEO_DENSE, InputError
+from dlrm_overlap.config import InputError
 from dlrm_overlap.data.batch import Batch, Dataset
 
 _STAND_IN_REACH = 1000  # samples: bad ones are few, or the file is another
 _FINGERPRINTED = 64  # samples, a page or two of a file each
 _ROWS_CURE = "set data.tables.rows to the rows the ids were made for, or fold the ids by data.tables.max_rows"
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """The ids of a table whose bags differ in size."""
+
+    values: np.ndarray
+    """[m] int32, bag after bag"""
+    ends: np.ndarray
+    """[n] int64, where each bag ends in `values`"""
+
+    def __len__(self) -> int:
+        return len(self.ends)
 
 
 @dataclass(frozen=True)
@@ -29,27 +42,32 @@ class Day:
     name: str
     """path of the files without their last part, such as folder/day_0"""
     labels: np.ndarray
-    """[n], any number type"""
+    """[n, L], any number type"""
     dense: np.ndarray
-    """[n, 13] float32"""
-    ids: Sequence[np.ndarray] | np.ndarray
-    """of each table: [n, pooling factor] int32"""
+    """[n, F] float32"""
+    ids: Sequence[np.ndarray | Ragged] | np.ndarray
+    """of each table: [n, pooling factor] int32, or ragged"""
+
+    def bags(self, table: int, samples: slice) -> tuple[np.ndarray, np.ndarray | int]:
+        """Return the ids [m] int32 of some samples, and the sizes [samples] of their bags, or that of all."""
+        ids = self.ids[table]
+        if not isinstance(ids, Ragged):
+            return ids[samples].reshape(-1), ids.shape[1]
+        ends = ids.ends[samples]
+        first = ids.ends[samples.start - 1] if samples.start else 0
+        return ids.values[first : ends[-1]], np.diff(ends, prepend=first)
 
 
 @dataclass(frozen=True)
-class _Samples:
-    """Some samples of a batch that is being filled: views of its arrays."""
+class _Stretch:
+    """Successive samples of a day."""
 
-    labels: np.ndarray
-    """[n] float32"""
-    dense: np.ndarray
-    """[n, 13] float32"""
-    bags: Sequence[np.ndarray]
-    """of each table: [n, pooling factor] int32"""
+    day: Day
+    samples: slice
 
 
 class Days(Dataset):
-    """Days, read one after the other. All bags of a table hold the same number of ids."""
+    """Days, read one after the other."""
 
     def __init__(self, days: Sequence[Day], rows: Sequence[int], max_rows: int | None, bad_rows: str = "error"):
         """`rows` are those that each table's ids were made for; above `max_rows` ids are folded by modulo."""
@@ -61,19 +79,22 @@ class Days(Dataset):
         self.num_samples: int = self._ends[-1]
         if self.num_samples == 0:
             raise InputError(f"{days[0].name}: no samples; give a data set that has some")
-        self._pooling = [ids.shape[1] for ids in days[0].ids]
-        self.pooling: list[float] = [float(factor) for factor in self._pooling]
-        """ids a bag, of each table"""
-        self.bag_sizes: list[tuple[int, int]] = [(factor, factor) for factor in self._pooling]
-        self.max_ids, self.dense_features = sum(self._pooling), CRITEO_DENSE
+        sizes = [_bag_sizes([day.ids[t] for day in days if len(day.labels)]) for t in range(len(self.rows))]
+        self.pooling: list[float] = [total / self.num_samples for _, _, total in sizes]
+        """mean number of ids in a bag, of each table"""
+        self.bag_sizes: list[tuple[int, int]] = [(least, most) for least, most, _ in sizes]
+        self.max_ids = sum(most for _, most in self.bag_sizes)
+        self.dense_features: int = days[0].dense.shape[1]
 
     def fingerprint(self) -> str:
         """Return the number of samples, and a digest of some that lie evenly spread, as the files have them."""
         digest = hashlib.sha256()
         for position in np.linspace(0, self.num_samples - 1, _FINGERPRINTED).astype(np.int64).tolist():
-            ((day, source, _),) = self._stretches(position, 1)
-            for array in (day.labels, day.dense, *day.ids):
-                digest.update(array[source].tobytes())
+            (stretch,) = self._stretches(position, 1)
+            day, samples = stretch.day, stretch.samples
+            bags = [day.bags(t, samples)[0] for t in range(len(self.rows))]
+            for array in (day.labels[samples], day.dense[samples], *bags):
+                digest.update(array.tobytes())
         return f"{self.num_samples} samples, {digest.hexdigest()[:12]}"
 
     def read(self, first: int, count: int) -> Batch:
@@ -86,49 +107,54 @@ class Days(Dataset):
             InputError: naming the day, the sample and the value of a bad one, unless another stands in for it: a label
                 other than 0 or 1, a dense feature that is not finite, or an id that is no row of its table.
         """
-        dense = np.empty((count, CRITEO_DENSE), np.float32)
-        labels = np.empty(count, np.float32)
-        values = np.empty(count * sum(self._pooling), np.int32)
-        table_ends = [count * end for end in accumulate(self._pooling)]
-        bags = [table.reshape(count, -1) for table in np.split(values, table_ends[:-1])]
-        stand_ins = 0
-        for day, source, target in self._stretches(first, count):
-            into = _Samples(labels[target], dense[target], [table[target] for table in bags])
-            try:
-                self._copy(day, source, into)
-            except InputError:
-                if not self._skips:
-                    raise
-                stand_ins += self._replace_bad(day, source, into, (first + target.start) % self.num_samples)
-        lengths = np.repeat(np.array(self._pooling, np.int32), count)
-        batch = Batch.from_tensors(*map(torch.from_numpy, (dense, lengths, values, labels)))
+        try:
+            return self._gather(list(self._stretches(first, count)))
+        except InputError:
+            if not self._skips:
+                raise
+        stretches: list[_Stretch] = []
+        stand_ins = self._mend(first, count, stretches)
+        batch = self._gather(stretches)
         batch.stand_ins = stand_ins
         return batch
 
-    def _copy(self, day: Day, source: slice, into: _Samples) -> None:
-        """Copy samples of `day` into `into`, and check them."""
-        into.labels[:] = day.labels[source]
-        _check(into.labels, _is_label, f"{day.name}: label", source.start, "0 or 1; correct the file")
-        into.dense[:] = day.dense[source]
-        _check(into.dense, np.isfinite, f"{day.name}: dense feature", source.start, "finite; correct the file")
-        for t, table in enumerate(into.bags):
-            table[:] = day.ids[t][source]
-            self._fold_and_check(t, table, day, source.start)
+    def _gather(self, stretches: Sequence[_Stretch]) -> Batch:
+        """Return the samples of `stretches` in a batch, and check them."""
+        dense = np.concatenate([each.day.dense[each.samples] for each in stretches], dtype=np.float32)
+        labels = np.concatenate([each.day.labels[each.samples] for each in stretches], dtype=np.float32)
+        _check(labels, _is_label, stretches, "label", "0 or 1; correct the file")
+        _check(dense, np.isfinite, stretches, "dense feature", "finite; correct the file")
+        bags = [[each.day.bags(t, each.samples) for each in stretches] for t in range(len(self.rows))]
+        values = np.concatenate([ids for table in bags for ids, _ in table], dtype=np.int32)
+        lengths, end = np.empty((len(bags), len(labels)), np.int32), 0
+        ends = [0, *accumulate(each.samples.stop - each.samples.start for each in stretches)]
+        for t, table in enumerate(bags):
+            for k, (_, sizes) in enumerate(table):
+                lengths[t, ends[k] : ends[k + 1]] = sizes
+            start, end = end, end + sum(len(ids) for ids, _ in table)
+            self._fold_and_check(t, values[start:end], lengths[t], stretches)
+        labels = labels[:, 0] if labels.shape[1] == 1 else labels
+        return Batch.from_tensors(*map(torch.from_numpy, (dense, lengths.reshape(-1), values, labels)))
 
-    def _replace_bad(self, day: Day, source: slice, into: _Samples, position: int) -> int:
-        """Copy samples of `day`, the first of which is at `position`, one by one; return how many others stand in."""
-        stand_ins = 0
-        for i in range(len(into.labels)):
-            one = _Samples(into.labels[i : i + 1], into.dense[i : i + 1], [table[i : i + 1] for table in into.bags])
-            try:
-                self._copy(day, slice(source.start + i, source.start + i + 1), one)
-            except InputError as error:
-                self._stand_in(position + i, one, error)
-                stand_ins += 1
-        return stand_ins
+    def _mend(self, first: int, count: int, stretches: list[_Stretch]) -> int:
+        """Append good samples that take the positions [first, first + count); return how many others stand in.
 
-    def _stand_in(self, position: int, into: _Samples, error: InputError) -> None:
-        """Copy the sample that stands in for the bad one at `position`: the next good one, or else the one before.
+        Where they are not all good, each half of them is looked at, until the bad ones are found.
+        """
+        found = list(self._stretches(first, count))
+        try:
+            self._gather(found)
+            stretches += found
+            return 0
+        except InputError as error:
+            if count == 1:
+                stretches.append(self._stand_in(first % self.num_samples, error))
+                return 1
+        half = count // 2
+        return self._mend(first, half, stretches) + self._mend(first + half, count - half, stretches)
+
+    def _stand_in(self, position: int, error: InputError) -> _Stretch:
+        """Return the sample that stands in for the bad one at `position`: the next good one, or else the one before.
 
         It is at most 1000 samples away. Where all of these are bad, the file or the tables' rows are wrong: then this
         raises `error`, that of the bad one.
@@ -136,50 +162,86 @@ class Days(Dataset):
         after = range(position + 1, min(self.num_samples, position + _STAND_IN_REACH))
         before = range(position - 1, max(0, position - _STAND_IN_REACH) - 1, -1)
         for candidate in (*after, *before):
-            ((day, source, _),) = self._stretches(candidate, 1)
+            found = list(self._stretches(candidate, 1))
             with contextlib.suppress(InputError):
-                return self._copy(day, source, into)
+                self._gather(found)
+                return found[0]
         raise InputError(
             f"{error}; data.bad_rows: skip does not help, since no sample within {_STAND_IN_REACH} of it is good"
         ) from None
 
-    def _stretches(self, first: int, count: int) -> Iterator[tuple[Day, slice, slice]]:
-        """Yield each day with some of the samples [first, first + count), and their slices of it and of the batch."""
-        done = 0
-        while done < count:
-            position = (first + done) % self.num_samples
+    def _stretches(self, first: int, count: int) -> Iterator[_Stretch]:
+        """Yield the stretches of the samples [first, first + count), modulo the number of samples."""
+        end = first + count
+        while first < end:
+            position = first % self.num_samples
             i = bisect_right(self._ends, position)
-            day, size = self._days[i], min(count - done, self._ends[i] - position)
+            day, size = self._days[i], min(end - first, self._ends[i] - position)
             start = position - (self._ends[i] - len(day.labels))
-            yield day, slice(start, start + size), slice(done, done + size)
-            done += size
+            yield _Stretch(day, slice(start, start + size))
+            first += size
 
-    def _fold_and_check(self, t: int, ids: np.ndarray, day: Day, first: int) -> None:
+    def _fold_and_check(self, t: int, ids: np.ndarray, sizes: np.ndarray, stretches: Sequence[_Stretch]) -> None:
+        if not len(ids):
+            return
         # The least and the greatest id show whether all are valid, and cost a fraction of a mask.
-        rows, what = self.rows[t], f"{day.name}: table {t}, id"
+        rows, what = self.rows[t], f"table {t}, id"
         if ids.min() < 0:
-            _check(ids, lambda x: x >= 0, what, first, "at least 0; correct the file")
+            _check(ids, lambda x: x >= 0, stretches, what, "at least 0; correct the file", sizes)
         if ids.max() >= rows:
             if not self._folded[t]:
-                _check(ids, lambda x: x < rows, what, first, f"below {rows}, the table's rows; {_ROWS_CURE}")
+                rule = f"below {rows}, the table's rows; {_ROWS_CURE}"
+                _check(ids, lambda x: x < rows, stretches, what, rule, sizes)
             ids -= ids // rows * rows  # numpy vectorises the division by a scalar, but not `%`
+
+
+def _bag_sizes(ids: Sequence[np.ndarray | Ragged]) -> tuple[int, int, int]:
+    """Return the least and the most ids of a bag of a table, and how many ids there are, over its days."""
+    least, most, total = [], [], 0
+    for each in ids:
+        if isinstance(each, Ragged):
+            sizes = np.diff(each.ends, prepend=0)
+            least.append(int(sizes.min()))
+            most.append(int(sizes.max()))
+            total += len(each.values)
+        else:
+            least.append(each.shape[1])
+            most.append(each.shape[1])
+            total += each.size
+    return min(least), max(1, *most), total
 
 
 def _is_label(values: np.ndarray) -> np.ndarray:
     return (values == 0) | (values == 1)
 
 
-def _check(values: np.ndarray, rule: Callable[[np.ndarray], np.ndarray], what: str, first: int, words: str) -> None:
+def _check(
+    values: np.ndarray,
+    rule: Callable[[np.ndarray], np.ndarray],
+    stretches: Sequence[_Stretch],
+    what: str,
+    words: str,
+    sizes: np.ndarray | None = None,
+) -> None:
     """Raise an InputError for the first of `values` that breaks `rule`.
 
-    `values` [n] or [n, columns] are those of the samples from position `first` of their day on. The message begins with
-    `what`, and ends with `words`, rule and cure.
+    `values` [n, columns] are those of the samples of `stretches`, or [m] the ids of their bags of `sizes`. The message
+    names the day, `what` and the sample, and ends with `words`, rule and cure.
     """
     good = rule(values)
-    if not good.all():
-        found = np.argwhere(~good)[0]
-        column = f", column {found[1]}" if found.size > 1 else ""
-        raise InputError(f"{what} of sample {first + found[0]}{column} is {values[tuple(found)]}, not {words}")
+    if good.all():
+        return
+    found = np.argwhere(~good)[0]
+    sample, column, is_only = int(found[0]), int(found[-1]), values.shape[-1] == 1
+    if sizes is not None:
+        sample = int(np.searchsorted(sizes.cumsum(), found[0], "right"))
+        column, is_only = int(found[0] - sizes[:sample].sum()), False
+    for each in stretches:
+        size = each.samples.stop - each.samples.start
+        if sample < size:
+            where = f"sample {each.samples.start + sample}" + f", column {column}" * (not is_only)
+            raise InputError(f"{each.day.name}: {what} of {where} is {values[tuple(found)]}, not {words}")
+        sample -= size
 
 
 def cap_rows(rows: Sequence[int], max_rows: int | None) -> list[int]:

@@ -7,14 +7,18 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Self
 
 import torch
 
-from dlrm_overlap.config import HELD_BATCHES, DataConfig, InputError
+from dlrm_overlap.config import CRITEO_TABLES, HELD_BATCHES, DataConfig, InputError
 from dlrm_overlap.data.batch import Batch, Dataset
-from dlrm_overlap.data.criteo import open_criteo
+from dlrm_overlap.data.criteo import CriteoMultihot
+from dlrm_overlap.data.days import cap_rows
+from dlrm_overlap.data.prepared import Prepared
 from dlrm_overlap.data.ring import Ring
+from dlrm_overlap.data.schema import criteo_schema, read_schema, require_pyarrow
 from dlrm_overlap.data.slot import SlotShape
 from dlrm_overlap.data.synthetic import Synthetic
 
@@ -30,6 +34,7 @@ class Slice(Dataset):
         self.max_ids, self.dense_features = dataset.max_ids, dataset.dense_features
         self.num_samples: int = num_samples
         self.skipped = dataset.skipped
+        self.label_names, self.label_weights = dataset.label_names, dataset.label_weights
         self._dataset, self._start = dataset, start
 
     def fingerprint(self) -> str:
@@ -63,15 +68,17 @@ def open_datasets(config: DataConfig, device: torch.device = _CPU) -> tuple[Data
             return DeviceSynthetic(config, "train", device), DeviceSynthetic(config, "eval", device)
         return Synthetic(config, "train"), Synthetic(config, "eval")
     assert config.path is not None, "DataConfig.require_source asks for the path of a file kind"
-    dataset = open_criteo(config, config.path)
+    dataset, held_out = open_files(config, config.path)
     if config.eval_path is not None:
-        held_out = open_criteo(config, config.eval_path)
+        held_out, _ = open_files(config, config.eval_path)
         if list(held_out.rows) != list(dataset.rows):
             raise InputError(
                 f"data.eval_path: {config.eval_path} has tables of other rows than {config.path}; set data.tables.rows "
                 f"to the rows both were made for"
             )
+    if held_out is not None:
         return dataset, held_out
+    assert dataset.num_samples is not None, "files have an end"
     held = int(dataset.num_samples * config.eval_fraction)
     if held == 0:
         raise InputError(
@@ -90,7 +97,36 @@ def open_held_out(config: DataConfig, device: torch.device = _CPU) -> Dataset:
     """
     if config.eval_path is None:
         return open_datasets(config, device)[1]
-    return open_criteo(config, config.eval_path)
+    return open_files(config, config.eval_path)[0]
+
+
+def open_files(config: DataConfig, path: str) -> tuple[Dataset, Dataset | None]:
+    """Open the samples at `path` (config.path or config.eval_path) in the format that config.kind names.
+
+    Returns:
+        The samples, and those that their schema holds out by time.
+
+    Raises:
+        InputError: if they do not exist, are empty or break their format.
+    """
+    tables = config.tables
+    if config.kind == "criteo_multihot":
+        return CriteoMultihot(path, tables, config.bad_rows), None
+    if config.kind in ("prepared", "criteo_npy"):
+        dataset = Prepared(path, tables, config.bad_rows)
+        by_time = dataset.schema.time is not None
+        return dataset, Prepared(path, tables, config.bad_rows, held_out=True) if by_time else None
+    require_pyarrow()
+    from dlrm_overlap.data.tables import read_table
+
+    if config.kind == "table":
+        schema = read_schema(Path(config.schema or ""))
+    elif tables.rows is None:
+        raise InputError("data.tables.rows: null, but text names no rows; set data.tables.rows, say to 100000")
+    else:
+        rows = [tables.rows] * CRITEO_TABLES if isinstance(tables.rows, int) else tables.rows
+        schema = criteo_schema(cap_rows(rows, tables.max_rows))
+    return read_table(path, schema, tables.max_rows, config.bad_rows)
 
 
 class Loader(Iterator[Batch]):
@@ -175,7 +211,7 @@ def make_loader(
         read = _repeating(read, distinct_steps)
     if workers == 0:
         return Loader(_read_by_thread(read, steps, prefetch, pin_memory), prefetch)
-    shape = SlotShape(batch_size, dataset.dense_features, len(dataset.rows), dataset.max_ids)
+    shape = SlotShape(batch_size, dataset.dense_features, len(dataset.rows), dataset.max_ids, len(dataset.label_names))
     slots_per_worker = prefetch + math.ceil(HELD_BATCHES / workers)
     ring = functools.partial(Ring, read, steps, shape, workers, slots_per_worker, pin_memory, timeout_s)
     batches = _read_by_processes(ring)

@@ -14,7 +14,7 @@ NOT_NPY = (ValueError, EOFError, SyntaxError, tokenize.TokenError)
 _ZIP_HEADER_BYTES = 30  # in front of a member's name, extra field and data
 
 
-def map_npy(file: Path, dtype: type, columns: int) -> np.ndarray:
+def map_npy(file: Path, dtype: np.dtype | type, columns: int) -> np.ndarray:
     """Map the [n, columns] array (or [n], for one column) of an npy file."""
     try:
         array = np.load(file, mmap_mode="r", allow_pickle=False)
@@ -56,7 +56,9 @@ def _map_member(file: Path, info: zipfile.ZipInfo) -> np.ndarray:
             raise InputError(f"{file}: member {info.filename} is not an npy array ({error}); replace it") from error
 
 
-def _checked(array: np.ndarray, file: Path, dtype: type, columns: int | None, member: str = "") -> np.ndarray:
+def _checked(
+    array: np.ndarray, file: Path, dtype: np.dtype | type, columns: int | None, member: str = ""
+) -> np.ndarray:
     """Return `array` as a plain [n, columns] array after checking its type and shape; None allows any columns but 0."""
     if columns == 1 and array.ndim == 1:
         array = array[:, None]

@@ -1,62 +1,75 @@
-"""A folder of prepared days: the files of each, meta.json, which says how they were made, and vocabulary.npz.
+"""A folder of prepared days: the files of each, and meta.json, which says how they were made.
 
-Of day i there are day_i_dense.npy (float32 [n, 13], log1p taken), day_i_sparse.npy (int32 [n, 26], row ids) and
-day_i_labels.npy (int32 [n, 1]). vocabulary.npz has each table's values that are seen often. Row 0 is for a missing
-value, row 1 for all values that are seen too seldom, and the rows from 2 on for the others, in ascending order.
+Of day i there are, for F dense features, L labels and S tables of one id a bag:
+
+    day_i_dense.npy       float32 [n, F]
+    day_i_labels.npy      int32 [n, L], 0 or 1
+    day_i_sparse.npy      int32 [n, S], rows of the tables, in their order
+    day_i_ends.npy        int64 [n, K], where each sample's bags end in the K files of tables of lists:
+    day_i_list_k.npy      int32 [m, 1]
+
+Samples held out by their time are days of the same numbers in the folder held_out within it.
 """
 
 import json
-import zipfile
-import zlib
-from collections.abc import Sequence
+import re
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
-from dlrm_overlap.config import CRITEO_DENSE, CRITEO_TABLES, InputError
-from dlrm_overlap.data.criteo_text import TextRows
-from dlrm_overlap.data.npy_files import NOT_NPY
+from dlrm_overlap.config import CRITEO_TABLES, InputError, TablesConfig
+from dlrm_overlap.data.days import Day, Days, Ragged
+from dlrm_overlap.data.npy_files import map_npy
+from dlrm_overlap.data.schema import Schema, criteo_schema, schema_of
 from dlrm_overlap.launching.files import replacing
 
 _Made = TypeVar("_Made")
-VOCABULARY = "vocabulary.npz"
-_MISSING, _RARE, _FIRST_KNOWN = 0, 1, 2  # rows of a table
 _META = "meta.json"
+HELD_OUT = "held_out"
 
-PARTS = {"dense": ("<f4", CRITEO_DENSE), "sparse": ("<i4", CRITEO_TABLES), "labels": ("<i4", 1)}
-"""part of a day -> type and columns of its array"""
+
+def parts_of(schema: Schema) -> dict[str, tuple[str, int]]:
+    """Return, for each part of a day, type and columns of its array."""
+    lists = schema.lists
+    parts = {"dense": ("<f4", max(1, len(schema.dense))), "labels": ("<i4", len(schema.labels))}
+    if single := len(schema.categorical) - len(lists):
+        parts["sparse"] = ("<i4", single)
+    if lists:
+        parts |= {"ends": ("<i8", len(lists)), **{f"list_{k}": ("<i4", 1) for k in range(len(lists))}}
+    return parts
 
 
 @dataclass(frozen=True)
 class SourceDay:
-    """A text file as it was when its day was prepared, and the day made of it."""
+    """A file as it was when its day was prepared, and the day made of it."""
 
     name: str
     size_bytes: int
     mtime_ns: int
     samples: int | None = None
     """None until the day's arrays are whole"""
+    held_out: int = 0
+    """samples besides, in the day of the folder held_out"""
     skipped: int = 0
-    """lines that were no samples, and were left out"""
+    """rows that were no samples, and were left out"""
 
 
 @dataclass(frozen=True)
 class Meta:
     """The content of meta.json."""
 
-    hash_rows: int | None
-    """rows of every table, where ids are made by hashing; else None"""
-    min_count: int | None
-    """how often a value must be seen to get a row, where ids are made by frequency; else None"""
+    schema: dict[str, Any]
+    """of the samples, which says also how ids were made"""
     rows: list[int] | None
     """rows of each table; None until the values are counted"""
     days: list[SourceDay]
 
 
 def day_file(folder: Path, day: int, part: str) -> Path:
-    """Return the file of a day's `part`: dense, sparse or labels."""
+    """Return the file of a day's `part`, such as dense."""
     return folder / f"day_{day}_{part}.npy"
 
 
@@ -64,14 +77,14 @@ def read_meta(folder: Path) -> Meta | None:
     """Return the contents of the meta.json in `folder`, or None where there is none.
 
     Raises:
-        InputError: if the file is not one that `prepare_criteo` writes.
+        InputError: if the file is not one that `prepare` writes.
     """
     file = folder / _META
     try:
         found = json.loads(file.read_text())
         meta = _made_of(Meta, found | {"days": [_made_of(SourceDay, day) for day in found["days"]]})
         if meta.rows is not None:
-            _check_rows(meta.rows)
+            _check_rows(meta.rows, len(schema_of(meta.schema, file).categorical))
         return meta
     except (FileNotFoundError, NotADirectoryError):
         return None
@@ -81,9 +94,9 @@ def read_meta(folder: Path) -> Meta | None:
         ) from error
 
 
-def _check_rows(rows: Any) -> None:
-    if len(rows) != CRITEO_TABLES or not all(isinstance(count, int) and count > 0 for count in rows):
-        raise ValueError(f"rows are not {CRITEO_TABLES} positive numbers")
+def _check_rows(rows: Any, tables: int) -> None:
+    if len(rows) != tables or not all(isinstance(count, int) and count > 0 for count in rows):
+        raise ValueError(f"rows are not {tables} positive numbers")
 
 
 def _made_of(kind: type[_Made], found: dict[str, Any]) -> _Made:
@@ -97,79 +110,141 @@ def write_meta(target: Path, meta: Meta) -> None:
         stream.write(json.dumps(asdict(meta), indent=1).encode())
 
 
-def is_whole(target: Path, i: int, day: SourceDay) -> bool:
+class Prepared(Days):
+    """The days of a folder that `dlrm-overlap prepare` has written, or TorchRec's arrays of Criteo's samples, mapped.
+
+    TorchRec's are day_i_{dense,sparse,labels}.npy for some days i: float32 [n, 13], int32 [n, 26] and int32 [n] or
+    [n, 1]; no meta.json is beside them.
+    """
+
+    def __init__(self, path: str | Path, tables: TablesConfig, bad_rows: str = "error", held_out: bool = False):
+        """Map the days of the folder `path`, in ascending order, or with `held_out` those of the folder within it.
+
+        Rows that `tables` lacks are those of meta.json.
+
+        Raises:
+            InputError: if the rows are unknown, if a file is missing, breaks the format, or differs in length from the
+                others of its day, or if `prepare` was interrupted.
+        """
+        folder = Path(path)
+        meta = read_meta(folder)
+        unfinished = [day.name for day in meta.days if day.samples is None] if meta else []
+        if unfinished:
+            raise InputError(
+                f"{folder}: `dlrm-overlap prepare` did not finish {unfinished[0]}; run it again with the same arguments"
+            )
+        if (rows := tables.rows or (meta and meta.rows)) is None:
+            raise InputError(
+                f"data.tables.rows: null, and {folder} has no meta.json of `dlrm-overlap prepare`; set data.tables.rows"
+            )
+        schema = schema_of(meta.schema, folder / _META) if meta else criteo_schema([1] * CRITEO_TABLES)
+        rows = [rows] * len(schema.categorical) if isinstance(rows, int) else rows
+        if len(rows) != len(schema.categorical):
+            raise InputError(
+                f"data.tables.rows: {len(rows)} values, but {folder} has {len(schema.categorical)} tables; leave it out"
+            )
+        source = folder / HELD_OUT if held_out else folder
+        days = [open_day(source, day, schema) for day in days_in(source, "dense", "labels", "sparse")]
+        super().__init__(days, rows, tables.max_rows, bad_rows)
+        self.schema = schema
+        self.label_names, self.label_weights = schema.tasks
+
+
+def days_in(folder: Path, *parts: str, suffix: str = "npy") -> list[int]:
+    """Return, in ascending order, the days of which `folder` holds one of `parts`.
+
+    Raises:
+        InputError: if there is none.
+    """
+    expected = f"day_0_{parts[-1]}.{suffix}"
+    if not folder.is_dir():
+        raise InputError(
+            f"{folder}: not a folder; set data.path, or data.eval_path, to the one that holds {expected} and its like"
+        )
+    name = re.compile(rf"day_(\d+)_(({'|'.join(parts[:-1])})\.npy|{parts[-1]}\.{suffix})")
+    days = {int(match[1]) for file in folder.iterdir() if (match := name.fullmatch(file.name))}
+    if not days:
+        raise InputError(f"{folder}: holds no {expected} nor its like; give another folder or data.kind")
+    return sorted(days)
+
+
+def is_whole(target: Path, i: int, day: SourceDay, schema: Schema) -> bool:
     """Return whether day `i` of the folder `target` has the samples that meta.json gives.
 
     Its files were synced before they got their names, and numpy maps no file that is shorter than its header says.
     """
     try:
-        return all(len(np.load(day_file(target, i, part), mmap_mode="r")) == day.samples for part in PARTS)
-    except (OSError, *NOT_NPY):
+        folders = {target: day.samples, **({target / HELD_OUT: day.held_out} if schema.time else {})}
+        return all(len(open_day(folder, i, schema).labels) == samples for folder, samples in folders.items())
+    except InputError:
         return False
 
 
-class ValueCounter:
-    """Counts how often each value of a table is seen."""
-
-    _LEAST_PENDING = 1 << 18
-
-    def __init__(self) -> None:
-        self._values = np.empty(0, np.uint32)
-        self._counts = np.empty(0, np.int64)
-        self._pending: list[np.ndarray] = []
-        self._pending_size = 0
-
-    def add(self, values: np.ndarray) -> None:
-        """Count `values` [n] uint32."""
-        self._pending.append(values)
-        self._pending_size += values.size
-        # By merging only when as many values are pending as are known, the work for each value stays constant.
-        if self._pending_size > max(self._LEAST_PENDING, self._values.size):
-            self._merge()
-
-    def frequent(self, min_count: int) -> np.ndarray:
-        """Return the values seen at least `min_count` times, in ascending order."""
-        self._merge()
-        return self._values[self._counts >= min_count]
-
-    def _merge(self) -> None:
-        fresh, fresh_counts = np.unique(np.concatenate([self._values[:0], *self._pending]), return_counts=True)
-        self._pending, self._pending_size = [], 0
-        counts = np.append(self._counts, fresh_counts)
-        self._values, first = np.unique(np.append(self._values, fresh), return_inverse=True)
-        self._counts = np.bincount(first, counts, len(self._values)).astype(np.int64)
-
-
-def write_vocabulary(folder: Path, vocabulary: Sequence[np.ndarray]) -> list[int]:
-    """Write each table's frequent values, uint32 in ascending order, to `folder`, and return each table's rows."""
-    with replacing(folder / VOCABULARY) as stream:
-        np.savez(stream, *vocabulary)
-    return [_FIRST_KNOWN + len(known) for known in vocabulary]
-
-
-def read_vocabulary(folder: Path) -> list[np.ndarray]:
-    """Return what `write_vocabulary` has written to `folder`.
+def open_day(folder: Path, i: int, schema: Schema) -> Day:
+    """Map day `i` of `folder`, whose samples are those of `schema`.
 
     Raises:
-        InputError: if the file is another.
+        InputError: naming a file that is missing, breaks the format or differs in length from the others of its day.
     """
-    try:
-        with np.load(folder / VOCABULARY, allow_pickle=False) as archive:
-            return [archive[f"arr_{t}"] for t in range(CRITEO_TABLES)]
-    except (KeyError, zipfile.BadZipFile, zlib.error, *NOT_NPY) as error:
+    name, parts = str(folder / f"day_{i}"), parts_of(schema)
+    arrays = {
+        part: map_npy(day_file(folder, i, part), np.dtype(dtype), columns) for part, (dtype, columns) in parts.items()
+    }
+    if len(lengths := {len(array) for part, array in arrays.items() if not part.startswith("list_")}) > 1:
         raise InputError(
-            f"{folder / VOCABULARY}: not what `dlrm-overlap prepare` writes ({error}); remove it and run again"
-        ) from error
+            f"{name}: files of {sorted(lengths)} samples, but dense, labels and sparse must agree; replace them"
+        )
+    single, lists = iter(arrays["sparse"].T[:, :, None] if "sparse" in arrays else ()), schema.lists
+    ids: list[np.ndarray | Ragged] = []
+    for t in range(len(schema.categorical)):
+        if t not in lists:
+            ids.append(next(single))
+            continue
+        k = lists.index(t)
+        bags = Ragged(arrays[f"list_{k}"][:, 0], arrays["ends"][:, k])
+        if len(bags) and bags.ends[-1] != len(bags.values):
+            raise InputError(
+                f"{name}: list_{k} has {len(bags.values)} ids, not the {bags.ends[-1]} of ends; replace them"
+            )
+        ids.append(bags)
+    return Day(name, arrays["labels"], arrays["dense"], ids)
 
 
-def look_up(text: TextRows, vocabulary: Sequence[np.ndarray]) -> np.ndarray:
-    """Return the ids [n, 26] int32 of a block of text."""
-    ids = np.full(text.categories.shape, _RARE, np.int32)
-    for t, known in enumerate(vocabulary):
-        if known.size:
-            values = text.categories[:, t]
-            index = np.searchsorted(known, values)
-            is_known = known.take(index, mode="clip") == values
-            ids[is_known, t] = index[is_known] + _FIRST_KNOWN
-    ids[text.missing] = _MISSING
-    return ids
+class DayWriter(ExitStack):
+    """Writes the files of a day, which get their names when the block ends without an error."""
+
+    def __init__(self, folder: Path, day: int, schema: Schema) -> None:
+        super().__init__()
+        self.samples = 0
+        self._parts, self._lists = parts_of(schema), schema.lists
+        self._streams = {part: self.enter_context(replacing(day_file(folder, day, part))) for part in self._parts}
+        self._lengths = dict.fromkeys(self._parts, 0)
+        for part in self._parts:
+            self._write_header(part)
+
+    def add(self, day: Day) -> None:
+        """Append the samples of `day`."""
+        single = [ids[:, 0] for ids in day.ids if not isinstance(ids, Ragged)]
+        lists = [ids for ids in day.ids if isinstance(ids, Ragged)]
+        arrays = {"dense": day.dense, "labels": day.labels}
+        if single:
+            arrays["sparse"] = np.stack(single, axis=1)
+        if lists:
+            arrays["ends"] = np.stack([bags.ends + self._lengths[f"list_{k}"] for k, bags in enumerate(lists)], axis=1)
+            arrays |= {f"list_{k}": bags.values for k, bags in enumerate(lists)}
+        for part, array in arrays.items():
+            self._streams[part].write(np.ascontiguousarray(array, self._parts[part][0]).data)
+            self._lengths[part] += len(array)
+        self.samples += len(day.labels)
+
+    def finish(self) -> None:
+        """Write the headers anew, with the lengths that the arrays have in the end."""
+        for part in self._parts:
+            self._write_header(part)
+
+    def _write_header(self, part: str) -> None:
+        """Write the npy header at the start of a file. numpy pads it to one length for any number of samples."""
+        (dtype, columns), stream = self._parts[part], self._streams[part]
+        stream.seek(0)
+        shape = (self._lengths[part], columns)
+        np.lib.format.write_array_header_1_0(stream, {"descr": dtype, "fortran_order": False, "shape": shape})

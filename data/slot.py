@@ -25,12 +25,14 @@ class SlotShape:
     """number of tables, T"""
     max_ids: int
     """most ids of one sample, over all tables"""
+    labels: int = 1
+    """labels of a sample, L"""
 
 
 class Slot:
     """Views of one slot's memory: the tensors of a batch, its number of ids, and room for an error's message.
 
-    `values` [b * max_ids] int32, the ids; `lengths` [b * T] int32; `dense` [b, F] and `labels` [b] float32.
+    `values` [b * max_ids] int32, the ids; `lengths` [b * T] int32; `dense` [b, F], `labels` [b] or [b, L] float32.
     """
 
     def __init__(self, memory: torch.Tensor, shape: SlotShape) -> None:
@@ -42,12 +44,13 @@ class Slot:
         self.values = self._take(b * shape.max_ids, torch.int32)
         self.lengths = self._take(b * shape.tables, torch.int32)
         self.dense = self._take(b * shape.dense_features, torch.float32).view(b, -1)
-        self.labels = self._take(b, torch.float32)
+        labels = self._take(b * shape.labels, torch.float32)
+        self.labels = labels if shape.labels == 1 else labels.view(b, -1)
 
     @staticmethod
     def size_bytes(shape: SlotShape) -> int:
         """Return the bytes that a slot needs, in whole pages."""
-        per_sample = 4 * (shape.max_ids + shape.tables + shape.dense_features + 1)
+        per_sample = 4 * (shape.max_ids + shape.tables + shape.dense_features + shape.labels)
         return -(-(16 + _MESSAGE_BYTES + shape.samples * per_sample) // _PAGE) * _PAGE
 
     def _take(self, count: int, dtype: torch.dtype) -> torch.Tensor:

@@ -53,7 +53,8 @@ class Synthetic(Dataset):
         shapes = list(zip(self.rows, _per_table(tables.zipf_alpha, number), strict=True))
         ranks = {shape: ZipfRanks(*shape) for shape in set(shapes)}
         self._tables = [ZipfTable(ranks[shape], int(rng.integers(shape[0]))) for shape in shapes]
-        self._teacher = Teacher(self._tables, self.bag_sizes, config.dense_features, rng)
+        half_lives = _per_table(tables.half_life, number)
+        self._teacher = Teacher(self._tables, self.bag_sizes, config.dense_features, rng, half_lives)
         self._key = np.random.SeedSequence((config.seed, int(split == "eval"))).generate_state(2, np.uint64)
         self.dense_features = config.dense_features
         # A sample's draws: its label, its dense features, the bag size of each table, then each table's ids.

@@ -69,9 +69,13 @@ class DeviceSynthetic(Synthetic):
                 begins[id(ranks)] = words
                 cells.append(_cells(ranks))
                 words += cells[-1].size
-            key, before = int(self._teacher.keys[t]), column - self._first_id
+            key, before, weights = int(self._teacher.keys[t]), column - self._first_id, -1
+            if t in self._teacher.weights:
+                weights = words
+                cells.append(self._teacher.weights[t].astype(np.int64))
+                words += cells[-1].size
             shape = begins[id(ranks)], ranks.bits, table.rows, table.multiplier, table.offset
-            entries.append((*shape, key, column, most, before))
+            entries.append((*shape, key, column, most, before, weights))
             columns[column : column + most] = t
             column += most
         return IdTables(*map(self._to_device, (columns, np.array(entries), np.concatenate(cells))))
@@ -80,9 +84,9 @@ class DeviceSynthetic(Synthetic):
         signals = teacher.signals
         arrays = (
             np.stack([np.array(signals, dtype=np.int64), teacher.factor_starts[signals]], axis=1),
-            np.concatenate([teacher.means[signals, None], teacher.signal_weights], axis=1),
+            teacher.signal_weights,
             teacher.dense_weights,
-            teacher.factors,
+            np.stack([teacher.means, teacher.factors], axis=1),
             click_curve(),
         )
         return ClickModel(*map(self._to_device, arrays), bias=teacher.bias, end=CURVE_END)

@@ -18,7 +18,7 @@ from urllib.parse import quote
 import dlrm_overlap
 from dlrm_overlap.backends import BACKENDS
 from dlrm_overlap.bench.request import FIGURES
-from dlrm_overlap.config import Config, InputError, NonNegativeFloat, NonNegativeInt, PositiveInt
+from dlrm_overlap.config import CRITEO_TABLES, Config, InputError, NonNegativeFloat, NonNegativeInt, PositiveInt
 from dlrm_overlap.launching import process_group
 from dlrm_overlap.launching.files import check_free
 from dlrm_overlap.launching.launcher import announced_rank
@@ -213,31 +213,41 @@ def simulate(argv: list[str]) -> int:
 
 
 def prepare(argv: list[str]) -> int:
-    """Turn Criteo's text days into memory-mapped arrays."""
+    """Turn a table of samples (CSV, Parquet, Arrow), or Criteo's text, into memory-mapped arrays."""
     parser = Parser("dlrm-overlap prepare", prepare.__doc__ or "")
-    parser.add_argument("format", choices=["criteo"], metavar="criteo", help="format of IN")
-    parser.add_argument("source", metavar="IN", help="text file or folder of text days, plain or gzip")
+    parser.add_argument("format", choices=["table", "criteo"], metavar="table|criteo", help="what IN holds")
+    parser.add_argument("source", metavar="IN", help="file or folder of files, text plain or gzip")
     parser.add_argument("target", metavar="OUT", help="folder of the arrays; finished days in it are kept")
-    parser.add_argument("--min_count", type=PositiveInt, help="a row for each value seen this often (default 10)")
-    parser.add_argument("--rows", type=PositiveInt, help="instead: hash each table's values into this many rows")
-    text = "error: a line that is no sample ends it; skip: such lines are left out, and counted in meta.json"
+    parser.add_argument("--schema", help="table: YAML file that names the columns")
+    parser.add_argument(
+        "--min_count", type=PositiveInt, help="criteo: a row for each value seen this often (default 10)"
+    )
+    parser.add_argument("--rows", type=PositiveInt, help="criteo, instead: hash each table's values into so many rows")
+    text = "error: a row that is no sample ends it; skip: such rows are left out, and counted in meta.json"
     parser.add_argument("--bad_rows", choices=["error", "skip"], default="error", help=text)
     values = parser.read(argv)
     if values.rows and values.min_count:
         raise InputError(f"--rows {values.rows} --min_count {values.min_count}: these exclude each other; give one")
+    if (values.format == "table") != (values.schema is not None):
+        raise InputError(f"--schema: {values.schema}, but a table, and nothing else, needs one; see --help")
+    if values.schema and (values.rows or values.min_count):
+        raise InputError("--rows, --min_count: a schema has these for each column; write them into it")
     for name, path in (("IN", values.source), ("OUT", values.target)):
         if not path:
             raise InputError(f"prepare: {name} is empty; give a file or folder")
-    from dlrm_overlap.data.prepare_criteo import prepare_criteo
+    from dlrm_overlap.data.schema import criteo_schema, read_schema, require_pyarrow
 
-    min_count = None if values.rows else values.min_count or 10
-    skip = values.bad_rows == "skip"
-    source, target = Path(values.source), Path(values.target)
-    meta = prepare_criteo(source, target, rows=values.rows, min_count=min_count, skip_bad_rows=skip)
-    samples, rows = sum(day.samples or 0 for day in meta.days), meta.rows or []
-    skipped = sum(day.skipped for day in meta.days)
-    left_out = f", {count_of(skipped, 'line')} left out" if skipped else ""
-    print(f"{target}: {count_of(samples, 'sample')}, {min(rows)} to {max(rows)} rows a table{left_out}")
+    require_pyarrow()
+    from dlrm_overlap.data.prepare import prepare as prepare_days
+
+    hashed = [values.rows] * CRITEO_TABLES if values.rows else None
+    schema = read_schema(Path(values.schema)) if values.schema else None
+    schema = schema or criteo_schema(hashed, None if hashed else values.min_count or 10)
+    meta = prepare_days(Path(values.source), Path(values.target), schema, values.bad_rows == "skip")
+    samples, held_out = sum(day.samples or 0 for day in meta.days), sum(day.held_out for day in meta.days)
+    rows, skipped = meta.rows or [], sum(day.skipped for day in meta.days)
+    besides = f", {held_out} held out" * bool(held_out) + f", {count_of(skipped, 'row')} left out" * bool(skipped)
+    print(f"{values.target}: {count_of(samples, 'sample')}{besides}, {min(rows)} to {max(rows)} rows a table")
     return 0
 
 

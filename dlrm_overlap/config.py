@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
@@ -28,6 +29,7 @@ PositiveInt = Annotated[int, Rule("a whole number above 0", lambda value: value 
 NonNegativeInt = Annotated[int, Rule("a whole number from 0 on", lambda value: value >= 0)]
 PositiveFloat = Annotated[float, Rule("a finite number above 0", lambda value: 0 < value < math.inf)]
 NonNegativeFloat = Annotated[float, Rule("a finite number from 0 on", lambda value: 0 <= value < math.inf)]
+HalfLife = Annotated[int, Rule("a whole number from 0 to 100", lambda value: 0 <= value <= 100)]  # sums fit 32 bits
 TableOptimizer = Literal[
     "sgd", "adagrad", "rowwise_adagrad", "adam", "partial_rowwise_adam", "lamb", "partial_rowwise_lamb"
 ]
@@ -66,21 +68,24 @@ class TablesConfig:
     """The embedding tables. A single value stands for every table, a list gives one a table."""
 
     count: PositiveInt | None = None
-    """number of tables; null takes the length of the lists (26 for the Criteo kinds)"""
+    """synthetic: number of tables; null takes the length of the lists"""
     rows: PositiveInt | list[PositiveInt] | None = None
-    """rows a table; null reads them from a prepared data set"""
+    """rows a table; null takes those of a prepared data set or a schema"""
     max_rows: PositiveInt | None = None
     """cap on the rows of every table; Criteo's ids are folded into it by modulo"""
     multi_hot: PositiveInt | str | list[PositiveInt | str] = 1
     """ids a bag: 3, or '0..8' for a uniform range (0 gives empty bags)"""
     zipf_alpha: NonNegativeFloat | list[NonNegativeFloat] = 1.05
     """skew of the synthetic ids, P(k-th row) ~ 1/k^alpha; 0 is uniform"""
+    half_life: HalfLife | list[HalfLife] = 0
+    """synthetic, for histories, newest id first: positions after which an id counts half as much to the labels, so that
+    their order matters; 0 has all ids of a bag count alike"""
 
     def __post_init__(self) -> None:
         _check_numbers("data.tables", self)
         for spec in self.multi_hot if isinstance(self.multi_hot, list) else [self.multi_hot]:
             parse_multi_hot(spec)
-        for name in ("rows", "multi_hot", "zipf_alpha"):
+        for name in ("rows", "multi_hot", "zipf_alpha", "half_life"):
             value = getattr(self, name)
             if value == []:
                 raise InputError(f"data.tables.{name}: an empty list, but a model has a table; give one value a table")
@@ -88,12 +93,16 @@ class TablesConfig:
                 raise InputError(
                     f"data.tables.{name}: {len(value)} values for {self.count} tables; give one value, or one a table"
                 )
-        lengths = {len(v) for v in (self.rows, self.multi_hot, self.zipf_alpha) if isinstance(v, list)}
+        lengths = {len(value) for value in self._per_table if isinstance(value, list)}
         if len(lengths) > 1:
             raise InputError(
-                f"data.tables: lists of {sorted(lengths)} values; rows, multi_hot and zipf_alpha must agree on the "
-                f"number of tables"
+                f"data.tables: lists of {sorted(lengths)} values; rows, multi_hot, zipf_alpha and half_life must agree "
+                f"on the number of tables"
             )
+
+    @property
+    def _per_table(self) -> tuple[Any, ...]:
+        return self.rows, self.multi_hot, self.zipf_alpha, self.half_life
 
     def number(self, default: int | None = None) -> int:
         """Return the number of tables T, or `default` where no key gives it.
@@ -101,7 +110,7 @@ class TablesConfig:
         Raises:
             InputError: if neither gives the number.
         """
-        for value in (self.rows, self.multi_hot, self.zipf_alpha):
+        for value in self._per_table:
             if isinstance(value, list):
                 return len(value)
         if (number := self.count or default) is None:
@@ -116,8 +125,11 @@ class TablesConfig:
 class DataConfig:
     """Where the samples come from."""
 
-    kind: Literal["synthetic", "criteo_tsv", "criteo_npy", "criteo_multihot"] = "synthetic"
-    """synthetic | criteo_tsv (text) | criteo_npy (TorchRec's day files) | criteo_multihot (MLPerf's npz)"""
+    kind: Literal["synthetic", "table", "prepared", "criteo_tsv", "criteo_npy", "criteo_multihot"] = "synthetic"
+    """synthetic | table (CSV, Parquet, Arrow) | prepared (by `prepare`) | criteo_tsv (text) | criteo_npy (TorchRec's
+    day files) | criteo_multihot (MLPerf's npz)"""
+    schema: str | None = None
+    """table: YAML file that names the columns"""
     path: str | None = None
     """file or folder of the samples; needed by all kinds but synthetic"""
     eval_path: str | None = None
@@ -131,7 +143,7 @@ class DataConfig:
     eval_samples: PositiveInt = 65536
     """synthetic: samples of an evaluation"""
     dense_features: PositiveInt = CRITEO_DENSE
-    """dense features a sample (the Criteo kinds have 13)"""
+    """synthetic: dense features a sample"""
     tables: TablesConfig = field(default_factory=TablesConfig)
     seed: NonNegativeInt = 0
     """synthetic: seed of the sample stream and of the teacher that labels it"""
@@ -148,10 +160,10 @@ class DataConfig:
         _check_numbers("data", self)
         if self.eval_fraction >= 1:
             raise InputError(f"data.eval_fraction: {self.eval_fraction} must be below 1; 0.25 holds out a quarter")
-        if self.kind != "synthetic" and self.dense_features != CRITEO_DENSE:
+        if self.kind.startswith("criteo") and self.dense_features != CRITEO_DENSE:
             raise InputError(
                 f"data.dense_features: {self.dense_features}, but a sample of data.kind {self.kind} has "
-                f"{CRITEO_DENSE}; leave the key out, and fill fewer features up by columns of zeros in the files"
+                f"{CRITEO_DENSE}; leave the key out, or set data.kind table, for data of your own"
             )
 
     def require_source(self) -> None:
@@ -166,10 +178,33 @@ class DataConfig:
                 raise InputError("data.tables.rows: null, but synthetic tables need their rows; set data.tables.rows")
         elif self.path is None:
             raise InputError(f"data.path: null, but data.kind {self.kind} reads files; set data.path")
-        elif (tables := self.tables.number(CRITEO_TABLES)) != CRITEO_TABLES:
+        elif self.kind == "table" and self.schema is None:
+            raise InputError("data.schema: null, but data.kind table needs to know the columns; set data.schema")
+        elif self.kind.startswith("criteo") and (tables := self.tables.number(CRITEO_TABLES)) != CRITEO_TABLES:
             raise InputError(
                 f"data.tables: {tables} tables, but a sample of data.kind {self.kind} has {CRITEO_TABLES}; correct the "
-                f"lists, or, for other data, train by a program of your own, as docs/torchrec.md has it"
+                f"lists, or, for other data, set data.kind table"
+            )
+
+
+@dataclass(frozen=True)
+class SequenceConfig:
+    """A feature that the model attends to instead of pooling it: `train/attention.py`."""
+
+    history: NonNegativeInt | None = None
+    """number of the table, from 0 on, whose bags are histories, newest id first; null pools all tables"""
+    candidate: NonNegativeInt = 0
+    """number of the table whose pooled embedding asks the history what it holds about it"""
+    positions: PositiveInt = 64
+    """newest ids of a history that are attended to; older ones are left out"""
+    heads: PositiveInt = 2
+    """queries of a candidate"""
+
+    def __post_init__(self) -> None:
+        _check_numbers("model.sequence", self)
+        if self.history == self.candidate:
+            raise InputError(
+                f"model.sequence.candidate: {self.candidate} is the history itself; name another table by its number"
             )
 
 
@@ -184,7 +219,7 @@ class ModelConfig:
     bottom_mlp: list[PositiveInt] = field(default_factory=lambda: [64, 16])
     """layer sizes of the bottom MLP; the last is dim"""
     top_mlp: list[PositiveInt] = field(default_factory=lambda: [64, 32, 1])
-    """layer sizes of the top MLP; the last is 1"""
+    """layer sizes of the top MLP; the last is the number of labels"""
     top_parallel: Literal["data", "tensor"] = "data"
     """how ranks share the top MLP. data: each computes all of it for its samples. tensor: the weights of pairs of
     layers are divided over the ranks and activations travel, fewer bytes where layers are wide and a rank's samples
@@ -198,14 +233,17 @@ class ModelConfig:
     cross_parallel: Literal["data", "tensor"] = "data"
     """dcn: how ranks share the cross layers; tensor divides their rank, which pays only where a rank has fewer samples
     than cross_rank over the number of ranks"""
+    sequence: SequenceConfig = field(default_factory=SequenceConfig)
 
     def __post_init__(self) -> None:
         if self.dim % 4:
             raise InputError(f"model.dim: {self.dim} must be a multiple of 4, as FBGEMM's kernels ask")
         if self.bottom_mlp[-1:] != [self.dim]:
             raise InputError(f"model.bottom_mlp: {self.bottom_mlp} must end in model.dim, {self.dim}")
-        if len(self.top_mlp) < 2 or self.top_mlp[-1] != 1:
-            raise InputError(f"model.top_mlp: {self.top_mlp} must have a hidden layer and end in 1, the logit")
+        if len(self.top_mlp) < 2:
+            raise InputError(
+                f"model.top_mlp: {self.top_mlp} must have a hidden layer and end in a logit for each label"
+            )
 
 
 @dataclass(frozen=True)
@@ -469,9 +507,14 @@ class Config:
         self.data.require_source()
         if self.data.kind == "synthetic" and self.train.steps is None:
             raise InputError("train.steps: null, but synthetic data has no end; set train.steps")
+        for name in ("history", "candidate"):
+            table, tables = getattr(self.model.sequence, name), self.data.tables.number(CRITEO_TABLES)
+            if table is not None and self.model.sequence.history is not None and table >= tables:
+                raise InputError(f"model.sequence.{name}: {table} is no table; the {tables} count from 0")
         for key, has_effect, reason in self._dependent_keys():
-            section, name = key.split(".")
-            value, default = getattr(getattr(self, section), name), getattr(type(getattr(self, section)), name)
+            *sections, name = key.split(".")
+            section = reduce(getattr, sections, self)
+            value, default = getattr(section, name), getattr(type(section), name)
             if value != default and not has_effect:
                 shown = str(value).lower() if isinstance(value, bool) else value  # as it is written in a file
                 raise InputError(f"{key}: {shown} has no effect {reason}, or leave it out")
@@ -479,6 +522,7 @@ class Config:
             ("log.dir", self.log.dir),
             ("data.path", self.data.path),
             ("data.eval_path", self.data.eval_path),
+            ("data.schema", self.data.schema),
             ("checkpoint.resume", self.checkpoint.resume),
         ):
             if path and path.startswith("~"):
@@ -496,10 +540,14 @@ class Config:
         model, data, embedding, train, log = self.model, self.data, self.embedding, self.train, self.log
         for name in ("cross_layers", "cross_rank", "cross_parallel"):
             yield f"model.{name}", model.arch == "dcn", f"under model.arch {model.arch}; set model.arch dcn"
+        for name in ("candidate", "positions", "heads"):
+            attends = model.sequence.history is not None
+            yield f"model.sequence.{name}", attends, "while all tables are pooled; set model.sequence.history"
         reads_files = data.kind != "synthetic"
         for name in ("path", "eval_path", "eval_fraction", "bad_rows"):
             yield f"data.{name}", reads_files, "under data.kind synthetic; set data.kind to the files' format"
         yield "data.seed", not reads_files, f"on the samples of data.kind {data.kind}; set data.kind synthetic"
+        yield "data.schema", data.kind == "table", f"under data.kind {data.kind}; set data.kind table"
         yield "data.generate", not reads_files, "on samples that are read from files; set data.kind synthetic"
         yield "embedding.eps", embedding.optimizer != "sgd", "on sgd; set another embedding.optimizer"
         yield "train.eps", train.optimizer != "sgd", "on sgd; set another train.optimizer"

@@ -39,9 +39,9 @@ class FeatureTable:
     """The features that one launch pools, whose tables have one dim and one type."""
 
     entries: torch.Tensor
-    """[F, 6] int64, a row a feature: address of its table's first row, rows of the table, column of the window, index
-    of the feature in the input that has its bags, 1 for a mean or 0 for a sum, and 1 if empty bags are not stored; see
-    `pooling.FEATURE_COLUMNS`"""
+    """[F, 6] int64, a row a feature: address of its table's first row, rows of the table (negative if ids outside it
+    are not recorded), column of the window, index of the feature in the input that has its bags, 1 for a mean or 0 for
+    a sum, and 1 if empty bags are not stored; see `pooling.FEATURE_COLUMNS`"""
     dim: int
     """D, a multiple of 4, at most 1024"""
     weight_dtype: torch.dtype

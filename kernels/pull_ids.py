@@ -109,10 +109,10 @@ def _pull_ids(
 
     Memory: the program reads ids and, with LENGTHS, offsets from one rank's window, this rank's or a peer's. It stores
     the ids to `values`, WEIGHTED their weights to `weights`, and to `offsets` [(shards + 1) * W * b + 1] the offset of
-    each bag among all that arrive. With CHECK it takes id 0 for one outside its table, whose size is in `rows`
-    [shards], and records the last such id by way of `status`. A task of shard number `shards` fills `values` with zeros
-    after the ids that have arrived, up to `capacity`, and gives the zeros to the bags of one feature more, in equal
-    shares: the sort of the ids needs their number to be always the same.
+    each bag among all that arrive. With CHECK it takes id 0 for one outside its table, whose size is the absolute value
+    in `rows` [shards], and records the last such id by way of `status`, unless that value is negative. A task of shard
+    number `shards` fills `values` with zeros after the ids that have arrived, up to `capacity`, and gives the zeros to
+    the bags of one feature more, in equal shares: the sort of the ids needs their number to be always the same.
 
     Order: no two programs store to one address; the kernel follows `_place_ids`, and its end orders its stores for the
     lookup. Published ids stay until each has seen this rank's flag of the next step.
@@ -133,10 +133,11 @@ def _pull_ids(
         live = i < count
         ids = tl.load(window + first + i, mask=live, other=0)
         if CHECK:
-            table_rows = tl.load(rows + shard)
+            recorded = tl.load(rows + shard)
+            table_rows = tl.abs(recorded)
             outside = live & ((ids < 0) | (ids >= table_rows))
             worst = tl.max(tl.where(outside, i, -1), 0)
-            if worst >= 0:
+            if (worst >= 0) & (recorded >= 0):
                 wrong = tl.sum(tl.where(i == worst, ids, 0), 0)
                 record(status, BAD_ARRIVAL, shard, source, worst, wrong.to(tl.int64), table_rows.to(tl.int64))
             ids = tl.where(outside, 0, ids)
@@ -181,7 +182,7 @@ class Published(NamedTuple):
     requested: torch.Tensor
     """[F] int32: the feature of each of this rank's shards"""
     rows: torch.Tensor
-    """[F] int32: rows of each shard's table"""
+    """[F] int32: rows of each shard's table, negative if ids outside it are not recorded"""
     capacities: torch.Tensor
     """[T] int32: the most ids of a rank's batch, of each feature"""
 

@@ -30,7 +30,7 @@ from dlrm_overlap.checkpoint.storage.load import agree_on, fill_state
 from dlrm_overlap.checkpoint.storage.manifest import Manifest, read_manifest
 from dlrm_overlap.checkpoint.storage.save import Refusal, gather, remove_checkpoint, write_checkpoint
 from dlrm_overlap.checkpoint.storage.tensor_file import ToCpu, copy_to_cpu
-from dlrm_overlap.config import Config, InputError
+from dlrm_overlap.config import Config, InputError, flatten
 from dlrm_overlap.dense.tensor_parallel import shards_of
 from dlrm_overlap.embedding.plan import data_parallel_tables
 from dlrm_overlap.launching.files import make_folder
@@ -42,15 +42,20 @@ _FREE = ("workers", "prefetch", "generate")  # keys of `data` that change no sam
 _FREE_OF_MODEL = ("top_parallel", "cross_parallel")  # by which ranks share the model, whatever is stored
 
 
-def checkpoint_shape(config: Config, rows: list[int]) -> dict[str, Any]:
+def checkpoint_shape(config: Config, rows: list[int], dense_features: int) -> dict[str, Any]:
     """Return the facts that two runs must share for one to load the other's checkpoint."""
+    history = config.model.sequence.history
+    model = flatten(config.as_dict()["model"], "model.")
+    free = {f"model.{key}" for key in _FREE_OF_MODEL}
+    free |= {key for key in model if key.startswith("model.sequence.") and history is None}
     return {
-        **{f"model.{key}": value for key, value in vars(config.model).items() if key not in _FREE_OF_MODEL},
-        "model.dense_features": config.data.dense_features,
+        **{key: value for key, value in model.items() if key not in free},
+        "model.sequence.history": history,
+        "model.dense_features": dense_features,
         "rows": rows,
         "optimizers": [config.embedding.optimizer, config.train.optimizer],
         "weight_dtype": config.embedding.weight_dtype,
-        "data_parallel": data_parallel_tables(config.embedding, rows),
+        "data_parallel": data_parallel_tables(config.embedding, rows, [] if history is None else [history]),
     }
 
 
@@ -61,13 +66,13 @@ def trained_with(config: Config, global_batch: int) -> dict[str, Any]:
     """
     data = config.as_dict()["data"]
     tables = data.pop("tables")
-    for key in ("path", "eval_path"):
+    for key in ("path", "eval_path", "schema"):
         data[key] = data[key] and str(Path(data[key]).absolute())
     return {
         "train.global_batch_size": global_batch,
         "train.seed": config.train.seed,
         **{f"data.{key}": value for key, value in data.items() if key not in _FREE},
-        **{f"data.tables.{key}": tables[key] for key in ("max_rows", "multi_hot", "zipf_alpha")},
+        **{f"data.tables.{key}": tables[key] for key in ("max_rows", "multi_hot", "zipf_alpha", "half_life")},
     }
 
 
@@ -250,7 +255,7 @@ def cuts_of(model: nn.Module) -> dict[str, Cut]:
     return {name: (shard.shape, shard.offsets) for name, shard in shards_of(model).items()}
 
 
-def check_resume_fits(config: Config, rows: list[int], global_batch: int) -> None:
+def check_resume_fits(config: Config, rows: list[int], dense_features: int, global_batch: int) -> None:
     """Check before ranks meet, by the manifests, that a run of `config` can go on from the checkpoint it will find.
 
     Raises:
@@ -261,5 +266,6 @@ def check_resume_fits(config: Config, rows: list[int], global_batch: int) -> Non
         return
     path = (line(read_manifests(config.folder / "checkpoints")[0]) or [None])[0] if resume == "auto" else Path(resume)
     if path is not None:
-        shape, settings = checkpoint_shape(config, rows), trained_with(config, global_batch)
+        shape = checkpoint_shape(config, rows, dense_features)
+        settings = trained_with(config, global_batch)
         check_fits(path, read_manifest(path), shape, settings, config.checkpoint.resume_changed)

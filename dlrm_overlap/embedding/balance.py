@@ -33,6 +33,13 @@ class TableLoad(NamedTuple):
     """bytes of all rows and their optimizer's state"""
     rows: int = 0
     """number of rows; 0 if they must not be cut"""
+    pooled: bool = True
+    """whether the sum of a bag travels; otherwise the row of each id does"""
+
+    @property
+    def sent_columns(self) -> float:
+        """The columns that travel for a sample from whole tables."""
+        return self.dim if self.pooled else self.dim * self.pooling
 
 
 class Balance(NamedTuple):
@@ -81,9 +88,10 @@ def balance(
     """
     every = [*tables, *everywhere]
     memory = sum(table.pooling * table.dim for table in every) / world_size or 1.0  # all bags may be empty
-    links = sum(table.dim for table in every) / world_size
+    links = sum(table.sent_columns for table in every) / world_size or 1.0
     whole = [
-        _Shard(t, table.pooling * table.dim / memory, table.dim / links, table.bytes) for t, table in enumerate(tables)
+        _Shard(t, table.pooling * table.dim / memory, table.sent_columns / links, table.bytes)
+        for t, table in enumerate(tables)
     ]
     even_memory = sum(table.pooling * table.dim for table in everywhere) / world_size / memory
     empty = _Rank(capacity_bytes, even_memory, sum(table.dim for table in everywhere) / world_size / links)
@@ -194,7 +202,7 @@ class _Shard:
     def cut_by_rows(self, table: TableLoad, shards: int) -> "_Shard":
         """Return the largest of so many ranges of the rows, of which only bags travel that have one of them."""
         rows = ceil(table.rows / shards) / table.rows
-        links = self.links * partial_sums(table.pooling, shards) / shards
+        links = self.links * (partial_sums(table.pooling, shards) if table.pooled else 1.0) / shards
         return _Shard(self.table, self.memory / shards, links, self.bytes * rows)
 
 

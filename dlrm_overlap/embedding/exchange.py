@@ -43,6 +43,7 @@ _NO_STREAM = nullcontext()
 
 Parameters = ParamSpec("Parameters")
 Returned = TypeVar("Returned")
+Value = TypeVar("Value")
 
 
 def fails_for_good(part: Callable[Parameters, Returned]) -> Callable[Parameters, Returned]:
@@ -148,11 +149,11 @@ class Exchange:
         replicated = self._replicated.storage() if self._replicated is not None else ()
         return self._closed, *self._tables.storage(), *replicated
 
-    def is_so_on_any_rank(self, mine: bool) -> bool:
-        """Return whether `mine` is true on some rank; a collective on the host."""
+    def gather(self, mine: Value) -> list[Value]:
+        """Return the value of each rank; a collective on the host."""
         every = [mine] * self._group.size()
         dist.all_gather_object(every, mine, self._group)
-        return any(every)
+        return every
 
     def take_ids(
         self,
@@ -270,7 +271,8 @@ class Exchange:
 
         Args:
             inputs: the ids of this rank's tables, one tensor an input of the layout, each with B bags a feature, of
-                which rank 0's samples are the first; weights, if ids have some, are float32.
+                which rank 0's samples are the first; weights, if ids have some, are float32, and get a gradient if they
+                require one.
             batch_sizes: samples of each rank.
             replicated: the ids of tables that every rank holds, with b bags a feature; None if there are none.
             share_offsets: see `Step`.
@@ -292,7 +294,9 @@ class Exchange:
         step = Step(inputs, BatchSizes.of(tuple(batch_sizes)))
         step.replicated, step.share_offsets = replicated, share_offsets
         if torch.is_grad_enabled():
-            return PooledAwaitable(self, step, StartExchange.apply(self._anchor, self, step))
+            trained = [w for ids in inputs if (w := ids.weights_or_none()) is not None and w.requires_grad]
+            step.trains_weights = bool(trained)
+            return PooledAwaitable(self, step, StartExchange.apply(self._anchor, self, step, *trained))
         self.start_forward(step)
         if self._tables.count_evaluation():
             self._open().backward.follow_rules()
@@ -471,18 +475,22 @@ class StartExchange(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, exchange: Exchange, step: Step) -> torch.Tensor:
-        """Start the step's forward; return a token of no elements, which `FinishExchange` takes."""
+    def forward(ctx: Any, anchor: torch.Tensor, exchange: Exchange, step: Step, *trained: torch.Tensor) -> torch.Tensor:
+        """Start the step's forward; return a token of no elements, which `FinishExchange` takes.
+
+        Args:
+            trained: the weights of the step's ids that require a gradient, input by input.
+        """
         ctx.exchange, ctx.step = exchange, step
         exchange.start_forward(step)
         exchange.expect_gradient(step)
         return torch.empty_like(anchor)
 
     @staticmethod
-    def backward(ctx: Any, *_: torch.Tensor) -> tuple[None, None, None]:
-        """Make the next work of autograd wait for the update of this rank's rows."""
+    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Make the next work of autograd wait for the update of this rank's rows; return the weights' gradients."""
         ctx.exchange.finish_backward(ctx.step)
-        return None, None, None
+        return None, None, None, *ctx.step.weights_gradients
 
 
 class FinishExchange(torch.autograd.Function):

@@ -35,7 +35,7 @@ class FeatureShard:
     table: int
     """index of the shard in that lookup"""
     first_column: int
-    """first column of the shard in its table"""
+    """first column of the shard in those of its name: its first in its table, unless that names the feature twice"""
     dim: int
     """number of the shard's columns, D"""
     mean: bool

@@ -1,7 +1,7 @@
 """The sharding plan: tables balanced over the ranks, or TorchRec's planner with this machine's figures."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import psutil
@@ -21,8 +21,8 @@ from torchrec.distributed.sharding_plan import (
     table_wise,
 )
 from torchrec.distributed.types import ModuleSharder, ShardingPlan, ShardingType
-from torchrec.modules.embedding_configs import data_type_to_dtype
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig, data_type_to_dtype
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from dlrm_overlap.config import EmbeddingConfig, InputError, in_one_line
 from dlrm_overlap.data.batch import table_keys
@@ -109,7 +109,7 @@ def build_topology(device: torch.device, world_size: int, local_world_size: int)
 
 def build_plan(
     module: nn.Module,
-    sharder: ModuleSharder,
+    sharders: list[ModuleSharder[Any]],
     topology: Topology,
     config: EmbeddingConfig,
     dim: int,
@@ -120,7 +120,8 @@ def build_plan(
     """Return the plan of `config.plan`, the same on every rank of `group`; a collective.
 
     Args:
-        module: which has one `EmbeddingBagCollection`, with tables `table_keys`.
+        module: whose collections have the tables `table_keys`.
+        sharders: of the collections.
         dim: embedding dimension D.
         pooling: mean number of ids in a bag, per table.
         batch_size: samples a rank.
@@ -129,10 +130,11 @@ def build_plan(
         InputError: if the tables do not fit.
     """
     if config.plan == "auto":
-        plan = _balanced_plan(module, sharder, topology, config, pooling, group)
+        plan = _balanced_plan(module, sharders, topology, config, pooling, group)
     else:
-        plan = _planners_plan(module, sharder, topology, config, dim, pooling, batch_size, group)
-    memory, links = fullest_rank(plan, dict(zip(table_keys(len(pooling)), pooling, strict=True)), group.size())
+        plan = _planners_plan(module, sharders, topology, config, dim, pooling, batch_size, group)
+    by_table = dict(zip(table_keys(len(pooling)), pooling, strict=True))
+    memory, links = fullest_rank(plan, by_table, group.size(), _unpooled_tables(module))
     if group.rank() == 0:
         kinds = [s.sharding_type for tables in plan.plan.values() for s in tables.values()]  # type: ignore[attr-defined]
         whole = kinds.count(ShardingType.DATA_PARALLEL.value)
@@ -160,7 +162,7 @@ def torchrecs_planner(
 
 def _planners_plan(
     module: nn.Module,
-    sharder: ModuleSharder,
+    sharders: list[ModuleSharder[Any]],
     topology: Topology,
     config: EmbeddingConfig,
     dim: int,
@@ -181,33 +183,37 @@ def _planners_plan(
         for key, factor in zip(table_keys(len(pooling)), pooling, strict=True)
     }
     try:
-        return torchrecs_planner(topology, batch_size, constraints).collective_plan(module, [sharder], group)
+        return torchrecs_planner(topology, batch_size, constraints).collective_plan(module, sharders, group)
     except PlannerError as error:
         raise _does_not_fit(config.plan, in_one_line(error)) from None
 
 
 def _balanced_plan(
     module: nn.Module,
-    sharder: ModuleSharder,
+    sharders: list[ModuleSharder[Any]],
     topology: Topology,
     config: EmbeddingConfig,
     pooling: Sequence[float],
     group: dist.ProcessGroup,
 ) -> ShardingPlan:
     """Return data-parallel tables, and the shards of the others placed by `balance`; all ranks do so alike."""
-    (path, tables), *others = [(p, m) for p, m in module.named_modules() if isinstance(m, EmbeddingBagCollection)]
-    assert not others, "one collection holds all tables"
+    collections = _collections(module)
     world_size, device_type = group.size(), topology.compute_device
     storage = topology.devices[group.rank()].storage
     capacities = [0] * world_size
     dist.all_gather_object(capacities, storage.hbm if device_type == "cuda" else storage.ddr, group)
-    every = tables.embedding_bag_configs()
-    replicated = {every[index].name for index in data_parallel_tables(config, [t.num_embeddings for t in every])}
+    by_name = {table.name: table for _, configs in collections.values() for table in configs}
+    names = table_keys(len(pooling))
+    every, unpooled = [by_name[name] for name in names], _unpooled_tables(module)
+    sequences = [names.index(name) for name in unpooled]
+    small = data_parallel_tables(config, [table.num_embeddings for table in every], sequences)
+    replicated = {names[index] for index in small}
     loads: dict[str, TableLoad] = {}
     for table, ids in zip(every, pooling, strict=True):
         row_bytes = table.embedding_dim * data_type_to_dtype(table.data_type).itemsize
         size = table.num_embeddings * (row_bytes + state_bytes(config.optimizer, table.embedding_dim))
-        loads[table.name] = TableLoad(ids, table.embedding_dim, row_bytes, size, table.num_embeddings)
+        pooled = table.name not in unpooled
+        loads[table.name] = TableLoad(ids, table.embedding_dim, row_bytes, size, table.num_embeddings, pooled)
     divided = [load for name, load in loads.items() if name not in replicated]
     everywhere = [load for name, load in loads.items() if name in replicated]
     whole = sum(table.num_embeddings * table.embedding_dim for table in every if table.name in replicated)
@@ -227,16 +233,39 @@ def _balanced_plan(
             shardings[name] = table_wise(rank=ranks[0])
         else:
             shardings[name] = column_wise(ranks=ranks)
-    made = construct_module_sharding_plan(
-        tables, shardings, sharder, topology.local_world_size, world_size, device_type
-    )
-    for name in names:
-        made[name].compute_kernel = EmbeddingComputeKernel.FUSED.value
-    return ShardingPlan({path: made})
+    plan = ShardingPlan({})
+    for path, (tables, configs) in collections.items():
+        (sharder,) = [each for each in sharders if isinstance(tables, each.module_type)]
+        own = {table.name: shardings[table.name] for table in configs}
+        local = topology.local_world_size
+        made = construct_module_sharding_plan(tables, own, sharder, local, world_size, device_type)
+        for name in own.keys() - replicated:
+            made[name].compute_kernel = EmbeddingComputeKernel.FUSED.value
+        plan.plan[path] = made
+    return plan
 
 
-def data_parallel_tables(config: EmbeddingConfig, rows: Sequence[int]) -> list[int]:
+def _collections(module: nn.Module) -> dict[str, tuple[nn.Module, Sequence[BaseEmbeddingConfig]]]:
+    """Return the collections of a module that is not sharded, and the configurations of their tables, by path."""
+    found: dict[str, tuple[nn.Module, Sequence[BaseEmbeddingConfig]]] = {}
+    for path, each in module.named_modules():
+        if isinstance(each, EmbeddingBagCollection):
+            found[path] = each, each.embedding_bag_configs()
+        elif isinstance(each, EmbeddingCollection):
+            found[path] = each, each.embedding_configs()
+    return found
+
+
+def _unpooled_tables(module: nn.Module) -> set[str]:
+    """Return the tables of a module that is not sharded all of whose rows travel, rather than one sum of a bag."""
+    found = _collections(module).values()
+    return {table.name for each, configs in found if isinstance(each, EmbeddingCollection) for table in configs}
+
+
+def data_parallel_tables(config: EmbeddingConfig, rows: Sequence[int], unpooled: Collection[int] = ()) -> list[int]:
     """Return the numbers of the tables, which have `rows`, that a plan of `config` makes data-parallel.
+
+    Those that are not pooled are none of them.
 
     On every number of ranks they are the same, one included, since the dense optimizer trains them and holds their
     state: otherwise training would depend on the number of ranks, and a checkpoint would load on no other number.
@@ -244,11 +273,14 @@ def data_parallel_tables(config: EmbeddingConfig, rows: Sequence[int]) -> list[i
     """
     if config.plan != "auto" or config.weight_dtype != "fp32":
         return []
-    small = [index for index, count in enumerate(rows) if count <= config.data_parallel_rows]
-    return small if len(small) < len(rows) else []
+    pooled = [index for index in range(len(rows)) if index not in unpooled]
+    small = [index for index in pooled if rows[index] <= config.data_parallel_rows]
+    return small if len(small) < len(pooled) else []
 
 
-def fullest_rank(plan: ShardingPlan, pooling: Mapping[str, float], world_size: int) -> tuple[float, float]:
+def fullest_rank(
+    plan: ShardingPlan, pooling: Mapping[str, float], world_size: int, unpooled: Collection[str] = ()
+) -> tuple[float, float]:
     """Return the row elements that the fullest rank reads, and the columns it sends, each over the mean of the ranks.
 
     The mean of columns is that of whole tables, to which partial sums of tables cut by rows only add. Data-parallel
@@ -256,6 +288,7 @@ def fullest_rank(plan: ShardingPlan, pooling: Mapping[str, float], world_size: i
 
     Args:
         pooling: mean number of ids in a bag, by table.
+        unpooled: the tables all of whose rows travel.
 
     Example: 2 ranks, tables of 16 columns, one of 3 ids a bag on rank 0, one of 1 id on rank 1: (1.5, 1.0). The first
     cut by rows: rank 0 reads 24 elements, rank 1 40; rank 0 sends 14 columns, rank 1 30, where the mean is 16.
@@ -268,11 +301,13 @@ def fullest_rank(plan: ShardingPlan, pooling: Mapping[str, float], world_size: i
             shards = [shard for shard in sharding.sharding_spec.shards if shard.shard_sizes[0]]
             cut = [shard for shard in shards if shard.shard_offsets[1] == 0]
             rows = sum(shard.shard_sizes[0] for shard in cut)
-            columns += sum(shard.shard_sizes[1] for shard in shards if shard.shard_offsets[0] == 0)
+            ids, travels = pooling[table], pooling[table] if table in unpooled else 1.0
+            sent = ids if table in unpooled else partial_sums(ids, len(cut))
+            columns += travels * sum(shard.shard_sizes[1] for shard in shards if shard.shard_offsets[0] == 0)
             for shard in shards:
                 rank = shard.placement.rank()
-                memory[rank] += pooling[table] * shard.shard_sizes[1] * shard.shard_sizes[0] / rows
-                links[rank] += shard.shard_sizes[1] * partial_sums(pooling[table], len(cut)) / len(cut)
+                memory[rank] += ids * shard.shard_sizes[1] * shard.shard_sizes[0] / rows
+                links[rank] += shard.shard_sizes[1] * sent / len(cut)
     return max(memory) * world_size / (sum(memory) or 1.0), max(links) * world_size / (columns or 1)
 
 

@@ -17,7 +17,7 @@ from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.modules.embedding_configs import DataType, PoolingType, data_type_to_dtype
 
 from dlrm_overlap.embedding.layout import EVERY_RANK, FeatureShard, distinct
-from dlrm_overlap.embedding.tables import StoredRows, bounds_check_modes, why_not_checked_together
+from dlrm_overlap.embedding.tables import StoredRows, bounds_check_modes
 
 MOST_COLUMNS = 1024  # of a shard: a program holds whole rows in registers
 
@@ -25,18 +25,16 @@ MOST_COLUMNS = 1024  # of a shard: a program holds whole rows in registers
 class ReplicatedTables:
     """The dense lookups that hold a module's data-parallel tables."""
 
-    def __init__(self, lookups: Sequence[Any], bounds_check: BoundsCheckMode) -> None:
-        """Take FBGEMM's `DenseTableBatchedEmbeddingBagsCodegen`, and the treatment of an id outside its table."""
-        self.lookups, self.bounds_check = list(lookups), bounds_check
+    def __init__(self, lookups: Sequence[Any], bounds_checks: Sequence[BoundsCheckMode]) -> None:
+        """Take FBGEMM's `DenseTableBatchedEmbeddingBagsCodegen`, and of each the treatment of bad ids, see `BadIds`."""
+        self.lookups, self.bounds_checks = list(lookups), list(bounds_checks)
 
     @classmethod
     def of(cls, shardings: Sequence[Any], lookups: Sequence[Any]) -> "ReplicatedTables":
         """Return the tables of TorchRec's data-parallel shardings and their lookup modules."""
         params = [group.fused_params or {} for s in shardings for group in s._grouped_embedding_configs]
         modules = [lookup.module if isinstance(lookup, DistributedDataParallel) else lookup for lookup in lookups]
-        return cls(
-            [each.emb_module for module in modules for each in module._emb_modules], min(bounds_check_modes(params))
-        )
+        return cls([each.emb_module for module in modules for each in module._emb_modules], bounds_check_modes(params))
 
     def storage(self) -> tuple[int, ...]:
         """Return the addresses of the lookups' rows, which change when rows are moved or replaced."""
@@ -87,20 +85,27 @@ class ReplicatedGradients(ReplicatedTables):
 
 
 def why_not_looked_up(sharding: Any) -> str | None:
-    """Return why an exchange cannot look up the tables of a data-parallel sharding, or None if it can."""
+    """Return why an exchange cannot look up a table of a data-parallel sharding, or None if it can look up all."""
     for group in sharding._grouped_embedding_configs:
-        kernels = {table.compute_kernel for table in group.embedding_tables}
-        if kernels != {EmbeddingComputeKernel.DENSE}:
-            return f"compute kernel {' '.join(sorted(kernel.value for kernel in kernels))}"
-        if group.has_feature_processor:
-            return "feature processors"
-        if group.data_type != DataType.FP32:
-            return f"rows of type {group.data_type.value}"
-        if (group.fused_params or {}).get("output_dtype", SparseType.FP32) != SparseType.FP32:
-            return "output of another type than fp32"
-        if any(table.local_cols % 4 or table.local_cols > MOST_COLUMNS for table in group.embedding_tables):
-            return f"a dim that is no multiple of 4, or more than {MOST_COLUMNS}"
-    return why_not_checked_together(group.fused_params or {} for group in sharding._grouped_embedding_configs)
+        for table in group.embedding_tables:
+            if (reason := _why_not_pooled(group, table)) is not None:
+                return f"data-parallel table {table.name} stays with TorchRec: {reason}"
+    return None
+
+
+def _why_not_pooled(group: Any, table: Any) -> str | None:
+    """Return why an exchange cannot look up a table of a group, or None if it can."""
+    if table.compute_kernel != EmbeddingComputeKernel.DENSE:
+        return f"compute kernel {table.compute_kernel.value}"
+    if group.has_feature_processor:
+        return "feature processors"
+    if group.data_type != DataType.FP32:
+        return f"rows of type {group.data_type.value}"
+    if (group.fused_params or {}).get("output_dtype", SparseType.FP32) != SparseType.FP32:
+        return "output of another type than fp32"
+    if table.local_cols % 4 or table.local_cols > MOST_COLUMNS:
+        return f"a dim that is no multiple of 4, or more than {MOST_COLUMNS}"
+    return None
 
 
 def replicated_shards(shardings: Sequence[Any]) -> list[FeatureShard]:

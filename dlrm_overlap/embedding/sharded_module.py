@@ -35,11 +35,8 @@ from dlrm_overlap.embedding.exchange import Exchange, PooledAwaitable
 from dlrm_overlap.embedding.id_layout import BatchBound
 from dlrm_overlap.embedding.layout import Layout
 from dlrm_overlap.embedding.options import ExchangeOptions
-from dlrm_overlap.embedding.replicated import (
-    ReplicatedTables,
-    replicated_shards,
-    why_not_looked_up,
-)
+from dlrm_overlap.embedding.own_batches import of_samples, with_even_batches, with_even_batches_of_ranks
+from dlrm_overlap.embedding.replicated import ReplicatedTables, replicated_shards
 from dlrm_overlap.embedding.shardings import (
     build_layout,
     exchanging_group,
@@ -52,7 +49,7 @@ from dlrm_overlap.embedding.shardings import (
     why_not_exchanged,
     why_not_together,
 )
-from dlrm_overlap.embedding.steps import weights_of, with_float_weights
+from dlrm_overlap.embedding.steps import with_float_weights
 from dlrm_overlap.embedding.stock import StockTables, why_not_beside_graphs
 from dlrm_overlap.embedding.tables import LocalTables, max_gradients, only_fbgemm
 
@@ -74,7 +71,6 @@ class OverlapShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         self._reasons_told: set[str] = set()
         self.exchange: Exchange | None = None
         self._takes_ids = False
-        self._weights_are_trained: bool | None = None  # nobody knows before the first training step
         self.stock: StockTables | None = None
         """the tables that stay with TorchRec, if there are any, where the exchange takes the ids of the others"""
         self._set_up_exchange()
@@ -184,12 +180,9 @@ class OverlapShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
 
     def why_ids_are_not_taken(self) -> str | None:
         """Return why this module leaves the ids to TorchRec, alike on all ranks, or None if `take_ids` would work."""
-        every: list[Any] = self._embedding_shardings
-        if (reason := why_not_beside_graphs(every[i] for i in self._stock())) is not None:
+        shardings = dict(zip(self._sharding_types, self._embedding_shardings, strict=True))
+        if (reason := why_not_beside_graphs(shardings, self.why_not_exchanged)) is not None:
             return reason
-        for i in self._replicated:
-            if (reason := why_not_looked_up(self._embedding_shardings[i])) is not None:
-                return f"its data-parallel tables stay with TorchRec: {reason}"
         options = self._resolved
         if not BACKENDS[options.backend].stores_to_peers or options.resolved_backward == "collective":
             return f"backend {options.backend} with backward {options.resolved_backward} waits for the host"
@@ -267,6 +260,8 @@ class OverlapShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         if not self._takes_ids:
             return super().forward(*input, **kwargs)
         (features,) = (*input, *kwargs.values())
+        if features.variable_stride_per_key():
+            features = with_even_batches(features)
         exchanged, others = None, {}
         if self.exchange is not None:
             exchanged = self.exchange.start_sent(features)
@@ -276,28 +271,46 @@ class OverlapShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         awaitable = self._awaitable(self._in_order(exchanged, others))
         if self._has_mean_pooling_callback:
             awaitable.callbacks.append(partial(self._divide, divisor=self._divisor(features)))
+        if (inverse := features.inverse_indices_or_none()) is not None:
+            awaitable.callbacks.append(partial(of_samples, inverse=inverse))
         return awaitable
 
     def compute_and_output_dist(self, ctx: EmbeddingBagCollectionContext, input: KJTList) -> LazyAwaitable[KeyedTensor]:
         """Look up and exchange; TorchRec's train pipelines call this with ids that are already at their owners."""
         if self.exchange is None or not self._exchanged or self._falls_back(ctx, input):
             return super().compute_and_output_dist(ctx, input)
-        batch_sizes = ctx.sharding_contexts[self._exchanged[0]].batch_size_per_rank  # type: ignore[union-attr]
-        exchanged = self.exchange.start(self._in_rank_order(input, tuple(batch_sizes)), batch_sizes)
+        batch_sizes = self._batch_sizes(ctx)
+        exchanged = self.exchange.start(self._in_rank_order(ctx, input, tuple(batch_sizes)), batch_sizes)
         others = {
             i: output_dist(lookup(input[i]), ctx.sharding_contexts[i])
             for i, (lookup, output_dist) in enumerate(zip(self._lookups, self._output_dists, strict=True))
             if i not in self._exchanged
         }
         awaitable = self._awaitable(self._in_order(exchanged, others))
+        if ctx.variable_batch_per_feature:
+            assert ctx.inverse_indices is not None, "TorchRec's input_dist asks for them"
+            awaitable.callbacks.append(partial(of_samples, inverse=ctx.inverse_indices))
         if self._has_mean_pooling_callback:
             assert ctx.divisor is not None
             awaitable.callbacks.append(partial(self._divide, divisor=ctx.divisor))
         return awaitable
 
-    def _in_rank_order(self, input: KJTList, batch_sizes: tuple[int, ...]) -> list[KeyedJaggedTensor]:
+    def _batch_sizes(self, ctx: EmbeddingBagCollectionContext) -> Sequence[int]:
+        """Return the samples of each rank; where features have batches of their own, the largest of these."""
+        contexts: list[Any] = [ctx.sharding_contexts[i] for i in self._exchanged]
+        if not ctx.variable_batch_per_feature:
+            return contexts[0].batch_size_per_rank
+        assert self.exchange is not None
+        most = max(size for each in contexts for size in each.batch_size_per_feature_pre_a2a)
+        return self.exchange.gather(most)
+
+    def _in_rank_order(
+        self, ctx: EmbeddingBagCollectionContext, input: KJTList, batch_sizes: tuple[int, ...]
+    ) -> list[KeyedJaggedTensor]:
         """Return the ids of the shardings that are exchanged, each with the bags of rank 0's samples first."""
         ids = [(with_float_weights(input[i]), hosts_of(self._embedding_shardings[i])) for i in self._exchanged]
+        if ctx.variable_batch_per_feature:
+            return [with_even_batches_of_ranks(each, batch_sizes) for each, _ in ids]
         return [each if hosts == 1 else in_rank_order(each, batch_sizes, hosts) for each, hosts in ids]
 
     def _awaitable(self, parts: list[Awaitable[torch.Tensor]]) -> EmbeddingBagCollectionAwaitable:
@@ -310,41 +323,21 @@ class OverlapShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
 
     def _falls_back(self, ctx: EmbeddingBagCollectionContext, input: KJTList) -> bool:
         """Return whether TorchRec must take this step, alike on all ranks; the first time, the log says why."""
-        if ctx.variable_batch_per_feature:
-            reason = "features have batches of different sizes"
+        every: list[Any] = self._embedding_shardings
+        if ctx.variable_batch_per_feature and self._others:
+            reason = "features have batches of different sizes, and some tables stay with TorchRec"
+        elif ctx.variable_batch_per_feature and any(hosts_of(every[i]) > 1 for i in self._exchanged):
+            reason = "features have batches of different sizes, and tables are cut by rows within a host"
         elif (
             self.post_lookup_tracker_fn
             or self.post_odist_tracker_fn
             or any(self._lookups[i].optim_state_tracker_fn for i in self._exchanged)
         ):
             reason = "a tracker is registered"
-        elif torch.is_grad_enabled() and self._trains_weights([input[i] for i in self._exchanged]):
-            reason = "weights of ids require a gradient"
         else:
             return False
         self._tell_once(reason)
         return True
-
-    def _trains_weights(self, input: Sequence[KeyedJaggedTensor]) -> bool:
-        """Return whether the weights of some rank's ids require a gradient, as those of a feature processor.
-
-        A rank without tables has no weights. So the ranks agree, in the first training step of a weighted collection.
-
-        Raises:
-            InputError: if weights require a gradient, and none did in that step.
-        """
-        mine = any(weights.requires_grad for ids in input if (weights := weights_of(ids)) is not None)
-        if not self._is_weighted:
-            return mine
-        if self._weights_are_trained is None:
-            assert self.exchange is not None
-            self._weights_are_trained = self.exchange.is_so_on_any_rank(mine)
-        if mine and not self._weights_are_trained:
-            raise InputError(
-                "ids: their weights require a gradient, but did not in the first training step, in which the ranks "
-                "agree who trains; let weights require a gradient from the first step on"
-            )
-        return self._weights_are_trained
 
     def compute(self, ctx: EmbeddingBagCollectionContext, dist_input: KJTList) -> list[torch.Tensor]:
         """Look up as TorchRec does, for a module that calls this and `output_dist` itself, one after the other."""

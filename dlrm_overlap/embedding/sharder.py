@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
 from torchrec.distributed.sharding_plan import get_default_sharders as get_torchrec_sharders
@@ -22,7 +23,13 @@ from dlrm_overlap.embedding.shardings import check_columns, exchanging_group
 from dlrm_overlap.embedding.tables import OPTIMIZERS
 from dlrm_overlap.kernels.schedule import SCHEDULES
 
-__all__ = ["OverlapEmbeddingBagCollectionSharder", "OverlapShardedEmbeddingBagCollection", "build_sharder", "exchanges"]
+__all__ = [
+    "OverlapEmbeddingBagCollectionSharder",
+    "OverlapShardedEmbeddingBagCollection",
+    "build_sequence_sharder",
+    "build_sharder",
+    "exchanges",
+]
 
 _OPTIMIZERS = {name: optimizer for optimizer, name in OPTIMIZERS.items()}
 
@@ -189,16 +196,9 @@ def build_sharder(
     Where pooled embeddings travel in the type of the dense part, fp32 or bf16 by `precision`, they are returned in it,
     after `leading_columns` columns for tensors that the model joins with them. Else they are float32.
 
-    An id outside its table stops the run; FBGEMM's default would take row 0 instead. `fused_params` are extra ones that
-    TorchRec passes to FBGEMM; they override those of the keys.
+    `fused_params` are extra ones that TorchRec passes to FBGEMM; they override those of the keys.
     """
-    about_tables: dict[str, Any] = {
-        "optimizer": _OPTIMIZERS[config.optimizer],
-        "learning_rate": config.lr,
-        "eps": config.eps,
-        "bounds_check_mode": BoundsCheckMode.FATAL,
-        **(fused_params or {}),
-    }
+    about_tables = _fused_params(config, fused_params)
     wire_dtype, dense_dtype = config.resolved_wire_dtype(precision), "bf16" if precision == "bf16" else "fp32"
     if BACKENDS[config.backend].forward is not None:
         return OverlapEmbeddingBagCollectionSharder(
@@ -210,11 +210,40 @@ def build_sharder(
             output_dtype=dense_dtype if dense_dtype == wire_dtype else "fp32",
             leading_columns=leading_columns if dense_dtype == wire_dtype else 0,
         )
-    codecs = None
-    if wire_dtype != "fp32":
-        wire = CommType(wire_dtype)
-        codecs = get_qcomm_codecs_registry(QCommsConfig(forward_precision=wire, backward_precision=wire))
-    return EmbeddingBagCollectionSharder(fused_params=about_tables, qcomm_codecs_registry=codecs)
+    return EmbeddingBagCollectionSharder(fused_params=about_tables, qcomm_codecs_registry=_codecs(wire_dtype))
+
+
+def build_sequence_sharder(
+    config: EmbeddingConfig, fused_params: Mapping[str, Any] | None = None
+) -> EmbeddingCollectionSharder:
+    """Return the sharder of tables that are not pooled, with the optimizer of `build_sharder`.
+
+    Under every backend it is TorchRec's own. Rows travel in `config.wire_dtype`, as fp32 under auto.
+    """
+    wire_dtype = "fp32" if config.wire_dtype == "auto" else config.wire_dtype
+    return EmbeddingCollectionSharder(_fused_params(config, fused_params), _codecs(wire_dtype))
+
+
+def _fused_params(config: EmbeddingConfig, fused_params: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the parameters of FBGEMM's lookups: of the keys, and `fused_params`, which override them.
+
+    An id outside its table stops the run; FBGEMM's default would take row 0 instead.
+    """
+    return {
+        "optimizer": _OPTIMIZERS[config.optimizer],
+        "learning_rate": config.lr,
+        "eps": config.eps,
+        "bounds_check_mode": BoundsCheckMode.FATAL,
+        **(fused_params or {}),
+    }
+
+
+def _codecs(wire_dtype: str) -> dict[str, QuantizedCommCodecs] | None:
+    """Return TorchRec's codecs of the wire's type, None for fp32."""
+    if wire_dtype == "fp32":
+        return None
+    wire = CommType(wire_dtype)
+    return get_qcomm_codecs_registry(QCommsConfig(forward_precision=wire, backward_precision=wire))
 
 
 def get_default_sharders() -> list[ModuleSharder[Any]]:

@@ -25,7 +25,7 @@ from dlrm_overlap.embedding.codecs import precisions
 from dlrm_overlap.embedding.layout import FeatureShard, Layout, distinct
 from dlrm_overlap.embedding.options import WIRE_DTYPES
 from dlrm_overlap.embedding.replicated import MOST_COLUMNS
-from dlrm_overlap.embedding.tables import max_gradients, unsupported, why_not_checked_together
+from dlrm_overlap.embedding.tables import max_gradients, unsupported
 
 _EXCHANGED = (
     TwPooledEmbeddingSharding,
@@ -85,15 +85,8 @@ def why_not_exchanged(sharding: Any, wire_dtype: torch.dtype) -> str | None:
         return f"shards of type {type(sharding).__name__} are not exchanged"
     if (reason := _why_not_sent(sharding, wire_dtype)) is not None:
         return reason
-    # TorchRec gives the columns of both one name, with those of each shard side by side.
-    if isinstance(sharding, _CUT_BY_COLUMNS) and any(_names_a_feature_twice(group) for group in groups_of(sharding)):
-        return "a table that is cut by columns names a feature twice"
     reasons = (_why_not_pooled(group, wire_dtype) for group in groups_of(sharding))
     return next((reason for reason in reasons if reason is not None), None)
-
-
-def _names_a_feature_twice(group: Any) -> bool:
-    return any(len(set(table.feature_names)) < len(table.feature_names) for table in group.embedding_tables)
 
 
 def _why_not_sent(sharding: Any, wire_dtype: torch.dtype) -> str | None:
@@ -157,7 +150,7 @@ def why_not_together(shardings: Sequence[Any]) -> str | None:
     params = [group.fused_params or {} for sharding in shardings for group in groups_of(sharding)]
     if len(bounds := max_gradients(params)) > 1:
         return f"gradients clipped to {' and '.join(sorted(map(str, bounds)))}"
-    return why_not_checked_together(params)
+    return None
 
 
 def hosts_of(sharding: Any) -> int:
@@ -178,8 +171,13 @@ def in_rank_order(ids: KeyedJaggedTensor, batch_sizes: tuple[int, ...], hosts: i
     Example: 2 hosts of 2 ranks with a sample each. The samples of ranks 0, 2, 1, 3 become those of ranks 0, 1, 2, 3.
     """
     order = _rank_order(len(ids.keys()), batch_sizes, hosts, ids.device())
-    tensors = ids.lengths(), ids.values(), ids.weights_or_none()
-    lengths, values, weights = torch.ops.fbgemm.permute_1D_sparse_data(order, *tensors)
+    values, weights = ids.values(), ids.weights_or_none()
+    if weights is None or not weights.requires_grad:
+        lengths, values, weights = torch.ops.fbgemm.permute_1D_sparse_data(order, ids.lengths(), values, weights)
+    else:  # of which the operator keeps no gradient
+        places = torch.arange(values.numel(), device=values.device)
+        lengths, places, _ = torch.ops.fbgemm.permute_1D_sparse_data(order, ids.lengths(), places, None)
+        values, weights = values[places], weights[places]
     return KeyedJaggedTensor(ids.keys(), values, weights, lengths=lengths, stride=sum(batch_sizes))
 
 
@@ -201,6 +199,25 @@ def model_order(tables: Sequence[EmbeddingBagConfig]) -> list[str]:
     return list(distinct(name for names in get_embedding_names_by_table(list(tables)) for name in names))
 
 
+def _names_and_columns(table: Any, cut_by_columns: bool) -> list[tuple[str, int]]:
+    """Return of each feature of a shard the distinct name of its pooled embedding, and its first column under it.
+
+    A table that names a feature twice pools it twice, under two names; but under one if it is cut by columns: TorchRec
+    then has the columns of a shard side by side, first those of the one, then those of the other.
+
+    Example: x twice, dim 8, cut in two. The second shard's are at columns 8 and 12 of the 16 of x.
+    """
+    first, names = table.local_metadata.shard_offsets[1], table.embedding_names
+    if not cut_by_columns:
+        return [(name, first) for name in distinct(names)]
+    seen: Counter[str] = Counter()
+    places = []
+    for name in names:
+        places.append((name, first * names.count(name) + seen[name] * table.local_cols))
+        seen[name] += 1
+    return places
+
+
 def build_layout(shardings: Sequence[Any], names: Sequence[str], world_size: int) -> Layout:
     """Return the layout of shardings, alike on all ranks, for an output in order of the distinct `names`.
 
@@ -216,8 +233,9 @@ def build_layout(shardings: Sequence[Any], names: Sequence[str], world_size: int
             by_rows = isinstance(sharding, _CUT_BY_ROWS)
             for config in sharding._grouped_embedding_configs_per_rank[owner]:
                 for index, table in enumerate(config.embedding_tables):
-                    for name, feature_name in zip(distinct(table.embedding_names), table.feature_names, strict=True):
-                        first_row, first_column = table.local_metadata.shard_offsets
+                    first_row = table.local_metadata.shard_offsets[0]
+                    places = _names_and_columns(table, isinstance(sharding, _CUT_BY_COLUMNS))
+                    for (name, first_column), feature_name in zip(places, table.feature_names, strict=True):
                         columns = name, first_column
                         shard = FeatureShard(
                             name=name,

@@ -106,6 +106,10 @@ class Step:
     share_offsets: torch.Tensor | None = None
     """[shares * b + 1] int32: of this rank's samples, the offsets of the bags of each share, where tables are cut by
     rows and this exchange sends the ids; a share's empty bags have no partial sum, and get no gradient"""
+    trains_weights: bool = False
+    """whether weights of some of this rank's ids require a gradient"""
+    weights_gradients: Sequence[torch.Tensor] = ()
+    """their gradients [n] float32, input by input"""
     own_looked_up: Any = None
     """on GPUs: the event after which the backward may read the ids of those tables"""
 

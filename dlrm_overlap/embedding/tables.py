@@ -82,13 +82,9 @@ class LocalTables:
         return cls([module.emb_module for lookup in lookups for module in lookup._emb_modules])
 
     @property
-    def bounds_check(self) -> BoundsCheckMode:
-        """The treatment of an id outside its table, the strictest that a lookup asks for.
-
-        NONE does not look for such ids, IGNORE and WARNING take row 0 instead, FATAL stops.
-        """
-        modes = (BoundsCheckMode(lookup.bounds_check_mode_int) for lookup in self.lookups)
-        return min(modes, default=BoundsCheckMode.NONE)
+    def bounds_checks(self) -> list[BoundsCheckMode]:
+        """The treatment of ids outside the tables of each lookup, see `BadIds`."""
+        return [BoundsCheckMode(lookup.bounds_check_mode_int) for lookup in self.lookups]
 
     def storage(self) -> tuple[int, ...]:
         """Return the addresses of the lookups' rows and states, which change when these are moved or replaced."""
@@ -246,39 +242,54 @@ def bags_of(lookup: FusedLookup, inputs: Sequence[KeyedJaggedTensor]) -> KeyedJa
 
 
 class BadIds:
-    """The response to an id outside its table, by FBGEMM's bounds check mode."""
+    """The response to an id outside its table, by FBGEMM's bounds check modes.
 
-    def __init__(self, mode: BoundsCheckMode) -> None:
-        self.mode = mode
+    NONE does not look for such ids, IGNORE and WARNING take row 0 instead, FATAL stops the run. FATAL holds for the
+    tables of its lookups; of the other modes the strictest holds for all others.
+    """
+
+    def __init__(self, modes: Sequence[BoundsCheckMode]) -> None:
+        """Take the mode of each lookup."""
+        self._stops = [mode == BoundsCheckMode.FATAL for mode in modes]
+        self._others = min((mode for mode in modes if mode != BoundsCheckMode.FATAL), default=BoundsCheckMode.NONE)
         self._warned = False
 
-    def report(self, message: str) -> None:
+    @property
+    def looks(self) -> bool:
+        """Whether ids are held against the rows of their tables."""
+        return any(self._stops) or self._others != BoundsCheckMode.NONE
+
+    def mode_of(self, shard: FeatureShard) -> BoundsCheckMode:
+        """Return the mode of a shard's table."""
+        return BoundsCheckMode.FATAL if self._stops[shard.lookup] else self._others
+
+    def rows_to_check(self, shard: FeatureShard, rows: int) -> int:
+        """Return the rows of a shard's table as kernels take them: negative if they are not to record its bad ids.
+
+        A kernel keeps the first id that it records. One for which row 0 is taken must not hide one that stops the run.
+        """
+        return rows if self._stops[shard.lookup] or not any(self._stops) else -rows
+
+    def report(self, message: str, shards: Iterable[FeatureShard]) -> None:
         """Stop the run or, under WARNING, log the first such id, for which row 0 was taken.
 
+        Args:
+            shards: the id is outside the table of one of these.
+
         Raises:
-            ValueError: under FATAL.
+            ValueError: if one of the tables is under FATAL.
         """
-        if self.mode == BoundsCheckMode.FATAL:
+        if any(self._stops[shard.lookup] for shard in shards):
             raise ValueError(message)
-        if self.mode == BoundsCheckMode.WARNING and not self._warned:
+        if self._others == BoundsCheckMode.WARNING and not self._warned:
             log.warning("%s; row 0 was taken. Later ones are not reported", message)
             self._warned = True
 
 
-def bounds_check_modes(fused_params: Iterable[Mapping[str, Any]]) -> set[BoundsCheckMode]:
-    """Return the bounds check modes of lookups made with these; the least is the strictest."""
+def bounds_check_modes(fused_params: Iterable[Mapping[str, Any]]) -> list[BoundsCheckMode]:
+    """Return the bounds check modes of lookups made with these."""
     modes = (each.get("bounds_check_mode", BoundsCheckMode.WARNING) for each in fused_params)  # FBGEMM's default
-    return {BoundsCheckMode[BoundsCheckMode(mode).name.removeprefix("V2_")] for mode in modes}
-
-
-def why_not_checked_together(fused_params: Iterable[Mapping[str, Any]]) -> str | None:
-    """Return why ids of lookups made with these cannot be checked by the strictest mode of all, or None if they can.
-
-    Those of a table that does not ask for FATAL must not stop the run.
-    """
-    modes = bounds_check_modes(fused_params)
-    unlike = len(modes) > 1 and BoundsCheckMode.FATAL in modes
-    return f"bounds check modes {' and '.join(sorted(mode.name for mode in modes))}" if unlike else None
+    return [BoundsCheckMode[BoundsCheckMode(mode).name.removeprefix("V2_")] for mode in modes]
 
 
 def bad_id_message(name: str, value: int | None, rows: int) -> str:

@@ -1,41 +1,58 @@
-"""The measurements of a run: AUROC, normalised entropy, step times, memory."""
+"""The measurements of a run: AUROC, normalised entropy, calibration, step times, memory."""
 
 import itertools
 import math
 import resource
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torchmetrics.functional.classification import binary_auroc
 
+from dlrm_overlap.observe.running import by_label, normalised_entropy
+
 WARMUP_STEPS = 10  # left out of throughput and step times: allocation, autotuning and NCCL's first calls slow them
 
 
-def evaluation_metrics(logits: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
-    """Return loss, AUROC, NE and accuracy of predictions gathered from all ranks.
+def evaluation_metrics(
+    logits: torch.Tensor, labels: torch.Tensor, names: Sequence[str] = ("label",), weights: Sequence[float] = (1.0,)
+) -> dict[str, float]:
+    """Return loss, AUROC, NE, calibration and accuracy of predictions gathered from all ranks.
 
-    NE is the mean log loss divided by the entropy of the labels' mean (He et al., Practical lessons from predicting
-    clicks on ads at Facebook, 2014, section 2): below 1 is better than always predicting the click rate. AUROC and NE
-    are NaN where all labels are alike, since neither is defined then, and where a logit is NaN, since it cannot be
-    ranked. Accuracy is the share of samples whose predicted probability lies on the label's side of one half, NaN
-    where a logit is.
+    NE is that of `normalised_entropy`; calibration is the sum of the predicted probabilities over that of the labels.
+    AUROC, NE and calibration are NaN where they are not defined: where all labels are alike, or a logit is NaN, which
+    cannot be ranked. Accuracy is the share of samples whose predicted probability lies on the label's side of one half,
+    NaN where a logit is.
+
+    Of several labels each metric is their mean, but the loss, which is their weighted sum, and METRIC/NAME is that of
+    one of them.
 
     Args:
-        logits: [n] float32.
-        labels: [n] float32, each 0 or 1.
+        logits: [n] or [n, L] float32.
+        labels: alike, each 0 or 1.
+        names: of the labels.
+        weights: of their losses.
     """
-    logits, labels = logits.double(), labels.double()
+    columns = (each.double().view(len(each), -1).unbind(1) for each in (logits, labels))
+    values = by_label({name: _of_label(*each) for name, *each in zip(names, *columns, strict=True)})
+    losses = [values[f"loss/{name}"] for name in names] if len(names) > 1 else [values["loss"]]
+    return values | {"loss": sum(weight * loss for weight, loss in zip(weights, losses, strict=True))}
+
+
+def _of_label(logits: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
     loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, labels).item()
-    rate = labels.mean().item()
+    rate, predicted = labels.mean().item(), logits.sigmoid().mean().item()
     has_nan = logits.isnan().any().item()
-    accuracy = math.nan if has_nan else ((logits > 0) == (labels > 0)).double().mean().item()
-    if rate in (0.0, 1.0) or has_nan:
-        return {"loss": loss, "auroc": math.nan, "ne": math.nan, "accuracy": accuracy}
-    entropy = -(rate * math.log(rate) + (1 - rate) * math.log(1 - rate))
-    auroc = binary_auroc(logits.sigmoid(), labels.int()).item()
-    return {"loss": loss, "auroc": auroc, "ne": loss / entropy, "accuracy": accuracy}
+    alike = rate in (0.0, 1.0) or has_nan
+    return {
+        "loss": loss,
+        "auroc": math.nan if alike else binary_auroc(logits.sigmoid(), labels.int()).item(),
+        "ne": normalised_entropy(loss, rate),
+        "calibration": predicted / rate if rate else math.nan,
+        "accuracy": math.nan if has_nan else ((logits > 0) == (labels > 0)).double().mean().item(),
+    }
 
 
 def gather_predictions(
@@ -47,18 +64,18 @@ def gather_predictions(
     hold the samples 0, 2, 4 and 1, 3, 5 after three steps.
 
     Args:
-        logits: [steps * b] float32, this rank's batches one after the other; as many on every rank.
-        labels: [steps * b] float32, alike.
+        logits: [steps * b] or [steps * b, L] float32, this rank's batches one after the other; as many on every rank.
+        labels: alike.
         batch_size: samples of a rank and step, b.
 
     Returns:
-        Logits and labels, each [steps * W * b], the same on every rank.
+        Logits and labels, each [steps * W * b] or [steps * W * b, L], the same on every rank.
     """
     local = torch.stack((logits, labels))
     gathered = local.new_empty((dist.get_world_size(), *local.shape))
     dist.all_gather(list(gathered.unbind()), local)
-    by_step = gathered.view(len(gathered), 2, -1, batch_size).permute(1, 2, 0, 3)  # [2, steps, W, b]
-    logits, labels = by_step.flatten(1)
+    by_step = gathered.unflatten(2, (-1, batch_size)).movedim(0, 2)  # [2, steps, W, b, ..]
+    logits, labels = by_step.flatten(1, 3)
     return logits, labels
 
 

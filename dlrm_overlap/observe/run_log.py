@@ -9,6 +9,7 @@ import math
 import shutil
 import sys
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -184,6 +185,7 @@ class RunLog:
         step_ms: list[float],
         wait_s: float,
         lr_factor: float,
+        metrics: Mapping[str, float],
         bad_rows: int = 0,
         asked_to_end: bool = False,
     ) -> None:
@@ -197,6 +199,7 @@ class RunLog:
             step_ms: the times of these steps on this rank, in ms.
             wait_s: seconds that this rank has waited for input since the start; the greatest of all ranks is logged.
             lr_factor: the factor by which the learning rates are multiplied.
+            metrics: of all ranks' predictions, see `RunningMetrics`.
             bad_rows: of this rank since the start; those of all ranks are added up.
             asked_to_end: whether this rank was asked to end; `self.asked_to_end` then is whether any was.
 
@@ -231,6 +234,7 @@ class RunLog:
             {
                 "train/loss": self.loss,
                 "train/lr_factor": lr_factor,
+                **{f"train/{key}": value for key, value in metrics.items()},
                 "speed/samples_per_s": self.global_batch * 1e3 / mean_ms,
                 "speed/step_ms": mean_ms,
                 **{f"speed/step_ms_p{percent}": quantile(step_ms, percent / 100) for percent in (10, 50, 90)},
@@ -251,7 +255,7 @@ class RunLog:
             "step %d: held out AUROC %.4f, NE %.4f, loss %.4f", step, values["auroc"], values["ne"], values["loss"]
         )
 
-    def summary(self, step: int, values: dict[str, float]) -> dict[str, Any]:
+    def summary(self, step: int, values: dict[str, float], trained: Mapping[str, float]) -> dict[str, Any]:
         """Write `summary.json`, `step_ms.npy` and TensorBoard's hyperparameters, and return the summary; a collective.
 
         Times are those of this rank's `steady_ms`, which `step_ms.npy` holds as [steps] float32, in ms; memory is the
@@ -259,7 +263,8 @@ class RunLog:
 
         Args:
             step: the run's last step.
-            values: loss, AUROC, NE and accuracy of its last evaluation.
+            values: the metrics of its last evaluation.
+            trained: those of all samples that it has trained on.
         """
         times = steady_ms(self.step_ms, self.start, self.config.log.traced)
         memory = torch.tensor(memory_bytes(self.device), dtype=torch.float64, device=self.device)
@@ -267,6 +272,7 @@ class RunLog:
         summary: dict[str, Any] = {
             "steps": step,
             "train_loss": self.loss,
+            **{f"train_{key}": value for key, value in trained.items()},
             **{f"eval_{key}": value for key, value in values.items()},
             "samples_per_s": self.global_batch * 1e3 * len(times) / sum(times) if times else math.nan,
             **{f"step_ms_p{percent}": quantile(times, percent / 100) for percent in (10, 50, 90, 95)},

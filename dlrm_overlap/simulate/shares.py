@@ -123,8 +123,10 @@ def _ours(tables: Sequence[PlannedTable], placement: Placement) -> Iterator[list
     placed = balance(loads, placement.world_size, _CAPACITY_BYTES, cut)
     if placed is None:
         raise _no_room(tables, placement, f"{_CAPACITY_BYTES / 1e9:.0f} GB each")
-    for load, ranks in zip(loads, placed.ranks, strict=True):
-        yield [Shard(rank, load.dim // len(ranks), 1.0) for rank in ranks]
+    for number, (load, ranks) in enumerate(zip(loads, placed.ranks, strict=True)):
+        by_rows = number in placed.by_rows
+        cut = (load.dim, 1 / len(ranks)) if by_rows else (load.dim // len(ranks), 1.0)
+        yield [Shard(rank, *cut) for rank in ranks]
 
 
 def _torchrecs(tables: Sequence[PlannedTable], placement: Placement) -> Iterator[list[Shard]]:

@@ -15,7 +15,7 @@ from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingPlan
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
 
 from dlrm_overlap.backends import BACKENDS
-from dlrm_overlap.config import Config, EmbeddingConfig, TrainConfig
+from dlrm_overlap.config import Config, EmbeddingConfig, InputError, TrainConfig
 from dlrm_overlap.data.batch import Dataset
 from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.gemm.products import ParallelProducts
@@ -26,9 +26,10 @@ from dlrm_overlap.embedding.id_layout import BatchBound
 from dlrm_overlap.embedding.options import WIRE_DTYPES
 from dlrm_overlap.embedding.plan import build_plan, build_topology
 from dlrm_overlap.embedding.sharded_module import exchanges
-from dlrm_overlap.embedding.sharder import build_sharder
+from dlrm_overlap.embedding.sharder import build_sequence_sharder, build_sharder
 from dlrm_overlap.embedding.weights import initialise_tables
 from dlrm_overlap.launching.launcher import World
+from dlrm_overlap.launching.text_table import count_of
 from dlrm_overlap.train.dense_part import cast_once, compile_dense, compile_loss, divide_head, join_dense
 from dlrm_overlap.train.graphs.capturable import dense_parameters, why_not_captured
 from dlrm_overlap.train.graphs.train_pipeline import GraphTrainPipeline
@@ -114,13 +115,21 @@ def assemble(
     group = dist.group.WORLD
     assert group is not None, "the process group is made before the trainer"
     samples = config.train.samples_per_rank(world.world_size)
-    dlrm = build_model(config.model, config.embedding, list(train.rows), config.data.dense_features, config.train.seed)
-    task = TrainTask(dlrm, device.type, bf16=config.train.precision == "bf16")
+    if (labels := len(train.label_names)) != config.model.top_mlp[-1]:
+        raise InputError(
+            f"model.top_mlp: {config.model.top_mlp} ends in {config.model.top_mlp[-1]}, but a sample has "
+            f"{count_of(labels, 'label')}; end it in {labels}, a logit each"
+        )
+    dlrm = build_model(config.model, config.embedding, list(train.rows), train.dense_features, config.train.seed)
+    task = TrainTask(dlrm, device.type, config.train.precision == "bf16", train.label_weights)
     divide_head(dlrm.head, group, config.model, config.train)
-    sharder = build_sharder(with_overlap(config), config.train.precision, config.model.dim, fused_params)
+    sharders: list[ModuleSharder[Any]] = [
+        build_sharder(with_overlap(config), config.train.precision, dlrm.front_columns, fused_params),
+        build_sequence_sharder(with_overlap(config), fused_params),  # of histories, which are not pooled
+    ]
     topology = build_topology(device, world.world_size, world.local_world_size)
-    plan = build_plan(task, sharder, topology, config.embedding, config.model.dim, train.pooling, samples, group)
-    model = shard_model(task, plan, sharder, group, device)
+    plan = build_plan(task, sharders, topology, config.embedding, config.model.dim, train.pooling, samples, group)
+    model = shard_model(task, plan, sharders, group, device)
     for products in products_of(model):
         products.wait_timeout_s = config.embedding.wait_timeout_s
     graph = takes_graph(config, model, device)
@@ -172,7 +181,7 @@ def with_overlap(config: Config) -> EmbeddingConfig:
 def shard_model(
     task: TrainTask,
     plan: ShardingPlan,
-    sharder: ModuleSharder,
+    sharders: list[ModuleSharder[Any]],
     group: dist.ProcessGroup,
     device: torch.device,
 ) -> DistributedModelParallel:
@@ -182,7 +191,7 @@ def shard_model(
         env=ShardingEnv.from_process_group(group),
         device=device,
         plan=plan,
-        sharders=[sharder],
+        sharders=sharders,
         init_data_parallel=False,
         data_parallel_wrapper=DefaultDataParallelWrapper(static_graph=True, params_to_ignore=list(shards_of(task))),
     )
@@ -193,13 +202,14 @@ def shard_model(
 def takes_graph(config: Config, model: DistributedModelParallel, device: torch.device) -> bool:
     """Return whether the steps of a sharded model are taken by `GraphTrainPipeline`, alike on all ranks.
 
-    Where the configuration asks for it and it cannot be, the log says why.
+    Where the configuration asks for it, or has a backend whose steps are captured, and it cannot be, the log says why.
     """
     kind = config.train.pipeline
     if kind == "torchrec" or (kind == "auto" and device.type != "cuda"):
         return False
     reason = why_not_captured(model)
-    if reason is not None and kind == "graph" and dist.get_rank() == 0:
+    is_due = kind == "graph" or BACKENDS[config.embedding.backend].stores_to_peers
+    if reason is not None and is_due and dist.get_rank() == 0:
         log.warning("train.pipeline: torchrec, since the steps cannot be captured: %s", reason)
     return reason is None
 

@@ -100,18 +100,19 @@ def _example_inputs(
     """Return inputs of the bottom MLP and of the head as a training batch of `samples` has them; under autocast."""
     dlrm = task.dlrm
     dense = torch.randn(samples, dlrm.dense_features, device=device)
-    dense_bD = torch.randn_like(dlrm.bottom(dense)).requires_grad_()
-    pooled = torch.randn(samples, len(dlrm.keys) * dlrm.dim, device=device)
+    front = torch.randn(samples, dlrm.front_columns, device=device).to(dlrm.bottom(dense).dtype).requires_grad_()
+    pooled = torch.randn(samples, len(dlrm.pooled_keys) * dlrm.dim, device=device)
     if dlrm.joins_in_place:
-        return (dense,), (concatenated(dense_bD, pooled).detach().requires_grad_(),)
-    return (dense,), (dense_bD, pooled.to(output_dtype(dlrm.embedding)).requires_grad_())
+        return (dense,), (concatenated(front, pooled).detach().requires_grad_(),)
+    return (dense,), (front, pooled.to(output_dtype(dlrm.embedding)).requires_grad_())
 
 
 def compile_loss(task: TrainTask, samples: int, device: torch.device) -> None:
     """Compile forward and backward of the loss for batches of `samples`: a kernel each, in place of some fifteen."""
     task.loss.in_training = _compiled(task.loss.compute)
-    logits = torch.zeros(samples, device=device, requires_grad=True)
-    torch.autograd.grad(task.loss(logits, torch.zeros(samples, device=device)), logits)
+    labels = task.dlrm.head.logit.out_features
+    logits = torch.zeros((samples, labels) if labels > 1 else samples, device=device, requires_grad=True)
+    torch.autograd.grad(task.loss(logits, torch.zeros_like(logits)), logits)
 
 
 def join_dense(
@@ -188,7 +189,8 @@ def cast_once(
     if join is None or interaction is None:
         head.in_training = _with_casts(head, names, casts, compiles_top)
     else:
-        top = nn.Sequential(OrderedDict(top=head.top, logit=head.logit, squeeze=nn.Flatten(0)))
+        squeeze = nn.Flatten(0) if head.logit.out_features == 1 else nn.Identity()
+        top = nn.Sequential(OrderedDict(top=head.top, logit=head.logit, squeeze=squeeze))
         head.in_training = _in_steps(join, interaction, _with_casts(top, names, casts, compiles_top))
     return casts
 

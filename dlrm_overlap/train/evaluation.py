@@ -5,20 +5,22 @@ Any number of ranks, backend and plan will do. Nothing is written but the file t
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dlrm_overlap.checkpoint.storage.branches import locate_checkpoint
 from dlrm_overlap.checkpoint.storage.manifest import DamagedError, Manifest, read_manifest
 from dlrm_overlap.config import Config, EmbeddingConfig, InputError, LogConfig, TrainConfig
 from dlrm_overlap.launching.files import write_json
 from dlrm_overlap.launching.parsing import Parser, read_tree, reader_may_leave
-from dlrm_overlap.launching.text_table import count_of
+from dlrm_overlap.launching.text_table import count_of, plain
 from dlrm_overlap.train.preflight import check_data, check_start, check_writable
 from dlrm_overlap.train.ranks import Ranks, run_on_ranks
+
+if TYPE_CHECKING:
+    from dlrm_overlap.data.batch import Dataset
 
 _OPTION = "--checkpoint"
 
@@ -60,9 +62,12 @@ def run(argv: list[str], description: str) -> int:
             with reader_may_leave():
                 print(
                     f"step {results['step']}: AUROC {results['auroc']:.4f}, NE {results['ne']:.4f}, "
-                    f"loss {results['loss']:.4f}, accuracy {results['accuracy']:.4f}, "
-                    f"{count_of(results['samples'], 'sample')}"
+                    f"calibration {results['calibration']:.4f}, loss {results['loss']:.4f}, "
+                    f"accuracy {results['accuracy']:.4f}, {count_of(results['samples'], 'sample')}"
                 )
+                for label in (key.removeprefix("auroc/") for key in results if key.startswith("auroc/")):
+                    auroc, ne, calibration = (results[f"{key}/{label}"] for key in ("auroc", "ne", "calibration"))
+                    print(f"{plain(label)}: AUROC {auroc:.4f}, NE {ne:.4f}, calibration {calibration:.4f}")
             if ranks.values.output is not None:
                 write_json(Path(ranks.values.output), nan_as_none(results), "--output")
         return 0
@@ -71,7 +76,7 @@ def run(argv: list[str], description: str) -> int:
 
 
 def evaluate(ranks: Ranks, path: Path) -> dict[str, Any]:
-    """Return loss, AUROC, NE and accuracy of the checkpoint `path`, the number of samples, and how they were found.
+    """Return the `evaluation_metrics` of the checkpoint `path`, the number of samples, and how they were found.
 
     Raises:
         InputError: as `run` does; for a model that does not fit, before the process group is made.
@@ -83,7 +88,7 @@ def evaluate(ranks: Ranks, path: Path) -> dict[str, Any]:
     config = for_evaluation(ranks.config)
     check_start(config, ranks.device)
     held_out = open_held_out(config.data, ranks.device)
-    check_same_model(path, config, list(held_out.rows))
+    check_same_model(path, config, held_out)
     ranks.connect(eval_path=held_out.fingerprint())
     manifest, faults = agree_on(path, ranks.progress.tick)
     step = _step_if_whole(manifest, faults)
@@ -119,7 +124,7 @@ def evaluate_exported(ranks: Ranks, path: Path, quantize: str) -> dict[str, Any]
     if ranks.world.world_size > 1:
         raise _one_process(quantize)
     held_out = open_held_out(config.data, ranks.device)
-    check_same_model(path, config, list(held_out.rows))
+    check_same_model(path, config, held_out)
     ranks.connect()
     manifest = _manifest(path)
     step = _step_if_whole(manifest, find_faults(path, manifest))
@@ -146,7 +151,9 @@ def evaluate_exported(ranks: Ranks, path: Path, quantize: str) -> dict[str, Any]
     return {
         "checkpoint": str(path.absolute()),
         "step": step,
-        **evaluation_metrics(torch.cat(logits)[:samples], torch.cat(labels)[:samples]),
+        **evaluation_metrics(
+            torch.cat(logits)[:samples], torch.cat(labels)[:samples], held_out.label_names, held_out.label_weights
+        ),
         "samples": samples,
         "exported_as": quantize,
         "relative_rms_error_of_weights": squares.relative_rms_error,
@@ -191,8 +198,8 @@ def _step_if_whole(manifest: Manifest | None, faults: list[str]) -> int:
     return manifest.step
 
 
-def check_same_model(path: Path, config: Config, rows: Sequence[int]) -> None:
-    """Check that the checkpoint `path` is one of the model of `config`, with tables of `rows`.
+def check_same_model(path: Path, config: Config, data: "Dataset") -> None:
+    """Check that the checkpoint `path` is one of the model of `config`, for the samples `data`.
 
     Raises:
         InputError: with every difference.
@@ -200,7 +207,7 @@ def check_same_model(path: Path, config: Config, rows: Sequence[int]) -> None:
     from dlrm_overlap.checkpoint.checkpoint import checkpoint_shape
     from dlrm_overlap.checkpoint.storage.fits import differences
 
-    shape = checkpoint_shape(config, list(rows))
+    shape = checkpoint_shape(config, list(data.rows), data.dense_features)
     model = {key: shape[key] for key in shape if key.startswith("model.") or key in ("rows", "weight_dtype")}
     if parted := differences(_manifest(path), model):
         raise InputError(

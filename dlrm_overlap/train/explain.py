@@ -16,13 +16,18 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from dlrm_overlap.config import InputError
-from dlrm_overlap.dense.flat import why_not_flat
-from dlrm_overlap.embedding.replicated import why_not_looked_up
 from dlrm_overlap.embedding.sharded_module import OverlapShardedEmbeddingBagCollection, reasons_to_fall_back
 from dlrm_overlap.embedding.stock import why_not_beside_graphs
 from dlrm_overlap.embedding.traffic import exchanged_bytes
 from dlrm_overlap.launching.text_table import format_table
-from dlrm_overlap.train.graphs.capturable import dense_parameters, split_optimizer, why_not_captured
+from dlrm_overlap.train.graphs.capturable import (
+    dense_parameters,
+    first_reason,
+    in_model,
+    split_optimizer,
+    why_left_alone,
+    why_not_captured,
+)
 from dlrm_overlap.train.graphs.optimizers import why_after_the_graph
 
 _DATA_PARALLEL = ShardingType.DATA_PARALLEL.value
@@ -143,6 +148,8 @@ class _Collection:
     """by table"""
     why_not: Mapping[str, str | None]
     """sharding type -> why its tables are not exchanged, or None"""
+    alone: str | None = None
+    """why it keeps the steps from being captured, of a module that our sharder leaves alone"""
     shardings: Mapping[str, Any] = field(default_factory=dict)
     """sharding type -> TorchRec's sharding; none of a module that our sharder leaves alone"""
     configs: Sequence[EmbeddingBagConfig] = ()
@@ -183,7 +190,7 @@ def _sharded(model: nn.Module) -> Iterator[_Collection]:
     for name, module in model.named_modules():
         if not isinstance(module, ShardedEmbeddingModule):
             continue
-        path = name.replace("_dmp_wrapped_module.", "").removeprefix("module.")  # and of DDP
+        path = in_model(name)
         params = getattr(module, "module_sharding_plan", {})
         if not isinstance(module, ShardedEmbeddingBagCollection):
             yield _left_alone(path, params, module)
@@ -196,7 +203,7 @@ def _sharded(model: nn.Module) -> Iterator[_Collection]:
             wire_dtype = torch.float32
             why_not = reasons_to_fall_back(shardings, module._env, wire_dtype)
         configs, world_size = module._embedding_bag_configs, module._env.world_size
-        yield _Collection(path, params, why_not, shardings, configs, world_size, wire_dtype, module._is_weighted)
+        yield _Collection(path, params, why_not, None, shardings, configs, world_size, wire_dtype, module._is_weighted)
 
 
 def _planned(model: nn.Module, plan: ShardingPlan, fused_params: Mapping[str, Any]) -> Iterator[_Collection]:
@@ -214,7 +221,7 @@ def _planned(model: nn.Module, plan: ShardingPlan, fused_params: Mapping[str, An
         shardings = {kind: _sharding(kind, tables, env) for kind, tables in infos.items()}
         why_not = reasons_to_fall_back(shardings, env, torch.float32)
         configs, weighted = module.embedding_bag_configs(), module.is_weighted()
-        yield _Collection(path, params, why_not, shardings, configs, world_size, weighted=weighted)
+        yield _Collection(path, params, why_not, None, shardings, configs, world_size, weighted=weighted)
 
 
 def _sharding(kind: str, tables: list[EmbeddingShardingInfo], env: ShardingEnv) -> Any:
@@ -232,30 +239,17 @@ def _sharding(kind: str, tables: list[EmbeddingShardingInfo], env: ShardingEnv) 
 
 
 def _left_alone(path: str, params: Mapping[str, ParameterSharding], module: nn.Module) -> _Collection:
-    reason = f"{type(module).__name__} stays with TorchRec"
-    return _Collection(path, params, {each.sharding_type: reason for each in params.values()})
+    reasons = {each.sharding_type: f"{type(module).__name__} stays with TorchRec" for each in params.values()}
+    return _Collection(path, params, reasons, why_left_alone(path, module, params))
 
 
 def _why_not_captured(model: nn.Module, collections: Sequence[_Collection], plan: ShardingPlan | None) -> str | None:
     """Return why the steps of a model are not captured, or None; as if sharded by our sharder, if by none of ours."""
     if any(isinstance(module, OverlapShardedEmbeddingBagCollection) for module in model.modules()):
         return why_not_captured(model)
-    if not any(reason is None for each in collections for reason in each.why_not.values()):
-        return "it exchanges nothing"
-    for each in collections:
-        if not each.shardings:
-            return f"{next(iter(each.why_not.values()))}, which waits for the host"
-        exchanged = [kind for kind, reason in each.why_not.items() if reason is None]
-        stock = (each.shardings[kind] for kind in each.shardings if kind not in (_DATA_PARALLEL, *exchanged))
-        if (reason := why_not_beside_graphs(stock)) is not None:
-            return reason
-        if _DATA_PARALLEL in each.shardings and (reason := why_not_looked_up(each.shardings[_DATA_PARALLEL])):
-            return f"its data-parallel tables stay with TorchRec: {reason}"
-    dense = _dense(model, plan)
-    if not dense:
-        return "no dense parameter takes a gradient"
-    reason = why_not_flat(dense)
-    return reason and f"dense parameter {reason}"
+    exchanges_some = any(reason is None for each in collections for reason in each.why_not.values())
+    reasons = (each.alone or why_not_beside_graphs(each.shardings, each.why_not) for each in collections)
+    return first_reason(reasons, exchanges_some, _dense(model, plan))
 
 
 def _dense(model: nn.Module, plan: ShardingPlan | None) -> dict[str, nn.Parameter]:

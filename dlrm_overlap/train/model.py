@@ -11,12 +11,14 @@ import torch
 from torch import nn
 from torchrec.modules.crossnet import LowRankCrossNet
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.embedding_configs import EmbeddingConfig as RowConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.modules.mlp import MLP
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from dlrm_overlap.config import EmbeddingConfig, ModelConfig
 from dlrm_overlap.data.batch import Batch, table_keys
+from dlrm_overlap.train.attention import TargetAttention
 
 _DATA_TYPES = {"fp32": DataType.FP32, "fp16": DataType.FP16}
 _ACTIVATIONS = {"relu": torch.relu, "gelu": nn.functional.gelu}
@@ -68,7 +70,12 @@ class BottomMLP(Part, MLP):
 
 
 class Loss(Part, nn.BCEWithLogitsLoss):
-    """Maps logits [b] and labels [b] to the mean binary cross-entropy []."""
+    """Maps logits [b] and labels [b] to the mean binary cross-entropy [], or [b, L] to the weighted sum of L means."""
+
+    def __init__(self, weights: Sequence[float] = (1.0,)) -> None:
+        super().__init__()
+        if tuple(weights) != (1.0,):  # of a mean over the labels, too
+            self.register_buffer("weight", len(weights) * torch.tensor(weights), persistent=False)
 
     compute = nn.BCEWithLogitsLoss.forward  # type: ignore[assignment]
 
@@ -86,10 +93,10 @@ class Head(Part):
             width = features * config.dim
             self.interaction = LowRankCrossNet(width, config.cross_layers, config.cross_rank)
         self.top = MLP(width, config.top_mlp[:-1], activation=_ACTIVATIONS[config.activation])
-        self.logit = nn.Linear(config.top_mlp[-2], 1)
+        self.logit = nn.Linear(config.top_mlp[-2], config.top_mlp[-1])
 
     def compute(self, *inputs: torch.Tensor) -> torch.Tensor:
-        """Map embeddings [b, (T + 1) * D], the bottom MLP's output first, to logits [b].
+        """Map embeddings [b, (T + 1) * D], the bottom MLP's output first, to logits [b], or [b, L].
 
         Args:
             inputs: the embeddings, or the bottom MLP's output [b, D] and the pooled embeddings [b, T * D], to join.
@@ -101,41 +108,64 @@ class Head(Part):
 class DLRM(nn.Module):
     """Naumov et al., Deep Learning Recommendation Model (arXiv 1906.00091), or its DCNv2 variant of MLPerf.
 
+    A table of histories (`model.sequence`) is not pooled: its part in the interaction is what the candidate finds in it
+    by `TargetAttention`, next to the bottom MLP's output.
+
     The tables are made on the meta device: sharding gives them storage, `initialise_tables` gives them values.
     """
 
     def __init__(self, config: ModelConfig, rows: Sequence[int], dense_features: int, weight_dtype: str) -> None:
         super().__init__()
         self.keys, self.dim, self.dense_features = table_keys(len(rows)), config.dim, dense_features
-        self.embedding = EmbeddingBagCollection(
-            tables=[
-                EmbeddingBagConfig(
-                    name=key,
-                    feature_names=[key],
-                    num_embeddings=n,
-                    embedding_dim=config.dim,
-                    pooling=PoolingType.SUM,
-                    data_type=_DATA_TYPES[weight_dtype],
-                )
-                for key, n in zip(self.keys, rows, strict=True)
-            ],
-            device=torch.device("meta"),
-        )
+        number, meta = config.sequence.history, torch.device("meta")
+        self.history_key = None if number is None else self.keys[number]
+        self.candidate_key = self.keys[config.sequence.candidate]
+        self.pooled_keys = [key for key in self.keys if key != self.history_key]
+        described = {
+            key: {
+                "name": key,
+                "feature_names": [key],
+                "num_embeddings": n,
+                "embedding_dim": config.dim,
+                "data_type": _DATA_TYPES[weight_dtype],
+            }
+            for key, n in zip(self.keys, rows, strict=True)
+        }
+        pooled = [EmbeddingBagConfig(**described[key], pooling=PoolingType.SUM) for key in self.pooled_keys]
+        self.embedding = EmbeddingBagCollection(tables=pooled, device=meta)
         self.bottom = BottomMLP(dense_features, config.bottom_mlp, activation=_ACTIVATIONS[config.activation])
         self.head = Head(config, len(rows))
+        if self.history_key is not None:
+            self.history = EmbeddingCollection(tables=[RowConfig(**described[self.history_key])], device=meta)
+            self.attention = TargetAttention(config.sequence, config.dim)
 
     def forward(self, dense: torch.Tensor, sparse: KeyedJaggedTensor) -> torch.Tensor:
-        """Map dense features [b, F] float32 and the bags of T tables to logits [b]."""
+        """Map dense features [b, F] float32 and the bags of T tables to logits [b], or [b, L] for several labels."""
         pooled = self.embedding(sparse)  # returns at once: the exchange runs while the bottom MLP does
-        dense_bD = self.bottom(dense)
+        histories = None if self.history_key is None else self.history(sparse)
+        front = self.bottom(dense)
+        if self.history_key is not None:
+            history, candidate_bD = history_of(histories, self.history_key), in_order(pooled, [self.candidate_key])
+            front = torch.cat((front, self.attention(candidate_bD, history.values(), history.lengths())), dim=1)
         if self.joins_in_place:
-            return self.head(joined(dense_bD, pooled, self.keys))
-        return self.head(dense_bD, in_order(pooled, self.keys))
+            return self.head(joined(front, pooled, self.pooled_keys))
+        return self.head(front, in_order(pooled, self.pooled_keys))
+
+    @property
+    def front_columns(self) -> int:
+        """Columns before the pooled embeddings: the output of the bottom MLP and, if there is one, of attention."""
+        return self.dim if self.history_key is None else 2 * self.dim
 
     @property
     def joins_in_place(self) -> bool:
-        """Whether the embedding leaves room for the bottom MLP's output in front of its output."""
-        return getattr(self.embedding, "leading_columns", 0) == self.dim
+        """Whether the embedding leaves room in front of its output for those tensors."""
+        return getattr(self.embedding, "leading_columns", 0) == self.front_columns
+
+
+@torch.fx.wrap  # a dictionary that is awaited has no keys before
+def history_of(histories: Any, key: str) -> JaggedTensor:
+    """Wait for the exchange and return the histories' rows, one sample's after another's, newest id first."""
+    return histories.get(key)
 
 
 @torch.fx.wrap  # TorchRec's pipeline traces the model, but not through this function, which depends on values
@@ -151,27 +181,27 @@ def in_order(pooled: KeyedTensor, keys: list[str]) -> torch.Tensor:
 
 
 @torch.fx.wrap
-def joined(dense_bD: torch.Tensor, pooled: KeyedTensor, keys: list[str]) -> torch.Tensor:
-    """Wait for an exchange that leaves D columns in front of its output, and return embeddings [b, (T + 1) * D].
+def joined(front: torch.Tensor, pooled: KeyedTensor, keys: list[str]) -> torch.Tensor:
+    """Wait for an exchange that leaves room in front of its output, and return `front` and its output side by side.
 
-    The bottom MLP's output is written into that room. A step that the exchange leaves to TorchRec, or whose output was
-    set aside, has none, and is concatenated.
+    `front`, the bottom MLP's output and that of attention, is written into that room. A step that the exchange leaves
+    to TorchRec, or whose output was set aside, has none, and is concatenated.
     """
-    values, dim = in_order(pooled, keys), dense_bD.shape[1]
+    values, dim = in_order(pooled, keys), front.shape[1]
     width = dim + values.shape[1]
     has_room = values.stride() == (width, 1) and values.storage_offset() == dim
-    if not has_room or values.dtype != dense_bD.dtype:
-        return concatenated(dense_bD, values)
-    return JoinInPlace.apply(dense_bD, values)
+    if not has_room or values.dtype != front.dtype:
+        return concatenated(front, values)
+    return JoinInPlace.apply(front, values)
 
 
-def concatenated(dense_bD: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
-    """Return the bottom MLP's output [b, D] and the pooled embeddings [b, T * D] side by side, of the former's type."""
-    return torch.cat((dense_bD, pooled.to(dense_bD.dtype)), dim=1)
+def concatenated(front: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
+    """Return `front` [b, D or 2 D] and the pooled embeddings [b, T * D] side by side, of the former's type."""
+    return torch.cat((front, pooled.to(front.dtype)), dim=1)
 
 
 class JoinInPlace(torch.autograd.Function):
-    """The bottom MLP's output [b, D], written in front of each row of the pooled embeddings, and both as one tensor.
+    """A tensor [b, n D], written in front of each row of the pooled embeddings [b, T * D], and both as one tensor.
 
     Nothing else is copied, forward or back. The result is another tensor on the storage of the pooled embeddings, so
     whoever has lent that storage sees that it is in use.
@@ -181,33 +211,33 @@ class JoinInPlace(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, dense_bD: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
-        """Return [b, (T + 1) * D]. The rows of `pooled` have room for D elements in front, in its storage."""
-        ctx.dim = dense_bD.shape[1]
+    def forward(ctx: Any, front: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
+        """Return [b, (n + T) * D]. The rows of `pooled` have room for `front` before them, in its storage."""
+        ctx.dim = front.shape[1]
         shape, first = (pooled.shape[0], ctx.dim + pooled.shape[1]), pooled.storage_offset() - ctx.dim
         embeddings = pooled.new_empty(0).set_(pooled.untyped_storage(), first, shape, pooled.stride())
-        embeddings[:, : ctx.dim].copy_(dense_bD)
+        embeddings[:, : ctx.dim].copy_(front)
         return embeddings
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the gradients of `dense_bD` and `pooled`: two ranges of columns of the one that comes, not copied."""
+        """Return the gradients of `front` and `pooled`: two ranges of columns of the one that comes, not copied."""
         (gradient,) = gradients
         return gradient[:, : ctx.dim], gradient[:, ctx.dim :]
 
 
 class TrainTask(nn.Module):
-    """A DLRM with its loss, the mean binary cross-entropy over this rank's samples of a batch."""
+    """A DLRM with its loss, the mean binary cross-entropy over this rank's samples of a batch, summed over labels."""
 
-    def __init__(self, dlrm: DLRM, device_type: str, bf16: bool) -> None:
+    def __init__(self, dlrm: DLRM, device_type: str, bf16: bool, label_weights: Sequence[float] = (1.0,)) -> None:
         super().__init__()
         self.dlrm = dlrm
         # Each weight is cast once a step, so the cache saves nothing, and CUDA graphs cannot hold it.
         self.autocast = partial(torch.autocast, device_type, torch.bfloat16, enabled=bf16, cache_enabled=False)
-        self.loss = Loss()
+        self.loss = Loss(label_weights)
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Return the loss [] and, without gradient, (loss [], logits [b], labels [b]), all float32."""
+        """Return the loss [] and, without gradient, (loss [], logits, labels), of [b] or [b, L]; float32."""
         with self.autocast():
             logits = self.dlrm(batch.dense, batch.sparse)
         logits = logits.float()

@@ -92,7 +92,7 @@ class Ranks:
         total_steps(config, train_data, self.world.world_size)
         if resumes:
             batch = config.train.samples_per_rank(self.world.world_size) * self.world.world_size
-            check_resume_fits(config, list(train_data.rows), batch)
+            check_resume_fits(config, list(train_data.rows), train_data.dense_features, batch)
         self.connect(path=train_data.fingerprint(), eval_path=held_out.fingerprint())
         return Trainer(config, self.world, self.device, train_data, held_out, fused_params, self.progress, self.end)
 

@@ -57,6 +57,8 @@ class Stepper:
         self.model, self.optimizer = self.assembled.model, self.assembled.optimizer
         self.learning_rate, self.pipeline = self.assembled.learning_rate, self.assembled.pipeline
         self.plan = self.assembled.plan
+        self.predictions: list[torch.Tensor] = []
+        """logits and labels of this rank in the last step, valid until the next"""
 
     @contextmanager
     def raising_the_cause(self) -> Iterator[None]:
@@ -80,11 +82,11 @@ class Stepper:
             The mean loss [] of this rank's samples, still on the device.
         """
         with self.raising_the_cause():
-            loss, _, _ = self.pipeline.progress(batches)
+            loss, *self.predictions = self.pipeline.progress(batches)
         return loss
 
     def evaluate(self) -> dict[str, float]:
-        """Return loss, AUROC, NE and accuracy over the held-out samples of all ranks, the same bits on every rank."""
+        """Return the `evaluation_metrics` over the held-out samples of all ranks, the same bits on every rank."""
         samples = self.held_out_data.num_samples
         assert samples is not None, "an endless data set cannot be evaluated"
         return self._evaluate_on(math.ceil(samples / self.global_batch))
@@ -118,7 +120,8 @@ class Stepper:
         self.model.train()
         gathered = gather_predictions(torch.cat(logits), torch.cat(labels), self.samples_per_rank)
         # The last global batch went past the data set's end, where samples repeat.
-        values = evaluation_metrics(*(each[:samples] for each in gathered))
+        logits, labels = (each[:samples] for each in gathered)
+        values = evaluation_metrics(logits, labels, self.held_out_data.label_names, self.held_out_data.label_weights)
         agreed = torch.tensor(list(values.values()), dtype=torch.float64, device=self.device)
         dist.broadcast(agreed, 0)  # all must agree on the early stop to the last bit
         return dict(zip(values, agreed.tolist(), strict=True))

@@ -13,6 +13,7 @@ import torch
 from dlrm_overlap.checkpoint.checkpoint import Checkpointer, checkpoint_shape, step_of, trained_with
 from dlrm_overlap.checkpoint.saving import Saves, require_finite
 from dlrm_overlap.checkpoint.storage.branches import newest_checkpoint
+from dlrm_overlap.checkpoint.storage.manifest import read_manifest
 from dlrm_overlap.config import Config
 from dlrm_overlap.data.batch import Batch, Dataset
 from dlrm_overlap.data.loader import Loader
@@ -25,6 +26,7 @@ from dlrm_overlap.observe.metrics import StepTimer
 from dlrm_overlap.observe.result_files import has_results, read_summary, set_aside
 from dlrm_overlap.observe.run_folder import from_rank_0, hold_run_folder
 from dlrm_overlap.observe.run_log import RunLog, check_folder
+from dlrm_overlap.observe.running import RunningMetrics
 from dlrm_overlap.train.stepping import Stepper
 
 log = logging.getLogger("dlrm_overlap")
@@ -67,11 +69,10 @@ class Trainer(Stepper):
         """Build the model as a `Stepper`; `end` asks `fit` to end early."""
         super().__init__(config, world, device, train, held_out, fused_params, progress)
         self._end, self.folder, self.start = end or EndRequest(), config.folder, 0
-        rows = list(train.rows)
         self.checkpointer = Checkpointer(
             self.folder / "checkpoints",
             config.checkpoint.keep,
-            checkpoint_shape(config, rows),
+            checkpoint_shape(config, list(train.rows), train.dense_features),
             trained_with(config, self.global_batch),
             config.checkpoint.keep_best,
         )
@@ -80,7 +81,9 @@ class Trainer(Stepper):
             "config": config.as_dict(),
             "plan": plan_record(self.plan),
             "world_size": world.world_size,
+            "trained_metrics": [],
         }
+        self.running = RunningMetrics(train.label_names, self.samples_per_rank, config.log.every, device)
         self.saves = Saves(
             config,
             self.checkpointer,
@@ -181,7 +184,7 @@ class Trainer(Stepper):
                 values = self._evaluate(step, run_log)
             self._finish_save()
             with self.raising_the_cause():
-                return run_log.summary(step, values)
+                return run_log.summary(step, values, self.running.lifetime())
 
     def _set_aside(self) -> None:
         """Move the log of a run aside that ended before its first checkpoint."""
@@ -222,6 +225,7 @@ class Trainer(Stepper):
             loss = self.step(stretch)
             self.saves.took_step(loss)
             loss_sum += loss
+            self.running.add(*self.predictions)
             timer.mark()
             run_log.advance()
             if step % self.config.log.every == 0 or step == first + stretch.steps:
@@ -230,7 +234,9 @@ class Trainer(Stepper):
                     bad_rows = loader.stand_ins + (0 if self.world.rank else self.train_data.skipped)
                     asked = self._end.asked or self.saves.failed
                     times = timer.take_ms()
-                    run_log.training(step, loss_sum, times, loader.wait_s, factor, bad_rows, asked)
+                    metrics = self.running.take()
+                    run_log.training(step, loss_sum, times, loader.wait_s, factor, metrics, bad_rows, asked)
+                self.checkpointer.about["trained_metrics"] = self.running.state()
                 self.assembled.check()  # the loss was read, so the records of kernels are there
                 self._require_finite(run_log.loss, "the training loss is", step)
                 loss_sum.zero_()
@@ -287,6 +293,7 @@ class Trainer(Stepper):
         self.optimizer.set_optimizer_step(self.start)  # which corrects Adam's means
         for exchange in exchanges(self.model):
             exchange.steps = self.start  # stochastic rounding depends on the step
+        self.running.load(read_manifest(checkpoint).about.get("trained_metrics", []))
         log.info("resume: %s, after step %d", checkpoint, self.start)
         return None
 

@@ -12,7 +12,7 @@ from dlrm_overlap.kernels.primitives import BAD_ID, record
 
 # Columns of the feature table [F, 6] int64, which has a row for each feature that a launch pools.
 ADDRESS = tl.constexpr(0)  # of the first row of the feature's table
-ROWS = tl.constexpr(1)  # of its table
+ROWS = tl.constexpr(1)  # of its table, negative if ids outside it are not recorded
 COLUMN = tl.constexpr(2)  # of the window, where its pooled embedding begins
 INPUT_FEATURE = tl.constexpr(3)  # its index f in the input that has its bags: sample s has bag f * B + s
 MEAN = tl.constexpr(4)  # 1: divide by the number of ids
@@ -37,7 +37,7 @@ GENERAL = {"do_not_specialize": _INTEGERS, "do_not_specialize_on_alignment": ["v
 
 @triton.jit
 def check_ids(ids, length, bag, batch, rows, status, BAGS: tl.constexpr, CHUNK: tl.constexpr):
-    """Store 0 over ids outside a table of `rows` rows, and record the last of the bags that has one.
+    """Store 0 over ids outside a table of |`rows`| rows and, unless that is negative, record the last bag that has one.
 
     `ids` [BAGS] point to the first ids of the bags `bag`, `length` [BAGS] are their numbers of ids. The program reads
     CHUNK ids of each bag at a time, a lane each, and so brings them into the multiprocessor's L1 in few requests, where
@@ -50,6 +50,8 @@ def check_ids(ids, length, bag, batch, rows, status, BAGS: tl.constexpr, CHUNK: 
     """
     longest = tl.max(length, 0)
     at = tl.arange(0, CHUNK)[None, :]
+    recorded = rows >= 0
+    rows = tl.abs(rows)
     wrong = tl.zeros((BAGS, CHUNK), tl.int32)
     for first in range(0, longest, CHUNK):
         row = tl.load(ids[:, None] + first + at, mask=first + at < length[:, None], other=0).to(tl.int64)
@@ -57,7 +59,8 @@ def check_ids(ids, length, bag, batch, rows, status, BAGS: tl.constexpr, CHUNK: 
     # Only now, and seldom: a store in the loop would keep the compiler from loading ahead of it.
     if tl.max(tl.max(wrong, 1), 0) != 0:
         worst = tl.max(tl.where(tl.max(wrong, 1) != 0, bag.to(tl.int64), -1), 0)
-        record(status, BAD_ID, worst // batch, worst % batch, rows, 0, 0)
+        if recorded:
+            record(status, BAD_ID, worst // batch, worst % batch, rows, 0, 0)
         for first in range(0, longest, CHUNK):
             here = first + at < length[:, None]
             row = tl.load(ids[:, None] + first + at, mask=here, other=0).to(tl.int64)

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from dlrm_overlap.kernels.compiled import INTERPRETED, CompiledKernel
 
-# Columns of the table of tables, [T, 9] int64.
+# Columns of the table of tables, [T, 10] int64.
 CELLS = tl.constexpr(0)  # first word of the table's cells
 BITS = tl.constexpr(1)  # high bits of a draw that choose the cell
 ROWS = tl.constexpr(2)
@@ -25,7 +25,8 @@ KEY = tl.constexpr(5)  # of the hash that scores the table's rows
 COLUMN = tl.constexpr(6)  # the first of a sample's draws that is for an id of the table
 MOST = tl.constexpr(7)  # ids of the table's largest bag
 START = tl.constexpr(8)  # most ids of a sample in all tables before
-TABLE_COLUMNS = tl.constexpr(9)
+WEIGHTS = tl.constexpr(9)  # first word of the weights of the table's scores, by position in a bag; -1 where all are 1
+TABLE_COLUMNS = tl.constexpr(10)
 
 # Words of a cell, int64: a threshold, then its first item from word 1 and its second from word 5.
 CELL_WORDS = tl.constexpr(8)
@@ -48,10 +49,10 @@ class IdTables(NamedTuple):
     columns: torch.Tensor
     """[4 * blocks] int32: the table that each of a sample's draws is for, -1 for draws that are for no id"""
     entries: torch.Tensor
-    """[T, 9] int64"""
+    """[T, 10] int64"""
     cells: torch.Tensor
     """[words] int64: of each popularity (`data/zipf.py`) its cells: threshold, and of each of two items the first rank,
-    and the bits of the float64 slope and curve"""
+    and the bits of the float64 slope and curve; of each table whose ids count by their position, the weights"""
 
 
 @triton.jit
@@ -148,6 +149,9 @@ def _store_id(
         score = score * 0x85EBCA77
         score = score ^ (score >> 15)
         score = (score * 0xC2B2AE3D) >> 16
+        weights = tl.load(entry + WEIGHTS)
+        if weights >= 0:
+            score = score * tl.load(cells + weights + place).to(tl.uint32)
         tl.atomic_add(sums + t * count + i, score.to(tl.int32), mask=mask, sem="relaxed", scope="gpu")
 
 
@@ -162,7 +166,8 @@ def _draw_ids(
     Memory: the program writes up to four ids of each of its samples to `values` int32, which holds all bags of table 0,
     then those of table 1, and so forth. With RANGES, it reads the place of a bag from `offsets` [T * count + 1] int64,
     and its size from `lengths` [T, count] int32; without, all bags of a table have MOST ids. It reads the cells that
-    its draws choose, and adds each id's score to the bag's element of `sums` [T, count] int32, which wraps at 2**32.
+    its draws choose, and adds each id's weighted score to the bag's element of `sums` [T, count] int32, which wraps at
+    2**32.
 
     Order: no two programs share an element of `values`; the additions are atomic and, as those of integers, give one
     sum in any order. The kernel's end orders all for those that follow on the stream.

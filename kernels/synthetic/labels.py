@@ -18,12 +18,12 @@ class ClickModel(NamedTuple):
     """[S, 2] int64, a row a table that has a signal: the table, and the element of `factors` for a bag of no ids, which
     may lie before the first one of the table"""
     weights: torch.Tensor
-    """[S, 4] float64: the table's mean score, and the weights of its signal alone, with a dense feature, and with the
-    signal before"""
+    """[S, 3] float64: the weights of a table's signal alone, with a dense feature, and with the signal before"""
     dense_weights: torch.Tensor
     """[F] float64"""
     factors: torch.Tensor
-    """float64, table after table: the factor that standardises the score of a bag, by its size"""
+    """[sizes, 2] float64, table after table: the mean score of a bag of this size, and the factor that standardises the
+    score"""
     curve: torch.Tensor
     """[pieces + 1] float64: the probability of a click at evenly spaced logits from -end to end"""
     bias: float
@@ -44,9 +44,10 @@ def _draw_labels(
     Order: no two programs share an element; the sums come from kernels before it on the stream. The terms of a logit
     are added in a fixed order, each product and each sum rounded by itself, as on a CPU.
 
-    Example: bias -1, no dense weights, one signal of weight 2, mean 100 and factor 0.01. A bag of 3 ids with the sum
-    350 has the signal (350 - 3 * 100) * 0.01 = 0.5 and the logit -1 + 2 * 0.5 = 0. With END 16 and 2048 pieces, that is
-    the beginning of piece (0 + 16) * 64 = 1024, where the curve is 0.5; the label is 1 if the uniform draw is below.
+    Example: bias -1, no dense weights, one signal of weight 2; a bag of 3 ids has the mean 300 and the factor 0.01. One
+    with the sum 350 has the signal (350 - 300) * 0.01 = 0.5 and the logit -1 + 2 * 0.5 = 0. With END 16 and 2048
+    pieces, that is the beginning of piece (0 + 16) * 64 = 1024, where the curve is 0.5; the label is 1 if the uniform
+    draw is below.
     """
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = i < count
@@ -59,12 +60,13 @@ def _draw_labels(
         t = tl.load(signal_tables + 2 * n)
         length = tl.load(lengths + t * count + i, mask=mask, other=0)
         total = tl.load(sums + t * count + i, mask=mask, other=0).to(tl.uint32, bitcast=True).to(tl.int64)
-        factor = tl.load(factors + tl.load(signal_tables + 2 * n + 1) + length, mask=mask, other=0.0)
-        signal = (total.to(tl.float64) - length.to(tl.float64) * tl.load(weights + 4 * n)) * factor
+        size = factors + 2 * (tl.load(signal_tables + 2 * n + 1) + length)
+        mean = tl.load(size, mask=mask, other=0.0)
+        signal = (total.to(tl.float64) - mean) * tl.load(size + 1, mask=mask, other=0.0)
         x = tl.load(dense + i * features + n, mask=mask & (n < features), other=0.0).to(tl.float64)
-        logit += tl.load(weights + 4 * n + 1) * signal
-        logit += tl.load(weights + 4 * n + 2) * x * signal
-        logit += tl.load(weights + 4 * n + 3) * before * signal
+        logit += tl.load(weights + 3 * n) * signal
+        logit += tl.load(weights + 3 * n + 1) * x * signal
+        logit += tl.load(weights + 3 * n + 2) * before * signal
         before = signal
     position = (tl.minimum(tl.maximum(logit, -END), END) + END) * (PIECES / (2 * END))
     piece = tl.minimum(position.to(tl.int64), PIECES - 1)

@@ -1,8 +1,8 @@
-"""Models, plans and ways to train them, drawn at random: the drop-in against stock TorchRec.
+"""Models, plans and ways to train them, drawn by hypothesis: the drop-in against stock TorchRec.
 
-What is drawn depends on the seed and the world alone, so all ranks draw alike, and a draw that fails is run alone by
+The tests draw the same in every run. Other draws, until one fails, of which hypothesis then finds the simplest:
 
-    python -m tests.distributed.plans CHECK RANKS RANKS_OF_A_HOST SEED
+    python -m tests.distributed.plans CHECK RANKS RANKS_OF_A_HOST EXAMPLES
 """
 
 import copy
@@ -18,8 +18,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
+import hypothesis.strategies as st
 import torch
 import torch.distributed as dist
+from hypothesis import HealthCheck, Phase, given, settings
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharding_spec.api import EnumerableShardingSpec
@@ -40,11 +42,10 @@ from dlrm_overlap.embedding.tables import OPTIMIZERS
 from tests.agreement import POOLED_TOLERANCE, WEIGHT_TOLERANCE, assert_all_near
 from tests.distributed.captured import captures
 from tests.distributed.models import MEAN, SUM, Model, Tables, make_plan, train, world
-from tests.distributed.workers import logged_messages, run_ranks
+from tests.distributed.workers import RankPool, logged_messages
 
 _messages = cache(logged_messages)
 BY_ROWS = ("row_wise", "table_row_wise", "grid_shard")
-MAY_NAME_TWICE = ("table_wise", "row_wise", "table_row_wise")  # a feature; cut by columns, TorchRec keeps such tables
 KINDS = ("table_wise", "column_wise", "table_column_wise", "data_parallel", *BY_ROWS)
 
 
@@ -85,6 +86,7 @@ class Drawn:
     local: int
     """ranks of a host"""
     seed: int
+    """of ids and their weights"""
     tables: Mapping[str, Table]
     others: Mapping[str, Table]
     """of a second module"""
@@ -117,9 +119,11 @@ class Drawn:
         return "\n".join([str(facts), *lines])
 
 
-def draw_plan(ranks: int, local: int, seed: int) -> Drawn:
-    """Draw what `seed` stands for on `ranks` ranks, of which each host has `local`."""
-    draw = random.Random(f"{ranks} {local} {seed}")
+@st.composite
+def drawn_plans(draw_from: st.DrawFn, ranks: int, local: int) -> Drawn:
+    """Draw for `ranks` ranks, of which each host has `local`."""
+    # Its numbers are hypothesis's, which shrinks them to the first choice, the least number, and False.
+    draw = draw_from(st.randoms(use_true_random=False))
     numbers = iter(range(100))
     tables, others = (_tables(draw, numbers, ranks, local, most) for most in (5, 2))
     every = [*tables.values(), *others.values()]
@@ -127,9 +131,9 @@ def draw_plan(ranks: int, local: int, seed: int) -> Drawn:
     features = draw.sample([*features, "unused"], len(features) + 1)
     sizes = draw.choice([[(1, 1), (3, 3)], [(0, 0), (1, 1), (0, 1), (0, 4), (2, 5)]])
     exchanged = all(any(t.kind != "data_parallel" for t in module.values()) for module in (tables, others))
-    by_graph = exchanged and draw.random() < 0.5
+    by_graph = exchanged and _happens(draw, 0.5)
     # Stock TorchRec needs as many samples on every rank to gather the gradients of partial sums, and captured steps do.
-    even = by_graph or any(table.kind in BY_ROWS for table in every) or draw.random() < 0.5
+    even = by_graph or any(table.kind in BY_ROWS for table in every) or not _happens(draw, 0.5)
     samples = [draw.randrange(1, 7)] * ranks if even else [draw.randrange(7) for _ in range(ranks)]
     # Captured steps take no data-parallel rows in float16, and round their pooled embeddings as what travels.
     only_fp32 = by_graph and any(table.kind == "data_parallel" for table in every)
@@ -140,11 +144,11 @@ def draw_plan(ranks: int, local: int, seed: int) -> Drawn:
     return Drawn(
         ranks,
         local,
-        seed,
+        draw.randrange(1 << 16),
         tables,
         others,
         # The planner might part a table from the one that is to be beside it, see `_tables`.
-        planner=draw.random() < 0.25 and not any(name.endswith("_beside") for name in (*tables, *others)),
+        planner=_happens(draw, 0.25) and not any(name.endswith("_beside") for name in (*tables, *others)),
         bag_sizes={name: draw.choice(sizes) for name in features},
         samples=samples,
         steps=7 if any(way.pipeline == "captured" for way in ways) else 3,
@@ -154,8 +158,13 @@ def draw_plan(ranks: int, local: int, seed: int) -> Drawn:
         types=types,
         ways=ways,
         # Weights of both signs would have little left of partial sums that bfloat16 rounds.
-        weighted=types != "bf16_wire" and seed // 2 % 2 == 1,
+        weighted=types != "bf16_wire" and _happens(draw, 0.5),
     )
+
+
+def _happens(draw: random.Random, share: float) -> bool:
+    """Return True in a `share` of the draws, and False of the simplest one."""
+    return draw.random() > 1 - share
 
 
 def _tables(draw: random.Random, numbers: Any, ranks: int, local: int, most: int) -> dict[str, Table]:
@@ -163,14 +172,14 @@ def _tables(draw: random.Random, numbers: Any, ranks: int, local: int, most: int
     features: list[str] = []
     for _ in range(draw.randint(1, most)):
         number, kind, dim = next(numbers), draw.choice(KINDS), draw.choice([4, 8, 12, 20, 24, 64, 192])
-        shared = draw.sample(features, 1) if features and draw.random() < 0.4 else []
+        shared = draw.sample(features, 1) if features and _happens(draw, 0.4) else []
         own = [f"f{number}{letter}" for letter in "ab"[: draw.randint(1 - len(shared), 2)]]
         features += own
         names = draw.sample(shared + own, len(shared + own))
-        if kind in MAY_NAME_TWICE and draw.random() < 0.15:
+        if _happens(draw, 0.15):
             names *= 2
         # Fewer rows than ranks, and no multiple of them.
-        rows, mean = draw.choice([1, 2, 3, 5, 7, 10, 33, 40]), draw.random() < 0.4
+        rows, mean = draw.choice([1, 2, 3, 5, 7, 10, 33, 40]), _happens(draw, 0.4)
         table = Table(rows, dim, names, mean, kind, *_place(draw, kind, dim, ranks, local))
         if kind == "grid_shard" and _has_empty_shards(table):  # of which TorchRec keeps no state of row-wise Adagrad
             table = table._replace(rows=33)
@@ -209,9 +218,8 @@ def placed_anew(drawn: Drawn) -> Drawn:
     draw = random.Random(str(drawn))
 
     def anew(table: Table) -> Table:
-        twice = len(set(table.features)) < len(table.features)
         while table.kind != "data_parallel":
-            kind = draw.choice(MAY_NAME_TWICE if twice else [kind for kind in KINDS if kind != "data_parallel"])
+            kind = draw.choice([kind for kind in KINDS if kind != "data_parallel"])
             placed, cuts = _place(draw, kind, table.dim, drawn.ranks, drawn.local)
             other = table._replace(kind=kind, ranks=placed, cuts=cuts)
             if not _has_empty_shards(other):
@@ -379,16 +387,21 @@ def resume(drawn: Drawn, folder: Path) -> Iterator[Callable[[], None]]:
     Yields:
         A check that outputs are those of a run of stock TorchRec that goes through.
     """
-    # Stock TorchRec's means depend on the plan, see docs/torchrec.md, and row-wise Adagrad on the cuts of columns.
+    # Stock TorchRec's means depend on the plan, see docs/torchrec.md, and on the cuts of columns row-wise Adagrad and
+    # the order of the columns of a feature that is named twice.
     tables, others = (
-        {name: t._replace(mean=False) for name, t in each.items()} for each in (drawn.tables, drawn.others)
+        {name: t._replace(mean=False, features=list(dict.fromkeys(t.features))) for name, t in each.items()}
+        for each in (drawn.tables, drawn.others)
     )
     optimizer = "adagrad" if drawn.optimizer == "rowwise_adagrad" else drawn.optimizer
     ways = [way._replace(pipeline="graph") if way.pipeline == "captured" else way for way in drawn.ways]
-    drawn = replace(drawn, tables=tables, others=others, optimizer=optimizer, ways=ways, steps=4, planner=False)
+    # Another plan has other partial sums, which bfloat16 would round to others.
+    types = "fp32" if drawn.types == "bf16_wire" else drawn.types
+    drawn = replace(drawn, tables=tables, others=others, optimizer=optimizer, ways=ways, types=types)
+    drawn = replace(drawn, steps=4, planner=False)
     first, second = [(ways[0], ways[1]), (None, ways[1]), (ways[0], None)][drawn.seed % 3]
     by_files = drawn.seed % 2 == 0
-    checkpointer = Checkpointer(folder / str(drawn.seed), keep=1, shape={})
+    checkpointer = Checkpointer(folder, keep=1, shape={})
     saved: list[Any] = []
 
     def save(model: Any, optimizer: Any) -> None:
@@ -413,29 +426,46 @@ def resume(drawn: Drawn, folder: Path) -> Iterator[Callable[[], None]]:
 CHECKS = {"stock": compare_with_stock, "resume": resume}
 
 
-def check_plans(folder: Path, kind: str, local: int, seeds: Sequence[int]) -> None:
-    """Make one of CHECKS of what each seed stands for, on all ranks of the process group.
+def check_plan(folder: Path, kind: str, drawn: Drawn) -> None:
+    """Make one of CHECKS of a draw, on all ranks of the process group.
 
     Raises:
-        AssertionError: with every draw that does not agree on this rank, and the command that runs it alone.
+        AssertionError: with what does not agree on this rank, once all ranks have come to the end.
     """
-    os.environ["LOCAL_WORLD_SIZE"] = str(local)
-    rank, ranks, failures = dist.get_rank(), dist.get_world_size(), []
-    for seed in seeds:
-        drawn = draw_plan(ranks, local, seed)
-        told = f"python -m tests.distributed.plans {kind} {ranks} {local} {seed}\n{drawn}"
+    os.environ["LOCAL_WORLD_SIZE"] = str(drawn.local)
+    failures = []
+    for number, check in enumerate(CHECKS[kind](drawn, folder), 1):
         try:
-            for number, check in enumerate(CHECKS[kind](drawn, folder), 1):
-                try:
-                    check()
-                except AssertionError as error:  # the other ranks may agree, and go on
-                    failures.append(f"{told}\nrank {rank}, way {number}: {error}")
-        except Exception as error:
-            raise AssertionError("\n\n".join([*failures, told])) from error
+            check()
+        except AssertionError as error:  # the other ranks may agree, and go on
+            failures.append(f"{drawn}\nrank {dist.get_rank()}, way {number}: {error}")
     assert not failures, "\n\n".join(failures)
 
 
+def check_draws(pool: RankPool, kind: str, local: int, examples: int, **options: Any) -> None:
+    """Make one of CHECKS of `examples` draws on the ranks of a pool; `options` are hypothesis's settings.
+
+    Raises:
+        Exception: of the simplest draw that fails.
+    """
+
+    @settings(
+        max_examples=examples,
+        deadline=None,
+        database=None,
+        report_multiple_bugs=False,
+        suppress_health_check=list(HealthCheck),
+        phases=[Phase.generate, Phase.shrink],
+        **options,
+    )
+    @given(drawn_plans(pool.world_size, local))
+    def check(drawn: Drawn) -> None:
+        pool.run(check_plan, kind, drawn)
+
+    check()
+
+
 if __name__ == "__main__":
-    kind, ranks, local, *seeds = sys.argv[1:]
-    with tempfile.TemporaryDirectory() as folder:
-        run_ranks(check_plans, int(ranks), Path(folder), kind, int(local), [int(seed) for seed in seeds])
+    kind, ranks, local, examples = sys.argv[1:]
+    with tempfile.TemporaryDirectory() as folder, RankPool(int(ranks), Path(folder)) as pool:
+        check_draws(pool, kind, int(local), int(examples))

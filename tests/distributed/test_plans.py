@@ -1,26 +1,38 @@
 """Plans of every kind that TorchRec's planner makes: the drop-in trains and resumes as stock does, see `plans`."""
 
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import cache
 
 import pytest
 
 from dlrm_overlap.kernels.compiled import INTERPRETED
-from tests.distributed.plans import CHECKS, check_plans
-from tests.distributed.workers import run_ranks
+from tests.distributed.plans import CHECKS, check_draws
+from tests.distributed.workers import RankPool
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter")
 
 FEW, MANY = 6, {"stock": 80, "resume": 12}
 
 
+Pools = Callable[[int, int], RankPool]
+
+
+@pytest.fixture(scope="module")
+def pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pools]:
+    """Ranks that all tests share, by their number and that of a host, of which TorchRec makes groups that it keeps."""
+    with ExitStack() as stack:
+        yield cache(lambda ranks, local: stack.enter_context(RankPool(ranks, tmp_path_factory.mktemp("ranks"))))
+
+
 @pytest.mark.parametrize(("ranks", "local"), [(2, 2), (4, 2)])
 @pytest.mark.parametrize("check", CHECKS)
-def test_few(tmp_path: Path, ranks: int, local: int, check: str) -> None:
-    run_ranks(check_plans, ranks, tmp_path, check, local, range(FEW))
+def test_few(pools: Pools, ranks: int, local: int, check: str) -> None:
+    check_draws(pools(ranks, local), check, local, FEW, derandomize=True)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "local"), [(2, 1), (2, 2), (4, 2), (4, 4)])
 @pytest.mark.parametrize("check", CHECKS)
-def test_many(tmp_path: Path, ranks: int, local: int, check: str) -> None:
-    run_ranks(check_plans, ranks, tmp_path, check, local, range(FEW, FEW + MANY[check]), timeout_s=1800)
+def test_many(pools: Pools, ranks: int, local: int, check: str) -> None:
+    check_draws(pools(ranks, local), check, local, MANY[check], derandomize=True)

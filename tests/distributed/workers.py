@@ -1,9 +1,11 @@
 """Ranks for tests that run many cases in one set of processes: to start one takes seconds."""
 
 import logging
+import multiprocessing
 import os
 import sys
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -48,6 +50,88 @@ def run_ranks(
     finally:
         for process in context.processes:
             process.kill()  # type: ignore[union-attr]
+
+
+class RankPool:
+    """CPU processes that share a process group and wait for work, so that many calls start them once.
+
+    Example:
+        with RankPool(2, folder) as pool:
+            pool.run(work, 1)  # work(folder / "1", 1) on both ranks
+    """
+
+    def __init__(self, world_size: int, folder: Path, timeout_s: float = 120) -> None:
+        """Take the number of ranks, a folder of theirs, and the most seconds of a call."""
+        self.world_size = world_size
+        self._folder, self._timeout_s, self._calls = folder, timeout_s, 0
+        self._processes: list[Any] = []
+        self._pipes: list[Any] = []
+
+    def __enter__(self) -> "RankPool":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._processes = []
+
+    def run(self, work: Callable[..., None], *arguments: Any) -> None:
+        """Run `work(folder, *arguments)` on all ranks, each time with another folder; start them where none wait.
+
+        Raises:
+            AssertionError: that `work` raises at its end, of all ranks that do; they wait for the next call.
+            RuntimeError: of any other error, with that of the first rank that had one, or of a call that takes too
+                long; the ranks are ended, since some may wait for others.
+        """
+        self._calls += 1
+        if not self._processes:
+            self._start()
+        folder = self._folder / str(self._calls)
+        folder.mkdir()
+        for pipe in self._pipes:
+            pipe.send((work, folder, arguments))
+        answers, deadline = dict[int, tuple[bool, str]](), time.monotonic() + self._timeout_s
+        while len(answers) < self.world_size:
+            for rank, (pipe, process) in enumerate(zip(self._pipes, self._processes, strict=True)):
+                if rank not in answers and pipe.poll(0.002):
+                    answers[rank] = pipe.recv()
+                elif process.exitcode is not None:
+                    answers[rank] = False, f"rank {rank} has died, with exit code {process.exitcode}"
+            broken = [error for in_step, error in answers.values() if not in_step]
+            if broken or time.monotonic() > deadline:
+                self.__exit__()
+                raise RuntimeError(broken[0] if broken else f"ranks still run after {self._timeout_s:g} s")
+        errors = [error for _, error in answers.values() if error]
+        assert not errors, "\n\n".join(errors)
+
+    def _start(self) -> None:
+        method = "spawn" if torch.cuda.is_available() else warm.START_METHOD
+        pairs = [multiprocessing.Pipe() for _ in range(self.world_size)]
+        self._pipes = [ours for ours, _ in pairs]
+        folder = self._folder / f"ranks_{self._calls}"
+        folder.mkdir()
+        arguments = (self.world_size, _serve, folder, [theirs for _, theirs in pairs])
+        context = start_processes(_rank, arguments, nprocs=self.world_size, join=False, start_method=method)
+        assert context is not None
+        self._processes = list(context.processes)
+        for _, theirs in pairs:
+            theirs.close()
+
+
+def _serve(_: Path, pipes: Sequence[Any]) -> None:
+    """Do the work that comes through this rank's pipe, until the process is ended; answer (is in step, error)."""
+    pipe = pipes[dist.get_rank()]
+    while True:
+        work, folder, arguments = pipe.recv()
+        answer = True, ""
+        try:
+            work(folder, *arguments)
+        except AssertionError as error:
+            answer = True, str(error)
+        except Exception:
+            answer = False, traceback.format_exc()
+        pipe.send(answer)
 
 
 def logged_messages() -> list[str]:
@@ -143,8 +227,8 @@ def ranks_here(config: Config) -> Ranks:
 def train(config: Config) -> Path:
     """Train `config` on the ranks of the process group and return the run's folder."""
     trainer = make_trainer(config)
-    used = [exchange.options.backend for exchange in exchanges(trainer.model)]
-    assert used == [config.embedding.backend] * (config.embedding.backend != "torchrec"), f"fell back: {used}"
+    used = {exchange.options.backend for exchange in exchanges(trainer.model)}
+    assert used == {config.embedding.backend} - {"torchrec"}, f"fell back: {used}"
     trainer.fit()
     trainer.close()
     return trainer.folder

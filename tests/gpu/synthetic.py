@@ -43,7 +43,10 @@ def data_sets() -> dict[str, DataConfig]:
         for alpha in (0.0, 1.05, 2.0)
     }
     mixed = TablesConfig(
-        rows=[50, 2**31 - 1, 1, 700], multi_hot=["0..6", "2..30", 2, 1], zipf_alpha=[2.0, 1.05, 1.0, 5.0]
+        rows=[50, 2**31 - 1, 1, 700],
+        multi_hot=["0..6", "2..30", 2, 1],
+        zipf_alpha=[2.0, 1.05, 1.0, 5.0],
+        half_life=[0, 5, 0, 0],
     )
     return sets | {"ranges": DataConfig(tables=mixed, dense_features=2, seed=2**31 - 1), "mlperf": mlperf()}
 

@@ -118,6 +118,8 @@ class World:
         # A row above and below what the fullest rank may write.
         self.windows = [torch.full((self.samples + 2, self.stride), GUARD, dtype=case.wire) for _ in case.batch_sizes]
         self.records = [Record(CPU) for _ in case.batch_sizes]
+        self.rows_to_check = [self.ROWS] * max(case.features)
+        """of each feature of a rank; negative, its bad ids are not recorded"""
         self._poison()
 
     def _columns(self) -> list[list[int]]:
@@ -178,7 +180,14 @@ class World:
         case, features = self.case, range(self.case.features[rank])
         tables = [self.table(rank, feature) for feature in features]
         entries = [
-            [table.data_ptr(), self.ROWS, column, self.input_feature(rank, feature), feature % 2, 1 - feature % 2]
+            [
+                table.data_ptr(),
+                self.rows_to_check[feature],
+                column,
+                self.input_feature(rank, feature),
+                feature % 2,
+                1 - feature % 2,
+            ]
             for feature, table, column in zip(features, tables, self.columns[rank], strict=True)
         ]
         return FeatureTable(

@@ -178,16 +178,17 @@ def test_lengths_below_0_are_recorded() -> None:
 
 
 @pytest.mark.parametrize("wrong", [-1, 100, 2**31 - 1, -(2**31)])
-@pytest.mark.parametrize("check", [True, False])
-def test_an_id_outside_its_table_is_recorded_and_row_0_taken(wrong: int, check: bool) -> None:
+@pytest.mark.parametrize(("check", "rows"), [(True, 100), (True, -100), (False, 100)])
+def test_an_id_outside_its_table_is_recorded_and_row_0_taken(wrong: int, check: bool, rows: int) -> None:
+    """Of a table whose number of rows is negative, none is recorded."""
     ranks = Ranks([(2, 2), (1, 3)])
     expected, _ = reference.pull_ids(ranks.published, [1, 0], ranks.samples)
     ranks.windows[1][3] = wrong  # of feature 0, the 4th id of rank 1
-    values, _ = ranks.pull([1, 0], check=check)
+    values, _ = ranks.pull([1, 0], rows=rows, check=check)
     place = expected.numel() - 2 * 10 + 3
     expected[place] = 0 if check else wrong
     assert_same(values[: expected.numel()], expected, "values")
-    assert ranks.record.bad_arrival() == ([1, 1, 3, wrong, 100] if check else None)
+    assert ranks.record.bad_arrival() == ([1, 1, 3, wrong, 100] if check and rows > 0 else None)
 
 
 def test_of_a_step_with_a_batch_beyond_its_capacity_no_id_arrives() -> None:

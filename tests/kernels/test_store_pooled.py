@@ -68,6 +68,19 @@ def test_the_first_of_several_bad_ids_is_recorded() -> None:
     world.assert_windows()
 
 
+def test_a_table_whose_bad_ids_are_not_recorded_hides_no_other() -> None:
+    world = World(Case((4,), (2,), dim=4))
+    values, offsets = world.ids[0].values, world.ids[0].offsets
+    for bag in (1, 7):
+        values[int(offsets[bag])] = World.ROWS
+    first = next(feature for feature in range(2) if world.input_feature(0, feature) == 1)
+    world.rows_to_check[first] = -World.ROWS
+    _run(world)
+    assert world.records[0].bad_id() == [0, 1, World.ROWS]
+    assert values[int(offsets[7])] == 0, "row 0 is taken all the same"
+    world.assert_windows()
+
+
 def test_unchecked_ids_are_taken_as_they_are() -> None:
     world = World(Case((4,), (1,), dim=4, check=False))
     values, offsets = world.ids[0].values, world.ids[0].offsets

@@ -19,7 +19,10 @@ pytestmark = interpreted
 FIXED = DataConfig(tables=TablesConfig(rows=[50, 3, 40_000_000, 1], multi_hot=[2, 5, 1, 1], zipf_alpha=[1.05, 0, 1, 2]))
 RANGES = DataConfig(
     tables=TablesConfig(
-        rows=[50, 2**31 - 1, 1, 700], multi_hot=["0..6", "2..3", 2, "1..1"], zipf_alpha=[2, 1.05, 1, 5]
+        rows=[50, 2**31 - 1, 1, 700],
+        multi_hot=["0..6", "2..3", 2, "1..1"],
+        zipf_alpha=[2, 1.05, 1, 5],
+        half_life=[2, 0, 0, 1],
     ),
     dense_features=2,
 )

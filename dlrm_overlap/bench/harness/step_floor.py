@@ -48,7 +48,7 @@ def find_floor(
     """Return the columns of the floor of a trainer's step, its bytes the mean over `batches`. All ranks call this.
 
     It must come before the trainer's first step, in which TorchRec's pipeline takes the collective of the ids apart.
-    Bytes of data-parallel tables are left out, and dense layers count as whole on every rank.
+    Bytes of data-parallel tables and of histories are left out, and dense layers count as whole on every rank.
 
     Args:
         trainer: a contender's, whose tables are where all contenders have them.
@@ -65,7 +65,7 @@ def find_floor(
     names = [name for name in model_order(module._embedding_bag_configs) if name not in alone]
     layout = build_layout([every[i] for i in exchanged], names, group.size())
     samples = trainer.samples_per_rank
-    dense = count_dense(config.model, len(trainer.train_data.rows), config.data.dense_features, samples)
+    dense = count_dense(config.model, len(trainer.train_data.rows), trainer.train_data.dense_features, samples)
     dense_hbm, dense_link = _count_dense_bytes(dense, group.size(), config)
     counts = []
     for batch in batches:

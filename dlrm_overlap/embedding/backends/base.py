@@ -58,7 +58,7 @@ class Forward(Half):
     def __init__(self, context: ExchangeContext, windows: WindowPair | None) -> None:
         super().__init__(context, windows)
         self._ids = context.ids
-        self.bad_ids = BadIds(self.tables.bounds_check)
+        self.bad_ids = BadIds(self.tables.bounds_checks)
         self._on_gpu = self.device.type == "cuda"
         self._current = CurrentStream(self.device)
         self._stream: torch.cuda.Stream | None = None

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from dlrm_overlap.embedding.backends.base import Backward, Forward
-from dlrm_overlap.embedding.backends.cpu import check_on_cpu, pool_on_cpu
+from dlrm_overlap.embedding.backends.cpu import check_on_cpu, pool_on_cpu, train_weights
 from dlrm_overlap.embedding.backends.pgas import DeviceLookup
 from dlrm_overlap.embedding.options import ExchangeContext
 from dlrm_overlap.embedding.steps import Step
@@ -119,14 +119,16 @@ class CollectiveBackward(Backward):
         step.work.wait()
         assert step.received is not None
         gradient = step.received.view(step.batch.total, self.layout.owner_dims[self.rank]).float()
-        if self.update_scale != 1.0:
-            gradient = gradient * self.update_scale
         step.work = step.received = None
+        if step.trains_weights:
+            shards = self.layout.by_owner[self.rank]
+            by_shard = dict(zip(shards, gradient.split([shard.dim for shard in shards], dim=1), strict=True))
+            train_weights(self, step, by_shard.__getitem__, shards)
         first = 0
         for update, lookup in self._updates:
             ids, columns = bags_of(lookup, step.inputs), gradient[:, first : first + lookup.dim].contiguous()
             if not (rule := step.rules[lookup.number]).frozen:
-                update.apply(columns, ids, rule)
+                update.apply(columns * self.update_scale if self.update_scale != 1.0 else columns, ids, rule)
             first += lookup.dim
 
 

@@ -4,12 +4,14 @@ Processes of one host store into each other's memory. Between hosts gloo carries
 passed on where the stage is waited for, so a rank that never waits keeps its host's ranks waiting, for a bounded time.
 """
 
+from collections.abc import Callable, Iterable
+
 import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.comm.arena import HostArena
-from dlrm_overlap.embedding.backends.base import Forward, WindowBackward, WindowForward
+from dlrm_overlap.embedding.backends.base import Backward, Forward, WindowBackward, WindowForward
 from dlrm_overlap.embedding.backends.messages import MessageGroups
 from dlrm_overlap.embedding.crossing import Crossing, Message
 from dlrm_overlap.embedding.layout import FeatureShard
@@ -41,19 +43,51 @@ def pool_on_cpu(shard: FeatureShard, weight: torch.Tensor, step: Step, first: in
     return reference.pool(weight, *lengths_and_ids(*bags), shard.mean, weights_between(*bags))
 
 
-def ids_in_bags(ids: KeyedJaggedTensor, shard: FeatureShard, samples: int) -> tuple[torch.Tensor, ...]:
+def ids_in_bags(
+    ids: KeyedJaggedTensor, shard: FeatureShard, samples: int, weighted: bool = True
+) -> tuple[torch.Tensor, ...]:
     """Return the ids [n] of a shard's bags, the sample [n] of each, and what multiplies its row, [n, 1] float32.
 
     Args:
         ids: of the shard's input, with `samples` bags a feature.
+        weighted: whether the ids' weights are among the factors, if ids have some.
     """
     bags = ids, shard.feature * samples, (shard.feature + 1) * samples
     lengths, values = lengths_and_ids(*bags)
-    sample, weights = torch.repeat_interleave(lengths.long()), weights_between(*bags)
+    sample = torch.repeat_interleave(lengths.long())
+    weights = weights_between(*bags) if weighted else None
     factors = torch.ones(values.numel(), device=values.device) if weights is None else weights
     if shard.mean:
         factors = factors / lengths[sample]
     return values, sample, factors[:, None]
+
+
+def train_weights(
+    half: Backward, step: Step, gradient_of: Callable[[FeatureShard], torch.Tensor], shards: Iterable[FeatureShard]
+) -> None:
+    """Find the gradients of the weights of some shards' ids, before their rows are updated; on any device.
+
+    That of a weight is the product of its bag's gradient and its row, which is not divided by the number of ranks: as
+    under TorchRec, the mean of the dense gradients does that. PyTorch's operators find it, and wait for numbers of ids:
+    only steps of TorchRec's pipelines have such weights.
+
+    Args:
+        half: that brings the gradients.
+        gradient_of: returns the gradient [B, D] of a shard as it was sent.
+        shards: of this rank, all whose gradients are here.
+    """
+    weights = [ids.weights_or_none() for ids in step.inputs]
+    trained = [number for number, each in enumerate(weights) if each is not None and each.requires_grad]
+    if not step.weights_gradients:
+        step.weights_gradients = [torch.zeros_like(step.inputs[number].weights()) for number in trained]
+    gradients, samples = dict(zip(trained, step.weights_gradients, strict=True)), step.batch.total
+    for shard in (each for each in shards if each.input in gradients):
+        ids = step.inputs[shard.input]
+        values, sample, divisors = ids_in_bags(ids, shard, samples, weighted=False)
+        first = int(ids.offsets()[shard.feature * samples])
+        rows = half.tables.weight(shard)[values.long()].float() * divisors / half.sent_scale
+        products = (gradient_of(shard)[sample].float() * rows).sum(dim=1)
+        gradients[shard.input][first : first + values.numel()] += products
 
 
 def check_on_cpu(forward: Forward, step: Step) -> None:
@@ -64,7 +98,6 @@ def check_on_cpu(forward: Forward, step: Step) -> None:
     Raises:
         ValueError: if the run must stop.
     """
-    mode = forward.bad_ids.mode
     shards = forward.layout.by_owner[forward.rank]
     for shard, weight in zip(shards, forward.tables.weights(shards), strict=True):
         rows, bag = weight.shape[0], shard.feature * step.batch.total
@@ -73,9 +106,9 @@ def check_on_cpu(forward: Forward, step: Step) -> None:
         if not outside.any():
             continue
         message = bad_id_message(shard.name, int(here[outside].min()), rows)
-        if mode == BoundsCheckMode.NONE or (here == -1).any():
+        if forward.bad_ids.mode_of(shard) == BoundsCheckMode.NONE or (here == -1).any():
             raise ValueError(message)
-        forward.bad_ids.report(message)
+        forward.bad_ids.report(message, [shard])
         with torch.inference_mode(here.is_inference()):  # else torch does not write to such ids
             here.masked_fill_(outside, 0)
 
@@ -221,7 +254,10 @@ class CpuPush(WindowBackward):
         self.pass_on(step)
         counts = torch.full((self.world_size,), self.gradients.parts, dtype=torch.int32, device="cpu")
         self._arena.wait(self.windows.flags, counts, self.windows.epoch, self.options.wait_timeout_s, "part")
-        window = self.windows.local
+        window, samples = self.windows.local, step.batch.total
+        if step.trains_weights:
+            own = self.layout.by_owner[self.rank]
+            train_weights(self, step, lambda shard: self.gradient_of(shard, window, samples), own)
         self._decay(step, window)
         ours = [lookup for lookup, rule in enumerate(step.rules) if not (rule.frozen or rule.decays)]
         tables = [shards for shards in self.layout.tables(self.rank) if shards[0].lookup in ours]

@@ -6,7 +6,6 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
-from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from torch.nn.functional import pad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -47,7 +46,7 @@ class IdPull:
     def __init__(
         self, ids: IdLayout, windows: WindowPair, sources: range, features: Sequence[int], rows: Sequence[int]
     ) -> None:
-        """Take the ranks to read from, and of each feature its index in the keys and the rows of its table."""
+        """Take the ranks to read from, and of each feature its index in the keys and its `BadIds.rows_to_check`."""
         self._ids, self._features, self._sources = ids, features, len(sources)
         self._device, self._known = windows.arena.device, ids.known_lengths
         self.record = Record(self._device)
@@ -125,12 +124,11 @@ class IdExchange(ABC):
         self.ids, self.windows, self.options, self.device = ids, windows, context.options, context.device
         self.layout, self.tables, self.order = context.layout, context.tables, context.order
         self.group, self.rank, self.world_size = context.group, context.group.rank(), context.group.size()
-        self._replicated_tables, self._own_bad_ids = context.replicated, BadIds(BoundsCheckMode.NONE)
-        if context.replicated is not None:
-            self._own_bad_ids = BadIds(context.replicated.bounds_check)
+        self._replicated_tables = context.replicated
+        self.own_bad_ids = BadIds(context.replicated.bounds_checks if context.replicated is not None else [])
         self.known = ids.known_lengths
         self.requested, self.replicated = ids.features(self.rank), ids.replicated
-        self.bad_ids = BadIds(self.tables.bounds_check)
+        self.bad_ids = BadIds(self.tables.bounds_checks)
 
     def send(self, features: KeyedJaggedTensor, samples: int, count: torch.Tensor | None = None) -> ArrivedIds:
         """Publish the ids of this rank's samples, and return those that this rank's shards look up.
@@ -244,8 +242,11 @@ class IdExchange(ABC):
         first, end = shard.rows
         value, rows = value + first, end or rows
         where = f"id {index} of feature {name} in the batch of rank {source}"
-        bad_ids = self._own_bad_ids if shard.owner == EVERY_RANK else self.bad_ids
-        bad_ids.report(f"{where}: {bad_id_message(name, value, rows)}")
+        self.bad_ids_of(shard).report(f"{where}: {bad_id_message(name, value, rows)}", [shard])
+
+    def bad_ids_of(self, shard: FeatureShard) -> BadIds:
+        """Return the response to ids outside a shard that this rank holds, be it alone or as every rank does."""
+        return self.own_bad_ids if shard.owner == EVERY_RANK else self.bad_ids
 
     def overflow(self, rank: int, feature: int, count: int, most: int) -> ValueError:
         """Return the error for a batch that has too many ids, or another number than is known."""
@@ -379,7 +380,10 @@ class DeviceIdExchange(IdExchange):
     def __init__(self, context: ExchangeContext, ids: IdLayout, windows: WindowPair) -> None:
         super().__init__(context, ids, windows)
         self._shards = self.layout.by_owner[self.rank]
-        rows = [[self.rows_of(shard) for shard in shards] for shards in (self._shards, self.layout.replicated)]
+        rows = [
+            [self.bad_ids_of(shard).rows_to_check(shard, self.rows_of(shard)) for shard in shards]
+            for shards in (self._shards, self.layout.replicated)
+        ]
         self._pull = IdPull(ids, windows, range(self.world_size), self.requested, rows[0])
         self._pull_own: IdPull | None = None
         if self.replicated:
@@ -410,10 +414,10 @@ class DeviceIdExchange(IdExchange):
             for source in self.windows.arena.reach.sources:
                 raise_flags(self._flags, source, 0, argument)
             wait_flags(self._flags, self.rank, argument)
-        shards = self._pull(samples, parity, self.bad_ids.mode != BoundsCheckMode.NONE)
+        shards = self._pull(samples, parity, self.bad_ids.looks)
         own = None
         if self._pull_own is not None:
-            own = self._pull_own(samples, parity, self._own_bad_ids.mode != BoundsCheckMode.NONE)
+            own = self._pull_own(samples, parity, self.own_bad_ids.looks)
         return self.arrived(shards, own, samples)  # of its own in every step: it remembers lengths it is asked for
 
     def skip(self) -> None:

@@ -36,7 +36,7 @@ class LocalLookup(Half):
         super().__init__(context, windows)
         assert context.replicated is not None, "a layout with replicated features comes with their tables"
         self.windows, self.replicated = windows, context.replicated
-        self.gradients = ReplicatedGradients(context.replicated.lookups, context.replicated.bounds_check)
+        self.gradients = ReplicatedGradients(context.replicated.lookups, context.replicated.bounds_checks)
         self.columns = {shard: self.layout.column(shard) for shard in self.layout.replicated}
         """of the output and of its gradient"""
         self.leading = context.options.leading_columns
@@ -92,7 +92,7 @@ class DeviceLocalLookup(LocalLookup):
 
     def __init__(self, context: ExchangeContext, windows: WindowPair) -> None:
         super().__init__(context, windows)
-        bad_ids = BadIds(self.replicated.bounds_check)
+        bad_ids = BadIds(self.replicated.bounds_checks)
         in_window = {shard: self.leading + column for shard, column in self.columns.items()}
         self._lookup = DeviceLookup(context, in_window, bad_ids, self.replicated)
         wire = self.options.wire_dtype

@@ -10,7 +10,6 @@ from math import gcd
 from typing import Any, NamedTuple
 
 import torch
-from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 
 from dlrm_overlap.comm.record import Record
 from dlrm_overlap.embedding.backends.base import WindowForward
@@ -79,10 +78,11 @@ class DeviceLookup:
 
     def _table(self, shards: list[FeatureShard]) -> FeatureTable:
         weights = [self._rows.weight(shard) for shard in shards]
+        rows_to_check = [self._bad_ids.rows_to_check(s, w.shape[0]) for s, w in zip(shards, weights, strict=True)]
         leaves_out = [self._context.leaves_out(shard) for shard in shards]
         entries = [
-            [weight.data_ptr(), weight.shape[0], self._columns[shard], shard.feature, int(shard.mean), int(left_out)]
-            for shard, weight, left_out in zip(shards, weights, leaves_out, strict=True)
+            [weight.data_ptr(), rows, self._columns[shard], shard.feature, int(shard.mean), int(left_out)]
+            for shard, weight, rows, left_out in zip(shards, weights, rows_to_check, leaves_out, strict=True)
         ]
         dim, dtype = shards[0].dim, shards[0].dtype
         return FeatureTable(
@@ -117,7 +117,7 @@ class DeviceLookup:
     def pooling_options(self, tuning: Tuning) -> PoolingOptions:
         """Return the options of a kernel beside its tensors."""
         # Ids that our own exchange has brought have been checked when they arrived.
-        check = self._bad_ids.mode != BoundsCheckMode.NONE and self._context.ids is None
+        check = self._bad_ids.looks and self._context.ids is None
         return PoolingOptions(self._rank, self._schedule, tuning, check)
 
     def destinations_in(self, send: torch.Tensor, step: Step) -> Windows:
@@ -172,9 +172,9 @@ class DeviceLookup:
         self.record.raise_expired(self._context.options.wait_timeout_s)
         if bad := self.record.bad_id():
             feature, sample, rows = bad
-            shards = self._context.layout.by_owner[self._rank]
-            names = " or ".join(shard.name for shard in shards if shard.feature == feature)
-            self._bad_ids.report(f"sample {sample} of the global batch: {bad_id_message(names, None, rows)}")
+            shards = [each for each in self._context.layout.by_owner[self._rank] if each.feature == feature]
+            names = " or ".join(shard.name for shard in shards)
+            self._bad_ids.report(f"sample {sample} of the global batch: {bad_id_message(names, None, rows)}", shards)
 
 
 class OwnFlags(NamedTuple):

@@ -18,6 +18,7 @@ import torch
 from dlrm_overlap.comm.order import CurrentStream, OnStream
 from dlrm_overlap.comm.record import Record
 from dlrm_overlap.embedding.backends.base import WindowBackward
+from dlrm_overlap.embedding.backends.cpu import train_weights
 from dlrm_overlap.embedding.backends.rows import DeviceRules, InputRows, UpdateRange, in_readable_rows
 from dlrm_overlap.embedding.id_layout import IdLayout
 from dlrm_overlap.embedding.layout import FeatureShard
@@ -191,6 +192,9 @@ class Push(WindowBackward):
                     self._update_stream.wait_event(arrivals[part])
                 else:
                     self._await(part)
+                if step.trains_weights:
+                    here = self.gradients.shards[part][self.rank]
+                    train_weights(self, step, lambda s: self.gradient_of(s, window, step.batch.total), here)
                 for number, rows in enumerate(inputs):
                     for updated in (r for r in rows.ranges if r.part == part):
                         if not step.rules[updated.lookup].frozen:

@@ -1,7 +1,7 @@
 """Whether a model's training step can be captured, and of which parameters and optimizers it is made."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,17 +22,42 @@ from dlrm_overlap.embedding.sharded_module import OverlapShardedEmbeddingBagColl
 
 def why_not_captured(model: nn.Module) -> str | None:
     """Return why the steps of a sharded model cannot be captured, alike on all ranks, or None if they can."""
-    sharded = [module for module in model.modules() if isinstance(module, ShardedModule)]
-    if not any(isinstance(module, OverlapShardedEmbeddingBagCollection) for module in sharded):
+    sharded = {name: module for name, module in model.named_modules() if isinstance(module, ShardedModule)}
+    if not any(isinstance(module, OverlapShardedEmbeddingBagCollection) for module in sharded.values()):
         return "no module was sharded by OverlapEmbeddingBagCollectionSharder"
-    for module in sharded:
-        if not isinstance(module, OverlapShardedEmbeddingBagCollection):
-            return f"{type(module).__name__} is TorchRec's own, which waits for the host"
-        if (reason := module.why_ids_are_not_taken()) is not None:
-            return reason
-    if not exchanges(model):
+    reasons = (
+        module.why_ids_are_not_taken()
+        if isinstance(module, OverlapShardedEmbeddingBagCollection)
+        else why_left_alone(name, module, getattr(module, "module_sharding_plan", {}))
+        for name, module in sharded.items()
+    )
+    return first_reason(reasons, bool(exchanges(model)), dense_parameters(model))
+
+
+def why_left_alone(path: str, module: nn.Module, tables: Iterable[str]) -> str:
+    """Return why a module that another sharder shards keeps the steps from being captured."""
+    kind, which = type(module).__name__.removeprefix("Sharded"), ", ".join(tables)
+    return f"{kind} {in_model(path)}, with tables {which}, stays with TorchRec, which waits for the host"
+
+
+def in_model(path: str) -> str:
+    """Return the path of a module without those of its wrappers: DistributedModelParallel, and DDP."""
+    return path.replace("_dmp_wrapped_module.", "").removeprefix("module.")
+
+
+def first_reason(modules: Iterable[str | None], exchanges_some: bool, dense: Mapping[str, nn.Parameter]) -> str | None:
+    """Return why the steps of a model cannot be captured, or None if they can.
+
+    Args:
+        modules: of each module with tables why its tables keep the steps from it, or None.
+        exchanges_some: whether some table is exchanged.
+        dense: the dense parameters that take a gradient.
+    """
+    if (reason := next((each for each in modules if each is not None), None)) is not None:
+        return reason
+    if not exchanges_some:
         return "it exchanges nothing"
-    if not (dense := dense_parameters(model)):
+    if not dense:
         return "no dense parameter takes a gradient"
     reason = why_not_flat(dense)
     return reason and f"dense parameter {reason}"

@@ -17,7 +17,7 @@ from dlrm_overlap.embedding.sharded_module import OverlapShardedEmbeddingBagColl
 from dlrm_overlap.embedding.steps import weights_of
 from dlrm_overlap.embedding.stock import StockTables
 from dlrm_overlap.train.graphs.bounds import Answer, LearntBound, describe, ended
-from dlrm_overlap.train.graphs.static_batch import IdCuts, StaticBatch, on_device
+from dlrm_overlap.train.graphs.static_batch import IdCuts, StaticBatch, on_device, with_even_batches_of
 from dlrm_overlap.train.graphs.streams import Streams
 
 log = logging.getLogger("dlrm_overlap")
@@ -183,7 +183,7 @@ class ReadAhead:
             return self._read.pop()
         batch, self._iterator = None if self.is_exhausted else next(batches, None), batches
         self.is_exhausted = batch is None
-        return batch
+        return with_even_batches_of(batch)
 
     def land(self, batches: Iterator[Any], parity: int) -> None:
         """Copy the next batch, if there is one, to the landing place of `parity`, and ask what all ranks bring with it.

@@ -17,6 +17,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from dlrm_overlap.config import InputError
 from dlrm_overlap.embedding.id_layout import BatchBound
+from dlrm_overlap.embedding.own_batches import InverseIndices, with_even_batches
 from dlrm_overlap.embedding.steps import weights_of
 
 
@@ -151,6 +152,14 @@ def on_device(batch: Any, device: torch.device) -> Any:
     return _replace(batch, lambda leaf: leaf.to(device, non_blocking=True))
 
 
+def with_even_batches_of(batch: Any) -> Any:
+    """Return a batch whose ids have a bag a sample for each feature, see `own_batches`; mostly the same one."""
+    leaves = leaves_of(batch).values()
+    if not any(isinstance(leaf, KeyedJaggedTensor) and leaf.variable_stride_per_key() for leaf in leaves):
+        return batch
+    return _replace(batch, lambda leaf: with_even_batches(leaf) if isinstance(leaf, KeyedJaggedTensor) else leaf)
+
+
 def _replace(value: Any, replace: Callable[[Any], Any]) -> Any:
     """Return a copy of `value` with `replace(leaf)` in place of each leaf, in the order of `leaves_of`."""
     if isinstance(value, torch.Tensor | KeyedJaggedTensor):
@@ -193,6 +202,9 @@ class StaticIds:
         """[1] int32: ids of the batch, where lengths are known beforehand"""
         self._count = self._room
         self._cuts = cuts
+        self._inverse: InverseIndices | None = None
+        if (inverse := example.inverse_indices_or_none()) is not None:
+            self._inverse = inverse[0], torch.zeros(inverse[1].shape, dtype=torch.int64, device=device)
         self.renew()
 
     def renew(self) -> None:
@@ -206,14 +218,15 @@ class StaticIds:
             self._capacities,
             self._known,
             self._cuts,
+            self._inverse,
         )
 
     def _check(self, ids: KeyedJaggedTensor) -> None:
         """Check that captured steps can take such ids.
 
         Raises:
-            InputError: if their weights require a gradient, or they have batches of their own, or other features, or
-                weights where the first batch's have none, or the other way round.
+            InputError: if their weights require a gradient, or they have other features, or weights where the first
+                batch's have none, or the other way round.
         """
         weights = weights_of(ids)
         if (weights is not None) != self._weighted:
@@ -232,12 +245,17 @@ class StaticIds:
                 f"GraphTrainPipeline: ids of features {', '.join(ids.keys())}, but those of the first batch are "
                 f"{', '.join(self.keys)}, and captured steps are all alike; give each batch the same, in the same order"
             )
-        if ids.variable_stride_per_key():
-            raise InputError("GraphTrainPipeline: features with batches of their own are not captured; use TorchRec's")
 
     def takes(self, ids: KeyedJaggedTensor) -> bool:
         """Return whether ids are of as many samples as the first batch's, and of a type that has room here."""
         self._check(ids)
+        inverse = ids.inverse_indices_or_none()
+        if (inverse is None) != (self._inverse is None):
+            return False
+        if inverse is not None and self._inverse is not None:
+            (names, bags), (own_names, own_bags) = inverse, self._inverse
+            if list(names) != list(own_names) or bags.shape != own_bags.shape:
+                return False
         return ids.stride() == self._samples and ids.values().dtype.itemsize <= self._values.dtype.itemsize
 
     def fill(self, ids: KeyedJaggedTensor) -> None:
@@ -247,6 +265,8 @@ class StaticIds:
         self._values[:here].copy_(values[:here], non_blocking=True)
         if self._weights is not None:
             self._weights[:here].copy_(ids.weights()[:here], non_blocking=True)
+        if self._inverse is not None:
+            self._inverse[1].copy_(ids.inverse_indices()[1], non_blocking=True)
         if not self._known:
             self._values[here:].zero_()
             self._lengths.copy_(ids.lengths(), non_blocking=True)
@@ -260,6 +280,9 @@ class StaticIds:
         if self._weights is not None:
             assert other._weights is not None
             self._weights.copy_(other._weights)
+        if self._inverse is not None:
+            assert other._inverse is not None
+            self._inverse[1].copy_(other._inverse[1])
         if self._known:
             self.count.copy_(other.count)
         else:
@@ -310,6 +333,7 @@ class BoundedIds(KeyedJaggedTensor):
         capacities: Sequence[int],
         known: bool,
         cuts: IdCuts,
+        inverse: InverseIndices | None = None,
     ) -> None:
         """Take T features of `samples` bags.
 
@@ -320,9 +344,10 @@ class BoundedIds(KeyedJaggedTensor):
             capacities: the most ids of each feature.
             known: whether each feature has as many.
             cuts: of these ids, filled as they are made.
+            inverse: which of a feature's bags is each sample's, where features have batches of their own.
         """
         self.capacities, self._known, self._cuts = list(capacities), known, cuts
-        super().__init__(list(keys), values, weights, lengths=lengths, stride=samples)
+        super().__init__(list(keys), values, weights, lengths=lengths, stride=samples, inverse_indices=inverse)
 
     @property
     def _length_per_key(self) -> list[int] | None:
@@ -362,7 +387,8 @@ class BoundedIds(KeyedJaggedTensor):
             # The lengths stay as they are, so that a batch beyond its bound is found where its ids are published.
             lengths = counts.index_select(0, cut.indices).flatten()
         taken = [keys[i] for i in indices]
-        return BoundedIds(taken, values, weights, lengths, samples, capacities, self._known, self._cuts)
+        inverse = self.inverse_indices_or_none()
+        return BoundedIds(taken, values, weights, lengths, samples, capacities, self._known, self._cuts, inverse)
 
     def to(self, device: torch.device, *args: Any, **kwargs: Any) -> KeyedJaggedTensor:
         """Return these ids where they are on `device`, else see `KeyedJaggedTensor.to`."""

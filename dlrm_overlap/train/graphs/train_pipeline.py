@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torchrec.distributed.embedding_types import ShardedEmbeddingModule
 from torchrec.distributed.model_parallel import DistributedModelParallel, DMPCollection
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
-from torchrec.distributed.train_pipeline.train_pipelines import TrainPipeline, TrainPipelineContext
+from torchrec.distributed.train_pipeline.train_pipelines import TrainPipeline
 from torchrec.optim.keyed import KeyedOptimizer
 
 from dlrm_overlap.comm.counters import Counter, Counters
@@ -54,7 +54,7 @@ from dlrm_overlap.train.graphs.capturable import (
 from dlrm_overlap.train.graphs.captured import CapturedStep
 from dlrm_overlap.train.graphs.dense_step import DenseStep
 from dlrm_overlap.train.graphs.read_ahead import ReadAhead
-from dlrm_overlap.train.graphs.static_batch import on_device
+from dlrm_overlap.train.graphs.static_batch import on_device, with_even_batches_of
 from dlrm_overlap.train.graphs.streams import Streams
 
 log = logging.getLogger("dlrm_overlap")
@@ -86,13 +86,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         model: DistributedModelParallel,
         optimizer: torch.optim.Optimizer | KeyedOptimizer,
         device: torch.device,
-        execute_all_batches: bool = True,
-        apply_jit: bool = False,
-        context_type: type[TrainPipelineContext] = TrainPipelineContext,
-        pipeline_postproc: bool = False,
-        custom_model_fwd: Callable[[Any], tuple[torch.Tensor, Any]] | None = None,
-        dmp_collection_sync_interval_batches: int | None = 1,
-        *,
+        *torchrecs: Any,
         bound: BatchBound | None = None,
         group: dist.ProcessGroup | None = None,
         flat: FlatParameters | None = None,
@@ -102,15 +96,13 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         capture: bool | None = None,
         **stock: Any,
     ) -> None:
-        """Take the arguments of `TrainPipelineSparseDist`, and those of captured steps.
+        """Take the arguments of `TrainPipelineSparseDist`, by position or name, and those of captured steps.
 
-        How TorchRec issues a step (`apply_jit`, `context_type`, `pipeline_postproc` and `stock`) counts where it does.
+        Of TorchRec's, `execute_all_batches`, `custom_model_fwd` and `dmp_collection_sync_interval_batches` mean what
+        they mean there. How TorchRec issues a step, as `apply_jit` says, counts where it does.
 
         Args:
-            execute_all_batches: train on the batches that were read when the iterator ends, too.
-            custom_model_fwd: called with a batch in place of the model.
-            dmp_collection_sync_interval_batches: the replicas of a `DMPCollection` are averaged after every so many
-                batches; None leaves that to the caller.
+            torchrecs: arguments of `TrainPipelineSparseDist` that follow the device.
             bound: of the batches at first; None learns it from the first one.
             group: the model's ranks; None is the default group.
             flat: the dense parameters, where the optimizer is a `FlatOptimizer`; None moves them into one tensor here.
@@ -119,7 +111,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
             dense_reduce: how dense gradients are summed, see `dense.reduction`: collective, stores, or auto, which is
                 stores where all ranks are on one host.
             capture: whether to capture; None captures on GPUs.
-            stock: others of `TrainPipelineSparseDist`.
+            stock: arguments of `TrainPipelineSparseDist`, by name.
 
         Raises:
             InputError: if `dense_reduce` or an argument of `stock` is not known, the model is no
@@ -128,11 +120,14 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         """
         if dense_reduce not in _DENSE_REDUCE:
             raise InputError(f"dense_reduce: {dense_reduce!r} must be one of {', '.join(_DENSE_REDUCE)}; leave it out")
-        if unknown := sorted(stock.keys() - signature(TrainPipelineSparseDist).parameters.keys()):
+        known = signature(TrainPipelineSparseDist)
+        if unknown := sorted(stock.keys() - known.parameters.keys()):
             raise InputError(
                 f"GraphTrainPipeline: {', '.join(unknown)} is no argument of it or of TrainPipelineSparseDist; leave "
                 f"it out"
             )
+        given = known.bind(model, optimizer, device, *torchrecs, **stock)
+        given.apply_defaults()
         if not hasattr(model, "init_data_parallel"):
             what = f"{type(model).__name__} is no DistributedModelParallel"
             raise InputError(f"GraphTrainPipeline: {what}, and the model must be; wrap it in one")
@@ -145,20 +140,10 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
             if dist.get_rank(group) == 0:
                 log.warning("train pipeline: TorchRec's, since the step cannot be captured: %s", reason)
             model.init_data_parallel()  # does nothing to a model that has been wrapped before
-            self._fallback = TrainPipelineSparseDist(
-                model,
-                optimizer,
-                device,
-                execute_all_batches=execute_all_batches,
-                apply_jit=apply_jit,
-                context_type=context_type,
-                pipeline_postproc=pipeline_postproc,
-                custom_model_fwd=custom_model_fwd,
-                dmp_collection_sync_interval_batches=dmp_collection_sync_interval_batches,
-                **stock,
-            )
+            self._fallback = TrainPipelineSparseDist(*given.args, **given.kwargs)
             return
-        self._model_fwd, self._execute_all_batches = custom_model_fwd or model, execute_all_batches
+        self._model_fwd = given.arguments["custom_model_fwd"] or model
+        self._execute_all_batches = given.arguments["execute_all_batches"]
         self._captures = device.type == "cuda" if capture is None else capture
         self._modules = [m for m in model.modules() if isinstance(m, OverlapShardedEmbeddingBagCollection)]
         ranks = group or dist.group.WORLD
@@ -171,7 +156,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         self._agreement = Agreement(ranks, self.check)
         self._ahead = ReadAhead(self._modules, device, LearntBound(bound, self._agreement), self._streams, self._order)
         self._replicas = model if isinstance(model, DMPCollection) else None
-        self._sync_interval = dmp_collection_sync_interval_batches
+        self._sync_interval = given.arguments["dmp_collection_sync_interval_batches"]
         self._graphs: list[CapturedStep | None] = [None, None]
         self._steps = 0
         weakref.finalize(self, _release, self._graphs, device)
@@ -313,7 +298,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         training = _holder(self._model)
         if training._ahead.ids_are_sent:
             training._ahead.forget_sent_ids()  # of the training batch that comes next; they are sent again
-        batch = next(batches)
+        batch = with_even_batches_of(next(batches))
         with torch.inference_mode(False):  # training steps write to the windows that are made
             if training._steps and (beyond := training._ahead.evaluated_beyond(batch)) is not None:
                 training._forget_captured()

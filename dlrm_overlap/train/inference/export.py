@@ -76,6 +76,7 @@ def _signature(model: InferenceModel, manifest: Manifest, name: str, quantize: s
     rows = manifest.shape["rows"]
     features = manifest.shape["model.dense_features"]
     tables = {key: {"rows": count} for key, count in zip(table_keys(len(rows)), rows, strict=True)}
+    labels = manifest.shape["model.top_mlp"][-1]
     cost = {} if quantize == "none" else {"relative_rms_error_of_weights": squares.relative_rms_error}
     return {
         "program": name,
@@ -86,7 +87,7 @@ def _signature(model: InferenceModel, manifest: Manifest, name: str, quantize: s
             "values": [{"table": key, "dtype": "int64", "shape": ["ids"]} for key in tables],
             "lengths": {"dtype": "int64", "shape": [len(rows), "batch"]},
         },
-        "outputs": {"probability": {"dtype": "float32", "shape": ["batch"]}},
+        "outputs": {"probability": {"dtype": "float32", "shape": ["batch", labels] if labels > 1 else ["batch"]}},
         "tables": tables,
         "quantize": quantize,
         **cost,

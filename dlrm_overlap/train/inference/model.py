@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 from dlrm_overlap.checkpoint.storage.extents import Checkpoint, Extent, fill
 from dlrm_overlap.checkpoint.storage.manifest import Manifest
-from dlrm_overlap.config import ModelConfig
+from dlrm_overlap.config import ModelConfig, SequenceConfig
 from dlrm_overlap.train.inference.tables import FloatTable, Int8Table, NarrowTable, quantise_rows
 from dlrm_overlap.train.model import DLRM
 
@@ -31,23 +31,36 @@ class InferenceModel(nn.Module):
         super().__init__()
         self.tables = nn.ModuleList(tables)
         self.bottom, self.head = dlrm.bottom, dlrm.head
+        self.history = self.candidate = None
+        """numbers of the tables of histories and of candidates; None where all tables are pooled"""
+        if dlrm.history_key is not None:
+            self.history, self.candidate = dlrm.keys.index(dlrm.history_key), dlrm.keys.index(dlrm.candidate_key)
+            self.attention = dlrm.attention
         self.requires_grad_(False)
 
     def forward(self, dense: torch.Tensor, values: list[torch.Tensor], lengths: torch.Tensor) -> torch.Tensor:
-        """Return the probability [b] float32 of a click, for inputs as `logits` takes them."""
+        """Return the probabilities [b] or [b, L] float32 of a click, for inputs as `logits` takes them."""
         return self.logits(dense, values, lengths).sigmoid()
 
     def logits(self, dense: torch.Tensor, values: list[torch.Tensor], lengths: torch.Tensor) -> torch.Tensor:
-        """Return the logits [b] float32.
+        """Return the logits [b] float32, or [b, L].
 
         Args:
             dense: [b, F] float32.
             values: of each table, the ids [n_t] int64 of all bags, one sample's after another's.
             lengths: [T, b] int64, how many of them each bag has.
         """
-        offsets = pad(lengths.cumsum(1), (1, 0))
-        pooled = [table(ids, offsets[t]) for t, (table, ids) in enumerate(zip(self.tables, values, strict=True))]
-        return self.head(self.bottom(dense), torch.cat(pooled, dim=1))
+        offsets, front = pad(lengths.cumsum(1), (1, 0)), self.bottom(dense)
+        looked_up = []
+        for t, (table, ids) in enumerate(zip(self.tables, values, strict=True)):
+            bags = offsets[t]
+            if t == self.history:  # bags of one id each, then an empty one, so that there is a row in any case
+                bags = torch.arange(ids.shape[0] + 2, device=ids.device).clamp(max=ids.shape[0])
+            looked_up.append(table(ids, bags))
+        if self.history is not None and self.candidate is not None:
+            found = self.attention(looked_up[self.candidate], looked_up.pop(self.history), lengths[self.history])
+            front = torch.cat((front, found), dim=1)
+        return self.head(front, torch.cat(looked_up, dim=1))
 
 
 class Scratch:
@@ -107,14 +120,16 @@ def build_for_inference(
     rows = manifest.shape["rows"]
     model = {key[6:]: value for key, value in manifest.shape.items() if key.startswith("model.")}
     dense_features = model.pop("dense_features")
+    sequence = {key: model.pop(f"sequence.{key}") for key in vars(SequenceConfig()) if f"sequence.{key}" in model}
     with torch.random.fork_rng(devices=[]):
-        dlrm = DLRM(ModelConfig(**model), rows, dense_features, "fp32")
+        dlrm = DLRM(ModelConfig(**model, sequence=SequenceConfig(**sequence)), rows, dense_features, "fp32")
     for name, parameter in dlrm.named_parameters():
-        if not name.startswith("embedding."):
+        if not parameter.is_meta:
             _read(f"model.dlrm.{name}", parameter.data, stored)
     squares, tables = Squares(), []
     for key, count in zip(dlrm.keys, rows, strict=True):
-        name, shape = f"model.dlrm.embedding.embedding_bags.{key}.weight", (count, dlrm.dim)
+        place = "history.embeddings" if key == dlrm.history_key else "embedding.embedding_bags"
+        name, shape = f"model.dlrm.{place}.{key}.weight", (count, dlrm.dim)
         if quantize == "int8":
             step = max(1, _CHUNK_ELEMENTS // dlrm.dim)
             tables.append(quantised_table(name, shape, step, stored, scratch, squares))

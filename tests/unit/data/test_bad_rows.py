@@ -12,12 +12,12 @@ import torch
 from dlrm_overlap.cli import main
 from dlrm_overlap.config import InputError, TablesConfig
 from dlrm_overlap.data.batch import Batch
-from dlrm_overlap.data.criteo import CriteoMultihot, CriteoNpy, CriteoText
+from dlrm_overlap.data.criteo import CriteoMultihot
 from dlrm_overlap.data.loader import make_loader
-from dlrm_overlap.data.prepare_criteo import prepare_criteo
+from dlrm_overlap.data.prepared import Prepared
 from tests.conftest import read_metrics
 from tests.distributed.workers import make_trainer, quickstart
-from tests.unit.data.criteo_lines import random_lines
+from tests.unit.data.criteo_lines import criteo_text, prepare_criteo, random_lines
 
 N, ROWS = 60, 50
 
@@ -34,7 +34,7 @@ def _same(one: Batch, other: Batch) -> bool:
     )
 
 
-def _days(folder: Path, stands_in: dict[int, int]) -> tuple[CriteoNpy, CriteoNpy]:
+def _days(folder: Path, stands_in: dict[int, int]) -> tuple[Prepared, Prepared]:
     """Write two days of N samples, of which the keys of `stands_in` are bad.
 
     Returns:
@@ -59,7 +59,7 @@ def _days(folder: Path, stands_in: dict[int, int]) -> tuple[CriteoNpy, CriteoNpy
             for day in (0, 1):
                 np.save(folder / name / f"day_{day}_{part}.npy", array[day * N : (day + 1) * N])
     tables = TablesConfig(rows=ROWS)
-    return CriteoNpy(folder / "bad", tables, "skip"), CriteoNpy(folder / "clean", tables)
+    return Prepared(folder / "bad", tables, "skip"), Prepared(folder / "clean", tables)
 
 
 def test_the_next_good_sample_stands_in_and_no_other_moves(tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ def test_the_next_good_sample_stands_in_and_no_other_moves(tmp_path: Path) -> No
             assert batch.stand_ins == sum(rank * size <= bad < (rank + 1) * size for bad in stands_in)
     assert _same(data.read(2 * N - 3, 2 * N), clean.read(2 * N - 3, 2 * N)), "past the end"
     with pytest.raises(InputError, match=r"bad/day_0: label of sample 0 is 2\.0, not 0 or 1"):
-        CriteoNpy(tmp_path / "bad", TablesConfig(rows=ROWS)).read(0, 1)
+        Prepared(tmp_path / "bad", TablesConfig(rows=ROWS)).read(0, 1)
 
 
 def test_a_bad_sample_of_multi_hot_arrays_is_replaced_too(tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_a_file_of_bad_rows_alone_is_an_error(tmp_path: Path) -> None:
     data, _ = _days(tmp_path, {})
     np.save(tmp_path / "bad" / "day_0_sparse.npy", np.full((N, 26), ROWS, np.int32))
     np.save(tmp_path / "bad" / "day_1_labels.npy", np.full((N, 1), 7, np.int32))
-    data = CriteoNpy(tmp_path / "bad", TablesConfig(rows=ROWS), "skip")
+    data = Prepared(tmp_path / "bad", TablesConfig(rows=ROWS), "skip")
     told = (
         "day_0: table 0, id of sample 4, column 0 is 50, not below 50.*skip does not help, since no sample within 1000"
     )
@@ -129,13 +129,13 @@ def test_broken_lines_are_left_out(tmp_path: Path, block_bytes: int, end: bytes)
     (tmp_path / "mixed.tsv").write_bytes(b"\n".join(mixed) + end)
     (tmp_path / "none.tsv").write_bytes(b"\n".join(BROKEN))
     tables = TablesConfig(rows=ROWS)
-    data = CriteoText(tmp_path / "mixed.tsv", tables, "skip", block_bytes)
+    data = criteo_text(tmp_path / "mixed.tsv", tables, "skip", block_bytes)
     assert (data.num_samples, data.skipped) == (len(good), len(mixed) - len(good))
-    assert _same(data.read(0, len(good)), CriteoText(tmp_path / "good.tsv", tables).read(0, len(good)))
+    assert _same(data.read(0, len(good)), criteo_text(tmp_path / "good.tsv", tables).read(0, len(good)))
     with pytest.raises(InputError, match=r"mixed\.tsv, line 2"):
-        CriteoText(tmp_path / "mixed.tsv", tables, block_bytes=block_bytes)
-    with pytest.raises(InputError, match=r"none\.tsv: no line of it is a sample"):
-        CriteoText(tmp_path / "none.tsv", tables, "skip", block_bytes)
+        criteo_text(tmp_path / "mixed.tsv", tables, block_bytes=block_bytes)
+    with pytest.raises(InputError, match=r"none\.tsv: 8 of 8 rows are no samples; correct"):
+        criteo_text(tmp_path / "none.tsv", tables, "skip", block_bytes)
     modes: list[dict[str, Any]] = [{"rows": 13}, {"min_count": 2}]
     for mode in modes:
         made = [tmp_path / f"{name}_{'_'.join(mode)}" for name in ("good", "mixed")]
@@ -166,4 +166,4 @@ def test_prepare_tells_how_many_there_were(tmp_path: Path, capsys: pytest.Captur
     (tmp_path / "days.tsv").write_bytes(b"\n".join([*random_lines(3), BROKEN[1]]))
     command = ["prepare", "criteo", str(tmp_path / "days.tsv"), str(tmp_path / "out"), "--rows", "13"]
     assert main([*command, "--bad_rows", "skip"]) == 0
-    assert capsys.readouterr().out == f"{tmp_path / 'out'}: 3 samples, 13 to 13 rows a table, 1 line left out\n"
+    assert capsys.readouterr().out == f"{tmp_path / 'out'}: 3 samples, 1 row left out, 13 to 13 rows a table\n"

@@ -258,12 +258,12 @@ def test_last_samples_of_a_file_are_held_out(tmp_path: Path):
 def file_config(monkeypatch: pytest.MonkeyPatch) -> Callable[..., DataConfig]:
     """Make a config whose paths are numbers of samples, or `other`, 4 samples of a larger table."""
 
-    def open_numbered(config: DataConfig, path: str) -> Dataset:
+    def open_numbered(config: DataConfig, path: str) -> tuple[Dataset, None]:
         dataset = Numbered(num_samples=4 if path == "other" else int(path))
         dataset.rows = [2000] if path == "other" else dataset.rows
-        return dataset
+        return dataset, None
 
-    monkeypatch.setattr(loader_module, "open_criteo", open_numbered)
+    monkeypatch.setattr(loader_module, "open_files", open_numbered)
     return lambda **keys: DataConfig(kind="criteo_npy", **keys)
 
 

@@ -5,6 +5,8 @@ import torch
 from dlrm_overlap.config import DataConfig, TablesConfig
 from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.data.synthetic import Synthetic
+from dlrm_overlap.data.teacher import scores
+from tests.conftest import configuration
 
 MIXED = TablesConfig(rows=[50, 3, 40_000_000, 1], multi_hot=["0..6", 3, "2..5", 1], zipf_alpha=[1.05, 0.0, 1.0, 2.0])
 LEARNABLE = TablesConfig(count=8, rows=1000)
@@ -93,6 +95,7 @@ def test_dense_features_are_near_normal():
         TablesConfig(count=3, rows=40_000_000, zipf_alpha=0.0, multi_hot=20),
         TablesConfig(rows=[3, 10, 4, 60], zipf_alpha=1.5, multi_hot=[1, 2, "0..1", 40]),
         TablesConfig(count=1, rows=500),
+        TablesConfig(rows=[100, 1000, 10_000], zipf_alpha=[1.05, 1.05, 1.75], multi_hot=[2, 1, "0..64"], half_life=4),
     ],
 )
 @pytest.mark.parametrize("seed", [0, 1])
@@ -122,6 +125,33 @@ def test_teacher_multiplies_dense_features_and_tables():
     coupled = {(0, 2), (1, 3), (2, 3), (3, 4)}  # each dense feature with its table, each table with the next
     for pair in ((i, j) for j in range(5) for i in range(j)):
         assert (mixed_difference(*pair) > 1e-3) == (pair in coupled), pair
+
+
+def test_ids_count_by_their_position_where_a_table_has_a_half_life():
+    """Two samples of 3 ids each, one with the first two exchanged: the first id counts twice as much as the second."""
+    tables = TablesConfig(rows=50, multi_hot=[3, 3], half_life=[0, 1])
+    dataset = Synthetic(DataConfig(tables=tables, dense_features=1), "train")
+    teacher, lengths = dataset._teacher, np.full((2, 2), 3, dtype=np.int32)
+    first, second = (scores(np.array([id_], dtype=np.int32), teacher.keys[1]).astype(float) for id_ in (7, 8))
+    same = [1, 2, 3, 2, 1, 3]  # the order of a table without a half-life makes no difference
+    values = np.array([*same, 7, 8, 9, 8, 7, 9], dtype=np.int32)
+    signals = teacher._signals(lengths, values)
+    assert signals[0, 0] == signals[0, 1]
+    factor = teacher.factors[teacher.factor_starts[1] + 3]
+    assert signals[1, 0] - signals[1, 1] == pytest.approx((256 - 128) * (first - second) * factor)
+
+
+@pytest.mark.parametrize("name", ["sequence", "bench/step_sequence"])
+def test_the_ids_of_a_batch_of_histories_repeat_as_in_logs(name: str):
+    """98% of MLPerf's do. It is the skew, `data.tables.zipf_alpha`, that makes them repeat."""
+    config = configuration("--config", f"configs/{name}.yaml")
+    assert isinstance(config.data.tables.rows, list)
+    batch = Synthetic(config.data, "train").read(0, config.train.batch_size)
+    history = config.model.sequence.history
+    assert history is not None
+    lengths = batch.sparse.lengths().view(len(config.data.tables.rows), -1).sum(1).tolist()
+    ids = batch.sparse.values().split(lengths)[history]
+    assert 0.97 < 1 - len(ids.unique()) / len(ids) < 0.99
 
 
 def test_clicks_follow_the_sigmoid_of_the_teachers_logit():

@@ -55,6 +55,14 @@ def test_mlperfs_tables_are_within_10_percent(world_size: int, cut: list[int]) -
     assert placed == balance(tables, world_size, _ROOM), "all ranks compute the same"
 
 
+def test_all_rows_of_a_table_that_is_not_pooled_travel() -> None:
+    """Pooled, all tables stay whole. Else the first sends 8 rows a bag, and from an owner of rows those that it has."""
+    tables = [TableLoad(8.0, 64, 256, 1 << 20, 4096), *[TableLoad(8.0, 64, 256, 1 << 20)] * 3]
+    assert _placed(tables, 2, cut_columns=False).by_rows == frozenset()
+    placed = _placed([tables[0]._replace(pooled=False), *tables[1:]], 2, cut_columns=False)
+    assert (placed.by_rows, placed.links) == (frozenset({0}), pytest.approx((4 + 2) / 5.5))
+
+
 def test_many_small_tables_stay_whole() -> None:
     tables = [TableLoad(1.0 + i % 7, 64, 256, 1 << 20) for i in range(256)]
     placed = _placed(tables, 4)

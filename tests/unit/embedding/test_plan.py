@@ -21,7 +21,7 @@ from dlrm_overlap.embedding.plan import (
     describe_plan,
     fullest_rank,
 )
-from dlrm_overlap.embedding.sharder import build_sharder
+from dlrm_overlap.embedding.sharder import build_sequence_sharder, build_sharder
 from dlrm_overlap.launching.parsing import parse_config
 from dlrm_overlap.train.model import build_model
 
@@ -35,9 +35,8 @@ def _config(*options: str) -> Config:
 def _plan(config: Config, group: dist.ProcessGroup, rows: list[int] | None = None) -> ShardingPlan:
     module = build_model(config.model, config.embedding, rows or _ROWS, 13, seed=0)
     topology = build_topology(torch.device("cpu"), 1, 1)
-    return build_plan(
-        module, build_sharder(config.embedding), topology, config.embedding, config.model.dim, _POOLING, 8, group
-    )
+    sharders = [build_sharder(config.embedding), build_sequence_sharder(config.embedding)]
+    return build_plan(module, sharders, topology, config.embedding, config.model.dim, _POOLING, 8, group)
 
 
 @pytest.mark.parametrize("kind", ["auto", "table_wise", "column_wise"])
@@ -77,6 +76,21 @@ def test_the_fullest_rank_of_tables_cut_by_rows() -> None:
     made = ShardingPlan({"": EmbeddingModuleShardingPlan({"t": cut, "u": whole})})
     memory, links = fullest_rank(made, {"t": 3.0, "u": 1.0}, 2)
     assert (memory, links) == pytest.approx((1.25, (14 + 16) / 16))
+    # Were t not pooled, all 3 rows of a sample would travel, half of them from each rank.
+    memory, links = fullest_rank(made, {"t": 3.0, "u": 1.0}, 2, {"t"})
+    assert (memory, links) == pytest.approx((1.25, (24 + 16) / 32))
+
+
+def test_histories_have_shards_of_their_own(world_of_one: dist.ProcessGroup) -> None:
+    options = ["--model.sequence.history", "2", "--model.sequence.candidate", "3"]
+    made = _plan(_config(*options, "--embedding.data_parallel_rows", "20"), world_of_one)
+    types = {
+        path: {name: (each.sharding_type, each.compute_kernel) for name, each in tables.items()}  # type: ignore[attr-defined]
+        for path, tables in made.plan.items()
+    }
+    whole = ("table_wise", "fused")
+    pooled = {"t_00": whole, "t_01": whole, "t_03": ("data_parallel", "dense")}
+    assert types == {"embedding": pooled, "history": {"t_02": whole}}
 
 
 def test_state_is_room_too(world_of_one: dist.ProcessGroup) -> None:

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
@@ -21,7 +22,8 @@ from torchrec.distributed.sharding_plan import (
     table_wise,
 )
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.embedding_configs import DataType, EmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from dlrm_overlap import GraphTrainPipeline, OverlapEmbeddingBagCollectionSharder, constraints, explain
 from dlrm_overlap.config import InputError
@@ -111,6 +113,25 @@ def test_a_model_of_either_sharder_has_the_reasons_of_its_plan(
     found = [(each.exchanged, each.captured, each.why_not) for each in ours.tables]
     kept = "table t1 stays with TorchRec, with compute kernel dense"
     assert found == [(True, False, kept), (False, False, "compute kernel dense")]
+
+
+def test_the_table_is_named_that_keeps_a_plan_from_being_captured() -> None:
+    """By the reason of every table: the rest of the model would be captured."""
+    model: Any = Model({"t0": TABLES["t0"], "t1": TABLES["t1"]})
+    model.sequence = EmbeddingCollection(
+        tables=[EmbeddingConfig(name="words", num_embeddings=8, embedding_dim=4, feature_names=["f"])],
+        device=torch.device("meta"),
+    )
+    plan = _plan(model, 2, FUSED, data_parallel())
+    sequence: Any = EmbeddingCollectionSharder()
+    with_sequence = construct_module_sharding_plan(model.sequence, {"words": table_wise(0)}, sequence, 1, 2, "cpu")
+    both = explain(model, ShardingPlan({"tables": plan.plan["tables"], "sequence": with_sequence}))
+    told = "EmbeddingCollection sequence, with tables words, stays with TorchRec, which waits for the host"
+    assert [each.why_not for each in both.tables] == [told, told, "EmbeddingCollection stays with TorchRec"]
+    model.tables.embedding_bag_configs()[1].data_type = DataType.FP16
+    (first, second) = explain(model, plan).tables
+    assert first.why_not == second.why_not == "data-parallel table t1 stays with TorchRec: rows of type FP16"
+    assert (first.exchanged, first.captured) == (True, False)
 
 
 def test_all_that_the_planner_makes_under_the_constraints_is_exchanged() -> None:

@@ -249,20 +249,26 @@ def test_weights_unlike_those_of_the_first_batch_are_refused(
         ),
         (KeyedJaggedTensor(["f"], torch.tensor([7, 8]), lengths=torch.tensor([1, 1])), "ids of features f, but"),
         (KeyedJaggedTensor(["f", "g"], FIRST.values(), weights=torch.ones(5), lengths=FIRST.lengths()), "one some"),
-        (
-            KeyedJaggedTensor(
-                ["f", "g"], torch.ones(3).int(), stride_per_key_per_rank=[[2], [1]], lengths=torch.ones(3).int()
-            ),
-            "of their own",
-        ),
     ],
-    ids=["order", "fewer", "weights", "variable"],
+    ids=["order", "fewer", "weights"],
 )
 def test_ids_that_no_step_could_take_are_refused(ids: KeyedJaggedTensor, refused: str) -> None:
     static = StaticBatch(_batch(FIRST), CPU, RANGES)
     with pytest.raises(InputError, match=f"GraphTrainPipeline: .*{refused}") as raised:
         static.takes(_batch(ids))
     assert "\n" not in str(raised.value)
+
+
+def test_ids_with_other_inverse_indices_are_none_like_the_first() -> None:
+    def ids(inverse: torch.Tensor | None) -> Any:
+        tensors = {"lengths": FIRST.lengths(), "inverse_indices": None if inverse is None else (["f", "g"], inverse)}
+        return _batch(KeyedJaggedTensor(["f", "g"], FIRST.values(), **tensors))
+
+    static = StaticBatch(ids(torch.zeros(2, 2).long()), CPU, RANGES)
+    inverses = [torch.ones(2, 2).long(), torch.zeros(2, 3).long(), None]
+    assert [static.takes(ids(each)) for each in inverses] == [True, False, False]
+    static.fill(ids(inverses[0]))
+    assert_same(leaves_of(static.batch)["sparse"].inverse_indices()[1], inverses[0], "inverse indices")
 
 
 def test_tensors_are_told_apart_by_their_names() -> None:

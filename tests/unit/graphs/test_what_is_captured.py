@@ -101,7 +101,9 @@ def test_tables_of_torchrecs_are_not_captured(world_of_one: dist.ProcessGroup) -
     assert why_not_captured(nn.Linear(2, 2)) == none
     assert why_not_captured(stock) == none
     beside = nn.ModuleList([_shard(ours, world_of_one, FUSED), stock])
-    assert why_not_captured(beside) == "ShardedEmbeddingBagCollection is TorchRec's own, which waits for the host"
+    assert why_not_captured(beside) == (
+        "EmbeddingBagCollection 1, with tables one, stays with TorchRec, which waits for the host"
+    )
     some = _shard(ours, world_of_one, FUSED, row_wise())
     assert why_not_captured(some) == "table two stays with TorchRec, with compute kernel dense"
     nothing = _shard(ours, world_of_one, data_parallel())
@@ -110,7 +112,7 @@ def test_tables_of_torchrecs_are_not_captured(world_of_one: dist.ProcessGroup) -
 
 @pytest.mark.parametrize(
     ("rows", "reason"),
-    [(DataType.FP32, None), (DataType.FP16, "its data-parallel tables stay with TorchRec: rows of type FP16")],
+    [(DataType.FP32, None), (DataType.FP16, "data-parallel table two stays with TorchRec: rows of type FP16")],
 )
 def test_data_parallel_tables_are_captured(world_of_one: dist.ProcessGroup, rows: DataType, reason: str | None) -> None:
     module = _shard(OverlapEmbeddingBagCollectionSharder(), world_of_one, FUSED, data_parallel(), rows=rows)
@@ -125,7 +127,7 @@ def test_ids_of_data_parallel_tables_are_checked_as_the_sharder_says(
     module: Any = _shard(OverlapEmbeddingBagCollectionSharder(params), world_of_one, data_parallel())
     tables = ReplicatedTables.of(module._embedding_shardings, module._lookups)
     plain = BoundsCheckMode.FATAL if mode == BoundsCheckMode.V2_FATAL else mode
-    assert tables.bounds_check == (BoundsCheckMode.WARNING if plain is None else plain)
+    assert tables.bounds_checks == [BoundsCheckMode.WARNING if plain is None else plain]
 
 
 def test_what_cannot_be_one_flat_tensor_is_not_captured(world_of_one: dist.ProcessGroup) -> None:

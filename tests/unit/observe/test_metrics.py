@@ -16,6 +16,8 @@ from dlrm_overlap.observe.result_files import (
     read_summary,
     write_step_ms,
 )
+from dlrm_overlap.observe.running import RunningMetrics
+from dlrm_overlap.train.model import Loss
 from tests.conftest import file_limit
 
 
@@ -46,6 +48,51 @@ def test_a_logit_that_is_nan_leaves_nothing_defined() -> None:
     result = evaluation_metrics(torch.tensor([math.nan, 1.0, -1.0]), torch.tensor([0.0, 1, 0]))
     assert all(math.isnan(value) for value in result.values())
     assert evaluation_metrics(torch.tensor([math.inf, 1.0, -1.0]), torch.tensor([1.0, 1, 0]))["auroc"] == 1
+
+
+@pytest.mark.usefixtures("world_of_one")
+@pytest.mark.parametrize("labels", [1, 2])
+def test_sums_over_steps_give_the_metrics_of_all_their_predictions(labels: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    names, shape = ["click", "purchase"][:labels], (500, labels) if labels > 1 else (500,)
+    running, seen = RunningMetrics(names, 500, 3, torch.device("cpu")), []
+    for steps in (3, 1, 4):  # as many as are held at once, fewer, and more
+        window = []
+        for _ in range(steps):
+            logits = torch.randn(shape, generator=generator) * 3 - 1
+            window.append((logits, (torch.rand(shape, generator=generator) < logits.sigmoid()).float()))
+            running.add(*window[-1])
+        seen += window
+        taken = running.take()
+        for prefix, some in (("", window), ("lifetime_", seen)):
+            exact = evaluation_metrics(*map(torch.cat, zip(*some, strict=True)), names, [1.0] * labels)  # pyright: ignore[reportCallIssue]
+            wanted = {key: value for key, value in exact.items() if not key.startswith(("loss", "accuracy"))}
+            assert {f"{prefix}{key}" for key in wanted} < taken.keys()
+            for key, value in wanted.items():
+                assert taken[f"{prefix}{key}"] == pytest.approx(value, abs=2e-4 if "auroc" in key else 1e-6), key
+    resumed = RunningMetrics(names, 500, 3, torch.device("cpu"))
+    resumed.load(json.loads(json.dumps(running.state())))
+    assert resumed.lifetime() == running.lifetime()
+    running.add(torch.full(shape, math.nan), torch.zeros(shape))
+    assert math.isnan(running.take()["ne"])
+    assert all(math.isnan(value) for key, value in running.take().items() if not key.startswith("lifetime")), "no step"
+
+
+def test_metrics_of_several_labels_are_means_and_the_weighted_sum_of_losses() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits, labels = torch.randn(90, 2, generator=generator), (torch.rand(90, 2, generator=generator) < 0.4).float()
+    found = evaluation_metrics(logits, labels, ["a", "b"], [1.0, 0.25])
+    each = [evaluation_metrics(logits[:, i], labels[:, i]) for i in range(2)]
+    assert found["loss"] == pytest.approx(each[0]["loss"] + each[1]["loss"] / 4)
+    assert found["loss"] == pytest.approx(Loss([1.0, 0.25])(logits, labels).item())
+    assert (
+        found["calibration/b"]
+        == each[1]["calibration"]
+        == pytest.approx((logits[:, 1].sigmoid().sum() / labels[:, 1].sum()).item())
+    )
+    for key in ("auroc", "ne", "calibration", "accuracy"):
+        assert found[key] == pytest.approx((each[0][key] + each[1][key]) / 2)
+        assert [found[f"{key}/a"], found[f"{key}/b"]] == [metrics[key] for metrics in each]
 
 
 def test_step_timer_gives_each_step_once() -> None:

@@ -50,7 +50,7 @@ def refusal(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         ("bench nothing", ["known: input"]),
         ("bench", ["bench: no benchmark is named; known: input"]),
         ("train", ["data.tables.count: null", "--config quickstart"]),
-        ("prepare", ["missing on the command line: criteo, IN, OUT; see --help"]),
+        ("prepare", ["missing on the command line: table|criteo, IN, OUT; see --help"]),
         ("prepare criteo in", ["missing on the command line: OUT; see --help"]),
         ("checkpoint", ["missing on the command line: show|verify|export, PATH; see --help"]),
         ("trace", ["missing on the command line: TRACE; see --help"]),
@@ -107,7 +107,7 @@ def refusal(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         ("trace {tmp}/no_such.json", ["No such file"]),
         ("trace {tmp}", ["Is a directory"]),
         ("prepare criteo no/such.txt out", ["no/such.txt"]),
-        ("prepare criteo {tmp}/text.tsv out --rows 99999999999", ["--rows: 99999999999 must be", "below 2147483648"]),
+        ("prepare criteo {tmp}/text.tsv out --rows 99999999999", ["rows: 99999999999 must be below 2147483648"]),
         ("prepare criteo {tmp}/text.tsv {tmp}/empty.yaml", ["empty.yaml: cannot be written (there is a file"]),
         ("prepare avazu in out", ["criteo"]),
         ("prepare criteo in out --rows 5 --min_count 2", ["exclude each other"]),
@@ -228,4 +228,4 @@ def test_data_that_is_not_there_is_refused_before_a_rank_starts(
 
 def test_fewer_dense_features_than_the_files_have(capsys: pytest.CaptureFixture[str]) -> None:
     line = refusal(["train", "--data.kind", "criteo_npy", "--data.path", "x", "--data.dense_features", "10"], capsys)
-    assert "data.dense_features: 10, but a sample of data.kind criteo_npy has 13; leave the key out, and fill" in line
+    assert "data.dense_features: 10, but a sample of data.kind criteo_npy has 13; leave the key out, or set" in line

@@ -25,7 +25,7 @@ def _run(folder: Path, *options: str) -> Config:
 
 def _checkpointer(folder: Path, config: Config, world_size: int) -> Checkpointer:
     settings = trained_with(config, config.train.samples_per_rank(world_size) * world_size)
-    return Checkpointer(folder, 2, checkpoint_shape(config, ROWS), settings)
+    return Checkpointer(folder, 2, checkpoint_shape(config, ROWS, config.data.dense_features), settings)
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def test_another_model_is_refused_with_all_that_differs(checkpoint: Path) -> Non
     other = "--model.dim 8 --model.bottom_mlp [8] --train.optimizer adam --embedding.weight_dtype fp16"
     config = _config(*other.split(), "--checkpoint.resume", str(checkpoint))
     with pytest.raises(InputError) as error:
-        check_resume_fits(config, [10, 21], 1024)
+        check_resume_fits(config, [10, 21], 13, 1024)
     for difference in (
         "model.dim 16, this run has 8",
         "model.bottom_mlp [64, 16], this run has [8]",
@@ -82,8 +82,8 @@ def test_another_model_is_refused_with_all_that_differs(checkpoint: Path) -> Non
     ):
         assert difference in str(error.value)
     with pytest.raises(InputError, match="global_batch_size 1024, now 7"):
-        check_resume_fits(_config("--checkpoint.resume", str(checkpoint)), ROWS, 7)
-    check_resume_fits(_config("--checkpoint.resume", str(checkpoint)), ROWS, 1024)
+        check_resume_fits(_config("--checkpoint.resume", str(checkpoint)), ROWS, 13, 7)
+    check_resume_fits(_config("--checkpoint.resume", str(checkpoint)), ROWS, 13, 1024)
 
 
 def test_all_that_differs_is_reported(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -9,6 +9,7 @@ from dlrm_overlap.config import (
     EmbeddingConfig,
     InputError,
     ModelConfig,
+    SequenceConfig,
     TablesConfig,
     TrainConfig,
     parse_multi_hot,
@@ -55,6 +56,7 @@ def test_number_of_tables() -> None:
     [
         ({"rows": [1, 2], "multi_hot": [1, 1, 1]}, "must agree on the number of tables"),
         ({"count": 3, "rows": [1, 2]}, "2 values for 3 tables"),
+        ({"rows": [1, 2], "half_life": [1]}, "must agree on the number of tables"),
     ],
 )
 def test_tables_refuse(arguments: dict, message: str) -> None:
@@ -91,7 +93,6 @@ def test_endless_data_needs_steps() -> None:
         ({"dim": 18, "bottom_mlp": [18]}, "multiple of 4"),
         ({"dim": 16, "bottom_mlp": [32, 8]}, r"must end in model\.dim, 16"),
         ({"top_mlp": [1]}, "must have a hidden layer"),
-        ({"top_mlp": [8, 2]}, "end in 1"),
     ],
 )
 def test_model_refuses(arguments: dict, message: str) -> None:
@@ -112,6 +113,22 @@ def test_embedding_refuses(arguments: dict, message: str) -> None:
     with pytest.raises(InputError, match=message):
         EmbeddingConfig(**arguments)
     assert EmbeddingConfig(backward="atomic", optimizer="sgd").backward == "atomic"
+
+
+@pytest.mark.parametrize(
+    ("sequence", "message"),
+    [
+        ({"history": 1, "candidate": 1}, r"model\.sequence\.candidate: 1 is the history itself"),
+        ({"history": 3}, r"model\.sequence\.history: 3 is no table; the 3 count from 0"),
+        ({"history": 1, "candidate": 3}, r"model\.sequence\.candidate: 3 is no table; the 3 count from 0"),
+        ({"positions": 5}, r"positions: 5 has no effect while all tables are pooled; set model\.sequence\.history"),
+    ],
+)
+def test_a_history_is_a_table_beside_the_candidates(sequence: dict, message: str) -> None:
+    data, train = DataConfig(tables=TablesConfig(count=3, rows=3)), TrainConfig(steps=1)
+    with pytest.raises(InputError, match=message):
+        Config(model=ModelConfig(sequence=SequenceConfig(**sequence)), data=data, train=train)
+    Config(model=ModelConfig(sequence=SequenceConfig(history=2)), data=data, train=train)
 
 
 def test_ranks_share_the_global_batch() -> None:

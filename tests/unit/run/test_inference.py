@@ -32,6 +32,7 @@ DCN = ["--model.arch", "dcn", "--model.cross_layers", "2", "--model.cross_rank",
 MODELS = {
     "dot": ["--embedding.data_parallel_rows", "5"],
     "dcn, fp16": [*DCN, "--embedding.weight_dtype", "fp16"],
+    "history": ["--model.sequence.history", "1", "--model.sequence.candidate", "2", "--model.sequence.positions", "1"],
 }
 TOLERANCE = 1e-5  # of logits: sums in another order
 
@@ -67,7 +68,9 @@ def _batches(config: Config) -> list[Batch]:
 
 
 @pytest.mark.parametrize(
-    "options", [MODELS["dot"], pytest.param(MODELS["dcn, fp16"], marks=pytest.mark.slow)], ids=MODELS
+    "options",
+    [MODELS["dot"], pytest.param(MODELS["dcn, fp16"], marks=pytest.mark.slow), MODELS["history"]],
+    ids=MODELS,
 )
 def test_predicts_what_the_trainer_does(tmp_path: Path, options: list[str]) -> None:
     trainer, path = _train(tmp_path, *TINY, *options)

@@ -12,13 +12,12 @@ import pytest
 import yaml
 
 from dlrm_overlap.config import Config, InputError, TablesConfig
-from dlrm_overlap.data.criteo import CriteoMultihot, CriteoNpy
-from dlrm_overlap.data.prepare_criteo import prepare_criteo
-from dlrm_overlap.data.prepared import read_meta
+from dlrm_overlap.data.criteo import CriteoMultihot
+from dlrm_overlap.data.prepared import Prepared, read_meta
 from dlrm_overlap.launching.files import LOCK_NAME, check_free
 from dlrm_overlap.launching.parsing import parse_config
 from dlrm_overlap.observe.result_files import MetricsFile, read_summary
-from tests.unit.data.criteo_lines import random_lines
+from tests.unit.data.criteo_lines import prepare_criteo, random_lines
 
 
 class _Evil:
@@ -91,7 +90,7 @@ def test_arrays_execute_nothing(tmp_path: Path, mark: Path, part: str) -> None:
         if not meta:
             (folder / "meta.json").unlink()
         with pytest.raises(InputError, match=rf"day_0_{part}\.npy"):
-            CriteoNpy(folder, TablesConfig(rows=50))
+            Prepared(folder, TablesConfig(rows=50))
         assert not mark.exists()
     np.load(folder / f"day_0_{part}.npy", allow_pickle=True)
     assert mark.exists(), "the file would, if it were loaded otherwise"
@@ -116,13 +115,14 @@ def test_members_of_an_archive_execute_nothing(tmp_path: Path, mark: Path) -> No
         (tmp_path / "day_0_dense.npy").write_bytes(b"\x93NUMPY\x01\x00" + size + header.encode() + b"\n" + bytes(80))
         np.save(tmp_path / "day_0_sparse.npy", np.zeros((20, 26), np.int32))
         with pytest.raises(InputError, match=r"day_0_dense\.npy: not a whole numpy file"):
-            CriteoNpy(tmp_path, TablesConfig(rows=50))
+            Prepared(tmp_path, TablesConfig(rows=50))
     assert not mark.exists()
 
 
 def test_a_vocabulary_executes_nothing(tmp_path: Path, mark: Path) -> None:
     folder = _write_days(tmp_path / "days")
-    np.savez(folder / "vocabulary.npz", *[np.array([_Evil(mark)])] * 26)
+    evil: dict[str, Any] = {f"C{t + 1}.keys": np.array([_Evil(mark)]) for t in range(26)}
+    np.savez(folder / "vocabulary.npz", **evil)
     (folder / "day_0_labels.npy").unlink()  # so that the day is made again, from the values that were counted
     with pytest.raises(InputError, match=r"vocabulary\.npz: not what .* writes .*; remove it and run again"):
         prepare_criteo(folder / "text.tsv", folder, min_count=1)

@@ -17,13 +17,14 @@ import pytest
 import torch
 
 from dlrm_overlap.config import InputError, TablesConfig
-from dlrm_overlap.data import prepare_criteo as module
+from dlrm_overlap.data import prepare as module
 from dlrm_overlap.data.batch import Batch
-from dlrm_overlap.data.criteo import CriteoNpy, CriteoText
-from dlrm_overlap.data.criteo_text import TextRows, read_rows
-from dlrm_overlap.data.prepare_criteo import prepare_criteo
-from dlrm_overlap.data.prepared import ValueCounter
+from dlrm_overlap.data.columns import Raw
+from dlrm_overlap.data.encoder import ValueCounter
+from dlrm_overlap.data.prepared import Prepared
+from dlrm_overlap.data.table_files import read_rows
 from tests.conftest import ROOT, run_cli
+from tests.unit.data.criteo_lines import criteo_text, prepare_criteo
 
 BLOCK = 2000
 
@@ -82,7 +83,7 @@ def test_prepared_arrays_equal_the_text(source: Path, target: Path, block_bytes:
     meta = prepare_criteo(source, target, rows=13, block_bytes=block_bytes)
     assert [(day.name, day.samples) for day in meta.days] == [("day_0", 40), ("day_1.gz", 25), ("day_10", 30)]
     assert {file.name for file in target.iterdir()} == parts(0, 1, 2) | {"meta.json"}
-    arrays, samples = CriteoNpy(target, TablesConfig()), CriteoText(source, TablesConfig(rows=13))
+    arrays, samples = Prepared(target, TablesConfig()), criteo_text(source, TablesConfig(rows=13))
     assert arrays.rows == samples.rows == meta.rows == [13] * 26
     assert arrays.num_samples == samples.num_samples == 95
     assert_equal(arrays.read(30, 100), samples.read(30, 100))
@@ -101,7 +102,7 @@ def test_rows_by_frequency_agree_with_plain_python(
     lines = [
         line.split(b"\t")[14:] for part in [*lines, (source / "day_10").read_bytes()] for line in part.split(b"\n")
     ]
-    data = CriteoNpy(target, TablesConfig())
+    data = Prepared(target, TablesConfig())
     ids = data.read(0, 95).sparse.values().reshape(26, 95).tolist()
     for t in range(26):
         column = [line[t] for line in lines]
@@ -111,6 +112,9 @@ def test_rows_by_frequency_agree_with_plain_python(
         assert ids[t] == [rows.get(int(value, 16), 1) if value else 0 for value in column], t
         assert data.rows[t] == 2 + len(known)
     assert meta.rows == data.rows
+    with np.load(target / "vocabulary.npz") as vocabulary:
+        assert vocabulary["C26.keys"].tolist() == known
+        assert vocabulary["C26.counts"].tolist() == [counts[value] for value in known]
 
 
 @pytest.mark.parametrize("mode", [{"rows": 13}, {"min_count": 2}])
@@ -130,7 +134,7 @@ def test_a_crash_costs_only_the_day_it_hits(
     prepare_criteo(source, tmp_path / "uninterrupted", **mode)
     passes = Counter()
 
-    def crashing(file: Path, *args) -> Iterator[TextRows]:
+    def crashing(file: Path, *args) -> Iterator[Raw]:
         passes[file.name] += 1
         for block, rows in enumerate(read_rows(file, *args)):
             if file.name == "day_1.gz" and passes[file.name] == len(mode.keys() & {"min_count"}) + 1 and block == 2:
@@ -143,7 +147,7 @@ def test_a_crash_costs_only_the_day_it_hits(
     before = snapshot(target)
     assert set(before) - {"vocabulary.npz"} == parts(0) | {"meta.json"}
     with pytest.raises(InputError, match=r"prepare. did not finish day_1.gz; run it again"):
-        CriteoNpy(target, TablesConfig())
+        Prepared(target, TablesConfig())
     # What a kill leaves, which runs no `finally`.
     (target / ".day_1_dense.npy.tmp").write_bytes(b"half")
 
@@ -180,7 +184,7 @@ def test_a_new_day_is_added(source: Path, target: Path, mode: dict[str, Any], ex
     (source / "day_11").write_bytes(text(5, 9))
     prepare_criteo(source, target, **mode)
     assert redone(before, snapshot(target)) == expected
-    assert CriteoNpy(target, TablesConfig()).num_samples == 100
+    assert Prepared(target, TablesConfig()).num_samples == 100
 
 
 @pytest.mark.parametrize("damage", ["cut", "gone", "shorter"])
@@ -195,7 +199,7 @@ def test_a_damaged_day_is_redone(source: Path, target: Path, damage: str) -> Non
     else:
         np.save(file, np.zeros((24, 1), np.int32))
     with pytest.raises(InputError, match="day_1"):
-        CriteoNpy(target, TablesConfig())
+        Prepared(target, TablesConfig())
     prepare_criteo(source, target, rows=13)
     assert redone(before, snapshot(target)) == parts(1)
     assert contents(target) == complete
@@ -207,7 +211,7 @@ def test_two_at_once_do_not_write_into_one_folder(
     prepare_criteo(source, tmp_path / "alone", rows=13)
     refused = []
 
-    def beside(file: Path, *args) -> Iterator[TextRows]:
+    def beside(file: Path, *args) -> Iterator[Raw]:
         monkeypatch.undo()
         for rows in read_rows(file, *args):
             with pytest.raises(InputError, match=rf"in use by process {os.getpid()} on \S+, since .*; wait") as error:
@@ -254,16 +258,18 @@ _SLOW_PREPARE = """
 import sys, time
 from pathlib import Path
 from dlrm_overlap.config import InputError
-from dlrm_overlap.data import prepare_criteo as module
+from dlrm_overlap.data import prepare as module
+from dlrm_overlap.data.schema import criteo_schema
 parse = module.read_rows
-def pausing(file, block_bytes, on_read, skip):
-    for rows in parse(file, 1 << 15, on_read, skip):
+def pausing(file, schema, skip, block_bytes, on_read):
+    for rows in parse(file, schema, skip, 1 << 15, on_read):
         time.sleep(0.05)
         yield rows
 module.read_rows = pausing
-option, value = sys.argv[3].removeprefix("--"), int(sys.argv[4])
+hashed = sys.argv[3] == "--rows"
+schema = criteo_schema([int(sys.argv[4])] * 26 if hashed else None, None if hashed else int(sys.argv[4]))
 try:
-    module.prepare_criteo(Path(sys.argv[1]), Path(sys.argv[2]), **{option: value})
+    module.prepare(Path(sys.argv[1]), Path(sys.argv[2]), schema)
 except InputError as error:
     sys.exit(str(error))
 """
@@ -271,34 +277,18 @@ except InputError as error:
 
 def test_a_malformed_line_leaves_no_part_of_its_day(source: Path, target: Path) -> None:
     (source / "day_10").write_bytes(text(30, 2) + b"\n0\t1")
-    with pytest.raises(InputError, match="day_10, line 31: 2 fields"):
+    with pytest.raises(InputError, match=r"day_10, line 31: .*Expected 40 columns, got 2"):
         prepare_criteo(source, target, rows=13, block_bytes=BLOCK)
     assert {file.name for file in target.iterdir()} == parts(0, 1) | {"meta.json"}
 
 
 @pytest.mark.parametrize(
-    ("mode", "rule"),
-    [
-        ({}, "give one of them"),
-        ({"rows": 3, "min_count": 3}, "give one of them"),
-        ({"rows": 0}, "at least 1"),
-        ({"min_count": -1}, "at least 1"),
-        ({"rows": 2**31}, "below 2147483648"),
-    ],
-)
-def test_wrong_arguments_are_refused(source: Path, target: Path, mode: dict[str, Any], rule: str) -> None:
-    with pytest.raises(InputError, match=rule):
-        prepare_criteo(source, target, **mode)
-    assert not target.exists()
-
-
-@pytest.mark.parametrize(
     ("case", "rule"),
     [
-        ("no text", "holds no train.txt"),
-        ("other rows", "prepared with --rows 13, not --rows 14; choose another"),
-        ("other mode", "prepared with --rows 13, not --min_count 2; choose another"),
-        ("fewer days", "holds 3 days, but there are 2 text files; choose another"),
+        ("no text", "holds no file of a name like"),
+        ("other rows", "prepared with other categorical; choose another"),
+        ("other mode", "prepared with other categorical; choose another"),
+        ("fewer days", "holds 3 days, but there are 2 files; choose another"),
         ("other maker", "holds day files of another making; choose another"),
         ("no meta", "not what .* writes .*; choose another"),
         ("a file", "cannot be written"),
@@ -332,5 +322,5 @@ def test_arrays_without_rows_are_refused(source: Path, target: Path) -> None:
     prepare_criteo(source, target, rows=13)
     (target / "meta.json").unlink()
     with pytest.raises(InputError, match=r"data.tables.rows: null, and .* no meta.json"):
-        CriteoNpy(target, TablesConfig())
-    assert CriteoNpy(target, TablesConfig(rows=20, max_rows=10)).rows == [10] * 26
+        Prepared(target, TablesConfig())
+    assert Prepared(target, TablesConfig(rows=20, max_rows=10)).rows == [10] * 26

@@ -1,0 +1,146 @@
+"""Turns files of samples into arrays that training maps from disk: `dlrm-overlap prepare`.
+
+File i of IN, in natural order, becomes OUT's day i (`prepared`). One process at a time writes to OUT. A schema says how
+ids are made: by a hash of the value, or from a vocabulary, which is learnt of all files first and kept in
+vocabulary.npz beside the days (`encoder`). Days that another run prepares have other vocabularies, so the samples to
+evaluate on must be held out of the same days.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from dlrm_overlap.config import InputError
+from dlrm_overlap.data.columns import Raw
+from dlrm_overlap.data.encoder import VOCABULARY, Encoder, Learnt, learn
+from dlrm_overlap.data.prepared import HELD_OUT, DayWriter, Meta, SourceDay, is_whole, read_meta, write_meta
+from dlrm_overlap.data.schema import Schema
+from dlrm_overlap.data.table_files import BLOCK_BYTES, read_rows, table_files
+from dlrm_overlap.launching.files import hold_folder, remove_temporaries
+
+
+def prepare(
+    source: Path, target: Path, schema: Schema, skip_bad_rows: bool = False, block_bytes: int = BLOCK_BYTES
+) -> Meta:
+    """Turn the files at `source` into the days of the folder `target`, and return its meta.json.
+
+    It takes some ten times `block_bytes` of memory; to learn vocabularies, also 16 bytes for each distinct value of
+    every table, and about five times those of one table while it merges them. With `skip_bad_rows`, bad rows are left
+    out, and counted in meta.json.
+
+    Started again, it keeps each day whose source has the same name, size and time of modification, and whose files are
+    whole. Where something is learnt, a change of any source makes all days anew. Files appear whole or not at all. On a
+    terminal, a bar on standard error shows the bytes read.
+
+    Raises:
+        InputError: if there are no files or a bad row, or if `target` cannot be written to, is being written to by
+            another process, or holds days of another making.
+    """
+    files = table_files(source, schema)
+    stats = [file.stat() for file in files]
+    days = [SourceDay(file.name, stat.st_size, stat.st_mtime_ns) for file, stat in zip(files, stats, strict=True)]
+    rows = None if schema.learns else Encoder(schema, Learnt()).rows
+    wanted = Meta(schema.as_dict(), rows, days)
+    found = read_meta(target)
+    meta = _resume(target, found, wanted, schema)
+    if all(day.samples is not None for day in meta.days):
+        return meta
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        with hold_folder(target, "prepare") as is_alone:
+            if is_alone:
+                remove_temporaries(target)
+                remove_temporaries(target / HELD_OUT)
+            if (now := read_meta(target)) != found:  # another process has just been at work
+                meta = _resume(target, now, wanted, schema)
+            return _make(files, target, meta, schema, skip_bad_rows, block_bytes)
+    except OSError as error:
+        reason = "there is a file of that name" if isinstance(error, FileExistsError) else error.strerror
+        raise InputError(f"{target}: cannot be written ({reason}); free it or choose another, and run again") from error
+
+
+def _make(files: Sequence[Path], target: Path, meta: Meta, schema: Schema, skip: bool, block_bytes: int) -> Meta:
+    """Make the days of `meta` that are not done, and return the meta.json that says so. The folder's lock is held."""
+    pending = [i for i, day in enumerate(meta.days) if day.samples is None]
+    if not pending:
+        return meta
+    write_meta(target, meta)
+    with _progress_bar() as bar:
+        if meta.rows is None:
+            on_read = _watch(bar, "counting values", meta.days)
+            learnt = learn(
+                (raw for file in files for raw in read_rows(file, schema, skip, block_bytes, on_read)), schema
+            )
+            learnt.write(target)
+            meta = replace(meta, rows=Encoder(schema, learnt).rows)
+            write_meta(target, meta)
+        encoder = Encoder(schema, Learnt.read(target, schema) if schema.learns else Learnt())
+        on_read = _watch(bar, "writing days", [meta.days[i] for i in pending])
+        for i in pending:
+            blocks = read_rows(files[i], schema, skip, block_bytes, on_read)
+            meta.days[i] = replace(meta.days[i], **_write_day(blocks, target, i, schema, encoder))
+            write_meta(target, meta)
+    return meta
+
+
+def _resume(target: Path, found: Meta | None, wanted: Meta, schema: Schema) -> Meta:
+    """Return `wanted`, with the days that the folder already holds marked as done; `found` is its meta.json."""
+    if found is None:
+        if any(target.glob("day_*_*.npy")):
+            raise InputError(f"{target}: holds day files of another making; choose another folder")
+        return wanted
+    if found.schema != wanted.schema:
+        key = next(key for key, value in wanted.schema.items() if found.schema.get(key) != value)
+        raise InputError(f"{target}: was prepared with other {key}; choose another folder or delete this one")
+    if len(found.days) > len(wanted.days):
+        raise InputError(
+            f"{target}: holds {len(found.days)} days, but there are {len(wanted.days)} files; choose another folder or "
+            f"delete this one"
+        )
+    fresh = [replace(old, samples=None, held_out=0, skipped=0) for old in found.days]
+    same = [old == new for old, new in zip(fresh, wanted.days, strict=False)]
+    counted = all(same) and len(same) == len(wanted.days) and (target / VOCABULARY).exists()
+    if schema.learns and not counted:
+        return wanted  # its rows are None, so values are counted anew
+    days = list(wanted.days)
+    for i, old in enumerate(found.days):
+        if same[i] and is_whole(target, i, old, schema):
+            days[i] = old
+    return replace(wanted, rows=found.rows, days=days)
+
+
+def _write_day(blocks: Iterator[Raw], target: Path, day: int, schema: Schema, encoder: Encoder) -> dict[str, Any]:
+    """Write a day's files; return what `SourceDay` is to say of them."""
+    skipped = 0
+    with ExitStack() as stack:
+        written = stack.enter_context(DayWriter(target, day, schema))
+        held_out = None
+        if schema.time:
+            (target / HELD_OUT).mkdir(exist_ok=True)
+            held_out = stack.enter_context(DayWriter(target / HELD_OUT, day, schema))
+        for raw in blocks:
+            skipped += raw.skipped
+            if held_out is not None:
+                held_out.add(encoder.encode(raw.take(raw.held_out), ""))
+                raw = raw.take(~raw.held_out)
+            written.add(encoder.encode(raw, ""))
+        for each in (written, held_out) if held_out is not None else (written,):
+            each.finish()
+    return {"samples": written.samples, "held_out": held_out.samples if held_out else 0, "skipped": skipped}
+
+
+def _progress_bar() -> Progress:
+    console = Console(stderr=True)
+    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
+    return Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal)
+
+
+def _watch(bar: Progress, what: str, days: Sequence[SourceDay]) -> Callable[[int], object]:
+    """Return a function that advances the bar by the bytes it is called with, as `read_rows` calls it."""
+    task = bar.add_task(what, total=sum(day.size_bytes for day in days))
+    return lambda size: bar.advance(task, size)

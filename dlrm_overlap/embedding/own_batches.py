@@ -1,0 +1,65 @@
+"""Features with batches of their own, TorchRec's variable batch: a feature has a bag once that several samples share.
+
+Such ids come with inverse indices [F, B]: which of feature f's bags is that of sample s. Exchanges take as many bags of
+each feature. So empty bags are added, and pooled embeddings are taken by the inverse indices once they have arrived.
+
+Example: 3 samples; f has the bags [5], [7], the samples' are number 0, 1, 0; g has [1] [2] [3]. The bags of f become
+[5] [7] [], and of its pooled embeddings, rows 5, 7 and 0, the samples get 5, 7, 5.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+
+from dlrm_overlap.config import InputError
+
+InverseIndices = tuple[list[str], torch.Tensor]
+"""as in TorchRec's KeyedJaggedTensor: F features, and [F, B] int64"""
+
+
+def with_even_batches(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """Return a rank's ids with a bag a sample for each feature; they are the same if they have no batches of their own.
+
+    Raises:
+        InputError: if they have, without inverse indices.
+    """
+    if not features.variable_stride_per_key():
+        return features
+    if (inverse := features.inverse_indices_or_none()) is None:
+        raise InputError(
+            "ids: features have batches of their own, but the KeyedJaggedTensor has no inverse_indices; give it those "
+            "of every sample"
+        )
+    sizes = features.stride_per_key()
+    samples = max(*sizes, inverse[1].shape[1])
+    lengths = _lengths(features, sizes, [samples] * len(sizes))
+    tensors = features.values(), features.weights_or_none()
+    return KeyedJaggedTensor(features.keys(), *tensors, lengths=lengths, stride=samples, inverse_indices=inverse)
+
+
+def with_even_batches_of_ranks(ids: KeyedJaggedTensor, batch_sizes: Sequence[int]) -> KeyedJaggedTensor:
+    """Return an owner's ids with as many bags of a rank for each feature, `batch_sizes` by rank."""
+    sizes = [size for of_ranks in ids.stride_per_key_per_rank() for size in of_ranks]
+    lengths = _lengths(ids, sizes, [*batch_sizes] * len(ids.keys()))
+    return KeyedJaggedTensor(ids.keys(), ids.values(), ids.weights_or_none(), lengths=lengths, stride=sum(batch_sizes))
+
+
+def _lengths(ids: KeyedJaggedTensor, sizes: Sequence[int], rooms: Sequence[int]) -> torch.Tensor:
+    """Return the lengths of bags in blocks of `sizes`, after which empty bags are added up to `rooms`."""
+    here, there = (torch.tensor(each, device="cpu") for each in (sizes, rooms))
+    moves = (there.cumsum(0) - there) - (here.cumsum(0) - here)
+    places = torch.arange(int(here.sum()), device="cpu") + moves.repeat_interleave(here)
+    lengths = ids.lengths()
+    return lengths.new_zeros(sum(rooms)).index_copy_(0, places.to(lengths.device, non_blocking=True), lengths)
+
+
+def of_samples(pooled: KeyedTensor, inverse: InverseIndices) -> KeyedTensor:
+    """Return the pooled embeddings [B, D_total] of the samples, out of those of the features' bags."""
+    keys, (features, bags) = pooled.keys(), inverse
+    numbers = {feature: number for number, feature in enumerate(features)}
+    # A name is the feature's or, where several tables pool it, the feature's with "@" and the table's.
+    rows = [bags[numbers[key if key in numbers else key.rpartition("@")[0]]] for key in keys]
+    columns = pooled.values().split(pooled.length_per_key(), dim=1)
+    values = torch.cat([column.index_select(0, row) for column, row in zip(columns, rows, strict=True)], dim=1)
+    return KeyedTensor(keys, pooled.length_per_key(), values)

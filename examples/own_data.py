@@ -1,0 +1,68 @@
+"""Trains on a table of one's own, from the files to an evaluated model: three commands, which this program calls.
+
+    python examples/own_data.py --folder own_data --nproc 2        # on GPUs, or on a CPU where there are none
+
+The table has 40 columns: two labels, a day, 8 numbers, 28 texts and a list. It is made here, as a Parquet file; a CSV
+file of the same columns gives the same samples. docs/configuration.md describes schemas.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+from pyarrow import parquet
+
+from dlrm_overlap.cli import main
+
+NUMBERS, TEXTS = [f"number_{i}" for i in range(8)], [f"text_{i}" for i in range(28)]
+SCHEMA = "\n".join(
+    [
+        "labels:",
+        "  click: {}",
+        "  purchase: {weight: 0.5}",
+        "dense:",
+        *(f"  {name}: {{transform: standardised}}" for name in NUMBERS),
+        "categorical:",
+        "  words: {list: true, rows: 500, longest: 5}",
+        *(f"  {name}: {{min_count: 3}}" for name in TEXTS[:14]),  # a vocabulary, which `prepare` learns
+        *(f"  {name}: {{rows: 200}}" for name in TEXTS[14:]),  # a hash
+        "time: {column: day, held_out_from: 6}",
+    ]
+)
+
+
+def make_table(rows: int) -> pa.Table:
+    """Return samples whose labels depend on the first number, the first text and the words."""
+    rng = np.random.default_rng(0)
+    numbers, texts = rng.normal(100, 5, (8, rows)), rng.zipf(1.5, (28, rows)) % 100
+    words = [[f"w{word}" for word in rng.integers(0, 50, rng.integers(0, 8))] for _ in range(rows)]
+    score = (numbers[0] - 100) / 5 + (texts[0] % 3 - 1.0) + [("w1" in each) - 0.1 for each in words]
+    columns = {"click": rng.random(rows) < 1 / (1 + np.exp(-score))}
+    columns["purchase"] = columns["click"] & (rng.random(rows) < 0.3)
+    columns = {name: column.astype(np.int8) for name, column in columns.items()} | {"day": np.arange(rows) * 7 // rows}
+    columns |= dict(zip(NUMBERS, numbers, strict=True))
+    columns |= {name: [f"v{value}" for value in each] for name, each in zip(TEXTS, texts, strict=True)}
+    return pa.table(columns | {"words": words})
+
+
+def run(folder: Path, rows: int, options: list[str]) -> int:
+    """Write the table and its schema to `folder`, prepare it, and train; `options` are of `dlrm-overlap train`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    parquet.write_table(make_table(rows), folder / "samples.parquet")
+    (folder / "schema.yaml").write_text(SCHEMA + "\n")
+    table, days = str(folder / "samples.parquet"), str(folder / "days")
+    if code := main(["prepare", "table", table, days, "--schema", str(folder / "schema.yaml")]):
+        return code
+    source = ["--data.kind", "prepared", "--data.path", days]
+    model = ["--model.top_mlp", "[64, 32, 2]"]  # a logit for each label
+    return main(["train", *source, *model, "--log.dir", str(folder / "runs"), *options])
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Train on a table of one's own; other options are those of train.")
+    parser.add_argument("--folder", type=Path, default=Path("own_data"))
+    parser.add_argument("--rows", type=int, default=20_000)
+    known, rest = parser.parse_known_args()
+    sys.exit(run(known.folder, known.rows, rest))

@@ -1,0 +1,129 @@
+"""Features with batches of their own: each step is exchanged and captured, and trains as stock TorchRec does.
+
+Stock gets a bag for each sample, since on a CPU its lookups (FBGEMM's) take no such batches.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.sharding_plan import row_wise
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+
+from dlrm_overlap.config import InputError
+from dlrm_overlap.data.batch import Batch
+from dlrm_overlap.embedding.id_layout import BatchBound
+from dlrm_overlap.embedding.own_batches import of_samples, with_even_batches, with_even_batches_of_ranks
+from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder
+from tests.agreement import WEIGHT_TOLERANCE, assert_all_near, assert_same
+from tests.distributed.captured import captures
+from tests.distributed.models import MEAN, SUM, Model, Tables, make_plan, train
+from tests.distributed.workers import logged_messages, run_ranks
+
+STEPS = 7
+BOUND = BatchBound(
+    4, dict.fromkeys("fghij", (0, 3))
+)  # one that is learnt from so few samples grows, and steps are eager
+TABLES: Tables = {
+    "whole": (20, 8, ["f", "g"], MEAN),
+    "shared": (20, 4, ["g"], SUM),
+    "columns": (30, 16, ["h"], SUM),
+}
+OTHERS: Tables = {"rows": (21, 8, ["i"], SUM), "mean_of_rows": (9, 4, ["j"], MEAN)}
+FEATURES = list("fghij")
+PLACES: Any = {"whole": [0], "shared": [1], "columns": [1, 0]}
+BY_ROWS: Any = dict.fromkeys(OTHERS, row_wise(compute_kernel="fused"))
+
+
+def _batches(samples: int) -> list[Batch]:
+    """Return batches in which f and i have few bags, h one for each sample, and g and j one or all in turns."""
+    generator, batches = torch.Generator().manual_seed(dist.get_rank()), []
+    for step in range(STEPS):
+        few, turns = 1 + (step + dist.get_rank()) % 3, samples if step % 2 else 1
+        sizes = [few, turns, samples, few, turns]
+        lengths = [torch.randint(0, 4, (size,), generator=generator) for size in sizes]
+        inverse = torch.stack([torch.randint(0, size, (samples,), generator=generator) for size in sizes])
+        ids = torch.randint(0, 9, (int(sum(each.sum() for each in lengths)),), generator=generator)
+        sparse = KeyedJaggedTensor(
+            FEATURES,
+            ids,
+            lengths=torch.cat(lengths),
+            stride_per_key_per_rank=[[size] for size in sizes],
+            inverse_indices=(FEATURES, inverse),
+        )
+        batches.append(Batch(torch.rand(samples, 1, generator=generator), sparse, torch.empty(0)))
+    return batches
+
+
+def _expanded(batch: Batch) -> Batch:
+    """Return the batch with a bag for each sample."""
+    values, lengths = [], []
+    for bags, of_feature in zip(batch.sparse.to_dict().values(), batch.sparse.inverse_indices()[1], strict=True):
+        every = bags.to_dense()
+        values += [every[int(number)] for number in of_feature]
+        lengths += [each.numel() for each in values[-len(of_feature) :]]
+    sparse = KeyedJaggedTensor(batch.sparse.keys(), torch.cat(values), lengths=torch.tensor(lengths))
+    return Batch(batch.dense, sparse, batch.labels)
+
+
+def _train(sharder: Any, pipeline: str, batches: list[Batch], bound: BatchBound | None = None) -> dict[str, Any]:
+    model = Model(TABLES, OTHERS)
+    plan = make_plan(model, PLACES, BY_ROWS, sharder)
+    return train(model, plan, sharder, batches, pipeline, bound=bound)
+
+
+def _check(_: Path) -> None:
+    params = {"learning_rate": 0.5}
+    whole = [_expanded(batch) for batch in _batches(4)]
+    stock, messages = _train(EmbeddingBagCollectionSharder(dict(params)), "none", whole), logged_messages()
+    for pipeline in ("none", "sparse_dist", "graph", "captured"):
+        if pipeline == "captured":
+            with captures() as taken:
+                ours = _train(OverlapEmbeddingBagCollectionSharder(dict(params)), "graph", _batches(4), BOUND)
+            assert taken == {"captured": 2, "replayed": STEPS - 5}, taken
+        else:
+            ours = _train(OverlapEmbeddingBagCollectionSharder(dict(params)), pipeline, _batches(4))
+        for step, pair in enumerate(zip(ours["outputs"], stock["outputs"], strict=True)):
+            assert_all_near(*pair, WEIGHT_TOLERANCE["fp32"], f"{pipeline}, step {step}, output")
+        assert_all_near(ours["weights"], stock["weights"], WEIGHT_TOLERANCE["fp32"], f"{pipeline}, weights")
+        assert not [message for message in messages if "TorchRec" in message], messages
+
+
+def test_they_are_trained_as_by_stock(tmp_path: Path) -> None:
+    run_ranks(_check, 2, tmp_path)
+
+
+def _ids(**more: Any) -> KeyedJaggedTensor:
+    values, lengths = torch.tensor([5, 7, 1, 2, 3]), torch.ones(5).int()
+    return KeyedJaggedTensor(["f", "g"], values, lengths=lengths, stride_per_key_per_rank=[[2], [3]], **more)
+
+
+def test_empty_bags_are_added_and_not_taken() -> None:
+    """The example of the module."""
+    inverse = ["g", "f"], torch.tensor([[0, 1, 2], [0, 1, 0]])
+    even = with_even_batches(_ids(inverse_indices=inverse))
+    assert even.stride_per_key() == [3, 3]
+    assert_same(even.lengths(), torch.tensor([1, 1, 0, 1, 1, 1]).int(), "lengths")
+    pooled = KeyedTensor(["f", "g@t"], [1, 1], torch.tensor([[5, 1], [7, 2], [0, 3]]))
+    assert_same(of_samples(pooled, inverse).values(), torch.tensor([[5, 1], [7, 2], [5, 3]]), "pooled")
+    assert with_even_batches(even) is even
+
+
+def test_bags_of_ranks_stay_with_their_rank() -> None:
+    ids = KeyedJaggedTensor(
+        ["f", "g"],
+        torch.arange(6),
+        lengths=torch.tensor([1, 2, 1, 2]),
+        stride_per_key_per_rank=[[1, 1], [0, 2]],
+    )
+    even = with_even_batches_of_ranks(ids, [2, 2])
+    assert_same(even.lengths(), torch.tensor([1, 0, 2, 0, 0, 0, 1, 2]), "lengths")
+    assert even.stride() == 4
+
+
+def test_without_inverse_indices_they_are_refused() -> None:
+    with pytest.raises(InputError, match="has no inverse_indices; give it those of every sample"):
+        with_even_batches(_ids())

@@ -1,0 +1,72 @@
+"""A table of one's own with several labels, from its file to an evaluated and an exported model."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from examples import own_data
+from tests.conftest import read_metrics, run_cli
+
+
+def train(folder: Path, name: str, steps: int, *options: str) -> dict[str, Any]:
+    """Train on 2 CPU processes; return the summary."""
+    source = ["--data.kind", "prepared", "--data.path", str(folder / "days"), "--model.top_mlp", "[64, 32, 2]"]
+    run = ["--log.dir", str(folder), "--log.name", name, "--log.every", "4", "--train.steps", str(steps)]
+    ranks = ["--nproc", "2", "--train.device", "cpu", "--train.batch_size", "64", "--data.workers", "1"]
+    done = run_cli("train", *source, *run, *ranks, *options)
+    assert done.returncode == 0, done.stderr
+    return json.loads((folder / name / "summary.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("own")
+    own_data.parquet.write_table(own_data.make_table(3000), folder / "samples.parquet")
+    (folder / "schema.yaml").write_text(own_data.SCHEMA)
+    paths = [str(folder / "samples.parquet"), str(folder / "days"), "--schema", str(folder / "schema.yaml")]
+    prepared = run_cli("prepare", "table", *paths)
+    assert prepared.returncode == 0, prepared.stderr
+    assert ": 2572 samples, 428 held out, " in prepared.stdout
+    train(folder, "torchrec", 16)
+    return folder
+
+
+@pytest.mark.parametrize("options", [["--embedding.backend", "pgas", "--train.pipeline", "graph"]])
+def test_other_backends_and_stopped_runs_log_the_same(folder: Path, options: list[str]) -> None:
+    train(folder, "graph", 8, *options)
+    summary = train(folder, "graph", 16, *options)  # goes on after step 8
+    whole = json.loads((folder / "torchrec" / "summary.json").read_text())
+    for key in ("loss", "auroc", "ne/click", "calibration/purchase", "lifetime_auroc/purchase", "lifetime_ne"):
+        expected, found = (read_metrics(folder / name, f"train/{key}") for name in ("torchrec", "graph"))
+        assert list(found) == [4, 8, 12, 16]
+        assert found == pytest.approx(expected, rel=2e-3), key
+    for key in ("train_ne", "train_auroc/click", "eval_loss", "eval_calibration", "eval_auroc/purchase"):
+        assert summary[key] == pytest.approx(whole[key], rel=2e-3), key
+
+
+def test_a_checkpoint_is_evaluated_and_exported_with_all_labels(folder: Path) -> None:
+    summary = json.loads((folder / "torchrec" / "summary.json").read_text())
+    checkpoint = str(folder / "torchrec" / "checkpoints" / "step_16")
+    done = run_cli("eval", "--checkpoint", checkpoint, "--output", str(folder / "eval.json"))
+    assert done.returncode == 0, done.stderr
+    assert "\npurchase: AUROC 0." in done.stdout
+    found = json.loads((folder / "eval.json").read_text())
+    for key in ("loss", "auroc", "ne/click", "calibration/purchase"):
+        assert found[key] == pytest.approx(summary[f"eval_{key}"], rel=1e-5)
+    done = run_cli("checkpoint", "export", checkpoint, str(folder / "model.pt2"), "--format", "inference")
+    assert done.returncode == 0, done.stderr
+    program = torch.export.load(folder / "model.pt2").module()
+    rows = 29
+    inputs = torch.zeros(3, 8), [torch.tensor([1, 0]) for _ in range(rows)], torch.tensor([[1, 0, 1]] * rows)
+    assert program(*inputs).shape == (3, 2)
+    assert json.loads((folder / "model.json").read_text())["outputs"]["probability"]["shape"] == ["batch", 2]
+
+
+def test_a_model_of_another_number_of_labels_is_refused(folder: Path) -> None:
+    source = ["--data.kind", "prepared", "--data.path", str(folder / "days"), "--train.device", "cpu"]
+    done = run_cli("train", *source, "--log.dir", str(folder), "--log.name", "refused", "--train.steps", "1")
+    assert done.returncode == 2
+    assert "model.top_mlp: [64, 32, 1] ends in 1, but a sample has 2 labels; end it in 2, a logit each" in done.stderr

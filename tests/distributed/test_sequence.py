@@ -1,0 +1,51 @@
+"""A model with histories on 2 processes: backends agree, a run goes on from a checkpoint, which evaluates the same."""
+
+from pathlib import Path
+
+import pytest
+
+from dlrm_overlap.config import Config
+from dlrm_overlap.train.evaluation import evaluate
+from tests.agreement import LOSS_TOLERANCE
+from tests.conftest import assert_losses_agree, configuration, read_metrics
+from tests.distributed.workers import ranks_here, run_ranks, train
+
+STEPS = 12
+
+
+def _config(folder: Path, name: str, *options: str) -> Config:
+    argv = ["--config", "configs/sequence.yaml", "--train.device", "cpu", "--train.steps", str(STEPS)]
+    argv += ["--train.batch_size", "64", "--train.eval_every", "0", "--data.eval_samples", "1000"]
+    argv += ["--log.dir", str(folder), "--log.name", name, "--log.every", "1", "--log.tensorboard", "false"]
+    return configuration(*argv, *options)
+
+
+def _work(folder: Path) -> None:
+    whole = train(_config(folder, "torchrec", "--checkpoint.every", "6", "--checkpoint.keep", "3"))
+    checkpoints = whole / "checkpoints"
+    for backend in ("pgas", "fused"):
+        train(_config(folder, backend, "--embedding.backend", backend, "--checkpoint.last", "false"))
+    start = ["--checkpoint.resume", str(checkpoints / "step_6"), "--checkpoint.last", "false"]
+    train(_config(folder, "goes_on", *start))
+    train(_config(folder, "goes_on_cut", *start, "--embedding.backend", "pgas", "--embedding.plan", "table_wise"))
+    found = evaluate(ranks_here(_config(folder, "eval")), checkpoints / f"step_{STEPS}")
+    assert found["auroc"] == read_metrics(whole, "eval/auroc")[STEPS]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sequence")
+    run_ranks(_work, 2, folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", ["pgas", "fused"])
+def test_backends_agree(runs: Path, name: str) -> None:
+    assert_losses_agree(runs / name, runs / "torchrec", LOSS_TOLERANCE["adagrad"])
+
+
+@pytest.mark.parametrize(("name", "tolerance"), [("goes_on", 0.0), ("goes_on_cut", LOSS_TOLERANCE["adagrad"])])
+def test_goes_on_after_a_checkpoint(runs: Path, name: str, tolerance: float) -> None:
+    losses, whole = (read_metrics(runs / each, "train/loss") for each in (name, "torchrec"))
+    assert list(losses) == list(range(7, STEPS + 1))
+    assert losses == pytest.approx({step: whole[step] for step in losses}, rel=tolerance, abs=0)

@@ -1,0 +1,409 @@
+"""Tables in the layouts of public data sets, as CSV, Parquet and Arrow: the same samples, and those of plain Python."""
+
+import csv
+import gzip
+import hashlib
+from collections import Counter
+from collections.abc import Callable
+from datetime import date, timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from pyarrow import feather, parquet
+
+from dlrm_overlap.config import DataConfig, InputError, TablesConfig
+from dlrm_overlap.data.batch import Batch, table_keys
+from dlrm_overlap.data.days import Days
+from dlrm_overlap.data.loader import make_loader, open_datasets
+from dlrm_overlap.data.prepare import prepare
+from dlrm_overlap.data.prepared import Prepared
+from dlrm_overlap.data.schema import Schema, read_schema
+from dlrm_overlap.data.tables import read_table
+from tests.unit.data.criteo_lines import assert_one_line, hash_plainly
+
+N = 120
+
+AVAZU = """
+labels: {click: {}}
+categorical:
+  %s
+time: {column: hour, held_out_from: 14102112}
+"""
+AVAZU_TEXTS = [f"{what}_{part}" for what in ("site", "app") for part in ("id", "domain", "category")]
+AVAZU_TEXTS += ["device_id", "device_ip", "device_model"]
+AVAZU_NUMBERS = ["C1", "banner_pos", "device_type", "device_conn_type", *(f"C{i}" for i in range(14, 22))]
+
+ATTRIBUTION = """
+delimiter: "\\t"
+labels: {conversion: {}, click: {weight: 0.25}}
+dense:
+  cost: {}
+  time_since_last_click: {transform: log1p}
+categorical:
+  %s
+"""
+
+MOVIES = """
+labels: {rating: {above: 3.5}}
+dense: {age: {}}
+categorical:
+  movie: {type: int, rows: 50}
+  genres: {list: "|", rows: 20, longest: 3}
+  seen: {list: "|", type: int, rows: 30}
+time: {column: date, held_out_from: 2024-03-01}
+"""
+
+CCP = """
+missing: ["", "NULL"]
+labels: {click: {}, purchase: {weight: 2}}
+dense:
+  %s
+categorical:
+  tags: {list: ";", rows: 40}
+  %s
+"""
+
+
+def avazu(rng: np.random.Generator) -> dict[str, Any]:
+    columns: dict[str, Any] = {"id": [f"{i}" for i in range(N)], "click": rng.integers(0, 2, N).tolist()}
+    columns["hour"] = [14102100 + i * 24 // N for i in range(N)]
+    columns |= {name: rng.integers(0, 9, N).tolist() for name in AVAZU_NUMBERS}
+    return columns | {name: [f"{value:08x}" for value in rng.integers(0, 30, N)] for name in AVAZU_TEXTS}
+
+
+def attribution(rng: np.random.Generator) -> dict[str, Any]:
+    columns: dict[str, Any] = {name: rng.integers(0, 2, N).tolist() for name in ("conversion", "click")}
+    columns |= {"cost": rng.random(N).round(4).tolist(), "timestamp": list(range(N))}
+    columns["time_since_last_click"] = rng.integers(-1, 9000, N).tolist()
+    for name in ("uid", "campaign", *(f"cat{i}" for i in range(1, 10))):
+        columns[name] = rng.integers(-5, 2**40, N).tolist()
+    return columns
+
+
+def movies(rng: np.random.Generator) -> dict[str, Any]:
+    genres = ["Action", "Children's", "Film-Noir", "Sci-Fi", "Drama, \u00e9"]
+    return {
+        "rating": (rng.integers(1, 11, N) / 2).tolist(),
+        "age": [None if i % 7 == 0 else int(age) for i, age in enumerate(rng.integers(10, 80, N))],
+        "movie": rng.integers(0, 4000, N).tolist(),
+        "genres": [rng.choice(genres, rng.integers(0, 5)).tolist() for _ in range(N)],
+        "seen": [rng.integers(0, 4000, rng.integers(0, 6)).tolist() for _ in range(N)],
+        "date": [date(2024, 2, 20) + timedelta(int(day)) for day in rng.integers(0, 20, N)],
+    }
+
+
+CCP_DENSE, CCP_TEXTS = [f"d{i}" for i in range(10)], [f"s{i}" for i in range(27)]
+
+
+def ccp(rng: np.random.Generator) -> dict[str, Any]:
+    columns: dict[str, Any] = {name: rng.integers(0, 2, N).tolist() for name in ("click", "purchase")}
+    columns |= {name: rng.normal(size=N).tolist() for name in CCP_DENSE}
+    for name in CCP_TEXTS:
+        columns[name] = [f"{value}" if value else None for value in rng.integers(0, 12, N)]
+    return columns | {"tags": [[f"t{tag}" for tag in rng.integers(0, 99, rng.integers(0, 9))] for _ in range(N)]}
+
+
+LAYOUTS: dict[str, tuple[Callable[[np.random.Generator], dict[str, Any]], str]] = {
+    "avazu": (
+        avazu,
+        AVAZU % "\n  ".join([f"{name}: {{rows: 50}}" for name in AVAZU_TEXTS + AVAZU_NUMBERS]),
+    ),
+    "attribution": (
+        attribution,
+        ATTRIBUTION % "\n  ".join(f"{name}: {{type: int, rows: 99}}" for name in ("uid", "campaign", "cat1", "cat9")),
+    ),
+    "movies": (movies, MOVIES),
+    "ccp": (
+        ccp,
+        CCP % tuple("\n  ".join(f"{n}: {k}" for n in ns) for ns, k in ((CCP_DENSE, "{}"), (CCP_TEXTS, "{rows: 9}"))),
+    ),
+}
+
+
+def write_csv(file: Path, columns: dict[str, Any], schema: Schema) -> None:
+    def field(value: Any, name: str) -> str:
+        if value is None:
+            return schema.missing[-1]
+        separator = schema.categorical[name].list if name in schema.categorical else False
+        return str(separator).join(map(str, value)) if separator else str(value)
+
+    with (gzip.open if file.suffix == ".gz" else open)(file, "wt", newline="") as stream:
+        writer = csv.writer(stream, delimiter=schema.delimiter)
+        writer.writerow(columns)
+        writer.writerows(
+            zip(*([field(each, name) for each in column] for name, column in columns.items()), strict=True)
+        )
+
+
+def write(folder: Path, layout: str, kind: str, parts: int = 2) -> tuple[Path, Schema, dict[str, Any]]:
+    """Write a layout's samples as some files of a kind; return their folder, the schema and the columns."""
+    make, text = LAYOUTS[layout]
+    (folder / "schema.yaml").write_text(text)
+    schema, columns = read_schema(folder / "schema.yaml"), make(np.random.default_rng(0))
+    (folder / kind).mkdir()
+    for part in range(parts):
+        some = {name: column[part * N // parts : (part + 1) * N // parts] for name, column in columns.items()}
+        file = folder / kind / f"part_{part}.{kind}"
+        table = pa.table(some)
+        if kind == "parquet":
+            parquet.write_table(table, file, row_group_size=17)
+        elif kind == "feather":
+            feather.write_feather(table, file, chunksize=17)
+        elif kind == "arrow":  # the streaming form
+            with pa.ipc.new_stream(file, table.schema) as writer:
+                writer.write_table(table, max_chunksize=17)
+        else:
+            write_csv(file, some, schema)
+    return folder / kind, schema, columns
+
+
+def key_plainly(value: Any, kind: str) -> int:
+    """The oracle of a key, and of how its 64 bits become the 32 that are mixed."""
+    key = int.from_bytes(hashlib.blake2b(str(value).encode(), digest_size=8).digest(), "little")
+    key = key if kind == "string" else int(value) % 2**64
+    return (hash_plainly(key >> 32, 2**32 + 1) - 1) ^ (key & 0xFFFFFFFF)
+
+
+def expected(schema: Schema, columns: dict[str, Any], i: int) -> tuple[list[float], list[float], list[list[int]]]:
+    """The oracle of a sample: labels, dense features, bags."""
+    labels = [
+        float(columns[name][i] if label.above is None else columns[name][i] > label.above)
+        for name, label in schema.labels.items()
+    ]
+    dense = []
+    for name, column in schema.dense.items():
+        value = columns[name][i]
+        dense.append(float(np.log1p(max(value, 0)) if column.transform == "log1p" else value or 0))
+    bags = []
+    for name, column in schema.categorical.items():
+        value, rows = columns[name][i], column.rows or 0
+        values = value[: column.longest] if column.list else [value]
+        bags.append([0 if each is None else hash_plainly(key_plainly(each, column.type), rows) for each in values])
+    return labels, dense or [1.0], bags
+
+
+def bags_of(batch: Batch, sample: int) -> list[list[int]]:
+    return [batch.sparse[key].to_dense()[sample].long().tolist() for key in table_keys(len(batch.sparse.keys()))]
+
+
+def held_out(schema: Schema, columns: dict[str, Any]) -> list[bool]:
+    if schema.time is None:
+        return [False] * N
+    border: Any = schema.time.held_out_from
+    return [bool(time >= border) for time in columns[schema.time.column]]
+
+
+@pytest.mark.parametrize("kind", ["csv", "csv.gz", "parquet", "arrow", "feather"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_format_gives_the_samples_of_plain_python(tmp_path: Path, layout: str, kind: str) -> None:
+    source, schema, columns = write(tmp_path, layout, kind)
+    parts = read_table(source, schema, block_bytes=1000)
+    assert (parts[1] is None) == (schema.time is None)
+    for wanted, data in zip((False, True), parts, strict=True):
+        samples = [i for i, held in enumerate(held_out(schema, columns)) if held == wanted]
+        if data is None:
+            assert not samples
+            continue
+        assert data.num_samples == len(samples)
+        batch = data.read(0, len(samples))
+        labels = batch.labels.view(len(samples), -1)
+        for row, i in enumerate(samples):
+            truth = expected(schema, columns, i)
+            assert labels[row].tolist() == truth[0]
+            assert batch.dense[row].tolist() == pytest.approx(truth[1], rel=3e-7)
+            assert bags_of(batch, row) == truth[2], i
+        assert data.label_weights == [label.weight for label in schema.labels.values()]
+
+
+def assert_same(one: Batch, other: Batch) -> None:
+    pairs = [(batch.labels, batch.dense, batch.sparse.values(), batch.sparse.lengths()) for batch in (one, other)]
+    assert all(torch.equal(a, b) for a, b in zip(*pairs, strict=True))
+
+
+@pytest.mark.parametrize("layout", ["movies", "ccp"])
+def test_prepared_days_hold_the_same_samples(tmp_path: Path, layout: str) -> None:
+    source, schema, _ = write(tmp_path, layout, "parquet")
+    meta = prepare(source, tmp_path / "days", schema)
+    table = read_table(source, schema)
+    days = [Prepared(tmp_path / "days", TablesConfig())]
+    days += [Prepared(tmp_path / "days", TablesConfig(), held_out=True)] if schema.time else []
+    assert sum((day.samples or 0) + day.held_out for day in meta.days) == N
+    for one, other in zip(days, table, strict=False):
+        assert other is not None
+        assert (one.rows, one.bag_sizes, one.label_names) == (other.rows, other.bag_sizes, other.label_names)
+        assert_same(one.read(0, one.num_samples), other.read(0, one.num_samples))
+    before = {file: file.stat().st_mtime_ns for file in (tmp_path / "days").rglob("*.npy")}
+    prepare(source, tmp_path / "days", schema)
+    assert before == {file: file.stat().st_mtime_ns for file in (tmp_path / "days").rglob("*.npy")}
+    next(file for file in before if "list_0" in file.name and "day_1" in file.name).write_bytes(b"")
+    prepare(source, tmp_path / "days", schema)
+    assert_same(Prepared(tmp_path / "days", TablesConfig()).read(0, 90), table[0].read(0, 90))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_run_may_begin_at_any_sample_on_any_number_of_ranks(tmp_path: Path, workers: int) -> None:
+    source, schema, _ = write(tmp_path, "ccp", "arrow")
+    data, _ = read_table(source, schema)
+    whole = data.read(0, 2 * N)
+    pieces = [data.read(first, 7) for first in range(0, 2 * N - 6, 7)]
+    joined = Batch.join(pieces)
+    assert torch.equal(joined.dense, whole.dense[: len(joined.dense)])
+    ranks = []
+    for rank in range(3):  # from step 2 on
+        with make_loader(data, 8, rank, 3, 2, 9, workers, 2, False) as loader:
+            ranks.append(list(loader))
+    in_order = Batch.join([ranks[rank][step] for step in range(7) for rank in range(3)])
+    assert_same(in_order, data.read(2 * 24, 7 * 24))
+    assert in_order.labels.shape == (7 * 24, 2)
+
+
+def test_what_is_learnt_of_the_samples_to_train_on(tmp_path: Path) -> None:
+    source, _, columns = write(tmp_path, "movies", "csv")
+    text = LAYOUTS["movies"][1].replace("age: {}", "age: {transform: standardised}")
+    text = text.replace("rows: 50", "min_count: 2").replace("rows: 20", "min_count: 9").replace("rows: 30", "rows: 7")
+    (tmp_path / "schema.yaml").write_text(text)
+    schema = read_schema(tmp_path / "schema.yaml")
+    with pytest.raises(InputError, match=r"data\.schema: has a min_count .* learnt of all samples; run"):
+        read_table(source, schema)
+    prepare(source, tmp_path / "days", schema)
+    held = held_out(schema, columns)
+    trained = [i for i in range(N) if not held[i]]
+    ages = [columns["age"][i] for i in trained if columns["age"][i] is not None]
+    for part, samples in ((False, trained), (True, [i for i in range(N) if held[i]])):
+        batch = Prepared(tmp_path / "days", TablesConfig(), held_out=part).read(0, len(samples))
+        known = np.array([columns["age"][i] if columns["age"][i] is not None else np.mean(ages) for i in samples])
+        np.testing.assert_allclose(batch.dense[:, 0], (known - np.mean(ages)) / np.std(ages), rtol=1e-4, atol=1e-6)
+        for table, name, count in ((0, "movie", 2), (1, "genres", 9)):
+            values = [columns[name][i] if name == "movie" else columns[name][i][:3] for i in range(N)]
+            flat = [each for i in trained for each in ([values[i]] if name == "movie" else values[i])]
+            with np.load(tmp_path / "days" / "vocabulary.npz") as vocabulary:
+                keys, counts = vocabulary[f"{name}.keys"], vocabulary[f"{name}.counts"]
+            assert sorted(counts.tolist()) == sorted(seen for seen in Counter(flat).values() if seen >= count)
+            frequent = {value for value, seen in Counter(flat).items() if seen >= count}
+            for row, i in enumerate(samples):
+                bag = [values[i]] if name == "movie" else values[i]
+                found = bags_of(batch, row)[table]
+                assert [each > 1 for each in found] == [each in frequent for each in bag]
+                assert all(each < 2 + len(keys) for each in found)
+
+
+def test_a_vocabulary_of_numbers_is_in_their_order(tmp_path: Path) -> None:
+    source, _, columns = write(tmp_path, "movies", "parquet")
+    (tmp_path / "schema.yaml").write_text(
+        "labels: {rating: {above: 3}}\ncategorical: {movie: {type: int, min_count: 1}}"
+    )
+    prepare(source, tmp_path / "days", read_schema(tmp_path / "schema.yaml"))
+    order = sorted(set(columns["movie"]))
+    found = Prepared(tmp_path / "days", TablesConfig()).read(0, N).sparse.values().tolist()
+    assert found == [2 + order.index(value) for value in columns["movie"]]
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_bad_rows_are_named_or_counted(tmp_path: Path, kind: str) -> None:
+    source, schema, columns = write(tmp_path, "movies", kind, parts=1)
+    for name, place, bad in (("rating", 3, None), ("age", 7, float("inf")), ("rating", 11, None)):
+        columns[name][place] = bad
+    file = source / f"part_0.{kind}"
+    if kind == "csv":
+        columns["movie"][20] = "x1"
+        write_csv(file, columns, schema)
+    else:
+        parquet.write_table(pa.table(columns), file)
+    where = "line 5" if kind == "csv" else "row 4"
+    with pytest.raises(InputError, match=rf"part_0.{kind}, {where}, column rating: None is not a number") as error:
+        read_table(source, schema)
+    assert_one_line(error)
+    data, later = read_table(source, schema, bad_rows="skip")
+    assert later is not None
+    assert data.skipped == 3 + (kind == "csv")
+    assert data.num_samples + later.num_samples == N - data.skipped
+    meta = prepare(source, tmp_path / "days", schema, skip_bad_rows=True)
+    assert (meta.days[0].skipped, meta.days[0].samples) == (data.skipped, data.num_samples)
+    columns["rating"] = [None if i % 3 else 1.0 for i in range(N)]
+    write_csv(file, columns, schema) if kind == "csv" else parquet.write_table(pa.table(columns), file)
+    with pytest.raises(InputError, match=rf"part_0.{kind}: \d+ of 120 rows are no samples; correct the schema"):
+        read_table(source, schema, bad_rows="skip")
+
+
+def test_a_time_holds_out_and_a_share_does_where_there_is_none(tmp_path: Path) -> None:
+    for layout, kind in (("avazu", "csv"), ("ccp", "parquet")):
+        source, schema, columns = write(tmp_path, layout, kind)
+        held = sum(held_out(schema, columns)) or N // 4
+        config = DataConfig(kind="table", path=str(source), schema=str(tmp_path / "schema.yaml"))
+        train, evaluated = open_datasets(config)
+        assert 0 < held < N
+        assert (train.num_samples, evaluated.num_samples) == (N - held, held)
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ("labels: {a: {}}", "categorical: none, but"),
+        ("labels: {a: {}}\ncategorical: {b: {}}", r"categorical\.b: rows None, min_count None; give one"),
+        ("labels: {a: {}}\ncategorical: {b: {rows: 2, min_count: 3}}", "give one of them"),
+        (
+            "labels: {a: {}}\ncategorical: {b: {row: 2}}",
+            r"categorical\.b\.row is not a key; did you mean categorical\.b\.rows",
+        ),
+        ("labels: {a: {}}\ncategorical: {b: {rows: 0}}", r"categorical\.b\.rows: 0 is not a whole number above 0"),
+        ("labels: {a: {}}\ncategorical: {a: {rows: 2}}", "a: a column with two uses"),
+        ("labels: {a: {}}\ncategorical: {b: {rows: 2, longest: 3}}", "is of lists; set list"),
+        ("labels: {a: {}}\ncategorical: {b: {rows: 2}}\ntime: {column: t}", "time: .*held_out_from"),
+        ("labels: {a: {}}\ncategorical: {b: {rows: 2}}\ndelimiter: ab", "delimiter: 'ab' is not one character"),
+        ("labels: {a: {}}\ncategorical: {b: {rows: 2}}\nfiles: '('", "files: .* no regular expression"),
+        ("labels: a", "labels: 'a' must be columns by name"),
+        ("- 1", "not a section of keys"),
+        ("a: [", "no schema can be read"),
+    ],
+)
+def test_a_wrong_schema_is_refused(tmp_path: Path, text: str, rule: str) -> None:
+    (tmp_path / "schema.yaml").write_text(text)
+    with pytest.raises(InputError, match=rf"schema\.yaml.*{rule}") as error:
+        read_schema(tmp_path / "schema.yaml")
+    assert_one_line(error)
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        (
+            "labels: {rating: {}}\ncategorical: {movie: {rows: 2}}",
+            "line 2, column rating: 1.5 is not a label|row 1, column rating",
+        ),
+        ("labels: {rates: {}}\ncategorical: {movie: {rows: 2}}", "has no column rates, but rating, age"),
+        ("labels: {rating: {above: 1}}\ncategorical: {genres: {rows: 2}}", "column genres: list.*; set list"),
+        (
+            "labels: {rating: {above: 1}}\ncategorical: {movie: {rows: 2, list: true}}",
+            "column movie: int64.*; leave list out",
+        ),
+        ("labels: {genres: {above: 1}}\ncategorical: {movie: {rows: 2}}", "column genres: .*are numbers; convert it"),
+        (
+            "labels: {rating: {above: 1}}\ncategorical: {movie: {rows: 2}}\ntime: {column: date, held_out_from: x}",
+            r"time\.held_out_from: x is of another type",
+        ),
+        (
+            "labels: {rating: {above: 1}}\ncategorical: {movie: {rows: 2}}\ntime: {column: age, held_out_from: 200}",
+            "column age: None is not a time",
+        ),
+    ],
+)
+def test_files_that_a_schema_does_not_fit_are_refused(tmp_path: Path, text: str, rule: str) -> None:
+    source, _, _ = write(tmp_path, "movies", "parquet")
+    (tmp_path / "schema.yaml").write_text(text)
+    with pytest.raises(InputError, match=rule) as error:
+        read_table(source, read_schema(tmp_path / "schema.yaml"))
+    assert_one_line(error)
+
+
+def test_arrays_of_lists_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    source, schema, _ = write(tmp_path, "ccp", "parquet", parts=1)
+    prepare(source, tmp_path / "days", schema)
+    file = tmp_path / "days" / "day_0_list_0.npy"
+    np.save(file, np.load(file)[:-1])
+    with pytest.raises(InputError, match=r"day_0: list_0 has \d+ ids, not the \d+ of ends; replace"):
+        Prepared(tmp_path / "days", TablesConfig())
+    assert isinstance(read_table(source, schema)[0], Days)
