@@ -9,7 +9,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dlrm_overlap.embedding.id_layout import BatchBound
     from dlrm_overlap.embedding.plan import constraints
-    from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder, get_default_sharders
+    from dlrm_overlap.embedding.sharder import (
+        OverlapEmbeddingBagCollectionSharder,
+        OverlapEmbeddingCollectionSharder,
+        get_default_sharders,
+    )
     from dlrm_overlap.train.explain import explain
     from dlrm_overlap.train.graphs.train_pipeline import GraphTrainPipeline
     from dlrm_overlap.train.profiling import profile_steps
@@ -18,6 +22,7 @@ __all__ = [
     "BatchBound",
     "GraphTrainPipeline",
     "OverlapEmbeddingBagCollectionSharder",
+    "OverlapEmbeddingCollectionSharder",
     "constraints",
     "explain",
     "get_default_sharders",
@@ -28,6 +33,7 @@ _MODULES = {
     "BatchBound": "embedding.id_layout",
     "GraphTrainPipeline": "train.graphs.train_pipeline",
     "OverlapEmbeddingBagCollectionSharder": "embedding.sharder",
+    "OverlapEmbeddingCollectionSharder": "embedding.sharder",
     "constraints": "embedding.plan",
     "explain": "train.explain",
     "get_default_sharders": "embedding.sharder",

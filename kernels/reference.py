@@ -112,3 +112,19 @@ def pull_ids(
             lengths.append(bags.diff())
     ends = torch.cat(lengths).cumsum(0, dtype=lengths[0].dtype)
     return torch.cat(values), torch.cat([ends.new_zeros(1), ends])
+
+
+def expand_rows(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """Return [m, D]: the row of `rows` [n, D] that each of `places` [m] names, or zeros where it is negative."""
+    return rows[places.clamp(min=0).long()].masked_fill((places < 0)[:, None], 0.0)
+
+
+def sum_rows(gradient: torch.Tensor, places: torch.Tensor, rows: int) -> torch.Tensor:
+    """Return [rows, D] float32: the sum of the gradients [n, D] of each place, in their order; of negative ones none.
+
+    Args:
+        places: [n] int, the row of each gradient.
+    """
+    named = (places >= 0).nonzero().flatten()
+    sums = torch.zeros(rows, gradient.shape[1], device=gradient.device)
+    return sums.index_add_(0, places[named].long(), gradient[named].float())

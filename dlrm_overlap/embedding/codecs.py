@@ -6,6 +6,7 @@ from typing import Any
 from fbgemm_gpu.quantize_comm import QuantizedCommCodec
 from torchrec.distributed.types import CommOp, NoOpQuantizedCommCodec, QuantizedCommCodecs
 
+_UNPOOLED = CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL
 _POOLED = CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL, CommOp.POOLED_EMBEDDINGS_REDUCE_SCATTER
 
 
@@ -19,7 +20,8 @@ def precisions(registry: Mapping[str, QuantizedCommCodecs] | None, used: Sequenc
     Example: {"fp16"} for float16 both ways, {"fp16 forward, bf16 backward"}, {"int8"}, {"fp16 with loss scale 8.0"}.
     """
     registry = registry or {}
-    if not (known := [op for op in _POOLED if op.name in registry]):
+    kind = (_UNPOOLED,) if _UNPOOLED in used else _POOLED
+    if not (known := [op for op in kind if op.name in registry]):
         return set()
     return {_precision(registry.get(op.name, QuantizedCommCodecs())) for op in used or known}
 

@@ -255,7 +255,7 @@ class Exchange:
                 "looked up first; evaluate by the pipeline's progress, or call its reset before"
             )
         self._sent.popleft()
-        awaitable = self.start([arrived.ids], arrived.batch.per_rank, arrived.replicated, arrived.share_offsets)
+        awaitable = self.start([arrived.ids], arrived.batch.per_rank, arrived.replicated, arrived.own_offsets)
         awaitable.samples = features.stride()
         return awaitable
 
@@ -265,7 +265,7 @@ class Exchange:
         inputs: Sequence[KeyedJaggedTensor],
         batch_sizes: Sequence[int],
         replicated: KeyedJaggedTensor | None = None,
-        share_offsets: torch.Tensor | None = None,
+        own_offsets: torch.Tensor | None = None,
     ) -> "PooledAwaitable":
         """Start a step.
 
@@ -275,7 +275,7 @@ class Exchange:
                 require one.
             batch_sizes: samples of each rank.
             replicated: the ids of tables that every rank holds, with b bags a feature; None if there are none.
-            share_offsets: see `Step`.
+            own_offsets: see `Step`.
 
         Returns:
             An awaitable of the pooled embeddings [b, D_total] of this rank's samples, of the options' `output_dtype`,
@@ -292,7 +292,7 @@ class Exchange:
                 f"step's epoch for ever; leave the embedding stage out of the graph"
             )
         step = Step(inputs, BatchSizes.of(tuple(batch_sizes)))
-        step.replicated, step.share_offsets = replicated, share_offsets
+        step.replicated, step.own_offsets = replicated, own_offsets
         if torch.is_grad_enabled():
             trained = [w for ids in inputs if (w := ids.weights_or_none()) is not None and w.requires_grad]
             step.trains_weights = bool(trained)

@@ -36,6 +36,8 @@ class BatchBound:
     """the least and the most ids of a bag, by feature. Where the two agree for every feature, lengths are never read"""
     ids: Mapping[str, int] = field(default_factory=dict)
     """the most ids of a batch, by feature; of a feature that is left out, those of `samples` bags of the most ids"""
+    distinct: Mapping[str, int] = field(default_factory=dict)
+    """the most distinct ids of a batch, by table of an unpooled collection; of a table that is left out, all ids"""
 
     def __post_init__(self) -> None:
         if self.samples < 1:
@@ -48,9 +50,11 @@ class BatchBound:
             least, most = sizes
             if not 0 <= least <= most:
                 raise InputError(f"BatchBound: {least} .. {most} ids a bag of {name} is no range; give (least, most)")
-        for name, most in self.ids.items():
-            if most < 0:
-                raise InputError(f"BatchBound: {most} ids of {name} in a batch, but they are 0 or more; leave it out")
+        for what, bounds in (("ids", self.ids), ("distinct ids", self.distinct)):
+            for name, most in bounds.items():
+                if most < 0:
+                    what = f"{most} {what} of {name} in a batch"
+                    raise InputError(f"BatchBound: {what}, but they are 0 or more; leave it out")
 
     @property
     def known_lengths(self) -> bool:
@@ -127,20 +131,30 @@ class IdLayout:
 
     @cached_property
     def _share_of(self) -> dict[FeatureShard, Share]:
-        indices = {key: index for index, key in enumerate(self.keys)}
         rows: dict[str, int] = {}
-        cut = [s for shards in self.layout.by_owner for s in shards if s.gives_partial_sums]
+        cut = [s for shards in self.layout.by_owner for s in shards if s.is_cut_by_rows]
         for shard in cut:
             rows[shard.name] = max(rows.get(shard.name, 0), shard.rows[1])
+        indices = self._key_numbers
         return {shard: Share(indices[shard.feature_name], *_ids_of(shard.rows, rows[shard.name])) for shard in cut}
 
-    def share_number(self, shard: FeatureShard) -> int:
-        """Return the index in `shares` of the ids of a shard of a table that is cut by rows."""
-        return self._numbers[self._share_of[shard]]
+    def published(self, shard: FeatureShard) -> int:
+        """Return which of the published features has the ids of a shard; of a table that is cut by rows, its share."""
+        if shard.is_cut_by_rows:
+            return len(self.keys) + 1 + self._numbers[self._share_of[shard]]
+        return self._key_numbers[shard.feature_name]
 
     @cached_property
     def _numbers(self) -> dict[Share, int]:
         return {share: number for number, share in enumerate(self.shares)}
+
+    @cached_property
+    def _key_numbers(self) -> dict[str, int]:
+        return {key: index for index, key in enumerate(self.keys)}
+
+    def knows_empty_bags(self, shard: FeatureShard) -> bool:
+        """Return whether the samples' rank sends no gradient of a shard's empty bags, see `Step.own_offsets`."""
+        return shard.is_cut_by_rows or shard.slots
 
     @property
     def known_lengths(self) -> bool:
@@ -197,12 +211,8 @@ class IdLayout:
         return WindowSpec("ids", Region((self.offsets_at + offsets + 1,), torch.int32), 1)
 
     def features(self, rank: int) -> list[int]:
-        """Return of each feature shard of `rank` which of the published features or shares it looks up."""
-        first, shards = len(self.keys) + 1, self.layout.by_owner[rank]
-        return [
-            first + self.share_number(shard) if shard.gives_partial_sums else index
-            for shard, index in zip(shards, self._indices(shards), strict=True)
-        ]
+        """Return of each feature shard of `rank` which of the published features it looks up, see `published`."""
+        return [self.published(shard) for shard in self.layout.by_owner[rank]]
 
     def arriving(self, features: Sequence[int], sources: int) -> int:
         """Return the most ids of `features`, as `features()` returns them, that arrive from `sources` ranks."""
@@ -211,11 +221,7 @@ class IdLayout:
     @property
     def replicated(self) -> list[int]:
         """Index in `keys` of each feature whose table every rank holds."""
-        return self._indices(self.layout.replicated)
-
-    def _indices(self, shards: Sequence[FeatureShard]) -> list[int]:
-        indices = {key: index for index, key in enumerate(self.keys)}
-        return [indices[shard.feature_name] for shard in shards]
+        return [self.published(shard) for shard in self.layout.replicated]
 
     def known_offsets(self, features: Sequence[int], bags: int) -> torch.Tensor:
         """Return [F * bags + 1] int32: the offsets of the bags of F features that have known lengths.

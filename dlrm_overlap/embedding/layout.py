@@ -4,9 +4,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torchrec.modules.embedding_configs import PoolingType
 
 from dlrm_overlap.comm.arena import Region
 from dlrm_overlap.embedding.windows import WindowSpec
@@ -48,10 +49,13 @@ class FeatureShard:
     """first row and end of the shard in its table, if that is cut by rows; else (0, 0)"""
     row_shard: int = 0
     """index of the shard among those of other rows and the same columns of the table, in order of their owners"""
+    slots: bool = False
+    """whether the bags are slots, of one id or of none: so one owner of rows at most has something of a bag to store,
+    which needs no addition, and nothing is stored of an empty one, which nobody reads"""
 
     @property
-    def gives_partial_sums(self) -> bool:
-        """Whether the table is cut by rows."""
+    def is_cut_by_rows(self) -> bool:
+        """Whether other ranks may have other rows of the table."""
         return self.rows != (0, 0)
 
 
@@ -66,6 +70,16 @@ def distinct(names: Iterable[str]) -> dict[str, str]:
         times[name] += 1
         found[name if times[name] == 1 else f"{name} ({times[name]})"] = name
     return found
+
+
+def outputs_of(table: Any) -> list[tuple[str, str]]:
+    """Return the pooled embeddings of a table of TorchRec's, each by its name and that of its feature.
+
+    A table that is not pooled has one, of its slots, which has the table's name.
+    """
+    if table.pooling == PoolingType.NONE:
+        return [(table.name, table.name)]
+    return list(zip(distinct(table.embedding_names), table.feature_names, strict=True))
 
 
 @dataclass(frozen=True)
@@ -136,7 +150,7 @@ class Layout:
             first += dim
         self._behind: dict[FeatureShard, int] = {}
         for shard in shards:
-            if shard.row_shard > 0:
+            if shard.row_shard > 0 and not shard.slots:
                 self._behind[shard] = first
                 first += shard.dim
         self.arrival_dim = first
@@ -155,7 +169,8 @@ class Layout:
         together: dict[int, list[FeatureShard]] = {}
         for shards in self.by_owner:
             for shard in shards:
-                together.setdefault(self.output_column(shard), []).append(shard)
+                if not shard.slots:
+                    together.setdefault(self.output_column(shard), []).append(shard)
         return [
             PartialSums(tuple(self.column(s) for s in shards), shards[0].dim, tuple(shards))
             for _, shards in sorted(together.items())
@@ -166,6 +181,11 @@ class Layout:
     def added_up(self) -> frozenset[FeatureShard]:
         """The shards whose partial sums are added to those of others."""
         return frozenset(shard for each in self.partial_sums for shard in each.shards)
+
+    @property
+    def has_slots(self) -> bool:
+        """Whether the bags are slots, as they are of all shards or of none."""
+        return any(shard.slots for shards in (*self.by_owner, self.replicated) for shard in shards)
 
     @cached_property
     def owner_dims(self) -> list[int]:

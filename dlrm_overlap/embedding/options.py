@@ -127,9 +127,10 @@ class ExchangeContext:
     def leaves_out(self, shard: FeatureShard) -> bool:
         """Return whether a shard's empty bags are not sent, which the samples' ranks know by the ids they published.
 
-        Where all rows have one owner nothing is added up, and its pooled embeddings are read as they are.
+        Where all rows have one owner nothing is added up, and its pooled embeddings are read as they are, but for empty
+        slots, which are not read.
         """
-        return self.ids is not None and shard in self.layout.added_up
+        return shard.slots or (self.ids is not None and shard in self.layout.added_up)
 
     @property
     def largest_batch(self) -> BatchSizes:

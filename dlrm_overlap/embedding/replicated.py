@@ -16,7 +16,7 @@ from torchrec.distributed.composable.table_batched_embedding_slice import TableB
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.modules.embedding_configs import DataType, PoolingType, data_type_to_dtype
 
-from dlrm_overlap.embedding.layout import EVERY_RANK, FeatureShard, distinct
+from dlrm_overlap.embedding.layout import EVERY_RANK, FeatureShard, outputs_of
 from dlrm_overlap.embedding.tables import StoredRows, bounds_check_modes
 
 MOST_COLUMNS = 1024  # of a shard: a program holds whole rows in registers
@@ -114,7 +114,7 @@ def replicated_shards(shardings: Sequence[Any]) -> list[FeatureShard]:
     groups = [group for sharding in shardings for group in sharding._grouped_embedding_configs]
     for number, group in enumerate(groups):
         for index, table in enumerate(group.embedding_tables):
-            for name, feature_name in zip(distinct(table.embedding_names), table.feature_names, strict=True):
+            for name, feature_name in outputs_of(table):
                 shard = FeatureShard(
                     name=name,
                     owner=EVERY_RANK,
@@ -127,6 +127,7 @@ def replicated_shards(shardings: Sequence[Any]) -> list[FeatureShard]:
                     mean=group.pooling == PoolingType.MEAN,
                     dtype=data_type_to_dtype(group.data_type),
                     feature_name=feature_name,
+                    slots=group.pooling == PoolingType.NONE,
                 )
                 shards.append(shard)
     return shards

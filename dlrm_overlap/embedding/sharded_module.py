@@ -1,13 +1,10 @@
 """The drop-in's sharded module: TorchRec's own, whose shards an `Exchange` serves."""
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import cache, partial, reduce
 from typing import Any
 
 import torch
-from fbgemm_gpu.split_embedding_configs import SparseType
 from torch import nn
 from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.embeddingbag import (
@@ -15,48 +12,33 @@ from torchrec.distributed.embeddingbag import (
     EmbeddingBagCollectionContext,
     ShardedEmbeddingBagCollection,
 )
-from torchrec.distributed.sharding.dp_sharding import DpPooledEmbeddingSharding
-from torchrec.distributed.types import (
-    Awaitable,
-    LazyAwaitable,
-    NoWait,
-    ShardingEnv,
-    ShardingEnv2D,
-    ShardingStrategy,
-    ShardingType,
-)
+from torchrec.distributed.types import Awaitable, LazyAwaitable, NoWait
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from dlrm_overlap.backends import BACKENDS
 from dlrm_overlap.comm.order import CommunicationOrder
-from dlrm_overlap.config import InputError
 from dlrm_overlap.embedding.exchange import Exchange, PooledAwaitable
+from dlrm_overlap.embedding.exchanging_module import ExchangingModule
 from dlrm_overlap.embedding.id_layout import BatchBound
 from dlrm_overlap.embedding.layout import Layout
 from dlrm_overlap.embedding.options import ExchangeOptions
 from dlrm_overlap.embedding.own_batches import of_samples, with_even_batches, with_even_batches_of_ranks
-from dlrm_overlap.embedding.replicated import ReplicatedTables, replicated_shards
 from dlrm_overlap.embedding.shardings import (
     build_layout,
     exchanging_group,
-    groups_of,
     hosts_of,
     in_rank_order,
     model_order,
     names_of,
     output_types,
-    why_not_exchanged,
-    why_not_together,
 )
 from dlrm_overlap.embedding.steps import with_float_weights
-from dlrm_overlap.embedding.stock import StockTables, why_not_beside_graphs
-from dlrm_overlap.embedding.tables import LocalTables, max_gradients, only_fbgemm
-
-log = logging.getLogger("dlrm_overlap")
+from dlrm_overlap.embedding.stock import StockTables
+from dlrm_overlap.embedding.tables import LocalTables
 
 
-class OverlapShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
+class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEmbeddingBagCollection):
     """TorchRec's sharded module, whose shards exchange through an `Exchange`.
 
     Shardings that an exchange cannot take fall back to TorchRec's own lookup and output_dist. The output
@@ -67,48 +49,19 @@ class OverlapShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
     def __init__(self, *args: Any, options: ExchangeOptions, output_order: str, **kwargs: Any) -> None:
         """Take TorchRec's arguments, how to exchange, and the order of the output."""
         super().__init__(*args, **kwargs)
-        self._options, self._output_order = options, output_order
-        self._reasons_told: set[str] = set()
-        self.exchange: Exchange | None = None
-        self._takes_ids = False
-        self.stock: StockTables | None = None
-        """the tables that stay with TorchRec, if there are any, where the exchange takes the ids of the others"""
-        self._set_up_exchange()
+        self._output_order = output_order
+        self._begin(options)
+        self._set_up()
+
+    def _set_up(self) -> None:
+        """Make the exchange, and order the output."""
+        self._set_up_exchange(len(self._embedding_bag_configs))
+        self._order_output(Layout([], [], 1) if self.exchange is None else self.exchange.layout)
 
     @property
-    def _logs(self) -> bool:
-        """Whether this rank says what falls back: rank 0 of all, not of each sharding group."""
-        return (self._env.global_rank if isinstance(self._env, ShardingEnv2D) else self._env.rank) == 0
-
-    def _set_up_exchange(self) -> None:
-        by_type: dict[str, Any] = dict(zip(self._sharding_types, self._embedding_shardings, strict=True))
-        reasons = reasons_to_fall_back(by_type, self._env, self._options.wire_dtype)
-        self.why_not_exchanged: Mapping[str, str | None] = reasons
-        """sharding type -> why its tables stay with TorchRec, alike on all ranks, or None if they are exchanged"""
-        for sharding_type, reason in reasons.items():
-            # Data-parallel tables have nothing to exchange.
-            if reason and sharding_type != ShardingType.DATA_PARALLEL.value and self._logs:
-                log.warning(
-                    "backend %s: %s tables stay with TorchRec: %s", self._options.backend, sharding_type, reason
-                )
-        self._exchanged = [i for i, reason in enumerate(reasons.values()) if reason is None]
-        self._replicated = [
-            i for i, sharding in enumerate(self._embedding_shardings) if type(sharding) is DpPooledEmbeddingSharding
-        ]
-        self._ours = self._exchanged
-        """the shardings whose columns the exchange fills: with those of replicated tables, where it takes ids"""
-        every: list[Any] = self._embedding_shardings
-        shardings = [every[i] for i in self._exchanged]
-        exchanged = {table.name for each in shardings for group in groups_of(each) for table in group.embedding_tables}
-        options = self._options_for(shardings) if shardings else self._options
-        if self._logs:
-            text = "backend %s: %d of %d tables exchanged, update by %s"
-            update = options.resolved_backward if exchanged else "FBGEMM"
-            log.info(text, options.backend, len(exchanged), len(self._embedding_bag_configs), update)
-        self._resolved = options
-        if shardings:
-            self.exchange = self._make_exchange()
-        self._order_output(Layout([], [], 1) if self.exchange is None else self.exchange.layout)
+    def _shardings(self) -> list[Any]:
+        """TorchRec's shardings, by number."""
+        return self._embedding_shardings
 
     def _make_exchange(self) -> Exchange:
         """Return an exchange of the shardings that can be exchanged; of none, it has data-parallel tables alone."""
@@ -145,28 +98,9 @@ class OverlapShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         """The shardings whose columns the exchange does not fill."""
         return [each for i, each in enumerate(self._embedding_shardings) if i not in self._ours]
 
-    def _options_for(self, shardings: Sequence[Any]) -> ExchangeOptions:
-        """Return the options, with the lookups' type and bound, and the collective where only FBGEMM updates rows."""
-        options, groups = self._options, [group for sharding in shardings for group in groups_of(sharding)]
-        if (output := output_types(shardings[0]).pop()) != SparseType.FP32:
-            options = replace(options, output_dtype=output.as_dtype(), wire_dtype=output.as_dtype())
-        options = replace(options, max_gradient=max_gradients(group.fused_params or {} for group in groups).pop())
-        backward = options.resolved_backward
-        reasons = {reason for group in groups if (reason := only_fbgemm(group.fused_params or {}, backward))}
-        if backward == "collective" or not reasons:
-            return options
-        if self._logs:
-            log.warning("backward %s: gradients go by the collective: %s", backward, ", ".join(sorted(reasons)))
-        return replace(options, backward="collective")
-
     def _create_input_dist(self, input_feature_names: list[str]) -> None:
         """Have TorchRec find the tables' features in the first batch, once it is known that they are there."""
-        wanted = {name for sharding in self._embedding_shardings for name in sharding.feature_names()}  # type: ignore[attr-defined]
-        if absent := sorted(wanted.difference(input_feature_names)):
-            raise InputError(
-                f"ids: features {', '.join(absent)} of the tables are not in the batch, which has "
-                f"{', '.join(input_feature_names)}; give every batch all, with lengths of 0 for no ids"
-            )
+        self._check_features(input_feature_names)
         super()._create_input_dist(input_feature_names)
 
     @property
@@ -177,23 +111,6 @@ class OverlapShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
             return 0
         options = self.exchange.options
         return options.leading_columns if BACKENDS[options.backend].stores_to_peers else 0
-
-    def why_ids_are_not_taken(self) -> str | None:
-        """Return why this module leaves the ids to TorchRec, alike on all ranks, or None if `take_ids` would work."""
-        shardings = dict(zip(self._sharding_types, self._embedding_shardings, strict=True))
-        if (reason := why_not_beside_graphs(shardings, self.why_not_exchanged)) is not None:
-            return reason
-        options = self._resolved
-        if not BACKENDS[options.backend].stores_to_peers or options.resolved_backward == "collective":
-            return f"backend {options.backend} with backward {options.resolved_backward} waits for the host"
-        if self.post_lookup_tracker_fn or self.post_odist_tracker_fn:
-            return "a tracker is registered"
-        return None
-
-    def _stock(self) -> list[int]:
-        """Return the numbers of the shardings that stay with TorchRec where the exchange takes ids."""
-        ours = {*self._exchanged, *self._replicated}
-        return [i for i in range(len(self._embedding_shardings)) if i not in ours]
 
     def take_ids(
         self,
@@ -220,17 +137,6 @@ class OverlapShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         self._takes_ids = True
         if self._has_mean_pooling_callback:
             self._divided_by = self._rows_of_divisor(keys).to(self._device)
-
-    def _with_replicated(self, exchanged: Layout) -> tuple[Layout, ReplicatedTables | None]:
-        """Return the layout with the data-parallel tables, which the exchange is to fill from now on, and these."""
-        if not self._replicated:
-            return exchanged, None
-        every: list[Any] = self._embedding_shardings
-        self._ours = sorted({*self._exchanged, *self._replicated})
-        shardings, lookups = ([kept[i] for i in self._replicated] for kept in (every, self._lookups))
-        shards = [shard for shards in exchanged.by_owner for shard in shards] + replicated_shards(shardings)
-        layout = Layout(shards, list(self._exchanged_names()), exchanged.world_size)
-        return layout, ReplicatedTables.of(shardings, lookups)
 
     def _rows_of_divisor(self, keys: Sequence[str]) -> torch.Tensor:
         """Return [D_total] int64: for each column in TorchRec's order the feature of `keys` whose lengths divide it.
@@ -328,28 +234,12 @@ class OverlapShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
             reason = "features have batches of different sizes, and some tables stay with TorchRec"
         elif ctx.variable_batch_per_feature and any(hosts_of(every[i]) > 1 for i in self._exchanged):
             reason = "features have batches of different sizes, and tables are cut by rows within a host"
-        elif (
-            self.post_lookup_tracker_fn
-            or self.post_odist_tracker_fn
-            or any(self._lookups[i].optim_state_tracker_fn for i in self._exchanged)
-        ):
-            reason = "a tracker is registered"
+        elif (why := self._why_falls_back()) is not None:
+            reason = why
         else:
             return False
         self._tell_once(reason)
         return True
-
-    def compute(self, ctx: EmbeddingBagCollectionContext, dist_input: KJTList) -> list[torch.Tensor]:
-        """Look up as TorchRec does, for a module that calls this and `output_dist` itself, one after the other."""
-        if self.exchange is not None:
-            self._tell_once("another module looks up and sends apart")
-        return super().compute(ctx, dist_input)
-
-    def _tell_once(self, reason: str) -> None:
-        """Say why a step stays with TorchRec, on rank 0, the first time."""
-        if reason not in self._reasons_told and self._logs:
-            log.warning("backend %s: steps stay with TorchRec: %s", self._options.backend, reason)
-        self._reasons_told.add(reason)
 
     def _in_order(
         self, exchanged: PooledAwaitable | None, others: Mapping[int, Awaitable[torch.Tensor]]
@@ -381,7 +271,7 @@ class OverlapShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
             self.exchange.close()
             self.exchange = None
         super().update_shards(*args, **kwargs)
-        self._set_up_exchange()
+        self._set_up()
 
 
 class _Part(Awaitable[torch.Tensor]):
@@ -393,24 +283,6 @@ class _Part(Awaitable[torch.Tensor]):
 
     def _wait_impl(self) -> torch.Tensor:
         return self._parts()[self._number]
-
-
-def reasons_to_fall_back(
-    shardings: Mapping[str, Any], env: ShardingEnv, wire_dtype: torch.dtype
-) -> dict[str, str | None]:
-    """Return by sharding type why tables of a module stay with TorchRec, alike on all ranks, or None if they do not.
-
-    Args:
-        shardings: sharding type -> TorchRec's sharding.
-        wire_dtype: in which pooled embeddings would travel.
-    """
-    if isinstance(env, ShardingEnv2D) and env.sharding_strategy == ShardingStrategy.FULLY_SHARDED:
-        whole = "2D parallelism with fully sharded rows"
-    else:
-        whole = None
-    reasons = {kind: why_not_exchanged(each, wire_dtype) or whole for kind, each in shardings.items()}
-    alone = why_not_together([shardings[kind] for kind, reason in reasons.items() if reason is None])
-    return {kind: reason or alone for kind, reason in reasons.items()}
 
 
 def output_dtype(module: nn.Module) -> torch.dtype:
@@ -428,5 +300,5 @@ def output_dtype(module: nn.Module) -> torch.dtype:
 
 def exchanges(model: nn.Module) -> list[Exchange]:
     """Return the exchanges of a sharded model."""
-    modules = (m for m in model.modules() if isinstance(m, OverlapShardedEmbeddingBagCollection))
+    modules = (m for m in model.modules() if isinstance(m, ExchangingModule))
     return [module.exchange for module in modules if module.exchange is not None]

@@ -1,7 +1,7 @@
 """The drop-in: TorchRec's sharder with the embedding exchange of a backend."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -11,20 +11,22 @@ from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
 from torchrec.distributed.sharding_plan import get_default_sharders as get_torchrec_sharders
-from torchrec.distributed.types import ModuleSharder, ParameterSharding, QuantizedCommCodecs, ShardingEnv
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.distributed.types import CommOp, ModuleSharder, ParameterSharding, QuantizedCommCodecs, ShardingEnv
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from dlrm_overlap.backends import BACKENDS, BACKWARDS, EXCHANGED
 from dlrm_overlap.config import EmbeddingConfig, InputError
 from dlrm_overlap.embedding.codecs import precisions
 from dlrm_overlap.embedding.options import PUTS, WIRE_DTYPES, ExchangeOptions
 from dlrm_overlap.embedding.sharded_module import OverlapShardedEmbeddingBagCollection, exchanges
+from dlrm_overlap.embedding.sharded_unpooled import OverlapShardedEmbeddingCollection
 from dlrm_overlap.embedding.shardings import check_columns, exchanging_group
 from dlrm_overlap.embedding.tables import OPTIMIZERS
 from dlrm_overlap.kernels.schedule import SCHEDULES
 
 __all__ = [
     "OverlapEmbeddingBagCollectionSharder",
+    "OverlapEmbeddingCollectionSharder",
     "OverlapShardedEmbeddingBagCollection",
     "build_sequence_sharder",
     "build_sharder",
@@ -96,58 +98,25 @@ class OverlapEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
             InputError: if a value breaks a rule.
         """
         super().__init__(fused_params, qcomm_codecs_registry, sharded_module_order_overwrite)
-        for name, value, known in (
-            ("backend", backend, EXCHANGED),
-            ("schedule", schedule, ("auto", *SCHEDULES)),
-            ("put", put, ("auto", *PUTS)),
-            ("wire_dtype", wire_dtype, tuple(WIRE_DTYPES)),
-            ("backward", backward, ("auto", *BACKWARDS)),
-            ("between_hosts", between_hosts, ("messages", "puts", "auto")),
-            ("output_order", output_order, ("plan", "model")),
-        ):
-            if value not in known:
-                raise InputError(f"{name}: {value!r} is not known; take one of {', '.join(known)}")
-        asked = precisions(qcomm_codecs_registry)
-        if wire_dtype != "fp32" and asked and asked != {wire_dtype}:
-            found = " and ".join(sorted(asked))
-            raise InputError(f"wire_dtype: {wire_dtype!r}, but qcomm_codecs_registry has {found}; give one of the two")
-        if len(asked) == 1 and asked <= WIRE_DTYPES.keys():
-            (wire_dtype,) = asked
-        if output_dtype not in ("fp32", wire_dtype):
-            raise InputError(f"output_dtype: {output_dtype!r}, but the wire's type is {wire_dtype}; take fp32 or that")
-        for name, count, least, cure in (
-            ("programs_per_sm", programs_per_sm, 1, None),
-            ("gradient_parts", gradient_parts, 1, None),
-            ("leading_columns", leading_columns, 0, 0),
-        ):
-            if count is not None and not (isinstance(count, int) and count >= least):
-                raise InputError(f"{name}: {count!r} must be a whole number from {least} on; take {cure}")
-        # The configuration's own checks of the other keys.
-        EmbeddingConfig(
+        _check_known("output_order", output_order, ("plan", "model"))
+        self.output_order = output_order
+        self.options = make_options(
+            precisions(qcomm_codecs_registry),
+            backend=backend,
+            schedule=schedule,
+            put=put,
             slice_bags=slice_bags,
             programs_per_sm=programs_per_sm,
-            wait_timeout_s=wait_timeout_s,
-            hosts=hosts,
-            aggregate_bytes=aggregate_bytes,
-            aggregate_us=aggregate_us,
-        )
-        self.output_order = output_order
-        self.options = ExchangeOptions(
-            backend,
-            schedule,
-            put,
-            slice_bags,
-            programs_per_sm,
-            gradient_parts,
-            WIRE_DTYPES[wire_dtype],
+            wire_dtype=wire_dtype,
             wait_timeout_s=wait_timeout_s,
             backward=backward,
-            copy_output=copy_output,
-            output_dtype=WIRE_DTYPES[output_dtype],
+            gradient_parts=gradient_parts,
             hosts=hosts,
             between_hosts=between_hosts,
             aggregate_bytes=aggregate_bytes,
             aggregate_us=aggregate_us,
+            copy_output=copy_output,
+            output_dtype=output_dtype,
             leading_columns=leading_columns,
         )
 
@@ -185,6 +154,143 @@ class OverlapEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
         return OverlapShardedEmbeddingBagCollection
 
 
+class OverlapEmbeddingCollectionSharder(EmbeddingCollectionSharder):
+    """TorchRec's sharder of unpooled tables with another exchange, for any model that `DistributedModelParallel` takes.
+
+    Each distinct id of a table travels once, and so does its row, and the sum of its gradients. Exchanged are shards as
+    under `OverlapEmbeddingBagCollectionSharder`, among ranks of one host. The output is TorchRec's.
+
+    Example:
+        DistributedModelParallel(model, sharders=[OverlapEmbeddingCollectionSharder(), ..])
+    """
+
+    def __init__(
+        self,
+        fused_params: dict[str, Any] | None = None,
+        qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
+        use_index_dedup: bool = False,
+        *,
+        dedup: bool | Literal["auto"] = "auto",
+        backend: str = "pgas",
+        schedule: str = "auto",
+        slice_bags: int = EmbeddingConfig.slice_bags,
+        programs_per_sm: int | None = None,
+        wire_dtype: str = "fp32",
+        wait_timeout_s: float = EmbeddingConfig.wait_timeout_s,
+        gradient_parts: int | None = None,
+        hosts: int | Literal["auto"] = "auto",
+        output_dtype: str = "fp32",
+    ) -> None:
+        """Take TorchRec's arguments, and those of `OverlapEmbeddingBagCollectionSharder` that concern unpooled tables.
+
+        Args:
+            use_index_dedup: of the tables that stay with TorchRec, where all of a module do.
+            dedup: whether each distinct id of a batch travels once, or as often as it is there; auto does the former
+                unless more than 0.9 of the ids of the first batch are distinct.
+            backend: that stores into the peers' memory: pgas or fused.
+
+        Raises:
+            InputError: if a value breaks a rule.
+        """
+        super().__init__(fused_params, qcomm_codecs_registry, use_index_dedup)
+        _check_known("backend", backend, tuple(name for name, each in BACKENDS.items() if each.stores_to_peers))
+        if dedup not in (True, False, "auto"):
+            raise InputError(f"dedup: {dedup!r} is not known; take True, False or auto")
+        self.dedup = dedup
+        self.options = make_options(
+            precisions(qcomm_codecs_registry, [CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL]),
+            backend=backend,
+            schedule=schedule,
+            slice_bags=slice_bags,
+            programs_per_sm=programs_per_sm,
+            wire_dtype=wire_dtype,
+            wait_timeout_s=wait_timeout_s,
+            gradient_parts=gradient_parts,
+            hosts=hosts,
+            output_dtype=output_dtype,
+        )
+
+    def shard(
+        self,
+        module: EmbeddingCollection,
+        params: dict[str, ParameterSharding],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        module_fqn: str | None = None,
+    ) -> OverlapShardedEmbeddingCollection:
+        """Shard `module` by the plan's `params`.
+
+        Raises:
+            InputError: if a shard's columns are no multiple of 4, or, on every rank, if ranks have unlike plans.
+        """
+        check_columns(params)
+        require_same_plan(params, env)
+        return OverlapShardedEmbeddingCollection(
+            module,
+            params,
+            env,
+            self.fused_params,
+            device,
+            qcomm_codecs_registry=self.qcomm_codecs_registry,
+            use_index_dedup=self._use_index_dedup,
+            module_fqn=module_fqn,
+            options=self.options,
+            dedup=self.dedup,
+        )
+
+    @property
+    def sharded_module_type(self) -> type[OverlapShardedEmbeddingCollection]:
+        """Return the type of the modules that `shard` returns."""
+        return OverlapShardedEmbeddingCollection
+
+
+def _check_known(name: str, value: str, known: Sequence[str]) -> None:
+    """Check that a value of an argument is one of those known.
+
+    Raises:
+        InputError: if it is not.
+    """
+    if value not in known:
+        raise InputError(f"{name}: {value!r} is not known; take one of {', '.join(known)}")
+
+
+def make_options(asked: set[str], *, wire_dtype: str, output_dtype: str, **given: Any) -> ExchangeOptions:
+    """Return the options of an exchange, once their values are checked.
+
+    Args:
+        asked: precisions that codecs ask for; one that the wire has becomes the wire's.
+        given: others of `ExchangeOptions`.
+
+    Raises:
+        InputError: if a value breaks a rule.
+    """
+    for name, known in (
+        ("backend", EXCHANGED),
+        ("schedule", ("auto", *SCHEDULES)),
+        ("put", ("auto", *PUTS)),
+        ("backward", ("auto", *BACKWARDS)),
+        ("between_hosts", ("messages", "puts", "auto")),
+    ):
+        if name in given:
+            _check_known(name, given[name], known)
+    _check_known("wire_dtype", wire_dtype, tuple(WIRE_DTYPES))
+    if wire_dtype != "fp32" and asked and asked != {wire_dtype}:
+        found = " and ".join(sorted(asked))
+        raise InputError(f"wire_dtype: {wire_dtype!r}, but qcomm_codecs_registry has {found}; give one of the two")
+    if len(asked) == 1 and asked <= WIRE_DTYPES.keys():
+        (wire_dtype,) = asked
+    if output_dtype not in ("fp32", wire_dtype):
+        raise InputError(f"output_dtype: {output_dtype!r}, but the wire's type is {wire_dtype}; take fp32 or that")
+    for name, least, cure in (("programs_per_sm", 1, None), ("gradient_parts", 1, None), ("leading_columns", 0, 0)):
+        count = given.get(name)
+        if count is not None and not (isinstance(count, int) and count >= least):
+            raise InputError(f"{name}: {count!r} must be a whole number from {least} on; take {cure}")
+    # The configuration's own checks of the other keys.
+    checked = "slice_bags", "programs_per_sm", "wait_timeout_s", "hosts", "aggregate_bytes", "aggregate_us"
+    EmbeddingConfig(**{name: given[name] for name in checked if name in given})
+    return ExchangeOptions(wire_dtype=WIRE_DTYPES[wire_dtype], output_dtype=WIRE_DTYPES[output_dtype], **given)
+
+
 def build_sharder(
     config: EmbeddingConfig,
     precision: str = "fp32",
@@ -218,9 +324,14 @@ def build_sequence_sharder(
 ) -> EmbeddingCollectionSharder:
     """Return the sharder of tables that are not pooled, with the optimizer of `build_sharder`.
 
-    Under every backend it is TorchRec's own. Rows travel in `config.wire_dtype`, as fp32 under auto.
+    It is TorchRec's own, unless the backend stores into the peers' memory. Rows travel in `config.wire_dtype`, as fp32
+    under auto.
     """
     wire_dtype = "fp32" if config.wire_dtype == "auto" else config.wire_dtype
+    if BACKENDS[config.backend].stores_to_peers:
+        keys = ("backend", "schedule", "slice_bags", "programs_per_sm", "wait_timeout_s", "gradient_parts", "hosts")
+        own = {name: getattr(config, name) for name in keys}
+        return OverlapEmbeddingCollectionSharder(_fused_params(config, fused_params), wire_dtype=wire_dtype, **own)
     return EmbeddingCollectionSharder(_fused_params(config, fused_params), _codecs(wire_dtype))
 
 
@@ -247,9 +358,12 @@ def _codecs(wire_dtype: str) -> dict[str, QuantizedCommCodecs] | None:
 
 
 def get_default_sharders() -> list[ModuleSharder[Any]]:
-    """Return TorchRec's default sharders, with ours in the place of that of embedding bags."""
-    ours: ModuleSharder[Any] = OverlapEmbeddingBagCollectionSharder()
-    return [ours if type(each) is EmbeddingBagCollectionSharder else each for each in get_torchrec_sharders()]
+    """Return TorchRec's default sharders, with ours in the place of those of pooled and of unpooled tables."""
+    ours: dict[type, Callable[[], ModuleSharder[Any]]] = {
+        EmbeddingBagCollectionSharder: OverlapEmbeddingBagCollectionSharder,
+        EmbeddingCollectionSharder: OverlapEmbeddingCollectionSharder,
+    }
+    return [ours[type(each)]() if type(each) in ours else each for each in get_torchrec_sharders()]
 
 
 def require_same_plan(plan: Mapping[str, ParameterSharding], env: ShardingEnv) -> None:

@@ -9,9 +9,12 @@ import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import SparseType
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.sharding.cw_sequence_sharding import CwSequenceEmbeddingSharding
 from torchrec.distributed.sharding.cw_sharding import CwPooledEmbeddingSharding
 from torchrec.distributed.sharding.grid_sharding import GridPooledEmbeddingSharding
+from torchrec.distributed.sharding.rw_sequence_sharding import RwSequenceEmbeddingSharding
 from torchrec.distributed.sharding.rw_sharding import RwPooledEmbeddingSharding
+from torchrec.distributed.sharding.tw_sequence_sharding import TwSequenceEmbeddingSharding
 from torchrec.distributed.sharding.tw_sharding import TwPooledEmbeddingSharding
 from torchrec.distributed.sharding.twcw_sharding import TwCwPooledEmbeddingSharding
 from torchrec.distributed.sharding.twrw_sharding import TwRwPooledEmbeddingSharding
@@ -22,12 +25,14 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.config import InputError
 from dlrm_overlap.embedding.codecs import precisions
-from dlrm_overlap.embedding.layout import FeatureShard, Layout, distinct
+from dlrm_overlap.embedding.layout import FeatureShard, Layout, distinct, outputs_of
 from dlrm_overlap.embedding.options import WIRE_DTYPES
 from dlrm_overlap.embedding.replicated import MOST_COLUMNS
 from dlrm_overlap.embedding.tables import max_gradients, unsupported
 
+_UNPOOLED = TwSequenceEmbeddingSharding, CwSequenceEmbeddingSharding, RwSequenceEmbeddingSharding
 _EXCHANGED = (
+    *_UNPOOLED,
     TwPooledEmbeddingSharding,
     CwPooledEmbeddingSharding,
     TwCwPooledEmbeddingSharding,
@@ -36,8 +41,18 @@ _EXCHANGED = (
     GridPooledEmbeddingSharding,
 )
 # TorchRec pools sums of these, and divides by the lengths of the whole bags after the exchange, if it does.
-_CUT_BY_ROWS = RwPooledEmbeddingSharding, TwRwPooledEmbeddingSharding, GridPooledEmbeddingSharding
-_CUT_BY_COLUMNS = CwPooledEmbeddingSharding, TwCwPooledEmbeddingSharding, GridPooledEmbeddingSharding
+_CUT_BY_ROWS = (
+    RwPooledEmbeddingSharding,
+    TwRwPooledEmbeddingSharding,
+    GridPooledEmbeddingSharding,
+    RwSequenceEmbeddingSharding,
+)
+_CUT_BY_COLUMNS = (
+    CwPooledEmbeddingSharding,
+    TwCwPooledEmbeddingSharding,
+    GridPooledEmbeddingSharding,
+    CwSequenceEmbeddingSharding,
+)
 # TorchRec reduces the partial sums of these within a host first.
 _BY_HOST = TwRwPooledEmbeddingSharding, GridPooledEmbeddingSharding
 _OUTPUT_TYPES = (SparseType.FP32, SparseType.BF16, SparseType.FP16)
@@ -102,7 +117,9 @@ def _why_not_sent(sharding: Any, wire_dtype: torch.dtype) -> str | None:
 
 
 def _collectives(sharding: Any) -> list[CommOp]:
-    """Return the collectives by which TorchRec would send a sharding's pooled embeddings."""
+    """Return the collectives by which TorchRec would send a sharding's embeddings."""
+    if isinstance(sharding, _UNPOOLED):
+        return [CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL]
     summed = [CommOp.POOLED_EMBEDDINGS_REDUCE_SCATTER] if isinstance(sharding, _CUT_BY_ROWS) else []
     alone = isinstance(sharding, RwPooledEmbeddingSharding)
     return summed if alone else [*summed, CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL]
@@ -120,6 +137,8 @@ def _why_not_pooled(group: Any, wire_dtype: torch.dtype) -> str | None:
     if data_type_to_dtype(group.data_type) not in WIRE_DTYPES.values():
         return f"rows of type {group.data_type.value}"
     params = group.fused_params or {}
+    if group.pooling == PoolingType.NONE and params.get("gradient_clipping"):
+        return "gradients of ids that are clipped before they are summed"
     if (output := params.get("output_dtype", SparseType.FP32)) not in _OUTPUT_TYPES:
         return f"output of type {output.value}"
     if output != SparseType.FP32 and wire_dtype not in (torch.float32, output.as_dtype()):
@@ -208,8 +227,8 @@ def _names_and_columns(table: Any, cut_by_columns: bool) -> list[tuple[str, int]
     Example: x twice, dim 8, cut in two. The second shard's are at columns 8 and 12 of the 16 of x.
     """
     first, names = table.local_metadata.shard_offsets[1], table.embedding_names
-    if not cut_by_columns:
-        return [(name, first) for name in distinct(names)]
+    if not cut_by_columns or table.pooling == PoolingType.NONE:
+        return [(name, first) for name, _ in outputs_of(table)]
     seen: Counter[str] = Counter()
     places = []
     for name in names:
@@ -230,12 +249,12 @@ def build_layout(shardings: Sequence[Any], names: Sequence[str], world_size: int
         lookup = 0
         for number, sharding in enumerate(shardings):
             feature = 0
-            by_rows = isinstance(sharding, _CUT_BY_ROWS)
+            by_rows, unpooled = isinstance(sharding, _CUT_BY_ROWS), isinstance(sharding, _UNPOOLED)
             for config in sharding._grouped_embedding_configs_per_rank[owner]:
                 for index, table in enumerate(config.embedding_tables):
                     first_row = table.local_metadata.shard_offsets[0]
                     places = _names_and_columns(table, isinstance(sharding, _CUT_BY_COLUMNS))
-                    for (name, first_column), feature_name in zip(places, table.feature_names, strict=True):
+                    for (name, first_column), (_, feature_name) in zip(places, outputs_of(table), strict=True):
                         columns = name, first_column
                         shard = FeatureShard(
                             name=name,
@@ -251,6 +270,7 @@ def build_layout(shardings: Sequence[Any], names: Sequence[str], world_size: int
                             feature_name=feature_name,
                             rows=(first_row, first_row + table.local_rows) if by_rows else (0, 0),
                             row_shard=row_shards[columns],
+                            slots=unpooled,
                         )
                         row_shards[columns] += 1
                         shards.append(shard)

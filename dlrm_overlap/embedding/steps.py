@@ -103,9 +103,10 @@ class Step:
     """whether the gradient is on its way to the owners of the rows"""
     replicated: KeyedJaggedTensor | None = None
     """of this rank's samples, the ids of tables that every rank holds, where this exchange looks those up"""
-    share_offsets: torch.Tensor | None = None
-    """[shares * b + 1] int32: of this rank's samples, the offsets of the bags of each share, where tables are cut by
-    rows and this exchange sends the ids; a share's empty bags have no partial sum, and get no gradient"""
+    own_offsets: torch.Tensor | None = None
+    """[published * b + 1] int32: of this rank's samples, the offsets of the bags of all features and shares, see
+    `IdLayout.published`, where this exchange sends the ids and tables are cut by rows, or bags are slots; the empty
+    ones of such shards have not arrived, and get no gradient"""
     trains_weights: bool = False
     """whether weights of some of this rank's ids require a gradient"""
     weights_gradients: Sequence[torch.Tensor] = ()

@@ -8,6 +8,7 @@ from torchrec.distributed.embedding_sharding import EmbeddingShardingContext, KJ
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionContext, ShardedEmbeddingBagCollection
 from torchrec.distributed.types import ShardingType
+from torchrec.modules.embedding_configs import PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.embedding.replicated import why_not_looked_up
@@ -39,6 +40,8 @@ def why_not_beside_graphs(shardings: Mapping[str, Any], why_not_exchanged: Mappi
                 return reason
         elif why_not_exchanged[kind] is not None:
             for table in (table for group in groups_of(sharding) for table in group.embedding_tables):
+                if table.pooling == PoolingType.NONE:
+                    return f"unpooled table {table.name} stays with TorchRec: {why_not_exchanged[kind]}"
                 if table.compute_kernel not in _UPDATED_IN_BACKWARD:
                     return f"table {table.name} stays with TorchRec, with compute kernel {table.compute_kernel.value}"
     return None

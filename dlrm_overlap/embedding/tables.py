@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode, PoolingMode
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     SplitTableBatchedEmbeddingBagsCodegen,
     WeightDecayMode,
@@ -213,7 +213,7 @@ class FbgemmUpdate:
             "indices": ids.values().to(tbe.embedding_table_index_type),
             "offsets": ids.offsets().to(tbe.embedding_table_index_type),
             "indice_weights": gradient.new_empty(0) if weights is None else weights,
-            "pooling_mode": int(tbe.pooling_mode),
+            "pooling_mode": int(PoolingMode.SUM if tbe.pooling_mode == PoolingMode.NONE else tbe.pooling_mode),
             "lxu_cache_locations": tbe.lxu_cache_locations_empty,
             "use_uniq_cache_locations": tbe.use_uniq_cache_locations_bwd,
             "BT_block_size": _SEGMENT_LENGTH,

@@ -6,17 +6,18 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embedding_sharding import EmbeddingShardingInfo
 from torchrec.distributed.embedding_types import ShardedEmbeddingModule
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.sharding.cw_sharding import CwPooledEmbeddingSharding
 from torchrec.distributed.sharding.tw_sharding import TwPooledEmbeddingSharding
 from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingPlan, ShardingType
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from dlrm_overlap.config import InputError
-from dlrm_overlap.embedding.sharded_module import OverlapShardedEmbeddingBagCollection, reasons_to_fall_back
+from dlrm_overlap.embedding.exchanging_module import ExchangingModule, reasons_to_fall_back
 from dlrm_overlap.embedding.stock import why_not_beside_graphs
 from dlrm_overlap.embedding.traffic import exchanged_bytes
 from dlrm_overlap.launching.text_table import format_table
@@ -87,6 +88,7 @@ def explain(
     fused_params: Mapping[str, Any] | None = None,
     samples: int | None = None,
     bag_sizes: Mapping[str, float] | None = None,
+    distinct: Mapping[str, float] | None = None,
     optimizer: Any = None,
 ) -> Explanation:
     """Return of each table its owners, whether it is exchanged and captured or why not, and the bytes that travel.
@@ -98,6 +100,8 @@ def explain(
         fused_params: with a plan, those that the sharder will be given.
         samples: of a rank's batch, for `sent_bytes`.
         bag_sizes: feature -> mean number of ids in a bag, for `sent_bytes`.
+        distinct: table of an unpooled collection -> mean number of distinct ids in a rank's batch, for `sent_bytes`; of
+            one that is left out all ids travel.
         optimizer: that a `GraphTrainPipeline` will be given, for `why_after`.
 
     Raises:
@@ -117,7 +121,7 @@ def explain(
             in_step = why_not is None or sharding.sharding_type == _DATA_PARALLEL
             sent = None
             if why_not is None and samples is not None and bag_sizes is not None:
-                sent = collection.sent_bytes(name, samples, bag_sizes)
+                sent = collection.sent_bytes(name, samples, bag_sizes, (distinct or {}).get(name))
             found = PlannedTable(
                 module=collection.path,
                 table=name,
@@ -152,21 +156,29 @@ class _Collection:
     """why it keeps the steps from being captured, of a module that our sharder leaves alone"""
     shardings: Mapping[str, Any] = field(default_factory=dict)
     """sharding type -> TorchRec's sharding; none of a module that our sharder leaves alone"""
-    configs: Sequence[EmbeddingBagConfig] = ()
+    configs: Sequence[EmbeddingBagConfig | EmbeddingConfig] = ()
     """of its tables; none likewise"""
     world_size: int = 1
     wire_dtype: torch.dtype = torch.float32
     weighted: bool = False
 
-    def sent_bytes(self, table: str, samples: int, bag_sizes: Mapping[str, float]) -> float:
+    def sent_bytes(
+        self, table: str, samples: int, bag_sizes: Mapping[str, float], distinct: float | None = None
+    ) -> float:
         """Return the bytes that a rank sends for an exchanged table, the mean of the ranks."""
         (config,) = (config for config in self.configs if config.name == table)
         shards = _shards(self.params[table])
         row_shards = sum(shard.shard_offsets[1] == 0 for shard in shards)
-        sent = 0.0
+        sent, away = 0.0, (self.world_size - 1) / self.world_size
         for feature in config.feature_names:
             if feature not in bag_sizes:
                 raise InputError(f"explain: no bag size of feature {feature}; give the mean number of its ids")
+        if isinstance(config, EmbeddingConfig):  # each id that travels is the only one of its slot
+            ids = samples * sum(bag_sizes[feature] for feature in config.feature_names)
+            ids = ids if distinct is None else min(ids, distinct)
+            columns = len(shards) // row_shards
+            return ids * exchanged_bytes(1, config.embedding_dim, 1, columns, self.wire_dtype.itemsize) * away
+        for feature in config.feature_names:
             per_sample = exchanged_bytes(
                 bag_sizes[feature],
                 config.embedding_dim,
@@ -175,7 +187,7 @@ class _Collection:
                 self.wire_dtype.itemsize,
                 id_bytes=12 if self.weighted else 8,  # float32 beside the id
             )
-            sent += samples * per_sample * (self.world_size - 1) / self.world_size
+            sent += samples * per_sample * away
         return sent
 
 
@@ -192,18 +204,22 @@ def _sharded(model: nn.Module) -> Iterator[_Collection]:
             continue
         path = in_model(name)
         params = getattr(module, "module_sharding_plan", {})
-        if not isinstance(module, ShardedEmbeddingBagCollection):
+        if isinstance(module, ShardedEmbeddingBagCollection):
+            shardings = dict(zip(module._sharding_types, module._embedding_shardings, strict=True))
+            configs, weighted = module._embedding_bag_configs, module._is_weighted
+        elif isinstance(module, ShardedEmbeddingCollection):
+            shardings, configs, weighted = module._sharding_type_to_sharding, module._embedding_configs, False
+        else:
             yield _left_alone(path, params, module)
             continue
-        shardings = dict(zip(module._sharding_types, module._embedding_shardings, strict=True))
-        if isinstance(module, OverlapShardedEmbeddingBagCollection):
+        if isinstance(module, ExchangingModule):
             why_not = module.why_not_exchanged
             wire_dtype = module.exchange.options.wire_dtype if module.exchange is not None else torch.float32
         else:
             wire_dtype = torch.float32
             why_not = reasons_to_fall_back(shardings, module._env, wire_dtype)
-        configs, world_size = module._embedding_bag_configs, module._env.world_size
-        yield _Collection(path, params, why_not, None, shardings, configs, world_size, wire_dtype, module._is_weighted)
+        world_size = module._env.world_size
+        yield _Collection(path, params, why_not, None, shardings, configs, world_size, wire_dtype, weighted)
 
 
 def _planned(model: nn.Module, plan: ShardingPlan, fused_params: Mapping[str, Any]) -> Iterator[_Collection]:
@@ -212,15 +228,23 @@ def _planned(model: nn.Module, plan: ShardingPlan, fused_params: Mapping[str, An
     world_size = 1 + max(rank for params in modules.values() for each in params.values() for rank in each.ranks or [0])
     env = ShardingEnv.from_local(world_size, 0)
     for path, params in modules.items():
-        module = model.get_submodule(path)
-        if type(module) is not EmbeddingBagCollection:
+        module, given = model.get_submodule(path), dict(fused_params)
+        if type(module) is EmbeddingBagCollection:
+            make = ShardedEmbeddingBagCollection
+            infos = make.create_grouped_sharding_infos(module, params, "embedding_bags.", given)
+            shardings = {kind: _sharding(kind, tables, env) for kind, tables in infos.items()}
+            configs, weighted = module.embedding_bag_configs(), module.is_weighted()
+        elif type(module) is EmbeddingCollection:
+            make, device = ShardedEmbeddingCollection, torch.device("cpu")
+            infos = make.create_grouped_sharding_infos(module, params, given)
+            shardings = {
+                kind: make.create_embedding_sharding(kind, tables, env, device) for kind, tables in infos.items()
+            }
+            configs, weighted = module.embedding_configs(), False
+        else:
             yield _left_alone(path, params, module)
             continue
-        make = ShardedEmbeddingBagCollection
-        infos = make.create_grouped_sharding_infos(module, params, "embedding_bags.", dict(fused_params))
-        shardings = {kind: _sharding(kind, tables, env) for kind, tables in infos.items()}
         why_not = reasons_to_fall_back(shardings, env, torch.float32)
-        configs, weighted = module.embedding_bag_configs(), module.is_weighted()
         yield _Collection(path, params, why_not, None, shardings, configs, world_size, weighted=weighted)
 
 
@@ -245,7 +269,7 @@ def _left_alone(path: str, params: Mapping[str, ParameterSharding], module: nn.M
 
 def _why_not_captured(model: nn.Module, collections: Sequence[_Collection], plan: ShardingPlan | None) -> str | None:
     """Return why the steps of a model are not captured, or None; as if sharded by our sharder, if by none of ours."""
-    if any(isinstance(module, OverlapShardedEmbeddingBagCollection) for module in model.modules()):
+    if any(isinstance(module, ExchangingModule) for module in model.modules()):
         return why_not_captured(model)
     exchanges_some = any(reason is None for each in collections for reason in each.why_not.values())
     reasons = (each.alone or why_not_beside_graphs(each.shardings, each.why_not) for each in collections)

@@ -15,13 +15,20 @@ import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.sharding_plan import column_wise, construct_module_sharding_plan, data_parallel, table_wise
+from torchrec.distributed.sharding_plan import (
+    column_wise,
+    construct_module_sharding_plan,
+    data_parallel,
+    row_wise,
+    table_wise,
+)
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingPlan
-from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper, OptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
@@ -29,7 +36,7 @@ from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
-from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder
+from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder, OverlapEmbeddingCollectionSharder
 from dlrm_overlap.embedding.weights import initialise_tables
 from dlrm_overlap.train.graphs.train_pipeline import GraphTrainPipeline
 from tests.agreement import LOSS_TOLERANCE, assert_all_near
@@ -269,6 +276,30 @@ class DataParallelCollection(Split):
     kernels: ClassVar = {"h": "dense", "k": "dense"}
 
 
+class Sequences(Plain):
+    """Has a data-parallel table, and beside its collection one that is not pooled, of whose rows the order counts."""
+
+    kernels: ClassVar = {"f": "dense"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = collection(KEYS[:2])
+        configs = [
+            EmbeddingConfig(name=f"s_{key}", num_embeddings=ROWS, embedding_dim=DIM, feature_names=[key])
+            for key in KEYS[2:]
+        ]
+        self.sequences = EmbeddingCollection(configs, device=torch.device("meta"))
+
+    def pooled(self, batch: Any) -> torch.Tensor:
+        by_key, sequences = self.embedding(batch.ids).to_dict(), self.sequences(batch.ids)
+        parts = [by_key[key] for key in KEYS[:2]]
+        for key in KEYS[2:]:
+            rows = sequences[key]
+            padded = torch.ops.fbgemm.jagged_to_padded_dense(rows.values(), [rows.offsets()], [4 * MOST[key][1]])
+            parts.append(padded.cumsum(1).square().sum(1))
+        return torch.cat(parts, dim=1)
+
+
 class WeightedInHostMemory(InHostMemory):
     """Has ids with weights besides."""
 
@@ -403,6 +434,9 @@ PROGRAMS: dict[str, Program] = {
     "in_host_memory": Program(InHostMemory),
     "collection_in_host_memory": Program(CollectionInHostMemory),
     "data_parallel_collection": Program(DataParallelCollection),
+    "sequences": Program(Sequences),
+    # Not evaluated: stock TorchRec's unpooled collections fail where ranks evaluate unlike samples.
+    "longer_sequences": Program(Sequences, steps=15, longer=_LONGER, captured=(4, 3)),
     "longer_bags": Program(Offsets, steps=15, longer=_LONGER, evaluated={5: SAMPLES + 3, 14: 4}, captured=(4, 2)),
     "longer_bags_in_host_memory": Program(InHostMemory, steps=15, longer=_LONGER, evaluated={5: 4}, captured=(4, 3)),
     "longer_bags_than_fixed": Program(Split, bags=FIXED, steps=13, longer={(5, 1): 2}, captured=(3, 1)),
@@ -442,24 +476,28 @@ def _batches(program: Program, rank: int, only: int | None = None) -> Iterator[A
             yield program.batch(dense, ids(KEYS, step, samples), ids(KEYS[:1], step, samples))
 
 
-def _plan(model: Plain, sharder: ModuleSharder, world_size: int, device: torch.device) -> ShardingPlan:
-    """Tables on ranks in turn, those of h cut by columns."""
+def _plan(model: Plain, sharders: Sequence[ModuleSharder], world_size: int, device: torch.device) -> ShardingPlan:
+    """Tables on ranks in turn, those of h cut by columns, unpooled ones of k by rows."""
     plan = {}
     for name, module in model.named_children():
-        if not isinstance(module, EmbeddingBagCollection):
+        pooled = isinstance(module, EmbeddingBagCollection)
+        if not pooled and not isinstance(module, EmbeddingCollection):
             continue
         ways: dict[str, Any] = {}
-        for config in module.embedding_bag_configs():
+        for config in module.embedding_bag_configs() if pooled else module.embedding_configs():
             (key,) = config.feature_names
             kernel = model.kernels.get(key, "fused")
             if kernel == "dense":
                 ways[config.name] = data_parallel()
             elif key == "h":
                 ways[config.name] = column_wise([i % world_size for i in range(2)], compute_kernel=kernel)
+            elif key == "k" and not pooled:
+                ways[config.name] = row_wise(compute_kernel=kernel)
             else:
                 ways[config.name] = table_wise(KEYS.index(key) % world_size, compute_kernel=kernel)
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))  # fewer where ranks share a GPU
-        plan[name] = construct_module_sharding_plan(module, ways, sharder, local_size, world_size, device.type)
+        chosen = sharders[not pooled]
+        plan[name] = construct_module_sharding_plan(module, ways, chosen, local_size, world_size, device.type)
     return ShardingPlan(plan)
 
 
@@ -469,14 +507,16 @@ def train(
     """Return this rank's outputs, by step, and its dense parameters and rows, of TorchRec's pipeline or ours."""
     torch.manual_seed(0)
     params = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.5}
-    sharder: Any = OverlapEmbeddingBagCollectionSharder(params) if captured else EmbeddingBagCollectionSharder(params)
+    stock: list[Any] = [EmbeddingBagCollectionSharder, EmbeddingCollectionSharder]
+    ours: list[Any] = [OverlapEmbeddingBagCollectionSharder, OverlapEmbeddingCollectionSharder]
+    sharders: Any = [kind(dict(params)) for kind in (ours if captured else stock)]
     model = program.model()
     sharded = DistributedModelParallel(
         model,
         env=ShardingEnv.from_process_group(group),
         device=device,
-        plan=_plan(model, sharder, group.size(), device),
-        sharders=[sharder],
+        plan=_plan(model, sharders, group.size(), device),
+        sharders=sharders,
     )
     sharded.to(device)
     initialise_tables(sharded, seed=0)

@@ -46,7 +46,13 @@ def test_a_second_call_is_refused_in_the_first_step() -> None:
 
 # What every `make test` runs; the rest differs little from it.
 QUICK = ["split", "two_sets_fixed", "one_feature", "slotted_batch", "clipped_adamw", "momentum", "in_host_memory"]
-QUICK += ["collection_in_host_memory", "data_parallel_collection", "longer_bags", "longer_bags_than_fixed"]
+QUICK += [
+    "collection_in_host_memory",
+    "data_parallel_collection",
+    "longer_sequences",
+    "longer_bags",
+    "longer_bags_than_fixed",
+]
 QUICK += ["short_last_batch_fixed", "unlike_samples", "own_forward", "longer_bags" + LATE]
 MORE = [name for name in PROGRAMS if name not in QUICK]
 ended, more_ended = cases_on_ranks(2, _compare, QUICK), cases_on_ranks(2, _compare, MORE)

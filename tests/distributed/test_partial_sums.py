@@ -52,7 +52,7 @@ class Counted:
         assert self._halves.ids is not None
         arrived = self._halves.ids.send(features, self._samples)
         step = Step([arrived.ids], arrived.batch)
-        step.share_offsets = arrived.share_offsets
+        step.own_offsets = arrived.own_offsets
         for pair in (self._forward.windows, self._backward.windows):
             self._clear(pair)
         self._meet()

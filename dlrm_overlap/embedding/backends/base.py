@@ -82,14 +82,14 @@ class Forward(Half):
             arrived: [b, leading + arrival_dim] of the wire's type, see `Layout`.
         """
         if self._on_gpu:
-            add_partials(arrived, self._partial_table, step.share_offsets)
+            add_partials(arrived, self._partial_table, step.own_offsets)
         else:
-            reference.add_partials(arrived, self._partials, step.share_offsets)
+            reference.add_partials(arrived, self._partials, step.own_offsets)
 
     @cached_property
     def _partials(self) -> list[Partials]:
         """The partial sums of the layout, by the columns of a row with the leading ones."""
-        number = self._ids.share_number if self._ids is not None else lambda _: 0
+        number = self._ids.published if self._ids is not None else lambda _: 0
         return [
             Partials([self.leading + column for column in each.columns], each.dim, [number(s) for s in each.shards])
             for each in self.layout.partial_sums

@@ -207,11 +207,11 @@ class CpuPush(WindowBackward):
         super().__init__(context, windows)
         assert isinstance(windows.arena, HostArena)
         self._arena, self._reached = windows.arena, windows.arena.reached
-        self._shares: dict[FeatureShard, int] = {}
-        """of shards whose bags without ids get no gradient, the index of their ids among the shares"""
+        self._published: dict[FeatureShard, int] = {}
+        """of shards whose bags without ids get no gradient, which of the published features has their ids"""
         if (ids := context.ids) is not None:
-            cut = [s for shards in self.layout.by_owner for s in shards if s.gives_partial_sums]
-            self._shares = {shard: ids.share_number(shard) for shard in cut}
+            some = [s for shards in self.layout.by_owner for s in shards if ids.knows_empty_bags(s)]
+            self._published = {shard: ids.published(shard) for shard in some}
         self._lookups = self.layout.lookups(self.rank)
         self._unfinished: Step | None = None
 
@@ -239,8 +239,8 @@ class CpuPush(WindowBackward):
                 targets = [self.gradient_of(shard, window, step.batch.total) for shard in shards]
                 for shard, column, rows in zip(shards, columns, targets, strict=True):
                     here, into = gradient[:, column : column + shard.dim], rows[first : first + gradient.shape[0]]
-                    if step.share_offsets is not None and shard in self._shares:
-                        filled = reference.have_ids(step.share_offsets, self._shares[shard], gradient.shape[0])
+                    if step.own_offsets is not None and shard in self._published:
+                        filled = reference.have_ids(step.own_offsets, self._published[shard], gradient.shape[0])
                         into[filled] = here[filled].to(into.dtype)
                     else:
                         into.copy_(here)

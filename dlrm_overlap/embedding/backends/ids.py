@@ -16,6 +16,7 @@ from dlrm_overlap.embedding.backends.cpu import meet_on_cpu, skip_on_cpu
 from dlrm_overlap.embedding.backends.messages import IdsByCollective, send_window
 from dlrm_overlap.embedding.backends.puts import IdsByPuts
 from dlrm_overlap.embedding.crossing import published_window
+from dlrm_overlap.embedding.distinct import Distinct
 from dlrm_overlap.embedding.id_layout import IdLayout
 from dlrm_overlap.embedding.layout import EVERY_RANK, FeatureShard
 from dlrm_overlap.embedding.options import ExchangeContext
@@ -110,8 +111,10 @@ class ArrivedIds(NamedTuple):
     """the samples of each rank"""
     replicated: KeyedJaggedTensor | None = None
     """of this rank's samples, the ids of the replicated features, padded likewise; None without such features"""
-    share_offsets: torch.Tensor | None = None
-    """[shares * b + 1] int32: of this rank's samples, the offsets of the bags of each share; None without shares"""
+    own_offsets: torch.Tensor | None = None
+    """[published * b + 1] int32: the offsets of all bags that this rank has published; None where nobody asks"""
+    distinct: Distinct | None = None
+    """where bags are slots: which of this rank's ids are in them"""
 
 
 class IdExchange(ABC):
@@ -222,7 +225,9 @@ class IdExchange(ABC):
         ids = _input(*shards, self.world_size * samples)
         batch = BatchSizes.of((samples,) * self.world_size)
         own = _input(*replicated, samples) if replicated is not None else None
-        return ArrivedIds(ids, batch, own, self._share_offsets(samples) if self.ids.shares else None)
+        offsets = self.windows.local[self.ids.offsets_at :] if self.ids.shares or self.layout.has_slots else None
+        published = len(self.ids.published_capacity) * samples + 1
+        return ArrivedIds(ids, batch, own, None if offsets is None else offsets[:published])
 
     def _share_offsets(self, samples: int) -> torch.Tensor:
         """Return [shares * samples + 1]: in this rank's window, the offsets of the bags of each share."""
@@ -258,8 +263,11 @@ class IdExchange(ABC):
             text = f"{count} ids, beyond the {most} of all its bounds"
         else:
             name = keys[feature if feature < len(keys) else self.ids.shares[feature - len(keys) - 1].key]
-            text = f"{count} ids of feature {name}, beyond the {most} of its bound"
+            what = f"distinct ids of table {name}" if self.layout.has_slots else f"ids of feature {name}"
+            text = f"{count} {what}, beyond the {most} of its bound"
         cure = "correct the bound's bag_sizes" if count >= 0 else "give every bag a length of 0 or more"
+        if self.layout.has_slots:
+            cure = "raise the bound's distinct, and its bag_sizes"
         return ValueError(f"the batch of rank {rank} has {text}; {cure}, and start again")
 
     @abstractmethod

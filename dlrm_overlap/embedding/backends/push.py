@@ -104,9 +104,9 @@ class Push(WindowBackward):
         starts, reached = self.gradients.starts, self.windows.arena.reached
 
         def present(shard: FeatureShard, owner: int) -> int:
-            if ids is None or not shard.gives_partial_sums or not self.is_stored(owner):
+            if ids is None or not ids.knows_empty_bags(shard) or not self.is_stored(owner):
                 return int(self.is_stored(owner))
-            return 2 + ids.share_number(shard)
+            return 2 + ids.published(shard)
 
         offsets = [
             [[[column(s), starts[s], present(s, owner)] for s in by_owner[owner] if s.dim == dim] for owner in reached]
@@ -215,7 +215,7 @@ class Push(WindowBackward):
 
     def store(self, step: Step, gradient: torch.Tensor, first: int, end: int) -> None:
         """Store the parts [first, end) of the gradient by a kernel, on the current stream."""
-        self.store_of(self.own, step, gradient, self.sent_scale, first, end, step.share_offsets)
+        self.store_of(self.own, step, gradient, self.sent_scale, first, end, step.own_offsets)
 
     def store_of(
         self,

@@ -21,6 +21,7 @@ log = logging.getLogger("dlrm_overlap")
 
 _ENDED, _UNLIKE, _SAMPLES, _HEADER = 0, 1, 2, 3
 _ANY = torch.iinfo(torch.int64).max
+_CPU = torch.device("cpu")
 _LOOK = timedelta(seconds=1)  # at what kernels have recorded, while an answer is late
 
 
@@ -112,11 +113,17 @@ class LearntBound:
 
     Example: bags f: [5] [], g: [7, 7] [1] give 0 0 2, then 1 3, 1 2, 0 -1. The bound of 2 samples has room for 2 ids of
     f, since the largest bag has 1, and for a quarter more than 3 of g, that is 4. A batch with 5 ids of g makes it 8.
+
+    The distinct ids of each unpooled table, of which the device finds the number, follow those.
     """
 
-    def __init__(self, bound: BatchBound | None, agreement: Agreement) -> None:
+    def __init__(
+        self, bound: BatchBound | None, agreement: Agreement, distinct: "DistinctCounts | None" = None
+    ) -> None:
         """Take the bound to begin with; None is learnt."""
         self._bound, self.agreement = bound, agreement
+        self.distinct = distinct or DistinctCounts([])
+        """counts distinct ids"""
         self._features: list[str] = []
         self._limits = torch.zeros(0)
 
@@ -136,15 +143,20 @@ class LearntBound:
             return False
         self._features = _features(example)
         self._limit()
-        numbers = self.ask(describe(example)).wait()
+        numbers = self.ask([*describe(example), *self.distinct.of(example)]).wait()
         if self._bound is None or self.are_beyond(numbers):
             self.grow(numbers)
         return True
 
     def ask(self, numbers: Sequence[torch.Tensor] | None, unlike: bool = False) -> Answer:
-        """Ask for the greatest numbers over all ranks, of which this one has `numbers` of `describe`, or no batch."""
+        """Ask for the greatest numbers over all ranks, of which this one has `numbers`, or no batch.
+
+        Args:
+            numbers: of `describe`, then those of distinct ids.
+        """
         if numbers is None:
-            return self.agreement.ask(torch.tensor([1] + [0] * (2 + 3 * len(self._features)), device="cpu"))
+            count = 2 + 3 * len(self._features) + len(self.distinct.tables)
+            return self.agreement.ask(torch.tensor([1] + [0] * count, device="cpu"))
         return self.agreement.ask(torch.tensor([0, unlike], device="cpu"), *numbers)
 
     def describes(self, batch: Any) -> bool:
@@ -157,8 +169,9 @@ class LearntBound:
         return any(each.is_cuda for each in numbers)
 
     def is_within(self, numbers: Sequence[torch.Tensor]) -> bool:
-        """Return whether this rank's batch, whose ids are on the CPU, is within the bound."""
-        return not bool((torch.cat(list(numbers)) > self._limits[_SAMPLES:]).any())
+        """Return whether this rank's batch, whose ids are on the CPU, is within the bound, but for distinct ids."""
+        described = torch.cat(list(numbers))
+        return not bool((described > self._limits[_SAMPLES:][: described.numel()]).any())
 
     def are_captured(self, numbers: torch.Tensor) -> bool:
         """Return whether batches of these greatest numbers are captured."""
@@ -173,7 +186,8 @@ class LearntBound:
         samples, more = max(1, int(numbers[_SAMPLES])), dict[str, int]()
         old = self._bound or BatchBound(samples, {})
         sizes, ids = dict(old.bag_sizes), dict(old.ids)
-        columns = numbers[_HEADER:].view(3, len(self._features)).tolist()
+        ids_end = _HEADER + 3 * len(self._features)
+        columns = numbers[_HEADER:ids_end].view(3, len(self._features)).tolist()
         for key, count, most, least in zip(self._features, *columns, strict=True):
             seen, room = (-least, most), 0
             if key in old.bag_sizes:
@@ -184,11 +198,17 @@ class LearntBound:
             sizes[key] = min(before[0], seen[0]), max(before[1], seen[1])
             if sizes[key][0] < sizes[key][1]:  # else as many ids as bags of this size have
                 ids[key] = max(ids.get(key, 0), -(-5 * count // 4), 2 * room if count > room else room)
-            more[key] = count
+            more[f"ids of {key}"] = count
+        distinct = dict(old.distinct)
+        for table, count in zip(self.distinct.tables, numbers[ids_end:].tolist(), strict=True):
+            room = distinct.get(table, 0)
+            if self._bound is None or 0 < room < count:
+                distinct[table] = max(1, -(-5 * count // 4), 2 * room)
+                more[f"distinct ids of {table}"] = count
         if self._bound is not None and self.agreement.is_first:
-            seen = ", ".join([f"{samples} samples", *(f"{count} ids of {key}" for key, count in more.items())])
+            seen = ", ".join([f"{samples} samples", *(f"{count} {what}" for what, count in more.items())])
             log.info("train pipeline: a batch is beyond the bound, which grows, and steps are captured anew: %s", seen)
-        self._bound = BatchBound(max(samples, old.samples), sizes, ids)
+        self._bound = BatchBound(max(samples, old.samples), sizes, ids, distinct)
         self._limit()
 
     def _limit(self) -> None:
@@ -199,7 +219,39 @@ class LearntBound:
         ids = [_ANY if known else bound.capacity([key])[0] if key in bound.bag_sizes else -1 for key in self._features]
         most, least = [size[1] for size in sizes], [-size[0] for size in sizes]
         bags = [*most, *least] if known else [_ANY] * 2 * len(sizes)
-        self._limits = torch.tensor([0, 0, bound.samples, *ids, *bags], device="cpu")
+        distinct = [bound.distinct.get(table, _ANY) for table in self.distinct.tables]
+        self._limits = torch.tensor([0, 0, bound.samples, *ids, *bags, *distinct], device="cpu")
+
+
+class DistinctCounts:
+    """Counts the distinct ids of unpooled tables in batches, where the ids of a table's collection are in the batch."""
+
+    def __init__(self, modules: Sequence[Any], device: torch.device = _CPU) -> None:
+        """Take a model's modules, of which those with unpooled tables have something to count, and where to count."""
+        self._device = device
+        counted = [(module, getattr(module, "counted", lambda: None)()) for module in modules]
+        self._collections = [(module, *each) for module, each in counted if each is not None and each[0]]
+        self.tables = list(dict.fromkeys(table for _, tables, _ in self._collections for table in tables))
+        """by name; the greatest number counts where two collections have one of a name"""
+
+    def of(self, batch: Any) -> list[torch.Tensor]:
+        """Return [tables] int64, on the device, in a list that is empty without tables."""
+        if not self.tables:
+            return []
+        counts = dict[str, torch.Tensor]()
+        for module, tables, distinct in self._collections:
+            if module.dedup is False:  # as auto may have been found to be
+                continue
+            wanted = {sequence.feature for sequence in distinct.sequences}
+            ids = next((each for each in _ids_of(batch) if wanted <= set(each.keys())), None)
+            if ids is None:
+                continue
+            ids = ids.to(self._device)
+            found = distinct.count(ids, distinct.rooms_of(ids))
+            for table, count in zip(tables, found, strict=True):
+                counts[table] = count.maximum(counts[table]) if table in counts else count
+        none = torch.zeros((), dtype=torch.int64, device=self._device)
+        return [torch.stack([counts.get(table, none) for table in self.tables])]
 
 
 def describe(batch: Any) -> list[torch.Tensor]:

@@ -17,17 +17,18 @@ from dlrm_overlap.config import InputError
 from dlrm_overlap.dense.flat import FlatParameters, why_not_flat
 from dlrm_overlap.dense.optimizer import FlatOptimizer
 from dlrm_overlap.dense.tensor_parallel import shards_of
-from dlrm_overlap.embedding.sharded_module import OverlapShardedEmbeddingBagCollection, exchanges
+from dlrm_overlap.embedding.exchanging_module import ExchangingModule
+from dlrm_overlap.embedding.sharded_module import exchanges
 
 
 def why_not_captured(model: nn.Module) -> str | None:
     """Return why the steps of a sharded model cannot be captured, alike on all ranks, or None if they can."""
     sharded = {name: module for name, module in model.named_modules() if isinstance(module, ShardedModule)}
-    if not any(isinstance(module, OverlapShardedEmbeddingBagCollection) for module in sharded.values()):
-        return "no module was sharded by OverlapEmbeddingBagCollectionSharder"
+    if not any(isinstance(module, ExchangingModule) for module in sharded.values()):
+        return "no module was sharded by OverlapEmbeddingBagCollectionSharder or OverlapEmbeddingCollectionSharder"
     reasons = (
         module.why_ids_are_not_taken()
-        if isinstance(module, OverlapShardedEmbeddingBagCollection)
+        if isinstance(module, ExchangingModule)
         else why_left_alone(name, module, getattr(module, "module_sharding_plan", {}))
         for name, module in sharded.items()
     )

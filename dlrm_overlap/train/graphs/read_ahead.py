@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dlrm_overlap.comm.order import CommunicationOrder
 from dlrm_overlap.config import InputError
 from dlrm_overlap.embedding.exchange import Exchange
-from dlrm_overlap.embedding.sharded_module import OverlapShardedEmbeddingBagCollection
+from dlrm_overlap.embedding.exchanging_module import ExchangingModule
 from dlrm_overlap.embedding.steps import weights_of
 from dlrm_overlap.embedding.stock import StockTables
 from dlrm_overlap.train.graphs.bounds import Answer, LearntBound, describe, ended
@@ -48,7 +48,7 @@ class ReadAhead:
 
     def __init__(
         self,
-        modules: Sequence[OverlapShardedEmbeddingBagCollection],
+        modules: Sequence[ExchangingModule[Any]],
         device: torch.device,
         bound: LearntBound,
         streams: Streams,
@@ -129,7 +129,7 @@ class ReadAhead:
         """Return what all ranks bring to an evaluation, if that is beyond the bound; waits for the ranks."""
         if not self._bound.describes(batch):
             return None
-        numbers = self._bound.ask(describe(batch)).wait()
+        numbers = self._bound.ask([*describe(batch), *self._bound.distinct.of(batch)]).wait()
         return numbers if self._bound.are_beyond(numbers) else None
 
     def make_room(self, numbers: torch.Tensor) -> None:
@@ -203,6 +203,7 @@ class ReadAhead:
             lands = like and not self._bound.are_on_gpu(numbers) and self._bound.is_within(numbers)
             if lands:
                 place.fill(batch)
+            numbers += self._bound.distinct.of(place.batch if lands else batch)
             self._held[parity] = _Held(None if lands else batch, place, self._bound.ask(numbers, not like))
 
     def _make_places(self, example: Any) -> bool:
@@ -283,7 +284,7 @@ class ReadAhead:
         found = set[nn.Module]()
 
         def find(module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-            assert isinstance(module, OverlapShardedEmbeddingBagCollection)
+            assert isinstance(module, ExchangingModule)
             (features,) = (*inputs, *keywords.values())
             if module in found:
                 raise InputError(
@@ -291,8 +292,11 @@ class ReadAhead:
                     "send its ids once; give all ids to one call, or use TorchRec's pipeline"
                 )
             found.add(module)
-            module.take_ids(features.keys(), self._bound.bound, self._order, weights_of(features) is not None)
             index = next((i for batch in self._working if (i := batch.find(features)) is not None), None)
+            bound = self._bound.bound
+            if index is None:  # of these ids nobody has counted the distinct ones
+                bound = replace(bound, distinct={})
+            module.take_ids(features.keys(), bound, self._order, weights_of(features) is not None)
             if index is not None:
                 self._senders += [(module.exchange, index)] if module.exchange is not None else []
                 self._stock += [(module.stock, index)] if module.stock is not None else []

@@ -38,10 +38,11 @@ from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.reduction import StoreOptions
 from dlrm_overlap.dense.tensor_parallel import divided_layers, shards_of
 from dlrm_overlap.embedding.exchange import Exchange
+from dlrm_overlap.embedding.exchanging_module import ExchangingModule
 from dlrm_overlap.embedding.id_layout import BatchBound
-from dlrm_overlap.embedding.sharded_module import OverlapShardedEmbeddingBagCollection, exchanges
+from dlrm_overlap.embedding.sharded_module import exchanges
 from dlrm_overlap.train.explain import explain
-from dlrm_overlap.train.graphs.bounds import Agreement, LearntBound
+from dlrm_overlap.train.graphs.bounds import Agreement, DistinctCounts, LearntBound
 from dlrm_overlap.train.graphs.capturable import (
     check_all_held,
     check_updates_reach,
@@ -145,7 +146,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         self._model_fwd = given.arguments["custom_model_fwd"] or model
         self._execute_all_batches = given.arguments["execute_all_batches"]
         self._captures = device.type == "cuda" if capture is None else capture
-        self._modules = [m for m in model.modules() if isinstance(m, OverlapShardedEmbeddingBagCollection)]
+        self._modules = [m for m in model.modules() if isinstance(m, ExchangingModule)]
         ranks = group or dist.group.WORLD
         assert ranks is not None, "the process group is made before the pipeline"
         self._group, self._flat, self._casts = ranks, flat, casts
@@ -154,7 +155,8 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         self._collectives = ModelCollectives(self._order, device)
         self._streams = Streams(device)
         self._agreement = Agreement(ranks, self.check)
-        self._ahead = ReadAhead(self._modules, device, LearntBound(bound, self._agreement), self._streams, self._order)
+        learnt = LearntBound(bound, self._agreement, DistinctCounts(self._modules, device))
+        self._ahead = ReadAhead(self._modules, device, learnt, self._streams, self._order)
         self._replicas = model if isinstance(model, DMPCollection) else None
         self._sync_interval = given.arguments["dmp_collection_sync_interval_batches"]
         self._graphs: list[CapturedStep | None] = [None, None]

@@ -7,11 +7,15 @@ import torch
 import torch.distributed as dist
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
 from torchrec.distributed.types import ShardingEnv
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.embedding_configs import EmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.config import InputError
-from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder
+from dlrm_overlap.embedding.id_layout import BatchBound
+from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder, OverlapEmbeddingCollectionSharder
+from dlrm_overlap.embedding.weights import initialise_tables
+from tests.agreement import assert_same
 from tests.distributed.models import CPU, SUM, table_configs
 
 
@@ -31,6 +35,38 @@ def test_a_value_that_breaks_a_rule(arguments: dict[str, Any], told: str) -> Non
     with pytest.raises(InputError) as error:
         OverlapEmbeddingBagCollectionSharder(**arguments)
     assert told in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"backend": "nccl"}, "backend: 'nccl' is not known; take one of pgas, fused"),
+        ({"dedup": "some"}, "dedup: 'some' is not known; take True, False or auto"),
+    ],
+)
+def test_a_value_that_breaks_a_rule_of_unpooled_tables(arguments: dict[str, Any], told: str) -> None:
+    with pytest.raises(InputError, match=told):
+        OverlapEmbeddingCollectionSharder(**arguments)
+
+
+def test_a_batch_beyond_the_bound_of_its_distinct_ids(world_of_one: dist.ProcessGroup) -> None:
+    """One that nobody has counted is found where its ids arrive; one that is within it gives its rows."""
+    config = EmbeddingConfig(name="t", num_embeddings=9, embedding_dim=4, feature_names=["f"])
+    module, sharder = EmbeddingCollection([config], device=torch.device("meta")), OverlapEmbeddingCollectionSharder()
+    plan = construct_module_sharding_plan(module, {"t": table_wise(0, compute_kernel="fused")}, sharder, 1, 1, "cpu")  # type: ignore[arg-type]
+    sharded: Any = sharder.shard(module, dict(plan), ShardingEnv.from_process_group(world_of_one), CPU)
+    initialise_tables(sharded, seed=0)
+    sharded.take_ids(["f"], BatchBound(2, {"f": (0, 4)}, distinct={"t": 2}))
+    ids = KeyedJaggedTensor(["f"], torch.tensor([8, 0, 8, 8]), lengths=torch.tensor([3, 1]))
+    (shard,) = sharded.state_dict()["embeddings.t.weight"].local_shards()
+    with torch.no_grad():
+        assert_same(sharded(ids)["f"].values(), shard.tensor[ids.values()], "rows")
+        more = KeyedJaggedTensor(["f"], torch.tensor([8, 0, 8, 1]), lengths=torch.tensor([3, 1]))
+        with pytest.raises(
+            ValueError, match="has 3 distinct ids of table t, beyond the 2 of its bound; raise the bound"
+        ):
+            sharded(more)
+    sharded.exchange.close()
 
 
 def test_a_batch_without_a_feature(world_of_one: dist.ProcessGroup) -> None:

@@ -25,7 +25,13 @@ from torchrec.distributed.types import ShardingEnv, ShardingPlan
 from torchrec.modules.embedding_configs import DataType, EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
-from dlrm_overlap import GraphTrainPipeline, OverlapEmbeddingBagCollectionSharder, constraints, explain
+from dlrm_overlap import (
+    GraphTrainPipeline,
+    OverlapEmbeddingBagCollectionSharder,
+    OverlapEmbeddingCollectionSharder,
+    constraints,
+    explain,
+)
 from dlrm_overlap.config import InputError
 from tests.distributed.models import CPU, SUM, Tables, table_configs
 
@@ -115,10 +121,40 @@ def test_a_model_of_either_sharder_has_the_reasons_of_its_plan(
     assert found == [(True, False, kept), (False, False, "compute kernel dense")]
 
 
+@pytest.mark.parametrize(
+    ("fused_params", "why_not"),
+    [({}, None), ({"gradient_clipping": True}, "gradients of ids that are clipped before they are summed")],
+    ids=["all", "clipped"],
+)
+def test_unpooled_tables_of_a_plan(fused_params: dict[str, Any], why_not: str | None) -> None:
+    """A rank sends a row and a gradient of each distinct id; of a table whose number is not given, of each id."""
+    configs = [
+        EmbeddingConfig(name=f"t{i}", num_embeddings=100, embedding_dim=8, feature_names=[f"f{i}"]) for i in range(2)
+    ]
+    model = nn.ModuleDict({"tables": EmbeddingCollection(configs, device=torch.device("meta"))})
+    model["over"] = nn.Linear(2, 2)
+    ways = {"t0": column_wise([0, 1], compute_kernel="fused"), "t1": row_wise(compute_kernel="fused")}
+    sharder: Any = OverlapEmbeddingCollectionSharder()
+    plan = ShardingPlan({"tables": construct_module_sharding_plan(model["tables"], ways, sharder, 2, 2, "cpu")})
+    sizes: dict[str, float] = {"f0": 20.0, "f1": 3.0}
+    asked: Any = {"samples": 10, "distinct": {"t0": 40.0}}
+    found = explain(model, plan, fused_params=fused_params, bag_sizes=sizes, **asked).tables
+    assert [each.exchanged for each in found] == [why_not is None] * 2
+    if why_not is None:
+        assert all(each.captured and each.why_not is None for each in found)
+        assert [each.sent_bytes for each in found] == [40 * (8 * 2 + 2 * 32) / 2, 30 * (8 + 2 * 32) / 2]
+    else:
+        assert [(each.captured, each.why_not) for each in found] == [(False, why_not)] * 2
+
+
+class Words(EmbeddingCollection):
+    """A collection of a user's own class."""
+
+
 def test_the_table_is_named_that_keeps_a_plan_from_being_captured() -> None:
     """By the reason of every table: the rest of the model would be captured."""
     model: Any = Model({"t0": TABLES["t0"], "t1": TABLES["t1"]})
-    model.sequence = EmbeddingCollection(
+    model.sequence = Words(
         tables=[EmbeddingConfig(name="words", num_embeddings=8, embedding_dim=4, feature_names=["f"])],
         device=torch.device("meta"),
     )
@@ -126,8 +162,8 @@ def test_the_table_is_named_that_keeps_a_plan_from_being_captured() -> None:
     sequence: Any = EmbeddingCollectionSharder()
     with_sequence = construct_module_sharding_plan(model.sequence, {"words": table_wise(0)}, sequence, 1, 2, "cpu")
     both = explain(model, ShardingPlan({"tables": plan.plan["tables"], "sequence": with_sequence}))
-    told = "EmbeddingCollection sequence, with tables words, stays with TorchRec, which waits for the host"
-    assert [each.why_not for each in both.tables] == [told, told, "EmbeddingCollection stays with TorchRec"]
+    told = "Words sequence, with tables words, stays with TorchRec, which waits for the host"
+    assert [each.why_not for each in both.tables] == [told, told, "Words stays with TorchRec"]
     model.tables.embedding_bag_configs()[1].data_type = DataType.FP16
     (first, second) = explain(model, plan).tables
     assert first.why_not == second.why_not == "data-parallel table t1 stays with TorchRec: rows of type FP16"

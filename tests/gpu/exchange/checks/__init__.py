@@ -17,6 +17,7 @@ from tests.gpu.exchange.checks import (
     stress,
     tensor_parallel,
     training,
+    unpooled,
     windows,
 )
 
@@ -35,6 +36,7 @@ CHECKS = (
     | gemm.CHECKS
     | training.CHECKS
     | graphs.CHECKS
+    | unpooled.CHECKS
     | lifetimes.CHECKS
     | tensor_parallel.CHECKS
     | hosts.CHECKS

@@ -1,0 +1,213 @@
+"""The distinct ids of a batch, table by table, at the rank whose samples name them: what unpooled tables exchange.
+
+Each table has b slots, which are bags of one id or of none: slot k of a table with n distinct ids has the k-th of them
+if k < n. So the exchange of pooled embeddings brings each row once, as the "pooled embedding" of a slot. `places` says
+of each id of the batch which slot it is expanded from; gradients are summed by slot before they leave, see `Runs`.
+
+Example: features f: [7, 3] [7] and g: [3] of one table. Its distinct ids are 3 and 7, in slots 0 and 1; the ids of f
+and g are in slots 1 0 1 and 0. The gradients of the first and the third id of f are added up, and sent for slot 1.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from dlrm_overlap.embedding.steps import StepCache
+from dlrm_overlap.kernels.backward.sum_rows import Runs
+
+
+class NamedSequence(NamedTuple):
+    """A feature that is looked up in a table, unpooled: one jagged tensor of a collection's output."""
+
+    name: str
+    """in the output"""
+    feature: str
+    """in the ids"""
+    table: int
+    """index of its table"""
+
+
+class Distinct(NamedTuple):
+    """Of one batch, the ids in slots and the way back from there; P ids in all, in order of the sequences."""
+
+    values: torch.Tensor
+    """[P or more]: the distinct ids, table by table, of the type of the batch's ids"""
+    lengths: torch.Tensor
+    """[T * b] int32: 1 for a slot that has an id, else 0; more than the most ids where a batch is beyond its bound"""
+    places: torch.Tensor
+    """[P] int32: slot * T + table of each id; -1 for room behind a sequence's ids"""
+    runs: Runs
+    """of the gradients of the P ids, by place"""
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Note that `stream` uses the tensors, see `torch.Tensor.record_stream`."""
+        for tensor in (self.values, self.lengths, self.places, *self.runs):
+            tensor.record_stream(stream)
+
+
+class _Rooms(NamedTuple):
+    """Where the ids of sequences with so much room each are: tensors on the device, which a capture cannot make."""
+
+    rooms: torch.Tensor
+    """[S] int64"""
+    sequence: torch.Tensor
+    """[P] int64: of each place for an id, the sequence"""
+    within: torch.Tensor
+    """[P] int64: its number in the sequence"""
+    table: torch.Tensor
+    """[P] int64: the sequence's table"""
+    first: torch.Tensor
+    """[T + 1] int64: the first place of each table, and the end"""
+    positions: torch.Tensor
+    """[P + 2] int32: 0, 1, 2, .."""
+
+
+@dataclass
+class SortedBatch:
+    """The ids of a batch in the order of their tables and, without duplicates, of themselves."""
+
+    rooms: _Rooms
+    ids: torch.Tensor
+    """[P]"""
+    order: torch.Tensor | None
+    """[P] int64: the place of the first id in order, of the second, ..; None: as they are"""
+    begins: torch.Tensor
+    """[P] bool: which of them, in order, are the first of their kind"""
+    run: torch.Tensor
+    """[P] int64: of each in order, the number of distinct ids before its own"""
+    first_run: torch.Tensor
+    """[T + 1] int64: the first distinct id of each table, and the number of all"""
+    total: torch.Tensor
+    """[] int64: ids of the batch"""
+    beyond: torch.Tensor
+    """[T] int64: ids for which there is no room"""
+
+
+class DistinctIds:
+    """Finds the distinct ids of batches, all on the device; the same arithmetic on CPUs and GPUs."""
+
+    def __init__(self, sequences: Sequence[NamedSequence], rows: Sequence[int], device: torch.device) -> None:
+        """Take the sequences, those of a table together, and the rows of each of T tables."""
+        self.sequences, self.tables = sequences, len(rows)
+        assert [s.table for s in sequences] == sorted(s.table for s in sequences)
+        keys = [0]
+        for count in rows:
+            keys.append(keys[-1] + count + 1)  # one key for all ids outside the table, which their owner finds
+        self._key_type = torch.int32 if keys[-1] < 2**31 else torch.int64
+        self._first_keys = torch.tensor(keys, dtype=self._key_type, device=device)
+        self._rows = torch.tensor(rows, device=device)
+        self._of_tables = torch.tensor([s.table for s in sequences], device=device)
+        self._device = device
+        self._rooms = StepCache[tuple[int, ...], _Rooms]()
+        self._indices = StepCache[tuple[str, ...], torch.Tensor]()
+
+    def _rooms_of(self, features: KeyedJaggedTensor, rooms: tuple[int, ...]) -> _Rooms:
+        """Return the rooms, kept where those of later batches are alike."""
+        if hasattr(features, "capacities"):
+            return self._rooms.get(rooms, self._make_kept_rooms, rooms)
+        return self._make_rooms(rooms)
+
+    def _make_kept_rooms(self, rooms: tuple[int, ...]) -> _Rooms:
+        made = self._make_rooms(rooms)
+        if self._device.type == "cuda":  # other streams read them, too
+            torch.cuda.current_stream(self._device).synchronize()
+        return made
+
+    def _make_rooms(self, rooms: tuple[int, ...]) -> _Rooms:
+        each, total = torch.tensor(rooms, device=self._device), sum(rooms)
+        sequence = torch.repeat_interleave(each, output_size=total)
+        within = torch.arange(total, device=self._device) - (each.cumsum(0) - each)[sequence]
+        of_table = each.new_zeros(self.tables).index_add_(0, self._of_tables, each)
+        first = torch.cat([of_table.new_zeros(1), of_table.cumsum(0)])
+        positions = torch.arange(total + 2, dtype=torch.int32, device=self._device)
+        return _Rooms(each, sequence, within, self._of_tables[sequence], first, positions)
+
+    def _indices_of(self, keys: tuple[str, ...]) -> torch.Tensor:
+        indices = torch.tensor([keys.index(s.feature) for s in self.sequences], device=self._device)
+        if self._device.type == "cuda":  # likewise
+            torch.cuda.current_stream(self._device).synchronize()
+        return indices
+
+    def rooms_of(self, features: KeyedJaggedTensor, most: Sequence[int] | None = None) -> list[int]:
+        """Return the room for the ids of each sequence: as many as there are or, of ids with a bound, as may be there.
+
+        Args:
+            features: ids; those of a captured step have `capacities`.
+            most: of each sequence, where more have no room.
+        """
+        by_key: Any = getattr(features, "capacities", None)
+        by_key = dict(zip(features.keys(), by_key or features.length_per_key(), strict=True))
+        rooms = [by_key[s.feature] for s in self.sequences]
+        return rooms if most is None else [min(pair) for pair in zip(rooms, most, strict=True)]
+
+    def padded(self, features: KeyedJaggedTensor, rooms: Sequence[int]) -> torch.Tensor:
+        """Return [P] the ids of each sequence, 0 behind them."""
+        _, _, valid, ids, _ = self._read(features, rooms)
+        return ids.masked_fill(~valid, 0)
+
+    def _read(self, features: KeyedJaggedTensor, rooms: Sequence[int]) -> tuple[Any, ...]:
+        """Return rooms, the ids [S] of each sequence, which places [P] have an id, the ids [P], and their number."""
+        made = self._rooms_of(features, tuple(rooms))
+        keys = tuple(features.keys())
+        indices, values = self._indices.get(keys, self._indices_of, keys), features.values()
+        by_key = features.lengths().view(len(keys), features.stride()).sum(1, dtype=torch.int64)
+        counts, starts = by_key[indices], (by_key.cumsum(0) - by_key)[indices]
+        valid = made.within < counts[made.sequence]
+        if values.numel() == 0:  # and P is 0, or no id is valid
+            return made, counts, valid, values.new_zeros(valid.numel()), counts.sum()
+        ids = values[(starts[made.sequence] + made.within).clamp_(max=values.numel() - 1)]
+        return made, counts, valid, ids, valid.sum()
+
+    def sort(self, features: KeyedJaggedTensor, rooms: Sequence[int], dedup: bool = True) -> SortedBatch:
+        """Sort the ids of a batch by table and id; without `dedup` each counts as distinct, and nothing is sorted."""
+        made, counts, valid, ids, total = self._read(features, rooms)
+        excess = (counts - made.rooms).clamp_(min=0)
+        beyond = excess.new_zeros(self.tables).index_add_(0, self._of_tables, excess)
+        order, begins, first = None, valid, made.first
+        if dedup:
+            inside = (ids >= 0) & (ids < self._rows[made.table])
+            row = ids.where(inside, self._rows[made.table].to(ids.dtype)).to(self._key_type)
+            key = (self._first_keys[made.table] + row).where(valid, self._first_keys[-1])
+            key, order = key.sort(stable=True)
+            begins = key < self._first_keys[-1]
+            begins[1:] &= key[1:] != key[:-1]
+            first = torch.searchsorted(key, self._first_keys)
+        ends = begins.cumsum(0)
+        runs_before = torch.cat([ends.new_zeros(1), ends])
+        return SortedBatch(made, ids, order, begins, ends - 1, runs_before[first], total, beyond)
+
+    def place(self, batch: SortedBatch, slots: int) -> Distinct:
+        """Return a batch's ids in so many slots a table; of one that has more, lengths that tell so."""
+        room, last = batch.ids.numel(), batch.ids.numel() + 1
+        table, ids = batch.rooms.table, batch.ids
+        if batch.order is not None:
+            table, ids = table[batch.order], ids[batch.order]
+        slot = batch.run - batch.first_run[table]
+        positions = batch.rooms.positions
+        here = positions[:room] < batch.total if batch.order is not None else batch.begins
+        place = (slot * self.tables + table).where(here & (slot < slots), -1).to(torch.int32)
+        # Of others than the first of their kind nothing is kept: they are stored behind the end.
+        run = batch.run.where(batch.begins, last)
+        values = ids.new_zeros(room + 2).scatter_(0, run, ids)
+        rows = place.new_zeros(room + 2).scatter_(0, run, place.clamp(min=0))
+        if batch.order is None:
+            places, starts = place, positions[: room + 1]
+            order = place.new_zeros(room + 2).scatter_(0, run, positions[:room])[:room]
+        else:
+            places = torch.empty_like(place).scatter_(0, batch.order, place)
+            starts = batch.total.to(torch.int32).repeat(room + 2).scatter_(0, run, positions[:room])[: room + 1]
+            order = batch.order.to(torch.int32)
+        counts = batch.first_run.diff()
+        lengths = (torch.arange(slots, device=ids.device) < counts[:, None]).to(torch.int32)
+        # Where ids have no room, there are more than any bound says, which is found where they are published.
+        beyond = batch.beyond + room * (batch.beyond > 0)
+        lengths[:, 0] += (beyond + (counts - slots).clamp(min=0)).to(torch.int32)
+        count = batch.first_run[-1:].to(torch.int32)
+        return Distinct(values[:room], lengths.flatten(), places, Runs(rows[:room], starts, count, order))
+
+    def count(self, features: KeyedJaggedTensor, rooms: Sequence[int]) -> torch.Tensor:
+        """Return [T] int64: how many distinct ids of each table a batch has."""
+        return self.sort(features, rooms).first_run.diff()

@@ -1,0 +1,215 @@
+"""What both of the drop-in's sharded modules share: which shards an `Exchange` serves, and who sends the ids."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Generic, TypeVar
+
+import torch
+from fbgemm_gpu.split_embedding_configs import SparseType
+from torch import nn
+from torchrec.distributed.sharding.dp_sequence_sharding import DpSequenceEmbeddingSharding
+from torchrec.distributed.sharding.dp_sharding import DpPooledEmbeddingSharding
+from torchrec.distributed.types import ShardingEnv, ShardingEnv2D, ShardingStrategy, ShardingType
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from dlrm_overlap.backends import BACKENDS
+from dlrm_overlap.comm.order import CommunicationOrder
+from dlrm_overlap.config import InputError
+from dlrm_overlap.embedding.exchange import Exchange
+from dlrm_overlap.embedding.id_layout import BatchBound
+from dlrm_overlap.embedding.layout import Layout
+from dlrm_overlap.embedding.options import ExchangeOptions
+from dlrm_overlap.embedding.replicated import ReplicatedTables, replicated_shards
+from dlrm_overlap.embedding.shardings import groups_of, output_types, why_not_exchanged, why_not_together
+from dlrm_overlap.embedding.stock import StockTables, why_not_beside_graphs
+from dlrm_overlap.embedding.tables import max_gradients, only_fbgemm
+
+log = logging.getLogger("dlrm_overlap")
+
+_REPLICATED = DpPooledEmbeddingSharding, DpSequenceEmbeddingSharding
+Served = TypeVar("Served", bound=Exchange)
+
+
+class ExchangingModule(nn.Module, Generic[Served]):
+    """The part of a sharded module that decides which of its shardings an exchange serves.
+
+    A subclass also subclasses one of TorchRec's sharded modules, which makes the shardings and their lookups.
+    """
+
+    _env: ShardingEnv
+    _lookups: Any
+    _device: torch.device | None
+
+    exchange: Served | None
+    stock: StockTables | None
+    """the tables that stay with TorchRec, if there are any, where the exchange takes the ids of the others"""
+
+    @property
+    def _shardings(self) -> list[Any]:
+        """TorchRec's shardings, by number."""
+        raise NotImplementedError
+
+    def _make_exchange(self) -> Served:
+        """Return an exchange of the shardings that can be exchanged; of none, it has data-parallel tables alone."""
+        raise NotImplementedError
+
+    def _exchanged_names(self) -> Mapping[str, str]:
+        """Return the names of the exchange's output in its order, each with TorchRec's."""
+        raise NotImplementedError
+
+    def take_ids(
+        self,
+        keys: Sequence[str],
+        bound: BatchBound,
+        order: CommunicationOrder | None = None,
+        weighted: bool = False,
+    ) -> None:
+        """From now on, send ids to the owners of their rows by the exchange; a collective, see `Exchange.take_ids`.
+
+        Args:
+            order: of the step that this one's ids are captured in; None leaves the exchange's own.
+        """
+        raise NotImplementedError
+
+    def _begin(self, options: ExchangeOptions) -> None:
+        """Take how to exchange, before `_set_up_exchange`."""
+        self._options = options
+        self._reasons_told: set[str] = set()
+        self.exchange = None
+        self._takes_ids = False
+        self.stock = None
+
+    @property
+    def _logs(self) -> bool:
+        """Whether this rank says what falls back: rank 0 of all, not of each sharding group."""
+        return (self._env.global_rank if isinstance(self._env, ShardingEnv2D) else self._env.rank) == 0
+
+    def _reasons(self, by_type: Mapping[str, Any]) -> dict[str, str | None]:
+        return reasons_to_fall_back(by_type, self._env, self._options.wire_dtype)
+
+    def _set_up_exchange(self, tables: int) -> None:
+        """Find out which shardings can be exchanged, say so, and make their exchange; `tables` are the module's."""
+        every: list[Any] = self._shardings
+        by_type: dict[str, Any] = dict(zip(self._sharding_types, every, strict=True))  # type: ignore[arg-type]
+        reasons = self._reasons(by_type)
+        self.why_not_exchanged: Mapping[str, str | None] = reasons
+        """sharding type -> why its tables stay with TorchRec, alike on all ranks, or None if they are exchanged"""
+        for sharding_type, reason in reasons.items():
+            # Data-parallel tables have nothing to exchange.
+            if reason and sharding_type != ShardingType.DATA_PARALLEL.value and self._logs:
+                log.warning(
+                    "backend %s: %s tables stay with TorchRec: %s", self._options.backend, sharding_type, reason
+                )
+        self._exchanged = [i for i, reason in enumerate(reasons.values()) if reason is None]
+        self._replicated = [i for i, sharding in enumerate(every) if type(sharding) in _REPLICATED]
+        self._ours = self._exchanged
+        """the shardings whose columns the exchange fills: with those of replicated tables, where it takes ids"""
+        shardings = [every[i] for i in self._exchanged]
+        exchanged = {table.name for each in shardings for group in groups_of(each) for table in group.embedding_tables}
+        options = self._options_for(shardings) if shardings else self._options
+        if self._logs:
+            text = "backend %s: %d of %d tables exchanged, update by %s"
+            update = options.resolved_backward if exchanged else "FBGEMM"
+            log.info(text, options.backend, len(exchanged), tables, update)
+        self._resolved = options
+        if shardings:
+            self.exchange = self._make_exchange()
+
+    def _options_for(self, shardings: Sequence[Any]) -> ExchangeOptions:
+        """Return the options, with the lookups' type and bound, and the collective where only FBGEMM updates rows."""
+        options, groups = self._options, [group for sharding in shardings for group in groups_of(sharding)]
+        if (output := output_types(shardings[0]).pop()) != SparseType.FP32:
+            options = replace(options, output_dtype=output.as_dtype(), wire_dtype=output.as_dtype())
+        options = replace(options, max_gradient=max_gradients(group.fused_params or {} for group in groups).pop())
+        backward = options.resolved_backward
+        reasons = {reason for group in groups if (reason := only_fbgemm(group.fused_params or {}, backward))}
+        if backward == "collective" or not reasons:
+            return options
+        if self._logs:
+            log.warning("backward %s: gradients go by the collective: %s", backward, ", ".join(sorted(reasons)))
+        return replace(options, backward="collective")
+
+    def _check_features(self, input_feature_names: Sequence[str]) -> None:
+        """Check that the tables' features are in the first batch.
+
+        Raises:
+            InputError: if one is not.
+        """
+        wanted = {name for sharding in self._shardings for name in sharding.feature_names()}
+        if absent := sorted(wanted.difference(input_feature_names)):
+            raise InputError(
+                f"ids: features {', '.join(absent)} of the tables are not in the batch, which has "
+                f"{', '.join(input_feature_names)}; give every batch all, with lengths of 0 for no ids"
+            )
+
+    def why_ids_are_not_taken(self) -> str | None:
+        """Return why this module leaves the ids to TorchRec, alike on all ranks, or None if `take_ids` would work."""
+        shardings = dict(zip(self.why_not_exchanged, self._shardings, strict=True))
+        if (reason := why_not_beside_graphs(shardings, self.why_not_exchanged)) is not None:
+            return reason
+        options = self._resolved
+        if not BACKENDS[options.backend].stores_to_peers or options.resolved_backward == "collective":
+            return f"backend {options.backend} with backward {options.resolved_backward} waits for the host"
+        if self.post_lookup_tracker_fn or self.post_odist_tracker_fn:
+            return "a tracker is registered"
+        return None
+
+    def _stock(self) -> list[int]:
+        """Return the numbers of the shardings that stay with TorchRec where the exchange takes ids."""
+        ours = {*self._exchanged, *self._replicated}
+        return [i for i in range(len(self._shardings)) if i not in ours]
+
+    def _with_replicated(self, exchanged: Layout) -> tuple[Layout, ReplicatedTables | None]:
+        """Return the layout with the data-parallel tables, which the exchange is to fill from now on, and these."""
+        if not self._replicated:
+            return exchanged, None
+        every = self._shardings
+        self._ours = sorted({*self._exchanged, *self._replicated})
+        shardings, lookups = ([kept[i] for i in self._replicated] for kept in (every, self._lookups))
+        shards = [shard for shards in exchanged.by_owner for shard in shards] + replicated_shards(shardings)
+        layout = Layout(shards, list(self._exchanged_names()), exchanged.world_size)
+        return layout, ReplicatedTables.of(shardings, lookups)
+
+    def _why_falls_back(self, features: KeyedJaggedTensor | None = None) -> str | None:
+        """Return why TorchRec must take a step, alike on all ranks, or None.
+
+        Args:
+            features: of the step, if they are known.
+        """
+        if features is not None and features.variable_stride_per_key():
+            return "features have batches of different sizes"
+        trackers = (getattr(self._lookups[i], "optim_state_tracker_fn", None) for i in self._exchanged)
+        if self.post_lookup_tracker_fn or self.post_odist_tracker_fn or any(trackers):
+            return "a tracker is registered"
+        return None
+
+    def compute(self, ctx: Any, dist_input: Any) -> list[torch.Tensor]:
+        """Look up as TorchRec does, for a module that calls this and `output_dist` itself, one after the other."""
+        if self.exchange is not None:
+            self._tell_once("another module looks up and sends apart")
+        return super().compute(ctx, dist_input)  # type: ignore[misc, no-any-return]
+
+    def _tell_once(self, reason: str) -> None:
+        """Say why a step stays with TorchRec, on rank 0, the first time."""
+        if reason not in self._reasons_told and self._logs:
+            log.warning("backend %s: steps stay with TorchRec: %s", self._options.backend, reason)
+        self._reasons_told.add(reason)
+
+
+def reasons_to_fall_back(
+    shardings: Mapping[str, Any], env: ShardingEnv, wire_dtype: torch.dtype
+) -> dict[str, str | None]:
+    """Return by sharding type why tables of a module stay with TorchRec, alike on all ranks, or None if they do not.
+
+    Args:
+        shardings: sharding type -> TorchRec's sharding.
+        wire_dtype: in which embeddings would travel.
+    """
+    if isinstance(env, ShardingEnv2D) and env.sharding_strategy == ShardingStrategy.FULLY_SHARDED:
+        whole = "2D parallelism with fully sharded rows"
+    else:
+        whole = None
+    reasons = {kind: why_not_exchanged(each, wire_dtype) or whole for kind, each in shardings.items()}
+    alone = why_not_together([shardings[kind] for kind, reason in reasons.items() if reason is None])
+    return {kind: reason or alone for kind, reason in reasons.items()}

@@ -1,0 +1,355 @@
+"""The drop-in's sharded module of an unpooled collection: TorchRec's own, whose shards an `UnpooledExchange` serves."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, pairwise
+from typing import Any
+
+import torch
+from torchrec.distributed.embedding import (
+    EmbeddingCollectionAwaitable,
+    EmbeddingCollectionContext,
+    ShardedEmbeddingCollection,
+)
+from torchrec.distributed.embedding_sharding import KJTListSplitsAwaitable
+from torchrec.distributed.embedding_types import KJTList
+from torchrec.distributed.sharding.rw_sequence_sharding import RwSequenceEmbeddingSharding
+from torchrec.distributed.sharding.sequence_sharding import SequenceShardingContext
+from torchrec.distributed.types import Awaitable, LazyAwaitable
+from torchrec.modules.embedding_modules import get_embedding_names_by_table
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+
+from dlrm_overlap.comm.order import CommunicationOrder
+from dlrm_overlap.config import InputError
+from dlrm_overlap.embedding.distinct import Distinct, DistinctIds, NamedSequence
+from dlrm_overlap.embedding.exchanging_module import ExchangingModule
+from dlrm_overlap.embedding.id_layout import BatchBound
+from dlrm_overlap.embedding.opening import reach_of
+from dlrm_overlap.embedding.options import ExchangeOptions
+from dlrm_overlap.embedding.shardings import build_layout, exchanging_group
+from dlrm_overlap.embedding.tables import LocalTables
+from dlrm_overlap.embedding.unpooled import UnpooledExchange
+
+_WORTH = 0.9  # share of a batch's ids that are distinct, up to which they are found under dedup auto
+
+
+@dataclass
+class SlotsContext(EmbeddingCollectionContext):
+    """TorchRec's context of a step, with what is known of the ids of exchanged tables; None where TorchRec has all."""
+
+    distinct: Distinct | None = None
+    features: KeyedJaggedTensor | None = None
+    rooms: list[int] = field(default_factory=list)
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Note that `stream` uses the tensors."""
+        super().record_stream(stream)
+        if self.distinct is not None and self.features is not None:
+            self.distinct.record_stream(stream)
+            self.features.record_stream(stream)  # type: ignore[arg-type]
+
+
+class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], ShardedEmbeddingCollection):
+    """TorchRec's sharded module of unpooled tables, whose shards exchange through an `UnpooledExchange`.
+
+    Shardings that an exchange cannot take fall back to TorchRec's own lookup and output_dist. The output is TorchRec's.
+    """
+
+    def __init__(self, *args: Any, options: ExchangeOptions, dedup: bool | str, **kwargs: Any) -> None:
+        """Take TorchRec's arguments, how to exchange, and whether each distinct id of a batch travels once."""
+        super().__init__(*args, **kwargs)
+        self.dedup = dedup
+        """True, False or auto; of an exchange that takes ids True or False"""
+        self._dedups = dedup is not False
+        """whether this rank finds distinct ids, where TorchRec sends them"""
+        self._is_measured = dedup != "auto"
+        self._begin(options)
+        self._configs = {config.name: config for config in self._embedding_configs}
+        names = get_embedding_names_by_table(self._embedding_configs)
+        self._names = dict(zip(self._configs, names, strict=True))
+        self._set_up_exchange(len(self._configs))
+        self._arriving = [self._arriving_in(number) for number in range(len(self._shardings))]
+        self._distinct = self._distinct_of(self.exchange.names) if self.exchange is not None else None
+        """of the tables that are exchanged"""
+        self._all_distinct = self._distinct
+        """of these and, where the exchange takes ids, of data-parallel tables"""
+
+    @property
+    def _shardings(self) -> list[Any]:
+        """TorchRec's shardings, by number."""
+        return list(self._sharding_type_to_sharding.values())
+
+    def _reasons(self, by_type: Mapping[str, Any]) -> dict[str, str | None]:
+        reasons, whole = super()._reasons(by_type), None
+        if any(len(set(names)) < len(names) for names in self._names.values()):
+            whole = "a table names a feature twice"
+        elif None in reasons.values():
+            device = self._device
+            assert device is not None
+            group = exchanging_group(self._env)
+            if not reach_of(self._options, group, device).whole:
+                whole = "not all ranks are on one host"
+        return {kind: reason or whole for kind, reason in reasons.items()}
+
+    def _make_exchange(self) -> UnpooledExchange:
+        """Return an exchange of the shardings that can be exchanged; of none, it has data-parallel tables alone."""
+        group, device = exchanging_group(self._env), self._device
+        assert device is not None
+        names = list(self._exchanged_names())
+        layout = build_layout([self._shardings[i] for i in self._exchanged], names, group.size())
+        tables = LocalTables.of([self._lookups[i] for i in self._exchanged])
+        return UnpooledExchange(layout, tables, self._resolved, group, device, names, self._embedding_dim)
+
+    def _exchanged_names(self) -> dict[str, str]:
+        """Return the tables that the exchange serves, in the order of the module."""
+        return {name: name for name in self._tables_of(self._ours)}
+
+    def _tables_of(self, numbers: Sequence[int]) -> list[str]:
+        """Return the tables of some shardings, in the order of the module."""
+        every = self._shardings
+        found = {table.name for i in numbers for table in every[i].embedding_tables()}
+        return [name for name in self._configs if name in found]
+
+    def _distinct_of(self, tables: Sequence[str]) -> DistinctIds:
+        """Return the finder of the distinct ids of some tables."""
+        sequences = [
+            NamedSequence(name, feature, number)
+            for number, table in enumerate(tables)
+            for name, feature in zip(self._names[table], self._configs[table].feature_names, strict=True)
+        ]
+        assert self._device is not None
+        return DistinctIds(sequences, [self._configs[table].num_embeddings for table in tables], self._device)
+
+    def _create_input_dist(self, input_feature_names: list[str], *more: Any, **others: Any) -> None:
+        """Have TorchRec find the tables' features in the first batch, once it is known that they are there."""
+        self._check_features(input_feature_names)
+        super()._create_input_dist(input_feature_names, *more, **others)
+
+    def take_ids(
+        self,
+        keys: Sequence[str],
+        bound: BatchBound,
+        order: CommunicationOrder | None = None,
+        weighted: bool = False,
+    ) -> None:
+        """From now on, send ids to the owners of their rows by the exchange; a collective, see `Exchange.take_ids`."""
+        self.exchange = self.exchange or self._make_exchange()
+        if order is not None:
+            self.exchange.order = order
+        layout, replicated = self._with_replicated(self.exchange.layout)
+        self.exchange.names = list(self._exchanged_names())
+        self._all_distinct = self._distinct_of(self.exchange.names)
+        if self.dedup == "auto":  # by numbers that all ranks agree on
+            self.dedup = self._is_worth(bound)
+        self.exchange.take_distinct(self._all_distinct, bound, layout, replicated, bool(self.dedup))
+        self._takes_ids = True
+
+    def _is_worth(self, bound: BatchBound) -> bool:
+        """Return whether batches of a bound have few enough distinct ids to be found."""
+        ids = distinct = 0
+        for table in self._exchanged_names():
+            most = sum(bound.capacity(self._configs[table].feature_names))
+            ids, distinct = ids + most, distinct + min(most, bound.distinct.get(table, most))
+        return distinct <= _WORTH * ids
+
+    def counted(self) -> tuple[list[str], DistinctIds] | None:
+        """Return the tables of whose distinct ids captured steps need a bound, and what counts them; None without."""
+        if self.dedup is False:
+            return None
+        tables = self._tables_of([*self._exchanged, *self._replicated])
+        return tables, self._distinct_of(tables)
+
+    def forward(self, *input: Any, **kwargs: Any) -> LazyAwaitable[dict[str, JaggedTensor]]:
+        """Look up and exchange, as TorchRec's sharded module does; where ids are taken, they are sent here at last."""
+        if not self._takes_ids:
+            return super().forward(*input, **kwargs)
+        (features,) = (*input, *kwargs.values())
+        if features.variable_stride_per_key() or features.inverse_indices_or_none() is not None:
+            raise InputError(
+                "ids: features with batches of their own, which no captured step takes of unpooled tables; give all "
+                "features one batch, or train by TorchRec's pipeline"
+            )
+        assert self.exchange is not None
+        assert self._all_distinct is not None
+        rows, rooms = self.exchange.start_sent_rows(features), self.exchange.rooms_of(features)
+        return SequencesAwaitable(rows, self._to_sequences(self._all_distinct, features, rooms), None, self._order)
+
+    @property
+    def _order(self) -> list[str]:
+        """The names of the output in TorchRec's order."""
+        return list(dict.fromkeys(chain.from_iterable(self._embedding_names_per_sharding)))
+
+    def _to_sequences(
+        self, distinct: DistinctIds, features: KeyedJaggedTensor, rooms: Sequence[int]
+    ) -> Callable[[torch.Tensor], dict[str, JaggedTensor]]:
+        """Return the function that makes the output of the rows [P, D] of all ids."""
+
+        def make(rows: torch.Tensor) -> dict[str, JaggedTensor]:
+            keys = features.keys()
+            lengths = features.lengths().view(len(keys), features.stride())
+            ids: Sequence[torch.Tensor | None] = [None] * len(rooms)
+            if self._need_indices:
+                ids = distinct.padded(features, rooms).split(list(rooms))
+            parts = zip(distinct.sequences, rows.split(list(rooms)), ids, strict=True)
+            return {
+                sequence.name: JaggedTensor(values, weights, lengths=lengths[keys.index(sequence.feature)])
+                for sequence, values, weights in parts
+            }
+
+        return make
+
+    def create_context(self) -> SlotsContext:
+        """Return the context of a step."""
+        return SlotsContext()
+
+    def input_dist(self, ctx: EmbeddingCollectionContext, features: Any) -> Awaitable[Awaitable[KJTList]]:
+        """Find the distinct ids, and send them as TorchRec sends ids: a slot as if it were a sample."""
+        if self.exchange is None or not self._exchanged or not isinstance(features, KeyedJaggedTensor):
+            return super().input_dist(ctx, features)
+        if (reason := self._why_falls_back(features)) is not None:
+            self._tell_once(reason)
+            return super().input_dist(ctx, features)
+        assert isinstance(ctx, SlotsContext)
+        if self._has_uninitialized_input_dist:
+            self._create_input_dist(features.keys())
+            self._has_uninitialized_input_dist = False
+        awaitables = []
+        with torch.no_grad():
+            found, begins, slots = self._find_distinct(ctx, features)
+            stock = self._split(features)
+            for number, (input_dist, sharding) in enumerate(zip(self._input_dists, self._shardings, strict=True)):
+                ids = stock[number]
+                if number in self._exchanged:
+                    ids = self._slots_of(sharding, found, begins, slots, features.lengths().dtype)
+                awaitables.append(input_dist(ids))
+                permute = getattr(input_dist, "unbucketize_permute_tensor", None)
+                sharding_context = SequenceShardingContext(
+                    features_before_input_dist=ids, unbucketize_permute_tensor=permute
+                )
+                ctx.sharding_contexts.append(sharding_context)
+        return KJTListSplitsAwaitable(awaitables, ctx, self._module_fqn, self._sharding_types)
+
+    def _find_distinct(self, ctx: SlotsContext, features: KeyedJaggedTensor) -> tuple[Distinct, list[int], int]:
+        """Return the distinct ids, the first one of each table, and the slots of a table; reads numbers back."""
+        assert self._distinct is not None
+        rooms = self._distinct.rooms_of(features)
+        batch = self._distinct.sort(features, rooms, self._dedups)
+        begins = batch.first_run.tolist()
+        if not self._is_measured and sum(rooms):
+            self._is_measured, self._dedups = True, begins[-1] <= _WORTH * sum(rooms)
+        slots = _rounded(max(end - begin for begin, end in pairwise(begins)))
+        ctx.distinct, ctx.features, ctx.rooms = self._distinct.place(batch, slots), features, rooms
+        return ctx.distinct, begins, slots
+
+    def _split(self, features: KeyedJaggedTensor) -> Sequence[KeyedJaggedTensor | None]:
+        """Return the ids of each sharding, as TorchRec splits them; none where all are exchanged."""
+        if len(self._exchanged) == len(self._shardings):
+            return [None] * len(self._shardings)
+        if self._features_order:
+            features = features.permute(self._features_order)
+        return features.split(self._feature_splits)
+
+    def _slots_of(
+        self, sharding: Any, distinct: Distinct, begins: Sequence[int], slots: int, lengths_type: torch.dtype
+    ) -> KeyedJaggedTensor:
+        """Return the slots of the tables of a sharding, each as its first feature; the others' bags are empty."""
+        assert self.exchange is not None
+        lengths_of = distinct.lengths.view(-1, slots)
+        values, lengths, keys = [distinct.values[:0]], [], []
+        for table in _tables_in_order(sharding):
+            number = self.exchange.names.index(table.name)
+            values.append(distinct.values[begins[number] : begins[number + 1]])
+            lengths += [lengths_of[number], *[lengths_of.new_zeros(slots)] * (len(table.feature_names) - 1)]
+            keys += table.feature_names
+        return KeyedJaggedTensor(keys, torch.cat(values), lengths=torch.cat(lengths).to(lengths_type), stride=slots)
+
+    def _arriving_in(self, number: int) -> list[int]:
+        """Return of the features that arrive at this rank for a sharding those that have a table's slots."""
+        sharding, found, feature = self._shardings[number], list[int](), 0
+        for group in sharding._grouped_embedding_configs:
+            for table in group.embedding_tables:
+                found.append(feature)
+                feature += len(table.feature_names)
+        return found
+
+    def compute_and_output_dist(
+        self, ctx: EmbeddingCollectionContext, input: KJTList
+    ) -> LazyAwaitable[dict[str, JaggedTensor]]:
+        """Look up and exchange; TorchRec's train pipelines call this with ids that are already at their owners."""
+        if not isinstance(ctx, SlotsContext) or ctx.distinct is None:
+            return super().compute_and_output_dist(ctx, input)
+        assert self.exchange is not None
+        assert self._distinct is not None
+        assert ctx.features is not None
+        batch_sizes = ctx.sharding_contexts[self._exchanged[0]].batch_size_per_rank
+        inputs = [_features_of(input[i], self._arriving[i]) for i in self._exchanged]
+        rows = self.exchange.start_rows(inputs, batch_sizes, ctx.distinct)
+        make = self._to_sequences(self._distinct, ctx.features, ctx.rooms)
+        return SequencesAwaitable(rows, make, self._start_others(ctx, input), self._order)
+
+    def _start_others(self, ctx: SlotsContext, input: KJTList) -> LazyAwaitable[dict[str, JaggedTensor]] | None:
+        """Look up the tables that stay with TorchRec, and start to send their rows as it does."""
+        numbers = [i for i in range(len(self._shardings)) if i not in self._exchanged]
+        if not numbers:
+            return None
+        awaitables, features = [], []
+        for i in numbers:
+            sharding_context: Any = ctx.sharding_contexts[i]
+            sharding_context.lengths_after_input_dist = input[i].lengths().view(-1, input[i].stride())
+            dim = self._embedding_dim_for_sharding_type(self._sharding_types[i])
+            awaitables.append(self._output_dists[i](self._lookups[i](input[i]).view(-1, dim), sharding_context))
+            features.append(sharding_context.features_before_input_dist)
+        return EmbeddingCollectionAwaitable(
+            awaitables_per_sharding=awaitables,
+            features_per_sharding=features,
+            embedding_names_per_sharding=[self._embedding_names_per_sharding[i] for i in numbers],
+            ctx=EmbeddingCollectionContext(),
+            need_indices=self._need_indices,
+            features_to_permute_indices=self._features_to_permute_indices,
+        )
+
+
+class SequencesAwaitable(LazyAwaitable[dict[str, JaggedTensor]]):
+    """The output of an unpooled collection: a jagged tensor of rows by name."""
+
+    def __init__(
+        self,
+        rows: Awaitable[torch.Tensor],
+        make: Callable[[torch.Tensor], dict[str, JaggedTensor]],
+        others: Awaitable[dict[str, JaggedTensor]] | None,
+        order: Sequence[str],
+    ) -> None:
+        """Take the rows of exchanged tables, what makes the output of them, the others', and the order of the names."""
+        super().__init__()
+        self._rows, self._make, self._others, self._order = rows, make, others, order
+
+    def _wait_impl(self) -> dict[str, JaggedTensor]:
+        found = self._make(self._rows.wait())
+        if self._others is not None:
+            found |= self._others.wait()
+        return {name: found[name] for name in self._order}
+
+
+def _tables_in_order(sharding: Any) -> Iterator[Any]:
+    """Yield the tables of a sharding, and once more for each shard whose owner gets its ids, as in its features."""
+    groups = sharding._grouped_embedding_configs_per_rank
+    if isinstance(sharding, RwSequenceEmbeddingSharding):
+        groups = [sharding._grouped_embedding_configs]
+    for group in chain.from_iterable(groups):
+        yield from group.embedding_tables
+
+
+def _features_of(ids: KeyedJaggedTensor, features: Sequence[int]) -> KeyedJaggedTensor:
+    """Return some features of ids whose others are empty."""
+    if len(features) == len(ids.keys()):
+        return ids
+    lengths = ids.lengths().view(len(ids.keys()), ids.stride())[list(features)]
+    return KeyedJaggedTensor(
+        [ids.keys()[i] for i in features], ids.values(), lengths=lengths.flatten(), stride=ids.stride()
+    )
+
+
+def _rounded(slots: int) -> int:
+    """Return a few more slots than are needed, so that windows are seldom made anew. Example: 1000 gives 1024."""
+    step = 1 << max(0, slots.bit_length() - 4)
+    return max(1, -(-slots // step) * step)

@@ -1,0 +1,215 @@
+"""The exchange of unpooled tables: that of pooled embeddings, whose bags are slots for distinct ids, see `distinct`.
+
+ids           distinct ids of each table, in slots --------------> owners, as bags of one id
+forward       rows, each once, in the slots of the window <------- each owner stores a row where it has it
+              expanded to the ids that name them, with autograd
+backward      gradients summed by slot --------------------------> owners, which add those of all ranks, and update
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torchrec.distributed.types import Awaitable
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from dlrm_overlap.comm.order import uncompiled
+from dlrm_overlap.embedding.backends.ids import ArrivedIds
+from dlrm_overlap.embedding.distinct import Distinct, DistinctIds
+from dlrm_overlap.embedding.exchange import Exchange, PooledAwaitable, fails_for_good
+from dlrm_overlap.embedding.id_layout import BatchBound
+from dlrm_overlap.embedding.layout import Layout
+from dlrm_overlap.embedding.options import ExchangeOptions
+from dlrm_overlap.embedding.replicated import ReplicatedTables
+from dlrm_overlap.embedding.tables import LocalTables
+from dlrm_overlap.kernels import reference
+from dlrm_overlap.kernels.backward.sum_rows import RowSums
+from dlrm_overlap.kernels.forward.expand_rows import expand_rows
+
+
+class UnpooledExchange(Exchange):
+    """An exchange whose tables have slots: ids of this rank's samples in, a row for each of them out."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        tables: LocalTables,
+        options: ExchangeOptions,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        names: Sequence[str],
+        dim: int,
+    ) -> None:
+        """Take an exchange's arguments, the names of all tables in the order of the output, and the columns of each."""
+        super().__init__(layout, tables, options, group, device)
+        self.names, self.dim = names, dim
+        self._sums = RowSums(dim, self.device) if self.device.type == "cuda" else None
+        self._batch_bound: BatchBound | None = None
+        self._distinct: DistinctIds | None = None
+        self._dedup = True
+        self._is_counted = False  # whether the distinct ids of the batches are within the bound's
+        self._kept: list[list[torch.Tensor]] = [[], []]
+        """the memory of what is known of the ids that were sent in even epochs, and in odd ones"""
+
+    @property
+    def bound(self) -> BatchBound | None:
+        """The bound of batches by which ids are taken, if they are."""
+        return self._batch_bound
+
+    def take_distinct(
+        self, distinct: DistinctIds, bound: BatchBound, layout: Layout, replicated: ReplicatedTables | None, dedup: bool
+    ) -> None:
+        """From now on, take the ids of this rank's samples, see `take_ids`; a collective.
+
+        Args:
+            distinct: of the tables in the order of the output.
+            bound: of batches.
+            dedup: whether each distinct id travels once.
+        """
+        self._distinct, self._dedup, self._batch_bound = distinct, dedup, bound
+        self._is_counted = bool(bound.distinct)
+        self.take_ids(self.names, self._slots_bound(bound), layout, replicated)
+        self._make_memory()
+
+    def take_bound(self, bound: BatchBound) -> None:
+        """From now on, take ids of another bound; a collective, of ranks that are through with their steps."""
+        self._batch_bound = bound
+        super().take_bound(self._slots_bound(bound))
+        self._make_memory()
+
+    def _slots_bound(self, bound: BatchBound) -> BatchBound:
+        """Return the bound of the slots, as if each were a sample."""
+        assert self._distinct is not None
+        rooms, ids = self._most(bound), dict.fromkeys(self.names, 0)
+        for sequence, room in zip(self._distinct.sequences, rooms, strict=True):
+            ids[self.names[sequence.table]] += room
+        if self._dedup and self._is_counted:
+            ids = {name: min(most, bound.distinct.get(name, most)) for name, most in ids.items()}
+        return BatchBound(max(1, *ids.values()), dict.fromkeys(self.names, (0, 1)), ids)
+
+    def _most(self, bound: BatchBound) -> list[int]:
+        """Return the most ids of each sequence."""
+        assert self._distinct is not None
+        return bound.capacity([sequence.feature for sequence in self._distinct.sequences])
+
+    def rooms_of(self, features: KeyedJaggedTensor) -> list[int]:
+        """Return the room for the ids of each sequence in a batch, where this exchange takes ids."""
+        assert self._distinct is not None
+        assert self._batch_bound is not None
+        return self._distinct.rooms_of(features, self._most(self._batch_bound))
+
+    def _make_memory(self) -> None:
+        """Make the memory that captured steps find what is known of their ids in."""
+        assert self._ids is not None
+        assert self._batch_bound is not None
+        room, bags = sum(self._most(self._batch_bound)), len(self.names) * self._ids.bound.samples
+        # Ids, lengths, places; rows, starts, count and order of the runs.
+        sizes = room, bags, room, room, room + 1, 1, room
+
+        def made() -> list[torch.Tensor]:
+            return [torch.zeros(size, dtype=torch.int32, device=self.device) for size in sizes]
+
+        self._kept = [made(), made()]
+
+    def _keep(self, distinct: Distinct) -> Distinct:
+        """Return the same in memory that stays, of the epoch that comes next."""
+        flat = distinct.values, distinct.lengths, distinct.places, *distinct.runs
+        kept = self._kept[(self.counters.ids.value + 1) % 2]
+        values, lengths, places, *runs = [
+            memory[: tensor.numel()].copy_(tensor) for memory, tensor in zip(kept, flat, strict=True)
+        ]
+        return Distinct(values, lengths, places, type(distinct.runs)(*runs))
+
+    def _most_samples(self, samples: int) -> int:
+        """Return the slots, which are as many on all ranks."""
+        return samples
+
+    @fails_for_good
+    def _send(self, features: KeyedJaggedTensor, count: torch.Tensor | None) -> ArrivedIds:
+        assert self._ids is not None
+        assert self._distinct is not None
+        rooms = self.rooms_of(features)
+        values = features.values()
+        if values.dtype == torch.int64:  # ids that no int32 holds stay outside every table
+            features = _with_values(features, values.clamp(-1, torch.iinfo(torch.int32).max))
+        slots = self._ids.bound.samples
+        distinct = self._keep(self._distinct.place(self._distinct.sort(features, rooms, self._dedup), slots))
+        bags = KeyedJaggedTensor(list(self.names), distinct.values, lengths=distinct.lengths, stride=slots)
+        ids = self._require(slots).ids
+        assert ids is not None
+        return ids.send(bags, slots)._replace(distinct=distinct)
+
+    def start_rows(
+        self, inputs: Sequence[KeyedJaggedTensor], batch_sizes: Sequence[int], distinct: Distinct
+    ) -> "RowsAwaitable":
+        """Start a step whose ids TorchRec has brought, see `start`; `batch_sizes` counts the slots of each rank.
+
+        Args:
+            distinct: of this rank's samples.
+
+        Returns:
+            An awaitable of the rows [P, D] of the ids of this rank's samples, see `Distinct.places`.
+        """
+        return RowsAwaitable(self, self.start(inputs, batch_sizes), distinct)
+
+    def start_sent_rows(self, features: KeyedJaggedTensor) -> "RowsAwaitable":
+        """Start the step of `features`, see `start_sent` and `start_rows`."""
+        if not self._sent:
+            self.send_ids(features)
+        distinct = self._sent[0][1].distinct
+        awaitable = self.start_sent(features)
+        assert distinct is not None
+        awaitable.samples = None
+        return RowsAwaitable(self, awaitable, distinct)
+
+    def expand(self, rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """Return the rows that the places name, and zeros where there is none."""
+        return (reference.expand_rows if self._sums is None else expand_rows)(rows, places)
+
+    def sum(self, gradient: torch.Tensor, distinct: Distinct, rows: int) -> torch.Tensor:
+        """Return the sums [rows, D] float32 of the gradients of each place."""
+        if self._sums is None:
+            return reference.sum_rows(gradient, distinct.places, rows)
+        return self._sums(gradient.contiguous(), distinct.runs, rows)
+
+
+def _with_values(features: KeyedJaggedTensor, values: torch.Tensor) -> KeyedJaggedTensor:
+    """Return ids with others in their place; those of a captured step keep their bound."""
+    changed: Any = KeyedJaggedTensor(features.keys(), values, lengths=features.lengths(), stride=features.stride())
+    if (capacities := getattr(features, "capacities", None)) is not None:
+        changed.capacities = capacities
+    return changed
+
+
+class ExpandRows(torch.autograd.Function):
+    """A copy of its row for every id; backward, the sum of a row's gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, slots: torch.Tensor, exchange: UnpooledExchange, distinct: Distinct) -> torch.Tensor:
+        """Return [P, D] of the slots [b, T * D]."""
+        ctx.exchange, ctx.distinct, ctx.shape = exchange, distinct, slots.shape
+        return exchange.expand(slots.reshape(-1, exchange.dim), distinct.places)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        """Return the gradient [b, T * D] of the slots."""
+        (gradient,) = gradients
+        exchange = ctx.exchange
+        sums = exchange.sum(gradient, ctx.distinct, ctx.shape.numel() // exchange.dim)
+        return sums.view(ctx.shape).to(gradient.dtype), None, None
+
+
+class RowsAwaitable(Awaitable[torch.Tensor]):
+    """The rows of the ids of a step under way."""
+
+    def __init__(self, exchange: UnpooledExchange, slots: PooledAwaitable, distinct: Distinct) -> None:
+        super().__init__()
+        self._exchange, self._slots, self._distinct = exchange, slots, distinct
+
+    @uncompiled
+    def wait(self) -> torch.Tensor:
+        """Return [P, D], of the exchange's `output_dtype`; P as in `Distinct`."""
+        return ExpandRows.apply(self._slots.wait(), self._exchange, self._distinct)  # type: ignore[no-any-return]
+
+    _wait_impl = wait

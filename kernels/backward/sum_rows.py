@@ -1,0 +1,64 @@
+"""Gradients summed by the row that they are of, where many ids of a batch name one row: each sum is then sent once.
+
+It is the update of `update_rows`, of rows of zeros by SGD at a learning rate of -1: so the sums are in float32, have a
+fixed order, and long runs are cut into chunks.
+
+Example: places 2 0 2 of gradients g, h, i. Row 0 becomes h and row 2 becomes g + i.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from dlrm_overlap.kernels.arguments import Numbers
+from dlrm_overlap.kernels.backward.optimizers import RowRange, Rule
+from dlrm_overlap.kernels.backward.row_runs import CHUNK_IDS, InputFeatures, Preparation, SortedIds
+from dlrm_overlap.kernels.backward.update_rows import RowUpdate
+
+_INFO_BITS = 30
+
+
+class Runs(NamedTuple):
+    """Gradients [n, D] in the order of the rows that they are summed to."""
+
+    rows: torch.Tensor
+    """[n or more] int32: of each run, the row; each is of one run"""
+    starts: torch.Tensor
+    """[n + 1 or more] int32: run i has the gradients order[starts[i]] .. order[starts[i + 1] - 1]"""
+    count: torch.Tensor
+    """[1] int32: runs"""
+    order: torch.Tensor
+    """[n] int32, from 0 to n - 1; overwritten by a sum"""
+
+
+class RowSums:
+    """The sum on a GPU; it makes what does not change from step to step, which a capture could not."""
+
+    def __init__(self, dim: int, device: torch.device) -> None:
+        """Take the columns of a row, a multiple of 4."""
+        self._dim, units = dim, dim // 4
+        entries = torch.tensor([[0, units, 0, 0], [0, units, 0, 0]], dtype=torch.int64, device=device)
+        # The search for the first run and the end needs no order among the rows between.
+        boundaries = torch.tensor([0, torch.iinfo(torch.int32).max], dtype=torch.int64, device=device)
+        self._features = InputFeatures(entries, any_mean=False, boundaries=boundaries)
+        numbers = torch.tensor(Numbers(-1.0), device=device)
+        self._rule = Rule(numbers, torch.zeros(1, dtype=torch.int64, device=device))
+
+    def __call__(self, gradient: torch.Tensor, runs: Runs, rows: int, chunk_ids: int = CHUNK_IDS) -> torch.Tensor:
+        """Return the sums [rows, D] float32, zeros where a row has no gradient.
+
+        Args:
+            gradient: [n, D] float32, bfloat16 or float16, contiguous.
+            runs: whose `order` is overwritten.
+            rows: how many.
+            chunk_ids: gradients of a chunk of a run.
+        """
+        assert gradient.is_contiguous()
+        sums = torch.zeros(rows, self._dim, device=gradient.device)
+        if runs.order.numel() == 0:
+            return sums
+        ids = SortedIds(runs.rows, runs.starts, runs.count, runs.order, _INFO_BITS, runs.starts, runs.order.numel())
+        prepared = Preparation(ids, self._features, self._dim // 4, chunk_ids)(ids)
+        range_of_all = RowRange(0, sums, (), 0, (), self._dim, any_mean=False, optimizer="sgd")
+        RowUpdate(range_of_all, chunk_ids)(prepared, gradient, self._rule)
+        return sums

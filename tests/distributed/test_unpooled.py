@@ -1,0 +1,132 @@
+"""Models with unpooled tables train under the drop-in as under stock TorchRec: outputs bit for bit, weights, states."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.modules.embedding_configs import DataType
+
+from dlrm_overlap.embedding.sharded_module import exchanges
+from dlrm_overlap.kernels.compiled import INTERPRETED
+from dlrm_overlap.train.explain import explain
+from tests.agreement import WEIGHT_TOLERANCE, assert_all_near, assert_same
+from tests.distributed.captured import captures
+from tests.distributed.models import CPU
+from tests.distributed.unpooled import ROWS, TABLES, Case, batches, our_sharders, stock_sharders, train
+from tests.distributed.workers import cases_on_ranks
+
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter")
+
+STEADY = Case(samples=(6,), bags=(0, 3), steps=9, longer={99: 1})  # whose first batch is the largest
+CASES = {
+    "plain": Case(),
+    "jagged": Case(samples=(5, 0, 3), repeated=100_000, optimizer="rowwise_adagrad"),
+    "rank_0_without": Case(samples=(0, 4)),
+    "pooled_beside": Case(pooled=True, need_indices=True),
+    "fp16_rows": Case(rows=DataType.FP16, plan="row_wise"),
+}
+# how the drop-in trains, whether each distinct id travels once, and what
+WAYS: dict[str, tuple[str, bool, Case]] = {
+    "plain": ("none", True, CASES["plain"]),
+    "all_ids": ("none", False, CASES["jagged"]),
+    "jagged": ("sparse_dist", True, CASES["jagged"]),
+    "pooled_beside": ("sparse_dist", True, CASES["pooled_beside"]),
+    "fp16_rows": ("none", True, CASES["fp16_rows"]),
+    "rank_0_without": ("none", True, CASES["rank_0_without"]),
+    "graph": ("graph", True, replace(STEADY, steps=4)),
+    "graph_all_ids": ("graph", False, replace(STEADY, steps=4, optimizer="rowwise_adagrad")),
+    "graph_jagged": ("graph", True, replace(CASES["jagged"], repeated=1000)),
+    "graph_data_parallel": ("graph", True, replace(STEADY, plan="data_parallel", steps=4, optimizer="dense_sgd")),
+    "captured": ("captured", True, replace(STEADY, pooled=True)),
+}
+MORE: dict[str, tuple[str, bool, Case]] = {
+    f"{plan}_{way}_{dedup}": (way, dedup, Case(plan=plan, optimizer=optimizer, few=4))
+    for plan in ("table_wise", "column_wise", "row_wise", "one_rank")
+    for way, optimizer in (("sparse_dist", "sgd"), ("graph", "rowwise_adagrad"))
+    for dedup in (True, False)
+} | {
+    "captured_all_ids": ("captured", False, replace(STEADY, need_indices=True)),
+    "captured_longer": ("captured", True, replace(STEADY, steps=13, longer={4: 4})),
+}
+
+
+def _compare(name: str) -> None:
+    pipeline, dedup, case = (WAYS | MORE)[name]
+    # Stock TorchRec pools sequences of data-parallel tables on a CPU, so there the table has one owner.
+    alone = case.plan == "data_parallel"
+    stock = train(replace(case, plan="mixed") if alone else case, stock_sharders(case), "none", CPU)
+    if pipeline == "captured":
+        with captures() as taken:
+            ours = train(case, our_sharders(case, dedup=dedup), "graph", CPU)
+        assert min(taken.values()) > 0, f"steps {taken}"
+    else:
+        ours = train(case, our_sharders(case, dedup=dedup), pipeline, CPU)
+    if pipeline == "sparse_dist":
+        del stock["evaluated"]
+    if alone:
+        stock, ours = ({key: each[key] for key in each if "whole" not in key} for each in (stock, ours))
+    assert_same(ours["output of step 0"], stock["output of step 0"], f"{name}: first output")
+    # Outputs of later steps are sums of rows, too, which have another order.
+    tolerance = WEIGHT_TOLERANCE["fp16_rows" if case.rows == DataType.FP16 else "fp32"]
+    assert_all_near(ours, stock, tolerance * (10 if case.repeated else 1), f"{name}:")
+    dist.barrier()
+
+
+def _count_bytes(name: str) -> None:
+    """Count what a step stores in windows that have been filled with NaN, and compare it with what `explain` says."""
+    case = replace(STEADY, few=4, steps=3, plan=name)
+    stored: list[int] = []
+    explained: list[float] = []
+
+    def step(sharded: DistributedModelParallel, number: int, begins: bool) -> None:
+        (exchange,) = exchanges(sharded)
+        if number < case.steps - 1:
+            return
+        halves, rank = exchange._open(), dist.get_rank()
+        assert halves.arena is not None
+        windows = [halves.arena.view(f"{kind}{i}", rank) for kind in ("outputs", "gradients") for i in range(2)]
+        if begins:
+            for window in windows:
+                window.fill_(torch.nan)
+            dist.barrier()
+            return
+        dist.barrier()
+        stored.append(sum(4 * int((~window.isnan()).sum()) for window in windows))
+        (*_, batch) = batches(case, rank, stand_in=False)
+        keys = {key: set(each.values().tolist()) for key, each in batch.sparse.to_dict().items()}
+        distinct = {table: len(set.union(*(keys[f] for f in features))) for table, (_, features) in TABLES.items()}
+        columns = 2 if name == "column_wise" else 1
+        stored.append(8 * columns * sum(distinct.values()))  # ids, and where each slot's is
+        found = explain(sharded, samples=6, bag_sizes=dict.fromkeys(ROWS, 3.0), distinct=distinct)
+        explained.append(sum(table.sent_bytes or 0.0 for table in found.tables))
+
+    train(case, our_sharders(case, dedup=True), "graph", CPU, around=step)
+    everywhere = torch.tensor([float(sum(stored)), sum(explained)])
+    dist.all_reduce(everywhere)
+    away = (dist.get_world_size() - 1) / dist.get_world_size()
+    assert float(everywhere[1]) == pytest.approx(away * float(everywhere[0]), rel=0.05)
+
+
+bytes_counted = cases_on_ranks(2, _count_bytes, ["table_wise", "column_wise", "row_wise"])
+
+
+@pytest.mark.parametrize("name", ["table_wise", "column_wise", "row_wise"])
+def test_bytes_of_distinct_ids_alone_travel(bytes_counted: Callable[[str], None], name: str) -> None:
+    bytes_counted(name)
+
+
+ended, more_ended = cases_on_ranks(2, _compare, list(WAYS)), cases_on_ranks(4, _compare, list(MORE))
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_as_under_stock(ended: Callable[[str], None], name: str) -> None:
+    ended(name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MORE)
+def test_as_under_stock_on_four_ranks(more_ended: Callable[[str], None], name: str) -> None:
+    more_ended(name)

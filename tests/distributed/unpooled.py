@@ -1,0 +1,254 @@
+"""Models with unpooled tables, trained under stock TorchRec and under the drop-in. Imports no pytest."""
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torch import nn
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.sharding_plan import (
+    column_wise,
+    construct_module_sharding_plan,
+    data_parallel,
+    row_wise,
+    table_wise,
+)
+from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist
+from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingPlan
+from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from dlrm_overlap.data.batch import Batch
+from dlrm_overlap.embedding.sharded_module import exchanges
+from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder, OverlapEmbeddingCollectionSharder
+from dlrm_overlap.embedding.unpooled import UnpooledExchange
+from dlrm_overlap.embedding.weights import initialise_tables
+from dlrm_overlap.train.graphs.train_pipeline import GraphTrainPipeline
+from tests.distributed.models import local_tensors
+
+DIM = 8
+TABLES = {  # table -> rows, features; f is of two tables, and no table reads x
+    "shared": (20, ["f", "g"]),
+    "columns": (30, ["h", "f"]),
+    "rows": (13, ["k"]),
+    "whole": (40, ["m"]),
+}
+ROWS = {"k": 13, "f": 20, "x": 5, "g": 20, "h": 30, "m": 40, "p": 25, "q": 6}
+OPTIMIZERS: Mapping[str, dict[str, Any]] = {
+    "sgd": {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.5},
+    "dense_sgd": {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.1},  # that of the dense parameters
+    "rowwise_adagrad": {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.1, "eps": 1e-3},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, how its tables are cut, and its batches."""
+
+    plan: str = "mixed"
+    """mixed, or one way of all tables"""
+    bags: tuple[int, int] = (0, 5)
+    """the least and the most ids of a sample's sequence"""
+    samples: Sequence[int] = (4,)
+    """of each rank, in turns"""
+    optimizer: str = "sgd"
+    pooled: bool = False
+    """whether there is a pooled collection beside, and tables that every rank holds"""
+    repeated: int = 0
+    """how often one id is in a sequence more of rank 0"""
+    steps: int = 3
+    longer: Mapping[int, int] = field(default_factory=dict)
+    """by step: how many times as long its sequences are"""
+    need_indices: bool = False
+    rows: DataType = DataType.FP32
+    few: int = 0
+    """of how many ids most are drawn; 0: all"""
+
+
+class Model(nn.Module):
+    """Weighs every row by its place in its sequence, so that an order that is wrong gives another loss."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        configs = [
+            EmbeddingConfig(
+                name=name, num_embeddings=rows, embedding_dim=DIM, feature_names=features, data_type=case.rows
+            )
+            for name, (rows, features) in TABLES.items()
+        ]
+        meta = torch.device("meta")
+        self.sequences = EmbeddingCollection(configs, device=meta, need_indices=case.need_indices)
+        if case.pooled:
+            bags = [
+                EmbeddingBagConfig(name=f"t_{key}", num_embeddings=ROWS[key], embedding_dim=DIM, feature_names=[key])
+                for key in ("p", "q")
+            ]
+            self.pooled = EmbeddingBagCollection(bags, device=meta)
+        self.dense = nn.Linear(3, DIM, bias=False)
+
+    def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        found = self.sequences(batch.sparse)
+        scale = self.dense(batch.dense)  # [b, D]
+        pooled = self.pooled(batch.sparse) if hasattr(self, "pooled") else None
+        return _loss_and_output(found, scale, pooled)
+
+
+@torch.fx.wrap
+def _loss_and_output(found: Any, scale: torch.Tensor, pooled: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the loss, and all elements of the sequences, without room behind them."""
+    loss, given = scale.square().sum(), list[torch.Tensor]()
+    if pooled is not None:
+        by_key = pooled.to_dict()
+        loss = loss + sum((by_key[key] * scale).square().sum() for key in ("p", "q"))
+    for _, each in sorted(found.items()):
+        values, lengths = each.values(), each.lengths().long()
+        sample = torch.repeat_interleave(lengths)
+        place = torch.arange(1, len(sample) + 1, device=values.device)[:, None]
+        given += [values[: len(sample)].detach(), lengths[: len(lengths) * bool(len(sample))]]
+        if (ids := each.weights_or_none()) is not None:
+            given.append(ids[: len(sample)])
+        weighed = values[: len(sample)].float() * scale[sample] * (1 + place / max(1, len(sample)))
+        loss = loss + weighed.square().sum() / max(1, len(sample))
+        # The room behind the ids has a gradient of its own, which must reach no row.
+        loss = loss + values[len(sample) :].float().sum() * 3
+    return loss, torch.cat([each.flatten().double() for each in given])
+
+
+def make_plan(model: Model, case: Case, sharders: Sequence[Any], world_size: int, device: str) -> ShardingPlan:
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))  # fewer where ranks share a GPU
+    fused: dict[str, Any] = {"compute_kernel": "fused"}
+    ways: dict[str, Any] = {
+        "shared": table_wise(1 % world_size, **fused),
+        "columns": column_wise([world_size - 1, 0], **fused),
+        "rows": row_wise(**fused),
+        "whole": table_wise(0, **fused),
+    }
+    if case.plan == "data_parallel":
+        ways["whole"] = data_parallel()
+    elif case.plan != "mixed":
+        every = {
+            "table_wise": lambda i: table_wise(i % world_size, **fused),
+            "column_wise": lambda i: column_wise([i % world_size, (i + 1) % world_size], **fused),
+            "row_wise": lambda i: row_wise(**fused),
+            "one_rank": lambda i: table_wise(world_size - 1, **fused),
+        }[case.plan]
+        ways = {name: every(i) for i, name in enumerate(TABLES)}
+    plans = {}
+    for name, module in model.named_children():
+        if name == "pooled":
+            ways = {"t_p": table_wise(0, **fused), "t_q": data_parallel()}
+        if name in ("pooled", "sequences"):
+            sharder = sharders[name == "pooled"]
+            plans[name] = construct_module_sharding_plan(module, ways, sharder, local_size, world_size, device)
+    return ShardingPlan(plans)
+
+
+def batches(case: Case, rank: int, stand_in: bool) -> Iterator[Batch]:
+    """Yield the batches of a rank.
+
+    Args:
+        stand_in: in place of no sample, which stock TorchRec does not take, have one without ids, whose gradient is 0.
+    """
+    generator = torch.Generator().manual_seed(rank)
+    for step in range(case.steps):
+        samples = case.samples[rank % len(case.samples)]
+        stands_in, most = stand_in and samples == 0, case.bags[1]
+        samples = 1 if stands_in else samples
+        lengths, values = [], []
+        for key, rows in ROWS.items():
+            some = torch.randint(case.bags[0], most + 1, (samples,), generator=generator)
+            some *= case.longer.get(step, 1) * (not stands_in)
+            if step == 0 and case.longer:  # from which the bound is learnt
+                some[:] = most * (not stands_in)
+            ids = torch.randint(0, rows, (int(some.sum()),), generator=generator)
+            if case.few:
+                ids = torch.where(torch.rand(ids.shape, generator=generator) < 0.98, ids % case.few, ids)
+            if len(ids) > 1:
+                ids[0], ids[1] = 0, rows - 1
+            if key == "m" and rank == 0 and samples:
+                some[0] += case.repeated
+                ids = torch.cat([torch.full((case.repeated,), 7), ids])
+            lengths.append(some)
+            values.append(ids)
+        sparse = KeyedJaggedTensor(list(ROWS), torch.cat(values), lengths=torch.cat(lengths))
+        dense = torch.rand(samples, 3, generator=generator) * (not stands_in)
+        yield Batch(dense, sparse, torch.zeros(samples, 1))
+
+
+def train(
+    case: Case,
+    sharders: Sequence[ModuleSharder[Any]],
+    pipeline: str,
+    device: torch.device,
+    around: Callable[[DistributedModelParallel, int, bool], None] = lambda *_: None,
+) -> dict[str, Any]:
+    """Return this rank's outputs, by step, then its parameters and states.
+
+    Args:
+        around: called with the sharded model and a step's number, where the step begins, True, and when it has ended.
+    """
+    torch.manual_seed(0)
+    model, world_size = Model(case), dist.get_world_size()
+    plan = make_plan(model, case, sharders, world_size, device.type)
+    group = dist.group.WORLD
+    assert group is not None
+    env = ShardingEnv.from_process_group(group)
+    sharded = DistributedModelParallel(model, env=env, device=device, plan=plan, sharders=list(sharders))
+    initialise_tables(sharded, seed=0)
+    dense = dict(in_backward_optimizer_filter(sharded.named_parameters()))
+    nn.init.uniform_(model.dense.weight.data, 0.5, 1.0, generator=torch.Generator(device.type).manual_seed(0))
+    keyed = KeyedOptimizerWrapper(dense, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    optimizer = CombinedOptimizer([sharded.fused_optimizer, ("dense", keyed)])
+    kinds: dict[str, Any] = {"none": TrainPipelineBase, "sparse_dist": TrainPipelineSparseDist}
+    steps = kinds.get(pipeline, GraphTrainPipeline)(sharded, optimizer, device)
+    given: dict[str, torch.Tensor] = {}
+    stand_in = isinstance(sharders[0], EmbeddingCollectionSharder) and not isinstance(
+        sharders[0], OverlapEmbeddingCollectionSharder
+    )
+    remaining = batches(case, dist.get_rank(), stand_in)
+    for step in range(case.steps):
+        around(sharded, step, True)
+        output = steps.progress(remaining)
+        around(sharded, step, False)
+        optimizer.zero_grad()
+        given[f"output of step {step}"] = output.clone()
+    if pipeline != "sparse_dist":
+        (batch,) = batches(replace(case, steps=1, longer={0: 3}), 10 + dist.get_rank(), stand_in)
+        sharded.eval()
+        with torch.inference_mode() if pipeline == "graph" else torch.no_grad():
+            output = steps.progress(iter([batch])) if pipeline == "graph" else sharded(batch)[1]
+        given["evaluated"] = output.clone()
+    given |= dict(local_tensors(sharded.state_dict()))
+    for name, states in sharded.fused_optimizer.state_dict()["state"].items():
+        given |= {f"{key} of {name}": each for key, each in local_tensors(states)}
+    found = exchanges(sharded)
+    assert all(isinstance(each, UnpooledExchange) for each in found[:1])
+    if isinstance(steps, GraphTrainPipeline):
+        assert steps._fallback is None, "steps are not captured"
+        steps.close()
+        dist.barrier()
+    for exchange in found:
+        exchange.close()
+    return given
+
+
+def stock_sharders(case: Case) -> list[Any]:
+    params = OPTIMIZERS[case.optimizer]
+    return [EmbeddingCollectionSharder(dict(params)), EmbeddingBagCollectionSharder(dict(params))]
+
+
+def our_sharders(case: Case, **options: Any) -> list[Any]:
+    params = OPTIMIZERS[case.optimizer]
+    return [
+        OverlapEmbeddingCollectionSharder(dict(params), **options),
+        OverlapEmbeddingBagCollectionSharder(dict(params)),
+    ]

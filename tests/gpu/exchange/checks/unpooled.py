@@ -1,0 +1,32 @@
+"""Unpooled tables in eager steps: outputs, rows and states of stock TorchRec. Captured steps are among `graphs`."""
+
+from dataclasses import replace
+from functools import partial
+
+from tests.agreement import WEIGHT_TOLERANCE, assert_all_near, assert_same
+from tests.distributed.unpooled import Case, our_sharders, stock_sharders, train
+from tests.gpu.exchange.place import Check, Place
+
+_CASES = {
+    "mixed": Case(samples=(5, 3), pooled=True, need_indices=True),
+    "row_wise": Case(plan="row_wise", samples=(5, 3), optimizer="rowwise_adagrad", few=4),
+    "repeated": Case(samples=(4,), repeated=100_000, optimizer="rowwise_adagrad"),
+}
+
+
+def _check(place: Place, name: str, dedup: bool, backend: str = "pgas") -> None:
+    case = replace(_CASES[name], repeated=_CASES[name].repeated if place.on_gpu else 0)
+    stock = train(case, stock_sharders(case), "none", place.device)
+    ours = train(case, our_sharders(case, dedup=dedup, backend=backend), "none", place.device)
+    assert_same(ours["output of step 0"], stock["output of step 0"], "first output")
+    tolerance = WEIGHT_TOLERANCE["fp32"] * (10 if case.repeated else 1)  # sums of so many gradients
+    assert_all_near(ours, stock, tolerance, f"{name}:")
+    again = train(case, our_sharders(case, dedup=dedup, backend=backend), "none", place.device)
+    assert_all_near(again, ours, 0, "a second run:")
+
+
+CHECKS = {
+    f"unpooled_{name}_{'distinct' if dedup else 'all'}": Check(partial(_check, name=name, dedup=dedup))
+    for name in _CASES
+    for dedup in (True, False)
+} | {"unpooled_mixed_fused": Check(partial(_check, name="mixed", dedup=True, backend="fused"))}

@@ -1,0 +1,113 @@
+"""Distinct ids of a batch, their slots, and the way back, against what Python finds one by one."""
+
+from typing import Any
+
+import pytest
+import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from dlrm_overlap.embedding.distinct import Distinct, DistinctIds, NamedSequence
+
+SEQUENCES = [
+    NamedSequence("f@a", "f", 0),
+    NamedSequence("g", "g", 0),
+    NamedSequence("f@b", "f", 1),
+    NamedSequence("h", "h", 1),
+]
+ROWS = [10, 2**31 - 1]
+
+
+def _finder() -> DistinctIds:
+    return DistinctIds(SEQUENCES, ROWS, torch.device("cpu"))
+
+
+def _batch(**bags: list[list[int]]) -> KeyedJaggedTensor:
+    values = [id for each in bags.values() for bag in each for id in bag]
+    lengths = [len(bag) for each in bags.values() for bag in each]
+    return KeyedJaggedTensor(list(bags), torch.tensor(values, dtype=torch.int64), lengths=torch.tensor(lengths))
+
+
+def _check(batch: KeyedJaggedTensor, distinct: Distinct, rooms: list[int], slots: int, dedup: bool) -> None:
+    """Check that each id is expanded from a slot that has it, and that the runs name its gradient once."""
+    tables = len(ROWS)
+    lengths = distinct.lengths.view(tables, slots)
+    counts = lengths.sum(1).tolist()
+    assert all(sorted(row.tolist(), reverse=True) == row.tolist() for row in lengths), "slots without ids come last"
+    by_table = dict(zip(range(tables), distinct.values[: sum(counts)].split(counts), strict=True))
+    parts = batch.values().split(batch.length_per_key())
+    ids_by_key = {key: each.tolist() for key, each in zip(batch.keys(), parts, strict=True)}
+    begin, named = 0, dict[int, list[int]]()
+    for sequence, room in zip(SEQUENCES, rooms, strict=True):
+        places = distinct.places[begin : begin + room].tolist()
+        ids = ids_by_key[sequence.feature]
+        for position, id in enumerate(ids):
+            slot, table = divmod(places[position], tables)
+            assert table == sequence.table
+            assert by_table[table][slot] == id
+            named.setdefault(places[position], []).append(begin + position)
+        assert places[len(ids) :] == [-1] * (room - len(ids))
+        begin += room
+    runs, found = distinct.runs, dict[int, list[int]]()
+    for run in range(int(runs.count)):
+        first, end = runs.starts[run : run + 2].tolist()
+        found[int(runs.rows[run])] = runs.order[first:end].tolist()
+    assert found == named
+    if dedup:
+        assert all(each.tolist() == sorted(set(each.tolist())) for each in by_table.values())
+    else:
+        assert sum(counts) == sum(len(ids_by_key[sequence.feature]) for sequence in SEQUENCES)
+
+
+BATCHES: dict[str, Any] = {
+    "ends of the range": {"h": [[0, 2**31 - 2], [0]], "f": [[9, 0, 9], [0]], "g": [[9], [5, 5]], "unread": [[1], []]},
+    "empty": {"f": [[], []], "g": [[], []], "h": [[], []]},
+    "no sample": {"f": [], "g": [], "h": []},
+    "some empty": {"f": [[], [3]], "g": [[], []], "h": [[], []]},
+    "one id": {"f": [[4] * 50, [4]], "g": [[4] * 7, []], "h": [[4], [4] * 3]},
+}
+
+
+@pytest.mark.parametrize("dedup", [True, False])
+@pytest.mark.parametrize("name", BATCHES)
+def test_each_id_has_its_slot(name: str, dedup: bool) -> None:
+    batch, finder = _batch(**BATCHES[name]), _finder()
+    rooms = finder.rooms_of(batch)
+    found = finder.sort(batch, rooms, dedup)
+    most = max(1, int(found.first_run.diff().max()))
+    for slots in (most, most + 3):
+        _check(batch, finder.place(found, slots), rooms, slots, dedup)
+    assert finder.count(batch, rooms).tolist() == finder.sort(batch, rooms).first_run.diff().tolist()
+
+
+@pytest.mark.parametrize("dedup", [True, False])
+def test_ids_in_memory_with_room_behind_them(dedup: bool) -> None:
+    batch, finder = _batch(**BATCHES["ends of the range"]), _finder()
+    exact, rooms = finder.rooms_of(batch), [6, 3, 6, 5]
+    found = finder.sort(batch, rooms, dedup)
+    _check(batch, finder.place(found, 20), rooms, 20, dedup)
+    assert finder.padded(batch, rooms).tolist() == [9, 0, 9, 0, 0, 0, 9, 5, 5, 9, 0, 9, 0, 0, 0, 0, 2**31 - 2, 0, 0, 0]
+    assert exact == [4, 3, 4, 3]
+
+
+@pytest.mark.parametrize("dedup", [True, False])
+def test_ids_beyond_their_room_or_slots_are_told_by_lengths(dedup: bool) -> None:
+    """What is published then has more ids than any bound, and no place is outside the window."""
+    batch, finder = _batch(**BATCHES["ends of the range"]), _finder()
+    few = finder.place(finder.sort(batch, [4, 3, 4, 3], dedup), 2)
+    assert few.lengths.view(2, 2).sum(1).tolist() == ([3, 3] if dedup else [7, 7])
+    no_room = finder.place(finder.sort(batch, [3, 3, 4, 3], dedup), 8)
+    told = no_room.lengths.view(2, 8).sum(1).tolist()
+    assert told[0] > 13
+    assert told[1] == (3 if dedup else 7)
+    for each, slots in ((few, 2), (no_room, 8)):
+        assert int(each.places.max()) < 2 * slots
+        assert int(each.runs.rows.min()) >= 0
+
+
+def test_ids_outside_their_table_share_a_slot() -> None:
+    """So that their owner finds one of them, and no other table's ids are mixed up with them."""
+    batch, finder = _batch(f=[[10, -1], [3]], g=[[], [3]], h=[[-5, 0], [10]]), _finder()
+    distinct = finder.place(finder.sort(batch, finder.rooms_of(batch)), 6)
+    assert distinct.values[:2].tolist() == [3, 10]
+    assert distinct.places[:4].tolist() == [2, 2, 0, 0]
+    assert finder.count(batch, finder.rooms_of(batch)).tolist() == [2, 4]
