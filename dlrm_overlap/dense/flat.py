@@ -143,7 +143,8 @@ class FlatParameters:
         if names is None:
             self.gradients.tensor.zero_()
         elif names:
-            torch._foreach_zero_([self.gradients.views[name] for name in names])
+            views = [self.gradients.views[name] for name in names]
+            torch._foreach_zero_(views)  # pyright: ignore[reportPrivateImportUsage]
 
     def show_gradients(self, names: Iterable[str] | None = None) -> None:
         """Put the views back as the parameters' gradients, whatever took their place, and None where one is idle.

@@ -31,7 +31,7 @@ from torchrec.distributed.train_pipeline.train_pipelines import TrainPipeline
 from torchrec.optim.keyed import KeyedOptimizer
 
 from dlrm_overlap.comm.counters import Counter, Counters
-from dlrm_overlap.comm.order import CommunicationOrder
+from dlrm_overlap.comm.order import CommunicationOrder, ModelCollectives
 from dlrm_overlap.config import InputError
 from dlrm_overlap.dense.cast import CastWeights
 from dlrm_overlap.dense.flat import FlatParameters
@@ -54,7 +54,6 @@ from dlrm_overlap.train.graphs.capturable import (
 )
 from dlrm_overlap.train.graphs.captured import CapturedStep
 from dlrm_overlap.train.graphs.dense_step import DenseStep
-from dlrm_overlap.train.graphs.model_collectives import ModelCollectives
 from dlrm_overlap.train.graphs.read_ahead import ReadAhead
 from dlrm_overlap.train.graphs.static_batch import on_device, with_even_batches_of
 from dlrm_overlap.train.graphs.streams import Streams
@@ -258,7 +257,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
 
     def check(self) -> None:
         """Raise the errors that kernels have recorded; never waits for the device."""
-        for exchange in exchanges(self._model):
+        for exchange in self._exchanges if self._fallback is None else exchanges(self._model):
             exchange.check()
         if self._fallback is None and self._has_model:
             self._dense.check()
