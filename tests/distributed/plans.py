@@ -21,6 +21,7 @@ from unittest.mock import patch
 import hypothesis.strategies as st
 import torch
 import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from hypothesis import HealthCheck, Phase, given, settings
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
@@ -38,7 +39,6 @@ from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.embedding import layout as layouts
 from dlrm_overlap.embedding.id_layout import BatchBound
 from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder
-from dlrm_overlap.embedding.tables import OPTIMIZERS
 from tests.agreement import POOLED_TOLERANCE, WEIGHT_TOLERANCE, assert_all_near
 from tests.distributed.captured import captures
 from tests.distributed.models import MEAN, SUM, Model, Tables, make_plan, train, world
@@ -46,6 +46,8 @@ from tests.distributed.workers import RankPool, logged_messages
 
 _messages = cache(logged_messages)
 BY_ROWS = ("row_wise", "table_row_wise", "grid_shard")
+OPTIMIZERS = {"sgd": EmbOptimType.SGD, "adagrad": EmbOptimType.ADAGRAD, "rowwise_adagrad": EmbOptimType.ROWWISE_ADAGRAD}
+"""those of both libraries on a CPU"""
 KINDS = ("table_wise", "column_wise", "table_column_wise", "data_parallel", *BY_ROWS)
 
 
@@ -154,7 +156,7 @@ def drawn_plans(draw_from: st.DrawFn, ranks: int, local: int) -> Drawn:
         steps=7 if any(way.pipeline == "captured" for way in ways) else 3,
         ids=draw.choice([torch.int32, torch.int64]),
         # Others would square what bfloat16 rounds.
-        optimizer="sgd" if types == "bf16_wire" else draw.choice(list(OPTIMIZERS.values())),
+        optimizer="sgd" if types == "bf16_wire" else draw.choice(list(OPTIMIZERS)),
         types=types,
         ways=ways,
         # Weights of both signs would have little left of partial sums that bfloat16 rounds.
@@ -317,7 +319,7 @@ def _round_rows(model: Any, _: Any) -> None:
 
 def _sharder(drawn: Drawn, way: Way | None) -> Any:
     """Return the drop-in, or stock TorchRec's sharder where there is no way."""
-    optimizer = next(each for each, name in OPTIMIZERS.items() if name == drawn.optimizer)
+    optimizer = OPTIMIZERS[drawn.optimizer]
     # The epsilon is so large that no gradient is divided by itself.
     params = {"optimizer": optimizer, "learning_rate": 0.5 if drawn.optimizer == "sgd" else 0.05, "eps": 1e-3}
     if way is not None:
