@@ -46,7 +46,11 @@ from tests.distributed.workers import RankPool, logged_messages
 
 _messages = cache(logged_messages)
 BY_ROWS = ("row_wise", "table_row_wise", "grid_shard")
-OPTIMIZERS = {"sgd": EmbOptimType.SGD, "adagrad": EmbOptimType.ADAGRAD, "rowwise_adagrad": EmbOptimType.ROWWISE_ADAGRAD}
+OPTIMIZERS = {
+    "sgd": EmbOptimType.EXACT_SGD,
+    "adagrad": EmbOptimType.EXACT_ADAGRAD,
+    "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+}
 """those of both libraries on a CPU"""
 KINDS = ("table_wise", "column_wise", "table_column_wise", "data_parallel", *BY_ROWS)
 
