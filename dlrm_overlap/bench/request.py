@@ -284,12 +284,15 @@ class VolumeRequest(ShapeRequest):
     needs_gpu = needs_peers = True
 
 
+_OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad")
+
+
 @dataclass(frozen=True)
 class BackwardRequest(ShapeRequest):
     """The embedding stage's backward: push and atomic against the collective with FBGEMM's update."""
 
     optimizers: tuple[str, ...] = option(
-        ("sgd", "rowwise_adagrad"), "of the rows, one after the other", choices=get_args(_TYPES["optimizer"])
+        ("sgd", "rowwise_adagrad"), "of the rows, one after the other", choices=_OPTIMIZERS
     )
 
 

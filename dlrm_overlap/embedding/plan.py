@@ -211,7 +211,7 @@ def _balanced_plan(
     loads: dict[str, TableLoad] = {}
     for table, ids in zip(every, pooling, strict=True):
         row_bytes = table.embedding_dim * data_type_to_dtype(table.data_type).itemsize
-        size = table.num_embeddings * (row_bytes + state_bytes(config.optimizer, table.embedding_dim))
+        size = round(table.num_embeddings * (row_bytes + state_bytes(config.optimizer, table.embedding_dim)))
         pooled = table.name not in unpooled
         loads[table.name] = TableLoad(ids, table.embedding_dim, row_bytes, size, table.num_embeddings, pooled)
     divided = [load for name, load in loads.items() if name not in replicated]

@@ -76,7 +76,7 @@ def build_workload(
         ids = batch * (least + most) / 2
         rows = min(rows, work.max_rows or rows)
         row_bytes = dim * work.row_bytes
-        size = rows * (row_bytes + state_bytes(work.optimizer, dim))
+        size = round(rows * (row_bytes + state_bytes(work.optimizer, dim)))
         load = TableLoad((least + most) / 2, dim, row_bytes, size, rows)
         planned.append(PlannedTable(load, rows, range(least, most + 1)))
         touched = expected_rows(rows, work.zipf_alpha, ids)

@@ -116,7 +116,8 @@ def captures() -> Iterator[dict[str, int]]:
     Ids are exchanged as on GPUs, into memory that is the same in every other step.
     """
     taken = {"captured": 0, "replayed": 0}
-    init, capture = GraphTrainPipeline.__init__, GraphTrainPipeline._capture
+    init: Any = GraphTrainPipeline.__init__
+    capture = GraphTrainPipeline._capture
 
     def begin(pipeline: Any, *arguments: Any, **options: Any) -> None:
         init(pipeline, *arguments, **options | {"capture": True})

@@ -84,7 +84,8 @@ class _DataParallel:
         layout = Layout([*(self._stage._piece_of[t] for t in ranks), *shards], names, place.world_size)
         self.exchange, self.width = self._stage.exchange(ExchangeOptions("pgas", backward="push")), _DIM * len(names)
         bound = BatchBound(_SAMPLES, dict.fromkeys(names, (_IDS, _IDS)))
-        self.exchange.take_ids(names, bound, layout, ReplicatedTables(self._lookups, BoundsCheckMode.FATAL))
+        fatal = [BoundsCheckMode.FATAL] * len(self._lookups)
+        self.exchange.take_ids(names, bound, layout, ReplicatedTables(self._lookups, fatal))
         lengths = torch.full((len(names) * _SAMPLES,), _IDS, device=place.device, dtype=torch.int32)
         self._inputs = []
         for number in range(_BATCHES):

@@ -20,8 +20,26 @@ DIM, DENSE = 8, 5
 COMPILER = "inductor" if torch.cuda.is_available() else "aot_eager"  # the latter needs no C++ compiler
 
 
-class Click(nn.Module):
+class Interaction(nn.Module):
     """Factorization machine and deep layers on the same embeddings."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.numbers = nn.Linear(DENSE, DIM, device=device)
+        inputs = DIM * (len(ROWS) + 1)
+        layers = nn.Sequential(nn.Linear(inputs, 32, device=device), nn.Tanh(), nn.Linear(32, 16, device=device))
+        self.machine, self.deep = FactorizationMachine(), DeepFM(dense_module=layers)
+        self.over = nn.Linear(1 + 16 + DIM, 1, device=device)
+
+    def forward(self, dense: torch.Tensor, embeddings: list[torch.Tensor]) -> torch.Tensor:
+        """Return the logits [b] of numbers and pooled embeddings."""
+        numbers = torch.tanh(self.numbers(dense))
+        every = [numbers, *embeddings]
+        return self.over(torch.cat([self.machine(every), self.deep(every), numbers], dim=1)).squeeze(1)
+
+
+class Click(nn.Module):
+    """Predicts a click."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -30,18 +48,7 @@ class Click(nn.Module):
             for key, rows in ROWS.items()
         ]
         self.collection = EmbeddingBagCollection(tables=tables, device=torch.device("meta"))
-        self.numbers = nn.Linear(DENSE, DIM, device=device)
-        inputs = DIM * (len(ROWS) + 1)
-        layers = nn.Sequential(nn.Linear(inputs, 32, device=device), nn.Tanh(), nn.Linear(32, 16, device=device))
-        self.machine, self.deep = FactorizationMachine(), DeepFM(dense_module=layers)
-        self.over = nn.Linear(1 + 16 + DIM, 1, device=device)
-        self.logits = torch.compile(self.interact, backend=COMPILER)
-
-    def interact(self, dense: torch.Tensor, embeddings: list[torch.Tensor]) -> torch.Tensor:
-        """Return the logits [b] of numbers and pooled embeddings."""
-        numbers = torch.tanh(self.numbers(dense))
-        every = [numbers, *embeddings]
-        return self.over(torch.cat([self.machine(every), self.deep(every), numbers], dim=1)).squeeze(1)
+        self.logits = torch.compile(Interaction(device), backend=COMPILER)
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
         """Return the loss, and what TorchRec's metrics would take."""

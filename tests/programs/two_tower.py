@@ -25,6 +25,17 @@ ROWS = {"user": 500, "history": 300, "item": 300, "words": 200}
 DIM, SAMPLES, TEMPERATURE = 16, 16, 0.2
 
 
+class InBatchLoss(nn.Module):
+    """The loss of a rank's users among the items of all ranks."""
+
+    def forward(self, query: torch.Tensor, candidate: torch.Tensor) -> torch.Tensor:
+        """Return the loss [] of [SAMPLES, DIM] users and the items that they clicked."""
+        every = torch.cat(all_gather(nn.functional.normalize(candidate)))
+        logits = nn.functional.normalize(query) @ every.T / TEMPERATURE
+        own = torch.arange(SAMPLES, device=logits.device) + dist.get_rank() * SAMPLES
+        return nn.functional.cross_entropy(logits, own)
+
+
 class TwoTower(nn.Module):
     """Places users beside the items that they clicked."""
 
@@ -39,16 +50,14 @@ class TwoTower(nn.Module):
         )
         self.query = MLP(2 * DIM, [32, DIM], activation=torch.tanh, device=device)
         self.candidate = MLP(2 * DIM, [32, DIM], activation=torch.tanh, device=device)
+        self.loss = InBatchLoss()
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the loss of a rank's users among the items of all ranks."""
+        """Return the loss of a batch."""
         pooled = self.collection(batch.sparse_features).to_dict()
         query = self.query(torch.cat([pooled["user"], pooled["history"]], dim=1))
         candidate = self.candidate(torch.cat([pooled["item"], pooled["words"]], dim=1))
-        every = torch.cat(all_gather(nn.functional.normalize(candidate)))
-        logits = nn.functional.normalize(query) @ every.T / TEMPERATURE
-        own = torch.arange(SAMPLES, device=logits.device) + dist.get_rank() * SAMPLES
-        loss = nn.functional.cross_entropy(logits, own)
+        loss = self.loss(query, candidate)
         return loss, loss.detach()
 
 

@@ -50,7 +50,8 @@ def _context(group: dist.ProcessGroup, *others: FeatureShard) -> ExchangeContext
     names = [name for name in NAMES if name != "other" or others]
     layout = Layout([*others, *shards], names, world_size=1)
     ids = IdLayout(layout, names, BatchBound(SAMPLES, dict.fromkeys(names, (0, 40))))
-    options, replicated = ExchangeOptions(wait_timeout_s=1.0), ReplicatedTables(lookups, [BoundsCheckMode.FATAL])
+    options = ExchangeOptions(wait_timeout_s=1.0)
+    replicated = ReplicatedTables(lookups, [BoundsCheckMode.FATAL] * len(lookups))
     known = layout, LocalTables([]), options, group, CPU, SAMPLES, StepCounters(CPU)
     return ExchangeContext(*known, ids=ids, replicated=replicated)
 

@@ -62,8 +62,8 @@ def test_the_history_is_explained(tmp_path: Path) -> None:
 def test_checkpoints_of_pooled_models_know_nothing_of_sequences(tmp_path: Path) -> None:
     config = _config(tmp_path)
     kept = {"model.sequence.history": 2, "model.sequence.candidate": 1, "model.sequence.positions": 64}
-    shape = checkpoint_shape(config, [3, 3, 3])
+    shape = checkpoint_shape(config, [3, 3, 3], 13)
     assert kept.items() <= shape.items()
-    shape = checkpoint_shape(_pooled(config), [3, 3, 3])
+    shape = checkpoint_shape(_pooled(config), [3, 3, 3], 13)
     assert [key for key in shape if "sequence" in key] == ["model.sequence.history"]
     assert shape["model.sequence.history"] is None, "as in a checkpoint that lacks the key"
