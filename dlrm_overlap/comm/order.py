@@ -7,8 +7,6 @@ from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-import torch.distributed as dist
-from torch.distributed.distributed_c10d import _resolve_process_group  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -99,7 +97,7 @@ class ModelCollectives(TorchDispatchMode):
             return func(*args, **keywords)
         self.called = f"{func._opname.strip('_')} at {caller.f_code.co_filename}:{caller.f_lineno}"
         if not self._fits(func, tree_leaves((args, keywords))):
-            self.why_eager = f"the model calls {self.called}, which waits for the CPU"
+            self.why_eager = f"the model calls {self.called}, which no graph holds"
             if self._order.is_captured:
                 raise InputError(
                     f"GraphTrainPipeline: {self.why_eager}, but did not in the first step, and captured steps are all "
@@ -120,16 +118,8 @@ class ModelCollectives(TorchDispatchMode):
         on_device = all(each.device.type == self._device.type for each in given if isinstance(each, torch.Tensor))
         if func._opname in _WAITING or not on_device:
             return False
-        return self._device.type != "cuda" or _group(given)._get_backend(self._device).name() == "nccl"
-
-
-def _group(given: Sequence[Any]) -> Any:
-    """Return the process group of a collective, which c10d gives as an object, and its functional form by name."""
-    for each in given:
-        if isinstance(each, torch.ScriptObject) and "ProcessGroup" in str(each._type()):
-            return dist.ProcessGroup.unbox(each)
-    name: Any = [each for each in given if isinstance(each, str)][-1]
-    return _resolve_process_group(name)
+        # NCCL's, in a step with our kernels, have ended the process (torch 2.11): GPUs take them eagerly.
+        return self._device.type != "cuda"
 
 
 def _caller() -> FrameType | None:

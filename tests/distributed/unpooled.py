@@ -225,7 +225,7 @@ def train(
         (batch,) = batches(replace(case, steps=1, longer={0: 3}), 10 + dist.get_rank(), stand_in)
         sharded.eval()
         with torch.inference_mode() if pipeline == "graph" else torch.no_grad():
-            output = steps.progress(iter([batch])) if pipeline == "graph" else sharded(batch)[1]
+            output = steps.progress(iter([batch])) if pipeline == "graph" else sharded(batch.to(device))[1]
         given["evaluated"] = output.clone()
     given |= dict(local_tensors(sharded.state_dict()))
     for name, states in sharded.fused_optimizer.state_dict()["state"].items():
