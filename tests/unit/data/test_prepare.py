@@ -240,8 +240,14 @@ def test_killed_at_random_and_beside_another_it_ends_with_the_same_bytes(
     while not done:
         assert time.monotonic() - started < 150, "it goes on where it was, so a few rounds must be enough"
         both = [subprocess.Popen(argv, cwd=ROOT, stderr=subprocess.PIPE, text=True) for _ in range(2)]
-        time.sleep(rng.uniform(0.5, 4.0))
-        both[rng.integers(2)].kill()
+        if refusals:
+            time.sleep(rng.uniform(0.5, 4.0))
+            both[rng.integers(2)].kill()
+        else:  # one is refused, and the other is killed at its work
+            while all(process.poll() is None for process in both):
+                time.sleep(0.01)
+            for process in both:
+                process.kill()
         ends = [process.communicate(timeout=60)[1] for process in both]
         refusals += sum("is in use by process" in said for said in ends)
         done = any(process.returncode == 0 for process in both)
