@@ -404,7 +404,8 @@ def resume(drawn: Drawn, folder: Path) -> Iterator[Callable[[], None]]:
     # Another plan has other partial sums, which bfloat16 would round to others.
     types = "fp32" if drawn.types == "bf16_wire" else drawn.types
     drawn = replace(drawn, tables=tables, others=others, optimizer=optimizer, ways=ways, types=types)
-    drawn = replace(drawn, steps=4, planner=False)
+    # The other plan may cut by rows, see `drawn_plans`.
+    drawn = replace(drawn, steps=4, planner=False, samples=[max(1, *drawn.samples)] * drawn.ranks)
     first, second = [(ways[0], ways[1]), (None, ways[1]), (ways[0], None)][drawn.seed % 3]
     by_files = drawn.seed % 2 == 0
     checkpointer = Checkpointer(folder, keep=1, shape={})
