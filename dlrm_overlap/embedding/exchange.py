@@ -441,7 +441,9 @@ class Exchange:
     def check(self) -> None:
         """Raise the faults that kernels have recorded, such as an expired wait; never waits for the device."""
         if self._halves is not None:
-            self._halves.check()
+            for part in (self._halves.ids, self._halves.forward, self._halves.backward):
+                if part is not None:
+                    part.check()
 
     def close(self) -> None:
         """Give the windows back, and raise recorded faults. Every rank must be through with its steps."""
@@ -449,8 +451,7 @@ class Exchange:
         self._sent.clear()
         if self._halves is None:
             return
-        halves, self._halves, self._capacity = self._halves, None, 0
-        self._closed += 1
+        halves = self._halves
         stopped: RuntimeError | None = None
         try:
             if self.device.type == "cuda":
@@ -459,8 +460,10 @@ class Exchange:
             stopped = error
         try:
             if self.failure is None:  # else it has been raised already
-                halves.check()
+                self.check()
         finally:
+            self._halves, self._capacity = None, 0
+            self._closed += 1
             if stopped is None:
                 halves.close()
         if stopped is not None:

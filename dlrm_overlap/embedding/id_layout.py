@@ -177,7 +177,7 @@ class IdLayout:
             return self.capacity
         return [*self.capacity, self.shares_at, *(self.capacity[share.key] for share in self.shares)]
 
-    @property
+    @cached_property
     def shares_at(self) -> int:
         """First word of the ids in shares."""
         return -(-self.values // _ALIGNMENT) * _ALIGNMENT
@@ -190,12 +190,12 @@ class IdLayout:
         """Return the ids of a rank's batch of `samples`, where lengths are known beforehand."""
         return samples * self._sample_ids
 
-    @property
+    @cached_property
     def weights_at(self) -> int:
         """Words from an id to its weight, where ids have weights: those of all ids follow the last id."""
         return -(-(self.shares_at + self.shared_values) // _ALIGNMENT) * _ALIGNMENT
 
-    @property
+    @cached_property
     def offsets_at(self) -> int:
         """First word of a window's offsets."""
         return self.weights_at * (1 + self.weighted)
@@ -218,7 +218,7 @@ class IdLayout:
         """Return the most ids of `features`, as `features()` returns them, that arrive from `sources` ranks."""
         return sources * sum(self.published_capacity[feature] for feature in features)
 
-    @property
+    @cached_property
     def replicated(self) -> list[int]:
         """Index in `keys` of each feature whose table every rank holds."""
         return [self.published(shard) for shard in self.layout.replicated]

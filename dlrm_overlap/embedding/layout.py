@@ -182,7 +182,7 @@ class Layout:
         """The shards whose partial sums are added to those of others."""
         return frozenset(shard for each in self.partial_sums for shard in each.shards)
 
-    @property
+    @cached_property
     def has_slots(self) -> bool:
         """Whether the bags are slots, as they are of all shards or of none."""
         return any(shard.slots for shards in (*self.by_owner, self.replicated) for shard in shards)

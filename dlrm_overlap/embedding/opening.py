@@ -53,13 +53,6 @@ class Halves(NamedTuple):
     arena: Arena | None
     """memory of every rank's windows and flags; None where no part has windows"""
 
-    def check(self) -> None:
-        """Raise the faults that kernels have recorded; never waits for the device."""
-        if self.ids is not None:
-            self.ids.check()
-        self.forward.check()
-        self.backward.check()
-
     def close(self) -> None:
         """Give the memory back. Every rank must be through with its steps."""
         for part in (self.backward, self.forward, self.local, self.ids, self.arena):

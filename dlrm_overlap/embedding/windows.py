@@ -53,6 +53,7 @@ class WindowPair:
         """
         self.arena, self.counter = arena, counter
         self.names, self.flags = (f"{spec.name}0", f"{spec.name}1"), f"{spec.name}_ready"
+        self._windows = [arena.local(name) for name in self.names]
         self._loans: list[Loan] = []
 
     @property
@@ -68,7 +69,7 @@ class WindowPair:
     @property
     def local(self) -> torch.Tensor:
         """This rank's window of the current step."""
-        return self.arena.local(self.name)
+        return self._windows[self.counter.value % 2]
 
     def begin(self) -> int:
         """Begin a step and return its epoch.
@@ -100,8 +101,8 @@ class WindowPair:
         return self._loans[self.epoch % 2].lend(rows, first_column, columns)
 
     def close(self) -> None:
-        """Forget the loans, so that the arena can be closed."""
-        self._loans = []
+        """Forget the windows, so that the arena can be closed."""
+        self._windows, self._loans = [], []
 
 
 def one_flag_each(ranks: range, world_size: int) -> torch.Tensor:

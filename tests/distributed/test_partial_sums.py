@@ -86,8 +86,8 @@ class Counted:
 
     def _arrived_backward(self, step: Step) -> int:
         first, total = step.batch.first_sample[self._workload.rank], 0
-        for shard in self._layout.by_owner[self._workload.rank]:
-            rows = self._backward.gradient_of(shard, self._backward.windows.local, step.batch.total)
+        shards, window = self._layout.by_owner[self._workload.rank], self._backward.windows.local
+        for rows in self._backward.gradients_of(shards, window, step.batch.total).values():
             total += _stored_bytes(rows[:first]) + _stored_bytes(rows[first + self._samples :])
         return total
 

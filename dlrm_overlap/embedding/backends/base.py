@@ -5,6 +5,7 @@ subclasses of `Backward` that bring gradients back to the rows. `dlrm_overlap/ba
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from math import gcd
 
@@ -244,7 +245,16 @@ class WindowBackward(Backward):
         """Return the windows of the gradients, see `GradientLayout`."""
         return cls._gradient_layout(context).windows
 
-    def gradient_of(self, shard: FeatureShard, window: torch.Tensor, samples: int) -> torch.Tensor:
-        """Return the gradient [B, D] of a shard, as a view of its owner's `window`; `samples` is B."""
-        start = self.gradients.starts[shard] * samples
-        return window[start : start + samples * shard.dim].view(samples, shard.dim)
+    def gradients_of(
+        self, shards: Sequence[FeatureShard], window: torch.Tensor, samples: int
+    ) -> Mapping[FeatureShard, torch.Tensor]:
+        """Return the gradient [B, D] of each shard, as a view of their owner's `window`; `samples` is B."""
+        found: dict[FeatureShard, torch.Tensor] = {}
+        for shard in shards:
+            start = self.gradients.starts[shard] * samples
+            found[shard] = window[start : start + samples * shard.dim].view(samples, shard.dim)
+        return found
+
+    def close(self) -> None:
+        """Forget the windows."""
+        self.windows.close()

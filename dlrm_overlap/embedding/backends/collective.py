@@ -82,9 +82,9 @@ class CpuCollectiveForward(CollectiveForward):
 
     def pool(self, step: Step, send: torch.Tensor) -> None:
         """Pool shard by shard."""
-        check_on_cpu(self, step)
-        for shard, column in self.columns.items():
-            weight = self.tables.weight(shard)
+        weights = self.tables.weights(list(self.columns))
+        check_on_cpu(self, step, weights)
+        for (shard, column), weight in zip(self.columns.items(), weights, strict=True):
             send[:, column : column + shard.dim] = pool_on_cpu(shard, weight, step, 0, send.shape[0])
 
 
@@ -123,7 +123,7 @@ class CollectiveBackward(Backward):
         if step.trains_weights:
             shards = self.layout.by_owner[self.rank]
             by_shard = dict(zip(shards, gradient.split([shard.dim for shard in shards], dim=1), strict=True))
-            train_weights(self, step, by_shard.__getitem__, shards)
+            train_weights(self, step, by_shard)
         first = 0
         for update, lookup in self._updates:
             ids, columns = bags_of(lookup, step.inputs), gradient[:, first : first + lookup.dim].contiguous()

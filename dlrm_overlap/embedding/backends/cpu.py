@@ -4,7 +4,8 @@ Processes of one host store into each other's memory. Between hosts gloo carries
 passed on where the stage is waited for, so a rank that never waits keeps its host's ranks waiting, for a bounded time.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
@@ -14,14 +15,14 @@ from dlrm_overlap.comm.arena import HostArena
 from dlrm_overlap.embedding.backends.base import Backward, Forward, WindowBackward, WindowForward
 from dlrm_overlap.embedding.backends.messages import MessageGroups
 from dlrm_overlap.embedding.crossing import Crossing, Message
-from dlrm_overlap.embedding.layout import FeatureShard
+from dlrm_overlap.embedding.layout import FeatureShard, FusedLookup
 from dlrm_overlap.embedding.options import ExchangeContext
 from dlrm_overlap.embedding.steps import Step
 from dlrm_overlap.embedding.tables import FbgemmUpdate, bad_id_message, bags_of
 from dlrm_overlap.embedding.windows import WindowPair, one_flag_each
 from dlrm_overlap.kernels import reference
 from dlrm_overlap.kernels.backward.reference import update_rows
-from dlrm_overlap.kernels.schedule import TaskGrid
+from dlrm_overlap.kernels.schedule import Task, TaskGrid
 
 
 def lengths_and_ids(ids: KeyedJaggedTensor, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -62,9 +63,7 @@ def ids_in_bags(
     return values, sample, factors[:, None]
 
 
-def train_weights(
-    half: Backward, step: Step, gradient_of: Callable[[FeatureShard], torch.Tensor], shards: Iterable[FeatureShard]
-) -> None:
+def train_weights(half: Backward, step: Step, gradients: Mapping[FeatureShard, torch.Tensor]) -> None:
     """Find the gradients of the weights of some shards' ids, before their rows are updated; on any device.
 
     That of a weight is the product of its bag's gradient and its row, which is not divided by the number of ranks: as
@@ -73,33 +72,36 @@ def train_weights(
 
     Args:
         half: that brings the gradients.
-        gradient_of: returns the gradient [B, D] of a shard as it was sent.
-        shards: of this rank, all whose gradients are here.
+        gradients: the gradient [B, D] of each of these shards, as it was sent.
     """
     weights = [ids.weights_or_none() for ids in step.inputs]
     trained = [number for number, each in enumerate(weights) if each is not None and each.requires_grad]
     if not step.weights_gradients:
         step.weights_gradients = [torch.zeros_like(step.inputs[number].weights()) for number in trained]
-    gradients, samples = dict(zip(trained, step.weights_gradients, strict=True)), step.batch.total
-    for shard in (each for each in shards if each.input in gradients):
+    found, samples = dict(zip(trained, step.weights_gradients, strict=True)), step.batch.total
+    for shard, gradient in gradients.items():
+        if shard.input not in found:
+            continue
         ids = step.inputs[shard.input]
         values, sample, divisors = ids_in_bags(ids, shard, samples, weighted=False)
         first = int(ids.offsets()[shard.feature * samples])
         rows = half.tables.weight(shard)[values.long()].float() * divisors / half.sent_scale
-        products = (gradient_of(shard)[sample].float() * rows).sum(dim=1)
-        gradients[shard.input][first : first + values.numel()] += products
+        products = (gradient[sample].float() * rows).sum(dim=1)
+        found[shard.input][first : first + values.numel()] += products
 
 
-def check_on_cpu(forward: Forward, step: Step) -> None:
+def check_on_cpu(forward: Forward, step: Step, weights: Sequence[torch.Tensor]) -> None:
     """Look for ids outside their tables; as FBGEMM on a CPU, take row 0 instead or, by its mode, stop.
 
     The id -1, FBGEMM's mark of a pruned row, stops in every mode there, and so does any such id without bounds check.
 
+    Args:
+        weights: the rows of each of this rank's shards.
+
     Raises:
         ValueError: if the run must stop.
     """
-    shards = forward.layout.by_owner[forward.rank]
-    for shard, weight in zip(shards, forward.tables.weights(shards), strict=True):
+    for shard, weight in zip(forward.layout.by_owner[forward.rank], weights, strict=True):
         rows, bag = weight.shape[0], shard.feature * step.batch.total
         _, here = lengths_and_ids(step.inputs[shard.input], bag, bag + step.batch.total)
         outside = (here < 0) | (here >= rows)
@@ -131,6 +133,13 @@ def skip_on_cpu(windows: WindowPair, timeout_s: float) -> None:
     meet_on_cpu(windows, windows.arena.reached, timeout_s)
 
 
+@lru_cache
+def _tasks(schedule: str, *numbers: int) -> Sequence[tuple[Task, int]]:
+    """Return the tasks of the `TaskGrid` of these numbers in the order of `schedule`, each with its slice."""
+    grid = TaskGrid(*numbers)
+    return [(task, grid.slice_of(task)) for task in grid.order(schedule)]
+
+
 class CpuZeroCopyForward(WindowForward):
     """`pgas`: a rank stores all it has into the windows of its host's ranks, then raises one flag at each."""
 
@@ -140,9 +149,9 @@ class CpuZeroCopyForward(WindowForward):
         self._arena, self._reached = windows.arena, windows.arena.reached
         self._shards = [(s, self.column(s), context.leaves_out(s)) for s in self.layout.by_owner[self.rank]]
 
-    def begin(self, step: Step) -> None:
+    def begin(self, step: Step, weights: Sequence[torch.Tensor]) -> None:
         """Check the ids and take the next epoch; messages to other hosts are sent after that."""
-        check_on_cpu(self, step)
+        check_on_cpu(self, step, weights)
         self.windows.begin()
 
     def pass_on(self, step: Step) -> None:
@@ -153,14 +162,13 @@ class CpuZeroCopyForward(WindowForward):
 
         A rank that has no slice raises its first flag all the same.
         """
-        self.begin(step)
         reached, batch = self._reached, step.batch
         weights = self.tables.weights(self.layout.by_owner[self.rank])
+        self.begin(step, weights)
         windows = {rank: self._arena.view(self.windows.name, rank) for rank in reached}
         bags = self.options.slice_bags if self.sliced else max(1, batch.most)
         here = reached.index(self.rank)
-        grid = TaskGrid(here, len(reached), len(weights), batch.most, task_bags=bags, slice_bags=bags)
-        tasks = [(task, grid.slice_of(task)) for task in grid.order(self.schedule)]
+        tasks = _tasks(self.schedule, here, len(reached), len(weights), batch.most, bags, bags)
         for task, slot in tasks:
             destination, (shard, column, leaves_out) = reached[task.destination], self._shards[task.feature]
             samples, first = batch.per_rank[destination], batch.first_sample[destination]
@@ -212,7 +220,8 @@ class CpuPush(WindowBackward):
         if (ids := context.ids) is not None:
             some = [s for shards in self.layout.by_owner for s in shards if ids.knows_empty_bags(s)]
             self._published = {shard: ids.published(shard) for shard in some}
-        self._lookups = self.layout.lookups(self.rank)
+        self._lookups, self._tables = self.layout.lookups(self.rank), self.layout.tables(self.rank)
+        self._output_columns = {s: self.layout.output_column(s) for shards in self.layout.by_owner for s in shards}
         self._unfinished: Step | None = None
 
     def send(self, step: Step, gradient: torch.Tensor) -> None:
@@ -235,10 +244,9 @@ class CpuPush(WindowBackward):
             for turn in range(len(self._reached)):
                 owner = self._reached[(next_one + turn) % len(self._reached)]
                 window, shards = self._arena.view(self.windows.name, owner), by_owner[owner]
-                columns = [self.layout.output_column(shard) for shard in shards]
-                targets = [self.gradient_of(shard, window, step.batch.total) for shard in shards]
-                for shard, column, rows in zip(shards, columns, targets, strict=True):
-                    here, into = gradient[:, column : column + shard.dim], rows[first : first + gradient.shape[0]]
+                for shard, rows in self.gradients_of(shards, window, step.batch.total).items():
+                    column, into = self._output_columns[shard], rows[first : first + gradient.shape[0]]
+                    here = gradient[:, column : column + shard.dim]
                     if step.own_offsets is not None and shard in self._published:
                         filled = reference.have_ids(step.own_offsets, self._published[shard], gradient.shape[0])
                         into[filled] = here[filled].to(into.dtype)
@@ -254,30 +262,34 @@ class CpuPush(WindowBackward):
         self.pass_on(step)
         counts = torch.full((self.world_size,), self.gradients.parts, dtype=torch.int32, device="cpu")
         self._arena.wait(self.windows.flags, counts, self.windows.epoch, self.options.wait_timeout_s, "part")
-        window, samples = self.windows.local, step.batch.total
+        own = self.layout.by_owner[self.rank]
+        gradients = self.gradients_of(own, self.windows.local, step.batch.total)
         if step.trains_weights:
-            own = self.layout.by_owner[self.rank]
-            train_weights(self, step, lambda shard: self.gradient_of(shard, window, samples), own)
-        self._decay(step, window)
-        ours = [lookup for lookup, rule in enumerate(step.rules) if not (rule.frozen or rule.decays)]
-        tables = [shards for shards in self.layout.tables(self.rank) if shards[0].lookup in ours]
-        weights = self.tables.weights([shards[0] for shards in tables])
-        states = [self.tables.states(shards[0]) for shards in tables]
-        optimizers = [self.tables.optimizer(shards[0]) for shards in tables]
+            train_weights(self, step, gradients)
+        numbers = [None if rule.decays else rule.numbers for rule in step.rules]
+        trained = [lookup for lookup in self._lookups if not step.rules[lookup.number].frozen]
         scale = self.update_scale
-        for shards, weight, state, optimizer in zip(tables, weights, states, optimizers, strict=True):
-            values, gradients = self._gradients_of(shards, step, window, scale)
-            update_rows(weight, state, values, gradients, optimizer, step.rules[shards[0].lookup].numbers)
+        for lookup in trained:
+            if numbers[lookup.number] is None:
+                self._decay(lookup, step, gradients, scale)
+        ours = {lookup.number for lookup in trained if numbers[lookup.number] is not None}
+        tables = [shards for shards in self._tables if shards[0].lookup in ours]
+        held = [
+            (self.tables.weight(shards[0]), self.tables.states(shards[0]), self.tables.optimizer(shards[0]))
+            for shards in tables
+        ]
+        for shards, (weight, states, optimizer) in zip(tables, held, strict=True):
+            values, gradient = self._by_id(shards, step, gradients, scale)
+            update_rows(weight, states, values, gradient, optimizer, numbers[shards[0].lookup])
 
-    def _decay(self, step: Step, window: torch.Tensor) -> None:
+    def _decay(
+        self, lookup: FusedLookup, step: Step, gradients: Mapping[FeatureShard, torch.Tensor], scale: float
+    ) -> None:
         """Update rows that decay by FBGEMM's operator, which on a CPU reads the decay for some tables alone."""
-        for lookup in self._lookups:
-            if (rule := step.rules[lookup.number]).decays and not rule.frozen:
-                ids, samples = bags_of(lookup, step.inputs), step.batch.total
-                # Float32 before they are joined: autocast refuses to join the half type that is not its own.
-                gradients = [self.gradient_of(shard, window, samples).float() for shard in lookup.shards]
-                gradient = torch.cat(gradients, dim=1).mul_(self.update_scale)
-                FbgemmUpdate(self.tables.lookups[lookup.number]).apply(gradient, ids, rule)
+        # Float32 before they are joined: autocast refuses to join the half type that is not its own.
+        gradient = torch.cat([gradients[shard].float() for shard in lookup.shards], dim=1).mul_(scale)
+        rule = step.rules[lookup.number]
+        FbgemmUpdate(self.tables.lookups[lookup.number]).apply(gradient, bags_of(lookup, step.inputs), rule)
 
     def skip(self) -> None:
         """Take an epoch in which nothing is stored, once the rows of the step before are updated."""
@@ -285,8 +297,8 @@ class CpuPush(WindowBackward):
             self.finish(self._unfinished)
         skip_on_cpu(self.windows, self.options.wait_timeout_s)
 
-    def _gradients_of(
-        self, shards: list[FeatureShard], step: Step, window: torch.Tensor, scale: float
+    def _by_id(
+        self, shards: list[FeatureShard], step: Step, of_bags: Mapping[FeatureShard, torch.Tensor], scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the ids [n] of all features that share a table, and `scale` times their gradients [n, D]."""
         samples = step.batch.total
@@ -294,7 +306,7 @@ class CpuPush(WindowBackward):
         for shard in shards:
             ids, sample, factors = ids_in_bags(step.inputs[shard.input], shard, samples)
             values.append(ids)
-            gradients.append(self.gradient_of(shard, window, samples)[sample].float() * (factors * scale))
+            gradients.append(of_bags[shard][sample].float() * (factors * scale))
         return torch.cat(values).long(), torch.cat(gradients)
 
 
@@ -307,10 +319,9 @@ class CpuZeroCopyAcross(CpuZeroCopyForward):
         self._columns = self._crossing.columns_of([self.rank])
         self._buffers = MessageGroups(context, self._crossing.pooled(context.largest_batch), way=0)
 
-    def begin(self, step: Step) -> None:
+    def begin(self, step: Step, weights: Sequence[torch.Tensor]) -> None:
         """Begin the step, then pool for the other hosts' ranks, and send group by group."""
-        super().begin(step)
-        weights = self.tables.weights(list(self._columns))
+        super().begin(step, weights)
 
         def pool(message: Message, rows: torch.Tensor, group: range) -> None:
             first = step.batch.first_sample[message.host.start] + group.start
@@ -366,10 +377,10 @@ class CpuPushAcross(CpuPush):
         step.work = None
         for message in self._crossing.gradients(step.batch).received:
             sent, first = message.within(self._buffers.received), step.batch.first_sample[message.peer]
-            for shard, column in self._columns.items():
-                window = self._arena.view(self.windows.name, shard.owner)
-                rows = self.gradient_of(shard, window, step.batch.total)
-                rows[first : first + message.rows] = sent[:, column : column + shard.dim]
             for rank in self._reached:
+                shards, window = self.layout.by_owner[rank], self._arena.view(self.windows.name, rank)
+                for shard, rows in self.gradients_of(shards, window, step.batch.total).items():
+                    column = self._columns[shard]
+                    rows[first : first + message.rows] = sent[:, column : column + shard.dim]
                 for part in range(self.gradients.parts):
                     self._arena.raise_flag(self.windows.flags, rank, part, self.windows.epoch, message.peer)

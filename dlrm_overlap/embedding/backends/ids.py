@@ -294,6 +294,9 @@ class CpuIdExchange(IdExchange):
 
     def __init__(self, context: ExchangeContext, ids: IdLayout, windows: WindowPair) -> None:
         super().__init__(context, ids, windows)
+        ranks = range(self.world_size)
+        self._seen = [[published_window(windows.arena, name, rank) for rank in ranks] for name in windows.names]
+        """the window of each rank in even epochs, and in odd ones"""
         self._rows = {
             shard: self.rows_of(shard) for shard in (*self.layout.by_owner[self.rank], *self.layout.replicated)
         }
@@ -314,15 +317,15 @@ class CpuIdExchange(IdExchange):
         shared[1:] += lengths.cumsum(0)
 
     def _fetch(self, samples: int) -> ArrivedIds:
-        arena = self.windows.arena
+        arena, epoch = self.windows.arena, self.windows.epoch
         assert isinstance(arena, HostArena)
-        if not arena.reach.whole:
+        if len(arena.reached) < self.world_size:
             send_window(self.windows, self.group)
-        for source in arena.reach.sources:
-            for peer in arena.reached:
-                arena.raise_flag(self.windows.flags, peer, 0, self.windows.epoch, source)
+            for source in arena.reach.sources:
+                for peer in arena.reached:
+                    arena.raise_flag(self.windows.flags, peer, 0, epoch, source)
         meet_on_cpu(self.windows, range(self.world_size), self.options.wait_timeout_s, "ids")
-        published = [self._published(rank, samples) for rank in range(self.world_size)]
+        published = [self._published(*each, samples) for each in enumerate(self._seen[epoch % 2])]
         shards = self._pull(published, self.requested, samples)
         self._check_rows(self.layout.by_owner[self.rank], range(self.world_size), *shards[:2], samples)
         if not self.replicated:
@@ -344,11 +347,15 @@ class CpuIdExchange(IdExchange):
         """Take an epoch in which nothing is published."""
         skip_on_cpu(self.windows, self.options.wait_timeout_s)
 
-    def _published(self, rank: int, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
-        window, keys = published_window(self.windows.arena, self.windows.name, rank), self.ids.keys
+    def close(self) -> None:
+        """Forget the windows."""
+        self._seen = []
+        super().close()
+
+    def _published(self, rank: int, window: torch.Tensor, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
         offsets = window[self.ids.offsets_at :]
         if self.known:
-            known = self.ids.known_offsets(range(len(keys)), samples)
+            known = self.ids.known_offsets(range(len(self.ids.keys)), samples)
             if int(offsets[0]) != (total := self.ids.known_total(samples)):
                 raise self.overflow(rank, 0, int(offsets[0]), total)
             return window, known

@@ -68,7 +68,6 @@ class Push(WindowBackward):
         self._updating = False  # whether updates were issued since the main stream last waited for them
         self._record = Record(self.device)
         self._peers = peer_windows(windows, 0, self.options.wire_dtype)  # gradients have no rows of one stride
-        self._local = [windows.arena.local(name) for name in windows.names]
         self._awaiting = [self._awaiting_of(part) for part in range(self.gradients.parts)]
         """the waits for the gradients up to each part, called with the epoch"""
         done = torch.zeros(self.gradients.parts, dtype=torch.int32, device=self.device)
@@ -183,7 +182,7 @@ class Push(WindowBackward):
                 self.push(step, gradient, 0, self.gradients.parts)
         if not step.runs:
             self.prepare(step)
-        inputs, window = self._input_rows(), self._local[self.windows.epoch % 2]
+        inputs, window = self._input_rows(), self.windows.local
         self._update_stream.wait_event(self._issued)
         with OnStream(self._update_stream):
             self.store_own(step, gradient)
@@ -194,7 +193,7 @@ class Push(WindowBackward):
                     self._await(part)
                 if step.trains_weights:
                     here = self.gradients.shards[part][self.rank]
-                    train_weights(self, step, lambda s: self.gradient_of(s, window, step.batch.total), here)
+                    train_weights(self, step, self.gradients_of(here, window, step.batch.total))
                 for number, rows in enumerate(inputs):
                     for updated in (r for r in rows.ranges if r.part == part):
                         if not step.rules[updated.lookup].frozen:
@@ -317,7 +316,7 @@ class Push(WindowBackward):
 
     def close(self) -> None:
         """Forget the views of the windows."""
-        self._peers, self._local, self._awaiting = [], [], []
+        self._peers, self._awaiting = [], []
         self.own.launches.clear()
         super().close()
 
