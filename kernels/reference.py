@@ -1,10 +1,18 @@
-"""The kernels' maths in plain PyTorch: the standard of the kernels' tests, and the arithmetic of CPUs."""
+"""The kernels' maths in plain PyTorch: the standard of the kernels' tests, and the arithmetic of CPUs.
+
+All twins but those of the products (`kernels.gemm.reference`) are here: of ids and pooling, of the rows' update, and of
+the dense parameters.
+"""
 
 from collections.abc import Sequence
 
 import torch
 
-from dlrm_overlap.kernels.arguments import Partials
+from dlrm_overlap.kernels.arguments import Numbers, Partials
+from dlrm_overlap.kernels.dense.arguments import GROUP, LINE, CrossGradient, FlatUpdate
+
+Rows = torch.Tensor
+States = list[torch.Tensor]
 
 
 def pool(
@@ -128,3 +136,190 @@ def sum_rows(gradient: torch.Tensor, places: torch.Tensor, rows: int) -> torch.T
     named = (places >= 0).nonzero().flatten()
     sums = torch.zeros(rows, gradient.shape[1], device=gradient.device)
     return sums.index_add_(0, places[named].long(), gradient[named].float())
+
+
+def update_rows(
+    weight: torch.Tensor,
+    states: Sequence[torch.Tensor],
+    ids: torch.Tensor,
+    gradient: torch.Tensor,
+    optimizer: str,
+    numbers: Numbers,
+) -> None:
+    """Update each row that `ids` name, once, by the sum of the gradients of its ids, in place.
+
+    Args:
+        weight: [rows, D], any float type.
+        states: of the optimizer, each [rows, D] or [rows], as its update has them below; of gradient's type.
+        ids: [n] int64, row ids, in any order.
+        gradient: [n, D] float32 or float64, in which all is computed, of the bag that holds each id.
+        optimizer: by FBGEMM's name, see `_UPDATES`.
+
+    Example:
+        ids [4, 9, 4] under sgd with lr 1: row 4 loses gradient[0] + gradient[2], row 9 loses gradient[1].
+    """
+    rows, which = ids.unique(return_inverse=True)
+    total = gradient.new_zeros(rows.numel(), weight.shape[1])
+    total.index_add_(0, which, gradient)
+    row = weight[rows].to(total.dtype)
+    step, updated = _UPDATES[optimizer](row, [state[rows] for state in states], total, numbers)
+    for state, value in zip(states, updated, strict=True):
+        state[rows] = value
+    weight[rows] = (row - step).to(weight.dtype)
+
+
+def _sgd(row: Rows, states: States, gradient: Rows, numbers: Numbers) -> tuple[Rows, States]:
+    return numbers.lr * gradient, []
+
+
+def _adagrad(row: Rows, states: States, gradient: Rows, numbers: Numbers) -> tuple[Rows, States]:
+    """Of one state [rows, D], the sum of squares."""
+    squares = states[0] + gradient.square()
+    return gradient * (numbers.lr / (squares.sqrt() + numbers.eps)), [squares]
+
+
+def _rowwise_adagrad(row: Rows, states: States, gradient: Rows, numbers: Numbers) -> tuple[Rows, States]:
+    """Of one state [rows], the sum of mean squares; the row decays, and its norm is bounded."""
+    gradient = gradient + numbers.l2 * row
+    squares = states[0] + gradient.square().mean(1)
+    step = gradient * (numbers.lr / (squares.sqrt() + numbers.eps))[:, None] + numbers.lr * numbers.decoupled * row
+    after = row - step
+    bounded = after * (numbers.most_norm / after.norm(dim=1, keepdim=True)).clamp(max=1)
+    return torch.where(bounded == after, step, row - bounded), [squares]
+
+
+def _rowwise_adagrad_with_counter(row: Rows, states: States, gradient: Rows, numbers: Numbers) -> tuple[Rows, States]:
+    """Of three states [rows]: the sum of mean squares, the count of the row's last step, and its counter."""
+    lr, halflife, decay = numbers.lr, numbers.halflife, numbers.decoupled
+    past = torch.where(states[1] == 0, 1.0, numbers.count - states[1])
+    if halflife == 0:
+        counter = torch.ones_like(past)
+    else:
+        counter = 1 + (0.5 ** (past / halflife) if halflife > 0 else 1.0) * states[2]
+    squares = states[0] + (gradient + numbers.l2 * row).square().mean(1)
+    root, rate, kept = squares.sqrt() + numbers.eps, torch.full_like(past, lr), torch.ones_like(past)
+    if numbers.count > numbers.decay_after and numbers.lazy:
+        power = (1 - decay * lr) ** (past.clamp(max=numbers.count - numbers.decay_after) - 1)
+        if halflife == -1:
+            rate = lr * counter.sqrt()
+        elif halflife == -2:
+            rate = (lr * counter).clamp(max=numbers.most_rate)
+        rate, kept = rate * power, (1 - decay * lr) * power
+    elif numbers.count > numbers.decay_after:
+        kept = 1 - halflife / counter * (decay * lr + numbers.l2 * lr / root)
+    step = gradient * (rate / root)[:, None] + row * (1 - kept)[:, None]
+    return step, [squares, torch.full_like(past, numbers.count), counter]
+
+
+def _adam(row: Rows, states: States, gradient: Rows, numbers: Numbers) -> tuple[Rows, States]:
+    """Of two states: the moving means of gradients, [rows, D], and of squares, [rows, D] or a row's mean [rows]."""
+    squares = gradient.square() if states[1].dim() == 2 else gradient.square().mean(1)
+    means = [
+        beta * state + (1 - beta) * x
+        for beta, state, x in zip((numbers.beta1, numbers.beta2), states, (gradient, squares), strict=True)
+    ]
+    root = (means[1] / (1 - numbers.beta2**numbers.count)).sqrt() + numbers.eps
+    direction = means[0] / (1 - numbers.beta1**numbers.count) / (root if root.dim() == 2 else root[:, None])
+    return numbers.lr * (direction + numbers.decoupled * row), means
+
+
+def _lamb(row: Rows, states: States, gradient: Rows, numbers: Numbers) -> tuple[Rows, States]:
+    """As Adam, with a step of the norm of lr times the row."""
+    step, means = _adam(row, states, gradient, numbers)
+    return step * (numbers.lr * row.norm(dim=1) / step.norm(dim=1))[:, None], means
+
+
+_UPDATES = {
+    "sgd": _sgd,
+    "adagrad": _adagrad,
+    "rowwise_adagrad": _rowwise_adagrad,
+    "decaying_rowwise_adagrad": _rowwise_adagrad,
+    "rowwise_adagrad_with_counter": _rowwise_adagrad_with_counter,
+    "adam": _adam,
+    "partial_rowwise_adam": _adam,
+    "lamb": _lamb,
+    "partial_rowwise_lamb": _lamb,
+}
+
+
+def average_share(shares: Sequence[torch.Tensor]) -> None:
+    """Store the mean of one rank's share, as each rank has it, over all of them; float32 sums in the ranks' order.
+
+    Example: shares [1, 2] and [5, 6]: both become [3, 4].
+    """
+    total = shares[0].float()
+    for share in shares[1:]:
+        total = total + share
+    mean = (total * (1 / len(shares))).to(shares[0].dtype)
+    for share in shares:
+        share.copy_(mean)
+
+
+def begin_update(update: FlatUpdate) -> None:
+    """Count an update, before its first range: Adam's corrections depend on the number."""
+    update.step.add_(1)
+
+
+def update_range(update: FlatUpdate, begin: int, end: int) -> None:
+    """Update the flat weights [begin, end), once the update is counted, by the operators that torch.optim uses.
+
+    Their order is torch.optim's, too, so that the bits are the same.
+
+    Example: adagrad with learning rate 1, sum 9 and gradient 4. The sum becomes 9 + 16 = 25, the weight loses 4 / 5.
+    """
+    if update.rows is None:
+        _update_row(update, 0, slice(begin, end))
+    else:
+        rows, lines = torch.unique_consecutive(update.rows[begin // LINE : end // LINE], return_counts=True)
+        ends = (begin + lines.cumsum(0) * LINE).tolist()
+        for row, first, last in zip(rows.tolist(), [begin, *ends], ends, strict=False):
+            if row >= 0:
+                _update_row(update, row, slice(first, last))
+    if update.shadow is not None:
+        update.shadow[begin:end].copy_(update.weights[begin:end])
+
+
+def _update_row(update: FlatUpdate, row: int, part: slice) -> None:
+    """Update a part of the flat weights by one row of the numbers."""
+    weights, gradients = update.weights[part], update.gradients[part]
+    states = [state[part] for state in update.states]
+    lr, eps, first, second, nesterov, l2, decoupled = update.numbers[row].tolist()
+    steps = update.step[row].item()
+    if decoupled:
+        weights.mul_(1 - lr * decoupled)
+    if l2:
+        gradients = gradients.add(weights, alpha=l2)
+    if update.kind == "sgd":
+        weights.add_(gradients, alpha=-lr)
+    elif update.kind == "momentum":
+        states[0].mul_(first).add_(gradients, alpha=1 if steps == 1 else 1 - second)
+        weights.add_(gradients.add(states[0], alpha=first) if nesterov else states[0], alpha=-lr)
+    elif update.kind == "adagrad":
+        states[0].addcmul_(gradients, gradients)
+        weights.addcdiv_(gradients, states[0].sqrt().add_(eps), value=-lr / (1 + (steps - 1) * first))
+    else:
+        states[0].lerp_(gradients, 1 - first)
+        states[1].mul_(second).addcmul_(gradients, gradients, value=1 - second)
+        root = (states[1].sqrt() / (1 - second**steps) ** 0.5).add_(eps)
+        weights.addcdiv_(states[0], root, value=-lr / (1 - first**steps))
+
+
+def add_layer(x0: torch.Tensor, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor, out: torch.Tensor) -> None:
+    """Write out = x0 * (w + bias) + x, calculated in float32; see the kernel of this name."""
+    out.copy_(x0.float() * (w.float() + bias) + x.float())
+
+
+def gradient_of_layer(tensors: CrossGradient, layer: int, layers: int) -> None:
+    """Write du and its sums, for layer 0 also dx, calculated in float32; see the kernel of this name."""
+    reaching, through = tensors.gradient.float(), torch.zeros_like(tensors.x0, dtype=torch.float32)
+    for k in range(layers - 1, layer - 1, -1):
+        if k < layers - 1:
+            reaching = reaching + tensors.later[k].float()  # p_{k+1}
+        if layer == 0:
+            through += reaching * (tensors.w[k].float() + tensors.bias[k])
+    change = reaching * tensors.x0.float()
+    tensors.du.copy_(change)
+    for group, part in enumerate(change.split(GROUP)):
+        tensors.sums[group] = part.sum(0)
+    if layer == 0:
+        tensors.dx.copy_(through + reaching)

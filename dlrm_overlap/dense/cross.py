@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from dlrm_overlap.kernels.dense import reference
+from dlrm_overlap.kernels import reference
 from dlrm_overlap.kernels.dense.arguments import GROUP, CrossGradient, stack
 
 

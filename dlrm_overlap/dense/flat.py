@@ -1,6 +1,7 @@
 """Dense parameters as views of one flat tensor, with gradients and optimizer state in flat tensors of one layout."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -113,7 +114,7 @@ class FlatParameters:
         self._flat.append(FlatTensor(zeros, self._all_places()))
         return self._flat[-1]
 
-    @property
+    @cached_property
     def shared_end(self) -> int:
         """Elements of the flat tensors up to the first shard: a multiple of `BLOCK`, the same in every order."""
         shared = [place.end for name, place in self.places.items() if name not in self.shards]

@@ -251,5 +251,5 @@ def _kernels_of(device: torch.device) -> ModuleType:
     if device.type == "cuda":
         from dlrm_overlap.kernels.dense import update as kernels  # a CPU needs no Triton
     else:
-        from dlrm_overlap.kernels.dense import reference as kernels
+        from dlrm_overlap.kernels import reference as kernels
     return kernels

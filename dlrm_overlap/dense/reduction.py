@@ -31,7 +31,7 @@ from dlrm_overlap.comm.arena import Arena, HostArena, Region, open_arena
 from dlrm_overlap.comm.counters import Counters
 from dlrm_overlap.config import EmbeddingConfig, InputError
 from dlrm_overlap.dense.flat import FlatParameters
-from dlrm_overlap.kernels.dense import reference
+from dlrm_overlap.kernels import reference
 from dlrm_overlap.kernels.dense.arguments import LINE
 
 AWAITED = "dense gradients' flag"

@@ -197,7 +197,6 @@ class Exchange:
         """Note that the next step with `steady` is the first of others like it."""
         self._steady_samples = None
 
-    @uncompiled
     def send_ids(self, features: KeyedJaggedTensor, count: torch.Tensor | None = None) -> None:
         """Send the ids of a later step to the owners of their rows, on the current stream; see `IdExchange.send`.
 
@@ -255,18 +254,14 @@ class Exchange:
                 "looked up first; evaluate by the pipeline's progress, or call its reset before"
             )
         self._sent.popleft()
-        awaitable = self.start([arrived.ids], arrived.batch.per_rank, arrived.replicated, arrived.own_offsets)
+        step = Step([arrived.ids], arrived.batch)
+        step.replicated, step.own_offsets = arrived.replicated, arrived.own_offsets
+        awaitable = self._start(step)
         awaitable.samples = features.stride()
         return awaitable
 
     @uncompiled
-    def start(
-        self,
-        inputs: Sequence[KeyedJaggedTensor],
-        batch_sizes: Sequence[int],
-        replicated: KeyedJaggedTensor | None = None,
-        own_offsets: torch.Tensor | None = None,
-    ) -> "PooledAwaitable":
+    def start(self, inputs: Sequence[KeyedJaggedTensor], batch_sizes: Sequence[int]) -> "PooledAwaitable":
         """Start a step.
 
         Args:
@@ -274,8 +269,6 @@ class Exchange:
                 which rank 0's samples are the first; weights, if ids have some, are float32, and get a gradient if they
                 require one.
             batch_sizes: samples of each rank.
-            replicated: the ids of tables that every rank holds, with b bags a feature; None if there are none.
-            own_offsets: see `Step`.
 
         Returns:
             An awaitable of the pooled embeddings [b, D_total] of this rank's samples, of the options' `output_dtype`,
@@ -286,15 +279,16 @@ class Exchange:
             WindowHeldError: if the output of the step before is lent and in use; nothing has begun.
             RuntimeError: within a graph's capture, or if an earlier step has failed on this rank.
         """
+        return self._start(Step(inputs, BatchSizes.of(tuple(batch_sizes))))
+
+    def _start(self, step: Step) -> "PooledAwaitable":
         if self._counts_epochs and not self.order.is_captured and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 f"backend {self.options.backend}: a forward within a CUDA graph's capture, which would replay this "
                 f"step's epoch for ever; leave the embedding stage out of the graph"
             )
-        step = Step(inputs, BatchSizes.of(tuple(batch_sizes)))
-        step.replicated, step.own_offsets = replicated, own_offsets
         if torch.is_grad_enabled():
-            trained = [w for ids in inputs if (w := ids.weights_or_none()) is not None and w.requires_grad]
+            trained = [w for ids in step.inputs if (w := ids.weights_or_none()) is not None and w.requires_grad]
             step.trains_weights = bool(trained)
             return PooledAwaitable(self, step, StartExchange.apply(self._anchor, self, step, *trained))
         self.start_forward(step)

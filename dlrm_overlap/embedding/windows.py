@@ -85,7 +85,7 @@ class WindowPair:
                     "overwrite it; give the sharder copy_output=True, or run its backward or drop it first"
                 )
         self.counter.value += 1
-        return self.epoch
+        return self.counter.value
 
     def _held(self) -> bool:
         first, second = self._loans

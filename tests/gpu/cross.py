@@ -24,8 +24,8 @@ from dlrm_overlap.dense.cast import CastWeights
 from dlrm_overlap.dense.cross import CrossLayer, Write, cross
 from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.optimizer import FlatOptimizer
+from dlrm_overlap.kernels import reference
 from dlrm_overlap.kernels.dense import cross as kernels
-from dlrm_overlap.kernels.dense import reference
 from dlrm_overlap.kernels.dense.arguments import GROUP, CrossGradient, stack
 from dlrm_overlap.train.dense_part import _with_casts, cast_once
 from dlrm_overlap.train.model import TrainTask, build_model

@@ -8,9 +8,9 @@ import torch
 from dlrm_overlap.kernels.arguments import STATES, Numbers
 from dlrm_overlap.kernels.backward.add_to_rows import add_to_rows
 from dlrm_overlap.kernels.backward.optimizers import RowRange, Rule
-from dlrm_overlap.kernels.backward.reference import update_rows
 from dlrm_overlap.kernels.backward.row_runs import InputFeatures, Preparation, PreparedRuns, SortedIds
 from dlrm_overlap.kernels.backward.update_rows import RowUpdate
+from dlrm_overlap.kernels.reference import update_rows
 from tests.agreement import assert_same
 from tests.kernels.emulation import GUARD
 

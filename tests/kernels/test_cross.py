@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from dlrm_overlap.kernels.dense import cross, reference
+from dlrm_overlap.kernels import reference
+from dlrm_overlap.kernels.dense import cross
 from dlrm_overlap.kernels.dense.arguments import GROUP, STACKED, CrossGradient, stack
 from dlrm_overlap.kernels.dense.cross import Tiles
 from tests.agreement import assert_near, assert_same

@@ -8,7 +8,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from dlrm_overlap.kernels.dense import reference, update
+from dlrm_overlap.kernels import reference
+from dlrm_overlap.kernels.dense import update
 from dlrm_overlap.kernels.dense.arguments import (
     BLOCK,
     DECOUPLED,

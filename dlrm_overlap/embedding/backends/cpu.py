@@ -21,8 +21,7 @@ from dlrm_overlap.embedding.steps import Step
 from dlrm_overlap.embedding.tables import FbgemmUpdate, bad_id_message, bags_of
 from dlrm_overlap.embedding.windows import WindowPair, one_flag_each
 from dlrm_overlap.kernels import reference
-from dlrm_overlap.kernels.backward.reference import update_rows
-from dlrm_overlap.kernels.schedule import Task, TaskGrid
+from dlrm_overlap.kernels.schedule import Task, TaskGrid, staggered_peers
 
 
 def lengths_and_ids(ids: KeyedJaggedTensor, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -115,22 +114,32 @@ def check_on_cpu(forward: Forward, step: Step, weights: Sequence[torch.Tensor]) 
             here.masked_fill_(outside, 0)
 
 
-def meet_on_cpu(windows: WindowPair, awaited: range, timeout_s: float, unit: str = "slice") -> None:
+def meet_on_cpu(windows: WindowPair, awaited: range, timeout_s: float, unit: str = "slice") -> int:
     """Raise a pair's first flag at the ranks of this host in the current epoch, and await that of each rank `awaited`.
 
     A flag stands for a `unit`.
+
+    Returns:
+        The epoch.
     """
     arena = windows.arena
     assert isinstance(arena, HostArena)
+    counts, epoch = one_flag_each(awaited, arena.world_size), windows.epoch
     for peer in arena.reached:
-        arena.raise_flag(windows.flags, peer, 0, windows.epoch)
-    arena.wait(windows.flags, one_flag_each(awaited, arena.world_size), windows.epoch, timeout_s, unit)
+        arena.raise_flag(windows.flags, peer, 0, epoch)
+    arena.wait(windows.flags, counts, epoch, timeout_s, unit)
+    return epoch
 
 
 def skip_on_cpu(windows: WindowPair, timeout_s: float) -> None:
     """Take an epoch of a pair in which nothing is stored; only ranks of this host store into its windows."""
     windows.begin()
     meet_on_cpu(windows, windows.arena.reached, timeout_s)
+
+
+def views_of(windows: WindowPair) -> list[list[torch.Tensor]]:
+    """Return the windows of the ranks reached, of even epochs and of odd ones."""
+    return [[windows.arena.view(name, rank) for rank in windows.arena.reached] for name in windows.names]
 
 
 @lru_cache
@@ -147,12 +156,13 @@ class CpuZeroCopyForward(WindowForward):
         super().__init__(context, windows)
         assert isinstance(windows.arena, HostArena)
         self._arena, self._reached = windows.arena, windows.arena.reached
+        self._peers, self._epoch = views_of(windows), 0
         self._shards = [(s, self.column(s), context.leaves_out(s)) for s in self.layout.by_owner[self.rank]]
 
     def begin(self, step: Step, weights: Sequence[torch.Tensor]) -> None:
         """Check the ids and take the next epoch; messages to other hosts are sent after that."""
         check_on_cpu(self, step, weights)
-        self.windows.begin()
+        self._epoch = self.windows.begin()
 
     def pass_on(self, step: Step) -> None:
         """Bring messages of other hosts to the ranks of this host; here there are none."""
@@ -165,7 +175,7 @@ class CpuZeroCopyForward(WindowForward):
         reached, batch = self._reached, step.batch
         weights = self.tables.weights(self.layout.by_owner[self.rank])
         self.begin(step, weights)
-        windows = {rank: self._arena.view(self.windows.name, rank) for rank in reached}
+        windows = self._peers[self._epoch % 2]
         bags = self.options.slice_bags if self.sliced else max(1, batch.most)
         here = reached.index(self.rank)
         tasks = _tasks(self.schedule, here, len(reached), len(weights), batch.most, bags, bags)
@@ -175,7 +185,7 @@ class CpuZeroCopyForward(WindowForward):
             begin = min(task.block * bags, samples)
             end = min(begin + bags, samples)
             pooled = pool_on_cpu(shard, weights[task.feature], step, first + begin, first + end)
-            into = windows[destination][begin:end, column : column + shard.dim]
+            into = windows[task.destination][begin:end, column : column + shard.dim]
             if leaves_out:
                 bag = shard.feature * batch.total + first
                 filled = step.inputs[shard.input].lengths()[bag + begin : bag + end] > 0
@@ -189,7 +199,7 @@ class CpuZeroCopyForward(WindowForward):
                 self._raise(peer)
 
     def _raise(self, peer: int, slot: int = 0, source: int | None = None) -> None:
-        self._arena.raise_flag(self.windows.flags, peer, slot, self.windows.epoch, source)
+        self._arena.raise_flag(self.windows.flags, peer, slot, self._epoch, source)
 
     def skip(self) -> None:
         """Take an epoch in which nothing is stored."""
@@ -198,7 +208,7 @@ class CpuZeroCopyForward(WindowForward):
     def finish(self, step: Step, copy: bool = False) -> torch.Tensor:
         """Wait for the flags, and lend the window or copy it."""
         self.pass_on(step)
-        self._arena.wait(self.windows.flags, self.awaited_flags(step), self.windows.epoch, self.options.wait_timeout_s)
+        self._arena.wait(self.windows.flags, self.awaited_flags(step), self._epoch, self.options.wait_timeout_s)
         return self.output(step, copy)
 
 
@@ -215,6 +225,10 @@ class CpuPush(WindowBackward):
         super().__init__(context, windows)
         assert isinstance(windows.arena, HostArena)
         self._arena, self._reached = windows.arena, windows.arena.reached
+        self._peers, self._epoch = views_of(windows), 0
+        here = self._reached.index(self.rank)
+        self._turns = [*staggered_peers(here, len(self._reached)), here]
+        """the ranks reached, by number, in the order in which they are sent to; this one is last"""
         self._published: dict[FeatureShard, int] = {}
         """of shards whose bags without ids get no gradient, which of the published features has their ids"""
         if (ids := context.ids) is not None:
@@ -235,24 +249,23 @@ class CpuPush(WindowBackward):
         if self._unfinished is not None:  # peers that see this step's flags may store over the gradients it reads
             self.finish(self._unfinished)
         self._unfinished = step
-        epoch = self.windows.begin()
+        self._epoch = self.windows.begin()
         if self.sent_scale != 1.0:
             gradient = gradient * self.sent_scale
         self.send(step, gradient)
-        first, next_one = step.batch.first_sample[self.rank], self._reached.index(self.rank) + 1
+        first = step.batch.first_sample[self.rank]
         for part, by_owner in enumerate(self.gradients.shards):
-            for turn in range(len(self._reached)):
-                owner = self._reached[(next_one + turn) % len(self._reached)]
-                window, shards = self._arena.view(self.windows.name, owner), by_owner[owner]
-                for shard, rows in self.gradients_of(shards, window, step.batch.total).items():
+            for number in self._turns:
+                owner, window = self._reached[number], self._peers[self._epoch % 2][number]
+                for shard, rows in self.gradients_of(by_owner[owner], window, step.batch.total).items():
                     column, into = self._output_columns[shard], rows[first : first + gradient.shape[0]]
-                    here = gradient[:, column : column + shard.dim]
+                    own = gradient[:, column : column + shard.dim]
                     if step.own_offsets is not None and shard in self._published:
                         filled = reference.have_ids(step.own_offsets, self._published[shard], gradient.shape[0])
-                        into[filled] = here[filled].to(into.dtype)
+                        into[filled] = own[filled].to(into.dtype)
                     else:
-                        into.copy_(here)
-                self._arena.raise_flag(self.windows.flags, owner, part, epoch)
+                        into.copy_(own)
+                self._arena.raise_flag(self.windows.flags, owner, part, self._epoch)
 
     def finish(self, step: Step) -> None:
         """Wait for all gradients and update the rows, table by table, unless the next `start` has done so."""
@@ -261,14 +274,14 @@ class CpuPush(WindowBackward):
         self._unfinished = None
         self.pass_on(step)
         counts = torch.full((self.world_size,), self.gradients.parts, dtype=torch.int32, device="cpu")
-        self._arena.wait(self.windows.flags, counts, self.windows.epoch, self.options.wait_timeout_s, "part")
-        own = self.layout.by_owner[self.rank]
-        gradients = self.gradients_of(own, self.windows.local, step.batch.total)
+        self._arena.wait(self.windows.flags, counts, self._epoch, self.options.wait_timeout_s, "part")
+        window = self._peers[self._epoch % 2][self._turns[-1]]
+        gradients = self.gradients_of(self.layout.by_owner[self.rank], window, step.batch.total)
+        scale = self.update_scale
         if step.trains_weights:
             train_weights(self, step, gradients)
         numbers = [None if rule.decays else rule.numbers for rule in step.rules]
         trained = [lookup for lookup in self._lookups if not step.rules[lookup.number].frozen]
-        scale = self.update_scale
         for lookup in trained:
             if numbers[lookup.number] is None:
                 self._decay(lookup, step, gradients, scale)
@@ -280,7 +293,7 @@ class CpuPush(WindowBackward):
         ]
         for shards, (weight, states, optimizer) in zip(tables, held, strict=True):
             values, gradient = self._by_id(shards, step, gradients, scale)
-            update_rows(weight, states, values, gradient, optimizer, numbers[shards[0].lookup])
+            reference.update_rows(weight, states, values, gradient, optimizer, numbers[shards[0].lookup])
 
     def _decay(
         self, lookup: FusedLookup, step: Step, gradients: Mapping[FeatureShard, torch.Tensor], scale: float
@@ -339,7 +352,7 @@ class CpuZeroCopyAcross(CpuZeroCopyForward):
             for rank in self._reached:
                 begin = step.batch.first_sample[rank] - step.batch.first_sample[self._reached.start]
                 here = rows[begin : begin + step.batch.per_rank[rank]]
-                window = self._arena.view(self.windows.name, rank)
+                window = self._peers[self._epoch % 2][self._reached.index(rank)]
                 for shard, column in columns.items():
                     into = self.column(shard)
                     window[: len(here), into : into + shard.dim] = here[:, column : column + shard.dim]
@@ -378,9 +391,9 @@ class CpuPushAcross(CpuPush):
         for message in self._crossing.gradients(step.batch).received:
             sent, first = message.within(self._buffers.received), step.batch.first_sample[message.peer]
             for rank in self._reached:
-                shards, window = self.layout.by_owner[rank], self._arena.view(self.windows.name, rank)
+                shards, window = self.layout.by_owner[rank], self._peers[self._epoch % 2][self._reached.index(rank)]
                 for shard, rows in self.gradients_of(shards, window, step.batch.total).items():
                     column = self._columns[shard]
                     rows[first : first + message.rows] = sent[:, column : column + shard.dim]
                 for part in range(self.gradients.parts):
-                    self._arena.raise_flag(self.windows.flags, rank, part, self.windows.epoch, message.peer)
+                    self._arena.raise_flag(self.windows.flags, rank, part, self._epoch, message.peer)

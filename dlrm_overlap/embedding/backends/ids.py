@@ -150,7 +150,7 @@ class IdExchange(ABC):
         if features.stride() < samples:
             features, count = self._padded(features, samples), None
         self.windows.begin()
-        self._publish(features, count)
+        self._publish(self.windows.local, features, count)
         return self._fetch(samples)
 
     def _check(self, features: KeyedJaggedTensor, samples: int) -> None:
@@ -191,9 +191,9 @@ class IdExchange(ABC):
         lengths = pad(features.lengths().view(len(keys), bags), (0, more)).flatten()
         return KeyedJaggedTensor(keys, values, weights, lengths=lengths, stride=samples)
 
-    def _publish(self, features: KeyedJaggedTensor, count: torch.Tensor | None) -> None:
-        """Store ids and offsets in this rank's window."""
-        window, values = self.windows.local, features.values()
+    def _publish(self, window: torch.Tensor, features: KeyedJaggedTensor, count: torch.Tensor | None) -> None:
+        """Store ids and offsets in this rank's `window`."""
+        values = features.values()
         here = min(values.numel(), self.ids.values)
         if values.dtype != torch.int32:
             # Ids that no int32 holds stay outside every table, which has at most 2^31 - 1 rows.
@@ -317,14 +317,14 @@ class CpuIdExchange(IdExchange):
         shared[1:] += lengths.cumsum(0)
 
     def _fetch(self, samples: int) -> ArrivedIds:
-        arena, epoch = self.windows.arena, self.windows.epoch
+        arena = self.windows.arena
         assert isinstance(arena, HostArena)
         if len(arena.reached) < self.world_size:
             send_window(self.windows, self.group)
             for source in arena.reach.sources:
                 for peer in arena.reached:
-                    arena.raise_flag(self.windows.flags, peer, 0, epoch, source)
-        meet_on_cpu(self.windows, range(self.world_size), self.options.wait_timeout_s, "ids")
+                    arena.raise_flag(self.windows.flags, peer, 0, self.windows.epoch, source)
+        epoch = meet_on_cpu(self.windows, range(self.world_size), self.options.wait_timeout_s, "ids")
         published = [self._published(*each, samples) for each in enumerate(self._seen[epoch % 2])]
         shards = self._pull(published, self.requested, samples)
         self._check_rows(self.layout.by_owner[self.rank], range(self.world_size), *shards[:2], samples)

@@ -20,8 +20,8 @@ from dlrm_overlap.embedding.tables import BadIds
 from dlrm_overlap.embedding.windows import WindowPair
 from dlrm_overlap.kernels.arguments import Numbers, Windows
 from dlrm_overlap.kernels.backward.optimizers import Rule
-from dlrm_overlap.kernels.backward.reference import update_rows
 from dlrm_overlap.kernels.backward.update_rows import RowUpdate
+from dlrm_overlap.kernels.reference import update_rows
 
 
 class LocalLookup(Half):

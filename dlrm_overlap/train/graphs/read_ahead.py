@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dlrm_overlap.comm.order import CommunicationOrder
+from dlrm_overlap.comm.order import CommunicationOrder, Streams
 from dlrm_overlap.config import InputError
 from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.embedding.exchanging_module import ExchangingModule
@@ -18,7 +18,6 @@ from dlrm_overlap.embedding.steps import weights_of
 from dlrm_overlap.embedding.stock import StockTables
 from dlrm_overlap.train.graphs.bounds import Answer, LearntBound, describe, ended
 from dlrm_overlap.train.graphs.static_batch import IdCuts, StaticBatch, on_device, with_even_batches_of
-from dlrm_overlap.train.graphs.streams import Streams
 
 log = logging.getLogger("dlrm_overlap")
 
@@ -198,8 +197,8 @@ class ReadAhead:
             if batch is None:
                 self._held[parity] = _Held(None, None, self._bound.ask(None))
                 return
-            numbers, place = describe(batch), self._landing[parity]
-            like = place.takes(batch)
+            place = self._landing[parity]
+            like, numbers = place.takes(batch), describe(batch)
             lands = like and not self._bound.are_on_gpu(numbers) and self._bound.is_within(numbers)
             if lands:
                 place.fill(batch)

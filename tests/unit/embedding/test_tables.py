@@ -8,7 +8,7 @@ from torch import nn
 
 from dlrm_overlap.embedding.tables import max_gradients
 from dlrm_overlap.kernels.arguments import Numbers
-from dlrm_overlap.kernels.backward.reference import update_rows
+from dlrm_overlap.kernels.reference import update_rows
 from tests.agreement import WEIGHT_TOLERANCE, assert_near, assert_same
 
 ROWS, DIM, STEPS = 50, 12, 3

@@ -31,7 +31,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper, Optim
 from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
 from dlrm_overlap.bench.harness.timing import greatest
-from dlrm_overlap.comm.order import CommunicationOrder, ModelCollectives
+from dlrm_overlap.comm.order import CommunicationOrder, ModelCollectives, Streams
 from dlrm_overlap.config import Config, DataConfig, InputError, TablesConfig, TrainConfig
 from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.optimizer import FlatOptimizer
@@ -49,7 +49,6 @@ from dlrm_overlap.train.graphs.capturable import (
 )
 from dlrm_overlap.train.graphs.dense_step import DenseStep
 from dlrm_overlap.train.graphs.optimizers import why_after_the_graph
-from dlrm_overlap.train.graphs.streams import Streams
 from dlrm_overlap.train.graphs.train_pipeline import GraphTrainPipeline, losses_and_output
 from tests.agreement import assert_near, assert_same
 from tests.distributed.models import CPU, SUM, Tables, table_configs
