@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from dlrm_overlap.comm.every_rank import on_every_rank
+from dlrm_overlap.comm.every_rank import gathered, on_every_rank
 from dlrm_overlap.comm.patience import Patience
 from dlrm_overlap.comm.reach import Reach
 from dlrm_overlap.comm.record import ExchangeTimeoutError
@@ -207,9 +207,8 @@ class HostArena(Arena):
             found = os.fstat(files[0])
             # The peers find the file in the table of this process's open files.
             place = socket.gethostname(), f"/proc/{os.getpid()}/fd/{files[0]}", (found.st_dev, found.st_ino)
-            places = [place] * self.world_size
-            dist.all_gather_object(places, place, group)
-            places = [places[rank] for rank in self.reached]
+            every = gathered(place, group)
+            places = [every[rank] for rank in self.reached]
             if (hosts := len({host for host, _, _ in places})) > 1:
                 raise InputError(
                     f"embedding.backend: CPU ranks on {hosts} hosts share no memory; use --embedding.backend torchrec, "

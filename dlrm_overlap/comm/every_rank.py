@@ -51,10 +51,16 @@ def on_every_rank(work: Callable[[], Made], group: dist.ProcessGroup) -> Made:
     return made
 
 
+def gathered(value: Made, group: dist.ProcessGroup) -> list[Made]:
+    """Return the value of each rank of `group`, in order; a collective on the host."""
+    values = [value] * group.size()
+    if len(values) > 1:
+        dist.all_gather_object(values, value, group)
+    return values
+
+
 def _first_fault(fault: _Fault | None, group: dist.ProcessGroup) -> _Fault | None:
-    faults = [fault] * group.size()
-    dist.all_gather_object(faults, fault, group)
-    return min((each for each in faults if each is not None), default=None)
+    return min((each for each in gathered(fault, group) if each is not None), default=None)
 
 
 def require_alike(call: object, group: dist.ProcessGroup, caller: str = "") -> None:
@@ -67,8 +73,7 @@ def require_alike(call: object, group: dist.ProcessGroup, caller: str = "") -> N
     Raises:
         InputError: on every rank, naming the first rank whose call is not that of rank 0.
     """
-    calls = [""] * group.size()
-    dist.all_gather_object(calls, str(call), group)
+    calls = gathered(str(call), group)
     for rank, each in enumerate(calls):
         if each != calls[0]:
             raise InputError(

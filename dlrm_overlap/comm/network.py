@@ -24,7 +24,7 @@ from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.distributed_c10d import PrefixStore, _get_process_group_store
 
 from dlrm_overlap.comm.arena import CudaMemory, HostArena, Region
-from dlrm_overlap.comm.every_rank import on_every_rank
+from dlrm_overlap.comm.every_rank import gathered, on_every_rank
 from dlrm_overlap.comm.reach import Reach
 from dlrm_overlap.config import InputError, in_one_line
 from dlrm_overlap.kernels.network import Network
@@ -142,8 +142,7 @@ def start_puts(group: dist.ProcessGroup, device: torch.device, timeout_s: float)
 
 def _start(nvshmem: "_Nvshmem", group: dist.ProcessGroup, device: torch.device, timeout_s: float) -> str:
     """Start as `start_puts`, once every rank has the library; a failed start is not tried again."""
-    verdicts: list[str | None] = [None] * group.size()
-    dist.all_gather_object(verdicts, nvshmem.verdict, group)
+    verdicts = gathered(nvshmem.verdict, group)
     if verdicts == [None] * group.size():
         # Where it cannot start, NVSHMEM may end the process: then this is the last line.
         log.info("NVSHMEM starts, for puts to other hosts; embedding.between_hosts: messages goes without")
@@ -258,10 +257,7 @@ def agree_on_puts(
 
 def _first(fault: str, group: dist.ProcessGroup) -> str:
     """Return the fault of the first rank that has one, alike on all ranks; empty if none has."""
-    faults = [fault] * group.size()
-    if group.size() > 1:
-        dist.all_gather_object(faults, fault, group)
-    return next((f"{text} (rank {rank})" for rank, text in enumerate(faults) if text), "")
+    return next((f"{text} (rank {rank})" for rank, text in enumerate(gathered(fault, group)) if text), "")
 
 
 @lru_cache(maxsize=1)
@@ -323,9 +319,7 @@ class _Nvshmem:
         and that rank would wait in NVSHMEM's allocation for the others, without a bound.
         """
         mine = self._free.get(size_bytes, {})
-        kept = [set(mine)] * group.size()
-        dist.all_gather_object(kept, set(mine), group)
-        if common := set.intersection(*kept):
+        if common := set.intersection(*gathered(set(mine), group)):
             return mine.pop(min(common))
         address = self._calls.nvshmem_malloc(size_bytes) or 0
         self._numbers[address] = self._allocated

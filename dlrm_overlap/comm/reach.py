@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from dlrm_overlap.comm.every_rank import gathered
 from dlrm_overlap.config import InputError
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -132,10 +133,7 @@ def find_reach(group: dist.ProcessGroup, device: torch.device, hosts: int | str 
 
 def look(group: dist.ProcessGroup, device: torch.device) -> tuple[tuple[range, ...], str]:
     """Return the hosts of `group`, and why there are several: by machines and access between GPUs; a collective."""
-    places = [place_of(device)] * group.size()
-    if len(places) > 1:
-        dist.all_gather_object(places, places[group.rank()], group)
-    return hosts_of(places)
+    return hosts_of(gathered(place_of(device), group))
 
 
 def check_whole(group: dist.ProcessGroup, device: torch.device) -> None:

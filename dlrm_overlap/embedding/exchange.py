@@ -24,6 +24,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.backends import BACKENDS
 from dlrm_overlap.comm.counters import Counter
+from dlrm_overlap.comm.every_rank import gathered
 from dlrm_overlap.comm.order import CommunicationOrder, uncompiled
 from dlrm_overlap.comm.reach import Reach
 from dlrm_overlap.config import InputError
@@ -151,9 +152,7 @@ class Exchange:
 
     def gather(self, mine: Value) -> list[Value]:
         """Return the value of each rank; a collective on the host."""
-        every = [mine] * self._group.size()
-        dist.all_gather_object(every, mine, self._group)
-        return every
+        return gathered(mine, self._group)
 
     def take_ids(
         self,

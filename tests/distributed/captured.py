@@ -21,8 +21,8 @@ from dlrm_overlap.embedding import opening
 from dlrm_overlap.embedding.backends.ids import ArrivedIds, DeviceIdExchange
 from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.embedding.options import StepCounters
-from dlrm_overlap.train.graphs import train_pipeline
-from dlrm_overlap.train.graphs.captured import CapturedStep
+from dlrm_overlap.train.graphs import captured
+from dlrm_overlap.train.graphs.captured import CapturedStep, GraphPair
 from dlrm_overlap.train.graphs.read_ahead import ReadAhead
 from dlrm_overlap.train.graphs.train_pipeline import GraphTrainPipeline
 from tests.distributed.interpreted import without_streams
@@ -117,23 +117,22 @@ def captures() -> Iterator[dict[str, int]]:
     """
     taken = {"captured": 0, "replayed": 0}
     init: Any = GraphTrainPipeline.__init__
-    capture = GraphTrainPipeline._capture
+    capture = GraphPair.capture
 
     def begin(pipeline: Any, *arguments: Any, **options: Any) -> None:
         init(pipeline, *arguments, **options | {"capture": True})
         pipeline._streams.main_stream = None
 
-    def stand_in(pipeline: Any, parity: int) -> CapturedStep:
-        found = pipeline._exchanges
-        parameters = list(pipeline._dense._flat.parameters.values())
-        own = {"ahead": pipeline._ahead, "parity": parity, "parameters": parameters}
-        kind = type("StandIn", (StandIn,), {"taken": taken, "exchanges": found} | own)
-        with patch.object(train_pipeline, "CapturedStep", kind):
-            return capture(pipeline, parity)
+    def stand_in(pair: Any, parity: int, *given: Any) -> CapturedStep:
+        parameters = list(pair._dense._flat.parameters.values())
+        own = {"ahead": pair._ahead, "parity": parity, "parameters": parameters}
+        kind = type("StandIn", (StandIn,), {"taken": taken, "exchanges": pair._ahead.exchanges} | own)
+        with patch.object(captured, "CapturedStep", kind):
+            return capture(pair, parity, *given)
 
     with (
         patch.object(GraphTrainPipeline, "__init__", begin),
-        patch.object(GraphTrainPipeline, "_capture", stand_in),
+        patch.object(GraphPair, "capture", stand_in),
         patch.object(opening, "CpuIdExchange", DeviceIdExchange),
         patch.object(torch.cuda, "synchronize", lambda *_: None),
     ):

@@ -549,7 +549,7 @@ def train(
     }
     if captured:
         assert pipeline._dense.why_after == program.why_after
-        assert device.type == "cpu" or all(pipeline._graphs), "steps were not captured"
+        assert device.type == "cpu" or all(pipeline._graphs.each), "steps were not captured"
         pipeline.close()
     return given
 

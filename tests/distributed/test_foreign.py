@@ -25,7 +25,7 @@ LATE = ", counted late"
 def _compare(case: str) -> None:
     """Compare a program; `LATE` with ids that are counted as those on a GPU, when the step before has been taken."""
     name = case.removesuffix(LATE)
-    late = patch.object(LearntBound, "are_on_gpu", lambda *_: True) if name != case else nullcontext()
+    late = patch.object(LearntBound, "is_within", lambda *_: False) if name != case else nullcontext()
     with captures() as taken, late:
         compare(name, world(), CPU)
     assert tuple(taken.values()) == PROGRAMS[name].captured

@@ -69,7 +69,7 @@ def time_variant(run: TrainingRun, name: str, seconds: float) -> dict[str, Any]:
     pipeline = run.trainer.pipeline
     assert isinstance(pipeline, GraphTrainPipeline), "steps are captured"
     captures, pipeline._captures = pipeline._captures, False
-    pipeline._graphs[:] = None, None
+    pipeline._graphs.release()
     run.losses(3)  # eager
     pipeline._captures = captures
     first_ms = torch.tensor(quantile(run.time(_FIRST_STEPS)[0], 0.5))

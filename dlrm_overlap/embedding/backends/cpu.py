@@ -280,12 +280,12 @@ class CpuPush(WindowBackward):
         scale = self.update_scale
         if step.trains_weights:
             train_weights(self, step, gradients)
-        numbers = [None if rule.decays else rule.numbers for rule in step.rules]
+        numbers = {lookup: rule.numbers for lookup, rule in enumerate(step.rules) if not rule.decays}
         trained = [lookup for lookup in self._lookups if not step.rules[lookup.number].frozen]
         for lookup in trained:
-            if numbers[lookup.number] is None:
+            if lookup.number not in numbers:
                 self._decay(lookup, step, gradients, scale)
-        ours = {lookup.number for lookup in trained if numbers[lookup.number] is not None}
+        ours = numbers.keys() & {lookup.number for lookup in trained}
         tables = [shards for shards in self._tables if shards[0].lookup in ours]
         held = [
             (self.tables.weight(shards[0]), self.tables.states(shards[0]), self.tables.optimizer(shards[0]))

@@ -163,13 +163,13 @@ class LearntBound:
         """Return whether a batch has the features that the bound is made of."""
         return bool(self._features) and _features(batch) == self._features
 
-    @staticmethod
-    def are_on_gpu(numbers: Sequence[torch.Tensor]) -> bool:
-        """Return whether a batch's ids are on a GPU, so that their numbers are not known yet."""
-        return any(each.is_cuda for each in numbers)
-
     def is_within(self, numbers: Sequence[torch.Tensor]) -> bool:
-        """Return whether this rank's batch, whose ids are on the CPU, is within the bound, but for distinct ids."""
+        """Return whether this rank's batch is known to be within the bound, but for distinct ids: its ids are on a CPU.
+
+        Of ids on a GPU the numbers are not known yet.
+        """
+        if any(each.is_cuda for each in numbers):
+            return False
         described = torch.cat(list(numbers))
         return not bool((described > self._limits[_SAMPLES:][: described.numel()]).any())
 

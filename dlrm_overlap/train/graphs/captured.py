@@ -1,15 +1,19 @@
-"""One captured step."""
+"""Captured steps: one, and the two that take turns."""
 
 import gc
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 
-from dlrm_overlap.comm.counters import Counters
+from dlrm_overlap.comm.counters import Counter, Counters
 from dlrm_overlap.comm.order import CommunicationOrder
 from dlrm_overlap.config import InputError
+from dlrm_overlap.embedding.exchange import Exchange
+from dlrm_overlap.train.graphs.dense_step import DenseStep
+from dlrm_overlap.train.graphs.read_ahead import ReadAhead
 
 
 class CapturedStep:
@@ -77,6 +81,100 @@ class CapturedStep:
         for each in self._counters:
             each.count_step()
         return self.launch()
+
+
+class GraphPair:
+    """The captured steps of a pipeline, one for each of the two windows that steps take in turn.
+
+    Graphs hold addresses, and keep nothing alive. They are released with the pair, or when the process ends.
+    """
+
+    def __init__(self, ahead: ReadAhead, dense: DenseStep, order: CommunicationOrder, device: torch.device) -> None:
+        """Take the parts of the steps: batches and exchanges, the dense part, the order of their communication."""
+        self._ahead, self._dense, self._order, self._device = ahead, dense, order, device
+        self.each: list[CapturedStep | None] = [None, None]
+        """by parity"""
+        self._captured_places: list[Any] = []
+        weakref.finalize(self, _release, self.each, device)
+
+    def of(self, parity: int) -> CapturedStep | None:
+        """Return the captured step of `parity`, if both are there."""
+        return self.each[parity] if all(self.each) else None
+
+    def capture(self, parity: int, step: Callable[[], Any], stream: torch.cuda.Stream) -> CapturedStep:
+        """Capture the step of `parity`; the graph is to be launched next."""
+        for exchange in self._ahead.exchanges:
+            exchange.keep_rules_in_place()
+        other = self.each[1 - parity]
+        pool = other.pool if other is not None else None
+        captured = CapturedStep(step, self._order, self._counters, pool, stream)
+        self.each[parity], self._captured_places = captured, self._places
+        return captured
+
+    def release(self) -> None:
+        """Release the graphs, once the device is through with them."""
+        _release(self.each, self._device)
+
+    @property
+    def _places(self) -> list[Any]:
+        """Each module's exchange, and where it has rows and windows."""
+        return [(exchange, exchange.addresses) for exchange in self._ahead.exchanges]
+
+    def check_places(self) -> None:
+        """Check that the memory of captured steps is still there.
+
+        Raises:
+            InputError: if it is not.
+        """
+        if any(self.each) and self._places != self._captured_places:
+            raise InputError(
+                "GraphTrainPipeline: rows or windows that captured steps use were moved or given back since, as "
+                "Exchange.close and update_shards do, and the graphs would go on where others' data may be; close this "
+                "pipeline and make another one"
+            )
+
+    @property
+    def _counters(self) -> list[Counters]:
+        """All that counts steps: of each exchange, then that of the dense gradients where they have one."""
+        return [*(exchange.counters for exchange in self._ahead.exchanges), *self._dense.counters]
+
+    def align(self, parity: int, takes_ids: bool) -> None:
+        """Send the ids of the batch at `parity`, where none are under way and the exchanges take ids.
+
+        Eager steps since the capture have moved the epochs on. Captured steps go on with the windows and the arguments
+        that they were captured with. So where the next epoch has the other window, one epoch is skipped, and the words
+        on the device are set to make up the difference. Dense gradients have one window, and skip nothing.
+        """
+        captured = self.each[parity] or self.each[1 - parity]
+        if captured is None:
+            if takes_ids:
+                self._ahead.send_ids(parity)
+            return
+        for exchange, counter in self._in_other_windows(captured, parity):
+            exchange.skip(counter)
+        self._ahead.send_ids(parity)
+        for counters, arguments in zip(self._counters, captured.arguments, strict=True):
+            counters.set_arguments(arguments)
+            counters.settle()
+        assert not self._in_other_windows(captured, parity), "a replay would meet the peers in another window"
+
+    def _in_other_windows(self, captured: CapturedStep, parity: int) -> list[tuple[Exchange, Counter]]:
+        """Return counters whose next epoch has another window than `captured` has in the step of `parity`."""
+        is_other, found = captured is not self.each[parity], list[tuple[Exchange, Counter]]()
+        for exchange, values in zip(self._ahead.exchanges, captured.captured_values, strict=False):
+            counters = exchange.counters
+            for counter, value in zip(counters.each, values, strict=True):
+                sends = counter is counters.ids and not self._ahead.ids_are_sent and self._ahead.sends(exchange)
+                if counter is not counters.steps and (counter.value + 1 + sends + is_other - value) % 2:
+                    found.append((exchange, counter))
+        return found
+
+
+def _release(graphs: list[CapturedStep | None], device: torch.device) -> None:
+    if any(graphs) and device.type == "cuda":
+        with suppress(RuntimeError):  # a kernel that has stopped the GPU has left its record
+            torch.cuda.synchronize(device)
+    graphs[:] = None, None
 
 
 @contextmanager

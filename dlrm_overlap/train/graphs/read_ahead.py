@@ -149,12 +149,12 @@ class ReadAhead:
 
     def _take_bound(self) -> None:
         """Make windows by the bound, where they are made by another one; all ranks do so."""
-        if all(exchange.bound in (None, self._bound.bound) for exchange in self._exchanges):
+        if all(exchange.bound in (None, self._bound.bound) for exchange in self.exchanges):
             return
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self._bound.agreement.any_is(False)  # no rank gives its windows back while another reads them
-        for exchange in self._exchanges:
+        for exchange in self.exchanges:
             exchange.take_bound(self._bound.bound)
 
     def begin(self, batches: Iterator[Any], parity: int) -> None:
@@ -199,7 +199,7 @@ class ReadAhead:
                 return
             place = self._landing[parity]
             like, numbers = place.takes(batch), describe(batch)
-            lands = like and not self._bound.are_on_gpu(numbers) and self._bound.is_within(numbers)
+            lands = like and self._bound.is_within(numbers)
             if lands:
                 place.fill(batch)
             numbers += self._bound.distinct.of(place.batch if lands else batch)
@@ -213,23 +213,24 @@ class ReadAhead:
         cuts = IdCuts()
         static = [StaticBatch(example, self._device, self._bound.bound, cuts) for _ in range(4)]
         self._landing, self._working = static[:2], static[2:]
-        for exchange in self._exchanges:
+        for exchange in self.exchanges:
             exchange.begin_steady()
         return True
 
     @property
-    def _exchanges(self) -> list[Exchange]:
+    def exchanges(self) -> list[Exchange]:
+        """The exchange of each module that has one."""
         return [module.exchange for module in self._modules if module.exchange is not None]
 
     @contextmanager
     def steady(self) -> Iterator[None]:
         """Return a context for steps that are captured, and those like them: ranks need not agree on their samples."""
-        for exchange in self._exchanges:
+        for exchange in self.exchanges:
             exchange.steady = True
         try:
             yield
         finally:
-            for exchange in self._exchanges:
+            for exchange in self.exchanges:
                 exchange.steady = False
 
     def bring_in(self, parity: int) -> None:
@@ -264,9 +265,8 @@ class ReadAhead:
 
     def forget_sent_ids(self) -> None:
         """Forget ids that were sent for a step that does not come next."""
-        for module in self._modules:
-            if module.exchange is not None:
-                module.exchange.forget_sent_ids()
+        for exchange in self.exchanges:
+            exchange.forget_sent_ids()
         self.ids_are_sent = False
 
     def sends(self, exchange: Exchange) -> bool:

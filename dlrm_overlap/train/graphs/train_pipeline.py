@@ -16,9 +16,8 @@ same steps are taken one by one.
 """
 
 import logging
-import weakref
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from inspect import signature
 from typing import Any, cast
 
@@ -30,14 +29,12 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.distributed.train_pipeline.train_pipelines import TrainPipeline
 from torchrec.optim.keyed import KeyedOptimizer
 
-from dlrm_overlap.comm.counters import Counter, Counters
 from dlrm_overlap.comm.order import CommunicationOrder, ModelCollectives, Streams
 from dlrm_overlap.config import InputError
 from dlrm_overlap.dense.cast import CastWeights
 from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.reduction import StoreOptions
 from dlrm_overlap.dense.tensor_parallel import divided_layers, shards_of
-from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.embedding.exchanging_module import ExchangingModule
 from dlrm_overlap.embedding.id_layout import BatchBound
 from dlrm_overlap.embedding.sharded_module import exchanges
@@ -52,7 +49,7 @@ from dlrm_overlap.train.graphs.capturable import (
     split_optimizer,
     why_not_captured,
 )
-from dlrm_overlap.train.graphs.captured import CapturedStep
+from dlrm_overlap.train.graphs.captured import CapturedStep, GraphPair
 from dlrm_overlap.train.graphs.dense_step import DenseStep
 from dlrm_overlap.train.graphs.read_ahead import ReadAhead
 from dlrm_overlap.train.graphs.static_batch import on_device, with_even_batches_of
@@ -158,9 +155,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         self._ahead = ReadAhead(self._modules, device, learnt, self._streams, self._order)
         self._replicas = model if isinstance(model, DMPCollection) else None
         self._sync_interval = given.arguments["dmp_collection_sync_interval_batches"]
-        self._graphs: list[CapturedStep | None] = [None, None]
         self._steps = 0
-        weakref.finalize(self, _release, self._graphs, device)
         if _holder(model) is None:
             self._open()
 
@@ -194,7 +189,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         self._dense = self._open_dense_step(dense)
         if self._captures and self._dense.why_after and self._group.rank() == 0:
             log.warning("train pipeline: a dense optimizer steps after the graph: %s", self._dense.why_after)
-        self._captured_places: list[Any] = []
+        self._graphs = GraphPair(self._ahead, self._dense, self._order, self._device)
         self._warmup_steps = self._odd_steps = 0
         self._has_stepped = False
         self._learning_rates: list[Any] = []
@@ -202,7 +197,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
 
     def _let_go(self) -> None:
         """Leave the model as it was, to another pipeline, or to this one once more."""
-        _release(self._graphs, self._device)
+        self._graphs.release()
         self._ahead.forget_sent_ids()
         self._dense.close(untouched=not self._has_stepped)
         setattr(self._model, _HOLDER, None)
@@ -215,7 +210,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         if group.size() > 1:
             for parameter in frozen_parameters(self._model):
                 dist.broadcast(parameter.data, group=group, group_src=0)
-        exchanges = self._exchanges
+        exchanges = self._ahead.exchanges
         # Where all exchanges store to all ranks, dense gradients can be stored there as well.
         reached = all(len(exchange.reach.here) == group.size() for exchange in exchanges)
         by_stores = self._dense_reduce == "stores" or (self._dense_reduce == "auto" and reached)
@@ -258,7 +253,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         """Raise the errors that kernels have recorded; never waits for the device."""
         if self._device.type == "cpu":
             return  # where a wait raises its own error
-        for exchange in self._exchanges if self._fallback is None else exchanges(self._model):
+        for exchange in self._ahead.exchanges if self._fallback is None else exchanges(self._model):
             exchange.check()
         if self._fallback is None and self._has_model:
             self._dense.check()
@@ -272,7 +267,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
             RuntimeError: that kernels have recorded.
         """
         try:
-            if self._fallback is None and all(exchange.failure is None for exchange in self._exchanges):
+            if self._fallback is None and all(exchange.failure is None for exchange in self._ahead.exchanges):
                 self._agreement.any_is(False)  # no rank gives its windows back while another reads them
             if self._fallback is None and self._has_model:
                 self._let_go()
@@ -309,7 +304,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         return self._call(on_device(batch, self._device))[1]
 
     def _train(self, batches: Iterator[Any]) -> Any:
-        self._check_places()
+        self._graphs.check_places()
         parity = self._steps % 2
         if not self._ahead.holds(parity):
             self._ahead.begin(batches, parity)
@@ -334,11 +329,11 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         with self._ahead.steady():
             if not self._ahead.ids_are_sent:
                 self._ahead.bring_back(parity)
-                self._align(parity)
+                self._graphs.align(parity, self._has_stepped)
             # A replay leaves the ids that were sent ahead to the next replay: no eager step and no capture would find
             # them. So the graphs are replayed once there are both; the first is captured anew where a segment's end
             # came between. A replay need not know whether the next batch is captured, and does not wait for the ranks.
-            if (captured := self._graphs[parity]) is not None and self._graphs[1 - parity] is not None:
+            if (captured := self._graphs.of(parity)) is not None:
                 self._ahead.settle(1 - parity)
                 return self._launch(parity, captured.replay)
             following = self._ahead.is_captured(1 - parity)
@@ -382,7 +377,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
 
     def _forget_captured(self) -> None:
         """Forget the graphs, and capture others after some eager steps."""
-        _release(self._graphs, self._device)
+        self._graphs.release()
         self._warmup_steps = self._odd_steps = 0
 
     def _launch(self, parity: int, take: Callable[[], Any]) -> Any:
@@ -409,7 +404,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         loss, output = self._forward(batch)
         loss.backward()
         self._dense.update()
-        for exchange in self._exchanges:
+        for exchange in self._ahead.exchanges:
             exchange.finish_rows()
         return output
 
@@ -429,87 +424,17 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         self._learning_rates = rates
         for fused in self._fused:
             fused.step()  # which sets the learning rate of the rows
-        for exchange in self._exchanges:
+        for exchange in self._ahead.exchanges:
             exchange.keep_rules_in_place()
 
     def _capture(self, parity: int) -> CapturedStep:
         """Capture the step of `parity`; the graph is to be launched next."""
-        for exchange in self._exchanges:
-            exchange.keep_rules_in_place()
-        other = self._graphs[1 - parity]
-        captured = CapturedStep(
-            lambda: self._ordered_step(parity),
-            self._order,
-            self._counters,
-            pool=other.pool if other is not None else None,
-            stream=self._streams.main_stream,
-        )
-        self._graphs[parity], self._captured_places = captured, self._places
-        return captured
+        return self._graphs.capture(parity, lambda: self._ordered_step(parity), self._streams.main_stream)
 
     def _ordered_step(self, parity: int) -> Any:
         """Take a step that is captured, in which collectives of the model take their turn."""
         with self._collectives if self._collectives.called else nullcontext():
             return self._step(parity, following=True)
-
-    @property
-    def _places(self) -> list[Any]:
-        """Each module's exchange, and where it has rows and windows."""
-        return [(exchange, exchange.addresses) for exchange in self._exchanges]
-
-    def _check_places(self) -> None:
-        """Check that the memory of captured steps is still there.
-
-        Raises:
-            InputError: if it is not.
-        """
-        if any(self._graphs) and self._places != self._captured_places:
-            raise InputError(
-                "GraphTrainPipeline: rows or windows that captured steps use were moved or given back since, as "
-                "Exchange.close and update_shards do, and the graphs would go on where others' data may be; close this "
-                "pipeline and make another one"
-            )
-
-    @property
-    def _counters(self) -> list[Counters]:
-        """All that counts steps: of each exchange, then that of the dense gradients where they have one."""
-        return [*(exchange.counters for exchange in self._exchanges), *self._dense.counters]
-
-    @property
-    def _exchanges(self) -> list[Exchange]:
-        """Each module's exchange."""
-        return [module.exchange for module in self._modules if module.exchange is not None]
-
-    def _align(self, parity: int) -> None:
-        """Send the ids of the batch at `parity` where none are under way.
-
-        Eager steps since the capture have moved the epochs on. Captured steps go on with the windows and the arguments
-        that they were captured with. So where the next epoch has the other window, one epoch is skipped, and the words
-        on the device are set to make up the difference. Dense gradients have one window, and skip nothing.
-        """
-        captured = self._graphs[parity] or self._graphs[1 - parity]
-        if captured is None:
-            if self._has_stepped:
-                self._ahead.send_ids(parity)
-            return
-        for exchange, counter in self._in_other_windows(captured, parity):
-            exchange.skip(counter)
-        self._ahead.send_ids(parity)
-        for counters, arguments in zip(self._counters, captured.arguments, strict=True):
-            counters.set_arguments(arguments)
-            counters.settle()
-        assert not self._in_other_windows(captured, parity), "a replay would meet the peers in another window"
-
-    def _in_other_windows(self, captured: CapturedStep, parity: int) -> list[tuple[Exchange, Counter]]:
-        """Return counters whose next epoch has another window than `captured` has in the step of `parity`."""
-        is_other, found = captured is not self._graphs[parity], list[tuple[Exchange, Counter]]()
-        for exchange, values in zip(self._exchanges, captured.captured_values, strict=False):
-            counters = exchange.counters
-            for counter, value in zip(counters.each, values, strict=True):
-                sends = counter is counters.ids and not self._ahead.ids_are_sent and self._ahead.sends(exchange)
-                if counter is not counters.steps and (counter.value + 1 + sends + is_other - value) % 2:
-                    found.append((exchange, counter))
-        return found
 
 
 _HOLDER = "_graph_train_pipeline"  # attribute of a model
@@ -518,14 +443,6 @@ _HOLDER = "_graph_train_pipeline"  # attribute of a model
 def _holder(model: DistributedModelParallel) -> Any:
     """Return the pipeline that trains a model, of all that it has; None if none does."""
     return getattr(model, _HOLDER, None)
-
-
-def _release(graphs: list[CapturedStep | None], device: torch.device) -> None:
-    """Release graphs, once the device is through with them; by itself when their pipeline or the process ends."""
-    if any(graphs) and device.type == "cuda":
-        with suppress(RuntimeError):  # a kernel that has stopped the GPU has left its record
-            torch.cuda.synchronize(device)
-    graphs[:] = None, None
 
 
 def losses_and_output(returned: Any) -> tuple[torch.Tensor, Any]:
