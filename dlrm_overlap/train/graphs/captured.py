@@ -97,10 +97,6 @@ class GraphPair:
         self._captured_places: list[Any] = []
         weakref.finalize(self, _release, self.each, device)
 
-    def of(self, parity: int) -> CapturedStep | None:
-        """Return the captured step of `parity`, if both are there."""
-        return self.each[parity] if all(self.each) else None
-
     def capture(self, parity: int, step: Callable[[], Any], stream: torch.cuda.Stream) -> CapturedStep:
         """Capture the step of `parity`; the graph is to be launched next."""
         for exchange in self._ahead.exchanges:
@@ -126,7 +122,7 @@ class GraphPair:
         Raises:
             InputError: if it is not.
         """
-        if any(self.each) and self._places != self._captured_places:
+        if self._places != self._captured_places:
             raise InputError(
                 "GraphTrainPipeline: rows or windows that captured steps use were moved or given back since, as "
                 "Exchange.close and update_shards do, and the graphs would go on where others' data may be; close this "

@@ -304,7 +304,8 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         return self._call(on_device(batch, self._device))[1]
 
     def _train(self, batches: Iterator[Any]) -> Any:
-        self._graphs.check_places()
+        if any(self._graphs.each):
+            self._graphs.check_places()
         parity = self._steps % 2
         if not self._ahead.holds(parity):
             self._ahead.begin(batches, parity)
@@ -333,7 +334,8 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
             # A replay leaves the ids that were sent ahead to the next replay: no eager step and no capture would find
             # them. So the graphs are replayed once there are both; the first is captured anew where a segment's end
             # came between. A replay need not know whether the next batch is captured, and does not wait for the ranks.
-            if (captured := self._graphs.of(parity)) is not None:
+            graphs = self._graphs.each
+            if (captured := graphs[parity]) is not None and graphs[1 - parity] is not None:
                 self._ahead.settle(1 - parity)
                 return self._launch(parity, captured.replay)
             following = self._ahead.is_captured(1 - parity)
