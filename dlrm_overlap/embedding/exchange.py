@@ -24,7 +24,6 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.backends import BACKENDS
 from dlrm_overlap.comm.counters import Counter
-from dlrm_overlap.comm.every_rank import gathered
 from dlrm_overlap.comm.order import CommunicationOrder, uncompiled
 from dlrm_overlap.comm.reach import Reach
 from dlrm_overlap.config import InputError
@@ -44,7 +43,6 @@ _NO_STREAM = nullcontext()
 
 Parameters = ParamSpec("Parameters")
 Returned = TypeVar("Returned")
-Value = TypeVar("Value")
 
 
 def fails_for_good(part: Callable[Parameters, Returned]) -> Callable[Parameters, Returned]:
@@ -149,10 +147,6 @@ class Exchange:
         """Addresses of rows, and how often windows were given back: captured steps are valid while it is the same."""
         replicated = self._replicated.storage() if self._replicated is not None else ()
         return self._closed, *self._tables.storage(), *replicated
-
-    def gather(self, mine: Value) -> list[Value]:
-        """Return the value of each rank; a collective on the host."""
-        return gathered(mine, self._group)
 
     def take_ids(
         self,

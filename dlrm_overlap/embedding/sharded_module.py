@@ -17,6 +17,7 @@ from torchrec.modules.embedding_configs import PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from dlrm_overlap.backends import BACKENDS
+from dlrm_overlap.comm.every_rank import gathered
 from dlrm_overlap.comm.order import CommunicationOrder
 from dlrm_overlap.embedding.exchange import Exchange, PooledAwaitable
 from dlrm_overlap.embedding.exchanging_module import ExchangingModule
@@ -206,9 +207,8 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
         contexts: list[Any] = [ctx.sharding_contexts[i] for i in self._exchanged]
         if not ctx.variable_batch_per_feature:
             return contexts[0].batch_size_per_rank
-        assert self.exchange is not None
         most = max(size for each in contexts for size in each.batch_size_per_feature_pre_a2a)
-        return self.exchange.gather(most)
+        return gathered(most, exchanging_group(self._env))
 
     def _in_rank_order(
         self, ctx: EmbeddingBagCollectionContext, input: KJTList, batch_sizes: tuple[int, ...]

@@ -132,7 +132,7 @@ class GraphPair:
     @property
     def _counters(self) -> list[Counters]:
         """All that counts steps: of each exchange, then that of the dense gradients where they have one."""
-        return [*(exchange.counters for exchange in self._ahead.exchanges), *self._dense.counters]
+        return [*(exchange.counters for exchange in self._ahead.exchanges), *self._dense.buckets.counters]
 
     def align(self, parity: int, takes_ids: bool) -> None:
         """Send the ids of the batch at `parity`, where none are under way and the exchanges take ids.

@@ -1,13 +1,11 @@
 """The dense part of a captured step: its gradients, their mean over the ranks, and the update of its parameters."""
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from dlrm_overlap.comm.counters import Counters
 from dlrm_overlap.comm.order import CommunicationOrder
 from dlrm_overlap.dense.cast import CastWeights
 from dlrm_overlap.dense.flat import FlatParameters
@@ -57,18 +55,10 @@ class DenseStep:
         self._flat_optimizers = [each for each in map(innermost, optimizers) if isinstance(each, FlatOptimizer)]
         if group.size() > 1:
             dist.broadcast(flat.weights.tensor[: flat.shared_end], group=group, group_src=0)
-        self._buckets = GradientBuckets(flat, group, gradient_dtype, _BUCKET_BYTES, order, stores)
+        self.buckets = GradientBuckets(flat, group, gradient_dtype, _BUCKET_BYTES, order, stores)
+        """the gradients, as they are reduced"""
         if casts is not None:
-            casts.on_complete(self._buckets.complete)
-
-    @property
-    def counters(self) -> Sequence[Counters]:
-        """Counters of the dense gradients' epochs, which a captured step advances."""
-        return self._buckets.counters
-
-    def learn(self) -> AbstractContextManager[None]:
-        """Return a context that finds out in which order a backward completes the gradients."""
-        return self._buckets.learn()
+            casts.on_complete(self.buckets.complete)
 
     def clear(self) -> None:
         """Clear the gradients before a step, unless an optimizer that steps after the graph keeps them.
@@ -97,11 +87,11 @@ class DenseStep:
         if self._casts is not None:
             self._casts.finish()
         if self._updates.clips:
-            self._buckets.finish()
+            self.buckets.finish()
             self._updates.clip()
             take_steps(self._updates.steps, [(0, self._flat.weights.tensor.numel())])
         else:
-            take_steps(self._updates.steps, self._buckets.finish_in_ranges())
+            take_steps(self._updates.steps, self.buckets.finish_in_ranges())
 
     def update_after(self) -> None:
         """Take the steps of optimizers that cannot be captured, and set the next learning rate of a warm-up."""
@@ -123,17 +113,13 @@ class DenseStep:
         for steps in self._updates.steps:
             steps.refresh()
 
-    def check(self) -> None:
-        """Raise the errors that kernels have recorded; never waits for the device."""
-        self._buckets.check()
-
     def close(self, untouched: bool = False) -> None:
         """Let go of the parameters, and of memory that peers see.
 
         Args:
             untouched: no step was taken; the optimizers get no state by what was made for them.
         """
-        self._buckets.close()
+        self.buckets.close()
         if untouched:
             for steps in self._updates.steps:
                 steps.forget()

@@ -256,7 +256,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         for exchange in self._ahead.exchanges if self._fallback is None else exchanges(self._model):
             exchange.check()
         if self._fallback is None and self._has_model:
-            self._dense.check()
+            self._dense.buckets.check()
 
     def close(self) -> None:
         """Give back the graphs, and memory that peers see, once all ranks are through with their steps; a collective.
@@ -348,7 +348,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
 
     def _first_step(self, parity: int, following: bool) -> Any:
         """Take the first step, and learn which ids the model looks up, and in which order gradients are completed."""
-        with self._ahead.finding_ids(), self._dense.learn(), self._collectives:
+        with self._ahead.finding_ids(), self._dense.buckets.learn(), self._collectives:
             loss, output = self._forward(self._ahead.batch(parity))
             loss.backward()
         self._dense.update()
