@@ -3,6 +3,7 @@
 import logging
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -67,7 +68,8 @@ def test_torchrecs_own_plan_has_shards_of_any_type(world_of_one: dist.ProcessGro
     assert isinstance(pooling, list)
     module = build_model(config.model, config.embedding, rows, 13, seed=0)
     topology, mean = Topology(4, "cuda", hbm_cap=141 * 10**9, local_world_size=4), [float(ids) for ids in pooling]
-    about = module, [build_sharder(config.embedding)], topology, config.embedding, config.model.dim, mean, 8192
+    sharders: list[Any] = [build_sharder(config.embedding)]
+    about = module, sharders, topology, config.embedding, config.model.dim, mean, 8192
     tables = plan._planners_plan(*about, world_of_one).plan["embedding"]
     kinds = {name: sharding.sharding_type for name, sharding in tables.items()}  # type: ignore[attr-defined]
     assert [name for name, kind in kinds.items() if kind == "row_wise"] == ["t_20"]
