@@ -42,7 +42,7 @@ def _plan(config: Config, group: dist.ProcessGroup, rows: list[int] | None = Non
     return build_plan(module, sharders, topology, config.embedding, config.model.dim, _POOLING, 8, group)
 
 
-@pytest.mark.parametrize("kind", ["auto", "table_wise", "column_wise"])
+@pytest.mark.parametrize("kind", ["auto", "torchrec", "table_wise", "column_wise"])
 def test_every_plan_says_how_full_the_fullest_rank_is(
     world_of_one: dist.ProcessGroup, caplog: pytest.LogCaptureFixture, kind: str
 ) -> None:
