@@ -73,10 +73,10 @@ def _days_in(folder: Path, ids: str) -> list[int]:
 
 def _open_day(folder: Path, day: int, ids: str) -> Day:
     name = f"{folder}/day_{day}"
-    dense = map_npy(Path(f"{name}_dense.npy"), np.float32, CRITEO_DENSE)
-    labels = map_npy(Path(f"{name}_labels.npy"), np.int32, 1)
     file = Path(f"{name}_{ids}")
     tables = map_npz(file) if file.suffix == ".npz" else list(map_npy(file, np.int32, CRITEO_TABLES).T[:, :, None])
+    dense = map_npy(Path(f"{name}_dense.npy"), np.float32, CRITEO_DENSE)
+    labels = map_npy(Path(f"{name}_labels.npy"), np.int32, 1)
     if len(lengths := {len(dense), len(labels), *map(len, tables)}) > 1:
         raise InputError(
             f"{name}: files of {sorted(lengths)} samples, but dense, labels and sparse must agree; replace them"

@@ -179,6 +179,8 @@ class DataConfig:
             self.tables.number()
             if self.tables.rows is None:
                 raise InputError("data.tables.rows: null, but synthetic tables need their rows; set data.tables.rows")
+            if self.shuffle:
+                raise InputError(f"data.shuffle: {self.shuffle}, but synthetic samples have no order; leave it out")
         elif self.path is None:
             raise InputError(f"data.path: null, but data.kind {self.kind} reads files; set data.path")
         elif self.kind == "table" and self.schema is None:

@@ -143,12 +143,14 @@ def unpack(records: torch.Tensor, fields: Sequence[Sequence[int]]) -> torch.Tens
     found = []
     for offset, width, count, kind, modulus, _ in fields:
         numbers = records[:, offset : offset + count * width].reshape(-1, width)
-        words = torch.nn.functional.pad(numbers, (0, 4 - width)).view(torch.int32).flatten()
+        padded = numbers.new_zeros(len(numbers), 4)
+        padded[:, :width] = numbers
+        words = padded.view(torch.int32).flatten()
         if modulus:
             words %= modulus
         if kind == 1:
             words = words.float().view(torch.int32)
         elif kind == 2:
-            words = numbers.contiguous().view(torch.float16).flatten().float().view(torch.int32)
+            words = words.to(torch.int16).view(torch.float16).float().view(torch.int32)
         found.append(words)
     return torch.cat(found)
