@@ -127,10 +127,10 @@ class Days(Dataset):
 
     def read(self, first: int, count: int) -> Batch:
         """Return the samples [first, first + count), modulo the number of samples; see `read_at`."""
-        return self.read_at(np.arange(first, first + count) % self.num_samples)
+        return self.read_at(np.arange(first, first + count))
 
     def read_at(self, positions: np.ndarray) -> Batch:
-        """Return the samples at `positions` [count] int64.
+        """Return the samples at `positions` [count] int64, modulo the number of samples.
 
         Under `data.bad_rows: skip` the next good sample stands in for a bad one (see `_stand_in`), so all others keep
         their positions, and every rank finds the same one at a position.
@@ -139,6 +139,7 @@ class Days(Dataset):
             InputError: naming the day, the sample and the value of a bad one, unless another stands in for it: a label
                 other than 0 or 1, a dense feature that is not finite, or an id that is no row of its table.
         """
+        positions = positions % self.num_samples
         try:
             return self._gather(self._stretches(positions))
         except InputError:

@@ -191,7 +191,7 @@ class Prepared(Days):
 
     def records_at(self, positions: np.ndarray) -> Records:
         """Return the samples at `positions` as records: a view of the file where they follow each other in a day."""
-        found = [each.day.records[each.samples] for each in self._stretches(positions)]
+        found = [each.day.records[each.samples] for each in self._stretches(positions % self.num_samples)]
         return Records(torch.from_numpy(found[0] if len(found) == 1 else np.concatenate(found)))
 
 

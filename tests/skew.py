@@ -46,7 +46,8 @@ def main() -> None:
         found.append(exponent(counts, values))
         print(f"{values:9} values, {len(counts):5} seen: {found[-1]:.2f}")
     large = np.array(KAGGLE_VALUES) >= 1000
-    print(f"median: {np.median(np.array(found)[large]):.2f} from 1000 values on, {np.median(np.array(found)[~large]):.2f} below")
+    for name, wanted in (("1,000 values and more", large), ("fewer", ~large)):
+        print(f"median of the columns with {name}: {np.median(np.array(found)[wanted]):.2f}")
 
 
 if __name__ == "__main__":

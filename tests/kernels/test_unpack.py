@@ -1,15 +1,22 @@
 """Records that the kernel unpacks are those that plain PyTorch unpacks, and what was packed."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
-from dlrm_overlap.data.batch import Records
+from dlrm_overlap.config import DataConfig, TablesConfig
+from dlrm_overlap.data import loader as loader_module
+from dlrm_overlap.data.batch import Lease, Records
 from dlrm_overlap.data.days import Day, Days
+from dlrm_overlap.data.loader import make_loader, open_datasets
+from dlrm_overlap.data.packing import pack_samples
 from dlrm_overlap.data.records import Layout, Packed, Unpacker
 from dlrm_overlap.kernels import reference
 from tests.gpu.synthetic import first_difference
 from tests.kernels.emulation import CPU, interpreted
+from tests.unit.data.test_ring import pinning  # noqa: F401  a fixture
 
 ROWS = [1, 256, 257, 2**16, 2**16 + 1, 2**24, 2**24 + 1, 2**31 - 1]
 SIZES = [1, 3, 2, 1, 5, 1, 2, 1]
@@ -50,3 +57,21 @@ def test_a_batch_is_what_was_packed(labels: int, half: bool, samples: int, max_r
     assert torch.equal(twin, torch.cat([words, made.sparse.values()]))
     columns = [Packed(packed, field) for field in layout.fields()]
     assert all(np.array_equal(column[1:3], whole[1:3]) for column, whole in zip(columns[2:], day.ids, strict=True))
+
+
+@interpreted
+@pytest.mark.usefixtures("pinning")
+@pytest.mark.parametrize("shuffle", [0, 20])
+def test_a_loader_unpacks_the_records_that_its_workers_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shuffle: int
+) -> None:
+    tables = TablesConfig(rows=[3, 300, 70_000], multi_hot=[1, 3, 2])
+    pack_samples(DataConfig(tables=tables, eval_samples=4, workers=0), tmp_path, 50, day_samples=16)
+    config = DataConfig(kind="prepared", path=str(tmp_path), shuffle=shuffle, tables=TablesConfig(max_rows=250))
+    train, _ = open_datasets(config)
+    monkeypatch.setattr(loader_module, "_gpu", lambda: CPU)
+    monkeypatch.setattr(Lease, "copying", lambda lease: None)  # an event of a GPU
+    with make_loader(train, 7, 1, 2, 2, 9, 2, 1, True) as loader:  # rank 1 of 2, from step 2 on, beyond the end too
+        for step, batch in enumerate(loader, 2):
+            assert first_difference(batch, train.read((step * 2 + 1) * 7, 7)) is None
+    assert step == 8
