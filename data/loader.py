@@ -46,15 +46,7 @@ class Slice(Dataset):
 
     def read(self, first: int, count: int) -> Batch:
         """Return the samples [first, first + count), modulo the view's length."""
-        if self._shuffle:
-            return self._dataset.read_at(self._positions(np.arange(first, first + count)))
-        batches, end = [], first + count
-        while first < end:
-            position = first % self.num_samples
-            size = min(end - first, self.num_samples - position)
-            batches.append(self._dataset.read(self._start + position, size))
-            first += size
-        return batches[0] if len(batches) == 1 else Batch.join(batches)
+        return self._dataset.read_at(self._positions(np.arange(first, first + count)))
 
     def records_at(self, positions: np.ndarray) -> Records:
         """See `Dataset`."""
