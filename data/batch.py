@@ -188,7 +188,7 @@ class Dataset(Protocol):
 
     def records_at(self, positions: np.ndarray) -> Records:
         """Return the samples at `positions` as records; only where `packed` is not None."""
-        raise NotImplementedError
+        raise AssertionError("a data set whose `packed` is None has no records")
 
     def read(self, first: int, count: int) -> Batch:
         """Return the samples [first, first + count), on the CPU unless `on_gpu`.

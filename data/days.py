@@ -9,7 +9,6 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -25,24 +24,11 @@ ROWS_CURE = "set data.tables.rows to the rows the ids were made for, or fold the
 Samples = slice | np.ndarray  # some of a day, by their numbers
 
 
-class Numbers(Protocol):
-    """An array, or what unpacks the part of one that is taken."""
-
-    @property
-    def shape(self) -> Any:
-        """Samples, and numbers of each."""
-        ...
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, samples: Any, /) -> np.ndarray: ...
-
-
 @dataclass(frozen=True)
 class Ragged:
     """The ids of a table whose bags differ in size."""
 
-    values: Numbers
+    values: np.ndarray
     """[m] int32, bag after bag"""
     ends: np.ndarray
     """[n] int64, where each bag ends in `values`"""
@@ -53,15 +39,15 @@ class Ragged:
 
 @dataclass(frozen=True)
 class Day:
-    """The samples of one day."""
+    """The samples of one day, as arrays or as `records.Packed`, which unpacks the part that is taken."""
 
     name: str
     """path of the files without their last part, such as folder/day_0"""
-    labels: Numbers
+    labels: np.ndarray
     """[n, L], any number type"""
-    dense: Numbers
+    dense: np.ndarray
     """[n, F] float32"""
-    ids: Sequence[Numbers | Ragged] | np.ndarray
+    ids: Sequence[np.ndarray | Ragged] | np.ndarray
     """of each table: [n, pooling factor] int32, or ragged"""
     records: np.ndarray | None = None
     """[n, bytes] uint8, which the others are unpacked from, if they are"""
@@ -227,7 +213,7 @@ class Days(Dataset):
             ids -= ids // rows * rows  # numpy vectorises the division by a scalar, but not `%`
 
 
-def _bag_sizes(ids: Sequence[Numbers | Ragged]) -> tuple[int, int, int]:
+def _bag_sizes(ids: Sequence[np.ndarray | Ragged]) -> tuple[int, int, int]:
     """Return the least and the most ids of a bag of a table, and how many ids there are, over its days."""
     least, most, total = [], [], 0
     for each in ids:

@@ -191,7 +191,10 @@ class Prepared(Days):
 
     def records_at(self, positions: np.ndarray) -> Records:
         """Return the samples at `positions` as records: a view of the file where they follow each other in a day."""
-        found = [each.day.records[each.samples] for each in self._stretches(positions % self.num_samples)]
+        found = []
+        for each in self._stretches(positions % self.num_samples):
+            assert each.day.records is not None, "days of this class have records"
+            found.append(each.day.records[each.samples])
         return Records(torch.from_numpy(found[0] if len(found) == 1 else np.concatenate(found)))
 
 
@@ -226,18 +229,18 @@ def open_day(folder: Path, i: int, samples: int, layout: Layout) -> Day:
     if lengths != {samples}:
         raise InputError(f"{name}: files of {sorted(lengths)} samples, not {samples}; replace them")
     records = arrays["records"]
-    dense, labels, *tables = (Packed(records, each) for each in layout.fields())
-    single, ids = iter(tables), list[Packed | Ragged]()
+    unpacked: list[Any] = [Packed(records, each) for each in layout.fields()]
+    dense, labels, *tables = unpacked
+    single, ids = iter(tables), list[Any]()
     for t, rows in enumerate(layout.rows):
         if t not in lists:
             ids.append(next(single))
             continue
         k = lists.index(t)
-        values = arrays[f"list_{k}"]
-        bags = Ragged(Packed(values, field_of_ids(rows)), arrays["ends"][:, k])
-        if len(bags) and bags.ends[-1] != len(values):
-            raise InputError(f"{name}: list_{k} has {len(values)} ids, not the {bags.ends[-1]} of ends; replace them")
-        ids.append(bags)
+        values: Any = Packed(arrays[f"list_{k}"], field_of_ids(rows))
+        ids.append(Ragged(values, ends := arrays["ends"][:, k]))
+        if len(ends) and ends[-1] != len(values):
+            raise InputError(f"{name}: list_{k} has {len(values)} ids, not the {ends[-1]} of ends; replace them")
     return Day(name, labels, dense, ids, records)
 
 

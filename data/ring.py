@@ -94,8 +94,8 @@ class Ring:
     def __iter__(self) -> Self:
         return self
 
-    def __next__(self) -> Batch | Records:
-        """Return the next batch, or its records.
+    def __next__(self) -> Any:
+        """Return the next batch, or its records, as `read` gives them.
 
         Raises:
             InputError: as the data set raised it, or if a reader process died or stalls.

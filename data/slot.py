@@ -2,6 +2,7 @@
 
 import mmap
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -94,7 +95,7 @@ class Slot:
         self.message.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
         self.ids[0] = kind
 
-    def read(self) -> Batch | Records:
+    def read(self) -> Any:
         """Return the batch, or the records, whose tensors are views of the slot's memory.
 
         Raises:

@@ -33,11 +33,16 @@ _READ = ("bytes_per_sample", "disk_gb_per_s", "disk_feeds_gpus", "cache_gb_per_s
 def run(request: InputRequest, ranks: Ranks) -> int:
     """Measure the figure on all ranks, which all call this, and return the exit code 0."""
     trainer = ranks.trainer()
-    row = {"kind": request.kind} | _measure(trainer, request.steps)
+    row = _measure(trainer, request.steps)
     reads = _measure_reading(trainer, request.steps, row["cached_median_ms"])
     trainer.close()
     if ranks.world.rank == 0:
-        report([row | reads], [], request.output, _SHOWN + _READ if reads["bytes_per_sample"] else _SHOWN)
+        report(
+            [{"kind": request.kind} | row | reads],
+            [],
+            request.output,
+            _SHOWN + _READ if reads["bytes_per_sample"] else _SHOWN,
+        )
     return 0
 
 
