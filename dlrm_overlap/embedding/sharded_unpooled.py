@@ -1,6 +1,6 @@
 """The drop-in's sharded module of an unpooled collection: TorchRec's own, whose shards an `UnpooledExchange` serves."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
 from typing import Any
@@ -21,11 +21,12 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from dlrm_overlap.comm.order import CommunicationOrder
 from dlrm_overlap.config import InputError
-from dlrm_overlap.embedding.distinct import Distinct, DistinctIds, NamedSequence
+from dlrm_overlap.embedding.distinct import Distinct, DistinctIds, NamedSequence, SlotBlocks
 from dlrm_overlap.embedding.exchanging_module import ExchangingModule
 from dlrm_overlap.embedding.id_layout import BatchBound
 from dlrm_overlap.embedding.opening import reach_of
 from dlrm_overlap.embedding.options import ExchangeOptions
+from dlrm_overlap.embedding.sequences import SequencesAwaitable, to_sequences
 from dlrm_overlap.embedding.shardings import build_layout, exchanging_group
 from dlrm_overlap.embedding.tables import LocalTables
 from dlrm_overlap.embedding.unpooled import UnpooledExchange
@@ -81,9 +82,7 @@ class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], Shar
 
     def _reasons(self, by_type: Mapping[str, Any]) -> dict[str, str | None]:
         reasons, whole = super()._reasons(by_type), None
-        if any(len(set(names)) < len(names) for names in self._names.values()):
-            whole = "a table names a feature twice"
-        elif None in reasons.values():
+        if None in reasons.values():
             device = self._device
             assert device is not None
             group = exchanging_group(self._env)
@@ -136,7 +135,7 @@ class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], Shar
         self.exchange = self.exchange or self._make_exchange()
         if order is not None:
             self.exchange.order = order
-        layout, replicated = self._with_replicated(self.exchange.layout)
+        layout, replicated = self._with_replicated(self.exchange.table_layout)
         self.exchange.names = list(self._exchanged_names())
         self._all_distinct = self._distinct_of(self.exchange.names)
         if self.dedup == "auto":  # by numbers that all ranks agree on
@@ -172,31 +171,13 @@ class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], Shar
         assert self.exchange is not None
         assert self._all_distinct is not None
         rows, rooms = self.exchange.start_sent_rows(features), self.exchange.rooms_of(features)
-        return SequencesAwaitable(rows, self._to_sequences(self._all_distinct, features, rooms), None, self._order)
+        make = to_sequences(self._all_distinct, features, rooms, self._need_indices)
+        return SequencesAwaitable(rows, make, None, self._order)
 
     @property
     def _order(self) -> list[str]:
         """The names of the output in TorchRec's order."""
         return list(dict.fromkeys(chain.from_iterable(self._embedding_names_per_sharding)))
-
-    def _to_sequences(
-        self, distinct: DistinctIds, features: KeyedJaggedTensor, rooms: Sequence[int]
-    ) -> Callable[[torch.Tensor], dict[str, JaggedTensor]]:
-        """Return the function that makes the output of the rows [P, D] of all ids."""
-
-        def make(rows: torch.Tensor) -> dict[str, JaggedTensor]:
-            keys = features.keys()
-            lengths = features.lengths().view(len(keys), features.stride())
-            ids: Sequence[torch.Tensor | None] = [None] * len(rooms)
-            if self._need_indices:
-                ids = distinct.padded(features, rooms).split(list(rooms))
-            parts = zip(distinct.sequences, rows.split(list(rooms)), ids, strict=True)
-            return {
-                sequence.name: JaggedTensor(values, weights, lengths=lengths[keys.index(sequence.feature)])
-                for sequence, values, weights in parts
-            }
-
-        return make
 
     def create_context(self) -> SlotsContext:
         """Return the context of a step."""
@@ -238,7 +219,8 @@ class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], Shar
         if not self._is_measured and sum(rooms):
             self._is_measured, self._dedups = True, begins[-1] <= _WORTH * sum(rooms)
         slots = _rounded(max(end - begin for begin, end in pairwise(begins)))
-        ctx.distinct, ctx.features, ctx.rooms = self._distinct.place(batch, slots), features, rooms
+        blocks = SlotBlocks(slots, (1,) * (len(begins) - 1))  # TorchRec's features are fixed
+        ctx.distinct, ctx.features, ctx.rooms = self._distinct.place(batch, blocks), features, rooms
         return ctx.distinct, begins, slots
 
     def _split(self, features: KeyedJaggedTensor) -> Sequence[KeyedJaggedTensor | None]:
@@ -284,7 +266,7 @@ class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], Shar
         batch_sizes = ctx.sharding_contexts[self._exchanged[0]].batch_size_per_rank
         inputs = [_features_of(input[i], self._arriving[i]) for i in self._exchanged]
         rows = self.exchange.start_rows(inputs, batch_sizes, ctx.distinct)
-        make = self._to_sequences(self._distinct, ctx.features, ctx.rooms)
+        make = to_sequences(self._distinct, ctx.features, ctx.rooms, self._need_indices)
         return SequencesAwaitable(rows, make, self._start_others(ctx, input), self._order)
 
     def _start_others(self, ctx: SlotsContext, input: KJTList) -> LazyAwaitable[dict[str, JaggedTensor]] | None:
@@ -307,27 +289,6 @@ class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], Shar
             need_indices=self._need_indices,
             features_to_permute_indices=self._features_to_permute_indices,
         )
-
-
-class SequencesAwaitable(LazyAwaitable[dict[str, JaggedTensor]]):
-    """The output of an unpooled collection: a jagged tensor of rows by name."""
-
-    def __init__(
-        self,
-        rows: Awaitable[torch.Tensor],
-        make: Callable[[torch.Tensor], dict[str, JaggedTensor]],
-        others: Awaitable[dict[str, JaggedTensor]] | None,
-        order: Sequence[str],
-    ) -> None:
-        """Take the rows of exchanged tables, what makes the output of them, the others', and the order of the names."""
-        super().__init__()
-        self._rows, self._make, self._others, self._order = rows, make, others, order
-
-    def _wait_impl(self) -> dict[str, JaggedTensor]:
-        found = self._make(self._rows.wait())
-        if self._others is not None:
-            found |= self._others.wait()
-        return {name: found[name] for name in self._order}
 
 
 def _tables_in_order(sharding: Any) -> Iterator[Any]:

@@ -137,8 +137,9 @@ def _why_not_pooled(group: Any, wire_dtype: torch.dtype) -> str | None:
     if data_type_to_dtype(group.data_type) not in WIRE_DTYPES.values():
         return f"rows of type {group.data_type.value}"
     params = group.fused_params or {}
-    if group.pooling == PoolingType.NONE and params.get("gradient_clipping"):
-        return "gradients of ids that are clipped before they are summed"
+    features = [table.feature_names for table in group.embedding_tables]
+    if group.pooling == PoolingType.NONE and any(len(set(names)) < len(names) for names in features):
+        return "a table that is not pooled names a feature twice"
     if (output := params.get("output_dtype", SparseType.FP32)) not in _OUTPUT_TYPES:
         return f"output of type {output.value}"
     if output != SparseType.FP32 and wire_dtype not in (torch.float32, output.as_dtype()):
