@@ -27,7 +27,7 @@ from dlrm_overlap.embedding.id_layout import BatchBound
 from dlrm_overlap.embedding.opening import reach_of
 from dlrm_overlap.embedding.options import ExchangeOptions
 from dlrm_overlap.embedding.sequences import SequencesAwaitable, to_sequences
-from dlrm_overlap.embedding.shardings import build_layout, exchanging_group
+from dlrm_overlap.embedding.shardings import build_layout, exchanging_group, groups_of
 from dlrm_overlap.embedding.tables import LocalTables
 from dlrm_overlap.embedding.unpooled import UnpooledExchange
 
@@ -86,8 +86,11 @@ class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], Shar
             device = self._device
             assert device is not None
             group = exchanging_group(self._env)
+            params = [each.fused_params or {} for sharding in by_type.values() for each in groups_of(sharding)]
             if not reach_of(self._options, group, device).whole:
                 whole = "not all ranks are on one host"
+            elif device.type == "cpu" and any(each.get("weight_decay") or each.get("max_norm") for each in params):
+                whole = "rows that decay, which on a CPU FBGEMM updates, feature by feature"
         return {kind: reason or whole for kind, reason in reasons.items()}
 
     def _make_exchange(self) -> UnpooledExchange:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMode
 from torch import nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -28,6 +29,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.data.batch import Batch
+from dlrm_overlap.embedding.id_layout import BatchBound
 from dlrm_overlap.embedding.sharded_module import exchanges
 from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder, OverlapEmbeddingCollectionSharder
 from dlrm_overlap.embedding.unpooled import UnpooledExchange
@@ -43,12 +45,13 @@ TABLES = {  # table -> rows, features; f is of two tables, and no table reads x
     "whole": (40, ["m"]),
 }
 ROWS = {"k": 13, "f": 20, "x": 5, "g": 20, "h": 30, "m": 40, "p": 25, "q": 6}
-OPTIMIZERS: Mapping[str, dict[str, Any]] = {
+OPTIMIZERS: dict[str, dict[str, Any]] = {
     "sgd": {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.5},
     "dense_sgd": {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.1},  # that of the dense parameters
     "adagrad": {"optimizer": EmbOptimType.EXACT_ADAGRAD, "learning_rate": 0.1, "eps": 0.1},
     "rowwise_adagrad": {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.1, "eps": 1e-3},
 }
+OPTIMIZERS["decay"] = {**OPTIMIZERS["rowwise_adagrad"], "weight_decay": 0.1, "weight_decay_mode": WeightDecayMode.L2}
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,8 @@ class Case:
     features: Sequence[str] = tuple(ROWS)
     """in the order of the batches"""
     ids: torch.dtype = torch.int64
+    bound: BatchBound | None = None
+    """of captured steps; None is learnt"""
 
     @property
     def rows_of(self) -> dict[str, int]:
@@ -235,7 +240,10 @@ def train(
     keyed = KeyedOptimizerWrapper(dense, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
     optimizer = CombinedOptimizer([sharded.fused_optimizer, ("dense", keyed)])
     kinds: dict[str, Any] = {"none": TrainPipelineBase, "sparse_dist": TrainPipelineSparseDist}
-    steps = kinds.get(pipeline, GraphTrainPipeline)(sharded, optimizer, device)
+    if pipeline in kinds:
+        steps = kinds[pipeline](sharded, optimizer, device)
+    else:
+        steps = GraphTrainPipeline(sharded, optimizer, device, bound=case.bound)
     given: dict[str, torch.Tensor] = {}
     stand_in = isinstance(sharders[0], EmbeddingCollectionSharder) and not isinstance(
         sharders[0], OverlapEmbeddingCollectionSharder
