@@ -1,6 +1,6 @@
 """The drop-in's sharded module of an unpooled collection: TorchRec's own, whose shards an `UnpooledExchange` serves."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
 from typing import Any
@@ -13,7 +13,6 @@ from torchrec.distributed.embedding import (
 )
 from torchrec.distributed.embedding_sharding import KJTListSplitsAwaitable
 from torchrec.distributed.embedding_types import KJTList
-from torchrec.distributed.sharding.rw_sequence_sharding import RwSequenceEmbeddingSharding
 from torchrec.distributed.sharding.sequence_sharding import SequenceShardingContext
 from torchrec.distributed.types import Awaitable, LazyAwaitable
 from torchrec.modules.embedding_modules import get_embedding_names_by_table
@@ -26,8 +25,15 @@ from dlrm_overlap.embedding.exchanging_module import ExchangingModule
 from dlrm_overlap.embedding.id_layout import BatchBound
 from dlrm_overlap.embedding.opening import reach_of
 from dlrm_overlap.embedding.options import ExchangeOptions
+from dlrm_overlap.embedding.own_batches import with_bags_of_samples
 from dlrm_overlap.embedding.sequences import SequencesAwaitable, to_sequences
-from dlrm_overlap.embedding.shardings import build_layout, exchanging_group, groups_of
+from dlrm_overlap.embedding.shardings import (
+    build_layout,
+    exchanging_group,
+    first_features,
+    groups_of,
+    tables_in_order,
+)
 from dlrm_overlap.embedding.tables import LocalTables
 from dlrm_overlap.embedding.unpooled import UnpooledExchange
 
@@ -69,7 +75,7 @@ class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], Shar
         names = get_embedding_names_by_table(self._embedding_configs)
         self._names = dict(zip(self._configs, names, strict=True))
         self._set_up_exchange(len(self._configs))
-        self._arriving = [self._arriving_in(number) for number in range(len(self._shardings))]
+        self._arriving = [first_features(sharding) for sharding in self._shardings]
         self._distinct = self._distinct_of(self.exchange.names) if self.exchange is not None else None
         """of the tables that are exchanged"""
         self._all_distinct = self._distinct
@@ -190,6 +196,7 @@ class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], Shar
         """Find the distinct ids, and send them as TorchRec sends ids: a slot as if it were a sample."""
         if self.exchange is None or not self._exchanged or not isinstance(features, KeyedJaggedTensor):
             return super().input_dist(ctx, features)
+        features = with_bags_of_samples(features)
         if (reason := self._why_falls_back(features)) is not None:
             self._tell_once(reason)
             return super().input_dist(ctx, features)
@@ -241,21 +248,12 @@ class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], Shar
         assert self.exchange is not None
         lengths_of = distinct.lengths.view(-1, slots)
         values, lengths, keys = [distinct.values[:0]], [], []
-        for table in _tables_in_order(sharding):
+        for table in tables_in_order(sharding):
             number = self.exchange.names.index(table.name)
             values.append(distinct.values[begins[number] : begins[number + 1]])
             lengths += [lengths_of[number], *[lengths_of.new_zeros(slots)] * (len(table.feature_names) - 1)]
             keys += table.feature_names
         return KeyedJaggedTensor(keys, torch.cat(values), lengths=torch.cat(lengths).to(lengths_type), stride=slots)
-
-    def _arriving_in(self, number: int) -> list[int]:
-        """Return of the features that arrive at this rank for a sharding those that have a table's slots."""
-        sharding, found, feature = self._shardings[number], list[int](), 0
-        for group in sharding._grouped_embedding_configs:
-            for table in group.embedding_tables:
-                found.append(feature)
-                feature += len(table.feature_names)
-        return found
 
     def compute_and_output_dist(
         self, ctx: EmbeddingCollectionContext, input: KJTList
@@ -292,15 +290,6 @@ class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], Shar
             need_indices=self._need_indices,
             features_to_permute_indices=self._features_to_permute_indices,
         )
-
-
-def _tables_in_order(sharding: Any) -> Iterator[Any]:
-    """Yield the tables of a sharding, and once more for each shard whose owner gets its ids, as in its features."""
-    groups = sharding._grouped_embedding_configs_per_rank
-    if isinstance(sharding, RwSequenceEmbeddingSharding):
-        groups = [sharding._grouped_embedding_configs]
-    for group in chain.from_iterable(groups):
-        yield from group.embedding_tables
 
 
 def _features_of(ids: KeyedJaggedTensor, features: Sequence[int]) -> KeyedJaggedTensor:

@@ -85,6 +85,8 @@ class Case:
     features: Sequence[str] = tuple(ROWS)
     """in the order of the batches"""
     ids: torch.dtype = torch.int64
+    own_batches: bool = False
+    """whether half of a feature's sequences are of several samples"""
     bound: BatchBound | None = None
     """of captured steps; None is learnt"""
 
@@ -196,7 +198,8 @@ def batches(case: Case, rank: int, stand_in: bool) -> Iterator[Batch]:
         lengths, values = [], []
         for key, rows in case.rows_of.items():
             least, most = case.sizes.get(key, case.bags)
-            some = torch.randint(least, most + 1, (samples,), generator=generator)
+            bags = -(-samples // 2) if case.own_batches else samples
+            some = torch.randint(least, most + 1, (bags,), generator=generator)
             some *= case.longer.get(step, 1) * (not stands_in)
             if step == 0 and case.longer:  # from which the bound is learnt
                 some[:] = most * (not stands_in)
@@ -210,7 +213,12 @@ def batches(case: Case, rank: int, stand_in: bool) -> Iterator[Batch]:
                 ids = torch.cat([torch.full((case.repeated,), 7), ids])
             lengths.append(some)
             values.append(ids)
-        sparse = KeyedJaggedTensor(list(case.rows_of), torch.cat(values).to(case.ids), lengths=torch.cat(lengths))
+        keys, own = list(case.rows_of), dict[str, Any]()
+        if case.own_batches:
+            inverse = torch.randint(0, -(-samples // 2), (len(keys), samples), generator=generator)
+            strides = [[len(each)] for each in lengths]
+            own = {"stride_per_key_per_rank": strides, "inverse_indices": (keys, inverse)}
+        sparse = KeyedJaggedTensor(keys, torch.cat(values).to(case.ids), lengths=torch.cat(lengths), **own)
         dense = torch.rand(samples, 3, generator=generator) * (not stands_in)
         yield Batch(dense, sparse, torch.zeros(samples, 1))
 
