@@ -188,7 +188,8 @@ def batches(case: Case, rank: int, stand_in: bool) -> Iterator[Batch]:
     """Yield the batches of a rank.
 
     Args:
-        stand_in: in place of no sample, which stock TorchRec does not take, have one without ids, whose gradient is 0.
+        stand_in: in place of no sample, which stock TorchRec does not take, have one without ids, whose gradient is 0;
+            and a sequence for every sample, since stock TorchRec loses gradients of one that samples share.
     """
     generator = torch.Generator().manual_seed(rank)
     for step in range(case.steps):
@@ -216,8 +217,13 @@ def batches(case: Case, rank: int, stand_in: bool) -> Iterator[Batch]:
         keys, own = list(case.rows_of), dict[str, Any]()
         if case.own_batches:
             inverse = torch.randint(0, -(-samples // 2), (len(keys), samples), generator=generator)
-            strides = [[len(each)] for each in lengths]
-            own = {"stride_per_key_per_rank": strides, "inverse_indices": (keys, inverse)}
+            if stand_in:
+                bags = [each.split(sizes.tolist()) for each, sizes in zip(values, lengths, strict=True)]
+                values = [torch.cat([of[i] for i in row]) for of, row in zip(bags, inverse.tolist(), strict=True)]
+                lengths = [sizes[row] for sizes, row in zip(lengths, inverse, strict=True)]
+            else:
+                strides = [[len(each)] for each in lengths]
+                own = {"stride_per_key_per_rank": strides, "inverse_indices": (keys, inverse)}
         sparse = KeyedJaggedTensor(keys, torch.cat(values).to(case.ids), lengths=torch.cat(lengths), **own)
         dense = torch.rand(samples, 3, generator=generator) * (not stands_in)
         yield Batch(dense, sparse, torch.zeros(samples, 1))
