@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from dlrm_overlap.kernels.arguments import Numbers, Partials
+from dlrm_overlap.kernels.arguments import EVERY_BAG, Numbers, Partials
 from dlrm_overlap.kernels.dense.arguments import GROUP, LINE, CrossGradient, FlatUpdate
 
 Rows = torch.Tensor
@@ -83,7 +83,7 @@ def add_partials(window: torch.Tensor, sums: Sequence[Partials], offsets: torch.
         total = torch.zeros(window.shape[0], sum.dim, dtype=torch.float32, device=window.device)
         for number, column in enumerate(sum.columns):
             part = window[:, column : column + sum.dim].float()
-            if offsets is not None:
+            if offsets is not None and sum.shares[number] != EVERY_BAG:
                 filled = have_ids(offsets, sum.shares[number], window.shape[0])
                 part = part.masked_fill(~filled[:, None], 0.0)
             total += part
@@ -136,6 +136,32 @@ def sum_rows(gradient: torch.Tensor, places: torch.Tensor, rows: int) -> torch.T
     named = (places >= 0).nonzero().flatten()
     sums = torch.zeros(rows, gradient.shape[1], device=gradient.device)
     return sums.index_add_(0, places[named].long(), gradient[named].float())
+
+
+def unpack(records: torch.Tensor, fields: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Return the numbers of records, [words * b] int32: of field after field, all of sample 0, of sample 1, and so on.
+
+    Args:
+        records: [b, record_bytes] uint8.
+        fields: each of offset, width, count, kind, modulus, start: `kernels/unpack.py` says what they are.
+
+    Example:
+        One field of two numbers of 2 bytes, records 7 0 8 0 and 9 0 0 1: 7, 8, 9, 256.
+    """
+    found = []
+    for offset, width, count, kind, modulus, _ in fields:
+        numbers = records[:, offset : offset + count * width].reshape(-1, width)
+        padded = numbers.new_zeros(len(numbers), 4)
+        padded[:, :width] = numbers
+        words = padded.view(torch.int32).flatten()
+        if modulus:
+            words %= modulus
+        if kind == 1:
+            words = words.float().view(torch.int32)
+        elif kind == 2:
+            words = words.to(torch.int16).view(torch.float16).float().view(torch.int32)
+        found.append(words)
+    return torch.cat(found)
 
 
 def update_rows(

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -13,6 +13,8 @@ from dlrm_overlap.comm.arena import Region
 from dlrm_overlap.embedding.windows import WindowSpec
 
 EVERY_RANK = -1
+SLOTS_FROM = " slots from "
+"""in the name of a feature of slots, between its table and the first slot, unless that is 0"""
 
 
 @dataclass(frozen=True)
@@ -120,6 +122,10 @@ class PartialSums(NamedTuple):
     shards: tuple[FeatureShard, ...]
     """the row shards"""
 
+    def on(self, host: range) -> tuple[FeatureShard, ...]:
+        """Return the row shards of the ranks of `host`; of several the sum is made there for samples of other hosts."""
+        return tuple(shard for shard in self.shards if shard.owner in host)
+
 
 class Layout:
     """The feature shards of all ranks, and the output [b, D_total], whose columns are in the order of `names`.
@@ -163,6 +169,21 @@ class Layout:
         """Return the first of the output's columns that the shard fills, or adds to; its gradient is there."""
         return self._first_column[shard.name] + shard.first_column
 
+    def with_features(self, table_of: Mapping[str, str]) -> "Layout":
+        """Return the layout of tables of slots that have several features each.
+
+        Args:
+            table_of: by feature in order, those of a table together.
+        """
+        features = {table: [name for name, of in table_of.items() if of == table] for table in self.names}
+        shards = [
+            replace(shard, name=name, feature_name=name)
+            for shards in (*self.by_owner, self.replicated)
+            for shard in shards
+            for name in features[shard.name]
+        ]
+        return Layout(shards, list(table_of), self.world_size)
+
     @cached_property
     def partial_sums(self) -> Sequence[PartialSums]:
         """The columns of the output that are sums of the partial sums of several ranks."""
@@ -194,12 +215,12 @@ class Layout:
 
     def owner_columns(self, rank: int) -> torch.Tensor:
         """Return [D_local] int64: the output's columns that `rank` computes, in the order of its shards."""
-        return _ranges([(self.output_column(shard), shard.dim) for shard in self.by_owner[rank]])
+        return column_numbers([(self.output_column(shard), shard.dim) for shard in self.by_owner[rank]])
 
     @cached_property
     def sent_columns(self) -> torch.Tensor:
         """[sum of D_local] int64: the column of each that a collective brings where it arrives, rank 0's first."""
-        return _ranges([(self.column(shard), shard.dim) for shards in self.by_owner for shard in shards])
+        return column_numbers([(self.column(shard), shard.dim) for shards in self.by_owner for shard in shards])
 
     @cached_property
     def sent_in_order(self) -> bool:
@@ -228,7 +249,7 @@ class Layout:
         return together
 
 
-def _ranges(ranges: Sequence[tuple[int, int]]) -> torch.Tensor:
+def column_numbers(ranges: Sequence[tuple[int, int]]) -> torch.Tensor:
     """Return [n] int64: the columns of some ranges, each given by its first column and its number of columns."""
     columns = [torch.arange(first, first + dim, device="cpu") for first, dim in ranges]
     return torch.cat(columns) if columns else torch.empty(0, dtype=torch.int64, device="cpu")
