@@ -85,10 +85,8 @@ class Learnt:
         """
         try:
             with np.load(folder / VOCABULARY, allow_pickle=False) as archive:
-                learnt = [name for name, column in schema.categorical.items() if column.min_count]
-                scaled = [name for name, column in schema.dense.items() if column.transform == "standardised"]
-                vocabularies = {name: (archive[f"{name}.keys"], archive[f"{name}.counts"]) for name in learnt}
-                found = {name: archive[f"{name}.mean_and_std"].tolist() for name in scaled}
+                vocabularies = {name: (archive[f"{name}.keys"], archive[f"{name}.counts"]) for name in schema.counted}
+                found = {name: archive[f"{name}.mean_and_std"].tolist() for name in schema.standardised}
                 return cls(vocabularies, {name: (mean, std) for name, (mean, std) in found.items()})
         except (KeyError, zipfile.BadZipFile, zlib.error, *NOT_NPY) as error:
             raise InputError(
@@ -98,9 +96,8 @@ class Learnt:
 
 def learn(blocks: Iterable[Raw], schema: Schema) -> Learnt:
     """Return what is to be learnt of the samples that are not held out."""
-    counters = {name: ValueCounter() for name, column in schema.categorical.items() if column.min_count}
-    scaled = [name for name, column in schema.dense.items() if column.transform == "standardised"]
-    sums = {name: np.zeros(3) for name in scaled}
+    counters = {name: ValueCounter() for name in schema.counted}
+    sums = {name: np.zeros(3) for name in schema.standardised}
     for block in blocks:
         raw = block.take(~block.held_out) if block.held_out.any() else block
         for name, keys in zip(schema.categorical, raw.keys, strict=True):
