@@ -3,8 +3,9 @@
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
@@ -112,6 +113,27 @@ class Batch(Pipelineable):
         return Batch(*pinned, stand_ins=self.stand_ins)
 
 
+@dataclass
+class Records:
+    """The samples of one rank and step as packed bytes, all of one size: `data/records.py`."""
+
+    packed: torch.Tensor
+    """[b, record_bytes] uint8"""
+    lease: Lease | None = None
+    """keeps lent memory for these records"""
+
+    def to(self, device: torch.device) -> torch.Tensor:
+        """Return `packed` on `device`; the copy is enqueued on the current stream."""
+        moved = self.packed.to(device, non_blocking=True)
+        if self.lease:
+            self.lease.copying()
+        return moved
+
+    def clone(self) -> "Records":
+        """Return a copy in memory of its own."""
+        return Records(self.packed.clone())
+
+
 class Dataset(Protocol):
     """A stream of samples in a fixed order, read by position.
 
@@ -146,6 +168,10 @@ class Dataset(Protocol):
     label_weights: Sequence[float] = (1.0,)
     """factors of their losses in the loss that is trained"""
 
+    packed: Any = None
+    """where `records_at` has all of a sample: the `records.Layout`, and the numbers of which ids are taken the
+    remainder"""
+
     on_gpu: bool = False
     """samples are made on a GPU, by kernels on the stream that is current in `read`, rather than read on the CPU"""
 
@@ -155,6 +181,14 @@ class Dataset(Protocol):
         It is empty where the configuration alone decides the samples.
         """
         return ""
+
+    def read_at(self, positions: np.ndarray) -> Batch:
+        """Return the samples at `positions` [count] int64, as `read` does."""
+        return Batch.join([self.read(position, 1) for position in positions.tolist()])
+
+    def records_at(self, positions: np.ndarray) -> Records:
+        """Return the samples at `positions` as records; only where `packed` is not None."""
+        raise AssertionError("a data set whose `packed` is None has no records")
 
     def read(self, first: int, count: int) -> Batch:
         """Return the samples [first, first + count), on the CPU unless `on_gpu`.

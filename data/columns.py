@@ -126,6 +126,8 @@ def raw_of(table: pa.Table, schema: Schema) -> tuple[Raw, Fault | None]:
     for name, column in schema.categorical.items():
         each, bad = _keys(_only_chunk(table, name), name, column)
         keys.append(each)
+        if column.size is not None and each.lengths is not None:
+            faults.add(each.lengths != column.size, name, f"a list of {column.size} values")
         if bad is not None:
             faults.add(
                 bad, name, "a whole number" if column.type == "int" else "a number of up to 8 hexadecimal digits"

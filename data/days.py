@@ -6,8 +6,7 @@ again. Every value is checked when it is read.
 
 import contextlib
 import hashlib
-from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -19,7 +18,10 @@ from dlrm_overlap.data.batch import Batch, Dataset
 
 _STAND_IN_REACH = 1000  # samples: bad ones are few, or the file is another
 _FINGERPRINTED = 64  # samples, a page or two of a file each
-_ROWS_CURE = "set data.tables.rows to the rows the ids were made for, or fold the ids by data.tables.max_rows"
+ROWS_CURE = "set data.tables.rows to the rows the ids were made for, or fold the ids by data.tables.max_rows"
+
+
+Samples = slice | np.ndarray  # some of a day, by their numbers
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class Ragged:
 
 @dataclass(frozen=True)
 class Day:
-    """The samples of one day."""
+    """The samples of one day, as arrays or as `records.Packed`, which unpacks the part that is taken."""
 
     name: str
     """path of the files without their last part, such as folder/day_0"""
@@ -47,23 +49,35 @@ class Day:
     """[n, F] float32"""
     ids: Sequence[np.ndarray | Ragged] | np.ndarray
     """of each table: [n, pooling factor] int32, or ragged"""
+    records: np.ndarray | None = None
+    """[n, bytes] uint8, which the others are unpacked from, if they are"""
 
-    def bags(self, table: int, samples: slice) -> tuple[np.ndarray, np.ndarray | int]:
+    def bags(self, table: int, samples: Samples) -> tuple[np.ndarray, np.ndarray | int]:
         """Return the ids [m] int32 of some samples, and the sizes [samples] of their bags, or that of all."""
         ids = self.ids[table]
         if not isinstance(ids, Ragged):
             return ids[samples].reshape(-1), ids.shape[1]
+        if isinstance(samples, slice):
+            ends = ids.ends[samples]
+            first = ids.ends[samples.start - 1] if samples.start else 0
+            return ids.values[first : ends[-1]].reshape(-1), np.diff(ends, prepend=first)
         ends = ids.ends[samples]
-        first = ids.ends[samples.start - 1] if samples.start else 0
-        return ids.values[first : ends[-1]], np.diff(ends, prepend=first)
+        sizes = ends - np.where(samples > 0, ids.ends[samples - 1], 0)
+        within = np.arange(sizes.sum()) - np.repeat(sizes.cumsum() - sizes, sizes)
+        return ids.values[np.repeat(ends - sizes, sizes) + within].reshape(-1), sizes
 
 
 @dataclass(frozen=True)
 class _Stretch:
-    """Successive samples of a day."""
+    """Some samples of a day."""
 
     day: Day
-    samples: slice
+    samples: Samples
+    size: int
+
+    def number(self, i: int) -> int:
+        """Return the number in the day of the i-th one."""
+        return self.samples.start + i if isinstance(self.samples, slice) else int(self.samples[i])
 
 
 class Days(Dataset):
@@ -90,7 +104,7 @@ class Days(Dataset):
         """Return the number of samples, and a digest of some that lie evenly spread, as the files have them."""
         digest = hashlib.sha256()
         for position in np.linspace(0, self.num_samples - 1, _FINGERPRINTED).astype(np.int64).tolist():
-            (stretch,) = self._stretches(position, 1)
+            (stretch,) = self._stretches(np.array([position]))
             day, samples = stretch.day, stretch.samples
             bags = [day.bags(t, samples)[0] for t in range(len(self.rows))]
             for array in (day.labels[samples], day.dense[samples], *bags):
@@ -98,7 +112,11 @@ class Days(Dataset):
         return f"{self.num_samples} samples, {digest.hexdigest()[:12]}"
 
     def read(self, first: int, count: int) -> Batch:
-        """Return the samples [first, first + count), modulo the number of samples.
+        """Return the samples [first, first + count), modulo the number of samples; see `read_at`."""
+        return self.read_at(np.arange(first, first + count))
+
+    def read_at(self, positions: np.ndarray) -> Batch:
+        """Return the samples at `positions` [count] int64, modulo the number of samples.
 
         Under `data.bad_rows: skip` the next good sample stands in for a bad one (see `_stand_in`), so all others keep
         their positions, and every rank finds the same one at a position.
@@ -107,13 +125,14 @@ class Days(Dataset):
             InputError: naming the day, the sample and the value of a bad one, unless another stands in for it: a label
                 other than 0 or 1, a dense feature that is not finite, or an id that is no row of its table.
         """
+        positions = positions % self.num_samples
         try:
-            return self._gather(list(self._stretches(first, count)))
+            return self._gather(self._stretches(positions))
         except InputError:
             if not self._skips:
                 raise
         stretches: list[_Stretch] = []
-        stand_ins = self._mend(first, count, stretches)
+        stand_ins = self._mend(positions, stretches)
         batch = self._gather(stretches)
         batch.stand_ins = stand_ins
         return batch
@@ -127,7 +146,7 @@ class Days(Dataset):
         bags = [[each.day.bags(t, each.samples) for each in stretches] for t in range(len(self.rows))]
         values = np.concatenate([ids for table in bags for ids, _ in table], dtype=np.int32)
         lengths, end = np.empty((len(bags), len(labels)), np.int32), 0
-        ends = [0, *accumulate(each.samples.stop - each.samples.start for each in stretches)]
+        ends = [0, *accumulate(each.size for each in stretches)]
         for t, table in enumerate(bags):
             for k, (_, sizes) in enumerate(table):
                 lengths[t, ends[k] : ends[k + 1]] = sizes
@@ -136,22 +155,21 @@ class Days(Dataset):
         labels = labels[:, 0] if labels.shape[1] == 1 else labels
         return Batch.from_tensors(*map(torch.from_numpy, (dense, lengths.reshape(-1), values, labels)))
 
-    def _mend(self, first: int, count: int, stretches: list[_Stretch]) -> int:
-        """Append good samples that take the positions [first, first + count); return how many others stand in.
+    def _mend(self, positions: np.ndarray, stretches: list[_Stretch]) -> int:
+        """Append good samples that take these positions; return how many others stand in.
 
         Where they are not all good, each half of them is looked at, until the bad ones are found.
         """
-        found = list(self._stretches(first, count))
+        found = self._stretches(positions)
         try:
             self._gather(found)
             stretches += found
             return 0
         except InputError as error:
-            if count == 1:
-                stretches.append(self._stand_in(first % self.num_samples, error))
+            if len(positions) == 1:
+                stretches.append(self._stand_in(int(positions[0]), error))
                 return 1
-        half = count // 2
-        return self._mend(first, half, stretches) + self._mend(first + half, count - half, stretches)
+        return sum(self._mend(half, stretches) for half in np.array_split(positions, 2))
 
     def _stand_in(self, position: int, error: InputError) -> _Stretch:
         """Return the sample that stands in for the bad one at `position`: the next good one, or else the one before.
@@ -162,7 +180,7 @@ class Days(Dataset):
         after = range(position + 1, min(self.num_samples, position + _STAND_IN_REACH))
         before = range(position - 1, max(0, position - _STAND_IN_REACH) - 1, -1)
         for candidate in (*after, *before):
-            found = list(self._stretches(candidate, 1))
+            found = self._stretches(np.array([candidate]))
             with contextlib.suppress(InputError):
                 self._gather(found)
                 return found[0]
@@ -170,16 +188,16 @@ class Days(Dataset):
             f"{error}; data.bad_rows: skip does not help, since no sample within {_STAND_IN_REACH} of it is good"
         ) from None
 
-    def _stretches(self, first: int, count: int) -> Iterator[_Stretch]:
-        """Yield the stretches of the samples [first, first + count), modulo the number of samples."""
-        end = first + count
-        while first < end:
-            position = first % self.num_samples
-            i = bisect_right(self._ends, position)
-            day, size = self._days[i], min(end - first, self._ends[i] - position)
-            start = position - (self._ends[i] - len(day.labels))
-            yield _Stretch(day, slice(start, start + size))
-            first += size
+    def _stretches(self, positions: np.ndarray) -> list[_Stretch]:
+        """Return the samples at `positions`, day by day; successive ones are a slice, which is not copied."""
+        found, numbers = [], np.searchsorted(self._ends, positions, "right")
+        for part in np.split(np.arange(len(positions)), np.flatnonzero(np.diff(numbers)) + 1):
+            day = self._days[i := int(numbers[part[0]])]
+            samples: Samples = positions[part] - (self._ends[i] - len(day.labels))
+            if (np.diff(samples) == 1).all():
+                samples = slice(int(samples[0]), int(samples[-1]) + 1)
+            found.append(_Stretch(day, samples, len(part)))
+        return found
 
     def _fold_and_check(self, t: int, ids: np.ndarray, sizes: np.ndarray, stretches: Sequence[_Stretch]) -> None:
         if not len(ids):
@@ -190,7 +208,7 @@ class Days(Dataset):
             _check(ids, lambda x: x >= 0, stretches, what, "at least 0; correct the file", sizes)
         if ids.max() >= rows:
             if not self._folded[t]:
-                rule = f"below {rows}, the table's rows; {_ROWS_CURE}"
+                rule = f"below {rows}, the table's rows; {ROWS_CURE}"
                 _check(ids, lambda x: x < rows, stretches, what, rule, sizes)
             ids -= ids // rows * rows  # numpy vectorises the division by a scalar, but not `%`
 
@@ -207,7 +225,7 @@ def _bag_sizes(ids: Sequence[np.ndarray | Ragged]) -> tuple[int, int, int]:
         else:
             least.append(each.shape[1])
             most.append(each.shape[1])
-            total += each.size
+            total += len(each) * each.shape[1]
     return min(least), max(1, *most), total
 
 
@@ -237,11 +255,10 @@ def _check(
         sample = int(np.searchsorted(sizes.cumsum(), found[0], "right"))
         column, is_only = int(found[0] - sizes[:sample].sum()), False
     for each in stretches:
-        size = each.samples.stop - each.samples.start
-        if sample < size:
-            where = f"sample {each.samples.start + sample}" + f", column {column}" * (not is_only)
+        if sample < each.size:
+            where = f"sample {each.number(sample)}" + f", column {column}" * (not is_only)
             raise InputError(f"{each.day.name}: {what} of {where} is {values[tuple(found)]}, not {words}")
-        sample -= size
+        sample -= each.size
 
 
 def cap_rows(rows: Sequence[int], max_rows: int | None) -> list[int]:

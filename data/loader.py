@@ -8,15 +8,17 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
+import numpy as np
 import torch
 
 from dlrm_overlap.config import CRITEO_TABLES, HELD_BATCHES, DataConfig, InputError
-from dlrm_overlap.data.batch import Batch, Dataset
-from dlrm_overlap.data.criteo import CriteoMultihot
+from dlrm_overlap.data.batch import Batch, Dataset, Records
+from dlrm_overlap.data.criteo import CriteoArrays, CriteoMultihot
 from dlrm_overlap.data.days import cap_rows
 from dlrm_overlap.data.prepared import Prepared
+from dlrm_overlap.data.records import Unpacker
 from dlrm_overlap.data.ring import Ring
 from dlrm_overlap.data.schema import criteo_schema, read_schema, require_pyarrow
 from dlrm_overlap.data.slot import SlotShape
@@ -28,14 +30,15 @@ _CPU = torch.device("cpu")
 class Slice(Dataset):
     """A view of the samples [start, start + num_samples) of a data set. Positions wrap at the view's own end."""
 
-    def __init__(self, dataset: Dataset, start: int, num_samples: int):
+    def __init__(self, dataset: Dataset, start: int, num_samples: int, shuffle: int = 0, seed: int = 0):
+        """With `shuffle`, so many successive samples are in an order drawn from `seed`, another one in each pass."""
         assert num_samples >= 1
         self.rows, self.pooling, self.bag_sizes = dataset.rows, dataset.pooling, dataset.bag_sizes
         self.max_ids, self.dense_features = dataset.max_ids, dataset.dense_features
         self.num_samples: int = num_samples
-        self.skipped = dataset.skipped
+        self.skipped, self.packed = dataset.skipped, dataset.packed
         self.label_names, self.label_weights = dataset.label_names, dataset.label_weights
-        self._dataset, self._start = dataset, start
+        self._dataset, self._start, self._shuffle, self._seed = dataset, start, shuffle, seed
 
     def fingerprint(self) -> str:
         """Return that of the whole data set."""
@@ -43,13 +46,33 @@ class Slice(Dataset):
 
     def read(self, first: int, count: int) -> Batch:
         """Return the samples [first, first + count), modulo the view's length."""
-        batches, end = [], first + count
-        while first < end:
-            position = first % self.num_samples
-            size = min(end - first, self.num_samples - position)
-            batches.append(self._dataset.read(self._start + position, size))
-            first += size
-        return batches[0] if len(batches) == 1 else Batch.join(batches)
+        return self._dataset.read_at(self._positions(np.arange(first, first + count)))
+
+    def records_at(self, positions: np.ndarray) -> Records:
+        """See `Dataset`."""
+        return self._dataset.records_at(self._positions(positions))
+
+    def _positions(self, positions: np.ndarray) -> np.ndarray:
+        """Return the positions in the data set of samples at `positions`, which go on beyond the view's end.
+
+        Example: 6 samples, shuffled by 4. Positions 0 to 3 are samples 0 to 3 in some order, 4 and 5 are 4 and 5; 6 to
+        9 are samples 0 to 3 again, in another order.
+        """
+        if not self._shuffle:
+            return self._start + positions % self.num_samples
+        passes, within = np.divmod(positions, self.num_samples)
+        windows = within // self._shuffle
+        found = np.empty_like(positions)
+        for each, window in set(zip(passes.tolist(), windows.tolist(), strict=True)):
+            here, first = (passes == each) & (windows == window), window * self._shuffle
+            size = min(self._shuffle, self.num_samples - first)
+            found[here] = self._start + first + _order(self._seed, each, window, size)[within[here] - first]
+        return found
+
+
+@functools.lru_cache(4)
+def _order(seed: int, epoch: int, window: int, size: int) -> np.ndarray:
+    return np.random.default_rng((seed, epoch, window)).permutation(size)
 
 
 def open_datasets(config: DataConfig, device: torch.device = _CPU) -> tuple[Dataset, Dataset]:
@@ -76,9 +99,10 @@ def open_datasets(config: DataConfig, device: torch.device = _CPU) -> tuple[Data
                 f"data.eval_path: {config.eval_path} has tables of other rows than {config.path}; set data.tables.rows "
                 f"to the rows both were made for"
             )
-    if held_out is not None:
-        return dataset, held_out
     assert dataset.num_samples is not None, "files have an end"
+    if held_out is not None:
+        whole = Slice(dataset, 0, dataset.num_samples, config.shuffle, config.seed)
+        return whole if config.shuffle else dataset, held_out
     held = int(dataset.num_samples * config.eval_fraction)
     if held == 0:
         raise InputError(
@@ -86,7 +110,7 @@ def open_datasets(config: DataConfig, device: torch.device = _CPU) -> tuple[Data
             f"raise it or set data.eval_path"
         )
     kept = dataset.num_samples - held
-    return Slice(dataset, 0, kept), Slice(dataset, kept, held)
+    return Slice(dataset, 0, kept, config.shuffle, config.seed), Slice(dataset, kept, held)
 
 
 def open_held_out(config: DataConfig, device: torch.device = _CPU) -> Dataset:
@@ -112,10 +136,11 @@ def open_files(config: DataConfig, path: str) -> tuple[Dataset, Dataset | None]:
     tables = config.tables
     if config.kind == "criteo_multihot":
         return CriteoMultihot(path, tables, config.bad_rows), None
-    if config.kind in ("prepared", "criteo_npy"):
-        dataset = Prepared(path, tables, config.bad_rows)
-        by_time = dataset.schema.time is not None
-        return dataset, Prepared(path, tables, config.bad_rows, held_out=True) if by_time else None
+    if config.kind == "criteo_npy":
+        return CriteoArrays(path, tables, config.bad_rows), None
+    if config.kind == "prepared":
+        dataset = Prepared(path, tables)
+        return dataset, Prepared(path, tables, held_out=True) if dataset.holds_out else None
     require_pyarrow()
     from dlrm_overlap.data.tables import read_table
 
@@ -196,29 +221,43 @@ def make_loader(
         prefetch: batches that each worker, or the thread, reads ahead.
         pin_memory: give the batches in page-locked memory, for runs on a GPU. A batch that a worker has read is then
             lent: once it is dropped, and the copies that `Batch.to` started are done, its memory is used again. Keeping
-            such batches stops the reading: keep a `clone`.
+            such batches stops the reading: keep a `clone`. Records that a worker has read are unpacked on the GPU, on
+            the current stream, when `next` asks for them.
         distinct_steps: number of steps after which the first batches come again, from memory; 0 is never.
         timeout_s: seconds after which a batch that a worker has not read ends the reading.
     """
 
-    def read(step: int, /) -> Batch:
+    def read(step: int, /) -> Any:
         return dataset.read((step * world_size + rank) * batch_size, batch_size)
 
     steps = range(first_step, last_step)
     if dataset.on_gpu:
         return Loader(_make_on_gpu(read, steps, distinct_steps), 0)
+    shape = SlotShape(batch_size, dataset.dense_features, len(dataset.rows), dataset.max_ids, len(dataset.label_names))
+    unpack = None
+    if dataset.packed is not None and pin_memory and workers:
+        read = functools.partial(_read_records, dataset, batch_size, rank, world_size)
+        shape = SlotShape(batch_size, record_bytes=dataset.packed[0].record_bytes)
+        unpack = functools.partial(Unpacker, *dataset.packed, _gpu())
     if distinct_steps:
         read = _repeating(read, distinct_steps)
     if workers == 0:
         return Loader(_read_by_thread(read, steps, prefetch, pin_memory), prefetch)
-    shape = SlotShape(batch_size, dataset.dense_features, len(dataset.rows), dataset.max_ids, len(dataset.label_names))
     slots_per_worker = prefetch + math.ceil(HELD_BATCHES / workers)
     ring = functools.partial(Ring, read, steps, shape, workers, slots_per_worker, pin_memory, timeout_s)
-    batches = _read_by_processes(ring)
-    return Loader(batches, workers * slots_per_worker)
+    return Loader(_read_by_processes(ring, unpack), workers * slots_per_worker)
 
 
-def _repeating(read: Callable[[int], Batch], distinct_steps: int) -> Callable[[int], Batch]:
+def _gpu() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _read_records(dataset: Dataset, batch_size: int, rank: int, world_size: int, step: int) -> Records:
+    first = (step * world_size + rank) * batch_size
+    return dataset.records_at(np.arange(first, first + batch_size))
+
+
+def _repeating(read: Callable[[int], Any], distinct_steps: int) -> Callable[[int], Any]:
     # A worker keeps its own steps only, if distinct_steps is a multiple of the workers.
     remember = functools.cache(read)
     return lambda step: remember(step % distinct_steps)
@@ -245,9 +284,18 @@ def _make_on_gpu(read: Callable[[int], Batch], steps: range, distinct_steps: int
         yield Batch.from_tensors(batch.dense, sparse.lengths(), sparse.values(), batch.labels)
 
 
-def _read_by_processes(make_ring: Callable[[], Ring]) -> Generator[Batch, None, None]:
-    with contextlib.closing(make_ring()) as ring:
-        yield from ring
+def _read_by_processes(
+    make_ring: Callable[[], Ring], make_unpacker: Callable[[], Unpacker] | None
+) -> Generator[Batch, None, None]:
+    with contextlib.closing(make_ring()) as ring:  # before the GPU is used here, which forked processes must not do
+        if make_unpacker is None:
+            yield from ring
+            return
+        unpack = make_unpacker()
+        for records in ring:
+            batch = unpack(records)
+            del records  # whose memory is free once it is copied
+            yield batch
 
 
 def _read_by_thread(

@@ -17,7 +17,7 @@ _ZIP_HEADER_BYTES = 30  # in front of a member's name, extra field and data
 def map_npy(file: Path, dtype: np.dtype | type, columns: int) -> np.ndarray:
     """Map the [n, columns] array (or [n], for one column) of an npy file."""
     try:
-        array = np.load(file, mmap_mode="r", allow_pickle=False)
+        array = np.load(file, mmap_mode="c", allow_pickle=False)  # torch warns of memory that is read-only
     except (OSError, *NOT_NPY) as error:
         raise _unreadable(file, error) from error
     return _checked(array, file, dtype, columns)

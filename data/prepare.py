@@ -1,4 +1,4 @@
-"""Turns files of samples into arrays that training maps from disk: `dlrm-overlap prepare`.
+"""Turns files of samples into records that training maps from disk: `dlrm-overlap prepare`.
 
 File i of IN, in natural order, becomes OUT's day i (`prepared`). One process at a time writes to OUT. A schema says how
 ids are made: by a hash of the value, or from a vocabulary, which is learnt of all files first and kept in
@@ -25,7 +25,12 @@ from dlrm_overlap.launching.files import hold_folder, remove_temporaries
 
 
 def prepare(
-    source: Path, target: Path, schema: Schema, skip_bad_rows: bool = False, block_bytes: int = BLOCK_BYTES
+    source: Path,
+    target: Path,
+    schema: Schema,
+    skip_bad_rows: bool = False,
+    block_bytes: int = BLOCK_BYTES,
+    dense: str = "float32",
 ) -> Meta:
     """Turn the files at `source` into the days of the folder `target`, and return its meta.json.
 
@@ -45,7 +50,7 @@ def prepare(
     stats = [file.stat() for file in files]
     days = [SourceDay(file.name, stat.st_size, stat.st_mtime_ns) for file, stat in zip(files, stats, strict=True)]
     rows = None if schema.learns else Encoder(schema, Learnt()).rows
-    wanted = Meta(schema.as_dict(), rows, days)
+    wanted = Meta(schema.as_dict(), rows, days, dense)
     found = read_meta(target)
     meta = _resume(target, found, wanted, schema)
     if all(day.samples is not None for day in meta.days):
@@ -83,7 +88,7 @@ def _make(files: Sequence[Path], target: Path, meta: Meta, schema: Schema, skip:
         on_read = _watch(bar, "writing days", [meta.days[i] for i in pending])
         for i in pending:
             blocks = read_rows(files[i], schema, skip, block_bytes, on_read)
-            meta.days[i] = replace(meta.days[i], **_write_day(blocks, target, i, schema, encoder))
+            meta.days[i] = replace(meta.days[i], **_write_day(blocks, target, i, meta, encoder))
             write_meta(target, meta)
     return meta
 
@@ -94,8 +99,9 @@ def _resume(target: Path, found: Meta | None, wanted: Meta, schema: Schema) -> M
         if any(target.glob("day_*_*.npy")):
             raise InputError(f"{target}: holds day files of another making; choose another folder")
         return wanted
-    if found.schema != wanted.schema:
-        key = next(key for key, value in wanted.schema.items() if found.schema.get(key) != value)
+    made, making = (meta.schema | {"type of dense features": meta.dense} for meta in (found, wanted))
+    if made != making:
+        key = next(key for key, value in making.items() if made.get(key) != value)
         raise InputError(f"{target}: was prepared with other {key}; choose another folder or delete this one")
     if len(found.days) > len(wanted.days):
         raise InputError(
@@ -109,26 +115,26 @@ def _resume(target: Path, found: Meta | None, wanted: Meta, schema: Schema) -> M
         return wanted  # its rows are None, so values are counted anew
     days = list(wanted.days)
     for i, old in enumerate(found.days):
-        if same[i] and is_whole(target, i, old, schema):
+        if same[i] and is_whole(target, i, found):
             days[i] = old
     return replace(wanted, rows=found.rows, days=days)
 
 
-def _write_day(blocks: Iterator[Raw], target: Path, day: int, schema: Schema, encoder: Encoder) -> dict[str, Any]:
+def _write_day(blocks: Iterator[Raw], target: Path, day: int, meta: Meta, encoder: Encoder) -> dict[str, Any]:
     """Write a day's files; return what `SourceDay` is to say of them."""
-    skipped = 0
+    skipped, layout, name = 0, meta.layout(), meta.days[day].name
     with ExitStack() as stack:
-        written = stack.enter_context(DayWriter(target, day, schema))
+        written = stack.enter_context(DayWriter(target, day, layout))
         held_out = None
-        if schema.time:
+        if meta.holds_out:
             (target / HELD_OUT).mkdir(exist_ok=True)
-            held_out = stack.enter_context(DayWriter(target / HELD_OUT, day, schema))
+            held_out = stack.enter_context(DayWriter(target / HELD_OUT, day, layout))
         for raw in blocks:
             skipped += raw.skipped
             if held_out is not None:
-                held_out.add(encoder.encode(raw.take(raw.held_out), ""))
+                held_out.add(encoder.encode(raw.take(raw.held_out), name))
                 raw = raw.take(~raw.held_out)
-            written.add(encoder.encode(raw, ""))
+            written.add(encoder.encode(raw, name))
         for each in (written, held_out) if held_out is not None else (written,):
             each.finish()
     return {"samples": written.samples, "held_out": held_out.samples if held_out else 0, "skipped": skipped}

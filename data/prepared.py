@@ -1,44 +1,47 @@
 """A folder of prepared days: the files of each, and meta.json, which says how they were made.
 
-Of day i there are, for F dense features, L labels and S tables of one id a bag:
+Of day i there are
 
-    day_i_dense.npy       float32 [n, F]
-    day_i_labels.npy      int32 [n, L], 0 or 1
-    day_i_sparse.npy      int32 [n, S], rows of the tables, in their order
-    day_i_ends.npy        int64 [n, K], where each sample's bags end in the K files of tables of lists:
-    day_i_list_k.npy      int32 [m, 1]
+    day_i_records.npy     uint8 [n, bytes of a record], as `records` says, which begin at a page of the file
+
+and, if K tables have bags that differ in size, of which no record has the ids:
+
+    day_i_ends.npy        int64 [n, K], where each sample's bags end in the K files
+    day_i_list_k.npy      uint8 [m, bytes of an id]
 
 Samples held out by their time are days of the same numbers in the folder held_out within it.
 """
 
 import json
-import re
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
 
-from dlrm_overlap.config import CRITEO_TABLES, InputError, TablesConfig
-from dlrm_overlap.data.days import Day, Days, Ragged
+from dlrm_overlap.config import InputError, TablesConfig
+from dlrm_overlap.data.batch import Records
+from dlrm_overlap.data.days import ROWS_CURE, Day, Days, Ragged
 from dlrm_overlap.data.npy_files import map_npy
-from dlrm_overlap.data.schema import Schema, criteo_schema, schema_of
+from dlrm_overlap.data.records import Layout, Packed, bytes_below, field_of_ids
+from dlrm_overlap.data.schema import Schema, schema_of
 from dlrm_overlap.launching.files import replacing
 
 _Made = TypeVar("_Made")
 _META = "meta.json"
+_PAGE = 4096  # bytes
+FORMAT = 2
 HELD_OUT = "held_out"
 
 
-def parts_of(schema: Schema) -> dict[str, tuple[str, int]]:
+def parts_of(layout: Layout) -> dict[str, tuple[str, int]]:
     """Return, for each part of a day, type and columns of its array."""
-    lists = schema.lists
-    parts = {"dense": ("<f4", max(1, len(schema.dense))), "labels": ("<i4", len(schema.labels))}
-    if single := len(schema.categorical) - len(lists):
-        parts["sparse"] = ("<i4", single)
+    parts, lists = {"records": ("|u1", layout.record_bytes)}, layout.lists
     if lists:
-        parts |= {"ends": ("<i8", len(lists)), **{f"list_{k}": ("<i4", 1) for k in range(len(lists))}}
+        parts |= {f"list_{k}": ("|u1", bytes_below(layout.rows[t])) for k, t in enumerate(lists)}
+        parts["ends"] = ("<i8", len(lists))
     return parts
 
 
@@ -66,6 +69,23 @@ class Meta:
     rows: list[int] | None
     """rows of each table; None until the values are counted"""
     days: list[SourceDay]
+    dense: str = "float32"
+    """type of dense features in records: float32 or float16"""
+    source: dict[str, Any] = field(default_factory=dict)
+    """the keys of `data` whose samples were packed, where they were no files of a schema"""
+    format: int = FORMAT
+
+    @property
+    def holds_out(self) -> bool:
+        """Whether days have samples to evaluate on."""
+        return bool(self.schema.get("time") or self.source)
+
+    def layout(self) -> Layout:
+        """Return what records hold, once the rows are known."""
+        assert self.rows is not None, "values are counted before records are written"
+        schema = schema_of(self.schema, Path(_META))
+        dense = max(1, len(schema.dense))
+        return Layout(dense, len(schema.labels), self.rows, schema.sizes, self.dense == "float16")
 
 
 def day_file(folder: Path, day: int, part: str) -> Path:
@@ -77,21 +97,37 @@ def read_meta(folder: Path) -> Meta | None:
     """Return the contents of the meta.json in `folder`, or None where there is none.
 
     Raises:
-        InputError: if the file is not one that `prepare` writes.
+        InputError: if the file is not one that `prepare` writes, or of another format.
     """
     file = folder / _META
     try:
         found = json.loads(file.read_text())
         meta = _made_of(Meta, found | {"days": [_made_of(SourceDay, day) for day in found["days"]]})
+        schema = schema_of(meta.schema, file)
         if meta.rows is not None:
-            _check_rows(meta.rows, len(schema_of(meta.schema, file).categorical))
-        return meta
+            _check_rows(meta.rows, len(schema.categorical))
+        elif any(day.samples is not None for day in meta.days):
+            raise ValueError("days, but no rows")
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(
             f"{file}: not what `dlrm-overlap prepare` writes ({error!r}); choose another folder"
         ) from error
+    if (version := found.get("format", 1)) != FORMAT:
+        raise InputError(
+            f"{folder}: was prepared in format {version}, and this version reads format {FORMAT}; make it anew, into "
+            f"another folder: dlrm-overlap prepare {_command(schema)}"
+        )
+    return meta
+
+
+def _command(schema: Schema) -> str:
+    """Return the arguments of `prepare` that make days of `schema`."""
+    first = next(iter(schema.categorical.values()))
+    if first.type != "hex":
+        return "table IN OUT --schema SCHEMA.yaml"
+    return "criteo IN OUT " + (f"--rows {first.rows}" if first.rows else f"--min_count {first.min_count}")
 
 
 def _check_rows(rows: Any, tables: int) -> None:
@@ -111,127 +147,124 @@ def write_meta(target: Path, meta: Meta) -> None:
 
 
 class Prepared(Days):
-    """The days of a folder that `dlrm-overlap prepare` has written, or TorchRec's arrays of Criteo's samples, mapped.
+    """The days of a folder that `dlrm-overlap prepare` has written, mapped."""
 
-    TorchRec's are day_i_{dense,sparse,labels}.npy for some days i: float32 [n, 13], int32 [n, 26] and int32 [n] or
-    [n, 1]; no meta.json is beside them.
-    """
-
-    def __init__(self, path: str | Path, tables: TablesConfig, bad_rows: str = "error", held_out: bool = False):
+    def __init__(self, path: str | Path, tables: TablesConfig, held_out: bool = False):
         """Map the days of the folder `path`, in ascending order, or with `held_out` those of the folder within it.
 
         Rows that `tables` lacks are those of meta.json.
 
         Raises:
-            InputError: if the rows are unknown, if a file is missing, breaks the format, or differs in length from the
-                others of its day, or if `prepare` was interrupted.
+            InputError: if there is no meta.json, or one of another format; if ids may be beyond the rows of `tables`;
+                if a file is missing, cut, or differs in length from the others of its day; or if `prepare` was
+                interrupted.
         """
         folder = Path(path)
-        meta = read_meta(folder)
-        unfinished = [day.name for day in meta.days if day.samples is None] if meta else []
-        if unfinished:
+        if (meta := read_meta(folder)) is None:
+            raise InputError(
+                f"{folder}: has no {_META} of `dlrm-overlap prepare`; set data.path, or data.eval_path, to a folder "
+                f"that it has written, or data.kind to what this one holds"
+            )
+        if unfinished := [day.name for day in meta.days if day.samples is None] or [_META] * (not meta.days):
             raise InputError(
                 f"{folder}: `dlrm-overlap prepare` did not finish {unfinished[0]}; run it again with the same arguments"
             )
-        if (rows := tables.rows or (meta and meta.rows)) is None:
+        layout = meta.layout()
+        rows = tables.rows or list(layout.rows)
+        rows = [rows] * len(layout.rows) if isinstance(rows, int) else rows
+        if len(rows) != len(layout.rows):
             raise InputError(
-                f"data.tables.rows: null, and {folder} has no meta.json of `dlrm-overlap prepare`; set data.tables.rows"
+                f"data.tables.rows: {len(rows)} values, but {folder} has {len(layout.rows)} tables; leave it out"
             )
-        schema = schema_of(meta.schema, folder / _META) if meta else criteo_schema([1] * CRITEO_TABLES)
-        rows = [rows] * len(schema.categorical) if isinstance(rows, int) else rows
-        if len(rows) != len(schema.categorical):
-            raise InputError(
-                f"data.tables.rows: {len(rows)} values, but {folder} has {len(schema.categorical)} tables; leave it out"
-            )
+        for t, (given, made) in enumerate(zip(rows, layout.rows, strict=True)):
+            if given < made:
+                raise InputError(f"{folder}: ids of table {t} are below {made}, its rows only {given}; {ROWS_CURE}")
         source = folder / HELD_OUT if held_out else folder
-        days = [open_day(source, day, schema) for day in days_in(source, "dense", "labels", "sparse")]
-        super().__init__(days, rows, tables.max_rows, bad_rows)
-        self.schema = schema
-        self.label_names, self.label_weights = schema.tasks
+        numbers = [day.held_out if held_out else day.samples or 0 for day in meta.days]
+        days = [open_day(source, i, samples, layout) for i, samples in enumerate(numbers)]
+        super().__init__(days, rows, tables.max_rows)
+        self.schema = schema_of(meta.schema, folder / _META)
+        self.holds_out = meta.holds_out
+        self.label_names, self.label_weights = self.schema.tasks
+        self._moduli = [kept if kept < made else 0 for kept, made in zip(self.rows, rows, strict=True)]
+        self.packed = None if layout.lists else (layout, self._moduli)
+
+    def records_at(self, positions: np.ndarray) -> Records:
+        """Return the samples at `positions` as records: a view of the file where they follow each other in a day."""
+        found = []
+        for each in self._stretches(positions % self.num_samples):
+            assert each.day.records is not None, "days of this class have records"
+            found.append(each.day.records[each.samples])
+        return Records(torch.from_numpy(found[0] if len(found) == 1 else np.concatenate(found)))
 
 
-def days_in(folder: Path, *parts: str, suffix: str = "npy") -> list[int]:
-    """Return, in ascending order, the days of which `folder` holds one of `parts`.
-
-    Raises:
-        InputError: if there is none.
-    """
-    expected = f"day_0_{parts[-1]}.{suffix}"
-    if not folder.is_dir():
-        raise InputError(
-            f"{folder}: not a folder; set data.path, or data.eval_path, to the one that holds {expected} and its like"
-        )
-    name = re.compile(rf"day_(\d+)_(({'|'.join(parts[:-1])})\.npy|{parts[-1]}\.{suffix})")
-    days = {int(match[1]) for file in folder.iterdir() if (match := name.fullmatch(file.name))}
-    if not days:
-        raise InputError(f"{folder}: holds no {expected} nor its like; give another folder or data.kind")
-    return sorted(days)
-
-
-def is_whole(target: Path, i: int, day: SourceDay, schema: Schema) -> bool:
+def is_whole(target: Path, i: int, meta: Meta) -> bool:
     """Return whether day `i` of the folder `target` has the samples that meta.json gives.
 
     Its files were synced before they got their names, and numpy maps no file that is shorter than its header says.
     """
+    day = meta.days[i]
+    if day.samples is None:
+        return False
     try:
-        folders = {target: day.samples, **({target / HELD_OUT: day.held_out} if schema.time else {})}
-        return all(len(open_day(folder, i, schema).labels) == samples for folder, samples in folders.items())
+        open_day(target, i, day.samples, meta.layout())
+        if meta.holds_out:
+            open_day(target / HELD_OUT, i, day.held_out, meta.layout())
+        return True
     except InputError:
         return False
 
 
-def open_day(folder: Path, i: int, schema: Schema) -> Day:
-    """Map day `i` of `folder`, whose samples are those of `schema`.
+def open_day(folder: Path, i: int, samples: int, layout: Layout) -> Day:
+    """Map day `i` of `folder`, of so many samples.
 
     Raises:
-        InputError: naming a file that is missing, breaks the format or differs in length from the others of its day.
+        InputError: naming a file that is missing, breaks the format, or is not of these samples.
     """
-    name, parts = str(folder / f"day_{i}"), parts_of(schema)
+    name, parts, lists = str(folder / f"day_{i}"), parts_of(layout), layout.lists
     arrays = {
         part: map_npy(day_file(folder, i, part), np.dtype(dtype), columns) for part, (dtype, columns) in parts.items()
     }
-    if len(lengths := {len(array) for part, array in arrays.items() if not part.startswith("list_")}) > 1:
-        raise InputError(
-            f"{name}: files of {sorted(lengths)} samples, but dense, labels and sparse must agree; replace them"
-        )
-    single, lists = iter(arrays["sparse"].T[:, :, None] if "sparse" in arrays else ()), schema.lists
-    ids: list[np.ndarray | Ragged] = []
-    for t in range(len(schema.categorical)):
+    lengths = {len(array) for part, array in arrays.items() if not part.startswith("list_")}
+    if lengths != {samples}:
+        raise InputError(f"{name}: files of {sorted(lengths)} samples, not {samples}; replace them")
+    records = arrays["records"]
+    unpacked: list[Any] = [Packed(records, each) for each in layout.fields()]
+    dense, labels, *tables = unpacked
+    single, ids = iter(tables), list[Any]()
+    for t, rows in enumerate(layout.rows):
         if t not in lists:
             ids.append(next(single))
             continue
         k = lists.index(t)
-        bags = Ragged(arrays[f"list_{k}"][:, 0], arrays["ends"][:, k])
-        if len(bags) and bags.ends[-1] != len(bags.values):
-            raise InputError(
-                f"{name}: list_{k} has {len(bags.values)} ids, not the {bags.ends[-1]} of ends; replace them"
-            )
-        ids.append(bags)
-    return Day(name, arrays["labels"], arrays["dense"], ids)
+        values: Any = Packed(arrays[f"list_{k}"], field_of_ids(rows))
+        ids.append(Ragged(values, ends := arrays["ends"][:, k]))
+        if len(ends) and ends[-1] != len(values):
+            raise InputError(f"{name}: list_{k} has {len(values)} ids, not the {ends[-1]} of ends; replace them")
+    return Day(name, labels, dense, ids, records)
 
 
 class DayWriter(ExitStack):
     """Writes the files of a day, which get their names when the block ends without an error."""
 
-    def __init__(self, folder: Path, day: int, schema: Schema) -> None:
+    def __init__(self, folder: Path, day: int, layout: Layout) -> None:
         super().__init__()
         self.samples = 0
-        self._parts, self._lists = parts_of(schema), schema.lists
+        self._layout, self._parts = layout, parts_of(layout)
         self._streams = {part: self.enter_context(replacing(day_file(folder, day, part))) for part in self._parts}
         self._lengths = dict.fromkeys(self._parts, 0)
         for part in self._parts:
             self._write_header(part)
 
     def add(self, day: Day) -> None:
-        """Append the samples of `day`."""
-        single = [ids[:, 0] for ids in day.ids if not isinstance(ids, Ragged)]
-        lists = [ids for ids in day.ids if isinstance(ids, Ragged)]
-        arrays = {"dense": day.dense, "labels": day.labels}
-        if single:
-            arrays["sparse"] = np.stack(single, axis=1)
-        if lists:
-            arrays["ends"] = np.stack([bags.ends + self._lengths[f"list_{k}"] for k, bags in enumerate(lists)], axis=1)
-            arrays |= {f"list_{k}": bags.values for k, bags in enumerate(lists)}
+        """Append the samples of `day`; errors are those of `Layout.pack`."""
+        if not len(day.labels):
+            return
+        arrays = {"records": self._layout.pack(day)}
+        if lists := [day.ids[t] for t in self._layout.lists]:
+            arrays |= {f"list_{k}": self._layout.pack_ids(t, day) for k, t in enumerate(self._layout.lists)}
+            ends = [bags.ends + self._lengths[f"list_{k}"] for k, bags in enumerate(lists) if isinstance(bags, Ragged)]
+            arrays["ends"] = np.stack(ends, axis=1)
         for part, array in arrays.items():
             self._streams[part].write(np.ascontiguousarray(array, self._parts[part][0]).data)
             self._lengths[part] += len(array)
@@ -243,8 +276,10 @@ class DayWriter(ExitStack):
             self._write_header(part)
 
     def _write_header(self, part: str) -> None:
-        """Write the npy header at the start of a file. numpy pads it to one length for any number of samples."""
+        """Write the npy header at the start of a file, which fills a page."""
         (dtype, columns), stream = self._parts[part], self._streams[part]
+        header = {"descr": dtype, "fortran_order": False, "shape": (self._lengths[part], columns)}
+        start = np.lib.format.magic(1, 0)
+        size = _PAGE - len(start) - 2
         stream.seek(0)
-        shape = (self._lengths[part], columns)
-        np.lib.format.write_array_header_1_0(stream, {"descr": dtype, "fortran_order": False, "shape": shape})
+        stream.write(start + size.to_bytes(2, "little") + f"{header!r}".ljust(size - 1).encode() + b"\n")

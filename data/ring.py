@@ -29,7 +29,7 @@ import torch
 
 from dlrm_overlap.comm.patience import Patience
 from dlrm_overlap.config import InputError
-from dlrm_overlap.data.batch import Batch, Lease
+from dlrm_overlap.data.batch import Batch, Lease, Records
 from dlrm_overlap.data.slot import Slot, SlotShape
 from dlrm_overlap.launching.lifetime import end_with_parent
 
@@ -51,7 +51,7 @@ class Ring:
 
     def __init__(
         self,
-        read: Callable[[int], Batch],
+        read: Callable[[int], Batch | Records],
         steps: range,
         shape: SlotShape,
         workers: int,
@@ -94,8 +94,8 @@ class Ring:
     def __iter__(self) -> Self:
         return self
 
-    def __next__(self) -> Batch:
-        """Return the next batch.
+    def __next__(self) -> Any:
+        """Return the next batch, or its records, as `read` gives them.
 
         Raises:
             InputError: as the data set raised it, or if a reader process died or stalls.
@@ -154,7 +154,7 @@ class Ring:
                 f"it is only slow"
             )
 
-    def _fill(self, read: Callable[[int], Batch], worker: int, workers: int, parent: int) -> None:
+    def _fill(self, read: Callable[[int], Batch | Records], worker: int, workers: int, parent: int) -> None:
         """Read every `workers`-th step into its slot, as that becomes free; runs in a reader process."""
         end_with_parent(parent)
         for number in _DEAF_TO:

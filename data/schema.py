@@ -65,6 +65,8 @@ class Categorical:
     """a list of values; in text, what separates them"""
     longest: PositiveInt | None = None
     """ids of a list that are taken, the first ones; null takes all"""
+    size: PositiveInt | None = None
+    """values of each list, if all have as many: then records need no sizes of bags, and a GPU unpacks them"""
 
 
 @dataclass(frozen=True)
@@ -113,8 +115,14 @@ class Schema(_Layout):
                 raise InputError(
                     f"categorical.{name}.rows: {column.rows} must be below {2**31}, so that ids fit in int32"
                 )
-            if column.longest is not None and not column.list:
-                raise InputError(f"categorical.{name}.longest: {column.longest} is of lists; set list")
+            for key, value in (("longest", column.longest), ("size", column.size)):
+                if value is not None and not column.list:
+                    raise InputError(f"categorical.{name}.{key}: {value} is of lists; set list")
+            if column.size is not None and column.longest is not None:
+                raise InputError(
+                    f"categorical.{name}: size {column.size}, longest {column.longest}; give one of them: lists of one "
+                    f"size have no longest"
+                )
         for section in ("labels", "categorical"):
             if not getattr(self, section):
                 raise InputError(f"{section}: none, but a model needs one; name its columns")
@@ -154,9 +162,9 @@ class Schema(_Layout):
         return list(self.labels), [label.weight for label in self.labels.values()]
 
     @property
-    def lists(self) -> list[int]:
-        """The tables whose bags differ in size."""
-        return [t for t, column in enumerate(self.categorical.values()) if column.list]
+    def sizes(self) -> list[int | None]:
+        """Of each table, ids of a bag; None where bags differ in size."""
+        return [column.size if column.list else 1 for column in self.categorical.values()]
 
     def as_dict(self) -> dict[str, Any]:
         """Return what `schema_of` makes it from, as JSON has it."""

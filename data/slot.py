@@ -2,11 +2,12 @@
 
 import mmap
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from dlrm_overlap.config import InputError
-from dlrm_overlap.data.batch import Batch
+from dlrm_overlap.data.batch import Batch, Records
 
 _MESSAGE_BYTES = 4096
 _INPUT_ERROR, _FAILURE = -1, -2  # stored instead of a batch's number of ids
@@ -19,20 +20,23 @@ class SlotShape:
 
     samples: int
     """samples of a batch, b"""
-    dense_features: int
+    dense_features: int = 0
     """dense features of a sample, F"""
-    tables: int
+    tables: int = 0
     """number of tables, T"""
-    max_ids: int
+    max_ids: int = 0
     """most ids of one sample, over all tables"""
     labels: int = 1
     """labels of a sample, L"""
+    record_bytes: int = 0
+    """bytes of a record, if slots hold records, for which the others do not count; 0 if they hold batches"""
 
 
 class Slot:
-    """Views of one slot's memory: the tensors of a batch, its number of ids, and room for an error's message.
+    """Views of one slot's memory: a batch's number of ids, room for an error's message, and the tensors of a batch.
 
-    `values` [b * max_ids] int32, the ids; `lengths` [b * T] int32; `dense` [b, F], `labels` [b] or [b, L] float32.
+    `values` [b * max_ids] int32, the ids; `lengths` [b * T] int32; `dense` [b, F], `labels` [b] or [b, L] float32. Or,
+    of records, `packed` [b, record_bytes] uint8 alone.
     """
 
     def __init__(self, memory: torch.Tensor, shape: SlotShape) -> None:
@@ -41,6 +45,9 @@ class Slot:
         self.ids = self._take(1, torch.int64)
         self.stand_ins = self._take(1, torch.int64)
         self.message = self._take(_MESSAGE_BYTES, torch.uint8)
+        self.packed = self._take(b * shape.record_bytes, torch.uint8).view(b, -1) if shape.record_bytes else None
+        if self.packed is not None:
+            return
         self.values = self._take(b * shape.max_ids, torch.int32)
         self.lengths = self._take(b * shape.tables, torch.int32)
         self.dense = self._take(b * shape.dense_features, torch.float32).view(b, -1)
@@ -50,7 +57,8 @@ class Slot:
     @staticmethod
     def size_bytes(shape: SlotShape) -> int:
         """Return the bytes that a slot needs, in whole pages."""
-        per_sample = 4 * (shape.max_ids + shape.tables + shape.dense_features + shape.labels)
+        unpacked = 4 * (shape.max_ids + shape.tables + shape.dense_features + shape.labels)
+        per_sample = shape.record_bytes or unpacked
         return -(-(16 + _MESSAGE_BYTES + shape.samples * per_sample) // _PAGE) * _PAGE
 
     def _take(self, count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -58,8 +66,13 @@ class Slot:
         self._used += count * dtype.itemsize
         return self._memory[start : self._used].view(dtype)
 
-    def write(self, batch: Batch) -> None:
+    def write(self, batch: Batch | Records) -> None:
         """Store `batch` in the slot."""
+        if isinstance(batch, Records):
+            assert self.packed is not None, "the slot was made for batches"
+            self.packed.copy_(batch.packed)
+            self.ids[0] = 0
+            return
         values, lengths = batch.sparse.values(), batch.sparse.lengths()
         assert values.dtype == lengths.dtype == torch.int32, "data sets give int32 ids and lengths"
         self.values[: values.numel()].copy_(values)
@@ -82,14 +95,16 @@ class Slot:
         self.message.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
         self.ids[0] = kind
 
-    def read(self) -> Batch:
-        """Return the batch, whose tensors are views of the slot's memory.
+    def read(self) -> Any:
+        """Return the batch, or the records, whose tensors are views of the slot's memory.
 
         Raises:
             InputError: as the data set raised it.
             RuntimeError: with the traceback of any other failure.
         """
         ids = int(self.ids[0])
+        if ids >= 0 and self.packed is not None:
+            return Records(self.packed)
         if ids >= 0:
             batch = Batch.from_tensors(self.dense, self.lengths, self.values[:ids], self.labels)
             batch.stand_ins = int(self.stand_ins[0])

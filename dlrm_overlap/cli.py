@@ -23,7 +23,7 @@ from dlrm_overlap.launching import process_group
 from dlrm_overlap.launching.files import check_free
 from dlrm_overlap.launching.launcher import announced_rank
 from dlrm_overlap.launching.lifetime import SAVED, let_asks_come, report_missing, say
-from dlrm_overlap.launching.parsing import Parser, reader_may_leave, suggest
+from dlrm_overlap.launching.parsing import Parser, parse_config, reader_may_leave, suggest
 from dlrm_overlap.launching.text_table import count_of, plain
 from dlrm_overlap.train.preflight import check_data, check_output, check_runs, check_start
 from dlrm_overlap.train.ranks import Ranks, run_on_ranks
@@ -213,11 +213,14 @@ def simulate(argv: list[str]) -> int:
 
 
 def prepare(argv: list[str]) -> int:
-    """Turn a table of samples (CSV, Parquet, Arrow), or Criteo's text, into memory-mapped arrays."""
+    """Pack a table of samples (CSV, Parquet, Arrow), Criteo's text, or any samples, into files that are mapped."""
+    if argv[:1] == ["samples"]:
+        return _prepare_samples(argv[1:])
     parser = Parser("dlrm-overlap prepare", prepare.__doc__ or "")
-    parser.add_argument("format", choices=["table", "criteo"], metavar="table|criteo", help="what IN holds")
+    text = "what IN holds; samples: those of a configuration, see `prepare samples --help`"
+    parser.add_argument("format", choices=["table", "criteo"], metavar="table|criteo|samples", help=text)
     parser.add_argument("source", metavar="IN", help="file or folder of files, text plain or gzip")
-    parser.add_argument("target", metavar="OUT", help="folder of the arrays; finished days in it are kept")
+    parser.add_argument("target", metavar="OUT", help="folder of the days; finished ones in it are kept")
     parser.add_argument("--schema", help="table: YAML file that names the columns")
     parser.add_argument(
         "--min_count", type=PositiveInt, help="criteo: a row for each value seen this often (default 10)"
@@ -225,6 +228,7 @@ def prepare(argv: list[str]) -> int:
     parser.add_argument("--rows", type=PositiveInt, help="criteo, instead: hash each table's values into so many rows")
     text = "error: a row that is no sample ends it; skip: such rows are left out, and counted in meta.json"
     parser.add_argument("--bad_rows", choices=["error", "skip"], default="error", help=text)
+    _add_dense(parser)
     values = parser.read(argv)
     if values.rows and values.min_count:
         raise InputError(f"--rows {values.rows} --min_count {values.min_count}: these exclude each other; give one")
@@ -243,11 +247,37 @@ def prepare(argv: list[str]) -> int:
     hashed = [values.rows] * CRITEO_TABLES if values.rows else None
     schema = read_schema(Path(values.schema)) if values.schema else None
     schema = schema or criteo_schema(hashed, None if hashed else values.min_count or 10)
-    meta = prepare_days(Path(values.source), Path(values.target), schema, values.bad_rows == "skip")
+    skip, target = values.bad_rows == "skip", Path(values.target)
+    return _report_days(target, prepare_days(Path(values.source), target, schema, skip, dense=values.dense))
+
+
+def _prepare_samples(argv: list[str]) -> int:
+    """Pack the samples of a configuration, such as MLPerf's multi-hot arrays or synthetic ones."""
+
+    def add_options(parser: Parser) -> None:
+        parser.add_argument("target", metavar="OUT", help="folder of the days; finished ones in it are kept")
+        parser.add_argument("--samples", type=PositiveInt, help="samples to train on, the first ones; none: all")
+        _add_dense(parser)
+
+    text = _prepare_samples.__doc__ or ""
+    config, values = parse_config(Config, "dlrm-overlap prepare samples OUT", text, argv, add_options)
+    config.data.require_source()
+    from dlrm_overlap.data.packing import pack_samples
+
+    target = Path(values.target)
+    return _report_days(target, pack_samples(config.data, target, values.samples, values.dense))
+
+
+def _add_dense(parser: Parser) -> None:
+    text = "type of dense features in the files; float16 halves their bytes, and rounds them"
+    parser.add_argument("--dense", choices=["float32", "float16"], default="float32", help=text)
+
+
+def _report_days(target: Path, meta: Any) -> int:
     samples, held_out = sum(day.samples or 0 for day in meta.days), sum(day.held_out for day in meta.days)
     rows, skipped = meta.rows or [], sum(day.skipped for day in meta.days)
     besides = f", {held_out} held out" * bool(held_out) + f", {count_of(skipped, 'row')} left out" * bool(skipped)
-    print(f"{values.target}: {count_of(samples, 'sample')}{besides}, {min(rows)} to {max(rows)} rows a table")
+    print(f"{target}: {count_of(samples, 'sample')}{besides}, {min(rows)} to {max(rows)} rows a table")
     return 0
 
 

@@ -140,13 +140,16 @@ class DataConfig:
     """files: reaction to a row that is no sample: a line that cannot be parsed, a label other than 0 and 1, a number
     that is not finite, an id outside its table. error ends the run; skip counts it, and leaves out a line, or puts a
     good sample near by in the place of an array's row"""
+    shuffle: NonNegativeInt = 0
+    """files: so many successive samples to train on are taken in an order drawn from seed, in each pass another; 0
+    keeps the files' order"""
     eval_samples: PositiveInt = 65536
     """synthetic: samples of an evaluation"""
     dense_features: PositiveInt = CRITEO_DENSE
     """synthetic: dense features a sample"""
     tables: TablesConfig = field(default_factory=TablesConfig)
     seed: NonNegativeInt = 0
-    """synthetic: seed of the sample stream and of the teacher that labels it"""
+    """seed of synthetic samples, of the teacher that labels them, and of shuffle"""
     generate: Literal["auto", "cpu", "gpu"] = "auto"
     """synthetic: the device that makes the samples, with the same bits; auto takes the GPU if the run is on one"""
     distinct_steps: NonNegativeInt = 0
@@ -176,6 +179,8 @@ class DataConfig:
             self.tables.number()
             if self.tables.rows is None:
                 raise InputError("data.tables.rows: null, but synthetic tables need their rows; set data.tables.rows")
+            if self.shuffle:
+                raise InputError(f"data.shuffle: {self.shuffle}, but synthetic samples have no order; leave it out")
         elif self.path is None:
             raise InputError(f"data.path: null, but data.kind {self.kind} reads files; set data.path")
         elif self.kind == "table" and self.schema is None:

@@ -128,3 +128,29 @@ def sum_rows(gradient: torch.Tensor, places: torch.Tensor, rows: int) -> torch.T
     named = (places >= 0).nonzero().flatten()
     sums = torch.zeros(rows, gradient.shape[1], device=gradient.device)
     return sums.index_add_(0, places[named].long(), gradient[named].float())
+
+
+def unpack(records: torch.Tensor, fields: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Return the numbers of records, [words * b] int32: of field after field, all of sample 0, of sample 1, and so on.
+
+    Args:
+        records: [b, record_bytes] uint8.
+        fields: each of offset, width, count, kind, modulus, start: `kernels/unpack.py` says what they are.
+
+    Example:
+        One field of two numbers of 2 bytes, records 7 0 8 0 and 9 0 0 1: 7, 8, 9, 256.
+    """
+    found = []
+    for offset, width, count, kind, modulus, _ in fields:
+        numbers = records[:, offset : offset + count * width].reshape(-1, width)
+        padded = numbers.new_zeros(len(numbers), 4)
+        padded[:, :width] = numbers
+        words = padded.view(torch.int32).flatten()
+        if modulus:
+            words %= modulus
+        if kind == 1:
+            words = words.float().view(torch.int32)
+        elif kind == 2:
+            words = words.to(torch.int16).view(torch.float16).float().view(torch.int32)
+        found.append(words)
+    return torch.cat(found)

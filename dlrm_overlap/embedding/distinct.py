@@ -1,20 +1,23 @@
 """The distinct ids of a batch, table by table, at the rank whose samples name them: what unpooled tables exchange.
 
-Each table has b slots, which are bags of one id or of none: slot k of a table with n distinct ids has the k-th of them
-if k < n. So the exchange of pooled embeddings brings each row once, as the "pooled embedding" of a slot. `places` says
-of each id of the batch which slot it is expanded from; gradients are summed by slot before they leave, see `Runs`.
+Each table has slots, which are bags of one id or of none: slot k of a table with n distinct ids has the k-th of them if
+k < n. So the exchange of pooled embeddings brings each row once, as the "pooled embedding" of a slot. Its features have
+b bags each, and tables as many features as their slots need: see `SlotBlocks`. `places` says of each id of the batch
+which slot it is expanded from; gradients are summed by slot before they leave, see `Runs`.
 
 Example: features f: [7, 3] [7] and g: [3] of one table. Its distinct ids are 3 and 7, in slots 0 and 1; the ids of f
 and g are in slots 1 0 1 and 0. The gradients of the first and the third id of f are added up, and sent for slot 1.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from dlrm_overlap.embedding.layout import SLOTS_FROM
 from dlrm_overlap.embedding.steps import StepCache
 from dlrm_overlap.kernels.backward.sum_rows import Runs
 
@@ -30,15 +33,51 @@ class NamedSequence(NamedTuple):
     """index of its table"""
 
 
+_WASTE = 1 / 8  # of the slots that are needed: so many more may there be
+_LEAST_BLOCK = 64  # slots, below which blocks would be more work than memory
+
+
+class SlotBlocks(NamedTuple):
+    """The slots of T tables in blocks of b, each the bags of one feature of an exchange.
+
+    Example: tables of at most 1000 and 90 distinct ids have 8 blocks and 1 of 125 slots, 1125 in all; were there as
+    many slots of each table, there would be 2000.
+    """
+
+    slots: int
+    """of a block, b"""
+    counts: tuple[int, ...]
+    """blocks of each table"""
+
+    @classmethod
+    def of(cls, most: Sequence[int]) -> "SlotBlocks":
+        """Return the blocks for the most distinct ids of each table: the largest with at most an eighth of waste."""
+        slots = max(1, *most)
+        while True:
+            blocks = cls(slots, tuple(max(1, -(-each // slots)) for each in most))
+            if slots <= _LEAST_BLOCK or slots * sum(blocks.counts) <= (1 + _WASTE) * sum(most):
+                return blocks
+            slots = -(-slots // 2)
+
+    def by_feature(self, most: Mapping[str, int]) -> dict[str, tuple[str, int]]:
+        """Return the features of the exchange, each with its table, and its share of the most distinct ids of that."""
+        found = {}
+        for (table, ids), count in zip(most.items(), self.counts, strict=True):
+            for block in range(count):
+                first = block * self.slots
+                found[f"{table}{SLOTS_FROM * (block > 0)}{first or ''}"] = table, min(self.slots, ids - first)
+        return found
+
+
 class Distinct(NamedTuple):
     """Of one batch, the ids in slots and the way back from there; P ids in all, in order of the sequences."""
 
     values: torch.Tensor
     """[P or more]: the distinct ids, table by table, of the type of the batch's ids"""
     lengths: torch.Tensor
-    """[T * b] int32: 1 for a slot that has an id, else 0; more than the most ids where a batch is beyond its bound"""
+    """[F * b] int32: 1 for a slot that has an id, else 0; more than the most ids where a batch is beyond its bound"""
     places: torch.Tensor
-    """[P] int32: slot * T + table of each id; -1 for room behind a sequence's ids"""
+    """[P] int32: bag * F + feature of the slot of each id; -1 for room behind a sequence's ids"""
     runs: Runs
     """of the gradients of the P ids, by place"""
 
@@ -63,6 +102,21 @@ class _Rooms(NamedTuple):
     """[T + 1] int64: the first place of each table, and the end"""
     positions: torch.Tensor
     """[P + 2] int32: 0, 1, 2, .."""
+
+
+class _Blocks(NamedTuple):
+    """`SlotBlocks` on the device, all int64."""
+
+    first: torch.Tensor
+    """[T]: the first feature of each table"""
+    last: torch.Tensor
+    """[T]: the last one"""
+    slots: torch.Tensor
+    """[T]: slots of each table"""
+    table: torch.Tensor
+    """[F]: the table of each feature"""
+    first_slot: torch.Tensor
+    """[F]: of that table's slots, the first of each feature"""
 
 
 @dataclass
@@ -103,6 +157,7 @@ class DistinctIds:
         self._device = device
         self._rooms = StepCache[tuple[int, ...], _Rooms]()
         self._indices = StepCache[tuple[str, ...], torch.Tensor]()
+        self._blocks = StepCache[SlotBlocks, _Blocks]()
 
     def _rooms_of(self, features: KeyedJaggedTensor, rooms: tuple[int, ...]) -> _Rooms:
         """Return the rooms, kept where those of later batches are alike."""
@@ -112,9 +167,13 @@ class DistinctIds:
 
     def _make_kept_rooms(self, rooms: tuple[int, ...]) -> _Rooms:
         made = self._make_rooms(rooms)
-        if self._device.type == "cuda":  # other streams read them, too
-            torch.cuda.current_stream(self._device).synchronize()
+        self._finish_copies()
         return made
+
+    def _finish_copies(self) -> None:
+        """Wait until tensors are on the device, which other streams read, too."""
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
 
     def _make_rooms(self, rooms: tuple[int, ...]) -> _Rooms:
         each, total = torch.tensor(rooms, device=self._device), sum(rooms)
@@ -127,8 +186,7 @@ class DistinctIds:
 
     def _indices_of(self, keys: tuple[str, ...]) -> torch.Tensor:
         indices = torch.tensor([keys.index(s.feature) for s in self.sequences], device=self._device)
-        if self._device.type == "cuda":  # likewise
-            torch.cuda.current_stream(self._device).synchronize()
+        self._finish_copies()
         return indices
 
     def rooms_of(self, features: KeyedJaggedTensor, most: Sequence[int] | None = None) -> list[int]:
@@ -179,16 +237,19 @@ class DistinctIds:
         runs_before = torch.cat([ends.new_zeros(1), ends])
         return SortedBatch(made, ids, order, begins, ends - 1, runs_before[first], total, beyond)
 
-    def place(self, batch: SortedBatch, slots: int) -> Distinct:
-        """Return a batch's ids in so many slots a table; of one that has more, lengths that tell so."""
-        room, last = batch.ids.numel(), batch.ids.numel() + 1
+    def place(self, batch: SortedBatch, blocks: SlotBlocks) -> Distinct:
+        """Return a batch's ids in their slots; of one that has more, lengths that tell so."""
+        room, last, features = batch.ids.numel(), batch.ids.numel() + 1, sum(blocks.counts)
         table, ids = batch.rooms.table, batch.ids
         if batch.order is not None:
             table, ids = table[batch.order], ids[batch.order]
+        found = self._blocks.get(blocks, self._make_blocks, blocks)
         slot = batch.run - batch.first_run[table]
         positions = batch.rooms.positions
         here = positions[:room] < batch.total if batch.order is not None else batch.begins
-        place = (slot * self.tables + table).where(here & (slot < slots), -1).to(torch.int32)
+        here = here & (slot < found.slots[table])
+        place = slot % blocks.slots * features + found.first[table] + slot // blocks.slots
+        place = place.where(here, -1).to(torch.int32)
         # Of others than the first of their kind nothing is kept: they are stored behind the end.
         run = batch.run.where(batch.begins, last)
         values = ids.new_zeros(room + 2).scatter_(0, run, ids)
@@ -201,12 +262,28 @@ class DistinctIds:
             starts = batch.total.to(torch.int32).repeat(room + 2).scatter_(0, run, positions[:room])[: room + 1]
             order = batch.order.to(torch.int32)
         counts = batch.first_run.diff()
-        lengths = (torch.arange(slots, device=ids.device) < counts[:, None]).to(torch.int32)
+        bags = torch.arange(blocks.slots, device=ids.device)
+        lengths = (bags < (counts[found.table] - found.first_slot)[:, None]).to(torch.int32)
         # Where ids have no room, there are more than any bound says, which is found where they are published.
         beyond = batch.beyond + room * (batch.beyond > 0)
-        lengths[:, 0] += (beyond + (counts - slots).clamp(min=0)).to(torch.int32)
+        beyond += (counts - found.slots).clamp(min=0)
+        lengths[:, 0].index_add_(0, found.last, beyond.to(torch.int32))
         count = batch.first_run[-1:].to(torch.int32)
         return Distinct(values[:room], lengths.flatten(), places, Runs(rows[:room], starts, count, order))
+
+    def _make_blocks(self, blocks: SlotBlocks) -> "_Blocks":
+        first, features = [0, *accumulate(blocks.counts)], range(sum(blocks.counts))
+        table = [table for table, count in enumerate(blocks.counts) for _ in range(count)]
+        numbers = (
+            first[:-1],
+            [end - 1 for end in first[1:]],
+            [count * blocks.slots for count in blocks.counts],
+            table,
+            [(feature - first[of]) * blocks.slots for feature, of in zip(features, table, strict=True)],
+        )
+        made = _Blocks(*[torch.tensor(each, dtype=torch.int64, device=self._device) for each in numbers])
+        self._finish_copies()
+        return made
 
     def count(self, features: KeyedJaggedTensor, rooms: Sequence[int]) -> torch.Tensor:
         """Return [T] int64: how many distinct ids of each table a batch has."""

@@ -409,13 +409,19 @@ class Exchange:
             self._finish(self._unfinished.pop(0))
 
     def _start_backward(self, step: Step) -> None:
-        """Send the gradient, clipped as FBGEMM would clip it at the rows' owners."""
-        gradient = step.gradient
-        assert gradient is not None
-        if (most := self.options.max_gradient) is not None:
-            most /= gradient_scale(self.layout.world_size)
-            gradient = gradient.clamp(-most, most)
-        self._open().backward.start(step, gradient)
+        assert step.gradient is not None
+        self._open().backward.start(step, self._to_send(step.gradient))
+
+    def _to_send(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Return the gradient that is sent for that of the pooled embeddings."""
+        return self.clipped(gradient)
+
+    def clipped(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Return a gradient clipped as FBGEMM would clip it at the rows' owners."""
+        if (most := self.options.max_gradient) is None:
+            return gradient
+        most /= gradient_scale(self.layout.world_size)
+        return gradient.clamp(-most, most)
 
     def _finish(self, step: Step) -> None:
         self._open().backward.finish(step)

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -13,6 +13,8 @@ from dlrm_overlap.comm.arena import Region
 from dlrm_overlap.embedding.windows import WindowSpec
 
 EVERY_RANK = -1
+SLOTS_FROM = " slots from "
+"""in the name of a feature of slots, between its table and the first slot, unless that is 0"""
 
 
 @dataclass(frozen=True)
@@ -162,6 +164,21 @@ class Layout:
     def output_column(self, shard: FeatureShard) -> int:
         """Return the first of the output's columns that the shard fills, or adds to; its gradient is there."""
         return self._first_column[shard.name] + shard.first_column
+
+    def with_features(self, table_of: Mapping[str, str]) -> "Layout":
+        """Return the layout of tables of slots that have several features each.
+
+        Args:
+            table_of: by feature in order, those of a table together.
+        """
+        features = {table: [name for name, of in table_of.items() if of == table] for table in self.names}
+        shards = [
+            replace(shard, name=name, feature_name=name)
+            for shards in (*self.by_owner, self.replicated)
+            for shard in shards
+            for name in features[shard.name]
+        ]
+        return Layout(shards, list(table_of), self.world_size)
 
     @cached_property
     def partial_sums(self) -> Sequence[PartialSums]:

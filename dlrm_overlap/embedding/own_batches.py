@@ -38,6 +38,22 @@ def with_even_batches(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
     return KeyedJaggedTensor(features.keys(), *tensors, lengths=lengths, stride=samples, inverse_indices=inverse)
 
 
+def with_bags_of_samples(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """Return a rank's ids with each sample's own bags, whose ids are repeated: for tables that are not pooled.
+
+    They are the same if they have no batches of their own, or no inverse indices, which TorchRec asks for.
+    """
+    if not features.variable_stride_per_key() or (inverse := features.inverse_indices_or_none()) is None:
+        return features
+    keys, (names, bags) = features.keys(), inverse
+    sizes = torch.tensor(features.stride_per_key(), device="cpu")
+    first = (sizes.cumsum(0) - sizes).to(bags.device, non_blocking=True)
+    order = (bags[[names.index(key) for key in keys]] + first[:, None]).flatten().int()
+    tensors = features.lengths(), features.values(), features.weights_or_none()
+    lengths, values, weights = torch.ops.fbgemm.permute_1D_sparse_data(order, *tensors)
+    return KeyedJaggedTensor(keys, values, weights, lengths=lengths, stride=bags.shape[1])
+
+
 def with_even_batches_of_ranks(ids: KeyedJaggedTensor, batch_sizes: Sequence[int]) -> KeyedJaggedTensor:
     """Return an owner's ids with as many bags of a rank for each feature, `batch_sizes` by rank."""
     sizes = [size for of_ranks in ids.stride_per_key_per_rank() for size in of_ranks]

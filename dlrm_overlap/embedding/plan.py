@@ -57,20 +57,19 @@ def constraints(model: nn.Module, bag_sizes: Mapping[str, float] | None = None) 
 
     Args:
         model: not sharded yet.
-        bag_sizes: feature -> mean number of ids in a bag, which the planner otherwise takes for 1.
+        bag_sizes: feature -> mean number of ids in a bag or a sequence, which the planner otherwise takes for 1.
 
     Example:
         planner = EmbeddingShardingPlanner(constraints=constraints(model, {"clicks": 20}))
     """
-    every = [module for module in model.modules() if isinstance(module, EmbeddingBagCollection)]
     return {
         config.name: ParameterConstraints(
             compute_kernels=[EmbeddingComputeKernel.FUSED.value],
             min_partition=_LEAST_COLUMNS,
             pooling_factors=[(bag_sizes or {}).get(feature, 1.0) for feature in config.feature_names],
         )
-        for module in every
-        for config in module.embedding_bag_configs()
+        for _, configs in _collections(model).values()
+        for config in configs
     }
 
 

@@ -1,6 +1,6 @@
 """The drop-in's sharded module of an unpooled collection: TorchRec's own, whose shards an `UnpooledExchange` serves."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
 from typing import Any
@@ -13,7 +13,6 @@ from torchrec.distributed.embedding import (
 )
 from torchrec.distributed.embedding_sharding import KJTListSplitsAwaitable
 from torchrec.distributed.embedding_types import KJTList
-from torchrec.distributed.sharding.rw_sequence_sharding import RwSequenceEmbeddingSharding
 from torchrec.distributed.sharding.sequence_sharding import SequenceShardingContext
 from torchrec.distributed.types import Awaitable, LazyAwaitable
 from torchrec.modules.embedding_modules import get_embedding_names_by_table
@@ -21,12 +20,20 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from dlrm_overlap.comm.order import CommunicationOrder
 from dlrm_overlap.config import InputError
-from dlrm_overlap.embedding.distinct import Distinct, DistinctIds, NamedSequence
+from dlrm_overlap.embedding.distinct import Distinct, DistinctIds, NamedSequence, SlotBlocks
 from dlrm_overlap.embedding.exchanging_module import ExchangingModule
 from dlrm_overlap.embedding.id_layout import BatchBound
 from dlrm_overlap.embedding.opening import reach_of
 from dlrm_overlap.embedding.options import ExchangeOptions
-from dlrm_overlap.embedding.shardings import build_layout, exchanging_group
+from dlrm_overlap.embedding.own_batches import with_bags_of_samples
+from dlrm_overlap.embedding.sequences import SequencesAwaitable, to_sequences
+from dlrm_overlap.embedding.shardings import (
+    build_layout,
+    exchanging_group,
+    first_features,
+    groups_of,
+    tables_in_order,
+)
 from dlrm_overlap.embedding.tables import LocalTables
 from dlrm_overlap.embedding.unpooled import UnpooledExchange
 
@@ -68,7 +75,7 @@ class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], Shar
         names = get_embedding_names_by_table(self._embedding_configs)
         self._names = dict(zip(self._configs, names, strict=True))
         self._set_up_exchange(len(self._configs))
-        self._arriving = [self._arriving_in(number) for number in range(len(self._shardings))]
+        self._arriving = [first_features(sharding) for sharding in self._shardings]
         self._distinct = self._distinct_of(self.exchange.names) if self.exchange is not None else None
         """of the tables that are exchanged"""
         self._all_distinct = self._distinct
@@ -81,14 +88,15 @@ class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], Shar
 
     def _reasons(self, by_type: Mapping[str, Any]) -> dict[str, str | None]:
         reasons, whole = super()._reasons(by_type), None
-        if any(len(set(names)) < len(names) for names in self._names.values()):
-            whole = "a table names a feature twice"
-        elif None in reasons.values():
+        if None in reasons.values():
             device = self._device
             assert device is not None
             group = exchanging_group(self._env)
+            params = [each.fused_params or {} for sharding in by_type.values() for each in groups_of(sharding)]
             if not reach_of(self._options, group, device).whole:
                 whole = "not all ranks are on one host"
+            elif device.type == "cpu" and any(each.get("weight_decay") or each.get("max_norm") for each in params):
+                whole = "rows that decay, which on a CPU FBGEMM updates, feature by feature"
         return {kind: reason or whole for kind, reason in reasons.items()}
 
     def _make_exchange(self) -> UnpooledExchange:
@@ -136,7 +144,7 @@ class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], Shar
         self.exchange = self.exchange or self._make_exchange()
         if order is not None:
             self.exchange.order = order
-        layout, replicated = self._with_replicated(self.exchange.layout)
+        layout, replicated = self._with_replicated(self.exchange.table_layout)
         self.exchange.names = list(self._exchanged_names())
         self._all_distinct = self._distinct_of(self.exchange.names)
         if self.dedup == "auto":  # by numbers that all ranks agree on
@@ -172,31 +180,13 @@ class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], Shar
         assert self.exchange is not None
         assert self._all_distinct is not None
         rows, rooms = self.exchange.start_sent_rows(features), self.exchange.rooms_of(features)
-        return SequencesAwaitable(rows, self._to_sequences(self._all_distinct, features, rooms), None, self._order)
+        make = to_sequences(self._all_distinct, features, rooms, self._need_indices)
+        return SequencesAwaitable(rows, make, None, self._order)
 
     @property
     def _order(self) -> list[str]:
         """The names of the output in TorchRec's order."""
         return list(dict.fromkeys(chain.from_iterable(self._embedding_names_per_sharding)))
-
-    def _to_sequences(
-        self, distinct: DistinctIds, features: KeyedJaggedTensor, rooms: Sequence[int]
-    ) -> Callable[[torch.Tensor], dict[str, JaggedTensor]]:
-        """Return the function that makes the output of the rows [P, D] of all ids."""
-
-        def make(rows: torch.Tensor) -> dict[str, JaggedTensor]:
-            keys = features.keys()
-            lengths = features.lengths().view(len(keys), features.stride())
-            ids: Sequence[torch.Tensor | None] = [None] * len(rooms)
-            if self._need_indices:
-                ids = distinct.padded(features, rooms).split(list(rooms))
-            parts = zip(distinct.sequences, rows.split(list(rooms)), ids, strict=True)
-            return {
-                sequence.name: JaggedTensor(values, weights, lengths=lengths[keys.index(sequence.feature)])
-                for sequence, values, weights in parts
-            }
-
-        return make
 
     def create_context(self) -> SlotsContext:
         """Return the context of a step."""
@@ -206,6 +196,7 @@ class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], Shar
         """Find the distinct ids, and send them as TorchRec sends ids: a slot as if it were a sample."""
         if self.exchange is None or not self._exchanged or not isinstance(features, KeyedJaggedTensor):
             return super().input_dist(ctx, features)
+        features = with_bags_of_samples(features)
         if (reason := self._why_falls_back(features)) is not None:
             self._tell_once(reason)
             return super().input_dist(ctx, features)
@@ -238,7 +229,8 @@ class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], Shar
         if not self._is_measured and sum(rooms):
             self._is_measured, self._dedups = True, begins[-1] <= _WORTH * sum(rooms)
         slots = _rounded(max(end - begin for begin, end in pairwise(begins)))
-        ctx.distinct, ctx.features, ctx.rooms = self._distinct.place(batch, slots), features, rooms
+        blocks = SlotBlocks(slots, (1,) * (len(begins) - 1))  # TorchRec's features are fixed
+        ctx.distinct, ctx.features, ctx.rooms = self._distinct.place(batch, blocks), features, rooms
         return ctx.distinct, begins, slots
 
     def _split(self, features: KeyedJaggedTensor) -> Sequence[KeyedJaggedTensor | None]:
@@ -256,21 +248,12 @@ class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], Shar
         assert self.exchange is not None
         lengths_of = distinct.lengths.view(-1, slots)
         values, lengths, keys = [distinct.values[:0]], [], []
-        for table in _tables_in_order(sharding):
+        for table in tables_in_order(sharding):
             number = self.exchange.names.index(table.name)
             values.append(distinct.values[begins[number] : begins[number + 1]])
             lengths += [lengths_of[number], *[lengths_of.new_zeros(slots)] * (len(table.feature_names) - 1)]
             keys += table.feature_names
         return KeyedJaggedTensor(keys, torch.cat(values), lengths=torch.cat(lengths).to(lengths_type), stride=slots)
-
-    def _arriving_in(self, number: int) -> list[int]:
-        """Return of the features that arrive at this rank for a sharding those that have a table's slots."""
-        sharding, found, feature = self._shardings[number], list[int](), 0
-        for group in sharding._grouped_embedding_configs:
-            for table in group.embedding_tables:
-                found.append(feature)
-                feature += len(table.feature_names)
-        return found
 
     def compute_and_output_dist(
         self, ctx: EmbeddingCollectionContext, input: KJTList
@@ -284,7 +267,7 @@ class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], Shar
         batch_sizes = ctx.sharding_contexts[self._exchanged[0]].batch_size_per_rank
         inputs = [_features_of(input[i], self._arriving[i]) for i in self._exchanged]
         rows = self.exchange.start_rows(inputs, batch_sizes, ctx.distinct)
-        make = self._to_sequences(self._distinct, ctx.features, ctx.rooms)
+        make = to_sequences(self._distinct, ctx.features, ctx.rooms, self._need_indices)
         return SequencesAwaitable(rows, make, self._start_others(ctx, input), self._order)
 
     def _start_others(self, ctx: SlotsContext, input: KJTList) -> LazyAwaitable[dict[str, JaggedTensor]] | None:
@@ -307,36 +290,6 @@ class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], Shar
             need_indices=self._need_indices,
             features_to_permute_indices=self._features_to_permute_indices,
         )
-
-
-class SequencesAwaitable(LazyAwaitable[dict[str, JaggedTensor]]):
-    """The output of an unpooled collection: a jagged tensor of rows by name."""
-
-    def __init__(
-        self,
-        rows: Awaitable[torch.Tensor],
-        make: Callable[[torch.Tensor], dict[str, JaggedTensor]],
-        others: Awaitable[dict[str, JaggedTensor]] | None,
-        order: Sequence[str],
-    ) -> None:
-        """Take the rows of exchanged tables, what makes the output of them, the others', and the order of the names."""
-        super().__init__()
-        self._rows, self._make, self._others, self._order = rows, make, others, order
-
-    def _wait_impl(self) -> dict[str, JaggedTensor]:
-        found = self._make(self._rows.wait())
-        if self._others is not None:
-            found |= self._others.wait()
-        return {name: found[name] for name in self._order}
-
-
-def _tables_in_order(sharding: Any) -> Iterator[Any]:
-    """Yield the tables of a sharding, and once more for each shard whose owner gets its ids, as in its features."""
-    groups = sharding._grouped_embedding_configs_per_rank
-    if isinstance(sharding, RwSequenceEmbeddingSharding):
-        groups = [sharding._grouped_embedding_configs]
-    for group in chain.from_iterable(groups):
-        yield from group.embedding_tables
 
 
 def _features_of(ids: KeyedJaggedTensor, features: Sequence[int]) -> KeyedJaggedTensor:

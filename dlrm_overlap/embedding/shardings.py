@@ -1,8 +1,9 @@
 """TorchRec's shardings of a module: which of them an exchange can take, and the layout of those."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import chain
 from typing import Any
 
 import torch
@@ -137,8 +138,9 @@ def _why_not_pooled(group: Any, wire_dtype: torch.dtype) -> str | None:
     if data_type_to_dtype(group.data_type) not in WIRE_DTYPES.values():
         return f"rows of type {group.data_type.value}"
     params = group.fused_params or {}
-    if group.pooling == PoolingType.NONE and params.get("gradient_clipping"):
-        return "gradients of ids that are clipped before they are summed"
+    features = [table.feature_names for table in group.embedding_tables]
+    if group.pooling == PoolingType.NONE and any(len(set(names)) < len(names) for names in features):
+        return "a table that is not pooled names a feature twice"
     if (output := params.get("output_dtype", SparseType.FP32)) not in _OUTPUT_TYPES:
         return f"output of type {output.value}"
     if output != SparseType.FP32 and wire_dtype not in (torch.float32, output.as_dtype()):
@@ -154,6 +156,25 @@ def names_of(shardings: Sequence[Any]) -> dict[str, str]:
 def groups_of(sharding: Any) -> list[Any]:
     """Return the `GroupedEmbeddingConfig`s of a sharding's lookups on all ranks."""
     return [group for groups in sharding._grouped_embedding_configs_per_rank for group in groups]
+
+
+def tables_in_order(sharding: Any) -> Iterator[Any]:
+    """Yield the tables of a sharding, and once more for each shard whose owner gets its ids, as in its features."""
+    groups = sharding._grouped_embedding_configs_per_rank
+    if isinstance(sharding, RwSequenceEmbeddingSharding):
+        groups = [sharding._grouped_embedding_configs]
+    for group in chain.from_iterable(groups):
+        yield from group.embedding_tables
+
+
+def first_features(sharding: Any) -> list[int]:
+    """Return of the features that arrive at this rank for a sharding the first one of each table."""
+    found, feature = list[int](), 0
+    for group in sharding._grouped_embedding_configs:
+        for table in group.embedding_tables:
+            found.append(feature)
+            feature += len(table.feature_names)
+    return found
 
 
 def output_types(sharding: Any) -> set[SparseType]:

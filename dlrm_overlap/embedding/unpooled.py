@@ -16,7 +16,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.comm.order import uncompiled
 from dlrm_overlap.embedding.backends.ids import ArrivedIds
-from dlrm_overlap.embedding.distinct import Distinct, DistinctIds
+from dlrm_overlap.embedding.distinct import Distinct, DistinctIds, SlotBlocks
 from dlrm_overlap.embedding.exchange import Exchange, PooledAwaitable, fails_for_good
 from dlrm_overlap.embedding.id_layout import BatchBound
 from dlrm_overlap.embedding.layout import Layout
@@ -49,6 +49,10 @@ class UnpooledExchange(Exchange):
         self._distinct: DistinctIds | None = None
         self._dedup = True
         self._is_counted = False  # whether the distinct ids of the batches are within the bound's
+        self.table_layout = layout
+        """of the tables, each with one feature"""
+        self._blocks = SlotBlocks(1, ())
+        """where this exchange takes ids"""
         self._kept: list[list[torch.Tensor]] = [[], []]
         """the memory of what is known of the ids that were sent in even epochs, and in odd ones"""
 
@@ -67,26 +71,31 @@ class UnpooledExchange(Exchange):
             bound: of batches.
             dedup: whether each distinct id travels once.
         """
-        self._distinct, self._dedup, self._batch_bound = distinct, dedup, bound
-        self._is_counted = bool(bound.distinct)
-        self.take_ids(self.names, self._slots_bound(bound), layout, replicated)
-        self._make_memory()
+        self._distinct, self._dedup, self._is_counted = distinct, dedup, bool(bound.distinct)
+        self.table_layout, self._replicated = layout, replicated
+        self.take_bound(bound)
 
     def take_bound(self, bound: BatchBound) -> None:
         """From now on, take ids of another bound; a collective, of ranks that are through with their steps."""
-        self._batch_bound = bound
-        super().take_bound(self._slots_bound(bound))
+        assert self._distinct is not None
+        self._batch_bound, most = bound, self._most_slots(bound)
+        self._blocks = SlotBlocks.of(list(most.values()))
+        features = self._blocks.by_feature(most)
+        ids = {name: room for name, (_, room) in features.items()}
+        layout = self.table_layout.with_features({name: table for name, (table, _) in features.items()})
+        slots = BatchBound(self._blocks.slots, dict.fromkeys(ids, (0, 1)), ids)
+        self.take_ids(list(ids), slots, layout, self._replicated)
         self._make_memory()
 
-    def _slots_bound(self, bound: BatchBound) -> BatchBound:
-        """Return the bound of the slots, as if each were a sample."""
+    def _most_slots(self, bound: BatchBound) -> dict[str, int]:
+        """Return the most slots that a batch fills, by table."""
         assert self._distinct is not None
-        rooms, ids = self._most(bound), dict.fromkeys(self.names, 0)
-        for sequence, room in zip(self._distinct.sequences, rooms, strict=True):
+        ids = dict.fromkeys(self.names, 0)
+        for sequence, room in zip(self._distinct.sequences, self._most(bound), strict=True):
             ids[self.names[sequence.table]] += room
         if self._dedup and self._is_counted:
-            ids = {name: min(most, bound.distinct.get(name, most)) for name, most in ids.items()}
-        return BatchBound(max(1, *ids.values()), dict.fromkeys(self.names, (0, 1)), ids)
+            return {name: min(most, bound.distinct.get(name, most)) for name, most in ids.items()}
+        return ids
 
     def _most(self, bound: BatchBound) -> list[int]:
         """Return the most ids of each sequence."""
@@ -103,7 +112,7 @@ class UnpooledExchange(Exchange):
         """Make the memory that captured steps find what is known of their ids in."""
         assert self._ids is not None
         assert self._batch_bound is not None
-        room, bags = sum(self._most(self._batch_bound)), len(self.names) * self._ids.bound.samples
+        room, bags = sum(self._most(self._batch_bound)), len(self._ids.keys) * self._blocks.slots
         # Ids, lengths, places; rows, starts, count and order of the runs.
         sizes = room, bags, room, room, room + 1, 1, room
 
@@ -121,6 +130,10 @@ class UnpooledExchange(Exchange):
         ]
         return Distinct(values, lengths, places, type(distinct.runs)(*runs))
 
+    def _to_send(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Return the gradient of the slots as it is: it was clipped before it was summed."""
+        return gradient
+
     def _most_samples(self, samples: int) -> int:
         """Return the slots, which are as many on all ranks."""
         return samples
@@ -133,9 +146,9 @@ class UnpooledExchange(Exchange):
         values = features.values()
         if values.dtype == torch.int64:  # ids that no int32 holds stay outside every table
             features = _with_values(features, values.clamp(-1, torch.iinfo(torch.int32).max))
-        slots = self._ids.bound.samples
-        distinct = self._keep(self._distinct.place(self._distinct.sort(features, rooms, self._dedup), slots))
-        bags = KeyedJaggedTensor(list(self.names), distinct.values, lengths=distinct.lengths, stride=slots)
+        slots = self._blocks.slots
+        distinct = self._keep(self._distinct.place(self._distinct.sort(features, rooms, self._dedup), self._blocks))
+        bags = KeyedJaggedTensor(list(self._ids.keys), distinct.values, lengths=distinct.lengths, stride=slots)
         ids = self._require(slots).ids
         assert ids is not None
         return ids.send(bags, slots)._replace(distinct=distinct)
@@ -168,7 +181,8 @@ class UnpooledExchange(Exchange):
         return (reference.expand_rows if self._sums is None else expand_rows)(rows, places)
 
     def sum(self, gradient: torch.Tensor, distinct: Distinct, rows: int) -> torch.Tensor:
-        """Return the sums [rows, D] float32 of the gradients of each place."""
+        """Return the sums [rows, D] float32 of the gradients of each place, which are clipped as FBGEMM would."""
+        gradient = self.clipped(gradient)
         if self._sums is None:
             return reference.sum_rows(gradient, distinct.places, rows)
         return self._sums(gradient.contiguous(), distinct.runs, rows)
@@ -187,13 +201,13 @@ class ExpandRows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, slots: torch.Tensor, exchange: UnpooledExchange, distinct: Distinct) -> torch.Tensor:
-        """Return [P, D] of the slots [b, T * D]."""
+        """Return [P, D] of the slots [b, F * D]."""
         ctx.exchange, ctx.distinct, ctx.shape = exchange, distinct, slots.shape
         return exchange.expand(slots.reshape(-1, exchange.dim), distinct.places)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        """Return the gradient [b, T * D] of the slots."""
+        """Return the gradient [b, F * D] of the slots."""
         (gradient,) = gradients
         exchange = ctx.exchange
         sums = exchange.sum(gradient, ctx.distinct, ctx.shape.numel() // exchange.dim)

@@ -184,7 +184,7 @@ def read_training(path: Path) -> dict[str, Any]:
             "rows": tables.rows,
             "max_rows": tables.max_rows,
             "multi_hot": tables.multi_hot,
-            "zipf_alpha": float(np.mean(tables.zipf_alpha)),
+            "zipf_alpha": float(np.median(tables.zipf_alpha)),
             "samples": train.batch_size,
             "global_batch": train.global_batch_size,
             "dense_features": config.data.dense_features,

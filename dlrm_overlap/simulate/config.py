@@ -251,6 +251,11 @@ class SimulateConfig:
             raise InputError(
                 f"work.global_batch: {self.work.global_batch} is no multiple of {world_size} ranks; give one that is"
             )
+        if self.model.sequence.history is not None:
+            raise InputError(
+                f"model.sequence.history: {self.model.sequence.history}, but simulated tables are all pooled, and the "
+                f"rows of a history would count as one; leave it out"
+            )
         if self.what == "product":
             self._check_product(world_size)
 

@@ -1,22 +1,26 @@
 """A TorchRec model to train under any sharder: its tables, its plan, and what some steps make of them."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed._shard.sharding_spec.api import EnumerableShardingSpec
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.sharding_plan import (
     ParameterShardingGenerator,
+    calculate_shard_sizes_and_offsets,
     column_wise,
     construct_module_sharding_plan,
     data_parallel,
+    placement,
     table_wise,
 )
 from torchrec.distributed.train_pipeline import TrainPipelineBase
-from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingPlan
+from torchrec.distributed.types import ModuleSharder, ParameterSharding, ShardingEnv, ShardingPlan
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, get_embedding_names_by_table
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
@@ -37,6 +41,21 @@ Tables = Mapping[str, tuple[int, int, list[str], PoolingType]]
 """table -> rows, dim, features, pooling"""
 Shards = Mapping[str, Sequence[int] | ParameterShardingGenerator]
 """table -> ranks of its shards: one is table-wise, several are column-wise, none is data-parallel; or its sharding"""
+
+
+class Table(NamedTuple):
+    """A table and its shards."""
+
+    rows: int
+    dim: int
+    features: list[str]
+    mean: bool
+    kind: str
+    """TorchRec's sharding type"""
+    ranks: list[int]
+    """of the shards, those of the first columns first"""
+    cuts: int
+    """shards that have the same rows"""
 
 
 def world() -> dist.ProcessGroup:
@@ -90,6 +109,22 @@ def _sharding(ranks: Sequence[int] | ParameterShardingGenerator) -> ParameterSha
     if len(ranks) == 1:
         return table_wise(ranks[0], compute_kernel="fused")
     return column_wise(list(ranks), compute_kernel="fused")
+
+
+def sharding_of(table: Table) -> ParameterShardingGenerator:
+    """Return the generator of a table's sharding; TorchRec's own do not know every cut that its planner makes."""
+    if table.kind == "data_parallel":
+        return data_parallel()
+
+    def generate(parameter: Any, local: int, ranks: int, device: str, _: Any) -> ParameterSharding:
+        width = table.dim // table.cuts
+        cut = calculate_shard_sizes_and_offsets(parameter, ranks, local, table.kind, col_wise_shard_dim=width)
+        places = [placement(device, rank, local) for rank in table.ranks]
+        shards = [ShardMetadata(offset, size, place) for size, offset, place in zip(*cut, places, strict=True)]
+        spec = EnumerableShardingSpec(shards)
+        return ParameterSharding(table.kind, "fused", table.ranks, spec)
+
+    return generate
 
 
 def make_plan(

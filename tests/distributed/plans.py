@@ -1,15 +1,7 @@
-"""Models, plans and ways to train them, drawn by hypothesis: the drop-in against stock TorchRec.
-
-The tests draw the same in every run. Other draws, until one fails, of which hypothesis then finds the simplest:
-
-    python -m tests.distributed.plans CHECK RANKS RANKS_OF_A_HOST EXAMPLES
-"""
+"""Models with pooled tables, plans and ways to train them, drawn by hypothesis: the drop-in against stock TorchRec."""
 
 import copy
-import os
 import random
-import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -22,15 +14,11 @@ import hypothesis.strategies as st
 import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from hypothesis import HealthCheck, Phase, given, settings
-from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed._shard.sharding_spec.api import EnumerableShardingSpec
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
-from torchrec.distributed.sharding_plan import calculate_shard_sizes_and_offsets, data_parallel, placement
-from torchrec.distributed.types import ParameterSharding, ShardingPlan
+from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_configs import DataType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -41,8 +29,8 @@ from dlrm_overlap.embedding.id_layout import BatchBound
 from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder
 from tests.agreement import POOLED_TOLERANCE, WEIGHT_TOLERANCE, assert_all_near
 from tests.distributed.captured import captures
-from tests.distributed.models import MEAN, SUM, Model, Tables, make_plan, train, world
-from tests.distributed.workers import RankPool, logged_messages
+from tests.distributed.models import MEAN, SUM, Model, Table, Tables, make_plan, sharding_of, train, world
+from tests.distributed.workers import logged_messages
 
 _messages = cache(logged_messages)
 BY_ROWS = ("row_wise", "table_row_wise", "grid_shard")
@@ -53,21 +41,6 @@ OPTIMIZERS = {
 }
 """those of both libraries on a CPU"""
 KINDS = ("table_wise", "column_wise", "table_column_wise", "data_parallel", *BY_ROWS)
-
-
-class Table(NamedTuple):
-    """A table and its shards."""
-
-    rows: int
-    dim: int
-    features: list[str]
-    mean: bool
-    kind: str
-    """of KINDS"""
-    ranks: list[int]
-    """of the shards, those of the first columns first"""
-    cuts: int
-    """shards that have the same rows"""
 
 
 class Way(NamedTuple):
@@ -132,15 +105,15 @@ def drawn_plans(draw_from: st.DrawFn, ranks: int, local: int) -> Drawn:
     # Its numbers are hypothesis's, which shrinks them to the first choice, the least number, and False.
     draw = draw_from(st.randoms(use_true_random=False))
     numbers = iter(range(100))
-    tables, others = (_tables(draw, numbers, ranks, local, most) for most in (5, 2))
+    tables, others = (drawn_tables(draw, numbers, ranks, local, most) for most in (5, 2))
     every = [*tables.values(), *others.values()]
     features = list(dict.fromkeys(name for table in every for name in table.features))
     features = draw.sample([*features, "unused"], len(features) + 1)
     sizes = draw.choice([[(1, 1), (3, 3)], [(0, 0), (1, 1), (0, 1), (0, 4), (2, 5)]])
     exchanged = all(any(t.kind != "data_parallel" for t in module.values()) for module in (tables, others))
-    by_graph = exchanged and _happens(draw, 0.5)
+    by_graph = exchanged and happens(draw, 0.5)
     # Stock TorchRec needs as many samples on every rank to gather the gradients of partial sums, and captured steps do.
-    even = by_graph or any(table.kind in BY_ROWS for table in every) or not _happens(draw, 0.5)
+    even = by_graph or any(table.kind in BY_ROWS for table in every) or not happens(draw, 0.5)
     samples = [draw.randrange(1, 7)] * ranks if even else [draw.randrange(7) for _ in range(ranks)]
     # Captured steps take no data-parallel rows in float16, and round their pooled embeddings as what travels.
     only_fp32 = by_graph and any(table.kind == "data_parallel" for table in every)
@@ -154,8 +127,8 @@ def drawn_plans(draw_from: st.DrawFn, ranks: int, local: int) -> Drawn:
         draw.randrange(1 << 16),
         tables,
         others,
-        # The planner might part a table from the one that is to be beside it, see `_tables`.
-        planner=_happens(draw, 0.25) and not any(name.endswith("_beside") for name in (*tables, *others)),
+        # The planner might part a table from the one that is to be beside it, see `drawn_tables`.
+        planner=happens(draw, 0.25) and not any(name.endswith("_beside") for name in (*tables, *others)),
         bag_sizes={name: draw.choice(sizes) for name in features},
         samples=samples,
         steps=7 if any(way.pipeline == "captured" for way in ways) else 3,
@@ -165,28 +138,37 @@ def drawn_plans(draw_from: st.DrawFn, ranks: int, local: int) -> Drawn:
         types=types,
         ways=ways,
         # Weights of both signs would have little left of partial sums that bfloat16 rounds.
-        weighted=types != "bf16_wire" and _happens(draw, 0.5),
+        weighted=types != "bf16_wire" and happens(draw, 0.5),
     )
 
 
-def _happens(draw: random.Random, share: float) -> bool:
+def happens(draw: random.Random, share: float) -> bool:
     """Return True in a `share` of the draws, and False of the simplest one."""
     return draw.random() > 1 - share
 
 
-def _tables(draw: random.Random, numbers: Any, ranks: int, local: int, most: int) -> dict[str, Table]:
+def drawn_tables(
+    draw: random.Random,
+    numbers: Any,
+    ranks: int,
+    local: int,
+    most: int,
+    kinds: Sequence[str] = KINDS,
+    dims: Sequence[int] = (4, 8, 12, 20, 24, 64, 192),
+) -> dict[str, Table]:
+    """Draw up to `most` tables, some of which share features; `numbers` are those of their names."""
     tables: dict[str, Table] = {}
     features: list[str] = []
     for _ in range(draw.randint(1, most)):
-        number, kind, dim = next(numbers), draw.choice(KINDS), draw.choice([4, 8, 12, 20, 24, 64, 192])
-        shared = draw.sample(features, 1) if features and _happens(draw, 0.4) else []
+        number, kind, dim = next(numbers), draw.choice(kinds), draw.choice(dims)
+        shared = draw.sample(features, 1) if features and happens(draw, 0.4) else []
         own = [f"f{number}{letter}" for letter in "ab"[: draw.randint(1 - len(shared), 2)]]
         features += own
         names = draw.sample(shared + own, len(shared + own))
-        if _happens(draw, 0.15):
+        if happens(draw, 0.15):
             names *= 2
         # Fewer rows than ranks, and no multiple of them.
-        rows, mean = draw.choice([1, 2, 3, 5, 7, 10, 33, 40]), _happens(draw, 0.4)
+        rows, mean = draw.choice([1, 2, 3, 5, 7, 10, 33, 40]), happens(draw, 0.4)
         table = Table(rows, dim, names, mean, kind, *_place(draw, kind, dim, ranks, local))
         if kind == "grid_shard" and _has_empty_shards(table):  # of which TorchRec keeps no state of row-wise Adagrad
             table = table._replace(rows=33)
@@ -252,26 +234,10 @@ def _way(draw: random.Random, pipelines: Sequence[str], hosts: int) -> Way:
     )
 
 
-def _sharding(table: Table) -> Any:
-    """Return the generator of a table's sharding; TorchRec's own do not know every cut that its planner makes."""
-    if table.kind == "data_parallel":
-        return data_parallel()
-
-    def generate(parameter: Any, local: int, ranks: int, device: str, _: Any) -> ParameterSharding:
-        width = table.dim // table.cuts
-        cut = calculate_shard_sizes_and_offsets(parameter, ranks, local, table.kind, col_wise_shard_dim=width)
-        places = [placement(device, rank, local) for rank in table.ranks]
-        shards = [ShardMetadata(offset, size, place) for size, offset, place in zip(*cut, places, strict=True)]
-        spec = EnumerableShardingSpec(shards)
-        return ParameterSharding(table.kind, "fused", table.ranks, spec)
-
-    return generate
-
-
 def _make_plan(drawn: Drawn, model: Model) -> ShardingPlan:
     sharder: Any = EmbeddingBagCollectionSharder()
     if not drawn.planner:
-        tables, others = ({name: _sharding(t) for name, t in each.items()} for each in (drawn.tables, drawn.others))
+        tables, others = ({name: sharding_of(t) for name, t in each.items()} for each in (drawn.tables, drawn.others))
         return make_plan(model, tables, others, sharder, local_size=drawn.local)
     constraints = {
         name: ParameterConstraints(
@@ -432,51 +398,3 @@ def resume(drawn: Drawn, folder: Path) -> Iterator[Callable[[], None]]:
     begun = _train(drawn, first, slice(2), after=save)
     ended = _train(placed_anew(drawn) if by_files else drawn, second, slice(2, 4), before=load)
     yield lambda: _assert_outputs_agree(drawn, begun["outputs"] + ended["outputs"], whole["outputs"])
-
-
-CHECKS = {"stock": compare_with_stock, "resume": resume}
-
-
-def check_plan(folder: Path, kind: str, drawn: Drawn) -> None:
-    """Make one of CHECKS of a draw, on all ranks of the process group.
-
-    Raises:
-        AssertionError: with what does not agree on this rank, once all ranks have come to the end.
-    """
-    os.environ["LOCAL_WORLD_SIZE"] = str(drawn.local)
-    failures = []
-    for number, check in enumerate(CHECKS[kind](drawn, folder), 1):
-        try:
-            check()
-        except AssertionError as error:  # the other ranks may agree, and go on
-            failures.append(f"{drawn}\nrank {dist.get_rank()}, way {number}: {error}")
-    assert not failures, "\n\n".join(failures)
-
-
-def check_draws(pool: RankPool, kind: str, local: int, examples: int, **options: Any) -> None:
-    """Make one of CHECKS of `examples` draws on the ranks of a pool; `options` are hypothesis's settings.
-
-    Raises:
-        Exception: of the simplest draw that fails.
-    """
-
-    @settings(
-        max_examples=examples,
-        deadline=None,
-        database=None,
-        report_multiple_bugs=False,
-        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example],
-        phases=[Phase.generate, Phase.shrink],
-        **options,
-    )
-    @given(drawn_plans(pool.world_size, local))
-    def check(drawn: Drawn) -> None:
-        pool.run(check_plan, kind, drawn)
-
-    check()
-
-
-if __name__ == "__main__":
-    kind, ranks, local, examples = sys.argv[1:]
-    with tempfile.TemporaryDirectory() as folder, RankPool(int(ranks), Path(folder)) as pool:
-        check_draws(pool, kind, int(local), int(examples))

@@ -1,4 +1,4 @@
-"""Plans of every kind that TorchRec's planner makes: the drop-in trains and resumes as stock does, see `plans`."""
+"""Plans of every kind that TorchRec's planner makes: the drop-in trains and resumes as stock does, see `draws`."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -7,12 +7,12 @@ from functools import cache
 import pytest
 
 from dlrm_overlap.kernels.compiled import INTERPRETED
-from tests.distributed.plans import CHECKS, check_draws
+from tests.distributed.draws import CHECKS, check_draws
 from tests.distributed.workers import RankPool
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter")
 
-FEW, MANY = 6, {"stock": 50, "resume": 12}
+FEW, MANY = 6, {"stock": 50, "resume": 12, "unpooled": 12}
 
 
 Pools = Callable[[int, int], RankPool]

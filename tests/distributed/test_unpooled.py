@@ -25,6 +25,8 @@ CASES = {
     "plain": Case(),
     "jagged": Case(samples=(5, 0, 3), repeated=100_000, optimizer="rowwise_adagrad"),
     "rank_0_without": Case(samples=(0, 4)),
+    "own_batches": Case(own_batches=True, need_indices=True),
+    "decay": Case(optimizer="decay"),  # which on a CPU stays with TorchRec
     "pooled_beside": Case(pooled=True, need_indices=True),
     "fp16_rows": Case(rows=DataType.FP16, plan="row_wise"),
 }
@@ -36,6 +38,8 @@ WAYS: dict[str, tuple[str, bool, Case]] = {
     "pooled_beside": ("sparse_dist", True, CASES["pooled_beside"]),
     "fp16_rows": ("none", True, CASES["fp16_rows"]),
     "rank_0_without": ("none", True, CASES["rank_0_without"]),
+    "own_batches": ("sparse_dist", True, CASES["own_batches"]),
+    "decay": ("none", True, CASES["decay"]),
     "graph": ("graph", True, replace(STEADY, steps=4)),
     "graph_all_ids": ("graph", False, replace(STEADY, steps=4, optimizer="rowwise_adagrad")),
     "graph_jagged": ("graph", True, replace(CASES["jagged"], repeated=1000)),

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMode
 from torch import nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -28,12 +29,13 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.data.batch import Batch
+from dlrm_overlap.embedding.id_layout import BatchBound
 from dlrm_overlap.embedding.sharded_module import exchanges
 from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder, OverlapEmbeddingCollectionSharder
 from dlrm_overlap.embedding.unpooled import UnpooledExchange
 from dlrm_overlap.embedding.weights import initialise_tables
 from dlrm_overlap.train.graphs.train_pipeline import GraphTrainPipeline
-from tests.distributed.models import local_tensors
+from tests.distributed.models import Table, local_tensors, sharding_of
 
 DIM = 8
 TABLES = {  # table -> rows, features; f is of two tables, and no table reads x
@@ -43,11 +45,13 @@ TABLES = {  # table -> rows, features; f is of two tables, and no table reads x
     "whole": (40, ["m"]),
 }
 ROWS = {"k": 13, "f": 20, "x": 5, "g": 20, "h": 30, "m": 40, "p": 25, "q": 6}
-OPTIMIZERS: Mapping[str, dict[str, Any]] = {
+OPTIMIZERS: dict[str, dict[str, Any]] = {
     "sgd": {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.5},
     "dense_sgd": {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.1},  # that of the dense parameters
+    "adagrad": {"optimizer": EmbOptimType.EXACT_ADAGRAD, "learning_rate": 0.1, "eps": 0.1},
     "rowwise_adagrad": {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.1, "eps": 1e-3},
 }
+OPTIMIZERS["decay"] = {**OPTIMIZERS["rowwise_adagrad"], "weight_decay": 0.1, "weight_decay_mode": WeightDecayMode.L2}
 
 
 @dataclass(frozen=True)
@@ -55,12 +59,16 @@ class Case:
     """A model, how its tables are cut, and its batches."""
 
     plan: str = "mixed"
-    """mixed, or one way of all tables"""
+    """mixed, or one way of all tables; of tables of one's own they say it"""
     bags: tuple[int, int] = (0, 5)
     """the least and the most ids of a sample's sequence"""
+    sizes: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """the same of features that have others"""
     samples: Sequence[int] = (4,)
     """of each rank, in turns"""
     optimizer: str = "sgd"
+    clipped: bool = False
+    """whether gradients are, at a bound that many are beyond"""
     pooled: bool = False
     """whether there is a pooled collection beside, and tables that every rank holds"""
     repeated: int = 0
@@ -72,6 +80,26 @@ class Case:
     rows: DataType = DataType.FP32
     few: int = 0
     """of how many ids most are drawn; 0: all"""
+    tables: Mapping[str, Table] | None = None
+    """of one's own in place of TABLES, all of one dim"""
+    features: Sequence[str] = tuple(ROWS)
+    """in the order of the batches"""
+    ids: torch.dtype = torch.int64
+    own_batches: bool = False
+    """whether half of a feature's sequences are of several samples"""
+    bound: BatchBound | None = None
+    """of captured steps; None is learnt"""
+
+    @property
+    def rows_of(self) -> dict[str, int]:
+        """The ids of each feature are below this."""
+        if self.tables is None:
+            return ROWS
+        tables = self.tables.values()
+        return {
+            name: min([t.rows for t in tables if name in t.features], default=ROWS.get(name, 3))
+            for name in self.features
+        }
 
 
 class Model(nn.Module):
@@ -79,21 +107,23 @@ class Model(nn.Module):
 
     def __init__(self, case: Case) -> None:
         super().__init__()
+        tables = TABLES if case.tables is None else {name: (t.rows, t.features) for name, t in case.tables.items()}
+        (dim,) = {DIM} if case.tables is None else {table.dim for table in case.tables.values()}
         configs = [
             EmbeddingConfig(
-                name=name, num_embeddings=rows, embedding_dim=DIM, feature_names=features, data_type=case.rows
+                name=name, num_embeddings=rows, embedding_dim=dim, feature_names=features, data_type=case.rows
             )
-            for name, (rows, features) in TABLES.items()
+            for name, (rows, features) in tables.items()
         ]
         meta = torch.device("meta")
         self.sequences = EmbeddingCollection(configs, device=meta, need_indices=case.need_indices)
         if case.pooled:
             bags = [
-                EmbeddingBagConfig(name=f"t_{key}", num_embeddings=ROWS[key], embedding_dim=DIM, feature_names=[key])
+                EmbeddingBagConfig(name=f"t_{key}", num_embeddings=ROWS[key], embedding_dim=dim, feature_names=[key])
                 for key in ("p", "q")
             ]
             self.pooled = EmbeddingBagCollection(bags, device=meta)
-        self.dense = nn.Linear(3, DIM, bias=False)
+        self.dense = nn.Linear(3, dim, bias=False)
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         found = self.sequences(batch.sparse)
@@ -132,7 +162,9 @@ def make_plan(model: Model, case: Case, sharders: Sequence[Any], world_size: int
         "rows": row_wise(**fused),
         "whole": table_wise(0, **fused),
     }
-    if case.plan == "data_parallel":
+    if case.tables is not None:
+        ways = {name: sharding_of(table) for name, table in case.tables.items()}
+    elif case.plan == "data_parallel":
         ways["whole"] = data_parallel()
     elif case.plan != "mixed":
         every = {
@@ -156,16 +188,19 @@ def batches(case: Case, rank: int, stand_in: bool) -> Iterator[Batch]:
     """Yield the batches of a rank.
 
     Args:
-        stand_in: in place of no sample, which stock TorchRec does not take, have one without ids, whose gradient is 0.
+        stand_in: in place of no sample, which stock TorchRec does not take, have one without ids, whose gradient is 0;
+            and a sequence for every sample, since stock TorchRec loses gradients of one that samples share.
     """
     generator = torch.Generator().manual_seed(rank)
     for step in range(case.steps):
         samples = case.samples[rank % len(case.samples)]
-        stands_in, most = stand_in and samples == 0, case.bags[1]
+        stands_in = stand_in and samples == 0
         samples = 1 if stands_in else samples
         lengths, values = [], []
-        for key, rows in ROWS.items():
-            some = torch.randint(case.bags[0], most + 1, (samples,), generator=generator)
+        for key, rows in case.rows_of.items():
+            least, most = case.sizes.get(key, case.bags)
+            bags = -(-samples // 2) if case.own_batches else samples
+            some = torch.randint(least, most + 1, (bags,), generator=generator)
             some *= case.longer.get(step, 1) * (not stands_in)
             if step == 0 and case.longer:  # from which the bound is learnt
                 some[:] = most * (not stands_in)
@@ -179,7 +214,17 @@ def batches(case: Case, rank: int, stand_in: bool) -> Iterator[Batch]:
                 ids = torch.cat([torch.full((case.repeated,), 7), ids])
             lengths.append(some)
             values.append(ids)
-        sparse = KeyedJaggedTensor(list(ROWS), torch.cat(values), lengths=torch.cat(lengths))
+        keys, own = list(case.rows_of), dict[str, Any]()
+        if case.own_batches:
+            inverse = torch.randint(0, -(-samples // 2), (len(keys), samples), generator=generator)
+            if stand_in:
+                bags = [each.split(sizes.tolist()) for each, sizes in zip(values, lengths, strict=True)]
+                values = [torch.cat([of[i] for i in row]) for of, row in zip(bags, inverse.tolist(), strict=True)]
+                lengths = [sizes[row] for sizes, row in zip(lengths, inverse, strict=True)]
+            else:
+                strides = [[len(each)] for each in lengths]
+                own = {"stride_per_key_per_rank": strides, "inverse_indices": (keys, inverse)}
+        sparse = KeyedJaggedTensor(keys, torch.cat(values).to(case.ids), lengths=torch.cat(lengths), **own)
         dense = torch.rand(samples, 3, generator=generator) * (not stands_in)
         yield Batch(dense, sparse, torch.zeros(samples, 1))
 
@@ -209,7 +254,10 @@ def train(
     keyed = KeyedOptimizerWrapper(dense, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
     optimizer = CombinedOptimizer([sharded.fused_optimizer, ("dense", keyed)])
     kinds: dict[str, Any] = {"none": TrainPipelineBase, "sparse_dist": TrainPipelineSparseDist}
-    steps = kinds.get(pipeline, GraphTrainPipeline)(sharded, optimizer, device)
+    if pipeline in kinds:
+        steps = kinds[pipeline](sharded, optimizer, device)
+    else:
+        steps = GraphTrainPipeline(sharded, optimizer, device, bound=case.bound)
     given: dict[str, torch.Tensor] = {}
     stand_in = isinstance(sharders[0], EmbeddingCollectionSharder) and not isinstance(
         sharders[0], OverlapEmbeddingCollectionSharder
@@ -241,13 +289,17 @@ def train(
     return given
 
 
+def _params(case: Case) -> dict[str, Any]:
+    return {**OPTIMIZERS[case.optimizer], **({"gradient_clipping": True, "max_gradient": 0.02} if case.clipped else {})}
+
+
 def stock_sharders(case: Case) -> list[Any]:
-    params = OPTIMIZERS[case.optimizer]
+    params = _params(case)
     return [EmbeddingCollectionSharder(dict(params)), EmbeddingBagCollectionSharder(dict(params))]
 
 
 def our_sharders(case: Case, **options: Any) -> list[Any]:
-    params = OPTIMIZERS[case.optimizer]
+    params = _params(case)
     return [
         OverlapEmbeddingCollectionSharder(dict(params), **options),
         OverlapEmbeddingBagCollectionSharder(dict(params)),

@@ -1,15 +1,21 @@
 """`bench input`: does the input keep up with training?
 
-Contenders: the training step fed by the loader, and the same step on one batch that stays in memory. The file has one
-row for a run; its columns are this figure's own.
+Contenders: the training step fed by the loader, and the same step on one batch that stays in memory. Of packed samples
+the loader is timed alone, too: once when the files have left the page cache, so that it reads the disk, and once when
+they are there. The file has one row for a run; its columns are this figure's own.
 """
 
 import itertools
+import os
 import sys
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-from dlrm_overlap.bench.harness.timing import Timing, counted
+import torch.distributed as dist
+
+from dlrm_overlap.bench.harness.timing import Timing, counted, greatest
 from dlrm_overlap.bench.report.rows import report
 from dlrm_overlap.bench.request import InputRequest
 from dlrm_overlap.data.batch import Batch
@@ -21,16 +27,64 @@ _ROUNDS = 4  # cached and loaded steps take turns, so that a drift of the machin
 _WARMUP_STEPS = 10
 _TIMES = ("mean_ms", "p10_ms", "median_ms", "p90_ms")
 _SHOWN = ("cached_median_ms", "loaded_median_ms", "loaded_to_cached", "input_wait_ms", "samples_per_s")
+_READ = ("bytes_per_sample", "disk_gb_per_s", "disk_feeds_gpus", "cache_gb_per_s", "cache_feeds_gpus")
 
 
 def run(request: InputRequest, ranks: Ranks) -> int:
     """Measure the figure on all ranks, which all call this, and return the exit code 0."""
     trainer = ranks.trainer()
-    row = {"kind": request.kind} | _measure(trainer, request.steps)
+    row = _measure(trainer, request.steps)
+    reads = _measure_reading(trainer, request.steps, row["cached_median_ms"])
     trainer.close()
     if ranks.world.rank == 0:
-        report([row], [], request.output, _SHOWN)
+        report(
+            [{"kind": request.kind} | row | reads],
+            [],
+            request.output,
+            _SHOWN + _READ if reads["bytes_per_sample"] else _SHOWN,
+        )
     return 0
+
+
+def _measure_reading(trainer: Trainer, steps: int, step_ms: float) -> dict[str, Any]:
+    """Return the columns of the loader alone, which are empty unless samples are packed. All ranks call this.
+
+    A rate is that of all ranks, which feeds as many GPUs as take so many samples by steps of `step_ms`.
+    """
+    found: dict[str, Any] = dict.fromkeys(_READ)
+    data, path = trainer.train_data, trainer.config.data.path
+    if data.packed is None or path is None:
+        return found
+    found["bytes_per_sample"] = data.packed[0].record_bytes
+    for source in ("disk", "cache"):
+        dist.barrier()
+        if source == "disk" and trainer.world.local_rank == 0:
+            _forget(Path(path))
+        dist.barrier()
+        seconds = greatest([_read_s(trainer, steps)], trainer.device)[0]
+        samples_per_s = steps * trainer.global_batch / seconds
+        found[f"{source}_gb_per_s"] = samples_per_s * found["bytes_per_sample"] / 1e9
+        found[f"{source}_feeds_gpus"] = samples_per_s * step_ms / 1e3 / trainer.samples_per_rank
+    return found
+
+
+def _read_s(trainer: Trainer, steps: int) -> float:
+    """Return the time in seconds in which the loader alone gives the batches of `steps` steps."""
+    with trainer.loader(trainer.train_data, 0, sys.maxsize) as loader:
+        for _ in itertools.islice(loader, loader.read_ahead + 1):  # read while the processes were started
+            pass
+        start = time.perf_counter()
+        for _ in itertools.islice(loader, steps):
+            pass
+        return time.perf_counter() - start
+
+
+def _forget(folder: Path) -> None:
+    """Drop the files of days from the page cache, so that they are read from the disk again."""
+    for file in folder.rglob("day_*"):
+        with file.open("rb") as stream:
+            os.fsync(stream.fileno())
+            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _measure(trainer: Trainer, steps: int) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from dlrm_overlap.embedding.backends.puts import IdsByPuts
 from dlrm_overlap.embedding.crossing import published_window
 from dlrm_overlap.embedding.distinct import Distinct
 from dlrm_overlap.embedding.id_layout import IdLayout
-from dlrm_overlap.embedding.layout import EVERY_RANK, FeatureShard
+from dlrm_overlap.embedding.layout import EVERY_RANK, SLOTS_FROM, FeatureShard
 from dlrm_overlap.embedding.options import ExchangeContext
 from dlrm_overlap.embedding.steps import BatchSizes, StepCache, weights_of
 from dlrm_overlap.embedding.tables import BadIds, bad_id_message
@@ -263,7 +263,10 @@ class IdExchange(ABC):
             text = f"{count} ids, beyond the {most} of all its bounds"
         else:
             name = keys[feature if feature < len(keys) else self.ids.shares[feature - len(keys) - 1].key]
-            what = f"distinct ids of table {name}" if self.layout.has_slots else f"ids of feature {name}"
+            table, _, first_slot = name.partition(SLOTS_FROM)
+            if self.layout.has_slots:
+                count, most = count + int(first_slot or 0), most + int(first_slot or 0)
+            what = f"distinct ids of table {table}" if self.layout.has_slots else f"ids of feature {name}"
             text = f"{count} {what}, beyond the {most} of its bound"
         cure = "correct the bound's bag_sizes" if count >= 0 else "give every bag a length of 0 or more"
         if self.layout.has_slots:

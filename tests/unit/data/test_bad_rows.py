@@ -12,9 +12,8 @@ import torch
 from dlrm_overlap.cli import main
 from dlrm_overlap.config import InputError, TablesConfig
 from dlrm_overlap.data.batch import Batch
-from dlrm_overlap.data.criteo import CriteoMultihot
+from dlrm_overlap.data.criteo import CriteoArrays, CriteoMultihot
 from dlrm_overlap.data.loader import make_loader
-from dlrm_overlap.data.prepared import Prepared
 from tests.conftest import read_metrics
 from tests.distributed.workers import make_trainer, quickstart
 from tests.unit.data.criteo_lines import criteo_text, prepare_criteo, random_lines
@@ -34,7 +33,7 @@ def _same(one: Batch, other: Batch) -> bool:
     )
 
 
-def _days(folder: Path, stands_in: dict[int, int]) -> tuple[Prepared, Prepared]:
+def _days(folder: Path, stands_in: dict[int, int]) -> tuple[CriteoArrays, CriteoArrays]:
     """Write two days of N samples, of which the keys of `stands_in` are bad.
 
     Returns:
@@ -59,7 +58,7 @@ def _days(folder: Path, stands_in: dict[int, int]) -> tuple[Prepared, Prepared]:
             for day in (0, 1):
                 np.save(folder / name / f"day_{day}_{part}.npy", array[day * N : (day + 1) * N])
     tables = TablesConfig(rows=ROWS)
-    return Prepared(folder / "bad", tables, "skip"), Prepared(folder / "clean", tables)
+    return CriteoArrays(folder / "bad", tables, "skip"), CriteoArrays(folder / "clean", tables)
 
 
 def test_the_next_good_sample_stands_in_and_no_other_moves(tmp_path: Path) -> None:
@@ -73,7 +72,7 @@ def test_the_next_good_sample_stands_in_and_no_other_moves(tmp_path: Path) -> No
             assert batch.stand_ins == sum(rank * size <= bad < (rank + 1) * size for bad in stands_in)
     assert _same(data.read(2 * N - 3, 2 * N), clean.read(2 * N - 3, 2 * N)), "past the end"
     with pytest.raises(InputError, match=r"bad/day_0: label of sample 0 is 2\.0, not 0 or 1"):
-        Prepared(tmp_path / "bad", TablesConfig(rows=ROWS)).read(0, 1)
+        CriteoArrays(tmp_path / "bad", TablesConfig(rows=ROWS)).read(0, 1)
 
 
 def test_a_bad_sample_of_multi_hot_arrays_is_replaced_too(tmp_path: Path) -> None:
@@ -90,7 +89,7 @@ def test_a_file_of_bad_rows_alone_is_an_error(tmp_path: Path) -> None:
     data, _ = _days(tmp_path, {})
     np.save(tmp_path / "bad" / "day_0_sparse.npy", np.full((N, 26), ROWS, np.int32))
     np.save(tmp_path / "bad" / "day_1_labels.npy", np.full((N, 1), 7, np.int32))
-    data = Prepared(tmp_path / "bad", TablesConfig(rows=ROWS), "skip")
+    data = CriteoArrays(tmp_path / "bad", TablesConfig(rows=ROWS), "skip")
     told = (
         "day_0: table 0, id of sample 4, column 0 is 50, not below 50.*skip does not help, since no sample within 1000"
     )

@@ -12,10 +12,9 @@ import torch
 
 from dlrm_overlap.config import DataConfig, InputError, TablesConfig
 from dlrm_overlap.data.batch import Dataset
-from dlrm_overlap.data.criteo import CriteoMultihot
+from dlrm_overlap.data.criteo import CriteoArrays, CriteoMultihot
 from dlrm_overlap.data.days import Days
 from dlrm_overlap.data.loader import Slice, open_files
-from dlrm_overlap.data.prepared import Prepared
 from tests.unit.data.criteo_lines import ROWS, assert_one_line, criteo_text, hash_plainly, parse_plainly, random_lines
 
 HOT = [1 + t % 4 for t in range(26)]
@@ -105,7 +104,7 @@ def test_npy_days_are_read_by_position_in_numeric_order(tmp_path: Path) -> None:
     days = [write_day(tmp_path, day, n) for day, n in ((2, 9), (10, 4), (11, 12))]
     np.save(tmp_path / "day_10_labels.npy", days[1]["labels"][:, 0])  # both shapes of labels are in use
     np.save(tmp_path / "day_10_sparse_contig.npy", days[1]["sparse"])  # not one of ours
-    data = Prepared(tmp_path, TablesConfig(rows=ROWS))
+    data = CriteoArrays(tmp_path, TablesConfig(rows=ROWS))
     assert (data.num_samples, data.rows, data.pooling) == (25, ROWS, [1.0] * 26)
     labels, dense, sparse = (np.concatenate([day[part] for day in days]) for part in ("labels", "dense", "sparse"))
     assert_reads(data, labels[:, 0], dense, [sparse[:, t : t + 1] for t in range(26)])
@@ -126,7 +125,7 @@ def test_multihot_days_are_read_table_after_table(tmp_path: Path) -> None:
 @pytest.mark.parametrize("hot", [None, HOT])
 def test_ids_of_capped_tables_are_folded(tmp_path: Path, hot: Sequence[int] | None) -> None:
     day = write_day(tmp_path, 0, 200, hot)
-    kind = Prepared if hot is None else CriteoMultihot
+    kind = CriteoArrays if hot is None else CriteoMultihot
     data = kind(tmp_path, TablesConfig(rows=ROWS, max_rows=40))
     assert data.rows == [min(rows, 40) for rows in ROWS]
     tables = [day["sparse"][:, t : t + 1] if hot is None else day[f"{t}"] for t in range(26)]
@@ -151,7 +150,7 @@ def write_id(folder: Path, hot: Sequence[int] | None, t: int, sample: int, value
 @pytest.mark.parametrize("t", [0, 25])
 def test_an_id_out_of_range_is_named(tmp_path: Path, hot: Sequence[int] | None, t: int) -> None:
     write_day(tmp_path, 0, 30, hot)
-    kind = Prepared if hot is None else CriteoMultihot
+    kind = CriteoArrays if hot is None else CriteoMultihot
     for value in (ROWS[t], 2**31 - 1, -1):
         write_id(tmp_path, hot, t, 17, value)
         data = kind(tmp_path, TablesConfig(rows=ROWS))
@@ -167,7 +166,7 @@ def test_an_id_out_of_range_is_named(tmp_path: Path, hot: Sequence[int] | None, 
 def test_a_negative_id_of_a_folded_table_is_refused(tmp_path: Path, hot: Sequence[int] | None) -> None:
     write_day(tmp_path, 0, 30, hot)
     write_id(tmp_path, hot, 25, 3, -2)
-    kind = Prepared if hot is None else CriteoMultihot
+    kind = CriteoArrays if hot is None else CriteoMultihot
     data = kind(tmp_path, TablesConfig(rows=ROWS, max_rows=40))
     with pytest.raises(InputError, match=r"table 25, id of sample 3, column \d is -2, not at least 0; correct"):
         data.read(0, 30)
@@ -181,7 +180,7 @@ def test_a_wrong_label_or_dense_feature_is_named(tmp_path: Path, part: str, valu
     arrays = write_day(tmp_path, 1, 30)
     arrays[part][17, -1] = value
     np.save(tmp_path / f"day_1_{part}.npy", arrays[part])
-    data = Prepared(tmp_path, TablesConfig(rows=ROWS))
+    data = CriteoArrays(tmp_path, TablesConfig(rows=ROWS))
     data.read(0, 25)
     what = "label of sample 17 is" if part == "labels" else "dense feature of sample 17, column 12 is"
     with pytest.raises(InputError, match=f"day_1: {what} {value}.*not") as error:
@@ -228,7 +227,7 @@ def test_wrong_files_are_named(tmp_path: Path, hot: Sequence[int] | None, how: s
     write_day(tmp_path, 1, 30, hot)
     damage(tmp_path, how)
     with pytest.raises(InputError, match=rule) as error:
-        (Prepared if hot is None else CriteoMultihot)(tmp_path, TablesConfig(rows=ROWS))
+        (CriteoArrays if hot is None else CriteoMultihot)(tmp_path, TablesConfig(rows=ROWS))
     assert_one_line(error)
 
 
@@ -288,7 +287,7 @@ KINDS = pytest.mark.parametrize("kind", ["criteo_tsv", "criteo_npy", "criteo_mul
 def test_open_files_dispatches_on_the_kind(tmp_path: Path, kind: str) -> None:
     path = write_kind(tmp_path, kind)
     config = DataConfig(kind=kind, path=path, tables=TablesConfig(rows=ROWS))  # pyright: ignore[reportArgumentType]
-    classes = {"criteo_tsv": Days, "criteo_npy": Prepared, "criteo_multihot": CriteoMultihot}
+    classes = {"criteo_tsv": Days, "criteo_npy": CriteoArrays, "criteo_multihot": CriteoMultihot}
     data, _ = open_files(config, path)
     assert type(data) is classes[kind]
     assert data.num_samples == 12
@@ -317,6 +316,6 @@ def test_open_files_refuses(tmp_path: Path, kind: str, tables: TablesConfig, pat
 def test_a_data_set_without_samples_is_refused(tmp_path: Path) -> None:
     write_day(tmp_path, 0, 0)
     with pytest.raises(InputError, match="day_0: no samples"):
-        Prepared(tmp_path, TablesConfig(rows=ROWS))
+        CriteoArrays(tmp_path, TablesConfig(rows=ROWS))
     write_day(tmp_path, 1, 3)
-    assert Prepared(tmp_path, TablesConfig(rows=ROWS)).read(0, 4).labels.numel() == 4
+    assert CriteoArrays(tmp_path, TablesConfig(rows=ROWS)).read(0, 4).labels.numel() == 4

@@ -71,7 +71,7 @@ def redone(before: dict[str, tuple[int, int]], after: dict[str, tuple[int, int]]
 
 
 def parts(*days: int) -> set[str]:
-    return {f"day_{day}_{part}.npy" for day in days for part in ("dense", "sparse", "labels")}
+    return {f"day_{day}_records.npy" for day in days}
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -87,8 +87,9 @@ def test_prepared_arrays_equal_the_text(source: Path, target: Path, block_bytes:
     assert arrays.rows == samples.rows == meta.rows == [13] * 26
     assert arrays.num_samples == samples.num_samples == 95
     assert_equal(arrays.read(30, 100), samples.read(30, 100))
-    shapes = [(np.load(target / name).dtype, np.load(target / name).shape) for name in sorted(parts(1))]
-    assert shapes == [(np.float32, (25, 13)), (np.int32, (25, 1)), (np.int32, (25, 26))]
+    records = np.load(target / "day_1_records.npy")
+    assert (records.dtype, records.shape) == (np.uint8, (25, 4 * 13 + 1 + 26))
+    assert (target / "day_1_records.npy").stat().st_size == 4096 + records.size
 
 
 @pytest.mark.parametrize("min_count", [1, 3, 10**6])
@@ -149,7 +150,7 @@ def test_a_crash_costs_only_the_day_it_hits(
     with pytest.raises(InputError, match=r"prepare. did not finish day_1.gz; run it again"):
         Prepared(target, TablesConfig())
     # What a kill leaves, which runs no `finally`.
-    (target / ".day_1_dense.npy.tmp").write_bytes(b"half")
+    (target / ".day_1_records.npy.tmp").write_bytes(b"half")
 
     passes.clear()
     monkeypatch.setattr(
@@ -191,13 +192,13 @@ def test_a_new_day_is_added(source: Path, target: Path, mode: dict[str, Any], ex
 def test_a_damaged_day_is_redone(source: Path, target: Path, damage: str) -> None:
     prepare_criteo(source, target, rows=13)
     before, complete = snapshot(target), contents(target)
-    file = target / "day_1_labels.npy"
+    file = target / "day_1_records.npy"
     if damage == "cut":
-        file.write_bytes(file.read_bytes()[:-4])
+        file.write_bytes(file.read_bytes()[:-1])
     elif damage == "gone":
         file.unlink()
     else:
-        np.save(file, np.zeros((24, 1), np.int32))
+        np.save(file, np.load(file)[:-1])
     with pytest.raises(InputError, match="day_1"):
         Prepared(target, TablesConfig())
     prepare_criteo(source, target, rows=13)
@@ -324,9 +325,11 @@ def test_a_target_that_holds_something_else_is_refused(source: Path, target: Pat
     assert before == (snapshot(target) if target.is_dir() else target.read_bytes())
 
 
-def test_arrays_without_rows_are_refused(source: Path, target: Path) -> None:
+def test_a_folder_without_meta_or_of_too_few_rows_is_refused(source: Path, target: Path) -> None:
     prepare_criteo(source, target, rows=13)
-    (target / "meta.json").unlink()
-    with pytest.raises(InputError, match=r"data.tables.rows: null, and .* no meta.json"):
-        Prepared(target, TablesConfig())
     assert Prepared(target, TablesConfig(rows=20, max_rows=10)).rows == [10] * 26
+    with pytest.raises(InputError, match=r"ids of table 0 are below 13, its rows only 12; set data\.tables\.rows"):
+        Prepared(target, TablesConfig(rows=12))
+    (target / "meta.json").unlink()
+    with pytest.raises(InputError, match=r"has no meta\.json of `dlrm-overlap prepare`; set data\.path"):
+        Prepared(target, TablesConfig())

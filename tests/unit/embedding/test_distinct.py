@@ -6,7 +6,7 @@ import pytest
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dlrm_overlap.embedding.distinct import Distinct, DistinctIds, NamedSequence
+from dlrm_overlap.embedding.distinct import Distinct, DistinctIds, NamedSequence, SlotBlocks
 
 SEQUENCES = [
     NamedSequence("f@a", "f", 0),
@@ -27,11 +27,11 @@ def _batch(**bags: list[list[int]]) -> KeyedJaggedTensor:
     return KeyedJaggedTensor(list(bags), torch.tensor(values, dtype=torch.int64), lengths=torch.tensor(lengths))
 
 
-def _check(batch: KeyedJaggedTensor, distinct: Distinct, rooms: list[int], slots: int, dedup: bool) -> None:
+def _check(batch: KeyedJaggedTensor, distinct: Distinct, rooms: list[int], blocks: SlotBlocks, dedup: bool) -> None:
     """Check that each id is expanded from a slot that has it, and that the runs name its gradient once."""
-    tables = len(ROWS)
-    lengths = distinct.lengths.view(tables, slots)
-    counts = lengths.sum(1).tolist()
+    tables, features = len(ROWS), sum(blocks.counts)
+    lengths = distinct.lengths.split([count * blocks.slots for count in blocks.counts])
+    counts = [int(of_table.sum()) for of_table in lengths]
     assert all(sorted(row.tolist(), reverse=True) == row.tolist() for row in lengths), "slots without ids come last"
     by_table = dict(zip(range(tables), distinct.values[: sum(counts)].split(counts), strict=True))
     parts = batch.values().split(batch.length_per_key())
@@ -41,7 +41,9 @@ def _check(batch: KeyedJaggedTensor, distinct: Distinct, rooms: list[int], slots
         places = distinct.places[begin : begin + room].tolist()
         ids = ids_by_key[sequence.feature]
         for position, id in enumerate(ids):
-            slot, table = divmod(places[position], tables)
+            bag, feature = divmod(places[position], features)
+            table = int(feature >= blocks.counts[0])
+            slot = (feature - table * blocks.counts[0]) * blocks.slots + bag
             assert table == sequence.table
             assert by_table[table][slot] == id
             named.setdefault(places[position], []).append(begin + position)
@@ -74,8 +76,10 @@ def test_each_id_has_its_slot(name: str, dedup: bool) -> None:
     rooms = finder.rooms_of(batch)
     found = finder.sort(batch, rooms, dedup)
     most = max(1, int(found.first_run.diff().max()))
-    for slots in (most, most + 3):
-        _check(batch, finder.place(found, slots), rooms, slots, dedup)
+    counts = found.first_run.diff().tolist()
+    halves = SlotBlocks(-(-most // 2), (2, 2))
+    for blocks in (SlotBlocks(most, (1, 1)), SlotBlocks(most + 3, (1, 1)), halves, SlotBlocks.of(counts)):
+        _check(batch, finder.place(found, blocks), rooms, blocks, dedup)
     assert finder.count(batch, rooms).tolist() == finder.sort(batch, rooms).first_run.diff().tolist()
 
 
@@ -84,7 +88,7 @@ def test_ids_in_memory_with_room_behind_them(dedup: bool) -> None:
     batch, finder = _batch(**BATCHES["ends of the range"]), _finder()
     exact, rooms = finder.rooms_of(batch), [6, 3, 6, 5]
     found = finder.sort(batch, rooms, dedup)
-    _check(batch, finder.place(found, 20), rooms, 20, dedup)
+    _check(batch, finder.place(found, SlotBlocks(20, (1, 1))), rooms, SlotBlocks(20, (1, 1)), dedup)
     assert finder.padded(batch, rooms).tolist() == [9, 0, 9, 0, 0, 0, 9, 5, 5, 9, 0, 9, 0, 0, 0, 0, 2**31 - 2, 0, 0, 0]
     assert exact == [4, 3, 4, 3]
 
@@ -93,9 +97,9 @@ def test_ids_in_memory_with_room_behind_them(dedup: bool) -> None:
 def test_ids_beyond_their_room_or_slots_are_told_by_lengths(dedup: bool) -> None:
     """What is published then has more ids than any bound, and no place is outside the window."""
     batch, finder = _batch(**BATCHES["ends of the range"]), _finder()
-    few = finder.place(finder.sort(batch, [4, 3, 4, 3], dedup), 2)
+    few = finder.place(finder.sort(batch, [4, 3, 4, 3], dedup), SlotBlocks(2, (1, 1)))
     assert few.lengths.view(2, 2).sum(1).tolist() == ([3, 3] if dedup else [7, 7])
-    no_room = finder.place(finder.sort(batch, [3, 3, 4, 3], dedup), 8)
+    no_room = finder.place(finder.sort(batch, [3, 3, 4, 3], dedup), SlotBlocks(8, (1, 1)))
     told = no_room.lengths.view(2, 8).sum(1).tolist()
     assert told[0] > 13
     assert told[1] == (3 if dedup else 7)
@@ -107,7 +111,18 @@ def test_ids_beyond_their_room_or_slots_are_told_by_lengths(dedup: bool) -> None
 def test_ids_outside_their_table_share_a_slot() -> None:
     """So that their owner finds one of them, and no other table's ids are mixed up with them."""
     batch, finder = _batch(f=[[10, -1], [3]], g=[[], [3]], h=[[-5, 0], [10]]), _finder()
-    distinct = finder.place(finder.sort(batch, finder.rooms_of(batch)), 6)
+    distinct = finder.place(finder.sort(batch, finder.rooms_of(batch)), SlotBlocks(6, (1, 1)))
     assert distinct.values[:2].tolist() == [3, 10]
     assert distinct.places[:4].tolist() == [2, 2, 0, 0]
     assert finder.count(batch, finder.rooms_of(batch)).tolist() == [2, 4]
+
+
+@pytest.mark.parametrize("most", [[1000, 90], [5], [0, 0], [100] * 26, [1_000_000] + [100] * 10, [70, 3, 1]])
+def test_there_are_few_more_slots_than_distinct_ids(most: list[int]) -> None:
+    blocks = SlotBlocks.of(most)
+    slots = sum(blocks.counts) * blocks.slots
+    assert sum(most) <= slots <= max(9 / 8 * sum(most), 64 * (len(most) + 1))
+    tables = {f"t{number}": count for number, count in enumerate(most)}
+    shares = blocks.by_feature(tables)
+    assert len(shares) == sum(blocks.counts)
+    assert {name: sum(n for table, n in shares.values() if table == name) for name in tables} == tables

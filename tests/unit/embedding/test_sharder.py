@@ -1,5 +1,6 @@
 """What the drop-in refuses: arguments that break a rule, when it is made, and batches that lack a table's feature."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -49,23 +50,65 @@ def test_a_value_that_breaks_a_rule_of_unpooled_tables(arguments: dict[str, Any]
         OverlapEmbeddingCollectionSharder(**arguments)
 
 
+def _unpooled(group: dist.ProcessGroup, rows: Mapping[str, int]) -> Any:
+    """Return a sharded collection of tables t_x, each of a feature x."""
+    configs = [
+        EmbeddingConfig(name=f"t_{feature}", num_embeddings=count, embedding_dim=4, feature_names=[feature])
+        for feature, count in rows.items()
+    ]
+    module, sharder = EmbeddingCollection(configs, device=torch.device("meta")), OverlapEmbeddingCollectionSharder()
+    ways = {config.name: table_wise(0, compute_kernel="fused") for config in configs}
+    plan = construct_module_sharding_plan(module, ways, sharder, 1, 1, "cpu")  # type: ignore[arg-type]
+    sharded = sharder.shard(module, dict(plan), ShardingEnv.from_process_group(group), CPU)
+    initialise_tables(sharded, seed=0)
+    return sharded
+
+
 def test_a_batch_beyond_the_bound_of_its_distinct_ids(world_of_one: dist.ProcessGroup) -> None:
     """One that nobody has counted is found where its ids arrive; one that is within it gives its rows."""
-    config = EmbeddingConfig(name="t", num_embeddings=9, embedding_dim=4, feature_names=["f"])
-    module, sharder = EmbeddingCollection([config], device=torch.device("meta")), OverlapEmbeddingCollectionSharder()
-    plan = construct_module_sharding_plan(module, {"t": table_wise(0, compute_kernel="fused")}, sharder, 1, 1, "cpu")  # type: ignore[arg-type]
-    sharded: Any = sharder.shard(module, dict(plan), ShardingEnv.from_process_group(world_of_one), CPU)
-    initialise_tables(sharded, seed=0)
-    sharded.take_ids(["f"], BatchBound(2, {"f": (0, 4)}, distinct={"t": 2}))
+    sharded = _unpooled(world_of_one, {"f": 9})
+    sharded.take_ids(["f"], BatchBound(2, {"f": (0, 4)}, distinct={"t_f": 2}))
     ids = KeyedJaggedTensor(["f"], torch.tensor([8, 0, 8, 8]), lengths=torch.tensor([3, 1]))
-    (shard,) = sharded.state_dict()["embeddings.t.weight"].local_shards()
+    (shard,) = sharded.state_dict()["embeddings.t_f.weight"].local_shards()
     with torch.no_grad():
         assert_same(sharded(ids)["f"].values(), shard.tensor[ids.values()], "rows")
         more = KeyedJaggedTensor(["f"], torch.tensor([8, 0, 8, 1]), lengths=torch.tensor([3, 1]))
         with pytest.raises(
-            ValueError, match="has 3 distinct ids of table t, beyond the 2 of its bound; raise the bound"
+            ValueError, match="has 3 distinct ids of table t_f, beyond the 2 of its bound; raise the bound"
         ):
             sharded(more)
+    sharded.exchange.close()
+
+
+def test_memory_is_that_of_the_bounds_of_distinct_ids(world_of_one: dist.ProcessGroup) -> None:
+    """Of 98% duplicates, and of one table that has most of the distinct ids, which are in several blocks of slots."""
+    distinct = {"f": 2000, "g": 8, "h": 8, "i": 8}
+    sharded, samples = _unpooled(world_of_one, dict.fromkeys(distinct, 5000)), 100
+    bound = BatchBound(
+        samples,
+        dict.fromkeys(distinct, (0, 1000)),
+        dict.fromkeys(distinct, 100_000),
+        {f"t_{feature}": most for feature, most in distinct.items()},
+    )
+    sharded.take_ids(list(distinct), bound)
+    arena = sharded.exchange._open().arena
+    windows = [arena.local(f"{kind}{turn}") for kind in ("outputs", "gradients") for turn in range(2)]
+    assert all(window.numel() <= 9 / 8 * sum(distinct.values()) * 4 for window in windows)
+
+    def ids(more: int) -> KeyedJaggedTensor:
+        of_f = torch.randperm(2000 + more).repeat(10)
+        values = torch.cat([of_f, *[torch.arange(8).repeat(3)] * 3])
+        lengths = [len(of_f), *[0] * (samples - 1), *[24, *[0] * (samples - 1)] * 3]
+        return KeyedJaggedTensor(list(distinct), values, lengths=torch.tensor(lengths))
+
+    with torch.no_grad():
+        batch = ids(0)
+        found = sharded(batch)
+        for feature, each in batch.to_dict().items():
+            (shard,) = sharded.state_dict()[f"embeddings.t_{feature}.weight"].local_shards()
+            assert_same(found[feature].values()[: len(each.values())], shard.tensor[each.values()], feature)
+        with pytest.raises(ValueError, match="has 2001 distinct ids of table t_f, beyond the 2000 of its bound"):
+            sharded(ids(1))
     sharded.exchange.close()
 
 

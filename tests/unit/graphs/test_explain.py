@@ -122,14 +122,19 @@ def test_a_model_of_either_sharder_has_the_reasons_of_its_plan(
 
 
 @pytest.mark.parametrize(
-    ("fused_params", "why_not"),
-    [({}, None), ({"gradient_clipping": True}, "gradients of ids that are clipped before they are summed")],
-    ids=["all", "clipped"],
+    ("fused_params", "twice", "why_not"),
+    [
+        ({"gradient_clipping": True}, False, None),
+        ({}, True, "a table that is not pooled names a feature twice"),
+        ({"optimizer": EmbOptimType.LARS_SGD}, False, "optimizer lars_sgd"),
+    ],
+    ids=["clipped", "twice", "optimizer"],
 )
-def test_unpooled_tables_of_a_plan(fused_params: dict[str, Any], why_not: str | None) -> None:
+def test_unpooled_tables_of_a_plan(fused_params: dict[str, Any], twice: bool, why_not: str | None) -> None:
     """A rank sends a row and a gradient of each distinct id; of a table whose number is not given, of each id."""
     configs = [
-        EmbeddingConfig(name=f"t{i}", num_embeddings=100, embedding_dim=8, feature_names=[f"f{i}"]) for i in range(2)
+        EmbeddingConfig(name=f"t{i}", num_embeddings=100, embedding_dim=8, feature_names=[f"f{i}"] * (1 + twice))
+        for i in range(2)
     ]
     model = nn.ModuleDict({"tables": EmbeddingCollection(configs, device=torch.device("meta"))})
     model["over"] = nn.Linear(2, 2)
@@ -180,6 +185,25 @@ def test_all_that_the_planner_makes_under_the_constraints_is_exchanged() -> None
     assert all(each.exchanged and each.captured for each in found)
     assert found[0].sharding not in ("table_wise", "data_parallel")
     assert constraints(model, {"f0": 20})["t0"].pooling_factors == [20]
+
+
+def test_unpooled_tables_are_planned_under_the_constraints_too() -> None:
+    configs = [
+        EmbeddingConfig(name=f"w{i}", num_embeddings=rows, embedding_dim=128, feature_names=[f"f{i}"])
+        for i, rows in enumerate([30_000_000, 1000])
+    ]
+    model: Any = Model({"t0": TABLES["t0"]})
+    model.sequences = EmbeddingCollection(configs, device=torch.device("meta"))
+    asked = constraints(model, {"f1": 50})
+    assert asked.keys() == {"t0", "w0", "w1"}
+    assert asked["w1"].pooling_factors == [50]
+    sharders: Any = [OverlapEmbeddingBagCollectionSharder(), OverlapEmbeddingCollectionSharder()]
+    topology = Topology(8, "cuda", hbm_cap=8 << 30, local_world_size=8)
+    planner = EmbeddingShardingPlanner(topology=topology, batch_size=512, constraints=asked)
+    found = {table.table: table for table in explain(model, planner.plan(model, sharders)).tables}
+    assert found.keys() == asked.keys()
+    assert all(table.exchanged and table.captured for table in found.values())
+    assert found["w0"].sharding in ("row_wise", "column_wise"), "no rank could hold it"
 
 
 def test_the_dense_optimizer_is_explained() -> None:

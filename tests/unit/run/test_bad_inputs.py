@@ -50,7 +50,7 @@ def refusal(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         ("bench nothing", ["known: input"]),
         ("bench", ["bench: no benchmark is named; known: input"]),
         ("train", ["data.tables.count: null", "--config quickstart"]),
-        ("prepare", ["missing on the command line: table|criteo, IN, OUT; see --help"]),
+        ("prepare", ["missing on the command line: table|criteo|samples, IN, OUT; see --help"]),
         ("prepare criteo in", ["missing on the command line: OUT; see --help"]),
         ("checkpoint", ["missing on the command line: show|verify|export, PATH; see --help"]),
         ("trace", ["missing on the command line: TRACE; see --help"]),

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from dlrm_overlap.config import Config, InputError, TablesConfig
-from dlrm_overlap.data.criteo import CriteoMultihot
+from dlrm_overlap.data.criteo import CriteoArrays, CriteoMultihot
 from dlrm_overlap.data.prepared import Prepared, read_meta
 from dlrm_overlap.launching.files import LOCK_NAME, check_free
 from dlrm_overlap.launching.parsing import parse_config
@@ -82,16 +82,16 @@ def _write_days(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("part", ["dense", "sparse", "labels"])
+@pytest.mark.parametrize("part", ["dense", "sparse", "labels", "records"])
 def test_arrays_execute_nothing(tmp_path: Path, mark: Path, part: str) -> None:
     folder = _write_days(tmp_path / "days")
+    for name, array in (("dense", np.zeros((20, 13), np.float32)), ("labels", np.zeros((20, 1), np.int32))):
+        np.save(folder / f"day_0_{name}.npy", array)
+    np.save(folder / "day_0_sparse.npy", np.zeros((20, 26), np.int32))
     np.save(folder / f"day_0_{part}.npy", np.array([[_Evil(mark)]] * 20), allow_pickle=True)
-    for meta in (True, False):
-        if not meta:
-            (folder / "meta.json").unlink()
-        with pytest.raises(InputError, match=rf"day_0_{part}\.npy"):
-            Prepared(folder, TablesConfig(rows=50))
-        assert not mark.exists()
+    with pytest.raises(InputError, match=rf"day_0_{part}\.npy"):
+        (Prepared if part == "records" else CriteoArrays)(folder, TablesConfig(rows=50))
+    assert not mark.exists()
     np.load(folder / f"day_0_{part}.npy", allow_pickle=True)
     assert mark.exists(), "the file would, if it were loaded otherwise"
 
@@ -115,7 +115,7 @@ def test_members_of_an_archive_execute_nothing(tmp_path: Path, mark: Path) -> No
         (tmp_path / "day_0_dense.npy").write_bytes(b"\x93NUMPY\x01\x00" + size + header.encode() + b"\n" + bytes(80))
         np.save(tmp_path / "day_0_sparse.npy", np.zeros((20, 26), np.int32))
         with pytest.raises(InputError, match=r"day_0_dense\.npy: not a whole numpy file"):
-            Prepared(tmp_path, TablesConfig(rows=50))
+            CriteoArrays(tmp_path, TablesConfig(rows=50))
     assert not mark.exists()
 
 
@@ -123,7 +123,7 @@ def test_a_vocabulary_executes_nothing(tmp_path: Path, mark: Path) -> None:
     folder = _write_days(tmp_path / "days")
     evil: dict[str, Any] = {f"C{t + 1}.keys": np.array([_Evil(mark)]) for t in range(26)}
     np.savez(folder / "vocabulary.npz", **evil)
-    (folder / "day_0_labels.npy").unlink()  # so that the day is made again, from the values that were counted
+    (folder / "day_0_records.npy").unlink()  # so that the day is made again, from the values that were counted
     with pytest.raises(InputError, match=r"vocabulary\.npz: not what .* writes .*; remove it and run again"):
         prepare_criteo(folder / "text.tsv", folder, min_count=1)
     assert not mark.exists()

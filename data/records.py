@@ -1,0 +1,149 @@
+"""Samples as records of bytes, and the batch that a GPU makes of them.
+
+A record has, in this order, F dense features (float32 or float16), L labels (a byte each), and the ids of all tables
+whose bags have one size, in their order. An id takes the bytes that the greatest row of its table needs. Numbers are
+little-endian. All records are of one size, so a range of samples is one range of bytes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from dlrm_overlap.config import InputError
+from dlrm_overlap.data.batch import Batch, Records
+from dlrm_overlap.data.days import Day
+from dlrm_overlap.kernels import reference
+
+_ID, _LABEL, _HALF, _FLOAT = 0, 1, 2, 3  # kinds of a field, as `kernels/unpack.py` has them
+
+
+def bytes_below(end: int) -> int:
+    """Return how many bytes hold each of the numbers 0 .. end - 1."""
+    return max(1, -(-(end - 1).bit_length() // 8))
+
+
+class Field(NamedTuple):
+    """Numbers of one kind in a record; see `kernels/unpack.py` for the columns."""
+
+    offset: int
+    width: int
+    count: int
+    kind: int
+    modulus: int
+    start: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a record holds."""
+
+    dense: int
+    """F"""
+    labels: int
+    """L"""
+    rows: Sequence[int]
+    """of each table, for which the ids were made"""
+    sizes: Sequence[int | None]
+    """of each table, ids of a bag; None where bags differ in size, whose ids are in no record"""
+    half: bool = False
+    """dense features are float16"""
+
+    @property
+    def lists(self) -> list[int]:
+        """The tables whose bags differ in size."""
+        return [t for t, size in enumerate(self.sizes) if size is None]
+
+    def fields(self, moduli: Sequence[int] | None = None) -> list[Field]:
+        """Return the fields: dense features, labels, then tables, whose ids are those modulo `moduli`, if not 0."""
+        shapes = [(2, self.dense, _HALF, 0) if self.half else (4, self.dense, _FLOAT, 0), (1, self.labels, _LABEL, 0)]
+        tables = zip(self.rows, self.sizes, moduli or [0] * len(self.rows), strict=True)
+        shapes += [(bytes_below(rows), size, _ID, modulus) for rows, size, modulus in tables if size]
+        offsets = accumulate((width * count for width, count, *_ in shapes), initial=0)
+        starts = accumulate((count for _, count, *_ in shapes), initial=0)
+        return [Field(offset, *shape, start) for offset, shape, start in zip(offsets, shapes, starts, strict=False)]
+
+    @cached_property
+    def record_bytes(self) -> int:
+        """Bytes of a record."""
+        last = self.fields()[-1]
+        return last.offset + last.width * last.count
+
+    def pack(self, day: Day) -> np.ndarray:
+        """Return the records of `day`, [n, record_bytes] uint8.
+
+        Raises:
+            InputError: if a dense feature is beyond float16's range.
+        """
+        samples = len(day.labels)
+        dense = day.dense.astype("<f2" if self.half else "<f4")
+        if not np.isfinite(dense).all():
+            raise InputError(f"{day.name}: a dense feature is beyond float16's range; leave --dense out")
+        tables = [day.bags(t, slice(0, samples))[0].astype("<i4") for t, size in enumerate(self.sizes) if size]
+        numbers = [dense, np.asarray(day.labels).astype(np.uint8), *tables]
+        fields = self.fields()
+        parts = [_low_bytes(each, field.width) for each, field in zip(numbers, fields, strict=True)]
+        parts = [part.reshape(samples, each.width * each.count) for part, each in zip(parts, fields, strict=True)]
+        return np.concatenate(parts, axis=1)
+
+    def pack_ids(self, table: int, day: Day) -> np.ndarray:
+        """Return the ids of a table whose bags differ in size, [m, bytes of an id] uint8."""
+        ids, _ = day.bags(table, slice(0, len(day.labels)))
+        return _low_bytes(ids.astype("<i4"), bytes_below(self.rows[table]))
+
+
+def _low_bytes(numbers: np.ndarray, width: int) -> np.ndarray:
+    return np.ascontiguousarray(numbers).reshape(-1, 1).view(np.uint8)[:, :width]
+
+
+def field_of_ids(rows: int) -> Field:
+    """Return the field of records that are ids of a table of so many rows."""
+    return Field(0, bytes_below(rows), 1, _ID, 0, 0)
+
+
+class Packed:
+    """A field of records as an array of numbers [n, count], which are unpacked where they are taken."""
+
+    def __init__(self, records: np.ndarray, field: Field) -> None:
+        """Take records [n, record_bytes] uint8."""
+        self._records, self._field = records, field
+        self.shape = len(records), field.count
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __getitem__(self, samples: slice | np.ndarray) -> np.ndarray:
+        """Return the numbers [samples, count] of some records: ids int32, others float32."""
+        words = reference.unpack(torch.from_numpy(self._records[samples]), [self._field]).view(-1, self._field.count)
+        return (words if self._field.kind == _ID else words.view(torch.float32)).numpy()
+
+
+class Unpacker:
+    """Makes batches on a GPU of records."""
+
+    def __init__(self, layout: Layout, moduli: Sequence[int], device: torch.device) -> None:
+        """Copy the fields to `device`. Ids of a table are those modulo `moduli`, where that is not 0."""
+        fields = layout.fields(moduli)
+        counts = torch.tensor([field.count for field in fields])
+        self._layout, self._device = layout, device
+        self._fields = torch.tensor(fields, device=device)
+        self._field_of = torch.arange(len(fields), dtype=torch.int32).repeat_interleave(counts).to(device)
+        self._sizes = torch.tensor(layout.sizes, dtype=torch.int32, device=device)
+        self._lengths: dict[int, torch.Tensor] = {}
+
+    def __call__(self, records: Records) -> Batch:
+        """Return the batch, which one copy and one kernel make on the current stream."""
+        from dlrm_overlap.kernels.unpack import unpack  # loads Triton, which a CPU may lack
+
+        packed, samples, layout = records.to(self._device), len(records.packed), self._layout
+        if samples not in self._lengths:
+            self._lengths[samples] = self._sizes.repeat_interleave(samples)
+        words = unpack(packed, self._fields, self._field_of)
+        dense, labels, values = words.tensor_split((layout.dense * samples, (layout.dense + layout.labels) * samples))
+        dense, labels = (each.view(torch.float32).view(samples, -1) for each in (dense, labels))
+        labels = labels.flatten() if layout.labels == 1 else labels
+        return Batch.from_tensors(dense, self._lengths[samples], values, labels)

@@ -1,0 +1,141 @@
+"""Packed samples: they are those that were packed, in the order that a run asks for, and other files are refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dlrm_overlap.cli import main
+from dlrm_overlap.config import DataConfig, InputError, TablesConfig
+from dlrm_overlap.data import packing
+from dlrm_overlap.data.batch import Batch
+from dlrm_overlap.data.loader import open_datasets
+from dlrm_overlap.data.packing import pack_samples
+from dlrm_overlap.data.prepared import Prepared
+from dlrm_overlap.data.schema import criteo_schema
+from tests.gpu.synthetic import first_difference
+
+FIXED = TablesConfig(rows=[3, 300, 70_000, 20_000_000], multi_hot=[1, 3, 2, 1])
+RANGES = TablesConfig(rows=[3, 300, 70_000, 20_000_000], multi_hot=["0..4", 3, "0..1", 1])
+SAMPLES = 100
+
+
+def config_of(tables: TablesConfig, **keys: Any) -> DataConfig:
+    return DataConfig(tables=tables, dense_features=3, eval_samples=37, workers=0, **keys)
+
+
+def packed(folder: Path, tables: TablesConfig = FIXED, **options: Any) -> DataConfig:
+    """Pack samples in days of 16, and return the configuration that reads them."""
+    pack_samples(config_of(tables), folder, SAMPLES, day_samples=16, **options)
+    return DataConfig(kind="prepared", path=str(folder))
+
+
+@pytest.mark.parametrize("tables", [FIXED, RANGES], ids=["fixed", "ranges"])
+def test_packed_samples_are_those_of_the_data_set(tmp_path: Path, tables: TablesConfig) -> None:
+    found, expected = open_datasets(packed(tmp_path, tables)), open_datasets(config_of(tables))
+    assert [each.num_samples for each in found] == [SAMPLES, 37]
+    for one, other in zip(found, expected, strict=True):
+        assert (one.rows, one.dense_features) == (other.rows, other.dense_features)
+        assert all(a <= b and c >= d for (a, c), (b, d) in zip(other.bag_sizes, one.bag_sizes, strict=True))
+        for first, count in ((0, 37), (15, 2), (3, 30)):
+            assert first_difference(one.read(first, count), other.read(first, count)) is None
+    assert first_difference(found[0].read(90, 20), Batch.join([found[0].read(90, 10), found[0].read(0, 10)])) is None
+
+
+def test_a_record_has_no_byte_that_its_table_does_not_need(tmp_path: Path) -> None:
+    data = Prepared(packed(tmp_path / "float32").path or "", TablesConfig())
+    assert data.packed[0].record_bytes == 3 * 4 + 1 + (1 + 3 * 2 + 2 * 3 + 4)
+    half = Prepared(packed(tmp_path / "float16", dense="float16").path or "", TablesConfig())
+    assert half.packed[0].record_bytes == data.packed[0].record_bytes - 3 * 2
+    rounded = data.read(0, 50).dense.half().float()
+    assert torch.equal(half.read(0, 50).dense, rounded)
+    assert not torch.equal(data.read(0, 50).dense, rounded)
+
+
+def test_packing_goes_on_with_the_day_that_is_not_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    packed(tmp_path / "whole")
+    written: list[int] = []
+    write = packing._write_day
+
+    def killed_at_2(i: int, *args: Any) -> Any:
+        written.append(i)
+        if i == 2 and len(written) == 3:
+            raise KeyboardInterrupt
+        return write(i, *args)
+
+    monkeypatch.setattr(packing, "_write_day", killed_at_2)
+    with pytest.raises(KeyboardInterrupt):
+        packed(tmp_path / "days")
+    with pytest.raises(InputError, match="did not finish samples from 32 on"):
+        Prepared(tmp_path / "days", TablesConfig())
+    packed(tmp_path / "days")
+    assert written == [0, 1, 2, *range(2, 7)]
+    for file in (tmp_path / "whole").rglob("*.npy"):
+        assert (tmp_path / "days" / file.relative_to(tmp_path / "whole")).read_bytes() == file.read_bytes()
+    with pytest.raises(InputError, match="was prepared of other samples; choose another folder"):
+        pack_samples(config_of(FIXED, seed=1), tmp_path / "days", SAMPLES, day_samples=16)
+
+
+def test_endless_samples_need_a_number(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    command = ["prepare", "samples", str(tmp_path / "out"), "--data.tables.rows", "9", "--data.tables.count", "2"]
+    command += ["--train.steps", "1"]
+    assert main(command) == 2
+    assert "--samples: none, but those of data.kind synthetic have no end; say how many" in capsys.readouterr().err
+    assert main([*command, "--samples", "5", "--data.eval_samples", "3"]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'out'}: 5 samples, 3 held out, 9 to 9 rows a table\n"
+
+
+@pytest.mark.parametrize(("columns", "command"), [
+    ("criteo", "criteo IN OUT --rows 13"),
+    ("counted", "criteo IN OUT --min_count 2"),
+    ("own", "table IN OUT --schema SCHEMA.yaml"),
+])  # fmt: skip
+def test_an_older_format_is_refused_with_the_command_that_makes_it_anew(
+    tmp_path: Path, columns: str, command: str
+) -> None:
+    packed(tmp_path)
+    meta = json.loads((tmp_path / "meta.json").read_text())
+    del meta["format"]
+    if columns != "own":
+        meta["schema"] = (criteo_schema([13] * 26) if columns == "criteo" else criteo_schema(None, 2)).as_dict()
+        meta["rows"] = [13] * 26
+    (tmp_path / "meta.json").write_text(json.dumps(meta))
+    rule = (
+        rf"was prepared in format 1, and this version reads format 2; make it anew, .*: dlrm-overlap prepare {command}"
+    )
+    with pytest.raises(InputError, match=rule) as error:
+        Prepared(tmp_path, TablesConfig())
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("tables", [FIXED, RANGES], ids=["fixed", "ranges"])
+def test_samples_are_shuffled_in_windows(tmp_path: Path, tables: TablesConfig) -> None:
+    config = packed(tmp_path, tables)
+    plain, evaluated = open_datasets(config)
+    data, same = open_datasets(DataConfig(kind="prepared", path=config.path, shuffle=24, seed=3))
+    assert first_difference(same.read(0, 37), evaluated.read(0, 37)) is None
+    passes = [[find(plain, data.read(i, 1)) for i in range(n * SAMPLES, (n + 1) * SAMPLES)] for n in range(2)]
+    for order in passes:
+        for first in range(0, SAMPLES, 24):
+            window = list(range(first, min(first + 24, SAMPLES)))
+            assert sorted(order[first : first + 24]) == window
+            assert len(window) == 4 or order[first : first + 24] != window
+    assert passes[0] != passes[1]
+    # However many ranks share the stream, and wherever one begins to read.
+    whole = data.read(0, 2 * SAMPLES)
+    assert first_difference(Batch.join([data.read(i, 40) for i in range(0, 2 * SAMPLES, 40)]), whole) is None
+    if data.packed is not None:
+        records = data.records_at(np.arange(90, 130)).packed
+        parts = [data.records_at(np.array([i])).packed for i in range(90, 130)]
+        assert torch.equal(records, torch.cat(parts))
+
+
+def find(data: Any, batch: Batch) -> int:
+    """Return the position of the only sample of `batch`, which its dense features tell from all others."""
+    whole = data.read(0, SAMPLES)
+    (found,) = (whole.dense == batch.dense).all(dim=1).nonzero()
+    assert first_difference(data.read(int(found), 1), batch) is None
+    return int(found)
