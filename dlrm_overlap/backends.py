@@ -62,7 +62,7 @@ BACKENDS = {
         Implementation(cpu="cpu:CpuZeroCopyForward", cuda="pgas:ZeroCopyForward"),
         ("push", "dma", "collective", "atomic"),
         stores_to_peers=True,
-        forward_across=Implementation(cpu="cpu:CpuZeroCopyAcross", cuda="across:ZeroCopyAcross"),
+        forward_across=Implementation(cpu="cpu_across:CpuZeroCopyAcross", cuda="across:ZeroCopyAcross"),
     ),
     "fused": Backend(
         "one persistent kernel that stores pooled rows in place, or puts slices as they are done",
@@ -71,7 +71,7 @@ BACKENDS = {
         stores_to_peers=True,
         has_slices=True,
         forward_by_put={"dma": Implementation("cpu:CpuSlicedForward", "fused_copies:CopiedSlicesForward")},
-        forward_across=Implementation(cpu="cpu:CpuSlicedAcross", cuda="across:SlicedAcross"),
+        forward_across=Implementation(cpu="cpu_across:CpuSlicedAcross", cuda="across:SlicedAcross"),
     ),
 }
 
@@ -82,11 +82,11 @@ BACKWARDS = {
     "atomic": Implementation(cpu="cpu:CpuPush", cuda="push:AtomicPush"),
 }
 
-_PUSH_ACROSS = Implementation(cpu="cpu:CpuPushAcross", cuda="across:PushAcross")
+_PUSH_ACROSS = Implementation(cpu="cpu_across:CpuPushAcross", cuda="across:PushAcross")
 BACKWARDS_ACROSS = BACKWARDS | {
     "push": _PUSH_ACROSS,
     "dma": _PUSH_ACROSS,
-    "atomic": Implementation(cpu="cpu:CpuPushAcross", cuda="across:AtomicPushAcross"),
+    "atomic": Implementation(cpu="cpu_across:CpuPushAcross", cuda="across:AtomicPushAcross"),
 }
 """The backwards where ranks are on several hosts; copy engines are not used there."""
 

@@ -289,10 +289,10 @@ class EmbeddingConfig:
     wait_timeout_s: PositiveFloat = 600.0
     """every backend: a step, an evaluation or a save that waits longer for another rank or a loader process ends the
     run, and names it"""
-    plan: Literal["auto", "table_wise", "column_wise", "row_wise"] = "auto"
+    plan: Literal["auto", "torchrec", "table_wise", "column_wise", "row_wise"] = "auto"
     """auto balances rows read and columns sent over the ranks; where necessary it cuts tables of many ids by columns,
-    but not under row-wise optimizers and LAMB, else by rows. The others leave the plan to TorchRec's planner, with
-    shards of that type alone"""
+    but not under row-wise optimizers and LAMB, else by rows. The others leave the plan to TorchRec's planner: torchrec
+    with shards of any type, the rest with those of their type alone"""
     data_parallel_rows: NonNegativeInt = 0
     """plan auto, fp32 rows: every rank holds tables of at most so many rows whole and looks them up without an
     exchange, unless all are so small; train.optimizer, train.lr and train.eps train them"""

@@ -54,6 +54,9 @@ class FeatureTable:
     """whether empty bags of some of the features are not stored"""
 
 
+EVERY_BAG = -1
+
+
 class Partials(NamedTuple):
     """A sum of the partial sums of a table's row shards, in a window."""
 
@@ -61,7 +64,8 @@ class Partials(NamedTuple):
     """first column of the partial sums of each row shard; the sum is stored at the first"""
     dim: int
     shares: Sequence[int] = ()
-    """index of the feature whose bags are those of each row shard, where that is known"""
+    """index of the feature whose bags are those of each row shard, where that is known; EVERY_BAG: of all bags, also
+    those without ids, the partial sum has arrived"""
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from dlrm_overlap.kernels.arguments import Partials
+from dlrm_overlap.kernels.arguments import EVERY_BAG, Partials
 
 
 def pool(
@@ -75,7 +75,7 @@ def add_partials(window: torch.Tensor, sums: Sequence[Partials], offsets: torch.
         total = torch.zeros(window.shape[0], sum.dim, dtype=torch.float32, device=window.device)
         for number, column in enumerate(sum.columns):
             part = window[:, column : column + sum.dim].float()
-            if offsets is not None:
+            if offsets is not None and sum.shares[number] != EVERY_BAG:
                 filled = have_ids(offsets, sum.shares[number], window.shape[0])
                 part = part.masked_fill(~filled[:, None], 0.0)
             total += part

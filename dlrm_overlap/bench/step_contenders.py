@@ -43,6 +43,7 @@ STEP_CONTENDERS = {
 }
 _VARIANTS: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
     "torchrec_no_balance": (_TORCHREC, {"embedding.plan": "table_wise"}),
+    "torchrec_default_plan": (_TORCHREC, {"embedding.plan": "torchrec"}),
     "torchrec_row_wise": (_TORCHREC, {"embedding.plan": "row_wise"}),
     "torchrec_compiled": (_TORCHREC, {"train.compile_dense": True}),
     "torchrec_captured": (_TORCHREC, {"train.graph_dense": True}),
@@ -53,6 +54,7 @@ _VARIANTS: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
     "pgas_graph_no_compile": (_GRAPH, {"train.compile_dense": False}),
     "pgas_graph_no_flat": (_GRAPH, {"train.flat_dense": False}),
     "pgas_graph_no_balance": (_GRAPH, {"embedding.plan": "table_wise"}),
+    "pgas_graph_default_plan": (_GRAPH, {"embedding.plan": "torchrec"}),
     "pgas_graph_row_wise": (_GRAPH, {"embedding.plan": "row_wise"}),
     "pgas_graph_one_part": (_GRAPH, {"embedding.gradient_parts": 1}),
     "pgas_graph_fp32_wire": (_GRAPH, {"embedding.wire_dtype": "fp32"}),

@@ -5,15 +5,21 @@ messages, which passes them on to the ranks of that host by stores (`Reach.relay
 sample, that begin at multiples of 16 bytes.
 
     forward     of rank w, to host H:  a row for each sample of H's ranks, with the columns of w's shards, in order
+    sums        of rank w, to host H:  a row for each sample of those of H's ranks that w serves, with the columns of
+                                       the sums that are made on w's host
     backward    of rank r, to host H:  a row for each sample of r, with the columns of the shards of all ranks of H
 
-So as many bytes are sent as in an All-to-All, but there are as many messages as hosts, not as ranks. Where ids go to
-their owners by the exchange, a third message brings the window in which a rank has published its ids, whole, since its
-size is known beforehand; the ranks of the host read it where it has arrived, at the rank that takes it.
+So as many bytes are sent as in an All-to-All, but there are as many messages as hosts, not as ranks. Of a table that is
+cut by rows over several ranks of a host only sums leave it, not the shards' partial sums: each rank of another host is
+*served* by the rank to which its own messages go (`Reach.relay`), which gathers its partial sums and adds them up. Its
+gradient is sent once, for all of these shards. Where ids go to their owners by the exchange, one more message brings
+the window in which a rank has published its ids, whole, since its size is known beforehand; the ranks of the host read
+it where it has arrived, at the rank that takes it.
 
 Example: hosts of ranks 0, 1 and 2, 3, of 5 samples each. Rank 1 owns shards of 12 columns, rank 2 of 4, rank 3 of 8.
 Forward, rank 1 sends rank 3 a message of 10 rows of 12: samples of rank 2, then of rank 3. Backward, it sends rank 3
-one of 5 rows of 12: the gradients of rank 2's 4 columns, then of rank 3's 8.
+one of 5 rows of 12: the gradients of rank 2's 4 columns, then of rank 3's 8. Is a table of 4 columns cut by rows over
+ranks 2 and 3, then rank 3 gathers two partial sums for each sample of rank 1, and sends it a row of 4.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,7 +30,7 @@ import torch
 
 from dlrm_overlap.comm.arena import Arena, Region
 from dlrm_overlap.comm.reach import Reach
-from dlrm_overlap.embedding.layout import FeatureShard, Layout
+from dlrm_overlap.embedding.layout import FeatureShard, Layout, column_numbers
 from dlrm_overlap.embedding.steps import BatchSizes, StepCache
 from dlrm_overlap.embedding.windows import WindowSpec
 
@@ -65,25 +71,66 @@ class Crossing:
     """The messages between hosts on one rank, for any batch."""
 
     def __init__(self, layout: Layout, reach: Reach, wire_dtype: torch.dtype) -> None:
-        self.reach, self._layout = reach, layout
+        self.reach, self._layout, self._wire_dtype = reach, layout, wire_dtype
         self._unit = _ROW_BYTES // wire_dtype.itemsize
-        self._pooled, self._gradients = (StepCache[BatchSizes, Messages]() for _ in range(2))
+        self._pooled, self._sums, self._gradients = (StepCache[BatchSizes, Messages]() for _ in range(3))
+        on_hosts = {host: [each.on(host) for each in layout.partial_sums] for host in reach.hosts}
+        self.sums_on = {host: [shards for shards in found if len(shards) > 1] for host, found in on_hosts.items()}
+        """of each host the sums that are made there for samples of other hosts, each by its row shards"""
+        self._added = {shard for found in self.sums_on.values() for shards in found for shard in shards}
 
-    def columns_of(self, ranks: Sequence[int]) -> Mapping[FeatureShard, int]:
-        """Return the first column of each shard of `ranks` in a row that has those of all of them, in order."""
-        shards = [shard for rank in ranks for shard in self._layout.by_owner[rank]]
-        starts = [0, *accumulate(shard.dim for shard in shards)]
-        return dict(zip(shards, starts[:-1], strict=True))
+    def pooled_columns(self, rank: int) -> Mapping[FeatureShard, int]:
+        """Return the first column of each shard of `rank` in a row of what it pools for another host."""
+        return _side_by_side([shard for shard in self._layout.by_owner[rank] if shard not in self._added])
 
-    def pitch(self, ranks: Sequence[int]) -> int:
-        """Return the elements from row to row of a message with the columns of the shards of `ranks`."""
-        return -(-sum(self._layout.owner_dims[rank] for rank in ranks) // self._unit) * self._unit
+    def sum_columns(self, host: range) -> Mapping[FeatureShard, int]:
+        """Return the first column of each shard in a row of partial sums that are gathered on `host`.
 
-    def output_columns(self, ranks: Sequence[int]) -> torch.Tensor:
-        """Return [pitch] int64: of each column of such a row the output's column; those after the last repeat it."""
-        columns = torch.cat([self._layout.owner_columns(rank) for rank in ranks])
-        padding = self.pitch(ranks) - columns.numel()
-        return torch.cat([columns, columns[-1:].repeat(padding)]) if padding else columns
+        Those of each sum's first shard come first: there the sum is made, and a message has these columns alone.
+        """
+        firsts = [shards[0] for shards in self.sums_on[host]]
+        return _side_by_side([*firsts, *(shard for shards in self.sums_on[host] for shard in shards[1:])])
+
+    def gradient_columns(self, host: range) -> Mapping[FeatureShard, int]:
+        """Return the first column of each shard of `host` in a row of gradients, those of one sum at the same."""
+        shards = [shard for rank in host for shard in self._layout.by_owner[rank]]
+        first = {shard: shards[0] for shards in self.sums_on[host] for shard in shards}
+        columns = _side_by_side([shard for shard in shards if first.get(shard, shard) is shard])
+        return {shard: columns[first.get(shard, shard)] for shard in shards}
+
+    def pitch(self, columns: Mapping[FeatureShard, int]) -> int:
+        """Return the elements from row to row of a message with these columns."""
+        return -(-max((column + shard.dim for shard, column in columns.items()), default=0) // self._unit) * self._unit
+
+    def _sum_pitch(self, host: range) -> int:
+        return self.pitch(_side_by_side([shards[0] for shards in self.sums_on[host]]))
+
+    def output_columns(self, host: range) -> torch.Tensor:
+        """Return [pitch] int64: of each column of a row of gradients the output's; those after the last repeat it."""
+        columns = self.gradient_columns(host)
+        ranges = {column: (self._layout.output_column(shard), shard.dim) for shard, column in columns.items()}
+        found = column_numbers(list(ranges.values()))
+        padding = self.pitch(columns) - found.numel()
+        return torch.cat([found, found[-1:].repeat(padding)]) if padding else found
+
+    def served(self, rank: int, host: range) -> Sequence[int]:
+        """Return the ranks of `host` for whose samples `rank`, of another host, gathers partial sums, in order."""
+        return [each for each in self.reach.taken_by(rank) if each in host]
+
+    def gathered_at(self, rank: int) -> tuple[int, int]:
+        """Return which rank of this host gathers partial sums for `rank`, and where it does among those it serves."""
+        gatherer = self.reach.relay(rank, self.reach.here)
+        return gatherer, self.reach.taken_by(gatherer).index(rank)
+
+    def sum_windows(self, samples: int) -> WindowSpec | None:
+        """Return the windows in which partial sums are gathered, alike on all ranks; None if there is nothing to add.
+
+        A window has as many rows for each rank that its rank serves as a rank has samples at most.
+        """
+        if not (self._added and self.reach.most_taken):
+            return None
+        widest = max(self.pitch(self.sum_columns(host)) for host in self.reach.hosts)
+        return WindowSpec("sums", Region((self.reach.most_taken * samples * widest,), self._wire_dtype), 1)
 
     def pooled(self, batch: BatchSizes) -> Messages:
         """Return the messages of pooled embeddings."""
@@ -91,9 +138,34 @@ class Crossing:
 
     def _pooled_of(self, batch: BatchSizes) -> Messages:
         reach, here = self.reach, self._samples(self.reach.here, batch)
-        mine = self.pitch([reach.rank])
+        mine = self.pitch(self.pooled_columns(reach.rank))
         sent = [(self._samples(host, batch), mine) for host in self._other_hosts]
-        return self._messages(sent, [(here, self.pitch([source])) for source in reach.sources])
+        received = [(here, self.pitch(self.pooled_columns(source))) for source in reach.sources]
+        return self._messages(sent, received)
+
+    def sums(self, batch: BatchSizes) -> Messages:
+        """Return the messages of sums."""
+        return self._sums.get(batch, self._sums_of, batch)
+
+    def _sums_of(self, batch: BatchSizes) -> Messages:
+        reach, mine = self.reach, self._sum_pitch(self.reach.here)
+
+        def rows(rank: int, host: range) -> int:
+            return sum(batch.per_rank[each] for each in self.served(rank, host))
+
+        sent = [(rows(reach.rank, host), mine) for host in self._other_hosts]
+        received = [(rows(source, reach.here), self._sum_pitch(reach.host_of(source))) for source in reach.sources]
+        return self._messages(sent, received)
+
+    def largest_gradients(self, samples: int) -> Sequence[tuple[int, int]]:
+        """Return the rows and the pitches of the largest messages of gradients of ranks of up to `samples` samples."""
+        return [(samples, self.pitch(self.gradient_columns(host))) for host in self.reach.hosts]
+
+    def largest_sums(self, samples: int) -> Sequence[tuple[int, int]]:
+        """Return the rows and the pitches of the largest messages of sums of any ranks of up to `samples` samples."""
+        hosts = self.reach.hosts
+        most = max(len(self.served(rank, host)) for here in hosts for rank in here for host in hosts if host != here)
+        return [(most * samples, self._sum_pitch(host)) for host in hosts]
 
     def gradients(self, batch: BatchSizes) -> Messages:
         """Return the messages of their gradients."""
@@ -101,8 +173,9 @@ class Crossing:
 
     def _gradients_of(self, batch: BatchSizes) -> Messages:
         reach, each = self.reach, batch.per_rank
-        sent = [(each[reach.rank], self.pitch(host)) for host in self._other_hosts]
-        return self._messages(sent, [(each[source], self.pitch(reach.here)) for source in reach.sources])
+        sent = [(each[reach.rank], self.pitch(self.gradient_columns(host))) for host in self._other_hosts]
+        mine = self.pitch(self.gradient_columns(reach.here))
+        return self._messages(sent, [(each[source], mine) for source in reach.sources])
 
     @property
     def _other_hosts(self) -> Sequence[range]:
@@ -124,6 +197,12 @@ class Crossing:
             Message(peer, self.reach.host_of(peer), start, *shape)
             for peer, start, shape in zip(peers, starts[:-1], shapes, strict=True)
         ]
+
+
+def _side_by_side(shards: Sequence[FeatureShard]) -> Mapping[FeatureShard, int]:
+    """Return the first column of each shard in a row that has the columns of all of them, in order."""
+    starts = [0, *accumulate(shard.dim for shard in shards)]
+    return dict(zip(shards, starts[:-1], strict=True))
 
 
 def arrival_regions(spec: WindowSpec, reach: Reach) -> Mapping[str, Region]:

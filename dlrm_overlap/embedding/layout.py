@@ -122,6 +122,10 @@ class PartialSums(NamedTuple):
     shards: tuple[FeatureShard, ...]
     """the row shards"""
 
+    def on(self, host: range) -> tuple[FeatureShard, ...]:
+        """Return the row shards of the ranks of `host`; of several the sum is made there for samples of other hosts."""
+        return tuple(shard for shard in self.shards if shard.owner in host)
+
 
 class Layout:
     """The feature shards of all ranks, and the output [b, D_total], whose columns are in the order of `names`.
@@ -211,12 +215,12 @@ class Layout:
 
     def owner_columns(self, rank: int) -> torch.Tensor:
         """Return [D_local] int64: the output's columns that `rank` computes, in the order of its shards."""
-        return _ranges([(self.output_column(shard), shard.dim) for shard in self.by_owner[rank]])
+        return column_numbers([(self.output_column(shard), shard.dim) for shard in self.by_owner[rank]])
 
     @cached_property
     def sent_columns(self) -> torch.Tensor:
         """[sum of D_local] int64: the column of each that a collective brings where it arrives, rank 0's first."""
-        return _ranges([(self.column(shard), shard.dim) for shards in self.by_owner for shard in shards])
+        return column_numbers([(self.column(shard), shard.dim) for shards in self.by_owner for shard in shards])
 
     @cached_property
     def sent_in_order(self) -> bool:
@@ -245,7 +249,7 @@ class Layout:
         return together
 
 
-def _ranges(ranges: Sequence[tuple[int, int]]) -> torch.Tensor:
+def column_numbers(ranges: Sequence[tuple[int, int]]) -> torch.Tensor:
     """Return [n] int64: the columns of some ranges, each given by its first column and its number of columns."""
     columns = [torch.arange(first, first + dim, device="cpu") for first, dim in ranges]
     return torch.cat(columns) if columns else torch.empty(0, dtype=torch.int64, device="cpu")

@@ -14,7 +14,7 @@ from dlrm_overlap.comm.reach import Reach, find_reach
 from dlrm_overlap.embedding.backends.base import Backward, Forward
 from dlrm_overlap.embedding.backends.ids import CpuIdExchange, DeviceIdExchange, IdExchange
 from dlrm_overlap.embedding.backends.local import CpuLocalLookup, DeviceLocalLookup, LocalLookup
-from dlrm_overlap.embedding.crossing import arrival_regions
+from dlrm_overlap.embedding.crossing import Crossing, arrival_regions
 from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions
 from dlrm_overlap.embedding.windows import WindowPair
 
@@ -88,6 +88,8 @@ def open_halves(context: ExchangeContext) -> Halves:
         regions |= spec.regions(group.size()) if spec else {}
     if context.ids is not None:
         regions |= arrival_regions(context.ids.windows, reach)
+    if sums := Crossing(context.layout, reach, options.wire_dtype).sum_windows(context.samples_per_rank):
+        regions |= sums.regions(group.size())
     arena = open_arena(regions, group, device, reach) if regions else None
     counters = context.counters.forward, context.counters.backward, context.counters.ids
     outputs, gradients, ids = (

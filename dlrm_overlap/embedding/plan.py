@@ -174,7 +174,7 @@ def _planners_plan(
     min_partition = max(4, dim // topology.world_size // 4 * 4) if config.plan == "column_wise" else None
     constraints = {
         key: ParameterConstraints(
-            sharding_types=[config.plan],
+            sharding_types=None if config.plan == "torchrec" else [config.plan],
             compute_kernels=[EmbeddingComputeKernel.FUSED.value],
             pooling_factors=[factor],
             min_partition=min_partition,

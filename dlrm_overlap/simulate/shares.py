@@ -54,11 +54,15 @@ class Shares(NamedTuple):
     ids: np.ndarray
     """ids that it looks up and sorts: a table that is cut by columns has all its ids at each shard"""
     near: np.ndarray
-    """columns that it sends for each sample of a rank of its host, on average; their gradients return"""
+    """columns that it sends to a rank of its host for each of that one's samples, on average; their gradients return"""
     away: np.ndarray
     """the same for a rank of another host"""
-    added: float
-    """columns that a rank reads and writes for each of its samples to add partial sums up, over the output's"""
+    sums: np.ndarray
+    """of `away` those of sums, which leave when the host's partial sums are gathered and added up"""
+    gathered: np.ndarray
+    """columns that it reads and writes for each of its samples to make these, over the output's"""
+    added: np.ndarray
+    """the same to add up what has come for its own samples"""
 
     @property
     def idle_ranks(self) -> int:
@@ -68,8 +72,8 @@ class Shares(NamedTuple):
     @staticmethod
     def even(world_size: int) -> "Shares":
         """Return those of ranks with alike work, without a table that is cut by rows."""
-        one = np.ones(world_size)
-        return Shares(one, one, one, one, one, 0.0)
+        one, none = np.ones(world_size), np.zeros(world_size)
+        return Shares(one, one, one, one, one, none, none, none)
 
 
 @lru_cache(maxsize=32)
@@ -91,30 +95,62 @@ def shares_of(
 ) -> Shares:
     """Return the ranks' shares where `plan` has the shards of each table.
 
-    Of a table that is cut by rows, the exchange sends within a host the partial sums of bags that have ids of a shard,
-    and all of them to other hosts. A `dense` collective sends all. It adds those of an owner's host up before they
-    leave it, each of G ranks for one sample in G; so do table-row-wise shards and, about, rings.
+    Of a table that is cut by rows, the exchange sends within a host the partial sums of bags that have ids of a shard.
+    For samples of other hosts it gathers all partial sums of a host, each of G ranks for one sample in G, adds them up
+    and sends the sums. A `dense` collective does so for its own host's samples, too: of table-row-wise shards, and of
+    others about, by rings.
 
     Example: 2 ranks of a host, a table of 2 ids a bag, 64 columns, cut by rows. Each rank reads a row a sample, and of
     memory, ids and all else but columns has 1. It pools 64 columns, where the mean of whole tables is 32: of `links` it
     has 2, of `near` 3/4 of that, since a fourth of the bags have no id of a rank's rows; a `dense` one has 2.
     """
     W, G = world_size, gpus_per_host
-    found, added = np.zeros((5, W)), 0.0
+    found, made = np.zeros((6, W)), np.zeros((2, W))
     for table, shards in zip(tables, plan, strict=True):
         pooling, cut = table.load.pooling, any(shard.rows < 1 for shard in shards)
         for rank, columns, rows in shards:
-            near, away = float(columns), float(columns)
-            if cut:
-                filled = sum(filled_share(ids, rows) for ids in table.bag_sizes) / len(table.bag_sizes)
-                near, away = (columns * W / G, columns / G) if dense else (columns * filled, columns)
-                added += columns * filled
-            found[:, rank] += pooling * columns * rows, columns, pooling * rows, near, away
-        added += table.load.dim * cut
+            here = sum(shard.rank // G == rank // G for shard in shards)
+            near, away, sums = float(columns), float(columns), 0.0
+            if cut and dense:
+                near, away = columns * W / G, columns / G
+            elif cut:
+                near = columns * _filled(table, rows)
+                if here > 1:
+                    near += columns * (W - G) / G
+                    away = sums = columns / here
+            found[:, rank] += pooling * columns * rows, columns, pooling * rows, near, away, sums
+        if cut and not dense:
+            made += _added_up(table, shards, W, G)
     columns, looked_up = sum(table.load.dim for table in tables), sum(table.load.pooling for table in tables)
-    scale = W / np.array([sum(t.load.pooling * t.load.dim for t in tables), columns, looked_up, columns, columns])
-    memory, links, ids, near, away = found * scale[:, None]
-    return Shares(memory, links, ids, near, away, 0.0 if dense else added / columns)
+    totals = [sum(t.load.pooling * t.load.dim for t in tables), columns, looked_up, columns, columns, columns]
+    memory, links, ids, near, away, sums = found * (W / np.array(totals))[:, None]
+    return Shares(memory, links, ids, near, away, sums, *made / columns)
+
+
+def _added_up(table: PlannedTable, shards: Sequence[Shard], world_size: int, gpus_per_host: int) -> np.ndarray:
+    """Return [2, W]: the columns that each rank reads and writes to add up partial sums of a table that is cut by rows.
+
+    First for samples of other hosts, then for its own, by each of its samples.
+    """
+    W, G, made = world_size, gpus_per_host, np.zeros((2, world_size))
+    for host in range(0, W, G):
+        here = [shard for shard in shards if shard.rank // G == host // G]
+        if not here:
+            continue
+        columns, own = here[0].columns, np.arange(W) // G == host // G
+        partial = columns * sum(_filled(table, shard.rows) for shard in here)
+        if len(here) > 1:  # the sum is written, and copied into a message
+            made[0, own] += (W - G) / G * columns * (len(here) + 3)
+        if (rows := sum(shard.rows for shard in here)) > 0.999:  # no other host has these columns
+            made[1, own] += partial + columns
+        else:
+            made[1] += np.where(own, partial, columns if len(here) > 1 else partial) + columns * rows
+    return made
+
+
+def _filled(table: PlannedTable, rows: float) -> float:
+    """Return the share of a table's bags that have an id of a part of its rows."""
+    return sum(filled_share(ids, rows) for ids in table.bag_sizes) / len(table.bag_sizes)
 
 
 def _ours(tables: Sequence[PlannedTable], placement: Placement) -> Iterator[list[Shard]]:

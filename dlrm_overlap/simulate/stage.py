@@ -4,16 +4,16 @@
 tasks. A wave is one activity: it takes the rank's memory to pool, and the links to peers in the host to store, in
 proportion, so a full link holds the pooling up, as it does when programs store. The embeddings for other hosts are put
 when the wave ends, and travel beside the next waves: a put is not waited for. Puts to the same ranks
-follow one another, those to others share the links with them. Waves of equal destinations, all within the host, count
-as one.
+follow one another, those to others share the links with them. Sums of tables that are cut by rows over a host's ranks
+are put when the ranks of the host have pooled all. Waves of equal destinations, all within the host, count as one.
 
 **torchrec.** FBGEMM's lookup, a copy of the output into the send buffer, a collective, and the pass that unpacks.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -45,9 +45,12 @@ class Simulation(NamedTuple):
 
     def pair_bytes(self) -> np.ndarray:
         """Return [W, W]: the bytes of pooled embeddings from each rank, a row, to each other, a column."""
-        shares, ranks = self.work.shares, range(self.cluster.world_size)
-        same_host = np.stack([self.cluster.same_host(rank) for rank in ranks])
-        return self.work.pair_bytes * np.where(same_host, shares.near[:, None], shares.away[:, None])
+        shares = self.work.shares
+        return self.work.pair_bytes * np.where(self.near(), shares.near[:, None], shares.away[:, None])
+
+    def near(self) -> np.ndarray:
+        """Return [W, W] bool: whether two ranks are of one host."""
+        return np.stack([self.cluster.same_host(rank) for rank in range(self.cluster.world_size)])
 
 
 @lru_cache(maxsize=8)
@@ -193,6 +196,8 @@ def _fused_forward(sim: Simulation, after: Sequence[Sequence[int]]) -> list[int]
     schedule = resolve_schedule(exchange.schedule)
     count = max(_WAVES, 4 * W) if hosts == 1 else _WAVES
     alone_s, pair_bytes = pooling_s(lookup, work), sim.pair_bytes()
+    summed = np.where(sim.near(), 0.0, work.pair_bytes * work.shares.sums[:, None])
+    direct = pair_bytes - summed
     to_host = work.pair_bytes * config.network.gpus_per_host
     # Unless destinations take turns, a rank pools for one host at a time.
     put = puts_to_host(config, work, to_host / alone_s.mean() * (1 if schedule == "balanced" else hosts))
@@ -214,7 +219,7 @@ def _fused_forward(sim: Simulation, after: Sequence[Sequence[int]]) -> list[int]
             size = work.hbm_bytes * part.sum() / W
             last = [engine.add("pool", demands, size, last, rank=rank, lane="memory", delay_s=delay_s)]
             delay_s = 0.0
-            away = np.where(near, 0.0, part) * pair_bytes[rank]
+            away = np.where(near, 0.0, part) * direct[rank]
             if away.any():
                 issue_s = away.sum() / put.bytes * config.network.message_ns / 1e9
                 demands = cluster.sent(rank, away, issue_s=issue_s)
@@ -225,12 +230,34 @@ def _fused_forward(sim: Simulation, after: Sequence[Sequence[int]]) -> list[int]
         ends.append(engine.add("sent", {}, after=[*last, *puts.values()], rank=rank, lane="flags"))
     if W == 1:
         return ends
+    kernel = {"lane": "memory", "delay_s": gpu.kernel_us / 1e6}
+    if summed.any():
+        ends = _put_sums(sim, ends, summed, put, kernel)
     here = arrivals(cluster, ends, "embeddings")
-    if not work.shares.added:
+    if not work.shares.added.any():
         return here
     seconds = work.pooled_bytes * work.shares.added / gpu.copy_gb_per_s / 1e9
-    kernel = {"lane": "memory", "delay_s": gpu.kernel_us / 1e6}
     return cluster.add_each("partial sums", [cluster.memory], seconds, each_alone(here), **kernel)
+
+
+def _put_sums(
+    sim: Simulation, pooled: Sequence[int], summed: np.ndarray, put: Puts, kernel: Mapping[str, Any]
+) -> list[int]:
+    """Add up each host's partial sums once its ranks have `pooled`, and put the sums, [W, W] bytes, to other hosts."""
+    config, cluster, work = sim
+    engine, G = cluster.engine, config.network.gpus_per_host
+    hosts = [pooled[first : first + G] for first in range(0, cluster.world_size, G)]
+    latency_s = cluster.peer_latency_s
+    here = [engine.add("gathered: here", {}, after=ranks, lane="flags", delay_s=latency_s) for ranks in hosts]
+    after = [[here[rank // G]] for rank in range(cluster.world_size)]
+    seconds = work.pooled_bytes * work.shares.gathered / config.gpu.copy_gb_per_s / 1e9
+    made = cluster.add_each("sums", [cluster.memory], seconds, after, **kernel)
+    sent = []
+    for rank, number in enumerate(made):
+        issue_s = summed[rank].sum() / put.bytes * config.network.message_ns / 1e9
+        demands, size = cluster.sent(rank, summed[rank], issue_s=issue_s), max(float(summed[rank].sum()), 1.0)
+        sent.append(engine.add("put sums", demands, size, [number], rank=rank, lane="network"))
+    return sent
 
 
 def _merge(parts: np.ndarray) -> list[np.ndarray]:

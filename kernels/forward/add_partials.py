@@ -59,7 +59,8 @@ def _add_partials(
 
     Memory: the program reads the partial sums of its rows, COLUMNS columns at a time, adds them up in float32 in the
     order of the row shards, and stores the sum over the first one's. No other program touches these columns and rows.
-    With SOME it reads no partial sums of a share's empty bags, by `offsets` [shares * samples + 1].
+    With SOME it reads no partial sums of a share's empty bags, by `offsets` [shares * samples + 1]; those of a share
+    below 0, EVERY_BAG, have all arrived.
 
     Order: the kernel comes after the wait for the peers' flags on the stream. Later kernels read the sum.
 
@@ -79,9 +80,11 @@ def _add_partials(
             column = tl.multiple_of(tl.load(sum_entry + FIRST_SHARD + 2 * shard), ALIGNMENT)
             arrived = mask
             if SOME:
-                bag = offsets + tl.load(sum_entry + FIRST_SHARD + 2 * shard + 1) * samples + row
-                begin = tl.load(bag, mask=row < samples, other=0)
-                arrived = mask & (tl.load(bag + 1, mask=row < samples, other=0) > begin)[:, None]
+                share = tl.load(sum_entry + FIRST_SHARD + 2 * shard + 1)
+                known = (row < samples) & (share >= 0)
+                bag = offsets + share * samples + row
+                begin = tl.load(bag, mask=known, other=0)
+                arrived = mask & (tl.load(bag + 1, mask=known, other=1) > begin)[:, None]
             total += tl.load(at + (column + here)[None, :], mask=arrived, other=0.0).to(tl.float32)
         tl.store(at + (into + here)[None, :], total.to(window.dtype.element_ty), mask=mask)
 

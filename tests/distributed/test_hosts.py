@@ -38,6 +38,8 @@ from tests.distributed.tiny_stage import CPU, ROWS, Stage
 from tests.distributed.workers import cases_on_ranks, quickstart, train
 
 OWNERS = [([8, 4], [4]), ([], []), ([8], [12]), ([4], [])]  # rank 1 holds no tables
+CUT = [(8, (0, 1)), (4, (2, 3))]
+"""tables cut by rows, of which one host or another has all shards: so the sums have the bits of one host"""
 BATCH_SIZES = [(3, 2, 4, 1), (1, 1, 1, 1), (9, 2, 5, 3), (2, 7, 0, 4), (0, 0, 3, 0), (3, 2, 4, 1)]
 HOSTS = {
     "2 of 2": (range(2), range(2, 4)),
@@ -86,12 +88,12 @@ def check_bits_are_those_of_one_host(rank: int) -> None:
     ways += [(EmbOptimType.EXACT_SGD, WIRES[2], ["1 and 3"], ["fused"])]
     for optimizer, more, splits, backends in ways:
         with patch.object(layouts, "_PART_BYTES", 64):
-            known = Stage(OWNERS, rank, optimizer=optimizer)
+            known = Stage(OWNERS, rank, optimizer=optimizer, cut=CUT)
             exchange = known.exchange(_group(), "pgas", hosts=1, **more)
             expected = _train(rank, exchange, known)
             assert exchange.reach.whole
             for hosts, backend in ((hosts, backend) for hosts in splits for backend in backends):
-                stage, what = Stage(OWNERS, rank, optimizer=optimizer), f"{backend}, {hosts}, {more}"
+                stage, what = Stage(OWNERS, rank, optimizer=optimizer, cut=CUT), f"{backend}, {hosts}, {more}"
                 exchange = _exchange(stage, hosts, backend, **more)
                 for number, pooled in enumerate(_train(rank, exchange, stage)):
                     assert_same(pooled, expected[number], f"{what}, step {number}")
@@ -147,7 +149,7 @@ def check_the_gpus_halves_under_the_interpreter(rank: int) -> None:
         ("pgas", "push", EmbOptimType.EXACT_SGD, {"aggregate_bytes": 512}, "4 of 1", True),  # one has no tables
     ]
     for backend, backward, optimizer, more, hosts, puts in ways:
-        stage, known = (Stage(OWNERS, rank, optimizer=optimizer) for _ in range(2))
+        stage, known = (Stage(OWNERS, rank, optimizer=optimizer, cut=CUT) for _ in range(2))
         under_way.clear()
         exchange, generator = known.exchange(_group(), "pgas", hosts=1, **more), torch.Generator().manual_seed(rank)
         with without_streams(), patch.object(layouts, "_PART_BYTES", 64), patch.object(MessageBuffers, *noted):
@@ -172,7 +174,7 @@ def check_the_gpus_halves_under_the_interpreter(rank: int) -> None:
                 if number < 2:  # the third step has the window of the first, the last one the other
                     halves.forward.skip()
                     halves.backward.skip()
-            assert puts or len(under_way) == 8, "a message each way in each step"
+            assert puts or len(under_way) == 12, "a message each way in each step, and one of sums"
             assert all(work.waited for work in under_way), "a capture would end with a stream that was never joined"
             pushed = [halves.backward.own, *halves.backward._passed_on.values()]
             assert all(len(each.launches) == 3 for each in pushed), "those of the first step serve the third"

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dlrm_overlap.kernels import reference
-from dlrm_overlap.kernels.arguments import Partials
+from dlrm_overlap.kernels.arguments import EVERY_BAG, Partials
 from dlrm_overlap.kernels.forward.add_partials import add_partials, partial_table
 from tests.agreement import assert_same
 from tests.kernels.emulation import interpreted
@@ -19,18 +19,18 @@ def test_every_element(samples: int, dtype: torch.dtype, some: bool) -> None:
     """Sums of other numbers of shards and other dims, one of them longer than a program takes at once."""
     sums = [
         Partials([4, 300, 316], 8, [0, 1, 2]),
-        Partials([20, 400], 132, [4, 3]),
+        Partials([20, 400, 536], 132, [4, 3, EVERY_BAG]),
         Partials([160, 308, 324, 328], 4, [0, 1, 2, 3]),
     ]
     generator = torch.Generator().manual_seed(1)
     # Whose sums are exact in every type: the interpreter cuts bits off where a GPU rounds.
-    window = (torch.randint(-32, 32, (samples, 536), generator=generator) / 8).to(dtype)
+    window = (torch.randint(-32, 32, (samples, 668), generator=generator) / 8).to(dtype)
     offsets = None
     if some:
         lengths = torch.randint(0, 2, (5 * samples,), generator=generator)
         offsets = torch.cat([torch.full((1,), 7), 7 + lengths.cumsum(0)]).int()
         for columns, dim, shares in sums:
-            for column, share in zip(columns, shares, strict=True):
+            for column, share in ((c, s) for c, s in zip(columns, shares, strict=True) if s != EVERY_BAG):
                 window[lengths[share * samples : (share + 1) * samples] == 0, column : column + dim] = torch.nan
     expected = window.clone()
     reference.add_partials(expected, sums, offsets)

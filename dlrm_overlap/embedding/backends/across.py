@@ -10,8 +10,9 @@
 
 A rank pools for each other host into one message, which goes to that host's rank that takes its messages
 (`Reach.relay`): by NCCL, once the kernel of `pgas` has pooled it, or by puts of the kernel that pools it
-(`messages`, `puts`). Meanwhile it serves its own host's ranks as on one host. A kernel stores a message that has
-come into the windows of all ranks of the host, each column where it belongs, so nothing is unpacked later. Then it
+(`messages`, `puts`). Partial sums of tables whose rows several ranks of the host own are added up first, and sent by
+messages of their own (`sums`). Meanwhile it serves its own host's ranks as on one host. A kernel stores a message that
+has come into the windows of all ranks of the host, each column where it belongs, so nothing is unpacked later. Then it
 raises the flag of the sender at each, as the sender would. Gradients go the same way back.
 
 No rank overwrites a window before its reader is done: a rank passes on step e's messages after its own beginning of
@@ -24,13 +25,11 @@ from typing import Any
 import torch
 
 from dlrm_overlap.embedding.backends.fused import SlicedForward
-from dlrm_overlap.embedding.backends.messages import (
-    GradientsByCollective,
-    PooledByCollective,
-)
+from dlrm_overlap.embedding.backends.messages import PackedByCollective, PooledByCollective
 from dlrm_overlap.embedding.backends.pgas import DeviceLookup, ZeroCopyForward
 from dlrm_overlap.embedding.backends.push import AtomicPush, Push, Pushed
-from dlrm_overlap.embedding.backends.puts import GradientsByPuts, PooledByPuts
+from dlrm_overlap.embedding.backends.puts import PackedByPuts, PooledByPuts
+from dlrm_overlap.embedding.backends.sums import DeviceHostSums
 from dlrm_overlap.embedding.crossing import Crossing, Message
 from dlrm_overlap.embedding.options import ExchangeContext
 from dlrm_overlap.embedding.steps import Step
@@ -48,33 +47,44 @@ class ZeroCopyAcross(ZeroCopyForward):
         super().__init__(context, windows)
         wire = self.options.wire_dtype
         self._crossing = Crossing(self.layout, windows.arena.reach, wire)
-        self._sent_lookup = DeviceLookup(context, self._crossing.columns_of([self.rank]), self.bad_ids)
+        self._sent_lookup = DeviceLookup(context, self._crossing.pooled_columns(self.rank), self.bad_ids)
         self._sent_tables: list[FeatureTable] = []
         self._carrier = (
             PooledByPuts(context, windows, self._crossing, self._sent_lookup)
             if context.puts
             else PooledByCollective(context, self._crossing, self._sent_lookup)
         )
+        self._sums: DeviceHostSums | None = None
+        if self._crossing.sum_windows(context.samples_per_rank) is not None:
+            self._sums = DeviceHostSums(context, windows, self._crossing, self.peers, self.column, self.bad_ids)
+        self._sum_tables: list[FeatureTable] = []
         self._pass_stream = torch.cuda.Stream(self.device, priority=-2)  # work that peers wait for comes first
         self._columns_of: dict[int, PutColumns] = {}
         for source in self._crossing.reach.sources:
-            shards = [(shard.dim, self.column(shard)) for shard in self.layout.by_owner[source]]
+            shards = [(shard.dim, self.column(shard)) for shard in self._crossing.pooled_columns(source)]
             self._columns_of[source] = PutColumns.of(shards, self.stride, wire.itemsize, self.device)
 
     def start(self, step: Step) -> None:
         """Look whether anything may fail before the step begins, then start as on one host."""
         self._sent_tables = self._sent_lookup.tables()
+        self._sum_tables = self._sums.lookup.tables() if self._sums is not None else []
         super().start(step)
 
     def begin(self, step: Step) -> int:
         """Begin the step, then pool for the other hosts, and start to send and to pass on their messages."""
         epoch = super().begin(step)
+        if self._sums is not None:
+            self._sums.store(step, self._sum_tables)
         self._carrier.send(step, self._sent_tables)
         first_sample = self.lookup.first_samples(step.batch, self.reached)  # made, if it is new, on this stream
         # After the messages of this rank: later work may wait for a rank that waits for them.
         self._pass_stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._pass_stream), self.order:
+            if self._sums is not None:
+                self._sums.send(step)
             self._carrier.receive(step)
+            if self._sums is not None:
+                self._sums.receive(step)
             self._pass_on(step, epoch, first_sample)
         return epoch
 
@@ -93,6 +103,8 @@ class ZeroCopyAcross(ZeroCopyForward):
         for slot, message in enumerate(self._crossing.pooled(step.batch).received):
             here = self.reached.index(self.rank)
             self._carrier.put(step, slot, self._columns_of[message.peer], windows, first_sample, here)
+            if self._sums is not None:
+                self._sums.put(step, slot)
             raise_flags(flags, message.peer, 0, self.windows.counter.argument)
 
     def skip(self) -> None:
@@ -106,10 +118,14 @@ class ZeroCopyAcross(ZeroCopyForward):
         super().check()
         self._sent_lookup.check()
         self._carrier.check()
+        if self._sums is not None:
+            self._sums.check()
 
     def close(self) -> None:
         """Forget the windows, and give the messages' memory back."""
         self._carrier.close()
+        if self._sums is not None:
+            self._sums.close()
         super().close()
 
 
@@ -132,16 +148,16 @@ class PushAcross(Push):
 
     def __init__(self, context: ExchangeContext, windows: WindowPair) -> None:
         super().__init__(context, windows)
-        reach, wire = windows.arena.reach, self.options.wire_dtype
+        reach, wire, most = windows.arena.reach, self.options.wire_dtype, context.samples_per_rank
         self._crossing = Crossing(self.layout, reach, wire)
         self._carrier = (
-            GradientsByPuts(context, windows, self._crossing)
+            PackedByPuts(context, windows, self._crossing.gradients, self._crossing.largest_gradients(most))
             if context.puts
-            else GradientsByCollective(context, self._crossing)
+            else PackedByCollective(context, self._crossing.gradients)
         )
         self._pass_stream = torch.cuda.Stream(self.device, priority=-2)
         self._sent_columns = {host: self._crossing.output_columns(host).to(self.device) for host in reach.others}
-        columns = self._crossing.columns_of(reach.here)
+        columns = self._crossing.gradient_columns(reach.here)
         tables = [self._shard_table(dim, columns.__getitem__) for dim in self._dims]
         flags = replace(self.own.flags, done=torch.zeros_like(self.own.flags.done))
         self._passed_on = {source: Pushed(source, tables, flags) for source in reach.sources}

@@ -19,7 +19,7 @@ from dlrm_overlap.embedding.steps import Step
 from dlrm_overlap.embedding.tables import BadIds
 from dlrm_overlap.embedding.windows import WindowPair, WindowSpec
 from dlrm_overlap.kernels import reference
-from dlrm_overlap.kernels.arguments import Partials
+from dlrm_overlap.kernels.arguments import EVERY_BAG, Partials
 from dlrm_overlap.kernels.forward.add_partials import PartialTable, add_partials, partial_table
 
 
@@ -58,6 +58,7 @@ class Forward(Half):
     def __init__(self, context: ExchangeContext, windows: WindowPair | None) -> None:
         super().__init__(context, windows)
         self._ids = context.ids
+        self._hosts = context.reach.hosts if context.reach is not None else (range(self.world_size),)
         self.bad_ids = BadIds(self.tables.bounds_checks)
         self._on_gpu = self.device.type == "cuda"
         self._current = CurrentStream(self.device)
@@ -76,11 +77,13 @@ class Forward(Half):
         """
 
     def add_partials(self, step: Step, arrived: torch.Tensor) -> None:
-        """Add up the partial sums of tables that are cut by rows, in place.
+        """Add up the partial sums of tables that are cut by rows, in place, where several have arrived.
 
         Args:
             arrived: [b, leading + arrival_dim] of the wire's type, see `Layout`.
         """
+        if not self._partials:
+            return
         if self._on_gpu:
             add_partials(arrived, self._partial_table, step.own_offsets)
         else:
@@ -88,12 +91,24 @@ class Forward(Half):
 
     @cached_property
     def _partials(self) -> list[Partials]:
-        """The partial sums of the layout, by the columns of a row with the leading ones."""
+        """The sums that this rank makes, by the columns of a row with the leading ones.
+
+        Several row shards of another host are one of the partial sums, which arrives where the first one's would.
+        """
         number = self._ids.published if self._ids is not None else lambda _: 0
-        return [
-            Partials([self.leading + column for column in each.columns], each.dim, [number(s) for s in each.shards])
-            for each in self.layout.partial_sums
-        ]
+        found = []
+        for each in self.layout.partial_sums:
+            arriving: list[tuple[int, int]] = []
+            for host in self._hosts:
+                shards = each.on(host)
+                if len(shards) > 1 and self.rank not in host:
+                    arriving.append((self.leading + self.layout.column(shards[0]), EVERY_BAG))
+                else:
+                    arriving += [(self.leading + self.layout.column(shard), number(shard)) for shard in shards]
+            if len(arriving) > 1:
+                columns, shares = zip(*arriving, strict=True)
+                found.append(Partials(columns, each.dim, shares))
+        return found
 
     @cached_property
     def _partial_table(self) -> PartialTable:
@@ -213,8 +228,7 @@ class WindowForward(Forward):
     def output(self, step: Step, copy: bool) -> torch.Tensor:
         """Return the pooled embeddings that have arrived: the window itself, lent, or a copy of it."""
         samples = step.batch.per_rank[self.rank]
-        if self.layout.partial_sums:
-            self.add_partials(step, self.windows.local[:samples])
+        self.add_partials(step, self.windows.local[:samples])
         pooled = self.windows.lend(samples, self.leading, self.layout.total_dim)
         return pooled.clone(memory_format=torch.contiguous_format) if copy else pooled
 

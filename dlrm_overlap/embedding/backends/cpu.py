@@ -1,7 +1,6 @@
 """The exchange on CPUs: the kernels' order and protocol, the reference's arithmetic.
 
-Processes of one host store into each other's memory. Between hosts gloo carries messages; a message that has arrived is
-passed on where the stage is waited for, so a rank that never waits keeps its host's ranks waiting, for a bounded time.
+Processes of one host store into each other's memory.
 """
 
 from collections.abc import Callable, Iterable
@@ -12,8 +11,6 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.comm.arena import HostArena
 from dlrm_overlap.embedding.backends.base import Backward, Forward, WindowBackward, WindowForward
-from dlrm_overlap.embedding.backends.messages import MessageGroups
-from dlrm_overlap.embedding.crossing import Crossing, Message
 from dlrm_overlap.embedding.layout import FeatureShard
 from dlrm_overlap.embedding.options import ExchangeContext
 from dlrm_overlap.embedding.steps import Step
@@ -296,80 +293,3 @@ class CpuPush(WindowBackward):
             values.append(ids)
             gradients.append(self.gradient_of(shard, window, samples)[sample].float() * (factors * scale))
         return torch.cat(values).long(), torch.cat(gradients)
-
-
-class CpuZeroCopyAcross(CpuZeroCopyForward):
-    """`pgas` between hosts: a rank pools and sends for other hosts first, and then serves this host's ranks."""
-
-    def __init__(self, context: ExchangeContext, windows: WindowPair) -> None:
-        super().__init__(context, windows)
-        self._crossing = Crossing(self.layout, windows.arena.reach, self.options.wire_dtype)
-        self._columns = self._crossing.columns_of([self.rank])
-        self._buffers = MessageGroups(context, self._crossing.pooled(context.largest_batch), way=0)
-
-    def begin(self, step: Step) -> None:
-        """Begin the step, then pool for the other hosts' ranks, and send group by group."""
-        super().begin(step)
-        weights = self.tables.weights(list(self._columns))
-
-        def pool(message: Message, rows: torch.Tensor, group: range) -> None:
-            first = step.batch.first_sample[message.host.start] + group.start
-            for (shard, column), weight in zip(self._columns.items(), weights, strict=True):
-                rows[:, column : column + shard.dim] = pool_on_cpu(shard, weight, step, first, first + len(group))
-
-        step.work = self._buffers.send(self._crossing.pooled(step.batch), pool)
-
-    def pass_on(self, step: Step) -> None:
-        """Store messages of other hosts into the windows of this host's ranks, and raise the senders' flags."""
-        step.work.wait()
-        step.work = None
-        for message in self._crossing.pooled(step.batch).received:
-            rows, columns = message.within(self._buffers.received), self._crossing.columns_of([message.peer])
-            for rank in self._reached:
-                begin = step.batch.first_sample[rank] - step.batch.first_sample[self._reached.start]
-                here = rows[begin : begin + step.batch.per_rank[rank]]
-                window = self._arena.view(self.windows.name, rank)
-                for shard, column in columns.items():
-                    into = self.column(shard)
-                    window[: len(here), into : into + shard.dim] = here[:, column : column + shard.dim]
-                self._raise(rank, source=message.peer)
-
-
-class CpuSlicedAcross(CpuZeroCopyAcross):
-    """`fused` between hosts: slices within the host; to each other host all of a step is one message."""
-
-    sliced = True
-
-
-class CpuPushAcross(CpuPush):
-    """Gradients stored at the owners of this host, and sent to the other hosts."""
-
-    def __init__(self, context: ExchangeContext, windows: WindowPair) -> None:
-        super().__init__(context, windows)
-        self._crossing = Crossing(self.layout, windows.arena.reach, self.options.wire_dtype)
-        self._columns = self._crossing.columns_of(self._reached)
-        self._buffers = MessageGroups(context, self._crossing.gradients(context.largest_batch), way=1)
-
-    def send(self, step: Step, gradient: torch.Tensor) -> None:
-        """Start to send gradients to the owners of other hosts, group by group."""
-
-        def gather(message: Message, rows: torch.Tensor, group: range) -> None:
-            for shard, column in self._crossing.columns_of(message.host).items():
-                first = self.layout.output_column(shard)
-                rows[:, column : column + shard.dim] = gradient[group.start : group.stop, first : first + shard.dim]
-
-        step.work = self._buffers.send(self._crossing.gradients(step.batch), gather)
-
-    def pass_on(self, step: Step) -> None:
-        """Store messages of other hosts into the windows of this host's ranks, and raise the senders' flags."""
-        step.work.wait()
-        step.work = None
-        for message in self._crossing.gradients(step.batch).received:
-            sent, first = message.within(self._buffers.received), step.batch.first_sample[message.peer]
-            for shard, column in self._columns.items():
-                window = self._arena.view(self.windows.name, shard.owner)
-                rows = self.gradient_of(shard, window, step.batch.total)
-                rows[first : first + message.rows] = sent[:, column : column + shard.dim]
-            for rank in self._reached:
-                for part in range(self.gradients.parts):
-                    self._arena.raise_flag(self.windows.flags, rank, part, self.windows.epoch, message.peer)

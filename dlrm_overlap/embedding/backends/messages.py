@@ -6,7 +6,7 @@ A backend on GPUs has a carrier for each way: one of these, or one of `puts`, wh
     send        fills the messages on the current stream, and may send some
     receive     sends the rest and receives, on the current stream, which comes after `send`; every rank calls it
     put         of pooled embeddings: stores a message that has arrived into the windows of this host's ranks
-    arrived     of gradients: returns a message that has arrived, for which the current stream waits
+    arrived     of gradients and sums: returns a message that has arrived, for which the current stream waits
     skip        takes an epoch without messages, if messages have epochs; else it returns False
 """
 
@@ -28,7 +28,7 @@ from dlrm_overlap.kernels.grouping import Grouping
 Fill = Callable[[Message, torch.Tensor, range], None]
 """writes the rows `range` of a message; the tensor is where they belong"""
 
-_WAYS = 2  # forward and backward, whose groups differ in their tags
+_WAYS = 3  # forward, backward and sums, whose groups differ in their tags
 
 
 class MessageBuffers:
@@ -139,7 +139,9 @@ def send_window(windows: WindowPair, group: dist.ProcessGroup) -> None:
 
 
 Pack = Callable[[Message, torch.Tensor], None]
-"""Fills a message [rows, pitch] of gradients, on the current stream."""
+"""Fills a message [rows, pitch] of gradients or sums, on the current stream."""
+MessagesOf = Callable[[BatchSizes], Messages]
+"""Returns the messages of a step, see `Crossing`."""
 
 
 class _ByCollective:
@@ -197,17 +199,17 @@ class PooledByCollective(_ByCollective):
         put_columns(rows, columns, windows.addresses, first_sample, windows.stride, step.batch.most, rank)
 
 
-class GradientsByCollective(_ByCollective):
-    """Gradients in one call of the group's backend."""
+class PackedByCollective(_ByCollective):
+    """Gradients or sums in one call of the group's backend."""
 
-    def __init__(self, context: ExchangeContext, crossing: Crossing) -> None:
-        self._crossing = crossing
+    def __init__(self, context: ExchangeContext, messages_of: MessagesOf) -> None:
+        self._messages_of = messages_of
         self._work: Any = None
-        self._buffers = MessageBuffers(context, crossing.gradients(context.largest_batch))
+        self._buffers = MessageBuffers(context, messages_of(context.largest_batch))
 
     def send(self, step: Step, pack: Pack) -> None:
         """Fill the messages, and start to exchange them."""
-        messages = self._crossing.gradients(step.batch)
+        messages = self._messages_of(step.batch)
         for message in messages.sent:
             if message.elements:
                 pack(message, message.within(self._buffers.sent))
@@ -221,7 +223,7 @@ class GradientsByCollective(_ByCollective):
 
     def arrived(self, step: Step, slot: int) -> torch.Tensor:
         """Return a message that `receive` has waited for."""
-        return self._crossing.gradients(step.batch).received[slot].within(self._buffers.received)
+        return self._messages_of(step.batch).received[slot].within(self._buffers.received)
 
 
 class IdsByCollective(_ByCollective):

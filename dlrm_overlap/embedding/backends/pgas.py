@@ -47,18 +47,21 @@ class DeviceLookup:
         columns: Mapping[FeatureShard, int],
         bad_ids: BadIds,
         replicated: ReplicatedTables | None = None,
+        every_bag: bool = False,
     ) -> None:
-        """Take, for each shard of this rank, the first column of a destination's row that it fills.
+        """Take, for each shard of this rank that is pooled, the first column of a destination's row that it fills.
 
         Args:
             replicated: the tables that every rank holds, where those are looked up.
+            every_bag: whether zeros are stored for empty bags of all shards.
         """
-        self._context, self._columns, self._bad_ids = context, columns, bad_ids
+        self._context, self._columns, self._bad_ids, self._every_bag = context, columns, bad_ids, every_bag
         self._rows = replicated or context.tables
         self._rank, self._device = context.group.rank(), context.device
         self._schedule = context.options.resolved_schedule
         owner = self._rank if replicated is None else EVERY_RANK
-        self.pooled_together = list(context.layout.pooled_together(owner).values())
+        together = context.layout.pooled_together(owner).values()
+        self.pooled_together = [some for each in together if (some := [shard for shard in each if shard in columns])]
         """the shards of each kernel"""
         self.record = Record(self._device)
         self._storage: tuple[int, ...] | None = None
@@ -79,7 +82,7 @@ class DeviceLookup:
     def _table(self, shards: list[FeatureShard]) -> FeatureTable:
         weights = [self._rows.weight(shard) for shard in shards]
         rows_to_check = [self._bad_ids.rows_to_check(s, w.shape[0]) for s, w in zip(shards, weights, strict=True)]
-        leaves_out = [self._context.leaves_out(shard) for shard in shards]
+        leaves_out = [not self._every_bag and self._context.leaves_out(shard) for shard in shards]
         entries = [
             [weight.data_ptr(), rows, self._columns[shard], shard.feature, int(shard.mean), int(left_out)]
             for shard, weight, rows, left_out in zip(shards, weights, rows_to_check, leaves_out, strict=True)

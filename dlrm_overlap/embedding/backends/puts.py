@@ -1,6 +1,6 @@
 """Messages between hosts that kernels put, part by part: no collective and no CPU is in their way.
 
-A rank has a heap for each kind of message, pooled embeddings, their gradients and ids (`comm.network`), alike on all
+A rank has a heap for each kind of message, pooled embeddings, sums, gradients and ids (`comm.network`), alike on all
 ranks:
 
     signals, twice        [slots, parts] int64: slot j's are raised by the j-th rank that sends here (`Reach.sources`)
@@ -14,7 +14,7 @@ among them. Q has raised that one when the signals of R's message of e - 1 had c
 own step e - 2, which R ends when it has read all that was sent to it for e - 2, by S as well. So S knows that R has
 read its message of e - 2, and therefore that the put has read the staged memory. This holds if each rank sends to each
 other host in every epoch. Where there are no rows or no columns, and in an epoch that is skipped, the signal of part 0
-goes alone.
+goes alone. Sums are read before the step's end as well, and need no message in an epoch that is skipped.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ import torch
 
 from dlrm_overlap.comm.network import open_heap
 from dlrm_overlap.comm.record import Record
-from dlrm_overlap.embedding.backends.messages import Pack, rows_of_ranks
+from dlrm_overlap.embedding.backends.messages import MessagesOf, Pack, rows_of_ranks
 from dlrm_overlap.embedding.backends.pgas import DeviceLookup
 from dlrm_overlap.embedding.crossing import Crossing, Message, Messages, arriving_windows
 from dlrm_overlap.embedding.options import ExchangeContext
@@ -204,7 +204,7 @@ class PooledByPuts(_ByPuts):
         reach, most = crossing.reach, context.samples_per_rank
         widest = max(len(host) for host in reach.hosts)
         ranks = range(context.group.size())
-        shapes = [(most * widest, crossing.pitch([rank])) for rank in ranks]
+        shapes = [(most * widest, crossing.pitch(crossing.pooled_columns(rank))) for rank in ranks]
         self._heap = MessageHeap(context, windows, widest, shapes, context.options.wire_dtype)
         self._windows, self._crossing, self._lookup, self._device = windows, crossing, lookup, context.device
         self._wire = context.options.wire_dtype
@@ -273,28 +273,33 @@ class PooledByPuts(_ByPuts):
         super().close()
 
 
-class GradientsByPuts(_ByPuts):
-    """Gradients to other hosts: packed by PyTorch, put by a kernel."""
+class PackedByPuts(_ByPuts):
+    """Gradients or sums to other hosts: packed by PyTorch, put by a kernel."""
 
-    def __init__(self, context: ExchangeContext, windows: WindowPair, crossing: Crossing) -> None:
-        most = context.samples_per_rank
-        shapes = [(most, crossing.pitch(host)) for host in crossing.reach.hosts]
+    def __init__(
+        self,
+        context: ExchangeContext,
+        windows: WindowPair,
+        messages_of: MessagesOf,
+        shapes: Sequence[tuple[int, int]],
+    ) -> None:
+        """Make the heap; a collective. `windows` and `shapes` are as `MessageHeap` takes them."""
         self._heap = MessageHeap(context, windows, 1, shapes, context.options.wire_dtype)
-        self._windows, self._crossing = windows, crossing
+        self._windows, self._messages_of = windows, messages_of
 
     def _without_rows(self) -> Messages:
-        return self._crossing.gradients(BatchSizes.of((0,) * self._windows.arena.world_size))
+        return self._messages_of(BatchSizes.of((0,) * self._windows.arena.world_size))
 
     def send(self, step: Step, pack: Pack) -> None:
         """Let `pack` fill each message, and put it."""
-        for number, message in enumerate(self._crossing.gradients(step.batch).sent):
+        for number, message in enumerate(self._messages_of(step.batch).sent):
             if message.elements:
                 pack(message, self._heap.staged(number, message, self._heap.parity))
             self._heap.put(number, message, message.rows if message.elements else 0)
 
     def arrived(self, step: Step, slot: int) -> torch.Tensor:
         """Make the current stream wait for the message in `slot`, and return it."""
-        message = self._crossing.gradients(step.batch).received[slot]
+        message = self._messages_of(step.batch).received[slot]
         self._heap.await_run(slot, message, message.rows if message.elements else 0)
         return self._heap.arrived(slot, message, self._heap.parity)
 

@@ -1,5 +1,7 @@
 """Messages between hosts: both ends lay them out alike."""
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
@@ -7,25 +9,28 @@ from dlrm_overlap.comm.reach import Reach
 from dlrm_overlap.embedding.crossing import Crossing, Message
 from dlrm_overlap.embedding.layout import FeatureShard, Layout
 from dlrm_overlap.embedding.steps import BatchSizes
+from tests.unit.embedding.shards import make_shard
 
 DIMS = [[], [12], [4], [8, 4], [20]]  # of each rank's shards
 HOSTS = (range(2), range(2, 4), range(4, 5))
 BATCH = BatchSizes.of((3, 2, 4, 0, 5))
 
 
-def _crossings(wire: torch.dtype = torch.float32) -> list[Crossing]:
+def _crossings(wire: torch.dtype = torch.float32, cut: Sequence[int] = ()) -> list[Crossing]:
+    """Return those of all ranks; `cut` are the owners of a table of 4 columns that is cut by rows."""
     shards = [
         FeatureShard(f"r{owner}_{i}", owner, 0, i, 0, i, 0, dim, False, torch.float32, f"r{owner}_{i}")
         for owner, dims in enumerate(DIMS)
         for i, dim in enumerate(dims)
     ]
-    layout = Layout(shards, sorted((shard.name for shard in shards), reverse=True), len(DIMS))
+    shards += [make_shard("cut", owner, 4, feature=9, rows=(i, i + 1), row_shard=i) for i, owner in enumerate(cut)]
+    layout = Layout(shards, sorted({shard.name for shard in shards}, reverse=True), len(DIMS))
     return [Crossing(layout, Reach(rank, HOSTS), wire) for rank in range(len(DIMS))]
 
 
-@pytest.mark.parametrize("way", ["pooled", "gradients"])
+@pytest.mark.parametrize("way", ["pooled", "gradients", "sums"])
 def test_what_is_sent_is_what_is_received(way: str) -> None:
-    every = [getattr(crossing, way)(BATCH) for crossing in _crossings()]
+    every = [getattr(crossing, way)(BATCH) for crossing in _crossings(cut=[1, 2, 3])]
     sent = {(rank, m.peer): (m.rows, m.pitch) for rank, messages in enumerate(every) for m in messages.sent}
     received = {(m.peer, rank): (m.rows, m.pitch) for rank, messages in enumerate(every) for m in messages.received}
     assert sent == received
@@ -44,8 +49,25 @@ def test_the_messages_of_an_example() -> None:
     assert [m.peer for m in one.pooled(BATCH).received] == [3]
 
 
+def test_a_table_that_is_cut_by_rows_over_a_host_leaves_it_as_one_sum() -> None:
+    crossings = _crossings(cut=[1, 2, 3])
+    first, second, third = crossings[1], crossings[2], crossings[3]
+    # Rank 1's partial sums are alone on their host, and travel as they are.
+    assert first.pitch(first.pooled_columns(1)) == 12 + 4
+    assert second.pitch(second.pooled_columns(2)) == 4
+    assert list(second.sum_columns(HOSTS[1]).values()) == [0, 4], "rank 2's, where the sum is made, and rank 3's"
+    # Ranks 0 and 4 are served by rank 2, rank 1 by rank 3, whose message to the last host is empty.
+    assert second.gathered_at(4) == (2, 1)
+    assert second.gathered_at(1) == (3, 0)
+    assert second.sums(BATCH).sent == [Message(0, HOSTS[0], 0, 3, 4), Message(4, HOSTS[2], 12, 5, 4)]
+    assert third.sums(BATCH).sent == [Message(1, HOSTS[0], 0, 2, 4), Message(4, HOSTS[2], 8, 0, 4)]
+    # Its gradient is sent once: 4 columns of rank 2, 12 of rank 3, and these 4.
+    assert first.gradients(BATCH).sent[0] == Message(3, HOSTS[1], 0, 2, 20)
+    assert len(first.output_columns(HOSTS[1])) == len(set(first.output_columns(HOSTS[1]).tolist())) == 20
+
+
 def test_rows_are_filled_up_to_16_bytes() -> None:
     crossing = _crossings(torch.bfloat16)[0]
-    assert [crossing.pitch([rank]) for rank in range(5)] == [0, 16, 8, 16, 24]
-    columns = crossing.output_columns([2])
-    assert columns.tolist() == [*range(32, 36), 35, 35, 35, 35], "padding repeats the last column"
+    assert [crossing.pitch(crossing.pooled_columns(rank)) for rank in range(5)] == [0, 16, 8, 16, 24]
+    columns = crossing.output_columns(HOSTS[0])
+    assert columns.tolist() == [*range(36, 48), 47, 47, 47, 47], "padding repeats the last column"

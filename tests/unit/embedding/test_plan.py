@@ -1,7 +1,9 @@
 """The plan that a run gets, and what is said of it."""
 
 import logging
+from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharding_spec.api import EnumerableShardingSpec
 from torch.distributed.remote_device import _remote_device
+from torchrec.distributed.planner import Topology
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
 
 from dlrm_overlap.config import Config, InputError
@@ -39,7 +42,7 @@ def _plan(config: Config, group: dist.ProcessGroup, rows: list[int] | None = Non
     return build_plan(module, sharders, topology, config.embedding, config.model.dim, _POOLING, 8, group)
 
 
-@pytest.mark.parametrize("kind", ["auto", "table_wise", "column_wise"])
+@pytest.mark.parametrize("kind", ["auto", "torchrec", "table_wise", "column_wise"])
 def test_every_plan_says_how_full_the_fullest_rank_is(
     world_of_one: dist.ProcessGroup, caplog: pytest.LogCaptureFixture, kind: str
 ) -> None:
@@ -54,6 +57,23 @@ def test_every_plan_says_how_full_the_fullest_rank_is(
 def test_tables_that_do_not_fit(world_of_one: dist.ProcessGroup) -> None:
     with pytest.raises(InputError, match=r"embedding.plan: no plan of kind auto fits \(\d+ bytes of tables on 1 ranks"):
         _plan(_config(), world_of_one, [10**12, 50, 20, 10])
+
+
+def test_torchrecs_own_plan_has_shards_of_any_type(world_of_one: dist.ProcessGroup) -> None:
+    """Of MLPerf's tables on four GPUs: the one of 100 ids a bag is cut by rows."""
+    options = ["--config", "configs/mlperf_dcnv2.yaml", "--embedding.plan", "torchrec"]
+    config = parse_config(Config, "train", "", options)[0]
+    rows, pooling = config.data.tables.rows, config.data.tables.multi_hot
+    assert isinstance(rows, list)
+    assert isinstance(pooling, list)
+    module = build_model(config.model, config.embedding, rows, 13, seed=0)
+    topology, mean = Topology(4, "cuda", hbm_cap=141 * 10**9, local_world_size=4), [float(ids) for ids in pooling]
+    sharders: list[Any] = [build_sharder(config.embedding)]
+    about = module, sharders, topology, config.embedding, config.model.dim, mean, 8192
+    tables = plan._planners_plan(*about, world_of_one).plan["embedding"]
+    kinds = {name: sharding.sharding_type for name, sharding in tables.items()}  # type: ignore[attr-defined]
+    assert [name for name, kind in kinds.items() if kind == "row_wise"] == ["t_20"]
+    assert Counter(kinds.values()) == {"table_wise": 25, "row_wise": 1}
 
 
 def test_the_fullest_rank(world_of_one: dist.ProcessGroup) -> None:
