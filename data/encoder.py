@@ -4,6 +4,7 @@ A vocabulary has row 0 for a missing value, row 1 for all values that are seen t
 the others, in ascending order of their keys.
 """
 
+import logging
 import math
 import zipfile
 import zlib
@@ -20,8 +21,11 @@ from dlrm_overlap.data.npy_files import NOT_NPY
 from dlrm_overlap.data.schema import Categorical, Schema
 from dlrm_overlap.launching.files import replacing
 
+log = logging.getLogger("dlrm_overlap")
+
 VOCABULARY = "vocabulary.npz"
 _MISSING, _RARE, _FIRST_KNOWN = 0, 1, 2  # rows of a table with a vocabulary
+_LARGE = 10.0  # root mean square of a dense feature from which on losses have grown without bound
 
 
 class ValueCounter:
@@ -81,10 +85,8 @@ class Learnt:
         """
         try:
             with np.load(folder / VOCABULARY, allow_pickle=False) as archive:
-                learnt = [name for name, column in schema.categorical.items() if column.min_count]
-                scaled = [name for name, column in schema.dense.items() if column.transform == "standardised"]
-                vocabularies = {name: (archive[f"{name}.keys"], archive[f"{name}.counts"]) for name in learnt}
-                found = {name: archive[f"{name}.mean_and_std"].tolist() for name in scaled}
+                vocabularies = {name: (archive[f"{name}.keys"], archive[f"{name}.counts"]) for name in schema.counted}
+                found = {name: archive[f"{name}.mean_and_std"].tolist() for name in schema.standardised}
                 return cls(vocabularies, {name: (mean, std) for name, (mean, std) in found.items()})
         except (KeyError, zipfile.BadZipFile, zlib.error, *NOT_NPY) as error:
             raise InputError(
@@ -94,9 +96,8 @@ class Learnt:
 
 def learn(blocks: Iterable[Raw], schema: Schema) -> Learnt:
     """Return what is to be learnt of the samples that are not held out."""
-    counters = {name: ValueCounter() for name, column in schema.categorical.items() if column.min_count}
-    scaled = [name for name, column in schema.dense.items() if column.transform == "standardised"]
-    sums = {name: np.zeros(3) for name in scaled}
+    counters = {name: ValueCounter() for name in schema.counted}
+    sums = {name: np.zeros(3) for name in schema.standardised}
     for block in blocks:
         raw = block.take(~block.held_out) if block.held_out.any() else block
         for name, keys in zip(schema.categorical, raw.keys, strict=True):
@@ -128,6 +129,7 @@ class Encoder:
             for name, column in schema.categorical.items()
         ]
         """of each table"""
+        self._has_warned = False
 
     def encode(self, raw: Raw, name: str) -> Day:
         """Return the samples as a `Day` of that name. Without dense columns, they have one dense feature of ones."""
@@ -135,11 +137,25 @@ class Encoder:
         dense = np.ones((count, max(1, len(raw.dense))), np.float32)
         for i, (column, values) in enumerate(zip(self._schema.dense, raw.dense, strict=True)):
             dense[:, i] = self._transformed(column, values)
+        self._warn_of_large(dense)
         ids = []
         for (column, spec), keys in zip(self._schema.categorical.items(), raw.keys, strict=True):
             rows = np.append(self._rows_of(column, spec, keys.keys), np.int32(_MISSING))[keys.codes]
             ids.append(rows[:, None] if keys.lengths is None else Ragged(rows, keys.lengths.cumsum()))
         return Day(name, raw.labels, dense, ids)
+
+    def _warn_of_large(self, dense: np.ndarray) -> None:
+        """Name once the columns that a model can hardly learn from as they are."""
+        large = np.sqrt(np.square(dense, dtype=np.float64).mean(0)) > _LARGE if len(dense) else ()
+        names = [name for name, is_large in zip(self._schema.dense, large, strict=False) if is_large]
+        if names and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "schema: dense columns %s have a root mean square above %g, on which losses may grow without bound; "
+                "set their transform to standardised or log1p",
+                ", ".join(names),
+                _LARGE,
+            )
 
     def _transformed(self, column: str, values: np.ndarray) -> np.ndarray:
         """Return dense features [n]; the missing ones of `values` are NaN."""

@@ -142,10 +142,19 @@ class Schema(_Layout):
         return [*self.labels, *self.dense, *self.categorical, *([self.time.column] if self.time else [])]
 
     @property
+    def counted(self) -> list[str]:
+        """The columns with a vocabulary, which `prepare` learns."""
+        return [name for name, column in self.categorical.items() if column.min_count]
+
+    @property
+    def standardised(self) -> list[str]:
+        """The columns whose mean and standard deviation `prepare` learns."""
+        return [name for name, column in self.dense.items() if column.transform == "standardised"]
+
+    @property
     def learns(self) -> bool:
         """Whether `prepare` reads all values once before it writes any."""
-        standardised = any(column.transform == "standardised" for column in self.dense.values())
-        return standardised or any(column.min_count for column in self.categorical.values())
+        return bool(self.counted or self.standardised)
 
     @property
     def tasks(self) -> tuple[list[str], list[float]]:

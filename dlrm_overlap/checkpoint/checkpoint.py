@@ -187,6 +187,7 @@ class Checkpointer:
         group: dist.ProcessGroup | None = None,
         to_cpu: ToCpu = copy_to_cpu,
         refusal: Callable[[], Refusal | None] = lambda: None,
+        about: dict[str, Any] | None = None,
     ) -> Path:
         """Write `step_<step>` from all ranks, remove surplus checkpoints, and return the new one; a collective.
 
@@ -197,6 +198,7 @@ class Checkpointer:
             group: as `write_checkpoint` takes it, like `to_cpu` and `refusal`.
             to_cpu: the same.
             refusal: the same.
+            about: as it was when `extents` were copied; None takes that of now.
 
         Raises:
             InputError: as `write_checkpoint` does.
@@ -214,7 +216,7 @@ class Checkpointer:
                 line=self._line,
                 parent=self._parent,
                 metrics={key: value for key, value in (metrics or {}).items() if math.isfinite(value)},
-                about=self.about,
+                about=self.about if about is None else about,
             )
 
         write_checkpoint(final, extents, manifest, group, to_cpu, refusal)

@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -204,7 +204,7 @@ class Saves:
         self._find_extents(snapshot)
         self._reader.begin()
         snapshot.take()
-        begun = snapshot, step, metrics, time.perf_counter() - begin
+        begun = snapshot, step, metrics, dict(self._checkpointer.about), time.perf_counter() - begin
         self._thread = threading.Thread(target=self._write, args=begun, name="save", daemon=True)
         self._thread.start()
 
@@ -271,14 +271,21 @@ class Saves:
         if self._thread.is_alive() or self._error is not None:
             log.warning("checkpoint: the state after step %d was being written, and is not saved", self._begun)
 
-    def _write(self, snapshot: Snapshot, step: int, metrics: dict[str, float] | None, issued_s: float) -> None:
+    def _write(
+        self,
+        snapshot: Snapshot,
+        step: int,
+        metrics: dict[str, float] | None,
+        about: dict[str, Any],
+        issued_s: float,
+    ) -> None:
         begin = time.perf_counter()
         try:
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)
             copied_s = snapshot.await_copies()
             to_cpu = self._reader.to_cpu
-            path = self._checkpointer.write(step, self._copies, metrics, self._group, to_cpu, self._refusal)
+            path = self._checkpointer.write(step, self._copies, metrics, self._group, to_cpu, self._refusal, about)
             gigabytes, written_s = self._reader.read_bytes / 1e9, time.perf_counter() - begin
             text = (
                 "checkpoint: %s, %.3g GB a rank copied in %.4f s, issued in %.4f s, written beside training in %.1f s"

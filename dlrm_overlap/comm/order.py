@@ -1,21 +1,12 @@
 """How a rank issues its work: one order of all that a captured step does between ranks, and the streams of a step."""
 
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
-from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from dlrm_overlap.config import InputError
-
-_NONE = ("wait_tensor", "_wrap_tensor_autograd")  # operators that only return what a collective gave
-_WAITING = ("barrier", "monitored_barrier_", "send", "recv_", "recv_any_source_")
-"""operators that wait for the CPU, or of which several must be under way at once"""
 Parameters = ParamSpec("Parameters")
 Returned = TypeVar("Returned")
 
@@ -53,89 +44,6 @@ class CommunicationOrder:
     def __exit__(self, *_: Any) -> None:
         if self.is_captured:
             self._last = torch.cuda.current_stream().record_event()
-
-
-class ModelCollectives(TorchDispatchMode):
-    """Within it, each collective that a user's model calls itself takes its turn in the order of a captured step.
-
-    Such are those of SyncBatchNorm, or of negatives from all ranks.
-
-    A step waits on the device for a collective before it issues other communication, and the collective waits for all
-    that was issued before. So the graphs of all ranks communicate in one order. That ranks call the
-    same collectives in the same order is up to the model, as it is under DDP.
-
-    Example:
-        with ModelCollectives(order, device) as collectives:
-            loss, output = model(batch)
-            loss.backward()
-        assert collectives.called == "allgather_ at two_tower.py:49"
-    """
-
-    def __init__(self, order: CommunicationOrder, device: torch.device) -> None:
-        """Take the order, and the device whose graphs hold the collectives."""
-        super().__init__()
-        self._order, self._device = order, device
-        self.called = ""
-        """the last collective of the model, if there was one, and where it was called"""
-        self.why_eager = ""
-        """why a graph cannot hold one of them, or empty"""
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Return True: within other modes torch.compile compiles nothing."""
-        return True
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operator.
-
-        Raises:
-            InputError: if it is a collective that a graph cannot hold, in a captured step.
-        """
-        keywords = kwargs or {}
-        if func.namespace not in ("c10d", "_c10d_functional") or func._opname in _NONE:
-            return func(*args, **keywords)
-        if (caller := _caller()) is None:
-            return func(*args, **keywords)
-        self.called = f"{func._opname.strip('_')} at {caller.f_code.co_filename}:{caller.f_lineno}"
-        if not self._fits(func, tree_leaves((args, keywords))):
-            self.why_eager = f"the model calls {self.called}, which no graph holds"
-            if self._order.is_captured:
-                raise InputError(
-                    f"GraphTrainPipeline: {self.why_eager}, but did not in the first step, and captured steps are all "
-                    f"alike; call it in every step, which are then eager"
-                )
-            return func(*args, **keywords)
-        with self._order:
-            returned = func(*args, **keywords)
-            for each in tree_leaves(returned):
-                if isinstance(each, torch.ScriptObject):  # the work of c10d
-                    each.wait()  # pyright: ignore[reportAttributeAccessIssue]
-                elif func.namespace == "_c10d_functional":
-                    torch.ops._c10d_functional.wait_tensor(each)
-        return returned
-
-    def _fits(self, func: Any, given: Sequence[Any]) -> bool:
-        """Return whether a graph can hold a collective."""
-        on_device = all(each.device.type == self._device.type for each in given if isinstance(each, torch.Tensor))
-        if func._opname in _WAITING or not on_device:
-            return False
-        # NCCL's, in a step with our kernels, have ended the process (torch 2.11): GPUs take them eagerly.
-        return self._device.type != "cuda"
-
-
-def _caller() -> FrameType | None:
-    """Return the frame of the model that has called a collective, or None if it is this package's, or TorchRec's."""
-    frame, through = sys._getframe(2), set[str]()
-    while frame.f_back is not None and _package(frame) in ("torch", "torchrec"):
-        through.add(_package(frame))
-        frame = frame.f_back
-    # On a GPU autograd's own thread has no caller: TorchRec's collectives there are those of `StockTables`.
-    in_backward = _package(frame) == "torch" and "torchrec" in through
-    return None if in_backward or _package(frame) == __name__.partition(".")[0] else frame
-
-
-def _package(frame: FrameType) -> str:
-    return frame.f_globals.get("__name__", "").partition(".")[0]
 
 
 class OnStream:

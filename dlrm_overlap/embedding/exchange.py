@@ -286,7 +286,7 @@ class Exchange:
             return PooledAwaitable(self, step, StartExchange.apply(self._anchor, self, step, *trained))
         self.start_forward(step)
         if self._tables.count_evaluation():
-            self._open().backward.follow_rules()
+            self.follow_rules()
         return PooledAwaitable(self, step, None)
 
     @fails_for_good
@@ -422,6 +422,11 @@ class Exchange:
         """Write the optimizers' numbers that have changed to where captured steps read them; on the current stream."""
         if self._halves is not None:
             self._halves.backward.keep_rules_in_place()
+
+    def follow_rules(self) -> None:
+        """Overwrite those numbers if captured steps read some; on the current stream."""
+        if self._halves is not None:
+            self._halves.backward.follow_rules()
 
     def skip(self, counter: Counter) -> None:
         """Take an epoch of the windows that `counter` counts, in which nothing is stored; all ranks do so alike."""

@@ -14,11 +14,13 @@ from dlrm_overlap.checkpoint.storage.load import load_weights
 from dlrm_overlap.config import Config
 from dlrm_overlap.data.batch import Batch, Dataset
 from dlrm_overlap.data.loader import Loader, make_loader
-from dlrm_overlap.embedding.tables import fbgemms_bad_id
+from dlrm_overlap.embedding.sharded_module import exchanges
+from dlrm_overlap.embedding.tables import counts, fbgemms_bad_id
 from dlrm_overlap.launching.launcher import World
 from dlrm_overlap.launching.watch import Progress
 from dlrm_overlap.observe.metrics import evaluation_metrics, gather_predictions
 from dlrm_overlap.train.assembly import assemble
+from dlrm_overlap.train.graphs.capturable import split_optimizer
 from dlrm_overlap.train.preflight import total_steps
 
 
@@ -118,6 +120,7 @@ class Stepper:
                 logits.append(batch_logits)
                 labels.append(batch_labels)
         self.model.train()
+        self._uncount(steps)
         gathered = gather_predictions(torch.cat(logits), torch.cat(labels), self.samples_per_rank)
         # The last global batch went past the data set's end, where samples repeat.
         logits, labels = (each[:samples] for each in gathered)
@@ -125,6 +128,20 @@ class Stepper:
         agreed = torch.tensor(list(values.values()), dtype=torch.float64, device=self.device)
         dist.broadcast(agreed, 0)  # all must agree on the early stop to the last bit
         return dict(zip(values, agreed.tolist(), strict=True))
+
+    def _uncount(self, forwards: int) -> None:
+        """Take forwards that had no backward off the counts of the tables' optimizers, which FBGEMM adds them to.
+
+        Adam's corrections and a counter's decay then depend on the steps alone: a run that goes on from a checkpoint,
+        or is evaluated more often, takes the same ones.
+        """
+        fused = split_optimizer(self.optimizer)[1]
+        for lookup in {each._emb_module for each in fused if hasattr(each, "_emb_module")}:
+            if counts(lookup):
+                lookup.iter.sub_(forwards)
+                lookup.iter_cpu.sub_(forwards)
+        for exchange in exchanges(self.model):
+            exchange.follow_rules()
 
     def loader(self, dataset: Dataset, first_step: int, last_step: int, workers: int | None = None) -> Loader:
         """Return the loader of this rank's share of the global batches [first_step, last_step) of `dataset`.

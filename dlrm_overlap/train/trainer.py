@@ -290,7 +290,7 @@ class Trainer(Stepper):
                 return summary
         with self.raising_the_cause():
             self.checkpointer.load(checkpoint, self.model, self.optimizer)
-        self.optimizer.set_optimizer_step(self.start)  # which corrects Adam's means
+        self.optimizer.set_optimizer_step(self.start)  # FBGEMM's count, by which Adam's means are corrected
         for exchange in exchanges(self.model):
             exchange.steps = self.start  # stochastic rounding depends on the step
         self.running.load(read_manifest(checkpoint).about.get("trained_metrics", []))

@@ -328,6 +328,14 @@ def _rmsprop(parameters: Mapping[str, Any]) -> Any:
     return KeyedOptimizerWrapper(dict(parameters), lambda each: torch.optim.RMSprop(each, lr=0.01))
 
 
+def _dense_one(every: Any, dense: Any) -> Any:
+    return dense
+
+
+def _all_of_them(every: Any, dense: Any) -> Any:
+    return every
+
+
 def _scaling(parameters: Mapping[str, Any]) -> Any:
     return Scaling(KeyedOptimizerWrapper(dict(parameters), lambda each: torch.optim.SGD(each, lr=0.1)))
 
@@ -341,13 +349,21 @@ def _clipped_by_hook(parameters: Mapping[str, Any]) -> Any:
 
 
 def _accumulated(pipeline: Any, optimizer: Any, model: nn.Module) -> Any:
-    """Return TorchRec's own wrapper around a pipeline, which steps after every other batch."""
+    """Return TorchRec's own wrapper around a pipeline, which steps after every other batch, and after the last one.
+
+    Of the last one TorchRec's pipeline is told: its ranks would each take a step of their own otherwise.
+    """
     from torchrec.distributed.train_pipeline.gradient_accumulation import (
         GradientAccumulationConfig,
         GradientAccumulationWrapper,
     )
 
-    return GradientAccumulationWrapper(pipeline, optimizer, model, GradientAccumulationConfig(True, 2))
+    class Wrapper(GradientAccumulationWrapper[Any, Any]):
+        def progress(self, dataloader_iter: Iterator[Any], is_last_batch: bool | None = None) -> Any:
+            is_ours = isinstance(self._pipeline, GraphTrainPipeline)
+            return super().progress(dataloader_iter, not is_ours and self.current_step == STEPS - 1)
+
+    return Wrapper(pipeline, optimizer, model, GradientAccumulationConfig(True, 2))
 
 
 def _groups(parameters: list[Any], decay: float) -> list[dict[str, Any]]:
@@ -385,8 +401,8 @@ class Program(NamedTuple):
     batch: type[Any] = Batch
     optimizer: Callable[[Mapping[str, Any]], Any] = _sgd
     bags: Mapping[str, tuple[int, int]] = MOST
-    scheduled: bool = False
-    """whether one of torch's schedulers sets the dense learning rates"""
+    scheduled: Callable[[Any, Any], Any] = lambda every, dense: None
+    """gives that optimizer, of all of them together and the dense one, whose learning rates torch's scheduler sets"""
     why_after: str = ""
     """why the dense optimizer steps after the graph, if it does"""
     steps: int = STEPS
@@ -422,8 +438,8 @@ PROGRAMS: dict[str, Program] = {
     "frozen_batch": Program(batch=FrozenBatch),
     "slotted_batch": Program(batch=SlottedBatch),
     "clipped_adamw": Program(optimizer=_warm_clipped_adamw),
-    "momentum": Program(optimizer=_momentum, scheduled=True),
-    "rmsprop": Program(optimizer=_rmsprop, why_after=f"RMSprop {_NONE}", scheduled=True),
+    "momentum": Program(optimizer=_momentum, scheduled=_dense_one),
+    "rmsprop": Program(optimizer=_rmsprop, why_after=f"RMSprop {_NONE}", scheduled=_dense_one),
     "normalised": Program(Normalised, samples=_SHORT, captured=(2, 3)),
     "normalised_over_ranks": Program(NormalisedOverRanks),
     "dropping": Program(Dropping, steps=15, longer=_LONGER, evaluated={5: SAMPLES + 3, 14: 4}, captured=(4, 2)),
@@ -449,7 +465,8 @@ PROGRAMS: dict[str, Program] = {
     "not_all_batches": Program(arguments=lambda _: {"execute_all_batches": False}, captured=(2, STEPS - 3 - 2 - 2)),
 }
 if find_spec("torchrec.distributed.train_pipeline.gradient_accumulation"):  # not in every release
-    PROGRAMS["accumulated"] = Program(wrap=_accumulated, why_after=f"_GAOptimizerWrapper {_NONE}")
+    accumulated = Program(wrap=_accumulated, why_after=f"_GAOptimizerWrapper {_NONE}", scheduled=_all_of_them)
+    PROGRAMS["accumulated"] = accumulated
 
 
 def _batches(program: Program, rank: int, only: int | None = None) -> Iterator[Any]:
@@ -523,7 +540,8 @@ def train(
     dense = {n: p for n, p in in_backward_optimizer_filter(sharded.named_parameters()) if p.requires_grad}
     own = program.optimizer(dense)
     optimizer = CombinedOptimizer([sharded.fused_optimizer, ("dense", own)])
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(own, 0.8) if program.scheduled else None
+    scheduled = program.scheduled(optimizer, own)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(scheduled, 0.8) if scheduled else None
     kind: Any = GraphTrainPipeline if captured else TrainPipelineSparseDist
     pipeline = program.wrap(kind(sharded, optimizer, device, **program.arguments(sharded)), optimizer, sharded)
     batches = _batches(program, group.rank())
@@ -537,8 +555,11 @@ def train(
             if step in program.evaluated:
                 given[f"evaluated before step {step}"] = _evaluate(pipeline, sharded, program, step)
             given[f"output of step {step}"] = pipeline.progress(batches).clone()
-            optimizer.zero_grad()
-            if scheduler is not None:
+            if isinstance(pipeline, kind):  # a wrapper clears them itself
+                optimizer.zero_grad()
+            if (
+                scheduler is not None and step < program.steps - 1
+            ):  # of a sum that the end cuts short stock takes it now
                 scheduler.step()
     assert len(given) > STEPS - 3, "steps were taken"
     given |= dict(local_tensors(sharded.state_dict()))

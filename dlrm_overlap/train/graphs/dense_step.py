@@ -13,7 +13,7 @@ from dlrm_overlap.dense.flat_steps import take_steps
 from dlrm_overlap.dense.gradients import GradientBuckets
 from dlrm_overlap.dense.optimizer import FlatOptimizer
 from dlrm_overlap.dense.reduction import StoreOptions
-from dlrm_overlap.train.graphs.capturable import innermost, parameters_of
+from dlrm_overlap.train.graphs.capturable import innermost, parameters_of, split_optimizer
 from dlrm_overlap.train.graphs.optimizers import DenseUpdates, why_after_the_graph
 
 _BUCKET_BYTES = 16 << 20  # of gradients that are sent at once, at least
@@ -59,6 +59,10 @@ class DenseStep:
         """the gradients, as they are reduced"""
         if casts is not None:
             casts.on_complete(self.buckets.complete)
+
+    def steps_after(self, fused: Any) -> bool:
+        """Return whether an optimizer of `update_after` holds a table's one, and so takes its steps."""
+        return any(fused in split_optimizer(each)[1] for each in self._after)
 
     def clear(self) -> None:
         """Clear the gradients before a step, unless an optimizer that steps after the graph keeps them.

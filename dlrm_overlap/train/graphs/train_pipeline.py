@@ -17,7 +17,7 @@ same steps are taken one by one.
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from functools import partial
 from inspect import signature
 from typing import Any, cast
 
@@ -29,7 +29,7 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.distributed.train_pipeline.train_pipelines import TrainPipeline
 from torchrec.optim.keyed import KeyedOptimizer
 
-from dlrm_overlap.comm.order import CommunicationOrder, ModelCollectives, Streams
+from dlrm_overlap.comm.order import CommunicationOrder, Streams
 from dlrm_overlap.config import InputError
 from dlrm_overlap.dense.cast import CastWeights
 from dlrm_overlap.dense.flat import FlatParameters
@@ -51,6 +51,7 @@ from dlrm_overlap.train.graphs.capturable import (
 )
 from dlrm_overlap.train.graphs.captured import CapturedStep, GraphPair
 from dlrm_overlap.train.graphs.dense_step import DenseStep
+from dlrm_overlap.train.graphs.model_collectives import ModelCollectives
 from dlrm_overlap.train.graphs.read_ahead import ReadAhead
 from dlrm_overlap.train.graphs.static_batch import on_device, with_even_batches_of
 
@@ -148,7 +149,6 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         self._group, self._flat, self._casts = ranks, flat, casts
         self._gradient_dtype, self._dense_reduce = gradient_dtype, dense_reduce
         self._order = CommunicationOrder()
-        self._collectives = ModelCollectives(self._order, device)
         self._streams = Streams(device)
         self._agreement = Agreement(ranks, self.check)
         learnt = LearntBound(bound, self._agreement, DistinctCounts(self._modules, device))
@@ -181,12 +181,13 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         """Take the model over, from the pipeline that had it before if there is one; a collective."""
         if (before := _holder(self._model)) is not None:
             before._let_go()
-        dense, self._fused = split_optimizer(self._optimizer)
+        dense, fused = split_optimizer(self._optimizer)
         check_updates_reach(self._flat, self._optimizer)
         leave_ddp(self._model)
         for layer in divided_layers(self._model):
             layer.ranks.order = self._order
         self._dense = self._open_dense_step(dense)
+        self._fused = [each for each in fused if not self._dense.steps_after(each)]
         if self._captures and self._dense.why_after and self._group.rank() == 0:
             log.warning("train pipeline: a dense optimizer steps after the graph: %s", self._dense.why_after)
         self._graphs = GraphPair(self._ahead, self._dense, self._order, self._device)
@@ -312,8 +313,8 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
             self._dense.cast_shadows()  # a checkpoint may have been loaded since the last step
         if not self._execute_all_batches and not self._ahead.reads_on(batches, parity):
             raise StopIteration
-        self._follow_learning_rates()
         self._dense.clear()
+        self._follow_learning_rates()
         output = self._take_step(parity) if self._ahead.is_captured(parity) else self._take_odd_step(parity)
         self._dense.update_after()
         if self._replicas is not None and self._sync_interval and self._steps % self._sync_interval == 0:
@@ -348,15 +349,15 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
 
     def _first_step(self, parity: int, following: bool) -> Any:
         """Take the first step, and learn which ids the model looks up, and in which order gradients are completed."""
-        with self._ahead.finding_ids(), self._dense.buckets.learn(), self._collectives:
+        with self._ahead.finding_ids(), self._dense.buckets.learn(), ModelCollectives() as collectives:
             loss, output = self._forward(self._ahead.batch(parity))
             loss.backward()
         self._dense.update()
         self._has_stepped = True
-        if self._captures and self._collectives.why_eager:
+        if self._captures and collectives.called:
             self._captures = False
             if self._agreement.is_first:
-                log.warning("train pipeline: steps are eager: %s", self._collectives.why_eager)
+                log.warning("train pipeline: steps are eager: the model calls %s", collectives.called)
         if following:
             self._ahead.bring_in(1 - parity)
         return output
@@ -419,9 +420,12 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         return losses_and_output(self._model_fwd(batch))
 
     def _follow_learning_rates(self) -> None:
-        """Hand the learning rates of the rows on, where they have changed since the last step."""
+        """Hand the learning rates of the rows on, where they have changed since the last step.
+
+        Optimizers that step after the graph may hold some of the tables', and set those rates when they choose to.
+        """
         rates = [group["lr"] for group in self._optimizer.param_groups]
-        if rates == self._learning_rates:
+        if rates == self._learning_rates and not self._dense.why_after:
             return
         self._learning_rates = rates
         for fused in self._fused:
@@ -431,12 +435,8 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
 
     def _capture(self, parity: int) -> CapturedStep:
         """Capture the step of `parity`; the graph is to be launched next."""
-        return self._graphs.capture(parity, lambda: self._ordered_step(parity), self._streams.main_stream)
-
-    def _ordered_step(self, parity: int) -> Any:
-        """Take a step that is captured, in which collectives of the model take their turn."""
-        with self._collectives if self._collectives.called else nullcontext():
-            return self._step(parity, following=True)
+        step = partial(self._step, parity, following=True)
+        return self._graphs.capture(parity, step, self._streams.main_stream)
 
 
 _HOLDER = "_graph_train_pipeline"  # attribute of a model

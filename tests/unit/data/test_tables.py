@@ -407,3 +407,13 @@ def test_arrays_of_lists_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"day_0: list_0 has \d+ ids, not the \d+ of ends; replace"):
         Prepared(tmp_path / "days", TablesConfig())
     assert isinstance(read_table(source, schema)[0], Days)
+
+
+def test_large_dense_columns_are_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    schema = "labels: {l: {}}\ndense: {price: {}, share: {}, count: {transform: log1p}}\ncategorical: {c: {rows: 5}}\n"
+    (tmp_path / "schema.yaml").write_text(schema)
+    lines = [f"{i % 2},{100 + i},{i / 50},{100 + i},x" for i in range(50)]
+    (tmp_path / "t.csv").write_text("\n".join(["l,price,share,count,c", *lines]))
+    read_table(tmp_path / "t.csv", read_schema(tmp_path / "schema.yaml"), block_bytes=200)
+    (message,) = caplog.messages
+    assert message.startswith("schema: dense columns price have a root mean square above 10, on which losses may grow")

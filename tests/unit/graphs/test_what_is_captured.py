@@ -31,7 +31,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper, Optim
 from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
 from dlrm_overlap.bench.harness.timing import greatest
-from dlrm_overlap.comm.order import CommunicationOrder, ModelCollectives, Streams
+from dlrm_overlap.comm.order import CommunicationOrder, Streams
 from dlrm_overlap.config import Config, DataConfig, InputError, TablesConfig, TrainConfig
 from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.optimizer import FlatOptimizer
@@ -48,6 +48,7 @@ from dlrm_overlap.train.graphs.capturable import (
     why_not_captured,
 )
 from dlrm_overlap.train.graphs.dense_step import DenseStep
+from dlrm_overlap.train.graphs.model_collectives import ModelCollectives
 from dlrm_overlap.train.graphs.optimizers import why_after_the_graph
 from dlrm_overlap.train.graphs.train_pipeline import GraphTrainPipeline, losses_and_output
 from tests.agreement import assert_near, assert_same
@@ -342,51 +343,29 @@ class _SummedBehind(torch.autograd.Function):
         return gradients[0]
 
 
-class _Order(CommunicationOrder):
-    """Counts who takes a turn."""
-
-    turns = 0
-
-    def __enter__(self) -> None:
-        self.turns += 1
-
-
 @pytest.mark.parametrize(
     ("call", "name"),
     [
         (lambda x: _SummedBehind.apply(x).sum().backward(), "allreduce"),
         (lambda x: dist.all_gather([torch.empty_like(x)], x), "allgather"),
+        (lambda x: dist.barrier(), "barrier"),
         (lambda x: dist_functional.all_reduce(x), "allreduce"),
         (lambda x: _functional_collectives.all_reduce(x, "sum", [0]), "all_reduce"),
     ],
 )
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_a_collective_of_the_model_takes_its_turn(
+def test_a_collective_of_the_model_is_found(
     world_of_one: dist.ProcessGroup, call: Callable[[torch.Tensor], Any], name: str
 ) -> None:
-    x, order = torch.ones(3, requires_grad=True), _Order()
-    with ModelCollectives(order, CPU) as collectives:
+    x = torch.ones(3, requires_grad=True)
+    with ModelCollectives() as collectives:
         call(x * 2)
     assert re.fullmatch(rf"{name} at {__file__}:\d+", collectives.called)
-    assert (order.turns, collectives.why_eager) == (1, "")
-
-
-def test_a_collective_that_waits_for_the_cpu_is_in_no_graph(world_of_one: dist.ProcessGroup) -> None:
-    order = _Order()
-    with ModelCollectives(order, CPU) as collectives:
-        dist.barrier()
-        assert re.fullmatch(r"the model calls barrier at .*:\d+, which no graph holds", collectives.why_eager)
-        order.is_captured = True
-        with pytest.raises(InputError, match=r"calls barrier at .*, but did not in the first step"):
-            dist.barrier()
-    with ModelCollectives(order, torch.device("cuda")) as collectives, pytest.raises(InputError, match="allreduce"):
-        dist.all_reduce(torch.ones(3))  # of the CPU's memory
-    assert order.turns == 0
 
 
 def test_our_collectives_and_compiled_functions_are_as_without(world_of_one: dist.ProcessGroup) -> None:
     compiled = torch.compile(lambda x: x.sin() + 1, fullgraph=True, backend="eager")
-    with ModelCollectives(CommunicationOrder(), CPU) as collectives:
+    with ModelCollectives() as collectives:
         assert greatest([2.0], CPU, world_of_one) == [2.0]
         assert_same(compiled(torch.zeros(3)), torch.ones(3), "compiled")
     assert collectives.called == ""

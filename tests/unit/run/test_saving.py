@@ -52,6 +52,8 @@ def test_a_save_holds_the_state_behind_its_step_though_steps_follow_before_it_is
     for name in ("step_2", "step_4"):
         stops, beside = (tmp_path / folder / "run/checkpoints" / name for folder in ("stops", "beside"))
         assert find_faults(beside, read_manifest(beside)) == []
+        found, expected = (read_manifest(each).about["trained_metrics"] for each in (beside, stops))
+        assert found == expected
         assert (beside / "rank_0.safetensors").read_bytes() == (stops / "rank_0.safetensors").read_bytes()
 
 

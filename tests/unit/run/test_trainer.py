@@ -10,10 +10,16 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    CounterBasedRegularizationDefinition,
+    CounterWeightDecayMode,
+    WeightDecayMode,
+)
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
 from dlrm_overlap.checkpoint.saving import NotFiniteError
 from dlrm_overlap.config import Config, DataConfig, EmbeddingConfig, InputError, TablesConfig, TrainConfig
+from dlrm_overlap.data.loader import open_datasets
 from dlrm_overlap.dense.optimizer import FlatOptimizer
 from dlrm_overlap.embedding.sharded_module import exchanges
 from dlrm_overlap.launching.files import LOCK_NAME
@@ -23,8 +29,10 @@ from dlrm_overlap.train.graphs.capturable import innermost
 from dlrm_overlap.train.graphs.train_pipeline import GraphTrainPipeline
 from dlrm_overlap.train.preflight import check_runs
 from dlrm_overlap.train.trainer import Trainer
+from tests.agreement import assert_all_near
 from tests.conftest import file_limit, read_metrics
-from tests.distributed.workers import make_trainer, quickstart
+from tests.distributed.models import CPU, local_tensors
+from tests.distributed.workers import make_trainer, quickstart, world_here
 
 pytestmark = [pytest.mark.usefixtures("world_of_one"), pytest.mark.filterwarnings("ignore::FutureWarning")]
 SMALL = ["--train.batch_size", "64", "--train.steps", "4", "--train.eval_every", "0", "--data.eval_samples", "256"]
@@ -300,6 +308,24 @@ def test_stochastic_rounding_goes_on_from_the_step_of_the_checkpoint(tmp_path: P
     trainer = make_trainer(quickstart(tmp_path, "run", *SMALL, *options))
     trainer.fit()
     assert [exchange.steps for exchange in exchanges(trainer.model)] == [4]
+
+
+@pytest.mark.parametrize("backend", ["torchrec", "pgas"])
+def test_evaluations_and_a_resume_change_no_step_of_an_optimizer_that_counts(tmp_path: Path, backend: str) -> None:
+    """FBGEMM counts every forward, and a checkpoint has no count."""
+    counter = CounterBasedRegularizationDefinition(CounterWeightDecayMode.L2, counter_halflife=3, adjustment_iter=1)
+    params = {"weight_decay": 0.1, "weight_decay_mode": WeightDecayMode.COUNTER}
+    params |= {"counter_based_regularization": counter}
+
+    def trained(name: str, *options: str) -> dict[str, torch.Tensor]:
+        config = quickstart(tmp_path, name, *SMALL, *SAVES, "--embedding.backend", backend, *options)
+        trainer = Trainer(config, world_here(), CPU, *open_datasets(config.data), params)
+        trainer.fit()
+        return {key: each.clone() for key, each in local_tensors(trainer.model.state_dict())}
+
+    trained("cut", "--train.steps", "2", "--train.eval_every", "1")
+    found = trained("cut", "--train.eval_every", "1")
+    assert_all_near(found, trained("whole"), 0.0, "rows")
 
 
 def test_a_run_goes_on_with_other_samples_only_if_asked(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
