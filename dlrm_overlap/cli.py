@@ -13,7 +13,6 @@ import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import quote
 
 import dlrm_overlap
 from dlrm_overlap.backends import BACKENDS
@@ -106,9 +105,9 @@ def compare(argv: list[str]) -> int:
         if ranks.world.rank:
             return 0
         folders = {name: done[name] for name in configs}
-        faults = report(folders, ranks.values.rtol, output, noise_runs, ranks.config.log.tensorboard, turn, _show)
+        faults = report(folders, ranks.values.rtol, output, noise_runs, turn, _show)
         with reader_may_leave():
-            _print_paths(output, folder, ranks.config.log.tensorboard, [*folders, "comparison"])
+            _print_paths(output, folder, ranks.config.log.tensorboard)
         for fault in faults:
             print(f"dlrm-overlap: {fault}", file=sys.stderr)
         return DISAGREEMENT if faults else 0
@@ -144,15 +143,12 @@ def _show(text: str) -> None:
         print(text)
 
 
-def _print_paths(result: Path, runs: Path, has_events: bool, compared: Sequence[str] = ()) -> None:
-    """Print the paths of the results, and the page of TensorBoard that shows only the runs `compared`."""
+def _print_paths(result: Path, runs: Path, has_events: bool) -> None:
+    """Print the path of the results, and the command that shows the curves of `runs`."""
     print(f"result:      {plain(str(result))}")
     if has_events:
         tensorboard = "tensorboard" if shutil.which("tensorboard") else Path(sys.executable).with_name("tensorboard")
         print(f"TensorBoard: {tensorboard} --logdir {plain(str(runs))}")
-        if compared:
-            shown = quote(f"^({'|'.join(compared)})$", safe="")
-            print(f"             then http://localhost:6006/#custom_scalars&regexInput={shown}")
 
 
 def bench(argv: list[str]) -> int:

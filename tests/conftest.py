@@ -106,7 +106,7 @@ def need_browser(folder: Path) -> None:
         pytest.skip(f"{find_browser()} shows no page here")
 
 
-def dump_page(address: str, profile: Path, wait_ms: int = 0, height: int = 1000, picture: Path | None = None) -> str:
+def dump_page(address: str, profile: Path, wait_ms: int = 0, height: int = 1000) -> str:
     """Return the document that a headless Chromium has of `address`; skip the test where the browser itself fails.
 
     Args:
@@ -114,12 +114,11 @@ def dump_page(address: str, profile: Path, wait_ms: int = 0, height: int = 1000,
         profile: folder of what the browser keeps.
         wait_ms: of the page's own time, in which it may go on loading.
         height: of the window, in pixels; TensorBoard draws only what is inside it.
-        picture: write the window there as PNG and return nothing; for a person to look at.
     """
     browser = find_browser()
     assert browser is not None
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--enable-unsafe-swiftshader"]
-    options += [f"--screenshot={picture}" if picture else "--dump-dom", f"--window-size=1400,{height}"]
+    options += ["--dump-dom", f"--window-size=1400,{height}"]
     options += [f"--virtual-time-budget={wait_ms}"] if wait_ms else []
     command = [browser, *options, f"--user-data-dir={profile}", address]
     with (
