@@ -152,11 +152,11 @@ def _print_paths(result: Path, runs: Path, has_events: bool) -> None:
 
 
 def bench(argv: list[str]) -> int:
-    """Measure training steps, the embedding stage, communication or the input; `bench --help` lists the benchmarks."""
+    """Measure training steps, the embedding stage or communication; `bench --help` lists the benchmarks."""
     kind = argv[0] if argv else ""
     if kind in ("-h", "--help"):
         lines = [f"  {name:12} {figure.summary()}" for name, figure in FIGURES.items()]
-        lines.append(f"  {'report':12} the rows of a folder on one page, with plots and tables: bench report DIR")
+        lines.append(f"  {'report':12} a plot of each file of rows in a folder: bench report DIR")
         print("\n".join(["usage: dlrm-overlap bench KIND ...", "", *lines]))
         return 0
     if not kind:
@@ -186,18 +186,18 @@ def bench(argv: list[str]) -> int:
 
 
 def _bench_report(argv: list[str]) -> int:
-    """Show all rows of a folder on one page, with plots and tables; takes no ranks and no GPU."""
-    parser = Parser("dlrm-overlap bench report", "Write plots, an HTML page and Markdown of the rows in a folder.")
+    """Draw the rows of a folder; takes no ranks and no GPU."""
+    parser = Parser("dlrm-overlap bench report", "Draw each file of rows in a folder as an SVG.")
     parser.add_argument("folder", metavar="DIR", help="folder of the CSV files that bench has written")
     parser.add_argument("--output", help="folder to write to (default DIR/report)")
     values = parser.read(argv)
     folder = Path(values.folder)
     output = Path(values.output or folder / "report")
-    from dlrm_overlap.bench.report.page import PAGE, write_report
+    from dlrm_overlap.bench.report.plots import write_plots
 
-    for name in write_report(folder, output):
+    for name in write_plots(folder, output):
         print(f"no plot for {plain(name)}.csv")
-    print(f"page: {output / PAGE}")
+    print(f"plots: {output}")
     return 0
 
 

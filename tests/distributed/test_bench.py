@@ -24,15 +24,6 @@ def _bench(
     return read_rows(output), result
 
 
-def test_input_appends_a_row(tmp_path: Path) -> None:
-    options = ["--steps", "8", "--data.workers", "1", "--data.prefetch", "2"]
-    (row,), _ = _bench(tmp_path, "input", *options, config="quickstart")
-    assert (row["steps"], row["workers"], row["world_size"], row["samples_per_rank"]) == ("8", "1", "2", "512")
-    ratio = float(row["loaded_mean_ms"]) / float(row["cached_mean_ms"])
-    assert float(row["loaded_to_cached"]) == pytest.approx(ratio, rel=1e-2)
-    assert float(row["cached_p10_ms"]) <= float(row["cached_median_ms"]) <= float(row["cached_p90_ms"])
-
-
 def _check_times(row: dict[str, str], baseline: dict[str, str], sizes: dict[str, str]) -> dict[str, float]:
     """Check a row's agreement, times and speedup, and each limit of `sizes` by its bytes; return the row's numbers."""
     assert float(row["max_difference"]) <= float(row["tolerance"])

@@ -1,24 +1,15 @@
-"""Traced steps: the shares of a mean step, and the kernels and copies of a single one."""
+"""The shares of a mean traced step."""
 
-import itertools
 import re
-import tempfile
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from dlrm_overlap.bench.harness.contenders import Contender
-from dlrm_overlap.bench.harness.timing import begin_together
-from dlrm_overlap.bench.harness.workload import Workload
-from dlrm_overlap.observe.trace_summary import Span, Work, cut, gpu_work, length, read_events, shares, spans_by_kind
+from dlrm_overlap.observe.trace_summary import Span, cut, gpu_work, length, read_events, shares, spans_by_kind
 
 MARK = re.compile(r"\bspin_kernel\b")
 """matches the names of kernels that `mark_time` launches"""
-LEAD_MS = 10.0
-"""in which the CPU issues a step, the chunked ones too"""
-_STEPS = 3  # under the profiler; the last one counts
 
 
 def mark_time() -> None:
@@ -48,37 +39,3 @@ def mean_step_columns(path: Path) -> dict[str, Any]:
         **{f"{name}_fraction": value / us for name, value in parts.items()},
         **{f"{kind}_kernels_ms": value / steps / 1e3 for kind, value in kinds.items()},
     }
-
-
-@torch.no_grad()
-def record_step(contender: Contender, workload: Workload, warmup: int) -> list[Work]:
-    """Return the work of a step of `contender` on this rank's GPU, by its begin. All ranks call this.
-
-    Args:
-        contender: whose steps are taken.
-        workload: gives the batches, the group and the device.
-        warmup: steps before the profiler is there.
-    """
-    following = itertools.cycle(workload.batches)
-    for _ in range(warmup):
-        contender.step(next(following))
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        for _ in range(_STEPS):
-            begin_together(workload.group, workload.device, LEAD_MS)
-            mark_time()
-            contender.step(next(following))
-        torch.cuda.synchronize(workload.device)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(path))
-        return last_step(gpu_work(read_events(path)))
-
-
-def last_step(work: Iterable[Work]) -> list[Work]:
-    """Return, by its begin, the work after the last mark.
-
-    The gate's collective, which runs in front of the mark, is not part of it.
-    """
-    work = sorted(work, key=lambda each: each.span)
-    begin = max(each.span.end for each in work if MARK.search(each.name))
-    return [each for each in work if each.span.begin >= begin]

@@ -99,7 +99,7 @@ def refusal(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (f"{TRAIN_2} --checkpoint.resume {{tmp}}", ["checkpoint.resume", "folder named step_<N>"]),
         (f"{BENCH} --nproc 2 --output {{tmp}}", ["--output", "is a folder; name a CSV file"]),
         (f"{BENCH} --output {{tmp}}/empty.yaml/x.csv", ["--output: nothing can be written to", "Not a directory"]),
-        ("bench input --config configs/quickstart.yaml --output {tmp}", ["--output", "is a folder"]),
+        ("bench step --config configs/quickstart.yaml --output {tmp}", ["--output", "is a folder"]),
         ("trace {tmp}/cut.json.gz", ["cut.json.gz: ends early or is damaged"]),
         ("trace {tmp}/empty.gz", ["empty.gz: not a Chrome trace"]),
         ("trace {tmp}/empty.yaml", ["not a Chrome trace; give a file that log.trace_steps has written"]),
