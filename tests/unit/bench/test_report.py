@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -103,7 +104,7 @@ def test_bars_over_a_contender_are_relative_and_one_that_disagrees_has_none() ->
 
 def test_lines_are_the_times_over_those_of_nccl() -> None:
     axes = PLOTS["collectives"](read_measured(RESULTS / "collectives.csv").rows).axes
-    first = {line.get_label(): line.get_ydata() for line in axes[0].lines}
+    first: dict[Any, Any] = {line.get_label(): line.get_ydata() for line in axes[0].lines}
     assert set(first["nccl"]) == {1.0}
     assert len(first) > 2
 
