@@ -74,6 +74,7 @@ class Way(NamedTuple):
     """How the drop-in trains."""
 
     backend: str
+    backward: str
     pipeline: str
     """none, sparse_dist, graph or, by a stand-in for CUDA graphs, captured"""
     hosts: int | str
@@ -241,6 +242,7 @@ def _way(draw: random.Random, pipelines: Sequence[str], hosts: int) -> Way:
     stores = pipeline in ("graph", "captured")
     return Way(
         draw.choice(["pgas", "fused"] if stores else ["nccl", "pgas", "fused"]),
+        "auto" if stores else draw.choice(["auto", "collective"]),
         pipeline,
         draw.choice(["auto", hosts]) if hosts > 1 else "auto",
         draw.choice(["auto", "in_place", "stores", "dma"]),
@@ -327,7 +329,9 @@ def _sharder(drawn: Drawn, way: Way | None) -> Any:
     # The epsilon is so large that no gradient is divided by itself.
     params = {"optimizer": optimizer, "learning_rate": 0.5 if drawn.optimizer == "sgd" else 0.05, "eps": 1e-3}
     if way is not None:
-        options = {name: getattr(way, name) for name in ("backend", "hosts", "put", "schedule", "slice_bags")}
+        options = {
+            name: getattr(way, name) for name in ("backend", "backward", "hosts", "put", "schedule", "slice_bags")
+        }
         return OverlapEmbeddingBagCollectionSharder(params, wire_dtype=drawn.wire, **options)
     wire, codecs = CommType(drawn.wire), None
     if drawn.wire != "fp32":

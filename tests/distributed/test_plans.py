@@ -12,7 +12,7 @@ from tests.distributed.workers import RankPool
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter")
 
-FEW, MANY = 6, {"stock": 80, "resume": 12}
+FEW, MANY = 6, {"stock": 50, "resume": 12}
 
 
 Pools = Callable[[int, int], RankPool]

@@ -139,12 +139,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "nccl": {"backend": "nccl"},
     "pgas": {"backend": "pgas"},
     "fused": {"backend": "fused"},
-    "pgas_collective": {"backend": "pgas", "backward": "collective"},
-    "fused_collective": {"backend": "fused", "backward": "collective"},
 }
 PUSHING = ("pgas", "fused")
-COLLECTIVE = ("pgas_collective", "fused_collective")  # `nccl` has the same backward
-EVERY_WAY = [pytest.param(way, marks=pytest.mark.slow) if way in COLLECTIVE else way for way in WAYS]
 
 
 def _make_plan(case: Case, model: Model, sharder: ModuleSharder) -> ShardingPlan:
@@ -185,14 +181,14 @@ def _train(case: Case, sharder: ModuleSharder) -> dict[str, Any]:
     return train(model, _make_plan(case, model, sharder), sharder, list(_batches(case)), case.pipeline)
 
 
-def _train_all(folder: Path, *ways: str) -> None:
-    """Train every case with stock TorchRec and with the drop-in in `ways`, and save what all gave."""
+def _train_all(folder: Path) -> None:
+    """Train every case with stock TorchRec and with the drop-in in all WAYS, and save what all gave."""
     messages = logged_messages()
     for name, case in CASES.items():
         params = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.5, **case.fused_params}
         codecs = _codecs(case.codecs, case.codecs) if case.codecs else None
         saved: dict[str, Any] = {"stock": _train(case, EmbeddingBagCollectionSharder(dict(params), codecs))}
-        for way in ways:
+        for way in WAYS:
             messages.clear()
             sharder = OverlapEmbeddingBagCollectionSharder(dict(params), codecs, slice_bags=4, **WAYS[way])
             ours = _train(case, sharder)
@@ -201,26 +197,13 @@ def _train_all(folder: Path, *ways: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def others(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sharder")
-    run_ranks(_train_all, 2, folder, *(way for way in WAYS if way not in COLLECTIVE))
+    run_ranks(_train_all, 2, folder)
     return folder
 
 
-@pytest.fixture(scope="module")
-def collective(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("collective")
-    run_ranks(_train_all, 2, folder, *COLLECTIVE)
-    return folder
-
-
-@pytest.fixture
-def folder(request: pytest.FixtureRequest, way: str) -> Path:
-    """What the ranks saved that trained in `way`."""
-    return request.getfixturevalue("collective" if way in COLLECTIVE else "others")
-
-
-@pytest.mark.parametrize("way", EVERY_WAY)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", CASES)
 def test_outputs_weights_and_states(folder: Path, name: str, way: str) -> None:
     case = CASES[name]
@@ -245,7 +228,7 @@ def _why_not_captured(way: str) -> str | None:
     return None if way in PUSHING else f"backend {backend} with backward collective waits for the host"
 
 
-@pytest.mark.parametrize("way", EVERY_WAY)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", CASES)
 def test_what_falls_back_is_logged_once(folder: Path, name: str, way: str) -> None:
     case, lines = CASES[name], []
