@@ -25,7 +25,7 @@ ENV PATH=/opt/venv/bin:$PATH
 
 WORKDIR /app
 COPY dist/*.whl /tmp/
-RUN pip install --no-cache-dir "$(echo /tmp/*.whl)[cuda,mpi,report]" \
+RUN pip install --no-cache-dir "$(echo /tmp/*.whl)[cuda,mpi]" \
     && useradd --create-home dlrm && install -d -o dlrm -g dlrm runs
 
 # A name and a writable cache also for `docker run --user` with an id that the image does not know.

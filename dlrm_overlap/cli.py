@@ -13,7 +13,6 @@ import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import quote
 
 import dlrm_overlap
 from dlrm_overlap.backends import BACKENDS
@@ -106,9 +105,9 @@ def compare(argv: list[str]) -> int:
         if ranks.world.rank:
             return 0
         folders = {name: done[name] for name in configs}
-        faults = report(folders, ranks.values.rtol, output, noise_runs, ranks.config.log.tensorboard, turn, _show)
+        faults = report(folders, ranks.values.rtol, output, noise_runs, turn, _show)
         with reader_may_leave():
-            _print_paths(output, folder, ranks.config.log.tensorboard, [*folders, "comparison"])
+            _print_paths(output, folder, ranks.config.log.tensorboard)
         for fault in faults:
             print(f"dlrm-overlap: {fault}", file=sys.stderr)
         return DISAGREEMENT if faults else 0
@@ -144,15 +143,12 @@ def _show(text: str) -> None:
         print(text)
 
 
-def _print_paths(result: Path, runs: Path, has_events: bool, compared: Sequence[str] = ()) -> None:
-    """Print the paths of the results, and the page of TensorBoard that shows only the runs `compared`."""
+def _print_paths(result: Path, runs: Path, has_events: bool) -> None:
+    """Print the path of the results, and the command that shows the curves of `runs`."""
     print(f"result:      {plain(str(result))}")
     if has_events:
         tensorboard = "tensorboard" if shutil.which("tensorboard") else Path(sys.executable).with_name("tensorboard")
         print(f"TensorBoard: {tensorboard} --logdir {plain(str(runs))}")
-        if compared:
-            shown = quote(f"^({'|'.join(compared)})$", safe="")
-            print(f"             then http://localhost:6006/#custom_scalars&regexInput={shown}")
 
 
 def bench(argv: list[str]) -> int:
@@ -160,7 +156,7 @@ def bench(argv: list[str]) -> int:
     kind = argv[0] if argv else ""
     if kind in ("-h", "--help"):
         lines = [f"  {name:12} {figure.summary()}" for name, figure in FIGURES.items()]
-        lines.append(f"  {'report':12} the rows of a folder on one page, with plots and tables: bench report DIR")
+        lines.append(f"  {'report':12} a plot of each file of rows in a folder: bench report DIR")
         print("\n".join(["usage: dlrm-overlap bench KIND ...", "", *lines]))
         return 0
     if not kind:
@@ -190,18 +186,18 @@ def bench(argv: list[str]) -> int:
 
 
 def _bench_report(argv: list[str]) -> int:
-    """Show all rows of a folder on one page, with plots and tables; takes no ranks and no GPU."""
-    parser = Parser("dlrm-overlap bench report", "Write plots, an HTML page and Markdown of the rows in a folder.")
+    """Draw the rows of a folder; takes no ranks and no GPU."""
+    parser = Parser("dlrm-overlap bench report", "Draw each file of rows in a folder as an SVG.")
     parser.add_argument("folder", metavar="DIR", help="folder of the CSV files that bench has written")
     parser.add_argument("--output", help="folder to write to (default DIR/report)")
     values = parser.read(argv)
     folder = Path(values.folder)
     output = Path(values.output or folder / "report")
-    from dlrm_overlap.bench.report.page import PAGE, write_report
+    from dlrm_overlap.bench.report.plots import write_plots
 
-    for name in write_report(folder, output):
+    for name in write_plots(folder, output):
         print(f"no plot for {plain(name)}.csv")
-    print(f"page: {output / PAGE}")
+    print(f"plots: {output}")
     return 0
 
 

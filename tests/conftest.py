@@ -4,14 +4,12 @@ import csv
 import json
 import os
 import resource
-import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -86,57 +84,6 @@ def file_limit(size_bytes: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-_BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-_BROWSER_S = 90  # for one page
-
-
-def find_browser() -> str | None:
-    """Return the path of a Chromium: what CHROMIUM names, or the first on the path; None where there is none."""
-    names = [os.environ["CHROMIUM"]] if os.environ.get("CHROMIUM") else _BROWSERS
-    return next((path for name in names if (path := shutil.which(name))), None)
-
-
-def need_browser(folder: Path) -> None:
-    """Skip the test where there is no Chromium, or one that does not come up: it keeps its profile in `folder`."""
-    if find_browser() is None:
-        pytest.skip("no Chromium: install one, or name it by CHROMIUM")
-    if "up</p>" not in dump_page("data:text/html,<p>up</p>", folder):
-        pytest.skip(f"{find_browser()} shows no page here")
-
-
-def dump_page(address: str, profile: Path, wait_ms: int = 0, height: int = 1000, picture: Path | None = None) -> str:
-    """Return the document that a headless Chromium has of `address`; skip the test where the browser itself fails.
-
-    Args:
-        address: of the page.
-        profile: folder of what the browser keeps.
-        wait_ms: of the page's own time, in which it may go on loading.
-        height: of the window, in pixels; TensorBoard draws only what is inside it.
-        picture: write the window there as PNG and return nothing; for a person to look at.
-    """
-    browser = find_browser()
-    assert browser is not None
-    options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--enable-unsafe-swiftshader"]
-    options += [f"--screenshot={picture}" if picture else "--dump-dom", f"--window-size=1400,{height}"]
-    options += [f"--virtual-time-budget={wait_ms}"] if wait_ms else []
-    command = [browser, *options, f"--user-data-dir={profile}", address]
-    with (
-        tempfile.TemporaryFile("w+") as output,
-        subprocess.Popen(command, stdout=output, stderr=subprocess.DEVNULL, start_new_session=True) as process,
-    ):
-        try:
-            code = process.wait(_BROWSER_S)
-        except subprocess.TimeoutExpired:
-            code = f"nothing after {_BROWSER_S} s"
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # those that it has started too
-        if code:
-            pytest.skip(f"{browser} gave {code}")
-        output.seek(0)
-        return output.read()
 
 
 def run_cli(*argv: str, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:

@@ -20,7 +20,7 @@ from typing import Any
 
 from dlrm_overlap.bench.report.concurrent import CLASSES, summarise
 from dlrm_overlap.bench.report.measured import milliseconds, runs, shape
-from dlrm_overlap.bench.report.plots import map_times, todays
+from dlrm_overlap.bench.report.plots import map_speedups, todays
 from dlrm_overlap.comm.calls import fastest_way
 from tests import simulated_pages
 from tests.calibration import Row
@@ -174,7 +174,7 @@ def table_of_map(name: str, by: str) -> Lines:
 
 def speedups(rows: Sequence[Row], time: str) -> list[float]:
     """Return of each shape of a map the fastest of ours over the strongest baseline."""
-    return map_times(rows, time)["speedup"].tolist()
+    return list(map_speedups(rows, time).values())
 
 
 def _range(values: Sequence[float]) -> str:

@@ -17,8 +17,6 @@ from typing import Any, ClassVar, Self, get_args, get_type_hints
 from dlrm_overlap.bench.step_contenders import STEP_CONTENDERS, USUAL
 from dlrm_overlap.config import Config, EmbeddingConfig, InputError, PositiveFloat, PositiveInt
 
-CHUNKS = (2, 4, 8)
-"""of tables, in which a baseline looks up and sends"""
 _TYPES = get_type_hints(EmbeddingConfig)
 
 
@@ -44,7 +42,7 @@ class Request:
     module: ClassVar[str] = ""
     """of `figures/`, whose `run` measures it; that of the figure's name where none is given"""
     needs_gpu: ClassVar[bool] = False
-    """whether it reads a clock or a trace that a CPU lacks; the others rehearse on CPUs"""
+    """whether it reads a trace that a CPU lacks; the others rehearse on CPUs"""
     needs_peers: ClassVar[bool] = False
     """whether one rank alone has nothing to measure"""
     makes_shapes: ClassVar[bool] = False
@@ -90,7 +88,7 @@ class Request:
             InputError: naming the key, or because the figure needs GPUs, or more than one rank.
         """
         if device_type == "cpu" and self.needs_gpu:
-            raise InputError(f"bench {self.kind}: a CPU lacks the clock or trace that it reads; run it on GPUs")
+            raise InputError(f"bench {self.kind}: a CPU lacks the trace that it reads; run it on GPUs")
         if world_size == 1 and self.needs_peers:
             raise InputError(f"bench {self.kind}: one rank has nobody to communicate with; add --nproc 2, or more")
         if self.makes_shapes and config.data.kind != "synthetic":
@@ -196,7 +194,7 @@ def with_tables(config: Config, **keys: Any) -> Config:
 class ForwardRequest(ShapeRequest):
     """Every figure of the stage's forward."""
 
-    chunks: tuple[int, ...] = option(CHUNKS, "of the baseline in chunks; none leaves it out", nargs="*")
+    chunks: tuple[int, ...] = option((2, 4, 8), "of the baseline in chunks of tables; none leaves it out", nargs="*")
 
     module = "stage"
 
@@ -272,16 +270,6 @@ class SweepRequest(ForwardRequest):
         if ids:
             config = with_tables(config, multi_hot=f"0..{2 * ids}")
         return replace(self, tables_per_rank=tables or self.tables_per_rank).shape(config, world_size)
-
-
-@dataclass(frozen=True)
-class VolumeRequest(ShapeRequest):
-    """Bytes on the links over time, of fused and of the baselines (GPU)."""
-
-    iterations: int = option(10, "steps before the one that is recorded")
-    bins: int = option(100, "stretches of time that the longest stage is cut into")
-
-    needs_gpu = needs_peers = True
 
 
 _OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad")
@@ -377,16 +365,15 @@ class GemmRequest(Request):
 
 
 FIGURES: dict[str, type[Request]] = {
-    "input": InputRequest,
     "step": StepRequest,
     "timeline": TimelineRequest,
     "stage": StageRequest,
     "weak": WeakRequest,
     "strong": StrongRequest,
     "sweep": SweepRequest,
-    "volume": VolumeRequest,
     "backward": BackwardRequest,
     "collectives": CollectivesRequest,
     "concurrent": ConcurrentRequest,
     "gemm": GemmRequest,
+    "input": InputRequest,
 }

@@ -169,16 +169,6 @@ class Checkpointer:
                 f"--checkpoint.every 0"
             )
 
-    def save(
-        self,
-        step: int,
-        model: DistributedModelParallel,
-        optimizer: CombinedOptimizer,
-        metrics: dict[str, float] | None = None,
-    ) -> Path:
-        """Write `step_<step>` from all ranks, as `write` does, with the state as it is now."""
-        return self.write(step, extents_to_store(model, optimizer), metrics)
-
     def write(
         self,
         step: int,

@@ -87,19 +87,8 @@ def detect(environ: Mapping[str, str] = os.environ) -> World:
     | environment | RANK and WORLD_SIZE | MASTER_ADDR, MASTER_PORT |
     | single | none of these | none |
 
-    Variables that another launcher may have left beside it:
-
-    | left over | verdict |
-    |---|---|
-    | torchrun in an srun or mpirun of as many tasks as agents | harmless: one agent a task, the way across hosts |
-    | torchrun in an srun or mpirun of another number of tasks | contradiction: each agent thinks it is all |
-    | RANK or WORLD_SIZE that agree with MPI or Slurm | harmless |
-    | RANK or WORLD_SIZE that differ from MPI's or Slurm's | contradiction: stale, or started twice |
-    | RANK and WORLD_SIZE in an srun of one task | they win: that step is a shell |
-    | RANK without WORLD_SIZE, WORLD_SIZE without RANK | contradiction |
-    | MASTER_ADDR, MASTER_PORT under MPI or Slurm | taken for the rendezvous |
-    | LOCAL_RANK, MASTER_ADDR, MASTER_PORT alone | ignored |
-    | SLURM_PROCID and the like without SLURM_STEP_ID | ignored: an sbatch script outside srun is one process |
+    launch/README.md has the variables that contradict each other, and those that another launcher may leave harmlessly.
+    RANK without WORLD_SIZE is a contradiction, and in an srun of one task both of them win: that step is a shell.
 
     Raises:
         InputError: on a contradiction, if a variable is missing or not a number, or if mpi4py cannot use this MPI.

@@ -12,27 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dlrm_overlap.launching.text_table import format_table, markdown_table
+from dlrm_overlap.launching.text_table import format_table
 from dlrm_overlap.observe.agreement import Losses, judge, loss_bound
 from dlrm_overlap.observe.bootstrap import speedup_interval
 from dlrm_overlap.observe.result_files import nan_as_none, read_step_ms, read_summary, write_atomically
-from dlrm_overlap.observe.tensorboard import TensorBoard
-from dlrm_overlap.observe.trace_summary import parts_table
 
 _RESULTS = ("train_loss", "eval_loss", "eval_auroc", "eval_ne", "samples_per_s", "step_ms_p50", "step_ms_p95")
 _SHARED = ("world_size", "device", "global_batch_size", "versions")
-_DIFFERENCE = "compare/loss_difference"
-_EXPOSED = "exposed communication, ms a traced step"
-_LAYOUT: Mapping[str, Sequence[str | list[str]]] = {
-    "step time, ms: median, and the band p10 to p90 of the logged steps": [
-        "Margin",
-        ["speed/step_ms_p50", "speed/step_ms_p10", "speed/step_ms_p90"],
-    ],
-    _EXPOSED: ["Multiline", ["speed/exposed_ms"]],
-    "training loss": ["Multiline", ["train/loss"]],
-    "training loss, relative difference from the reference": ["Multiline", [_DIFFERENCE]],
-    "samples a second": ["Multiline", ["speed/samples_per_s"]],
-}
 _CPU_NOTE = "On CPUs plain PyTorch stands in for the kernels of pgas and fused: take speedups from GPUs."
 
 
@@ -60,7 +46,6 @@ def compare_runs(
         summary, verdict = summaries[backend], judge(losses[backend], reference_losses, rtol)
         results[backend] = {
             **nan_as_none({key: summary.get(key) for key in _RESULTS}),
-            "breakdown_ms": summary.get("breakdown_ms"),
             "speedup": None if verdict.fault else summaries[reference]["step_ms_p50"] / summary["step_ms_p50"],
             "speedup_interval": _interval(reference_ms, folders[backend], turn is not None)
             if backend != reference and verdict.fault is None
@@ -136,16 +121,6 @@ def comparison_rows(comparison: Mapping[str, Any]) -> list[list[str]]:
     return rows
 
 
-def format_comparison(comparison: Mapping[str, Any]) -> str:
-    """Return the table of `comparison_rows`, and below it the parts of a traced step."""
-    text, parts = format_table(comparison_rows(comparison)), _breakdowns(comparison)
-    return f"{text}\n{format_table(parts_table(parts))}" if parts else text
-
-
-def _breakdowns(comparison: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: each["breakdown_ms"] for name, each in comparison["backends"].items() if each["breakdown_ms"]}
-
-
 def _verdict(result: Mapping[str, Any], noise: Mapping[str, Any] | None, is_reference: bool) -> str:
     if not result["agree"]:
         return "DISAGREE"
@@ -168,54 +143,19 @@ def _show(value: float | None, spec: str = ".4g") -> str:
     return "-" if value is None else format(value, spec)
 
 
-def write_board(
-    own: Path, folders: Mapping[str, Path], losses: Mapping[str, Losses], comparison: Mapping[str, Any]
-) -> None:
-    """Write a comparison to TensorBoard, instead of an earlier one.
-
-    Each run's folder gets its differences from the reference's losses; `own`, a folder beside them, the layout of the
-    page Custom Scalars and the tables.
-
-    Args:
-        own: the comparison's own folder, beside those of the runs.
-        folders: run -> its folder, the reference first.
-        losses: run -> its logged training losses.
-        comparison: of `compare_runs`.
-    """
-    reference = losses[comparison["reference"]]
-    for name, folder in folders.items():
-        board = TensorBoard(folder, start_step=None)
-        for step, loss in losses[name].items():
-            if reference.get(step):
-                board.scalars({_DIFFERENCE: loss / reference[step] - 1}, step)
-        board.close()
-    board = TensorBoard(own, start_step=0)
-    parts = _breakdowns(comparison)
-    board.layout({title: chart for title, chart in _LAYOUT.items() if parts or title != _EXPOSED})
-    note = f"\n\n{_CPU_NOTE}" if comparison["device"] == "cpu" else ""
-    board.text("comparison", markdown_table(comparison_rows(comparison)) + note)
-    if parts:
-        board.text("breakdown", markdown_table(parts_table(parts)))
-    board.close()
-
-
 def report(
     folders: Mapping[str, Path],
     rtol: float,
     output: Path,
     noise_runs: int = 0,
-    tensorboard: bool = False,
     turn: int | None = None,
     show: Callable[[str], None] = print,
 ) -> list[str]:
     """Write the comparison to the JSON file `output`, show its table, and return a line for each that disagrees.
 
-    Arguments are those of `compare_runs`. With `tensorboard`, `write_board` writes to `comparison` beside `output`.
+    The other arguments are those of `compare_runs`; `show` prints a text.
     """
     comparison = compare_runs(folders, rtol, noise_runs, turn)
     write_atomically(output, json.dumps(comparison, indent=1) + "\n")
-    if tensorboard:
-        losses = {name: _read_losses(folder) for name, folder in folders.items()}
-        write_board(output.parent / "comparison", folders, losses, comparison)
-    show(format_comparison(comparison) + f"\n{_CPU_NOTE}" * (comparison["device"] == "cpu"))
+    show(format_table(comparison_rows(comparison)) + f"\n{_CPU_NOTE}" * (comparison["device"] == "cpu"))
     return [result["fault"] for result in comparison["backends"].values() if result["fault"]]

@@ -37,7 +37,6 @@ from dlrm_overlap.observe.result_files import (
     write_step_ms,
 )
 from dlrm_overlap.observe.tensorboard import TensorBoard
-from dlrm_overlap.observe.trace_summary import exposed_ms, mean_step, parts_table, read_steps
 from dlrm_overlap.observe.tracing import StepTracer
 
 log = logging.getLogger("dlrm_overlap")
@@ -286,9 +285,6 @@ class RunLog:
             "versions": self.versions,
         }
         if self.world.rank == 0:
-            if (path := self._tracer.path) and path.exists():
-                parts = write_breakdown(path, self.config.log.traced[-1], self._board)
-                summary |= {"breakdown_ms": parts} if parts else {}
             write_step_ms(self.folder, times)
             write_atomically(self.folder / "summary.json", json.dumps(nan_as_none(summary), indent=1) + "\n")
         if self._board:
@@ -310,20 +306,3 @@ def _inode(path: Path) -> int | None:
         return path.stat().st_ino
     except OSError as error:  # ESTALE: on NFS, of a folder that was removed
         return None if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE) else -1
-
-
-def write_breakdown(trace: Path, step: int, board: TensorBoard | None) -> dict[str, float] | None:
-    """Return the parts of the steps in `trace`, in ms, None without a GPU; write them to `board`.
-
-    `step` is the last one in the file.
-    """
-    try:
-        work, steps = read_steps(trace)
-    except InputError as error:  # all else of the run is whole
-        log.warning("%s", error)
-        return None
-    parts = mean_step(work, steps)
-    if parts and board:
-        board.scalars({"speed/exposed_ms": exposed_ms(parts)}, step)
-        board.text("breakdown", markdown_table(parts_table({"this run": parts})))
-    return parts

@@ -3,7 +3,7 @@
 import json
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,8 @@ class TensorBoard:
     may have this name.
     """
 
-    def __init__(self, folder: Path, start_step: int | None) -> None:
-        """Begin after `start_step`, with 0 instead of the events in `folder`; with None, add to the run there."""
+    def __init__(self, folder: Path, start_step: int) -> None:
+        """Begin after `start_step`, with 0 instead of the events in `folder`."""
         if start_step == 0:
             for old in folder.glob("events.out.tfevents.*"):  # an earlier run's curves would mix with this one's
                 old.unlink()
@@ -40,16 +40,6 @@ class TensorBoard:
     def text(self, tag: str, markdown: str) -> None:
         """Write a Markdown text."""
         self._write(lambda writer: [writer.add_text(tag, markdown), writer.flush()])
-
-    def layout(self, charts: Mapping[str, Sequence[str | list[str]]]) -> None:
-        """Write the layout of the Custom Scalars page: a chart's title -> its kind, Multiline or Margin, and tags.
-
-        A Multiline draws a curve for each run and tag. A Margin has three tags: a value, its lower and its upper bound.
-        Margins have a part of the page of their own, the first: beside others the page draws them last.
-        """
-        bands = {title: chart for title, chart in charts.items() if chart[0] == "Margin"}
-        others = {title: chart for title, chart in charts.items() if title not in bands}
-        self._write(lambda writer: writer.add_custom_scalars({"how fast": bands, "comparison": others}))
 
     def hyperparameters(self, config: Mapping[str, Any], results: Mapping[str, float]) -> None:
         """Write the flat configuration beside the final results, for the HParams page."""

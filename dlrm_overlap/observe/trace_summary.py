@@ -173,48 +173,6 @@ def cut(work: Iterable[Work], window: Span) -> list[Work]:
     return [each._replace(span=span) for each, span in spans if span.begin < span.end]
 
 
-# The parts of a step -> the kinds of work that they are. Each instant counts for the first that ran then; a kernel that
-# looks up rows and stores them at peers at once counts as a lookup.
-_PARTS = {
-    "dense": ("products", "dense", "optimizer"),
-    "lookup": ("lookup",),
-    "update": ("update", "sort"),
-    "inputs": ("ids", "samples"),
-    "exposed exchange": ("exchange",),
-    "exposed all-reduce": ("all-reduce",),
-    "copies": ("copies",),
-}
-PARTS = (*_PARTS, "idle")
-
-
-def mean_step(work: Sequence[Work], steps: int) -> dict[str, float] | None:
-    """Return part -> ms a step of the `steps` steps that `work` is, for each of `PARTS`, or None if it is empty."""
-    if not work:
-        return None
-
-    def part_of(each: Work) -> str:
-        if each.kind == "ids" and each.communicates:
-            return "exposed exchange"
-        return next(part for part, kinds in _PARTS.items() if each.kind in kinds)
-
-    groups = {part: [each.span for each in work if part_of(each) == part] for part in _PARTS}
-    found = exclusive({**groups, "idle": [whole(work)]})
-    return {part: us * 1e-3 / steps for part, us in found.items()}
-
-
-def exposed_ms(parts: Mapping[str, float]) -> float:
-    """Return the communication of `mean_step` that nothing hides, in ms a step."""
-    return parts["exposed exchange"] + parts["exposed all-reduce"]
-
-
-def parts_table(runs: Mapping[str, Mapping[str, float]]) -> list[list[str]]:
-    """Return a table of text, a line a run: ms of a traced step in each of `PARTS`, and in all."""
-    lines = [["ms a traced step", *PARTS, "in all"]]
-    for name, parts in runs.items():
-        lines.append([name, *(f"{parts[part]:.3g}" for part in PARTS), f"{sum(parts.values()):.3g}"])
-    return lines
-
-
 def whole(work: Iterable[Work]) -> Span:
     """Return the stretch from the first begin to the last end of `work`, which is not empty."""
     begins, ends = zip(*(each.span for each in work), strict=True)

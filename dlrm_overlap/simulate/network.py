@@ -168,17 +168,13 @@ def ring(
     return [engine.add(f"{name}: done", {}, after=last[r], rank=r, lane="flags") for r in range(W)]
 
 
-def ring_all_reduce(
-    cluster: Cluster, nbytes: float, after: Sequence[Sequence[int]], name: str = "all-reduce"
-) -> list[int]:
+def ring_all_reduce(cluster: Cluster, nbytes: float, after: Sequence[Sequence[int]]) -> list[int]:
     """Sum over all ranks by a ring: each rank sends 2 (W - 1) / W of the buffer in 2 (W - 1) steps."""
     W = cluster.world_size
-    return ring(cluster, 2 * (W - 1) / W * nbytes, 2 * (W - 1), [range(W)], after, name)
+    return ring(cluster, 2 * (W - 1) / W * nbytes, 2 * (W - 1), [range(W)], after, "all-reduce")
 
 
-def hierarchical_all_reduce(
-    cluster: Cluster, nbytes: float, after: Sequence[Sequence[int]], name: str = "all-reduce"
-) -> list[int]:
+def hierarchical_all_reduce(cluster: Cluster, nbytes: float, after: Sequence[Sequence[int]]) -> list[int]:
     """Scatter sums within each host, sum the parts over the hosts, rail by rail, and gather within the host.
 
     The hosts halve and double, in 2 log2 H steps that send the bytes of a ring: each rank's partner is as near as any.
@@ -187,8 +183,8 @@ def hierarchical_all_reduce(
     hosts, rails = [range(h, h + g) for h in range(0, W, g)], [range(j, W, g) for j in range(g)]
 
     def within(before: Sequence[Sequence[int]]) -> list[int]:  # a gather takes as long as a scatter
-        return ring(cluster, (g - 1) / g * nbytes, g - 1, hosts, before, name)
+        return ring(cluster, (g - 1) / g * nbytes, g - 1, hosts, before, "all-reduce")
 
     scattered = [[number] for number in within(after)]
-    summed = ring(cluster, 2 * (H - 1) / H * nbytes / g, 2 * (H - 1).bit_length(), rails, scattered, name)
+    summed = ring(cluster, 2 * (H - 1) / H * nbytes / g, 2 * (H - 1).bit_length(), rails, scattered, "all-reduce")
     return within([[number] for number in summed])

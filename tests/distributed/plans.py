@@ -22,7 +22,7 @@ from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_configs import DataType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dlrm_overlap.checkpoint.checkpoint import Checkpointer
+from dlrm_overlap.checkpoint.checkpoint import Checkpointer, extents_to_store
 from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.embedding import layout as layouts
 from dlrm_overlap.embedding.id_layout import BatchBound
@@ -383,7 +383,7 @@ def resume(drawn: Drawn, folder: Path) -> Iterator[Callable[[], None]]:
 
     def save(model: Any, optimizer: Any) -> None:
         if by_files:
-            saved.append(checkpointer.save(2, model, optimizer))
+            saved.append(checkpointer.write(2, extents_to_store(model, optimizer)))
         else:
             saved.extend(copy.deepcopy([dict(model.state_dict()), dict(optimizer.state_dict())]))
 

@@ -13,10 +13,10 @@ from urllib.request import urlopen
 
 import pytest
 
-from tests.conftest import ROOT, dump_page, need_browser, read_metrics, run_cli, train_quickstart
+from tests.conftest import ROOT, read_metrics, run_cli, train_quickstart
 
 BACKENDS = ["torchrec", "pgas", "fused"]
-WANTED = {"train/loss", "speed/step_ms_p50", "speed/samples_per_s", "compare/loss_difference"}
+WANTED = {"train/loss", "speed/step_ms_p50", "speed/samples_per_s"}
 SHORT = ["--train.steps", "20", "--train.eval_every", "0", "--data.eval_samples", "1000"]
 COMPARE = ["compare", "--config", "configs/quickstart.yaml", "--train.device", "cpu", "--log.every", "1", *SHORT]
 
@@ -31,7 +31,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "torchrec" / "metrics.jsonl").write_text('{"step": 21, "train/loss": 0.5}\n')
     result = run_cli(*COMPARE, "--backends", *BACKENDS, "--noise_runs", "1", "--nproc", "2", "--log.dir", str(folder))
     assert result.returncode == 0, result.stderr
-    assert (folder / "comparison").is_dir(), "TensorBoard's part"
     (folder / "stdout").write_text(result.stdout)
     (folder / "stderr").write_text(result.stderr)
     return folder
@@ -74,13 +73,11 @@ def test_the_reference_is_trained_again_and_on_cpus_parts_from_itself_by_nothing
 
 def test_table_and_where_to_look(folder: Path) -> None:
     lines = (folder / "stdout").read_text().splitlines()
-    named = ["backend", *BACKENDS, "torchrec_again", "On", "result:", "TensorBoard:", "then"]
+    named = ["backend", *BACKENDS, "torchrec_again", "On", "result:", "TensorBoard:"]
     assert [line.split()[0] for line in lines] == named
     assert max(map(len, lines[:6])) <= 120
     assert lines[5].endswith("take speedups from GPUs.")
-    assert lines[-2].endswith(f"--logdir {folder}")
-    shown = "%7C".join(["torchrec", "torchrec_again", "pgas", "fused", "comparison"])  # and no other run of the folder
-    assert lines[-1].split()[1] == f"http://localhost:6006/#custom_scalars&regexInput=%5E%28{shown}%29%24"
+    assert lines[-1].endswith(f"--logdir {folder}")
 
 
 @pytest.fixture
@@ -106,36 +103,11 @@ def _tags(board: str) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_tensorboard_serves_the_same_curves_of_every_run(board: str) -> None:
-    with urlopen(f"{board}data/plugin/scalars/scalars?run=pgas&tag=train/loss", timeout=60) as answer:
-        assert [step for _, step, _ in json.loads(answer.read())] == list(range(1, 21))
-
-
-@pytest.mark.slow
-def test_a_browser_shows_every_runs_curves(board: str, folder: Path, tmp_path: Path) -> None:
-    """A card a tag, and in each a line a run that tells the curve's last value."""
-    need_browser(tmp_path / "profile")
-    tags = ["compare/loss_difference", "speed/step_ms_p50", "train/loss"]
-    address = f"{board}?darkMode=false&tagFilter={'%7C'.join(tags)}#timeseries"
-    deadline = time.monotonic() + 120
-    while True:  # on a busy machine the page may be dumped before it is drawn
-        shown = dump_page(address, tmp_path / "profile", wait_ms=60_000, height=3000)
-        found = re.findall(r"<scalar-card-component.*?</scalar-card-component>", shown, re.DOTALL)
-        cards = {tag: card for tag in tags for card in found if f'title="{tag}"' in card}
-        if list(cards) == tags and all(name in card for name in BACKENDS for card in cards.values()):
-            break
-        if time.monotonic() > deadline and not found:
-            pytest.skip("the browser draws none of TensorBoard's cards in two minutes")
-        assert time.monotonic() < deadline, re.sub(r"<[^>]*>|\s+", " ", "".join(found))
-    for tag, card in cards.items():
-        words = re.sub(r"<[^>]*>", " ", card).split()
-        for name in BACKENDS:
-            at = words.index(name)
-            assert words[at + 3] == "20", f"{tag}: the last step of {name}"
-            if tag != "compare/loss_difference":
-                assert float(words[at + 2]) == pytest.approx(read_metrics(folder / name, tag)[20], abs=1e-4), name
-    address = f"{board}?darkMode=false#custom_scalars&regexInput=%5E%28torchrec%7Cpgas%29%24"
-    dump_page(address, tmp_path / "profile", 60_000, picture=tmp_path / "board.png")
+def test_tensorboard_serves_the_curves_of_every_run(board: str, folder: Path) -> None:
+    for backend in BACKENDS:
+        with urlopen(f"{board}data/plugin/scalars/scalars?run={backend}&tag=train/loss", timeout=60) as answer:
+            found = {step: loss for _, step, loss in json.loads(answer.read())}
+        assert found == pytest.approx(read_metrics(folder / backend, "train/loss"))
 
 
 @pytest.mark.slow

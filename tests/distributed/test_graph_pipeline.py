@@ -17,7 +17,7 @@ from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dlrm_overlap.checkpoint.checkpoint import Checkpointer
+from dlrm_overlap.checkpoint.checkpoint import Checkpointer, extents_to_store
 from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.embedding.exchange import Exchange
@@ -255,7 +255,7 @@ def _check_resume(writer: str, reader: str, *options: str) -> None:
     _train(second, 0, 2)  # what it has learnt is overwritten
     second.pipeline.reset()
     _train(first, 0, 6)
-    checkpointer.save(6, first.model, first.optimizer)
+    checkpointer.write(6, extents_to_store(first.model, first.optimizer))
     assert checkpointer.load(Path(names[0]) / "step_6", second.model, second.optimizer) == 6
     first.pipeline.reset()
     expected = _train(first, 6, 12)

@@ -49,11 +49,6 @@ class Chunked(Contender):
         on_gpu = workload.device.type == "cuda"
         self._beside: Any = torch.cuda.Stream(workload.device) if on_gpu else None
 
-    def sent_bytes(self) -> list[int]:
-        """Return the bytes that each chunk's All-to-All carries from this rank to its peers."""
-        peers = sum(self.workload.batch_sizes) - self._samples
-        return [peers * dims[self._rank] * self.workload.wire_dtype.itemsize for dims in self._dims]
-
     def step(self, batch: Ids) -> torch.Tensor:
         """Run the stage."""
         workload = self.workload

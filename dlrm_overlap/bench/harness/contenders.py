@@ -56,12 +56,6 @@ class Baseline(Contender):
         self._send_sizes = [size * layout.owner_dims[rank] for size in workload.batch_sizes]
         self._receive_sizes = [self._samples * dim for dim in layout.owner_dims]
 
-    def sent_bytes(self) -> list[int]:
-        """Return the bytes that the All-to-All carries from this rank to its peers, as its only entry."""
-        workload = self.workload
-        peers = sum(workload.batch_sizes) - self._samples
-        return [peers * workload.layout.owner_dims[workload.rank] * workload.wire_dtype.itemsize]
-
     def step(self, batch: Ids, mark: Callable[[], None] = lambda: None) -> torch.Tensor:
         """Run the stage, and call `mark` after the lookup and after the All-to-All."""
         bags = batch.inputs[0]

@@ -1,1 +1,1 @@
-"""Rows of a CSV file: written, read again, drawn, and put on one page."""
+"""Rows of a CSV file: written, read again and drawn."""

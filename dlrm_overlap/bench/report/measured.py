@@ -44,15 +44,15 @@ def read_measured(path: Path) -> Measured:
     return Measured(path.stem, rows[0].get("kind") or path.stem, rows)
 
 
-def runs(rows: Iterable[Row], key: str = "contender") -> list[Run]:
+def runs(rows: Iterable[Row]) -> list[Run]:
     """Return the runs in the file's order: one ends where the shape changes or a contender comes again."""
     found: list[dict[str, Row]] = []
     last = None
     for row in rows:
         shape = [row.get(name) for name in _SHAPE]
-        if shape != last or row[key] in found[-1]:
+        if shape != last or row["contender"] in found[-1]:
             found.append({})
-        found[-1][row[key]] = row
+        found[-1][row["contender"]] = row
         last = shape
     return [*found]
 

@@ -81,10 +81,8 @@ class Windows:
         """number k: slot 0 of every peer, slots 0 .. k of the one that is the last to turn to this rank"""
         self.counted = torch.zeros(1, dtype=torch.int32, device=device)
         """[1] int32: programs of the running kernel that are through; 0 before and after"""
-        self.ready_at, self.done_at = (
-            [self._flags.view(name, rank)[self.rank] for rank in range(self.world_size)] for name in ("ready", "done")
-        )
-        """of each rank, [SLOTS] and [1] int64: the flags that this rank raises there"""
+        self.ready_at = [self._flags.view("ready", rank)[self.rank] for rank in range(self.world_size)]
+        """of each rank, [SLOTS] int64: the flags that this rank raises there"""
         self.engine = CopyEngine(device)
         self.beside = CopyEngine(device)
         """for copies within this GPU, which run beside the products"""

@@ -83,10 +83,16 @@ def test_a_sweep_has_all_values_of_its_axes_and_the_configurations_where_there_i
         sweep.check_ranks(criteo, 4, "cuda")
 
 
-@pytest.mark.parametrize("kind", ["collectives", "volume"])
-def test_one_rank_has_nobody_to_communicate_with(kind: str) -> None:
-    with pytest.raises(InputError, match=f"bench {kind}: one rank has nobody"):
-        FIGURES[kind](kind, OUTPUT).check_ranks(_config("tiny"), 1, "cuda")
+@pytest.mark.parametrize(
+    ("kind", "ranks", "device", "message"),
+    [
+        ("collectives", 1, "cuda", "bench collectives: one rank has nobody"),
+        ("timeline", 2, "cpu", "bench timeline: a CPU lacks the trace that it reads; run it on GPUs"),
+    ],
+)
+def test_a_figure_has_the_ranks_and_the_device_that_it_needs(kind: str, ranks: int, device: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        FIGURES[kind](kind, OUTPUT).check_ranks(_config("tiny"), ranks, device)
 
 
 def test_worlds_and_tables() -> None:
@@ -102,7 +108,6 @@ def test_worlds_and_tables() -> None:
     [
         ("weak", None, [], "--tables_per_rank"),
         ("strong", 2, [], "data.tables.count"),
-        ("volume", None, [], "bench volume: a CPU lacks the clock or trace that it reads; run it on GPUs"),
         ("stage", None, ["--data.tables.count", "1"], "each takes at least one"),
         ("stage", None, ["--train.global_batch_size", "127"], "train.global_batch_size"),
         ("stage", 4, ["--data.tables.rows", "[1,2,3,4,5,6]"], "data.tables.rows"),

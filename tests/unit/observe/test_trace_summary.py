@@ -6,20 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from dlrm_overlap.config import InputError
-from dlrm_overlap.observe.run_log import write_breakdown
-from dlrm_overlap.observe.tensorboard import TensorBoard
 from dlrm_overlap.observe.trace_summary import (
-    PARTS,
     Span,
     Work,
-    exposed_ms,
     length,
-    mean_step,
     merge,
-    read_steps,
     shares,
     subtract,
     summarise,
@@ -145,42 +138,6 @@ def test_a_window_is_shared_among_computing_exposed_communication_copies_and_not
     names = ("compute", "exposed", "copying", "idle", "exposed_most")
     assert list(shares(work, Span(0, 25)).items()) == list(zip(names, (10, 8, 2, 5, 16), strict=True))
     assert list(shares(work, Span(7, 21)).values()) == [3, 5, 2, 4, 7]
-
-
-# Of a step, in us.
-KERNELS = [
-    _event("_store_pooled", 0, 300),
-    _event("sm90_gemm", 200, 1000, stream=8),
-    _event("_await_flags", 900, 1200),
-    _event("_pull_ids", 1100, 1300, stream=9),
-    _event("ncclDevKernel_AllReduce_Sum", 1250, 1500, stream=9),
-    _event("_update_rows", 1450, 1600),
-    _event("DeviceRadixSort", 500, 600, stream=9),
-    _event("Memcpy HtoD", 1700, 1750, stream=10),
-]
-
-
-def test_the_parts_of_a_step_add_up_to_it_and_are_a_runs_text_and_curve(tmp_path: Path) -> None:
-    path, board = _write(tmp_path / "trace.json", KERNELS), TensorBoard(tmp_path, 0)
-    parts = write_breakdown(path, 22, board)
-    board.close()
-    expected = [0.8, 0.2, 0.15, 0.0, 0.3, 0.15, 0.05, 0.1]
-    assert parts is not None
-    assert parts == pytest.approx(dict(zip(PARTS, expected, strict=True)))
-    assert sum(expected) == pytest.approx(1.75)
-    halves = mean_step(read_steps(path)[0], steps=2)
-    assert halves == pytest.approx({part: ms / 2 for part, ms in zip(PARTS, expected, strict=True)})
-    events = EventAccumulator(str(tmp_path)).Reload()
-    (exposed,) = events.Scalars("speed/exposed_ms")
-    assert (exposed.step, exposed.value) == (22, pytest.approx(0.45)) == (22, pytest.approx(exposed_ms(parts)))
-    text = events.Tensors("breakdown/text_summary")[0].tensor_proto.string_val[0].decode()
-    assert text.splitlines()[-1] == "| this run | 0.8 | 0.2 | 0.15 | 0 | 0.3 | 0.15 | 0.05 | 0.1 | 1.75 |"
-
-
-@pytest.mark.parametrize("trace", ["{", '{"traceEvents": []}'])
-def test_a_trace_that_cannot_be_read_or_is_a_cpus_does_not_end_the_run(tmp_path: Path, trace: str) -> None:
-    (tmp_path / "trace.json").write_text(trace)
-    assert write_breakdown(tmp_path / "trace.json", 22, None) is None
 
 
 @pytest.mark.parametrize(

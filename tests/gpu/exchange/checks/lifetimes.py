@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dlrm_overlap.checkpoint.checkpoint import Checkpointer
+from dlrm_overlap.checkpoint.checkpoint import Checkpointer, extents_to_store
 from dlrm_overlap.comm.order import CommunicationOrder
 from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.data.batch import Batch
@@ -128,7 +128,7 @@ def _check_reload(place: Place, precision: str) -> None:
     trainer = make_trainer(place, replace(config, train=replace(config.train, precision=precision)))  # type: ignore[arg-type]
     train_steps(place, trainer, 0, 12)
     checkpointer = Checkpointer(place.folder / f"{place.name}_checkpoints", keep=1, shape={})
-    checkpointer.save(12, trainer.model, trainer.optimizer)
+    checkpointer.write(12, extents_to_store(trainer.model, trainer.optimizer))
     expected = train_steps(place, trainer, 12, 20)
     expected_rows = rows_of(trainer)
     assert checkpointer.load(checkpointer.folder / "step_12", trainer.model, trainer.optimizer) == 12

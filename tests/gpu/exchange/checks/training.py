@@ -21,7 +21,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.backends import BACKENDS
-from dlrm_overlap.checkpoint.checkpoint import Checkpointer
+from dlrm_overlap.checkpoint.checkpoint import Checkpointer, extents_to_store
 from dlrm_overlap.config import (
     Config,
     DataConfig,
@@ -168,7 +168,7 @@ def check_goes_on(place: Place, writer: Config, reader: Config, steps: int) -> N
     first, half = make_trainer(place, writer), steps // 2
     train_steps(place, first, 0, half)
     checkpointer = Checkpointer(place.folder / f"{place.name}_checkpoints", keep=1, shape={})
-    checkpointer.save(half, first.model, first.optimizer)
+    checkpointer.write(half, extents_to_store(first.model, first.optimizer))
     expected = train_steps(place, first, half, steps)
     place.meet()
     first.close()
