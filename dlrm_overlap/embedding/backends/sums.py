@@ -102,8 +102,11 @@ class CpuHostSums(HostSums):
         self._arena.wait(self.pair.flags, flags, self.pair.epoch, self._timeout_s)
         reference.add_partials(self.rows_of(self.pair.local), self.sums)
         messages = self.crossing.sums(step.batch)
-        made = {each.peer: list(self.gathered_for(each.host, step.batch)) for each in messages.sent if each.elements}
-        whole = {each.peer: torch.cat(made[each.peer])[:, : each.pitch] for each in messages.sent if each.elements}
+        whole = {
+            each.peer: torch.cat(list(self.gathered_for(each.host, step.batch)))[:, : each.pitch]
+            for each in messages.sent
+            if each.elements
+        }
 
         def fill(message: Message, rows: torch.Tensor, group: range) -> None:
             rows.copy_(whole[message.peer][group.start : group.stop])
@@ -114,10 +117,11 @@ class CpuHostSums(HostSums):
         """Store the message of the rank in `slot`, which has arrived, into the output windows of this host's ranks."""
         message, end = self.crossing.sums(step.batch).received[slot], 0
         rows = message.within(self._buffers.received)
-        columns = self.crossing.sum_columns(self.crossing.reach.host_of(message.peer))
+        host = self.crossing.reach.host_of(message.peer)
+        columns = self.crossing.sum_columns(host)
         for rank in self.crossing.served(message.peer, self.here):
             begin, end = end, end + step.batch.per_rank[rank]
-            for shards in self.crossing.sums_on[self.crossing.reach.host_of(message.peer)]:
+            for shards in self.crossing.sums_on[host]:
                 at, into, dim = columns[shards[0]], column(shards[0]), shards[0].dim
                 windows[rank][: end - begin, into : into + dim] = rows[begin:end, at : at + dim]
 
