@@ -47,10 +47,14 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
     first, in the order of the unsharded module, then the others in TorchRec's.
     """
 
-    def __init__(self, *args: Any, options: ExchangeOptions, output_order: str, **kwargs: Any) -> None:
-        """Take TorchRec's arguments, how to exchange, and the order of the output."""
+    def __init__(
+        self, *args: Any, options: ExchangeOptions, output_order: str, cached: Mapping[str, float], **kwargs: Any
+    ) -> None:
+        """Take TorchRec's arguments, how to exchange, the order of the output, and `cached` tables."""
         super().__init__(*args, **kwargs)
-        self._output_order = output_order
+        self._output_order, self.cached = output_order, cached
+        if cached:  # rows that others read, or write to, are those at home
+            self.register_state_dict_pre_hook(_note_writes)
         self._begin(options)
         self._set_up()
 
@@ -71,7 +75,7 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
         every: list[Any] = self._embedding_shardings
         names = list(self._exchanged_names()) if self._exchanged else []
         layout = build_layout([every[i] for i in self._exchanged], names, group.size())
-        tables = LocalTables.of([self._lookups[i] for i in self._exchanged])
+        tables = LocalTables.of([self._lookups[i] for i in self._exchanged], self.cached)
         return Exchange(layout, tables, self._resolved, group, device)
 
     def _exchanged_names(self) -> dict[str, str]:
@@ -272,6 +276,11 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
             self.exchange = None
         super().update_shards(*args, **kwargs)
         self._set_up()
+
+
+def _note_writes(module: OverlapShardedEmbeddingBagCollection, *_: Any) -> None:
+    if module.exchange is not None:
+        module.exchange.note_writes()
 
 
 class _Part(Awaitable[torch.Tensor]):

@@ -2,12 +2,14 @@
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
 from torchrec.distributed.sharding_plan import get_default_sharders as get_torchrec_sharders
@@ -135,18 +137,34 @@ class OverlapEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
         """
         check_columns(params)
         require_same_plan(params, env)
+        cached, fused_params = cached_shares(params) if self._caches else {}, self.fused_params
+        if cached:
+            params = {
+                name: replace(each, compute_kernel=EmbeddingComputeKernel.FUSED_UVM.value, cache_params=None)
+                if name in cached
+                else each
+                for name, each in params.items()
+            }
+            if device is not None and device.type == "cuda":  # memory that kernels read and write where it is
+                fused_params = {**(fused_params or {}), "uvm_host_mapped": True}
         return OverlapShardedEmbeddingBagCollection(
             module,
             params,
             env,
-            self.fused_params,
+            fused_params,
             device,
             qcomm_codecs_registry=self.qcomm_codecs_registry,
             module_fqn=module_fqn,
             sharded_module_order_overwrite=self._sharded_module_order_overwrite,
             options=self.options,
             output_order=self.output_order,
+            cached=cached,
         )
+
+    @property
+    def _caches(self) -> bool:
+        """Whether the exchange caches rows; otherwise such tables stay with TorchRec, and FBGEMM caches them."""
+        return BACKENDS[self.options.backend].stores_to_peers and self.options.resolved_backward in ("push", "dma")
 
     @property
     def sharded_module_type(self) -> type[OverlapShardedEmbeddingBagCollection]:
@@ -242,6 +260,16 @@ class OverlapEmbeddingCollectionSharder(EmbeddingCollectionSharder):
     def sharded_module_type(self) -> type[OverlapShardedEmbeddingCollection]:
         """Return the type of the modules that `shard` returns."""
         return OverlapShardedEmbeddingCollection
+
+
+def cached_shares(params: Mapping[str, ParameterSharding]) -> dict[str, float]:
+    """Return the tables of a plan with compute kernel `fused_uvm_caching`, and the share of their rows in a cache."""
+    kernel = EmbeddingComputeKernel.FUSED_UVM_CACHING.value
+    return {
+        name: (each.cache_params and each.cache_params.load_factor) or EmbeddingConfig.cache_fraction
+        for name, each in params.items()
+        if each.compute_kernel == kernel
+    }
 
 
 def _check_known(name: str, value: str, known: Sequence[str]) -> None:

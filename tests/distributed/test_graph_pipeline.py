@@ -41,6 +41,7 @@ DCN = ["--model.arch", "dcn", "--model.cross_rank", "4", "--model.cross_layers",
 BF16 = ["--train.precision", "bf16"]
 KNOWN = ["--data.tables.multi_hot", "[4,3,1,1,2,1,1,1]"]
 DATA_PARALLEL = ["--embedding.data_parallel_rows", "1000"]  # all tables but two
+CACHED = ["--embedding.memory", "cached", "--embedding.cache_fraction", "0.001"]  # and so two steps' ids
 ADAM = ["--train.optimizer", "adam", "--train.lr", "0.01"]
 Losses = list[torch.Tensor]
 
@@ -112,9 +113,10 @@ def _run(trainer: Trainer, borders: Sequence[int]) -> tuple[Losses, Losses]:
     return losses, evaluated
 
 
-def _check_segments(*options: str) -> None:
+def _check_segments(*options: str, ours_alone: Sequence[str] = ()) -> None:
+    """Under both pipelines, with `ours_alone` under ours, the same bits."""
     borders = (0, 1, 5, 12)
-    theirs, ours = _trainer("torchrec", *options), _trainer("graph", *options)
+    theirs, ours = _trainer("torchrec", *options), _trainer("graph", *options, *ours_alone)
     expected, expected_evaluated = _run(theirs, borders)
     losses, evaluated = _run(ours, borders)
     _assert_same(losses, expected, "loss")
@@ -477,6 +479,7 @@ CASES: dict[str, Callable[[], None]] = {
     "an unused layer": partial(_check_models, Unused, "none", dense_optimizer=torch.optim.AdamW),
     "a model's own ids": partial(_check_models, OwnIds, "none"),
     "data-parallel tables": _check_data_parallel,
+    "cached tables": partial(_check_segments, ours_alone=CACHED),
     "torchrec, then graph, data-parallel tables": partial(_check_resume, "torchrec", "graph", *DATA_PARALLEL, *ADAM),
     "graph, then torchrec, data-parallel tables": partial(_check_resume, "graph", "torchrec", *DATA_PARALLEL),
 }
