@@ -99,31 +99,31 @@ class RowCache:
             ids: [n] int32, within their tables.
             first: [n] int64: the number of the first row of each id's table; below 0 leaves the id as it is.
         """
-        count, slots, nowhere = self._slot_of.numel() - 1, self.slots, ids.numel()
+        count, slots, most = self._slot_of.numel() - 1, self.slots, ids.numel()
         self._step.add_(1)
         inside = first >= 0
-        row = torch.where(inside, first + ids, count)
+        row = (first + ids).masked_fill(~inside, count)
         found = self._slot_of[row]
         missing = found < 0
-        slot = torch.where(missing, slots, found).long()
+        slot = found.masked_fill(missing, slots).long()
         self._used_at[slot] = self._step
         self._uses[slot] = (self._uses[slot] + 1).clamp(max=_MOST_USES)
         # Of the ids of one missing row, the one whose mark is there in the end brings it in.
-        mark = torch.arange(-2, -2 - nowhere, -1, dtype=torch.int32, device=ids.device)
-        self._slot_of[torch.where(missing, row, count)] = mark
+        mark = torch.arange(-2, -2 - most, -1, dtype=torch.int32, device=ids.device)
+        self._slot_of[row.masked_fill(~missing, count)] = mark
         brings = missing & (self._slot_of[row] == mark)
         number = brings.cumsum(0)
-        victims, entering = self._room(nowhere, number[-1:]), torch.full_like(row, count)
+        victims, entering = self._room(most, number[-1:]), torch.full_like(row, count)
         self._place(entering, brings, number, row)
         leaving = self._row_in[victims]
         for home, cached in zip(self.homes, self.rows, strict=True):
             swap_rows(home, cached, victims, leaving, entering, number[-1:])
-        self._slot_of[torch.where(leaving >= 0, leaving, count)] = -1
+        self._slot_of.index_fill_(0, leaving.masked_fill(leaving < 0, count), -1)
         self._slot_of[entering] = victims.int()
         self._slot_of[-1:].fill_(slots)
-        self._row_in[victims] = torch.where(victims < slots, entering, -1)
+        self._row_in[victims] = entering.masked_fill(victims == slots, -1)
         self._used_at[victims] = self._step
-        self._uses[victims] = 0
+        self._uses.index_fill_(0, victims, 0)
         ids.copy_(torch.where(inside, self._slot_of[row], ids))
 
     def _room(self, most: int, count: torch.Tensor) -> torch.Tensor:
@@ -145,7 +145,7 @@ class RowCache:
     def _place(into: torch.Tensor, chosen: torch.Tensor, number: torch.Tensor, values: torch.Tensor) -> None:
         """Store each chosen value to the place `number` - 1 of `into`; none needs a place beyond it."""
         room = torch.cat([into, into[:1]])
-        room[torch.where(chosen, number - 1, into.numel())] = values
+        room[(number - 1).masked_fill(~chosen, into.numel())] = values
         into.copy_(room[:-1])
 
     def write_back(self) -> None:

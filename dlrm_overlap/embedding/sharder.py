@@ -22,7 +22,7 @@ from dlrm_overlap.embedding.codecs import precisions
 from dlrm_overlap.embedding.options import PUTS, WIRE_DTYPES, ExchangeOptions
 from dlrm_overlap.embedding.sharded_module import OverlapShardedEmbeddingBagCollection, exchanges
 from dlrm_overlap.embedding.sharded_unpooled import OverlapShardedEmbeddingCollection
-from dlrm_overlap.embedding.shardings import check_columns, exchanging_group
+from dlrm_overlap.embedding.shardings import cached_shares, check_columns, exchanging_group
 from dlrm_overlap.embedding.tables import OPTIMIZERS
 from dlrm_overlap.kernels.schedule import SCHEDULES
 
@@ -260,16 +260,6 @@ class OverlapEmbeddingCollectionSharder(EmbeddingCollectionSharder):
     def sharded_module_type(self) -> type[OverlapShardedEmbeddingCollection]:
         """Return the type of the modules that `shard` returns."""
         return OverlapShardedEmbeddingCollection
-
-
-def cached_shares(params: Mapping[str, ParameterSharding]) -> dict[str, float]:
-    """Return the tables of a plan with compute kernel `fused_uvm_caching`, and the share of their rows in a cache."""
-    kernel = EmbeddingComputeKernel.FUSED_UVM_CACHING.value
-    return {
-        name: (each.cache_params and each.cache_params.load_factor) or EmbeddingConfig.cache_fraction
-        for name, each in params.items()
-        if each.compute_kernel == kernel
-    }
 
 
 def _check_known(name: str, value: str, known: Sequence[str]) -> None:

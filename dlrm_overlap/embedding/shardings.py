@@ -24,7 +24,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType, 
 from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dlrm_overlap.config import InputError
+from dlrm_overlap.config import EmbeddingConfig, InputError
 from dlrm_overlap.embedding.codecs import precisions
 from dlrm_overlap.embedding.layout import FeatureShard, Layout, distinct, outputs_of
 from dlrm_overlap.embedding.options import WIRE_DTYPES
@@ -89,6 +89,16 @@ def check_columns(params: Mapping[str, ParameterSharding]) -> None:
                     f"table {table}: a shard of {columns} columns, but FBGEMM takes multiples of 4; give the table "
                     f"another embedding_dim, or cut its columns elsewhere"
                 )
+
+
+def cached_shares(params: Mapping[str, ParameterSharding]) -> dict[str, float]:
+    """Return the tables of a plan with compute kernel `fused_uvm_caching`, and the share of their rows in a cache."""
+    kernel = EmbeddingComputeKernel.FUSED_UVM_CACHING.value
+    return {
+        name: (each.cache_params and each.cache_params.load_factor) or EmbeddingConfig.cache_fraction
+        for name, each in params.items()
+        if each.compute_kernel == kernel
+    }
 
 
 def why_not_exchanged(sharding: Any, wire_dtype: torch.dtype, cached: Collection[str] = ()) -> str | None:
