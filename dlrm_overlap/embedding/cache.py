@@ -11,8 +11,9 @@ update are those of a table of as many rows as there are slots, in GPU memory, a
 Each row that a step names has a slot, or is brought to one, from which a victim is stored to the host first. Rows of
 step i + 1 stay because it needs them, those of step i because its update may be under way: a slot may be taken if its
 row was named by neither. Rows that both name stay where they are, so the lookup of step i + 1 reads what the update of
-step i has written. All of step i - 1 is done, since sends are at most one step ahead. So two steps' ids are the fewest
-slots that suffice always, and no cache has fewer, unless it has a slot for every row.
+step i has written. All of step i - 1 is done, since sends are at most one step ahead. So no step can name more rows
+than there is room for if there are slots for two steps' ids, or for all rows of a table where these are fewer; no cache
+has less, whatever share of the rows was asked for.
 
 Of the slots that may be taken, those go first whose rows were used least: a hand goes round the slots (the clock
 algorithm), and takes those that were not used since it last came by. Each further use, up to three, saves a row from
@@ -66,7 +67,7 @@ class RowCache:
 
         Args:
             homes: the weights [R, D] and the states, each [R, D] or [R], contiguous.
-            slots: S, at least twice the ids of a step, or R.
+            slots: S, at least as many as two steps can name, or R.
             device: of the slots.
 
         Raises:
@@ -89,6 +90,8 @@ class RowCache:
         self._slot_of[-1:].fill_(slots)
         self._step = torch.zeros((), dtype=torch.int64, device=device)
         self._hand = torch.zeros((), dtype=torch.int64, device=device)
+        self.brought = torch.zeros(1, dtype=torch.int64, device=device)
+        """rows that have come to the cache in all steps so far"""
 
     def bring_in(self, ids: torch.Tensor, first: torch.Tensor) -> None:
         """See that the rows of a step are in the cache, and replace its ids by their slots; on the current stream.
@@ -118,6 +121,7 @@ class RowCache:
         leaving = self._row_in[victims]
         for home, cached in zip(self.homes, self.rows, strict=True):
             swap_rows(home, cached, victims, leaving, entering, number[-1:])
+        self.brought.add_(number[-1:])
         self._slot_of.index_fill_(0, leaving.masked_fill(leaving < 0, count), -1)
         self._slot_of[entering] = victims.int()
         self._slot_of[-1:].fill_(slots)
@@ -201,14 +205,14 @@ def cached_tables(tables: Mapping[int, HomeTable], device: torch.device) -> dict
     for indices in together:
         members = [tables[index] for index in indices]
         counts = [table.homes[0].shape[0] for table in members]
-        ids, share = sum(table.ids for table in members), 0
+        share, named = 0, 0
         for table, count in zip(members, counts, strict=True):
             share += ceil(count * table.fraction)
+            named += min(count, 2 * table.ids)
         homes = [_joined(first, sum(counts)) for first in members[0].homes]
-        cache = RowCache(homes, max(1, share, 2 * ids), device)
-        if share < min(cache.slots, sum(counts)):
-            text = "cache: %d slots for %d rows, where embedding.cache_fraction asks for %d, but two steps may name %d"
-            log.info(text, cache.slots, sum(counts), share, 2 * ids)
+        cache = RowCache(homes, max(1, share, named), device)
+        why = f", where {share} were asked for, since two steps may name as many" if share < named else ""
+        log.info("cache: %d slots for %d rows of %d tables%s", cache.slots, sum(counts), len(members), why)
         first = 0
         for index, count in zip(indices, counts, strict=True):
             found[index] = CachedTable(cache, first)

@@ -75,20 +75,12 @@ class Explanation:
     """why the dense optimizer steps after the graphs, empty if it is captured; None if no optimizer was given"""
 
     def __str__(self) -> str:
-        """Return a header, and a line for each table; where all are in the device's memory, it is left out."""
-        headers = (
-            "module",
-            "table",
-            "sharding",
-            "ranks",
-            "shard",
-            "memory",
-            "exchanged",
-            "captured",
-            "sent MB",
-            "why not",
-        )
-        lines = [headers]
+        """Return a header, and a line for each table; the memory is left out if it is the device's of all."""
+        elsewhere = any(each.memory != "device" for each in self.tables)
+        memory = ("memory",) if elsewhere else ()
+        lines = [
+            ("module", "table", "sharding", "ranks", "shard", *memory, "exchanged", "captured", "sent MB", "why not")
+        ]
         for each in self.tables:
             shard = f"{each.rows} x {each.columns}" if each.rows else "whole"
             exchanged, captured = ("yes" if so else "no" for so in (each.exchanged, each.captured))

@@ -112,6 +112,13 @@ def drawn_plans(draw_from: st.DrawFn, ranks: int, local: int) -> Drawn:
     sizes = draw.choice([[(1, 1), (3, 3)], [(0, 0), (1, 1), (0, 1), (0, 4), (2, 5)]])
     exchanged = all(any(t.kind != "data_parallel" for t in module.values()) for module in (tables, others))
     by_graph = exchanged and happens(draw, 0.5)
+    # The planner might part a table from the one that is to be beside it, see `drawn_tables`.
+    planner = happens(draw, 0.25) and not any(name.endswith("_beside") for name in (*tables, *others))
+    if by_graph and not planner:  # which knows no caches on a CPU
+        tables, others = (
+            {name: t._replace(cached=t.kind != "data_parallel" and happens(draw, 0.4)) for name, t in each.items()}
+            for each in (tables, others)
+        )
     # Stock TorchRec needs as many samples on every rank to gather the gradients of partial sums, and captured steps do.
     even = by_graph or any(table.kind in BY_ROWS for table in every) or not happens(draw, 0.5)
     samples = [draw.randrange(1, 7)] * ranks if even else [draw.randrange(7) for _ in range(ranks)]
@@ -127,8 +134,7 @@ def drawn_plans(draw_from: st.DrawFn, ranks: int, local: int) -> Drawn:
         draw.randrange(1 << 16),
         tables,
         others,
-        # The planner might part a table from the one that is to be beside it, see `drawn_tables`.
-        planner=happens(draw, 0.25) and not any(name.endswith("_beside") for name in (*tables, *others)),
+        planner=planner,
         bag_sizes={name: draw.choice(sizes) for name in features},
         samples=samples,
         steps=7 if any(way.pipeline == "captured" for way in ways) else 3,

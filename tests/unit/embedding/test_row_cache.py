@@ -141,7 +141,7 @@ def test_tables_side_by_side_share_a_cache() -> None:
     assert made[0].cache is made[1].cache
     assert made[0].cache is not made[2].cache
     assert [made[number].first for number in homes] == [0, 10, 0]
-    assert [made[number].cache.slots for number in (0, 2)] == [2 + 2, 2]
+    assert [made[number].cache.slots for number in (0, 2)] == [4, 2]
     assert torch.equal(made[0].cache.homes[0], weights[: 16 * DIM].view(-1, DIM))
     assert made[2].cache.homes[1].data_ptr() == state[20:].data_ptr()
     # Two samples: feature 0 has 2 ids and 1, feature 1 none, feature 2 one and none, and one id pads.
