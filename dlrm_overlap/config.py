@@ -580,6 +580,7 @@ class Config:
         yield "data.schema", data.kind == "table", f"under data.kind {data.kind}; set data.kind table"
         yield "data.generate", not reads_files, "on samples that are read from files; set data.kind synthetic"
         yield "embedding.eps", embedding.optimizer != "sgd", "on sgd; set another embedding.optimizer"
+        yield "embedding.cache_fraction", embedding.may_cache, "on tables on the GPU; set embedding.memory"
         yield "train.eps", train.optimizer != "sgd", "on sgd; set another train.optimizer"
         yield "train.decay_start_step", train.decay_steps > 0, "without a decay; set train.decay_steps"
         yield "train.target_auroc", train.eval_every > 0, "while train.eval_every is 0; set train.eval_every"

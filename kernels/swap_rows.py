@@ -19,23 +19,23 @@ _PROGRAMS = 2 if INTERPRETED else 64  # keep half a MB under way each way, sever
 _PROGRAM_WORDS = 2048  # of 4 bytes, that a program has under way each way
 
 
-@triton.jit(do_not_specialize_on_alignment=["home", "count"])
+@triton.jit(do_not_specialize=["address"], do_not_specialize_on_alignment=["count"])
 def _swap_rows(
-    home, cached, slots, leaving, entering, count,
+    cached, address: tl.int64, slots, leaving, entering, count,
     WORDS: tl.constexpr, BLOCK_WORDS: tl.constexpr, ROWS: tl.constexpr, ALIGNMENT: tl.constexpr,
 ):  # fmt: skip
     """Move the rows of entries 0 .. count - 1, ROWS of them at a time, as program p of P.
 
-    Memory: rows are WORDS words of 4 bytes. Entry i stores row slots[i] of `cached` to row leaving[i] of `home`, unless
-    that is below 0, and then row entering[i] of `home` to row slots[i] of `cached`, unless that is below 0. All three
-    are int64, and no row of either memory is named twice.
+    Memory: rows are WORDS words of 4 bytes; `home` begins at `address`, a multiple of ALIGNMENT. Entry i stores row
+    slots[i] of `cached` to row leaving[i] of `home`, unless that is below 0, and then row entering[i] of `home` to row
+    slots[i] of `cached`, unless that is below 0. All three are int64, and no row of either memory is named twice.
 
     Order: a slot is read by the program that then writes it, with a barrier between, since other threads may write. The
     kernel's end orders all for those that follow on the stream.
 
     Example: slots 2 0, leaving 7 -1, entering 5 9. Slot 2 goes to row 7, row 5 comes to slot 2, and row 9 to slot 0.
     """
-    home = tl.multiple_of(home, ALIGNMENT)
+    home = tl.multiple_of(address.to(tl.pointer_type(tl.int32)), ALIGNMENT)
     rows = tl.load(count)
     column = tl.arange(0, BLOCK_WORDS)[None, :]
     for first in range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
@@ -64,7 +64,7 @@ def _compiled(words: int, alignment: int) -> CompiledKernel:
         "ROWS": max(1, _PROGRAM_WORDS // block),
         "ALIGNMENT": alignment,
     }
-    names = "home", "cached", "slots", "leaving", "entering", "count"
+    names = "cached", "address", "slots", "leaving", "entering", "count"
     return CompiledKernel(_swap_rows, names, constants, num_warps=4)
 
 
@@ -91,5 +91,5 @@ def swap_rows(
         return
     words = home.stride(0) * home.itemsize // 4
     alignment = gcd(16, home.data_ptr(), words * 4)
-    arguments = home.view(torch.int32), cached.view(torch.int32), slots, leaving, entering, count
+    arguments = cached.view(torch.int32), home.data_ptr(), slots, leaving, entering, count
     _compiled(words, alignment)(_PROGRAMS, (), *arguments)

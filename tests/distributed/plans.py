@@ -114,11 +114,6 @@ def drawn_plans(draw_from: st.DrawFn, ranks: int, local: int) -> Drawn:
     by_graph = exchanged and happens(draw, 0.5)
     # The planner might part a table from the one that is to be beside it, see `drawn_tables`.
     planner = happens(draw, 0.25) and not any(name.endswith("_beside") for name in (*tables, *others))
-    if by_graph and not planner:  # which knows no caches on a CPU
-        tables, others = (
-            {name: t._replace(cached=t.kind != "data_parallel" and happens(draw, 0.4)) for name, t in each.items()}
-            for each in (tables, others)
-        )
     # Stock TorchRec needs as many samples on every rank to gather the gradients of partial sums, and captured steps do.
     even = by_graph or any(table.kind in BY_ROWS for table in every) or not happens(draw, 0.5)
     samples = [draw.randrange(1, 7)] * ranks if even else [draw.randrange(7) for _ in range(ranks)]
@@ -128,6 +123,12 @@ def drawn_plans(draw_from: st.DrawFn, ranks: int, local: int) -> Drawn:
     # The stand-in for CUDA graphs takes thirty times as long.
     pipelines = ["graph"] * 7 + ["captured"] if by_graph else ["none", "sparse_dist"]
     ways = [_way(draw, pipelines, ranks // local) for _ in range(2)]
+    # The planner knows no caches on a CPU, and only what stores to peers has some.
+    if not planner and all(way.backend != "nccl" and way.backward == "auto" for way in ways):
+        tables, others = (
+            {name: t._replace(cached=t.kind != "data_parallel" and happens(draw, 0.4)) for name, t in each.items()}
+            for each in (tables, others)
+        )
     return Drawn(
         ranks,
         local,
