@@ -333,11 +333,6 @@ class Exchange:
         if self._halves is None or samples > self._capacity:
             self.close()
             self._capacity = max(1, samples)
-            if self._ids is not None:
-                rank, ranks = self._group.rank(), self._group.size()
-                shards, features = self.layout.by_owner[rank], self._ids.features(rank)
-                room = [self._ids.arriving([feature], ranks) for feature in features]
-                self._tables.open_caches(shards, room, self.device)
             context = ExchangeContext(
                 self.layout,
                 self._tables,
@@ -353,6 +348,10 @@ class Exchange:
                 self._puts,
             )
             self._halves = open_halves(context)
+            if self._ids is not None:
+                rank, ranks = self._group.rank(), self._group.size()
+                room = [self._ids.arriving([feature], ranks) for feature in self._ids.features(rank)]
+                self._tables.open_caches(self.layout.by_owner[rank], room, self.device)
         return self._halves
 
     def _set_aside(self, step: Step) -> None:

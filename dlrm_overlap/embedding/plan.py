@@ -176,6 +176,7 @@ def _planners_plan(
     names, on_gpu = table_keys(len(pooling)), topology.compute_device == "cuda"
     capacity = min(_capacities(topology, group)) * (1 - _RESERVED) * group.size() if on_gpu else None
     cached = cached_tables(module, config, names, capacity)
+    _require_host_memory(module, cached, config, topology)
     constraints = {
         key: ParameterConstraints(
             sharding_types=None if config.plan == "torchrec" else [config.plan],
@@ -270,13 +271,15 @@ def _held_share(table: BaseEmbeddingConfig, config: EmbeddingConfig) -> float:
     return min(1.0, config.cache_fraction + 4 * table.num_embeddings / _table_bytes(table, config.optimizer))
 
 
-def _require_host_memory(cached_bytes: int, topology: Topology) -> None:
-    """Check that this host has memory for its share of the cached tables.
+def _require_host_memory(module: nn.Module, cached: set[str], config: EmbeddingConfig, topology: Topology) -> None:
+    """Check that this host has memory for its share of the cached tables of a module that is not sharded.
 
     Raises:
         InputError: if it has not.
     """
-    here = cached_bytes * topology.local_world_size // topology.world_size
+    tables = [table for _, configs in _collections(module).values() for table in configs if table.name in cached]
+    held = sum(_table_bytes(table, config.optimizer) for table in tables)
+    here = held * topology.local_world_size // topology.world_size
     if here > (room := psutil.virtual_memory().available):
         raise InputError(
             f"embedding.memory: cached tables take {here / 1e9:.1f} GB of a host's memory, and {room / 1e9:.1f} GB are "
@@ -305,7 +308,7 @@ def _balanced_plan(
     whole = sum(table.num_embeddings * table.embedding_dim for table in every if table.name in replicated)
     capacity = int(room) - whole * _REPLICATED_BYTES
     cached = cached_tables(module, config, names, capacity * world_size if device_type == "cuda" else None)
-    _require_host_memory(sum(_table_bytes(by_name[name], config.optimizer) for name in cached), topology)
+    _require_host_memory(module, cached, config, topology)
     loads: dict[str, TableLoad] = {}
     for table, ids in zip(every, pooling, strict=True):
         row_bytes = table.embedding_dim * data_type_to_dtype(table.data_type).itemsize

@@ -13,7 +13,14 @@ from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
 from torchrec.distributed.sharding_plan import get_default_sharders as get_torchrec_sharders
-from torchrec.distributed.types import CommOp, ModuleSharder, ParameterSharding, QuantizedCommCodecs, ShardingEnv
+from torchrec.distributed.types import (
+    CommOp,
+    ModuleSharder,
+    ParameterSharding,
+    QuantizedCommCodecs,
+    ShardingEnv,
+    ShardingEnv2D,
+)
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from dlrm_overlap.backends import BACKENDS, BACKWARDS, EXCHANGED
@@ -48,10 +55,10 @@ _KEYS = (
 class OverlapEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
     """TorchRec's sharder with another exchange, for any model that `DistributedModelParallel` takes.
 
-    Exchanged are shards of every type but data-parallel, in the memory of their rank's device, with SGD, Adagrad, Adam,
-    LAMB or their row-wise forms. All other tables stay with TorchRec, and the log has the reason once; captured steps
-    look up data-parallel tables, too. Checkpoints are TorchRec's own, and so is the order of the output's columns.
-    docs/torchrec.md has the differences.
+    Exchanged are shards of every type but data-parallel, in the memory of their rank's device or cached there, with
+    SGD, Adagrad, Adam, LAMB or their row-wise forms. All other tables stay with TorchRec, and the log has the reason
+    once; captured steps look up data-parallel tables, too. Checkpoints are TorchRec's own, and so is the order of the
+    output's columns. docs/torchrec.md has the differences.
 
     Example:
         DistributedModelParallel(model, sharders=[OverlapEmbeddingBagCollectionSharder(backend="pgas")])
@@ -137,7 +144,9 @@ class OverlapEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
         """
         check_columns(params)
         require_same_plan(params, env)
-        cached, fused_params = cached_shares(params) if self._caches else {}, self.fused_params
+        # The replicas of 2D parallelism are averaged where FBGEMM keeps the rows.
+        caches = self._caches and not isinstance(env, ShardingEnv2D)
+        cached, fused_params = cached_shares(params) if caches else {}, self.fused_params
         if cached:
             params = {
                 name: replace(each, compute_kernel=EmbeddingComputeKernel.FUSED_UVM.value, cache_params=None)
