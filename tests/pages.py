@@ -22,7 +22,7 @@ from dlrm_overlap.bench.report.concurrent import CLASSES, summarise
 from dlrm_overlap.bench.report.measured import milliseconds, runs, shape
 from dlrm_overlap.bench.report.plots import map_speedups, todays
 from dlrm_overlap.comm.calls import fastest_way
-from tests import simulated_pages
+from tests import ages, simulated_pages
 from tests.calibration import Row
 from tests.simulated_pages import FOLDER, Lines, read
 
@@ -427,6 +427,7 @@ TABLES: dict[str, Callable[..., Lines]] = {
     "strategies": table_of_strategies,
     "gemm": table_of_gemm,
     "headlines": table_of_headlines,
+    "ages": ages.table_of_ages,
     **simulated_pages.TABLES,
 }
 
@@ -451,6 +452,7 @@ def origin(name: str) -> str:
     commits = sorted({row.get("commit", "") for row in rows} - {""})
     text = f"commit {', '.join(commits)}" if commits else "no commit"
     text = text.replace("-dirty", " with uncommitted changes")
+    text += ages.EARLIER if commits and ages.age(name) != 0 else ""
     return text if name.startswith("simulated") or all(row.get("command") for row in rows) else f"{text}, no command"
 
 

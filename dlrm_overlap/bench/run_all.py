@@ -66,7 +66,7 @@ _REHEARSED = {
     "step": ("--train.batch_size", "32", "--steps", "4", "--batches", "2"),
     "stage": ("--iterations", "2"),
     "backward": ("--iterations", "2"),
-    "sweep": ("--iterations", "1"),
+    "sweep": ("--iterations", "1", "--dims", "8", "16", "--pooling_factors", "1", "4"),
     "weak": ("--iterations", "2", "--tables_per_rank", "2"),
     "strong": ("--iterations", "2"),
     "collectives": ("--iterations", "2"),
@@ -223,8 +223,11 @@ class _Campaign:
         if any(self._folder.glob("*.csv")):
             from dlrm_overlap.bench.report.plots import write_plots
 
-            write_plots(self._folder, self._folder / "report")
-            print(f"plots: {self._folder / 'report'}")
+            try:
+                write_plots(self._folder, self._folder / "report")
+                print(f"plots: {self._folder / 'report'}")
+            except InputError as error:  # of rows that are no whole figure yet
+                print(f"no plots: {error}")
         print(
             f"{len(chosen) - len(left)} of {len(chosen)} measurements are done; {pending} has {len(left)} that are left"
         )
