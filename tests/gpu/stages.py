@@ -11,6 +11,7 @@ within the step, under TorchRec's with its index dedup, at several shares of ids
 
 import csv
 import itertools
+import math
 import shlex
 import statistics
 import sys
@@ -201,7 +202,7 @@ def _measure_unpooled(
 
 def _time(step: Callable[[], object], device: torch.device, group: dist.ProcessGroup) -> dict[str, float]:
     """Return the median time of a step as it ran, and the mean of its kernels' times; of the slowest rank."""
-    on_gpu, taken = device.type == "cuda", []
+    taken = []
     dist.barrier(group)
     for _ in range(4):
         _wait(device)
@@ -210,11 +211,13 @@ def _time(step: Callable[[], object], device: torch.device, group: dist.ProcessG
             step()
         _wait(device)
         taken.append((time.perf_counter() - began) * 1e3 / _STEPS)
-    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as traced:
-        for _ in range(_STEPS):
-            step()
-        _wait(device)
-    busy = sum(each.self_device_time_total for each in traced.key_averages()) / 1e3 / _STEPS
+    busy = math.nan
+    if device.type == "cuda":
+        with profile(activities=[ProfilerActivity.CUDA]) as traced:
+            for _ in range(_STEPS):
+                step()
+            _wait(device)
+        busy = sum(each.self_device_time_total for each in traced.key_averages()) / 1e3 / _STEPS
     ms, busy_ms = greatest([statistics.median(taken), busy], device, group)
     return {"ms": ms, "busy_ms": busy_ms}
 
