@@ -53,7 +53,7 @@ class Measurement(NamedTuple):
             words += ["--config", self.config, *self.shape.split(), *options]
         words += ["--output", str(output), "--nproc", str(1 if self.alone else nproc)]
         if issubclass(figure, StepRequest):
-            words += ["--at_once", "2" if nproc == 1 else "4", "--resume", "true"]
+            words += ["--at_once", str(min(nproc + 1, 4)), "--resume", "true"]  # so many models fit 80 GB a GPU
         return words
 
     def is_possible(self, nproc: int, rehearsed: bool) -> bool:
