@@ -208,7 +208,8 @@ class Exchange:
         ids = self._require(self._ids.bound.samples).ids
         assert ids is not None
         arrived = ids.send(features, samples, count)
-        self._tables.bring_in(arrived.ids)
+        if self._tables.fractions:
+            self._tables.bring_in(arrived.ids)
         return arrived
 
     def forget_sent_ids(self) -> None:
@@ -315,7 +316,7 @@ class Exchange:
         if self._pending is not None:  # its flags must be awaited before the next step
             self._set_aside(self._pending)
         halves = self._require(step.batch.most)
-        self._tables.read_again()
+        self.read_again()
         if self._ids is not None and self.device.type == "cuda":  # ids that were checked when they arrived
             step.ids_ready = torch.cuda.current_stream(self.device).record_event()
         with self._beside():
@@ -445,7 +446,8 @@ class Exchange:
 
     def read_again(self) -> None:
         """Read the rows in caches again, if others may have written to their tables; before each captured step."""
-        self._tables.read_again()
+        if self._tables.fractions:
+            self._tables.read_again()
 
     def keep_rules_in_place(self) -> None:
         """Write the optimizers' numbers that have changed to where captured steps read them; on the current stream."""
