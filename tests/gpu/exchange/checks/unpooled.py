@@ -1,10 +1,8 @@
-"""Unpooled tables, most in eager steps: outputs, rows and states of stock TorchRec. More captured are in `graphs`."""
+"""Unpooled tables in eager steps: outputs, rows and states of stock TorchRec. Captured ones are in `graphs`."""
 
 from dataclasses import replace
 from functools import partial
-from unittest.mock import patch
 
-from dlrm_overlap.embedding import distinct
 from tests.agreement import WEIGHT_TOLERANCE, assert_all_near, assert_same
 from tests.distributed.unpooled import Case, our_sharders, stock_sharders, train
 from tests.gpu.exchange.place import Check, Place
@@ -28,21 +26,10 @@ def _check(place: Place, name: str, dedup: bool, backend: str = "pgas") -> None:
     assert_all_near(again, ours, 0, "a second run:")
 
 
-def _check_blocks(place: Place) -> None:
-    """Captured, where most tables have several blocks of slots."""
-    case = Case(samples=(6,), bags=(0, 3), steps=9, longer={99: 1}, pooled=True)
-    stock = train(case, stock_sharders(case), "none", place.device)
-    with patch.object(distinct, "_LEAST_BLOCK", 1):
-        ours = train(case, our_sharders(case, dedup=True), "graph", place.device)
-    assert_same(ours["output of step 0"], stock["output of step 0"], "first output")
-    assert_all_near(ours, stock, WEIGHT_TOLERANCE["fp32"], "blocks:")
-
-
 CHECKS = {
     f"unpooled_{name}_{'distinct' if dedup else 'all'}": Check(partial(_check, name=name, dedup=dedup))
     for name in _CASES
     for dedup in (True, False)
 } | {
     "unpooled_mixed_fused": Check(partial(_check, name="mixed", dedup=True, backend="fused")),
-    "unpooled_blocks": Check(_check_blocks),
 }
