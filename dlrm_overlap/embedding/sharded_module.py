@@ -28,6 +28,7 @@ from dlrm_overlap.embedding.options import ExchangeOptions
 from dlrm_overlap.embedding.own_batches import of_samples, with_even_batches, with_even_batches_of_ranks
 from dlrm_overlap.embedding.shardings import (
     build_layout,
+    by_place_in_host,
     exchanging_group,
     hosts_of,
     in_rank_order,
@@ -223,7 +224,7 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
         """Return the ids of the shardings that are exchanged, each with the bags of rank 0's samples first."""
         ids = [(with_float_weights(input[i]), hosts_of(self._embedding_shardings[i])) for i in self._exchanged]
         if ctx.variable_batch_per_feature:
-            return [with_even_batches_of_ranks(each, batch_sizes) for each, _ in ids]
+            ids = [(with_even_batches_of_ranks(each, by_place_in_host(batch_sizes, n)), n) for each, n in ids]
         return [each if hosts == 1 else in_rank_order(each, batch_sizes, hosts) for each, hosts in ids]
 
     def _awaitable(self, parts: list[Awaitable[torch.Tensor]]) -> EmbeddingBagCollectionAwaitable:
@@ -236,11 +237,8 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
 
     def _falls_back(self, ctx: EmbeddingBagCollectionContext, input: KJTList) -> bool:
         """Return whether TorchRec must take this step, alike on all ranks; the first time, the log says why."""
-        every: list[Any] = self._embedding_shardings
         if ctx.variable_batch_per_feature and self._others:
             reason = "features have batches of different sizes, and some tables stay with TorchRec"
-        elif ctx.variable_batch_per_feature and any(hosts_of(every[i]) > 1 for i in self._exchanged):
-            reason = "features have batches of different sizes, and tables are cut by rows within a host"
         elif (why := self._why_falls_back()) is not None:
             reason = why
         else:
