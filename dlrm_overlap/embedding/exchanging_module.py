@@ -40,6 +40,8 @@ class ExchangingModule(nn.Module, Generic[Served]):
     _env: ShardingEnv
     _lookups: Any
     _device: torch.device | None
+    _kind = "tables"
+    """of which the log speaks"""
 
     exchange: Served | None
     stock: StockTables | None
@@ -99,7 +101,7 @@ class ExchangingModule(nn.Module, Generic[Served]):
             # Data-parallel tables have nothing to exchange.
             if reason and sharding_type != ShardingType.DATA_PARALLEL.value and self._logs:
                 log.warning(
-                    "backend %s: %s tables stay with TorchRec: %s", self._options.backend, sharding_type, reason
+                    "backend %s: %s %s stay with TorchRec: %s", self._options.backend, sharding_type, self._kind, reason
                 )
         self._exchanged = [i for i, reason in enumerate(reasons.values()) if reason is None]
         self._replicated = [i for i, sharding in enumerate(every) if type(sharding) in _REPLICATED]
@@ -109,9 +111,9 @@ class ExchangingModule(nn.Module, Generic[Served]):
         exchanged = {table.name for each in shardings for group in groups_of(each) for table in group.embedding_tables}
         options = self._options_for(shardings) if shardings else self._options
         if self._logs:
-            text = "backend %s: %d of %d tables exchanged, update by %s"
+            text = "backend %s: %d of %d %s exchanged, update by %s"
             update = options.resolved_backward if exchanged else "FBGEMM"
-            log.info(text, options.backend, len(exchanged), tables, update)
+            log.info(text, options.backend, len(exchanged), tables, self._kind, update)
         self._resolved = options
         if shardings:
             self.exchange = self._make_exchange()

@@ -14,7 +14,7 @@ from torchrec.distributed.embedding import (
 from torchrec.distributed.embedding_sharding import KJTListSplitsAwaitable
 from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.sharding.sequence_sharding import SequenceShardingContext
-from torchrec.distributed.types import Awaitable, LazyAwaitable
+from torchrec.distributed.types import Awaitable, LazyAwaitable, ShardingType
 from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
@@ -62,6 +62,8 @@ class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], Shar
     Shardings that an exchange cannot take fall back to TorchRec's own lookup and output_dist. The output is TorchRec's.
     """
 
+    _kind = "unpooled tables"
+
     def __init__(self, *args: Any, options: ExchangeOptions, dedup: bool | str, **kwargs: Any) -> None:
         """Take TorchRec's arguments, how to exchange, and whether each distinct id of a batch travels once."""
         super().__init__(*args, **kwargs)
@@ -87,17 +89,19 @@ class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], Shar
         return list(self._sharding_type_to_sharding.values())
 
     def _reasons(self, by_type: Mapping[str, Any]) -> dict[str, str | None]:
-        reasons, whole = super()._reasons(by_type), None
-        if None in reasons.values():
-            device = self._device
-            assert device is not None
-            group = exchanging_group(self._env)
-            params = [each.fused_params or {} for sharding in by_type.values() for each in groups_of(sharding)]
-            if not reach_of(self._options, group, device).whole:
-                whole = "not all ranks are on one host"
-            elif device.type == "cpu" and any(each.get("weight_decay") or each.get("max_norm") for each in params):
-                whole = "rows that decay, which on a CPU FBGEMM updates, feature by feature"
-        return {kind: reason or whole for kind, reason in reasons.items()}
+        reasons = super()._reasons(by_type)
+        if None not in reasons.values():
+            return reasons
+        assert self._device is not None
+        params = [each.fused_params or {} for sharding in by_type.values() for each in groups_of(sharding)]
+        if self._device.type == "cpu" and any(each.get("weight_decay") or each.get("max_norm") for each in params):
+            whole = "rows that decay, which on a CPU FBGEMM updates, feature by feature"
+            return {kind: reason or whole for kind, reason in reasons.items()}
+        by_rows = ShardingType.ROW_WISE.value
+        whole = reach_of(self._options, exchanging_group(self._env), self._device).whole
+        if not whole and by_rows in reasons:
+            reasons[by_rows] = reasons[by_rows] or "rows on several hosts, each of which would send all slots"
+        return reasons
 
     def _make_exchange(self) -> UnpooledExchange:
         """Return an exchange of the shardings that can be exchanged; of none, it has data-parallel tables alone."""
