@@ -28,14 +28,15 @@ def _check(place: Place, name: str, dedup: bool, backend: str = "pgas") -> None:
     assert_all_near(again, ours, 0, "a second run:")
 
 
-def _check_blocks(place: Place) -> None:
-    """Captured, where most tables have several blocks of slots."""
-    case = Case(samples=(6,), bags=(0, 3), steps=9, longer={99: 1}, pooled=True)
+def _check_captured(place: Place, plan: str, two_hosts: bool) -> None:
+    """Captured, where most tables have several blocks of slots; or between two hosts or, of odd ranks, a host each."""
+    hosts = 1 if not two_hosts else place.world_size if place.world_size % 2 else 2
+    case = Case(plan=plan, samples=(6,), bags=(0, 3), steps=9, longer={99: 1}, pooled=True, hosts=hosts)
     stock = train(case, stock_sharders(case), "none", place.device)
     with patch.object(distinct, "_LEAST_BLOCK", 1):
         ours = train(case, our_sharders(case, dedup=True), "graph", place.device)
     assert_same(ours["output of step 0"], stock["output of step 0"], "first output")
-    assert_all_near(ours, stock, WEIGHT_TOLERANCE["fp32"], "blocks:")
+    assert_all_near(ours, stock, WEIGHT_TOLERANCE["fp32"], "captured:")
 
 
 CHECKS = {
@@ -44,5 +45,6 @@ CHECKS = {
     for dedup in (True, False)
 } | {
     "unpooled_mixed_fused": Check(partial(_check, name="mixed", dedup=True, backend="fused")),
-    "unpooled_blocks": Check(_check_blocks),
+    "unpooled_blocks": Check(partial(_check_captured, plan="mixed", two_hosts=False)),
+    "hosts_captured_unpooled": Check(partial(_check_captured, plan="column_wise", two_hosts=True)),
 }
