@@ -28,13 +28,11 @@ from dlrm_overlap.embedding.options import ExchangeOptions
 from dlrm_overlap.embedding.own_batches import with_bags_of_samples
 from dlrm_overlap.embedding.sequences import SequencesAwaitable, to_sequences
 from dlrm_overlap.embedding.shardings import (
-    build_layout,
     exchanging_group,
     first_features,
     groups_of,
     tables_in_order,
 )
-from dlrm_overlap.embedding.tables import LocalTables
 from dlrm_overlap.embedding.unpooled import UnpooledExchange
 
 _WORTH = 0.9  # share of a batch's ids that are distinct, up to which they are found under dedup auto
@@ -47,6 +45,7 @@ class SlotsContext(EmbeddingCollectionContext):
     distinct: Distinct | None = None
     features: KeyedJaggedTensor | None = None
     rooms: list[int] = field(default_factory=list)
+    """for the ids of each sequence"""
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Note that `stream` uses the tensors."""
@@ -103,14 +102,8 @@ class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], Shar
             reasons[by_rows] = reasons[by_rows] or "rows on several hosts, each of which would send all slots"
         return reasons
 
-    def _make_exchange(self) -> UnpooledExchange:
-        """Return an exchange of the shardings that can be exchanged; of none, it has data-parallel tables alone."""
-        group, device = exchanging_group(self._env), self._device
-        assert device is not None
-        names = list(self._exchanged_names())
-        layout = build_layout([self._shardings[i] for i in self._exchanged], names, group.size())
-        tables = LocalTables.of([self._lookups[i] for i in self._exchanged])
-        return UnpooledExchange(layout, tables, self._resolved, group, device, names, self._embedding_dim)
+    def _new_exchange(self, *arguments: Any) -> UnpooledExchange:
+        return UnpooledExchange(*arguments, dim=self._embedding_dim)
 
     def _exchanged_names(self) -> dict[str, str]:
         """Return the tables that the exchange serves, in the order of the module."""
@@ -131,11 +124,6 @@ class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], Shar
         ]
         assert self._device is not None
         return DistinctIds(sequences, [self._configs[table].num_embeddings for table in tables], self._device)
-
-    def _create_input_dist(self, input_feature_names: list[str], *more: Any, **others: Any) -> None:
-        """Have TorchRec find the tables' features in the first batch, once it is known that they are there."""
-        self._check_features(input_feature_names)
-        super()._create_input_dist(input_feature_names, *more, **others)
 
     def take_ids(
         self,
@@ -185,10 +173,10 @@ class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], Shar
         assert self._all_distinct is not None
         rows, rooms = self.exchange.start_sent_rows(features), self.exchange.rooms_of(features)
         make = to_sequences(self._all_distinct, features, rooms, self._need_indices)
-        return SequencesAwaitable(rows, make, None, self._order)
+        return SequencesAwaitable(rows, make, None, self._output_names)
 
     @property
-    def _order(self) -> list[str]:
+    def _output_names(self) -> list[str]:
         """The names of the output in TorchRec's order."""
         return list(dict.fromkeys(chain.from_iterable(self._embedding_names_per_sharding)))
 
@@ -272,7 +260,7 @@ class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], Shar
         inputs = [_features_of(input[i], self._arriving[i]) for i in self._exchanged]
         rows = self.exchange.start_rows(inputs, batch_sizes, ctx.distinct)
         make = to_sequences(self._distinct, ctx.features, ctx.rooms, self._need_indices)
-        return SequencesAwaitable(rows, make, self._start_others(ctx, input), self._order)
+        return SequencesAwaitable(rows, make, self._start_others(ctx, input), self._output_names)
 
     def _start_others(self, ctx: SlotsContext, input: KJTList) -> LazyAwaitable[dict[str, JaggedTensor]] | None:
         """Look up the tables that stay with TorchRec, and start to send their rows as it does."""

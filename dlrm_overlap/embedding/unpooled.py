@@ -38,12 +38,12 @@ class UnpooledExchange(Exchange):
         options: ExchangeOptions,
         group: dist.ProcessGroup,
         device: torch.device,
-        names: Sequence[str],
         dim: int,
     ) -> None:
-        """Take an exchange's arguments, the names of all tables in the order of the output, and the columns of each."""
+        """Take an exchange's arguments, of a layout that names tables, and the columns of each table."""
         super().__init__(layout, tables, options, group, device)
-        self.names, self.dim = names, dim
+        self.names, self.dim = list(layout.names), dim
+        """the tables in the order of the output"""
         self._sums = RowSums(dim, self.device) if self.device.type == "cuda" else None
         self._batch_bound: BatchBound | None = None
         self._distinct: DistinctIds | None = None
