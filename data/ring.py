@@ -12,6 +12,7 @@ is made nothing of it has a name, so nothing is left of it.
 """
 
 import contextlib
+import gc
 import math
 import mmap
 import multiprocessing
@@ -74,6 +75,8 @@ class Ring:
             for worker in range(min(workers, len(steps)))
         ]
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _DEAF_TO)  # until they ignore these
+        collects = gc.isenabled()
+        gc.disable()  # in a fork, freeing what this process has on a GPU ends it
         try:
             for process in self._workers:
                 process.start()
@@ -84,6 +87,8 @@ class Ring:
                 f"lower data.workers, or raise what this user may have (`ulimit -u`)"
             ) from None
         finally:
+            if collects:
+                gc.enable()
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         # They are deaf to SIGTERM, by which multiprocessing would end them at this process's end, and wait for that.
         self._end = Finalize(self, _kill, args=(list(self._workers),), exitpriority=0)
@@ -157,6 +162,8 @@ class Ring:
     def _fill(self, read: Callable[[int], Batch | Records], worker: int, workers: int, parent: int) -> None:
         """Read every `workers`-th step into its slot, as that becomes free; runs in a reader process."""
         end_with_parent(parent)
+        gc.freeze()  # what is there is the parent's
+        gc.enable()
         for number in _DEAF_TO:
             signal.signal(number, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _DEAF_TO)

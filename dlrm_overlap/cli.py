@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import dlrm_overlap
 from dlrm_overlap.backends import BACKENDS
-from dlrm_overlap.bench.request import FIGURES
+from dlrm_overlap.bench.request import FIGURES, check_committed
 from dlrm_overlap.config import CRITEO_TABLES, Config, InputError, NonNegativeFloat, NonNegativeInt, PositiveInt
 from dlrm_overlap.launching import process_group
 from dlrm_overlap.launching.files import check_free
@@ -156,6 +156,7 @@ def bench(argv: list[str]) -> int:
     kind = argv[0] if argv else ""
     if kind in ("-h", "--help"):
         lines = [f"  {name:12} {figure.summary()}" for name, figure in FIGURES.items()]
+        lines.append(f"  {'all':12} the figures of the pages, as many as so many minutes allow: bench all --minutes 25")
         lines.append(f"  {'report':12} a plot of each file of rows in a folder: bench report DIR")
         print("\n".join(["usage: dlrm-overlap bench KIND ...", "", *lines]))
         return 0
@@ -163,8 +164,12 @@ def bench(argv: list[str]) -> int:
         raise InputError(f"bench: no benchmark is named; known: {', '.join(FIGURES)}")
     if kind == "report":
         return _bench_report(argv[1:])
+    if kind == "all":
+        from dlrm_overlap.bench import run_all
+
+        return run_all.run(argv[1:])
     if kind not in FIGURES:
-        raise InputError(f"bench {kind}: not a benchmark; {suggest(kind, [*FIGURES, 'report'])}")
+        raise InputError(f"bench {kind}: not a benchmark; {suggest(kind, [*FIGURES, 'all', 'report'])}")
     figure = FIGURES[kind]
 
     def add_options(parser: Parser) -> None:
@@ -176,6 +181,7 @@ def bench(argv: list[str]) -> int:
 
     def work(ranks: Ranks) -> int:
         request = figure.read(kind, ranks.values)
+        check_committed(ranks.device.type, request.uncommitted)
         request.check_ranks(ranks.config, ranks.world.world_size, ranks.device.type)
         if ranks.device.type == "cpu" and ranks.world.rank == 0:
             print(f"bench {kind}: a rehearsal, since times on CPUs say nothing of GPUs", file=sys.stderr)

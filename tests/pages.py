@@ -22,7 +22,7 @@ from dlrm_overlap.bench.report.concurrent import CLASSES, summarise
 from dlrm_overlap.bench.report.measured import milliseconds, runs, shape
 from dlrm_overlap.bench.report.plots import map_speedups, todays
 from dlrm_overlap.comm.calls import fastest_way
-from tests import simulated_pages
+from tests import ages, simulated_pages
 from tests.calibration import Row
 from tests.simulated_pages import FOLDER, Lines, read
 
@@ -99,8 +99,22 @@ def _fastest(run: Run, *begins: str) -> float:
     return min(ms_of(row) for name, row in run.items() if name.startswith(begins))
 
 
+@cache
+def best_link_gb_per_s(gpu: str) -> float:
+    """Return the greatest rate at which links of a GPU of this model have carried bytes in a figure; 0 for none."""
+    rows = [*read("collectives.csv"), *read("collectives_all_gather.csv")]
+    return max((float(row["gb_per_s"]) for row in rows if row["gpu"].partition(" x ")[2] == gpu), default=0.0)
+
+
+def limit_ms(row: Row) -> float:
+    """Return the longer of memory's time and the links', each at its best rate: of the run, or known of such links."""
+    link_gb_per_s = max(float(row["link_gb_per_s"]), best_link_gb_per_s(row["gpu"].partition(" x ")[2]))
+    hbm_ms = float(row["hbm_bytes"]) / float(row["hbm_gb_per_s"]) / 1e6
+    return max(hbm_ms, float(row["link_bytes"]) / link_gb_per_s / 1e6 if link_gb_per_s else 0.0)
+
+
 _SPECIAL: dict[str, Callable[[Run], float]] = {
-    "limit": lambda run: float(next(iter(run.values()))["limit_ms"]),
+    "limit": lambda run: limit_ms(next(iter(run.values()))),
     "strongest": lambda run: _fastest(run, "baseline", "torchrec", "nccl_chunked"),
     "chunked": lambda run: _fastest(run, "nccl_chunked"),
     "ours": lambda run: min(ms_of(run[name]) for name in ("pgas", "fused")),
@@ -191,7 +205,7 @@ def table_of_backwards(name: str) -> Lines:
         exposed = next(row for row in after if row["contender"] == "push_exposed")
         times = [f"{ms_of(first) / ms_of(row):.2f}x" for row in (hidden, exposed)]
         ms = [milliseconds(ms_of(row)) for row in (first, hidden, exposed)]
-        limit = float(hidden["limit_ms"])
+        limit = limit_ms(hidden)
         cells = [ms[0], ms[1], times[0], ms[2], times[1], milliseconds(limit), f"{limit / ms_of(hidden):.0%}"]
         yield [label(first), first["optimizer"], *cells]
 
@@ -413,6 +427,7 @@ TABLES: dict[str, Callable[..., Lines]] = {
     "strategies": table_of_strategies,
     "gemm": table_of_gemm,
     "headlines": table_of_headlines,
+    "ages": ages.table_of_ages,
     **simulated_pages.TABLES,
 }
 
@@ -437,6 +452,7 @@ def origin(name: str) -> str:
     commits = sorted({row.get("commit", "") for row in rows} - {""})
     text = f"commit {', '.join(commits)}" if commits else "no commit"
     text = text.replace("-dirty", " with uncommitted changes")
+    text += ages.EARLIER if commits and ages.age(name) != 0 else ""
     return text if name.startswith("simulated") or all(row.get("command") for row in rows) else f"{text}, no command"
 
 

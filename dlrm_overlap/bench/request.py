@@ -14,8 +14,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, Self, get_args, get_type_hints
 
-from dlrm_overlap.bench.step_contenders import STEP_CONTENDERS, USUAL
+from dlrm_overlap.bench.step_contenders import GROUPS, STEP_CONTENDERS, USUAL, expand
 from dlrm_overlap.config import Config, EmbeddingConfig, InputError, PositiveFloat, PositiveInt
+from dlrm_overlap.launching.environment import commit
 
 _TYPES = get_type_hints(EmbeddingConfig)
 
@@ -30,6 +31,19 @@ def option(default: Any, help: str, **settings: Any) -> Any:
     return field(default=default, metadata={"help": help, **settings})
 
 
+def check_committed(device_type: str, uncommitted: bool) -> None:
+    """Check that the rows of GPUs will name the code that they measure.
+
+    Raises:
+        InputError: if files differ from the checkout's commit, and `uncommitted` does not ask for such rows.
+    """
+    if device_type == "cuda" and not uncommitted and (commit() or "").endswith("-dirty"):
+        raise InputError(
+            f"{commit()}: files differ from this commit, so nobody could measure the rows again; commit the changes, "
+            f"or set --uncommitted true"
+        )
+
+
 @dataclass(frozen=True)
 class Request:
     """The options of every figure."""
@@ -38,6 +52,7 @@ class Request:
     """the figure's name in FIGURES"""
     output: Path
     """CSV file to append the rows to"""
+    uncommitted: bool = option(False, "measure on GPUs with uncommitted changes, which rows mark as -dirty", type=bool)
 
     module: ClassVar[str] = ""
     """of `figures/`, whose `run` measures it; that of the figure's name where none is given"""
@@ -77,7 +92,7 @@ class Request:
         Raises:
             InputError: if two options contradict each other, or one contradicts the figure.
         """
-        own = {each.name: getattr(values, each.name) for each in fields(cls) if each.metadata}
+        own: dict[str, Any] = {each.name: getattr(values, each.name) for each in fields(cls) if each.metadata}
         own = {name: tuple(value) if isinstance(value, list) else value for name, value in own.items()}
         return cls(kind, Path(values.output), **own)
 
@@ -111,7 +126,7 @@ class InputRequest(Request):
 
 
 def _contenders(default: tuple[str, ...], help: str) -> Any:
-    return option(default, help, choices=[*STEP_CONTENDERS])
+    return option(default, help, choices=[*STEP_CONTENDERS, *GROUPS])
 
 
 @dataclass(frozen=True)
@@ -120,6 +135,11 @@ class TrainingRequest(Request):
 
     contenders: tuple[str, ...] = _contenders(USUAL, "who takes part; losses are compared with the first one's")
     batches: int = option(16, "different batches, read once and trained on in turn")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The contenders, each group as its members."""
+        return expand(self.contenders)
 
 
 @dataclass(frozen=True)
@@ -130,6 +150,12 @@ class StepRequest(TrainingRequest):
     dense_tflop_per_s: float = option(
         790.0, "of matrix products, for the floor; the default is cuBLAS's best on an H200, bf16", type=PositiveFloat
     )
+    at_once: int = option(6, "contenders in memory together; more take turns in groups, each with the last one")
+    resume: bool = option(False, "leave out contenders that --output has rows of", type=bool)
+
+    def __post_init__(self) -> None:
+        if self.at_once < 2:
+            raise InputError(f"--at_once {self.at_once}: contenders take turns with the last one; take 2 or more")
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """Who takes part in `bench step` and `timeline`: each contender is the configuration with keys of its own.
 
-To add one, add a line to STEP_CONTENDERS. This module loads no torch, so that an unknown name is reported at once.
+To add one, add a line to a table here. This module loads no torch, so that an unknown name is reported at once.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -15,8 +15,10 @@ class StepContender(NamedTuple):
 
     keys: Mapping[str, Any]
     """dotted key -> value, instead of the configuration's"""
-    int32_ids: bool = False
-    """whether TorchRec's lookups take ids as int32, as they are read; otherwise they cast them to int64"""
+    extras: frozenset[str] = frozenset()
+    """what no key gives: int32_ids and bf16_output of FBGEMM's lookups; torch.optim's fused_optimizer of the dense part
+    (foreach is torch's own default); TorchRec's fused_pipeline, which looks up beside the optimizer; drop_in, our
+    sharders at their defaults"""
 
 
 def _keys(backend: str, pipeline: str = "torchrec", compiled: bool = True, graphed: bool = True) -> dict[str, Any]:
@@ -30,46 +32,93 @@ def _keys(backend: str, pipeline: str = "torchrec", compiled: bool = True, graph
 
 _TORCHREC = _keys("torchrec", compiled=False, graphed=False)  # as users run it
 _GRAPH = _keys("pgas", "graph", graphed=False)  # the whole step as a CUDA graph, the dense part with it
+_EAGER = _keys("pgas", compiled=False, graphed=False)
+_WHOLE, _DEFAULT = {"embedding.plan": "table_wise"}, {"embedding.plan": "torchrec"}
+_SMALL = {"embedding.data_parallel_rows": 7812}  # as in HugeCTR's record: 13 of MLPerf's tables
+_BF16 = {"embedding.wire_dtype": "bf16"}
 
-STEP_CONTENDERS = {
-    "torchrec": StepContender(_TORCHREC),
-    "torchrec_strongest": StepContender(_keys("torchrec"), int32_ids=True),
-    "pgas": StepContender(_keys("pgas")),
-    "fused": StepContender(_keys("fused")),
-    "pgas_graph": StepContender(_GRAPH),
-    "fused_graph": StepContender(_keys("fused", "graph", graphed=False)),
-    "torchrec_int32": StepContender(_TORCHREC, int32_ids=True),
-    "pgas_eager": StepContender(_keys("pgas", compiled=False, graphed=False)),
+# What TorchRec is at its strongest with depends on the model and the machine: the fastest of these.
+_STRONGEST: Mapping[str, tuple[Mapping[str, Any], str]] = {
+    "": ({}, ""),
+    "_table_wise": (_WHOLE, ""),
+    "_captured": ({"train.compile_dense": False}, ""),
+    "_compiled": ({"train.graph_dense": False}, ""),
+    "_bf16": (_BF16, ""),
+    "_bf16_table_wise": (_BF16 | _WHOLE, ""),
+    "_fp16": ({"embedding.wire_dtype": "fp16"}, ""),
+    "_data_parallel": (_SMALL, ""),
+    "_bf16_output": ({}, "bf16_output"),
+    "_default_plan": (_DEFAULT, ""),
+    "_fused_optimizer": ({}, "fused_optimizer"),
+    "_fused_pipeline": ({}, "fused_pipeline"),
 }
-_VARIANTS: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
-    "torchrec_no_balance": (_TORCHREC, {"embedding.plan": "table_wise"}),
-    "torchrec_default_plan": (_TORCHREC, {"embedding.plan": "torchrec"}),
-    "torchrec_row_wise": (_TORCHREC, {"embedding.plan": "row_wise"}),
-    "torchrec_compiled": (_TORCHREC, {"train.compile_dense": True}),
-    "torchrec_captured": (_TORCHREC, {"train.graph_dense": True}),
-    "pgas_graph_stores": (_GRAPH, {"train.overlap": "stores"}),
-    "pgas_graph_dma": (_GRAPH, {"train.overlap": "dma"}),
-    "pgas_graph_partition": (_GRAPH, {"train.overlap": "partition"}),
-    "pgas_graph_no_capture": (_GRAPH, {"train.capture": False}),
-    "pgas_graph_no_compile": (_GRAPH, {"train.compile_dense": False}),
-    "pgas_graph_no_flat": (_GRAPH, {"train.flat_dense": False}),
-    "pgas_graph_no_balance": (_GRAPH, {"embedding.plan": "table_wise"}),
-    "pgas_graph_default_plan": (_GRAPH, {"embedding.plan": "torchrec"}),
-    "pgas_graph_row_wise": (_GRAPH, {"embedding.plan": "row_wise"}),
-    "pgas_graph_one_part": (_GRAPH, {"embedding.gradient_parts": 1}),
-    "pgas_graph_fp32_wire": (_GRAPH, {"embedding.wire_dtype": "fp32"}),
-    "pgas_graph_collective": (_GRAPH, {"train.dense_reduce": "collective"}),
-    "pgas_graph_tensor": (_GRAPH, {"model.top_parallel": "tensor"}),
-    "pgas_graph_data_parallel": (_GRAPH, {"embedding.data_parallel_rows": 7812}),  # as in HugeCTR's record
+_ABLATION: Mapping[str, Mapping[str, Any]] = {
+    "no_capture": {"train.capture": False},
+    "no_compile": {"train.compile_dense": False},
+    "no_flat": {"train.flat_dense": False},
+    "fp32_wire": {"embedding.wire_dtype": "fp32"},
+    "data_parallel": _SMALL,
+    "collective": {"train.dense_reduce": "collective"},
+    "no_balance": _WHOLE,
+    "one_part": {"embedding.gradient_parts": 1},
+}
+_OTHERS: Mapping[str, Mapping[str, Any]] = {
+    "stores": {"train.overlap": "stores"},
+    "dma": {"train.overlap": "dma"},
+    "partition": {"train.overlap": "partition"},
+    "default_plan": _DEFAULT,
+    "row_wise": {"embedding.plan": "row_wise"},
+    "tensor": {"model.top_parallel": "tensor"},
     **{
-        f"pgas_graph_2_emulated_hosts{name}": (_GRAPH, {"embedding.hosts": 2, "embedding.between_hosts": carrier})
+        f"2_emulated_hosts{name}": {"embedding.hosts": 2, "embedding.between_hosts": carrier}
         for name, carrier in (("", "messages"), ("_puts", "puts"))
     },
 }
-STEP_CONTENDERS |= {name: StepContender({**base, **keys}) for name, (base, keys) in _VARIANTS.items()}
+
+STEP_CONTENDERS = {
+    "torchrec": StepContender(_TORCHREC),
+    "torchrec_row_wise": StepContender(_TORCHREC | {"embedding.plan": "row_wise"}),
+    **{
+        f"torchrec_strongest{name}": StepContender(_keys("torchrec") | keys, frozenset({"int32_ids", extra} - {""}))
+        for name, (keys, extra) in _STRONGEST.items()
+    },
+    "drop_in": StepContender(_EAGER | {"embedding.wire_dtype": "fp32"}, frozenset({"drop_in"})),
+    "drop_in_graph": StepContender(
+        _GRAPH | {"train.compile_dense": False, "train.flat_dense": False, "embedding.wire_dtype": "fp32"},
+        frozenset({"drop_in"}),
+    ),
+    "pgas_eager": StepContender(_EAGER),
+    "pgas": StepContender(_keys("pgas")),
+    "fused": StepContender(_keys("fused")),
+    "fused_graph": StepContender(_keys("fused", "graph", graphed=False)),
+    "pgas_graph": StepContender(_GRAPH),
+    **{f"pgas_graph_{name}": StepContender(_GRAPH | keys) for name, keys in (_ABLATION | _OTHERS).items()},
+}
+GROUPS = {
+    "strongest": tuple(f"torchrec_strongest{name}" for name in _STRONGEST),
+    "ablation": ("pgas", *(f"pgas_graph_{name}" for name in _ABLATION)),
+}
+"""Names that stand for several contenders."""
 
 # Those that `bench step` times where none are named.
-USUAL = ("torchrec", "torchrec_strongest", "pgas", "fused", "pgas_graph", "fused_graph")
+USUAL = ("torchrec", "torchrec_strongest", "pgas", "fused", "fused_graph", "pgas_graph")
+
+
+def expand(names: Sequence[str]) -> tuple[str, ...]:
+    """Return the contenders that `names` stand for, each once, in their order."""
+    return tuple(dict.fromkeys(each for name in names for each in GROUPS.get(name, (name,))))
+
+
+def heats(names: Sequence[str], at_once: int) -> list[tuple[str, ...]]:
+    """Return groups of at most `at_once` contenders, which share a GPU's memory and take turns.
+
+    The last contender is in every group, so that each of the others is timed beside it.
+
+    Example: a, b, c, d, e, three at once: (a, b, e), (c, d, e).
+    """
+    *others, last = names
+    size = at_once - 1
+    return [(*others[at : at + size], last) for at in range(0, max(1, len(others)), size)]
 
 
 def contender_config(config: Config, contender: StepContender, device_type: str) -> Config:

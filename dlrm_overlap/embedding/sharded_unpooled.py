@@ -1,7 +1,6 @@
 """The drop-in's sharded module of an unpooled collection: TorchRec's own, whose shards an `UnpooledExchange` serves."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import chain, pairwise
 from typing import Any
 
@@ -38,14 +37,15 @@ from dlrm_overlap.embedding.unpooled import UnpooledExchange
 _WORTH = 0.9  # share of a batch's ids that are distinct, up to which they are found under dedup auto
 
 
-@dataclass
 class SlotsContext(EmbeddingCollectionContext):
     """TorchRec's context of a step, with what is known of the ids of exchanged tables; None where TorchRec has all."""
 
-    distinct: Distinct | None = None
-    features: KeyedJaggedTensor | None = None
-    rooms: list[int] = field(default_factory=list)
-    """for the ids of each sequence"""
+    def __init__(self) -> None:
+        super().__init__()
+        self.distinct: Distinct | None = None
+        self.features: KeyedJaggedTensor | None = None
+        self.rooms: list[int] = []
+        """for the ids of each sequence"""
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Note that `stream` uses the tensors."""

@@ -28,8 +28,8 @@ __all__ = [
     "OverlapEmbeddingBagCollectionSharder",
     "OverlapEmbeddingCollectionSharder",
     "OverlapShardedEmbeddingBagCollection",
-    "build_sequence_sharder",
     "build_sharder",
+    "build_sharders",
     "exchanges",
 ]
 
@@ -319,8 +319,28 @@ def build_sharder(
     return EmbeddingBagCollectionSharder(fused_params=about_tables, qcomm_codecs_registry=_codecs(wire_dtype))
 
 
-def build_sequence_sharder(
-    config: EmbeddingConfig, fused_params: Mapping[str, Any] | None = None
+def build_sharders(
+    config: EmbeddingConfig,
+    precision: str,
+    leading_columns: int,
+    fused_params: Mapping[str, Any] | None = None,
+    drop_in: bool = False,
+) -> list[ModuleSharder[Any]]:
+    """Return the sharders of pooled and of unpooled tables, see `build_sharder`.
+
+    With `drop_in` they are ours at their defaults, with the configured optimizer of the tables alone.
+    """
+    if drop_in:
+        own = _fused_params(config, fused_params)
+        return [OverlapEmbeddingBagCollectionSharder(own), OverlapEmbeddingCollectionSharder(own)]
+    return [
+        build_sharder(config, precision, leading_columns, fused_params),
+        _build_sequence_sharder(config, fused_params),  # of histories, which are not pooled
+    ]
+
+
+def _build_sequence_sharder(
+    config: EmbeddingConfig, fused_params: Mapping[str, Any] | None
 ) -> EmbeddingCollectionSharder:
     """Return the sharder of tables that are not pooled, with the optimizer of `build_sharder`.
 

@@ -226,8 +226,10 @@ class FbgemmUpdate:
             "max_counter": 1.0,  # read by learning rates of rare ids alone, which `unsupported` leaves to TorchRec
             **rule.arguments._asdict(),
         }
-        if optimizer_of(tbe) == "adam":  # an optional state, of its row-wise correction
-            known |= {f"row_counter_{part}": None for part in ("host", "dev", "uvm", "placements", "offsets")}
+        if optimizer_of(tbe) == "adam":  # a state of its row-wise correction, which is off, but whose type is checked
+            known |= {f"row_counter_{memory}": gradient.new_empty(0) for memory in ("host", "dev", "uvm")}
+            known["row_counter_placements"] = gradient.new_empty(0, dtype=torch.int32)
+            known["row_counter_offsets"] = gradient.new_empty(0, dtype=torch.int64)
         for memory in ("host", "dev", "uvm"):
             known[f"{memory}_weights"] = getattr(tbe, f"weights_{memory}")
         names = [argument.name for argument in operator._schema.arguments]

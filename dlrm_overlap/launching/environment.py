@@ -6,13 +6,14 @@ import os
 import platform
 import re
 import subprocess
+import time
 from pathlib import Path
 
 from dlrm_overlap.launching import stack
 
 
 def environment() -> dict[str, str]:
-    """Return versions, GPUs, CPU and the checkout's commit, each where it can be found."""
+    """Return versions, GPUs, CPU, clock, date and the checkout's commit, each where it can be found."""
     import torch
 
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
@@ -26,7 +27,11 @@ def environment() -> dict[str, str]:
         "triton": stack.version_of("triton"),
         "numpy": stack.version_of("numpy"),
         "gpu": ", ".join(f"{len(list(same))} x {name}" for name, same in itertools.groupby(gpus)),
+        "driver": output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0],
         "cpu": _cpu(),
+        "cores": str(len(os.sched_getaffinity(0))),
+        "clock_source": _read(Path("/sys/devices/system/clocksource/clocksource0/current_clocksource")),
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "commit": commit(),
     }
     return {name: value for name, value in found.items() if value}
@@ -49,21 +54,29 @@ def code_digest() -> str:
     return digest.hexdigest()[:12]
 
 
-def _cpu() -> str:
+def _read(path: Path) -> str:
     try:
-        model = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        return path.read_text().strip()
     except OSError:
-        model = None
+        return ""
+
+
+def _cpu() -> str:
+    model = re.search(r"^model name\s*:\s*(.+)$", _read(Path("/proc/cpuinfo")), re.MULTILINE)
     return model[1] if model else platform.machine()
 
 
 def commit() -> str | None:
-    """Return the checkout's commit, with `-dirty` if files differ from it."""
+    """Return the checkout's commit, with `-dirty` if files differ from it.
+
+    Of a copy without a repository it is the commit that DLRM_OVERLAP_COMMIT names.
+    """
+    named = os.environ.get("DLRM_OVERLAP_COMMIT")
     root = Path(__file__).resolve().parents[2]
-    if not (root / ".git").exists():  # installed: a repository further up would be someone else's
-        return None
+    if not (root / ".git").exists():  # installed, or copied: a repository further up would be someone else's
+        return named
     describe = ("describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
-    return output_of("git", "--no-optional-locks", "-C", str(root), *describe).strip()
+    return output_of("git", "--no-optional-locks", "-C", str(root), *describe).strip() or named
 
 
 def output_of(*command: str) -> str:

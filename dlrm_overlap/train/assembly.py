@@ -1,7 +1,7 @@
 """One rank's model, optimizers and train pipeline, put together as a configuration says."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -26,7 +26,7 @@ from dlrm_overlap.embedding.id_layout import BatchBound
 from dlrm_overlap.embedding.options import WIRE_DTYPES
 from dlrm_overlap.embedding.plan import build_plan, build_topology
 from dlrm_overlap.embedding.sharded_module import exchanges
-from dlrm_overlap.embedding.sharder import build_sequence_sharder, build_sharder
+from dlrm_overlap.embedding.sharder import build_sharders
 from dlrm_overlap.embedding.weights import initialise_tables
 from dlrm_overlap.launching.launcher import World
 from dlrm_overlap.launching.text_table import count_of
@@ -36,6 +36,9 @@ from dlrm_overlap.train.graphs.train_pipeline import GraphTrainPipeline
 from dlrm_overlap.train.model import TrainTask, build_model
 
 log = logging.getLogger("dlrm_overlap")
+
+MakeSharders = Callable[[EmbeddingConfig, str, int], list[ModuleSharder[Any]]]
+"""takes the section `embedding`, the dense part's precision, and the columns in front of the pooled embeddings"""
 
 
 class LearningRate:
@@ -95,7 +98,7 @@ class Assembled:
 
 
 def assemble(
-    config: Config, world: World, device: torch.device, train: Dataset, fused_params: Mapping[str, Any] | None = None
+    config: Config, world: World, device: torch.device, train: Dataset, make_sharders: MakeSharders = build_sharders
 ) -> Assembled:
     """Build the model of `config` on this rank's device, its optimizers and its pipeline; a collective.
 
@@ -107,7 +110,7 @@ def assemble(
         world: this rank's place among all.
         device: of this rank.
         train: the samples to train on, whose bags bound those of a captured step.
-        fused_params: extra ones, which TorchRec passes to FBGEMM.
+        make_sharders: returns the sharders of pooled and of unpooled tables.
 
     Raises:
         InputError: if ranks cannot run the configuration.
@@ -123,10 +126,7 @@ def assemble(
     dlrm = build_model(config.model, config.embedding, list(train.rows), train.dense_features, config.train.seed)
     task = TrainTask(dlrm, device.type, config.train.precision == "bf16", train.label_weights)
     divide_head(dlrm.head, group, config.model, config.train)
-    sharders: list[ModuleSharder[Any]] = [
-        build_sharder(with_overlap(config), config.train.precision, dlrm.front_columns, fused_params),
-        build_sequence_sharder(with_overlap(config), fused_params),  # of histories, which are not pooled
-    ]
+    sharders = make_sharders(with_overlap(config), config.train.precision, dlrm.front_columns)
     topology = build_topology(device, world.world_size, world.local_world_size)
     plan = build_plan(task, sharders, topology, config.embedding, config.model.dim, train.pooling, samples, group)
     model = shard_model(task, plan, sharders, group, device)

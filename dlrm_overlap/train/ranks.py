@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
+    from dlrm_overlap.train.assembly import MakeSharders
     from dlrm_overlap.train.trainer import Trainer
 
 log = logging.getLogger("dlrm_overlap")
@@ -70,13 +71,13 @@ class Ranks:
         return group
 
     def trainer(
-        self, config: Config | None = None, fused_params: Mapping[str, Any] | None = None, resumes: bool = False
+        self, config: Config | None = None, make_sharders: "MakeSharders | None" = None, resumes: bool = False
     ) -> "Trainer":
         """Check `config`, by default the command's own, then make the process group and build the trainer.
 
         Args:
             config: of the trainer.
-            fused_params: extra ones, which TorchRec passes to FBGEMM.
+            make_sharders: other sharders than the configured ones, see `assembly.assemble`.
             resumes: whether the trainer will go on from a checkpoint if there is one, which must fit `config`.
 
         Raises:
@@ -84,6 +85,7 @@ class Ranks:
         """
         from dlrm_overlap.checkpoint.checkpoint import check_resume_fits
         from dlrm_overlap.data.loader import open_datasets
+        from dlrm_overlap.embedding.sharder import build_sharders
         from dlrm_overlap.train.trainer import Trainer
 
         config = config or self.config
@@ -94,7 +96,8 @@ class Ranks:
             batch = config.train.samples_per_rank(self.world.world_size) * self.world.world_size
             check_resume_fits(config, list(train_data.rows), train_data.dense_features, batch)
         self.connect(path=train_data.fingerprint(), eval_path=held_out.fingerprint())
-        return Trainer(config, self.world, self.device, train_data, held_out, fused_params, self.progress, self.end)
+        about = config, self.world, self.device, train_data, held_out, make_sharders or build_sharders
+        return Trainer(*about, self.progress, self.end)
 
 
 def run_on_ranks(

@@ -1,10 +1,9 @@
 """One rank's model and data, which take a step of training, or evaluate."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,11 +14,12 @@ from dlrm_overlap.config import Config
 from dlrm_overlap.data.batch import Batch, Dataset
 from dlrm_overlap.data.loader import Loader, make_loader
 from dlrm_overlap.embedding.sharded_module import exchanges
+from dlrm_overlap.embedding.sharder import build_sharders
 from dlrm_overlap.embedding.tables import counts, fbgemms_bad_id
 from dlrm_overlap.launching.launcher import World
 from dlrm_overlap.launching.watch import Progress
 from dlrm_overlap.observe.metrics import evaluation_metrics, gather_predictions
-from dlrm_overlap.train.assembly import assemble
+from dlrm_overlap.train.assembly import MakeSharders, assemble
 from dlrm_overlap.train.graphs.capturable import split_optimizer
 from dlrm_overlap.train.preflight import total_steps
 
@@ -34,7 +34,7 @@ class Stepper:
         device: torch.device,
         train: Dataset,
         held_out: Dataset,
-        fused_params: Mapping[str, Any] | None = None,
+        make_sharders: MakeSharders = build_sharders,
         progress: Progress | None = None,
     ) -> None:
         """Build the model on this rank's device. The process group must exist.
@@ -45,7 +45,7 @@ class Stepper:
             device: of this rank.
             train: the samples to train on.
             held_out: those to evaluate on.
-            fused_params: extra ones, which TorchRec passes to FBGEMM.
+            make_sharders: see `assemble`.
             progress: of this process, for a `Watch`.
         """
         self.progress = progress or Progress()
@@ -55,7 +55,7 @@ class Stepper:
         self.global_batch = self.samples_per_rank * world.world_size
         self.steps = total_steps(config, train, world.world_size)
         torch.set_float32_matmul_precision("high" if config.train.precision == "tf32" else "highest")
-        self.assembled = assemble(config, world, device, train, fused_params)
+        self.assembled = assemble(config, world, device, train, make_sharders)
         self.model, self.optimizer = self.assembled.model, self.assembled.optimizer
         self.learning_rate, self.pipeline = self.assembled.learning_rate, self.assembled.pipeline
         self.plan = self.assembled.plan

@@ -5,7 +5,7 @@
 
 import logging
 import math
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -19,6 +19,7 @@ from dlrm_overlap.data.batch import Batch, Dataset
 from dlrm_overlap.data.loader import Loader
 from dlrm_overlap.embedding.plan import plan_record
 from dlrm_overlap.embedding.sharded_module import exchanges
+from dlrm_overlap.embedding.sharder import build_sharders
 from dlrm_overlap.launching.launcher import World
 from dlrm_overlap.launching.lifetime import EndRequest
 from dlrm_overlap.launching.watch import Progress
@@ -27,6 +28,7 @@ from dlrm_overlap.observe.result_files import has_results, read_summary, set_asi
 from dlrm_overlap.observe.run_folder import from_rank_0, hold_run_folder
 from dlrm_overlap.observe.run_log import RunLog, check_folder
 from dlrm_overlap.observe.running import RunningMetrics
+from dlrm_overlap.train.assembly import MakeSharders
 from dlrm_overlap.train.stepping import Stepper
 
 log = logging.getLogger("dlrm_overlap")
@@ -62,12 +64,12 @@ class Trainer(Stepper):
         device: torch.device,
         train: Dataset,
         held_out: Dataset,
-        fused_params: Mapping[str, Any] | None = None,
+        make_sharders: MakeSharders = build_sharders,
         progress: Progress | None = None,
         end: EndRequest | None = None,
     ) -> None:
         """Build the model as a `Stepper`; `end` asks `fit` to end early."""
-        super().__init__(config, world, device, train, held_out, fused_params, progress)
+        super().__init__(config, world, device, train, held_out, make_sharders, progress)
         self._end, self.folder, self.start = end or EndRequest(), config.folder, 0
         self.checkpointer = Checkpointer(
             self.folder / "checkpoints",

@@ -570,7 +570,8 @@ def train(
     }
     if captured:
         assert pipeline._dense.why_after == program.why_after
-        assert device.type == "cpu" or all(pipeline._graphs.each), "steps were not captured"
+        is_eager = isinstance(model, NormalisedOverRanks)  # whose model calls collectives
+        assert device.type == "cpu" or all(pipeline._graphs.each) != is_eager, f"captured is {is_eager}"
         pipeline.close()
     return given
 

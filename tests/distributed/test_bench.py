@@ -118,7 +118,7 @@ def test_step_measures_all_contenders(tmp_path: Path) -> None:
     for row in rows:
         assert (row["world_size"], row["tables"], row["global_batch"], row["steps"]) == ("2", "8", "128", "8")
         assert float(row["max_difference"]) <= float(row["tolerance"])
-        value = {key: float(row[key]) for key in row if key.endswith(("_ms", "_bytes", "_flop", "_per_s"))}
+        value = {key: float(row[key]) for key in row if key.endswith(("_ms", "_bytes", "_flop", "_per_s")) and row[key]}
         times = [
             value["dense_flop"] / value["dense_tflop_per_s"] / 1e9,
             value["hbm_bytes"] / value["hbm_gb_per_s"] / 1e6,

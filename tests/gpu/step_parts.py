@@ -133,7 +133,7 @@ def work(ranks: Ranks) -> int:
         collect_garbage(ranks.device)
     if ranks.world.rank == 0:
         print(format_table([_SHOWN, *([row[name] or "-" for name in _SHOWN] for row in as_text(rows))]))
-        _append(ranks.values.output, rows, ranks.world.world_size)
+        _append(Path(ranks.values.output), rows, ranks.world.world_size)
     return 0
 
 
@@ -141,7 +141,7 @@ def add_options(parser: Parser) -> None:
     """Add the options beside the configuration's."""
     parser.add_argument("--samples", type=PositiveInt, nargs="+", default=[8192, 16384], help="samples of a rank")
     parser.add_argument("--seconds", type=PositiveFloat, default=2.0, help="that each variant runs")
-    parser.add_argument("--output", type=Path, default=Path("parts.csv"), help="the rows are appended to this file")
+    parser.add_argument("--output", default="parts.csv", help="the rows are appended to this file")
 
 
 if __name__ == "__main__":

@@ -7,39 +7,56 @@ speedup, and the exit code is 1. All train at 3% of the configuration's learning
 steps make rounding grow to some percent of the loss within 20 steps, in which a wrong gradient would hide. A step
 copies its batch to the device; the batches are read before.
 
-A row is a contender. Its speedups are over the two contenders of TorchRec, as users run it and at its strongest;
-`fraction_of_floor` is of the time that products, memory or links must take (`harness.step_floor`), under the first
-contender's plan. A GPU holds few trainers at once: an ablation takes several calls, each with its reference first.
+A row is a contender. It has two times: `median_ms` by the clock, and `busy_ms`, the time of a traced step in which the
+GPU is not idle, on the rank where that is least. On other ranks collectives run while they wait for a slower one; the
+CPU's speed changes the first time and not the second. Both speedups are over TorchRec as users run it, and over
+TorchRec at its strongest, the fastest of the contenders here; `fraction_of_floor` is of the time that products, memory
+or links must take (`harness.step_floor`), under the first contender's plan. A GPU holds few trainers at once, so
+contenders take turns in groups (`step_contenders.heats`), whose rows are written one group after the other.
 """
 
+import logging
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+from fbgemm_gpu.split_embedding_configs import SparseType
+from torchrec.distributed.train_pipeline import TrainPipelineFusedSparseDist
+from torchrec.optim.keyed import KeyedOptimizerWrapper
 
 from dlrm_overlap.bench.harness.agreement import Agreement, check_noise, compare_losses, tolerances
 from dlrm_overlap.bench.harness.limits import describe_tables, measure_ceilings
 from dlrm_overlap.bench.harness.step_floor import find_floor
-from dlrm_overlap.bench.harness.timing import Timing, counted, take_turns
-from dlrm_overlap.bench.harness.training_runs import TrainingRun, read_batches
+from dlrm_overlap.bench.harness.timing import Timing, counted, greatest, take_turns
+from dlrm_overlap.bench.harness.training_runs import TrainingRun, mean_step_columns, read_batches
 from dlrm_overlap.bench.harness.workload import collect_garbage
+from dlrm_overlap.bench.report.measured import read_measured
 from dlrm_overlap.bench.report.rows import report
 from dlrm_overlap.bench.request import StepRequest
-from dlrm_overlap.bench.step_contenders import STEP_CONTENDERS, contender_config
+from dlrm_overlap.bench.step_contenders import STEP_CONTENDERS, contender_config, heats
 from dlrm_overlap.config import Config
 from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.embedding.plan import describe_plan
+from dlrm_overlap.embedding.sharder import build_sharders
 from dlrm_overlap.train.preflight import check_start
 from dlrm_overlap.train.ranks import Ranks
 from dlrm_overlap.train.trainer import Trainer
 
+log = logging.getLogger("dlrm_overlap")
+
 CHECKED_STEPS = 20
 _RATE = 0.03  # of the configuration's learning rates
-_BASELINES = ("torchrec", "torchrec_strongest")
+_TRACED_STEPS = 5
+_OPTIMIZERS: Mapping[str, Any] = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "adam": torch.optim.Adam}
+_BASELINES = ("torchrec", "strongest")
+_SPEEDUPS = {"speedup_over": "median_ms", "busy_speedup_over": "busy_ms"}
 _SHOWN = (
-    "contender", "median_ms", "p95_to_median", "host_ms", "samples_per_s",
-    *(f"speedup_over_{name}" for name in _BASELINES), "dense_ms", "hbm_ms", "link_ms",
+    "contender", "median_ms", "busy_ms", "p95_to_median", "host_ms", "samples_per_s",
+    *(f"{speedup}_{name}" for speedup in _SPEEDUPS for name in _BASELINES), "dense_ms", "hbm_ms", "link_ms",
     "floor_ms", "fraction_of_floor", "max_difference", "tolerance",
 )  # fmt: skip
 
@@ -50,29 +67,42 @@ def run(request: StepRequest, ranks: Ranks) -> int:
     Returns:
         The exit code: 1 if losses disagree.
     """
-    configs = contender_configs(ranks, request.contenders)
-
-    again, batches, floor = _train_apart(ranks, configs, request)
-    runs = [
-        TrainingRun(name, build(ranks, name, config), batches)
-        for name, config in counted("trainers to build", list(configs.items()))
-    ]
-    plan = describe_plan(runs[0].trainer.plan)
-    losses = {each.name: each.losses(CHECKED_STEPS) for each in counted("contenders to check", runs)}
-    agreements, faults = judge(ranks.config.train.precision, losses, again)
-    timings = dict(zip(configs, take_turns([each.time for each in runs], request.steps, ranks.device), strict=True))
-    rows = [
-        {"kind": request.kind, "contender": each.name}
-        | describe_run(each, request.batches)
-        | {"own_plan": describe_plan(each.trainer.plan) != plan}
-        | _times(each, timings, agreements, floor)
-        for each in runs
-    ]
-    for each in runs:
-        each.close()
-    if ranks.world.rank == 0:
-        report(rows, faults, request.output, _SHOWN)
-    return 1 if faults else 0
+    names = _possible(request.names, ranks)
+    if request.resume and request.output.exists():
+        done = {row["contender"] for row in read_measured(request.output).rows}
+        left = [name for name in names if name not in done]
+        if not left:
+            return 0
+        names = tuple(dict.fromkeys([names[0], *left, names[-1]]))
+    configs = contender_configs(ranks, names)
+    again, plan, batches, floor = _train_apart(ranks, configs, request)
+    reference: dict[str, list[float]] = {}
+    wrong = False
+    for heat in heats(names, request.at_once):
+        runs = [
+            TrainingRun(name, build(ranks, name, configs[name]), batches) for name in counted("trainers to build", heat)
+        ]
+        losses = reference | {each.name: each.losses(CHECKED_STEPS) for each in counted("contenders to check", runs)}
+        reference = dict([next(iter(losses.items()))])
+        agreements, faults = judge(ranks.config.train.precision, losses, again)
+        timings = dict(zip(heat, take_turns([each.time for each in runs], request.steps, ranks.device), strict=True))
+        busy_ms = {each.name: _busy_ms(each) for each in counted("contenders to trace", runs)}
+        rows = [
+            {"kind": request.kind, "contender": each.name}
+            | describe_run(each, request.batches)
+            | {"own_plan": describe_plan(each.trainer.plan) != plan}
+            | _times(each, timings[each.name], busy_ms[each.name], floor)
+            | _agreement(agreements[each.name])
+            for each in runs
+        ]
+        for each in runs:
+            each.close()
+        del runs, each
+        collect_garbage(ranks.device)
+        if ranks.world.rank == 0:
+            report(with_speedups(rows), faults, request.output, _SHOWN)
+        wrong |= bool(faults)
+    return int(wrong)
 
 
 def contender_configs(ranks: Ranks, names: Sequence[str]) -> dict[str, Config]:
@@ -91,16 +121,51 @@ def contender_configs(ranks: Ranks, names: Sequence[str]) -> dict[str, Config]:
     return configs
 
 
+def _possible(names: Sequence[str], ranks: Ranks) -> tuple[str, ...]:
+    """Return `names` without the contenders whose dense optimizer this torch cannot update by one kernel here."""
+    fused = {name for name in names if "fused_optimizer" in STEP_CONTENDERS[name].extras}
+    parameter = torch.zeros(1, device=ranks.device, requires_grad=True)
+    parameter.grad = torch.zeros_like(parameter)
+    try:
+        if fused:
+            _OPTIMIZERS[ranks.config.train.optimizer]([parameter], fused=True).step()
+    except RuntimeError as error:
+        log.warning("bench step: without %s: %s", " ".join(fused), error)
+        return tuple(name for name in names if name not in fused)
+    return tuple(names)
+
+
 def build(ranks: Ranks, name: str, config: Config) -> Trainer:
-    """Return the trainer of the contender `name`. All ranks call this."""
-    int32_ids = STEP_CONTENDERS[name].int32_ids
-    return ranks.trainer(config, {"embedding_table_index_type": torch.int32} if int32_ids else {})
+    """Return the trainer of the contender `name`, with what no key of `config` gives. All ranks call this."""
+    extras = STEP_CONTENDERS[name].extras
+    lookups: dict[str, Any] = {"embedding_table_index_type": torch.int32} if "int32_ids" in extras else {}
+    if "bf16_output" in extras and ranks.device.type == "cuda":  # FBGEMM has no such output on CPUs
+        lookups["output_dtype"] = SparseType.BF16
+    trainer = ranks.trainer(config, partial(build_sharders, fused_params=lookups, drop_in="drop_in" in extras))
+    if "fused_optimizer" in extras:
+        _fuse(trainer)
+    if "fused_pipeline" in extras and ranks.device.type == "cuda":  # it has streams alone
+        trainer.pipeline = TrainPipelineFusedSparseDist(trainer.model, trainer.optimizer, trainer.device)
+    return trainer
+
+
+def _fuse(trainer: Trainer) -> None:
+    """Make the dense optimizer, one of torch.optim that has taken no step, update all parameters by one kernel."""
+    for name, keyed in trainer.optimizer.optimizers:
+        if name != "dense":
+            continue
+        assert isinstance(keyed, KeyedOptimizerWrapper)
+        inner = keyed._optimizer
+        for group in inner.param_groups:
+            group["fused"], group["foreach"] = True, False
+        for parameter, state in inner.state.items():
+            state["step"] = state["step"].to(parameter.device, torch.float32)
 
 
 def _train_apart(
     ranks: Ranks, configs: Mapping[str, Config], request: StepRequest
-) -> tuple[list[float], list[Batch], dict[str, Any]]:
-    """Return the losses of a second run of the first contender, all runs' batches, and the floor of its step.
+) -> tuple[list[float], Any, list[Batch], dict[str, Any]]:
+    """Return the losses of a second run of the first contender, its plan, all runs' batches, and its step's floor.
 
     The run is gone before the others come: a GPU may have no room for one more. Its dense part is compiled if any
     contender's is, so that its losses differ from the reference's by the same rounding.
@@ -110,12 +175,25 @@ def _train_apart(
     trainer = build(ranks, name, replace(config, train=replace(config.train, compile_dense=compiled)))
     batches = read_batches(trainer, request.batches)
     floor = find_floor(trainer, batches, measure_ceilings(ranks.connect(), ranks.device), request.dense_tflop_per_s)
+    plan = describe_plan(trainer.plan)
     apart = TrainingRun(name, trainer, batches)
     losses = apart.losses(CHECKED_STEPS)
     apart.close()
     del trainer, apart
     collect_garbage(ranks.device)
-    return losses, batches, floor
+    return losses, plan, batches, floor
+
+
+def _busy_ms(run: TrainingRun) -> float | None:
+    """Return the ms of a step in which the GPU is not idle, on the rank where that is least; None on CPUs."""
+    device = run.trainer.device
+    if device.type == "cpu":
+        return None
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json.gz"
+        run.trace(_TRACED_STEPS, path)
+        step = mean_step_columns(path)
+    return -greatest([step["idle_ms"] - step["step_ms"]], device)[0]
 
 
 def judge(precision: str, losses: dict[str, list[float]], again: list[float]) -> tuple[dict[str, Agreement], list[str]]:
@@ -151,7 +229,7 @@ def describe_run(run: TrainingRun, batches: int) -> dict[str, Any]:
     trainer, config = run.trainer, run.trainer.config
     return {
         "backend": config.embedding.backend,
-        "int32_ids": STEP_CONTENDERS[run.name].int32_ids,
+        "extras": " ".join(sorted(STEP_CONTENDERS[run.name].extras)),
         "plan": config.embedding.plan,
         "gradient_parts": config.embedding.gradient_parts,
         "pipeline": config.train.pipeline,
@@ -171,26 +249,42 @@ def describe_run(run: TrainingRun, batches: int) -> dict[str, Any]:
     }
 
 
-def _times(
-    run: TrainingRun, timings: dict[str, Timing], agreements: dict[str, Agreement], floor: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return the columns of a run's times, of how they compare with the floor and the baselines', and of its losses."""
-    timing, agreement = timings[run.name], agreements[run.name]
+def _times(run: TrainingRun, timing: Timing, busy_ms: float | None, floor: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the columns of a run's times, and of how they compare with the floor."""
     median_ms = timing.median_ms
     return {
         **vars(timing),
+        "busy_ms": busy_ms,
         "p95_to_median": timing.p95_ms / median_ms,
         "samples_per_s": run.trainer.global_batch * 1e3 / median_ms,
-        **{
-            f"speedup_over_{name}": timings[name].median_ms / median_ms
-            if name in timings and agreement.agrees and agreements[name].agrees
-            else None
-            for name in _BASELINES
-        },
         **floor,
         "fraction_of_floor": floor["floor_ms"] / median_ms,
+    }
+
+
+def _agreement(agreement: Agreement) -> dict[str, Any]:
+    return {
         "checked_steps": CHECKED_STEPS,
         "max_difference": agreement.max_difference,
         "tolerance": agreement.tolerance,
         "agrees": agreement.agrees,
     }
+
+
+def with_speedups(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return `rows` with their speedups over TorchRec as users run it, and over its fastest contender, by both times.
+
+    A row whose losses disagree has no speedup, and is no baseline.
+    """
+    agreeing = {row["contender"]: row for row in rows if row["agrees"]}
+    theirs = [row for name, row in agreeing.items() if name.startswith("torchrec")]
+    found = []
+    for row in rows:
+        ratios: dict[str, float | None] = {}
+        for speedup, time in _SPEEDUPS.items():
+            first = agreeing.get("torchrec", {}).get(time)
+            fastest = min((each[time] for each in theirs if each[time]), default=None)
+            for name, base in zip(_BASELINES, (first, fastest), strict=True):
+                ratios[f"{speedup}_{name}"] = base / row[time] if base and row["agrees"] else None
+        found.append(row | ratios)
+    return found

@@ -9,20 +9,18 @@ and add up to the step; `observe.trace_summary` defines exposed. `untraced_ms` i
 profiler was there, which shows by how much it slows steps down.
 """
 
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from dlrm_overlap.bench.figures.step import build, contender_configs, describe_run
 from dlrm_overlap.bench.harness.timing import counted
-from dlrm_overlap.bench.harness.training_runs import MARK, TrainingRun, read_batches
+from dlrm_overlap.bench.harness.training_runs import TrainingRun, mean_step_columns, read_batches
 from dlrm_overlap.bench.harness.workload import collect_garbage
 from dlrm_overlap.bench.report.rows import report
 from dlrm_overlap.bench.request import TimelineRequest
 from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.observe.metrics import quantile
-from dlrm_overlap.observe.trace_summary import Span, cut, gpu_work, length, read_events, shares, spans_by_kind
 from dlrm_overlap.train.ranks import Ranks
 
 _UNTRACED_STEPS = 50
@@ -40,7 +38,7 @@ def run(request: TimelineRequest, ranks: Ranks) -> int:
     """
     rows: list[dict[str, Any]] = []
     batches: list[Batch] = []
-    configs = contender_configs(ranks, request.contenders)
+    configs = contender_configs(ranks, request.names)
     ranks.connect()
     folder, rank = request.output.with_suffix(""), ranks.world.rank
     for name, config in counted("contenders", list(configs.items())):
@@ -62,27 +60,3 @@ def run(request: TimelineRequest, ranks: Ranks) -> int:
         report(rows, [], request.output, _SHOWN)
         print(f"traces: {folder}")
     return 0
-
-
-def mean_step_columns(path: Path) -> dict[str, Any]:
-    """Return the columns of the mean step of a Chrome trace that `TrainingRun.trace` has written.
-
-    They are its shares, in ms and as fractions, and the ms of each kind of work. A step is from one mark to the next.
-
-    Raises:
-        InputError: if the file cannot be read.
-    """
-    work = gpu_work(read_events(path))
-    marks = sorted(each.span.begin for each in work if MARK.search(each.name))
-    assert len(marks) > 1, f"{path}: {len(marks)} marks, but a step is between two"
-    steps, window = len(marks) - 1, Span(marks[0], marks[-1])
-    inside = cut((each for each in work if not MARK.search(each.name)), window)
-    parts, us = shares(inside, window), window.end - window.begin
-    kinds = {kind.replace("-", "_"): length(spans) for kind, spans in spans_by_kind(inside).items()}
-    return {
-        "traced_steps": steps,
-        "step_ms": us / steps / 1e3,
-        **{f"{name}_ms": value / steps / 1e3 for name, value in parts.items()},
-        **{f"{name}_fraction": value / us for name, value in parts.items()},
-        **{f"{kind}_kernels_ms": value / steps / 1e3 for kind, value in kinds.items()},
-    }

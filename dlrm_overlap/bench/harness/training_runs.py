@@ -5,6 +5,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,9 +14,10 @@ from torch.profiler import ProfilerActivity, profile
 from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.embedding.sharded_module import exchanges
 from dlrm_overlap.observe.metrics import StepTimer
+from dlrm_overlap.observe.trace_summary import Span, cut, gpu_work, length, read_events, shares, spans_by_kind
 from dlrm_overlap.train.trainer import Trainer
 
-MARK = re.compile(r"\bspin_kernel\b")
+_MARK = re.compile(r"\bspin_kernel\b")
 """matches the names of kernels that only mark a position in a trace"""
 _WARMUP_STEPS = 10
 _AHEAD = 2  # batches that a pipeline works ahead of the step: the last timed steps have them too
@@ -105,3 +107,27 @@ def read_batches(trainer: Trainer, count: int) -> list[Batch]:
     if trainer.device.type == "cuda":
         torch.cuda.synchronize(trainer.device)  # those made there are copied by another stream than this one
     return [batch.pin_memory() for batch in batches] if trainer.device.type == "cuda" else batches
+
+
+def mean_step_columns(path: Path) -> dict[str, Any]:
+    """Return the columns of the mean step of a Chrome trace that `TrainingRun.trace` has written.
+
+    They are its shares, in ms and as fractions, and the ms of each kind of work. A step is from one mark to the next.
+
+    Raises:
+        InputError: if the file cannot be read.
+    """
+    work = gpu_work(read_events(path))
+    marks = sorted(each.span.begin for each in work if _MARK.search(each.name))
+    assert len(marks) > 1, f"{path}: {len(marks)} marks, but a step is between two"
+    steps, window = len(marks) - 1, Span(marks[0], marks[-1])
+    inside = cut((each for each in work if not _MARK.search(each.name)), window)
+    parts, us = shares(inside, window), window.end - window.begin
+    kinds = {kind.replace("-", "_"): length(spans) for kind, spans in spans_by_kind(inside).items()}
+    return {
+        "traced_steps": steps,
+        "step_ms": us / steps / 1e3,
+        **{f"{name}_ms": value / steps / 1e3 for name, value in parts.items()},
+        **{f"{name}_fraction": value / us for name, value in parts.items()},
+        **{f"{kind}_kernels_ms": value / steps / 1e3 for kind, value in kinds.items()},
+    }

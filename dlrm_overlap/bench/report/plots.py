@@ -71,7 +71,7 @@ def draw(measured: Measured) -> bytes:
         figure = PLOTS[measured.kind](measured.rows)
     except KeyError as error:
         raise InputError(f"{measured.name}.csv: no column or contender {error}, which the plot needs") from None
-    except ValueError as error:
+    except (ValueError, IndexError) as error:
         raise InputError(f"{measured.name}.csv: {error}; repair the row, or measure again") from None
     lines = [line for each in (hardware(measured.rows), *commands[:1]) for line in textwrap.wrap(each, 150)]
     figure.supxlabel("\n".join(lines), fontsize=6.5, family="monospace")

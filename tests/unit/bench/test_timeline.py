@@ -8,8 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from dlrm_overlap.bench.figures import timeline
-from dlrm_overlap.bench.figures.timeline import mean_step_columns
-from dlrm_overlap.bench.harness.training_runs import TrainingRun
+from dlrm_overlap.bench.harness.training_runs import TrainingRun, mean_step_columns
 from dlrm_overlap.bench.request import TimelineRequest
 from dlrm_overlap.bench.step_contenders import STEP_CONTENDERS, StepContender
 from dlrm_overlap.config import InputError

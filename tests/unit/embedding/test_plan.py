@@ -24,7 +24,7 @@ from dlrm_overlap.embedding.plan import (
     describe_plan,
     fullest_rank,
 )
-from dlrm_overlap.embedding.sharder import build_sequence_sharder, build_sharder
+from dlrm_overlap.embedding.sharder import build_sharder, build_sharders
 from dlrm_overlap.launching.parsing import parse_config
 from dlrm_overlap.train.model import build_model
 
@@ -38,7 +38,7 @@ def _config(*options: str) -> Config:
 def _plan(config: Config, group: dist.ProcessGroup, rows: list[int] | None = None) -> ShardingPlan:
     module = build_model(config.model, config.embedding, rows or _ROWS, 13, seed=0)
     topology = build_topology(torch.device("cpu"), 1, 1)
-    sharders = [build_sharder(config.embedding), build_sequence_sharder(config.embedding)]
+    sharders = build_sharders(config.embedding, "fp32", 0)
     return build_plan(module, sharders, topology, config.embedding, config.model.dim, _POOLING, 8, group)
 
 

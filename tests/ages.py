@@ -1,0 +1,90 @@
+"""How many commits have touched what a row of `docs/results` measures, since the commit that it names."""
+
+import subprocess
+from functools import cache
+
+from tests.simulated_pages import FOLDER, Lines, read
+
+_STAGE = ("kernels/forward", "dlrm_overlap/embedding", "dlrm_overlap/comm")
+_STEP = ("kernels", "dlrm_overlap/comm", "dlrm_overlap/dense", "dlrm_overlap/embedding", "dlrm_overlap/train")
+MEASURED: dict[str, tuple[str, ...]] = {
+    "backward": ("kernels/backward", *_STAGE[1:]),
+    "collectives": ("kernels/peer_copy.py", "dlrm_overlap/comm"),
+    "concurrent": ("dlrm_overlap/bench/harness/issuer.py", "dlrm_overlap/comm"),
+    "gemm": ("kernels/gemm", "dlrm_overlap/dense/gemm", "dlrm_overlap/comm"),
+    "input": ("dlrm_overlap/data",),
+    "simulated": ("dlrm_overlap/simulate",),
+    **dict.fromkeys(("cached", "clock", "cut", "hosts", "parts", "skewed"), _STEP),  # calibration, emulated hosts
+    **dict.fromkeys(
+        ("grid", "occupancy", "programs", "puts", "schedule", "slice", "stage", "strong", "sweep", "volume", "weak"),
+        _STAGE,
+    ),
+    **dict.fromkeys(
+        ("ablation", "baseline", "registered", "row_wise", "step", "strategies", "timeline", "wide"), _STEP
+    ),
+}
+"""Begin of a file's name -> what its rows measure; renames count as touches."""
+
+
+EARLIER = ", earlier code"
+"""marks rows, below a table, whose measured files have changed since"""
+
+
+def _git(*words: str) -> str:
+    done = subprocess.run(["git", "--no-optional-locks", *words], capture_output=True, text=True, check=False)
+    return done.stdout if done.returncode == 0 else ""
+
+
+def missing_history() -> str:
+    """Return why ages cannot be computed here; empty if they can."""
+    if not _git("rev-parse", "HEAD"):
+        return "no repository"
+    return "a shallow clone" if _git("rev-parse", "--is-shallow-repository").strip() == "true" else ""
+
+
+@cache
+def _touched() -> dict[str, list[str]]:
+    """Return commit -> the paths that it touches."""
+    entries = _git("log", "--format=%x00%H", "--name-only").split("\0")[1:]
+    return {lines[0]: lines[1:] for lines in (entry.split() for entry in entries)}
+
+
+@cache
+def _since(commit: str) -> list[str] | None:
+    """Return the commits after `commit`; None if history does not have it."""
+    return _git("rev-list", f"{commit}..HEAD").split() if _git("cat-file", "-t", commit) else None
+
+
+def commits_of(name: str) -> list[str]:
+    """Return the commits that the rows of a file name, without their marks."""
+    return sorted({row.get("commit", "").removesuffix("-dirty") for row in read(name)} - {""})
+
+
+def age(name: str) -> int | None:
+    """Return how many commits have touched what the rows of a file measure; None if they name no commit."""
+    kinds = [paths for begin, paths in MEASURED.items() if name.rpartition("/")[2].startswith(begin)]
+    assert kinds, f"{name}: tests.ages has no line that says which files it measures"
+    counts = []
+    for commit in commits_of(name):
+        since = _since(commit)
+        if since is None:
+            return None
+        counts.append(sum(any(path.startswith(kinds[0]) for path in _touched().get(each, [])) for each in since))
+    return max(counts, default=None)
+
+
+def table_of_ages() -> Lines:
+    """Return a line a file of rows."""
+    yield ["rows", "GPUs", "commit", "date", "age in commits"]
+    for path in sorted(FOLDER.glob("*.csv")):
+        rows, commits = read(path.name), commits_of(path.name)
+        dates = {row.get("date") or "" for row in rows}
+        dates |= {_git("show", "-s", "--format=%cs", each).strip() for each in commits}
+        found = age(path.name)
+        yield [
+            f"[{path.stem}](results/{path.name})",
+            rows[0].get("gpu") or ("simulated" if path.stem.startswith("simulated") else "-"),
+            ", ".join(commits) or "-",
+            max(dates) or "-",
+            "unknown" if found is None else str(found),
+        ]
