@@ -207,12 +207,15 @@ def _balanced_plan(
     sequences = [names.index(name) for name in unpooled]
     small = data_parallel_tables(config, [table.num_embeddings for table in every], sequences)
     replicated = {names[index] for index in small}
+    hosts = config.hosts if isinstance(config.hosts, int) else -(-world_size // topology.local_world_size)
     loads: dict[str, TableLoad] = {}
     for table, ids in zip(every, pooling, strict=True):
         row_bytes = table.embedding_dim * data_type_to_dtype(table.data_type).itemsize
         size = round(table.num_embeddings * (row_bytes + state_bytes(config.optimizer, table.embedding_dim)))
         pooled = table.name not in unpooled
-        loads[table.name] = TableLoad(ids, table.embedding_dim, row_bytes, size, table.num_embeddings, pooled)
+        # Between hosts unpooled tables that are cut by rows are not exchanged, which costs all steps their capture.
+        rows = table.num_embeddings if pooled or hosts == 1 or size > min(capacities) // 2 else 0
+        loads[table.name] = TableLoad(ids, table.embedding_dim, row_bytes, size, rows, pooled)
     divided = [load for name, load in loads.items() if name not in replicated]
     everywhere = [load for name, load in loads.items() if name in replicated]
     whole = sum(table.num_embeddings * table.embedding_dim for table in every if table.name in replicated)
