@@ -109,6 +109,7 @@ def _check(ranks: Ranks, optimizer: Any) -> None:
     train(whole, streams[2], 3)  # which is overwritten
     whole.pipeline.reset()
     checkpointer.load(Path(folder[0]) / f"step_{3 * _TURN}", whole.model, whole.optimizer)
+    whole.optimizer.set_optimizer_step(3 * _TURN)
     plain.pipeline.reset()
     expected, found = (train(trainer, _batches(trainer, 3 * _TURN), _TURN) for trainer in (plain, whole))
     _same(found, expected, "from the save")
