@@ -27,7 +27,6 @@ from dlrm_overlap.embedding.layout import Layout
 from dlrm_overlap.embedding.options import ExchangeOptions
 from dlrm_overlap.embedding.own_batches import of_samples, with_even_batches, with_even_batches_of_ranks
 from dlrm_overlap.embedding.shardings import (
-    build_layout,
     by_place_in_host,
     exchanging_group,
     hosts_of,
@@ -38,7 +37,6 @@ from dlrm_overlap.embedding.shardings import (
 )
 from dlrm_overlap.embedding.steps import with_float_weights
 from dlrm_overlap.embedding.stock import StockTables
-from dlrm_overlap.embedding.tables import LocalTables
 
 
 class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEmbeddingBagCollection):
@@ -72,15 +70,8 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
         """TorchRec's shardings, by number."""
         return self._embedding_shardings
 
-    def _make_exchange(self) -> Exchange:
-        """Return an exchange of the shardings that can be exchanged; of none, it has data-parallel tables alone."""
-        group, device = exchanging_group(self._env), self._device
-        assert device is not None
-        every: list[Any] = self._embedding_shardings
-        names = list(self._exchanged_names()) if self._exchanged else []
-        layout = build_layout([every[i] for i in self._exchanged], names, group.size())
-        tables = LocalTables.of([self._lookups[i] for i in self._exchanged], self.cached)
-        return Exchange(layout, tables, self._resolved, group, device)
+    def _new_exchange(self, *arguments: Any) -> Exchange:
+        return Exchange(*arguments)
 
     def _exchanged_names(self) -> dict[str, str]:
         """Return the names of the pooled embeddings that the exchange brings, in the order of its output.
@@ -106,11 +97,6 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
     def _others(self) -> list[Any]:
         """The shardings whose columns the exchange does not fill."""
         return [each for i, each in enumerate(self._embedding_shardings) if i not in self._ours]
-
-    def _create_input_dist(self, input_feature_names: list[str]) -> None:
-        """Have TorchRec find the tables' features in the first batch, once it is known that they are there."""
-        self._check_features(input_feature_names)
-        super()._create_input_dist(input_feature_names)
 
     @property
     def leading_columns(self) -> int:
