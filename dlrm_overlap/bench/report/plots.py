@@ -224,12 +224,6 @@ def _draw_step(rows: Rows) -> Figure:
     return draw_bars(found, lambda row: row["contender"].replace("_", "\n"), value="value", limit="floor_ms", unit=unit)
 
 
-def _draw_timeline(rows: Rows) -> Figure:
-    parts = {part: f"{part}_ms" for part in ("compute", "exposed", "copying", "idle")}
-    label = partial("{contender}\nrank {rank}".format_map)
-    return draw_bars(_columns_as_bars(rows, parts), label, value="value", unit="ms a traced step")
-
-
 def _draw_strategies(rows: Rows) -> Figure:
     found = _columns_as_bars(summarise(rows), {name: name for name in CLASSES})
     unit = "mean fraction of the ideal speedup"
@@ -251,7 +245,6 @@ PLOTS: dict[str, Callable[[Rows], Figure]] = {
     "backward": lambda rows: draw_bars(
         runs(rows), lambda row: f"{shape(row)}\n{row['optimizer']}", limit="limit_ms", over="baseline"
     ),
-    "timeline": _draw_timeline,
     "weak": _draw_scaling,
     "strong": _draw_scaling,
     "sweep": draw_map,
