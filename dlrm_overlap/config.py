@@ -33,6 +33,7 @@ HalfLife = Annotated[int, Rule("a whole number from 0 to 100", lambda value: 0 <
 TableOptimizer = Literal[
     "sgd", "adagrad", "rowwise_adagrad", "adam", "partial_rowwise_adam", "lamb", "partial_rowwise_lamb"
 ]
+Memory = Literal["gpu", "cached", "auto"]
 
 
 def _one_of(names: Collection[str]) -> Rule:
@@ -293,6 +294,13 @@ class EmbeddingConfig:
     """auto balances rows read and columns sent over the ranks; where necessary it cuts tables of many ids by columns,
     but not under row-wise optimizers and LAMB, else by rows. The others leave the plan to TorchRec's planner: torchrec
     with shards of any type, the rest with those of their type alone"""
+    memory: Memory | list[Memory] = "gpu"
+    """where a table's rows and their optimizer's states are: gpu, or cached: in the host's page-locked memory, with a
+    cache on the GPU, filled a step ahead. auto caches the largest tables until the others fit on the GPUs. One value,
+    or one a table; pgas and fused cache in a step as train.pipeline graph takes it, torchrec by FBGEMM"""
+    cache_fraction: PositiveFloat = 0.2
+    """cached tables: the share of the rows for which there is room on the GPU; with pgas and fused at least the ids of
+    two steps"""
     data_parallel_rows: NonNegativeInt = 0
     """plan auto, fp32 rows: every rank holds tables of at most so many rows whole and looks them up without an
     exchange, unless all are so small; train.optimizer, train.lr and train.eps train them"""
@@ -326,6 +334,18 @@ class EmbeddingConfig:
                 f"wait ends a run that is well, a longer one ends none; the default is 600"
             )
         _check_numbers("embedding", self)
+        if self.cache_fraction > 1:
+            raise InputError(
+                f"embedding.cache_fraction: {self.cache_fraction:g} must be at most 1, all rows; the default is 0.2"
+            )
+        if self.memory == []:
+            raise InputError("embedding.memory: an empty list, but a model has a table; give one value a table")
+        caches = self.backend == "torchrec" or BACKENDS[self.backend].stores_to_peers
+        if self.may_cache and (not caches or self.backward in ("collective", "atomic")):
+            raise InputError(
+                f"embedding.memory: {self.memory}, but backend {self.backend} with backward {self.backward} updates "
+                f"rows on the GPU alone; take backend pgas with backward auto, or torchrec"
+            )
         if self.backward == "atomic" and self.optimizer != "sgd":
             raise InputError(
                 f"embedding.backward: atomic, but only the update of sgd is a sum, and embedding.optimizer is "
@@ -337,6 +357,11 @@ class EmbeddingConfig:
         if self.wire_dtype != "auto":
             return self.wire_dtype
         return "bf16" if precision == "bf16" and self.backend != "torchrec" else "fp32"
+
+    @property
+    def may_cache(self) -> bool:
+        """Whether a table may be cached."""
+        return any(each != "gpu" for each in ([self.memory] if isinstance(self.memory, str) else self.memory))
 
     @property
     def has_backward(self) -> bool:
@@ -554,6 +579,7 @@ class Config:
         yield "data.schema", data.kind == "table", f"under data.kind {data.kind}; set data.kind table"
         yield "data.generate", not reads_files, "on samples that are read from files; set data.kind synthetic"
         yield "embedding.eps", embedding.optimizer != "sgd", "on sgd; set another embedding.optimizer"
+        yield "embedding.cache_fraction", embedding.may_cache, "on tables on the GPU; set embedding.memory"
         yield "train.eps", train.optimizer != "sgd", "on sgd; set another train.optimizer"
         yield "train.decay_start_step", train.decay_steps > 0, "without a decay; set train.decay_steps"
         yield "train.target_auroc", train.eval_every > 0, "while train.eval_every is 0; set train.eval_every"

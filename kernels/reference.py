@@ -268,6 +268,22 @@ _UPDATES = {
 }
 
 
+def swap_rows(
+    home: torch.Tensor,
+    cached: torch.Tensor,
+    slots: torch.Tensor,
+    leaving: torch.Tensor,
+    entering: torch.Tensor,
+    count: torch.Tensor,
+) -> None:
+    """Store rows of a cache to their table, and rows of the table in their stead; see the kernel of this name."""
+    entries = int(count)
+    slots, leaving, entering = slots[:entries], leaving[:entries], entering[:entries]
+    leaves, enters = leaving >= 0, entering >= 0
+    home[leaving[leaves]] = cached[slots[leaves]]
+    cached[slots[enters]] = home[entering[enters]]
+
+
 def average_share(shares: Sequence[torch.Tensor]) -> None:
     """Store the mean of one rank's share, as each rank has it, over all of them; float32 sums in the ranks' order.
 

@@ -35,6 +35,7 @@ from dlrm_overlap.checkpoint.storage.save import Refusal, RefusedError, gather
 from dlrm_overlap.checkpoint.storage.snapshot import Reader, Snapshot, device_of_copy
 from dlrm_overlap.comm.record import ExchangeTimeoutError
 from dlrm_overlap.config import Config, InputError, in_one_line
+from dlrm_overlap.embedding.sharded_module import exchanges
 from dlrm_overlap.launching.process_group import LAST_RESORT
 from dlrm_overlap.launching.watch import Progress
 
@@ -203,6 +204,8 @@ class Saves:
             self._loss_taken.set()
         self._find_extents(snapshot)
         self._reader.begin()
+        for exchange in exchanges(self._model):
+            exchange.write_back()
         snapshot.take()
         begun = snapshot, step, metrics, dict(self._checkpointer.about), time.perf_counter() - begin
         self._thread = threading.Thread(target=self._write, args=begun, name="save", daemon=True)

@@ -10,6 +10,7 @@ wait              FinishExchange.forward -> finish_forward: pooled embeddings of
 (autograd)        StartExchange.backward -> finish_backward: this rank's rows are updated
 """
 
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -37,6 +38,8 @@ from dlrm_overlap.embedding.replicated import ReplicatedTables
 from dlrm_overlap.embedding.steps import BatchSizes, Step
 from dlrm_overlap.embedding.tables import LocalTables
 from dlrm_overlap.embedding.windows import WindowHeldError
+
+log = logging.getLogger("dlrm_overlap")
 
 _NO_STREAM = nullcontext()
 
@@ -123,6 +126,7 @@ class Exchange:
         """where the exchange takes ids: whether the steps of now have as many samples, on each rank, as the first of
         them; otherwise ranks agree on the most in each step, which waits for the CPU"""
         self._steady_samples: int | None = None
+        self._told_uncached = False
 
     @property
     def steps(self) -> int:
@@ -203,7 +207,10 @@ class Exchange:
         samples = self._most_samples(features.stride())
         ids = self._require(self._ids.bound.samples).ids
         assert ids is not None
-        return ids.send(features, samples, count)
+        arrived = ids.send(features, samples, count)
+        if self._tables.fractions:
+            self._tables.bring_in(arrived.ids)
+        return arrived
 
     def forget_sent_ids(self) -> None:
         """Forget ids that were sent for steps that will not be taken."""
@@ -270,8 +277,22 @@ class Exchange:
 
         Raises:
             WindowHeldError: if the output of the step before is lent and in use; nothing has begun.
+            InputError: if this exchange takes ids, and has caches of rows for them; nothing has begun.
             RuntimeError: within a graph's capture, or if an earlier step has failed on this rank.
         """
+        if self._tables.fractions:
+            if self._ids is not None:
+                raise InputError(
+                    "exchange: ids that TorchRec has sent, but the rows of cached tables wait for those that "
+                    "GraphTrainPipeline sends ahead; train and evaluate this model by that pipeline alone"
+                )
+            if not self._told_uncached and self._group.rank() == 0:
+                log.warning(
+                    "backend %s: cached tables are read and updated in the host's memory, since their ids do not come "
+                    "ahead; GraphTrainPipeline sends them ahead",
+                    self.options.backend,
+                )
+            self._told_uncached = True
         return self._start(Step(inputs, BatchSizes.of(tuple(batch_sizes))))
 
     def _start(self, step: Step) -> "PooledAwaitable":
@@ -295,6 +316,7 @@ class Exchange:
         if self._pending is not None:  # its flags must be awaited before the next step
             self._set_aside(self._pending)
         halves = self._require(step.batch.most)
+        self.read_again()
         if self._ids is not None and self.device.type == "cuda":  # ids that were checked when they arrived
             step.ids_ready = torch.cuda.current_stream(self.device).record_event()
         with self._beside():
@@ -327,6 +349,10 @@ class Exchange:
                 self._puts,
             )
             self._halves = open_halves(context)
+            if self._ids is not None:
+                rank, ranks = self._group.rank(), self._group.size()
+                room = [self._ids.arriving([feature], ranks) for feature in self._ids.features(rank)]
+                self._tables.open_caches(self.layout.by_owner[rank], room, self.device)
         return self._halves
 
     def _set_aside(self, step: Step) -> None:
@@ -418,6 +444,11 @@ class Exchange:
         assert self._halves is not None, "a step begins with its forward"
         return self._halves
 
+    def read_again(self) -> None:
+        """Read the rows in caches again, if others may have written to their tables; before each captured step."""
+        if self._tables.fractions:
+            self._tables.read_again()
+
     def keep_rules_in_place(self) -> None:
         """Write the optimizers' numbers that have changed to where captured steps read them; on the current stream."""
         if self._halves is not None:
@@ -427,6 +458,14 @@ class Exchange:
         """Overwrite those numbers if captured steps read some; on the current stream."""
         if self._halves is not None:
             self._halves.backward.follow_rules()
+
+    def write_back(self) -> None:
+        """Store rows that are in caches to their tables; on the current stream, after all steps that are issued."""
+        self._tables.write_back()
+
+    def note_writes(self) -> None:
+        """Do so for others that read the tables, and may write to them until the next step."""
+        self._tables.note_writes()
 
     def skip(self, counter: Counter) -> None:
         """Take an epoch of the windows that `counter` counts, in which nothing is stored; all ranks do so alike."""
@@ -462,6 +501,7 @@ class Exchange:
         finally:
             self._halves, self._capacity = None, 0
             self._closed += 1
+            self._tables.close_caches(write_back=stopped is None and self.failure is None)
             if stopped is None:
                 halves.close()
         if stopped is not None:

@@ -1,8 +1,9 @@
 """What both of the drop-in's sharded modules share: which shards an `Exchange` serves, and who sends the ids."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -44,6 +45,8 @@ class ExchangingModule(nn.Module, Generic[Served]):
     exchange: Served | None
     stock: StockTables | None
     """the tables that stay with TorchRec, if there are any, where the exchange takes the ids of the others"""
+    cached: Mapping[str, float] = MappingProxyType({})
+    """the tables whose rows the exchange caches, and the share of the rows for which there are slots"""
 
     @property
     def _shardings(self) -> list[Any]:
@@ -86,7 +89,7 @@ class ExchangingModule(nn.Module, Generic[Served]):
         return (self._env.global_rank if isinstance(self._env, ShardingEnv2D) else self._env.rank) == 0
 
     def _reasons(self, by_type: Mapping[str, Any]) -> dict[str, str | None]:
-        return reasons_to_fall_back(by_type, self._env, self._options.wire_dtype)
+        return reasons_to_fall_back(by_type, self._env, self._options.wire_dtype, self.cached)
 
     def _set_up_exchange(self, tables: int) -> None:
         """Find out which shardings can be exchanged, say so, and make their exchange; `tables` are the module's."""
@@ -198,18 +201,19 @@ class ExchangingModule(nn.Module, Generic[Served]):
 
 
 def reasons_to_fall_back(
-    shardings: Mapping[str, Any], env: ShardingEnv, wire_dtype: torch.dtype
+    shardings: Mapping[str, Any], env: ShardingEnv, wire_dtype: torch.dtype, cached: Collection[str] = ()
 ) -> dict[str, str | None]:
     """Return by sharding type why tables of a module stay with TorchRec, alike on all ranks, or None if they do not.
 
     Args:
         shardings: sharding type -> TorchRec's sharding.
         wire_dtype: in which embeddings would travel.
+        cached: names of the tables whose rows the exchange caches.
     """
     if isinstance(env, ShardingEnv2D) and env.sharding_strategy == ShardingStrategy.FULLY_SHARDED:
         whole = "2D parallelism with fully sharded rows"
     else:
         whole = None
-    reasons = {kind: why_not_exchanged(each, wire_dtype) or whole for kind, each in shardings.items()}
+    reasons = {kind: why_not_exchanged(each, wire_dtype, cached) or whole for kind, each in shardings.items()}
     alone = why_not_together([shardings[kind] for kind, reason in reasons.items() if reason is None])
     return {kind: reason or alone for kind, reason in reasons.items()}

@@ -20,7 +20,7 @@ from torchrec.distributed.sharding_plan import (
     row_wise,
     table_wise,
 )
-from torchrec.distributed.types import ModuleSharder, ShardingPlan, ShardingType
+from torchrec.distributed.types import CacheParams, ModuleSharder, ParameterSharding, ShardingPlan, ShardingType
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig, data_type_to_dtype
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
@@ -46,6 +46,7 @@ _NETWORK_BYTES_PER_S = 50e9  # a 400 Gb/s adapter a GPU
 _RESERVED = 0.2  # of a device's memory: all but tables
 _REPLICATED_BYTES = 4 * 4  # of an element of a data-parallel table: weight, gradient, up to two states of the optimizer
 
+_CACHING = EmbeddingComputeKernel.FUSED_UVM_CACHING.value
 
 _LEAST_COLUMNS = 32  # of a shard by `constraints`, a quarter of the usual 128, of which TorchRec's planner cuts none
 
@@ -172,19 +173,118 @@ def _planners_plan(
     """Return the plan of TorchRec's planner, which rank 0 makes, with shards of the configured type."""
     # TorchRec never cuts columns below 128 of itself: where columns are asked for, every rank may have some.
     min_partition = max(4, dim // topology.world_size // 4 * 4) if config.plan == "column_wise" else None
+    names, on_gpu = table_keys(len(pooling)), topology.compute_device == "cuda"
+    capacity = min(_capacities(topology, group)) * (1 - _RESERVED) * group.size() if on_gpu else None
+    cached = cached_tables(module, config, names, capacity)
+    _require_host_memory(module, cached, config, topology)
     constraints = {
         key: ParameterConstraints(
             sharding_types=None if config.plan == "torchrec" else [config.plan],
-            compute_kernels=[EmbeddingComputeKernel.FUSED.value],
+            # For CPUs the planner knows no other kernel.
+            compute_kernels=[_CACHING if key in cached and on_gpu else EmbeddingComputeKernel.FUSED.value],
             pooling_factors=[factor],
             min_partition=min_partition,
+            cache_params=_cache_params(config) if key in cached and on_gpu else None,
         )
-        for key, factor in zip(table_keys(len(pooling)), pooling, strict=True)
+        for key, factor in zip(names, pooling, strict=True)
     }
     try:
-        return torchrecs_planner(topology, batch_size, constraints).collective_plan(module, sharders, group)
+        plan = torchrecs_planner(topology, batch_size, constraints).collective_plan(module, sharders, group)
     except PlannerError as error:
         raise _does_not_fit(config.plan, in_one_line(error)) from None
+    for tables in plan.plan.values():
+        for name in cached & tables.keys():  # type: ignore[attr-defined]
+            _cache(tables[name], config)  # type: ignore[index]
+    return plan
+
+
+def _capacities(topology: Topology, group: dist.ProcessGroup) -> list[int]:
+    """Return the memory of each rank for tables, in bytes; a collective."""
+    storage, capacities = topology.devices[group.rank()].storage, [0] * group.size()
+    dist.all_gather_object(capacities, storage.hbm if topology.compute_device == "cuda" else storage.ddr, group)
+    return capacities
+
+
+def _cache_params(config: EmbeddingConfig) -> CacheParams:
+    return CacheParams(load_factor=config.cache_fraction, prefetch_pipeline=config.backend == "torchrec" or None)
+
+
+def _cache(sharding: ParameterSharding, config: EmbeddingConfig) -> None:
+    """Have a table of a plan cached."""
+    sharding.compute_kernel, sharding.cache_params = _CACHING, _cache_params(config)
+
+
+def cached_tables(
+    module: nn.Module, config: EmbeddingConfig, names: Sequence[str], capacity_bytes: float | None
+) -> set[str]:
+    """Return the tables that a plan of `config` caches, see `embedding.memory`.
+
+    Under auto they are the largest, the least number of them that leaves room for the others and the caches.
+
+    Args:
+        module: that is not sharded.
+        config: of the embedding stage.
+        names: of the tables, in the order of `embedding.memory`.
+        capacity_bytes: the room for tables on all GPUs; None on CPUs, which have no other memory.
+
+    Raises:
+        InputError: if `embedding.memory` has not one value, nor one a table, or one of a table that cannot be cached.
+    """
+    memory = [config.memory] * len(names) if isinstance(config.memory, str) else config.memory
+    if len(memory) != len(names):
+        raise InputError(
+            f"embedding.memory: {len(memory)} values for {len(names)} tables; give one value, or one a table"
+        )
+    by_name = {table.name: table for _, configs in _collections(module).values() for table in configs}
+    every, unpooled = [by_name[name] for name in names], _unpooled_tables(module)
+    whole = {name for name, each in zip(names, memory, strict=True) if each == "cached"}
+    if refused := sorted(whole & unpooled) if isinstance(config.memory, list) else []:
+        raise InputError(
+            f"embedding.memory: cached for table {refused[0]}, whose rows are not pooled, and only pooled tables are "
+            f"cached; set gpu for it"
+        )
+    kept = [names.index(name) for name in unpooled]
+    small = data_parallel_tables(config, [table.num_embeddings for table in every], kept)
+    left_out = unpooled | {names[index] for index in small}
+    cached = whole - left_out
+    if capacity_bytes is None:
+        return cached
+    sizes = {table.name: float(_table_bytes(table, config.optimizer)) for table in every}
+    needed = sum(sizes[name] * (_held_share(by_name[name], config) if name in cached else 1.0) for name in names)
+    may = [name for name, each in zip(names, memory, strict=True) if each == "auto" and name not in left_out]
+    for name in sorted(may, key=lambda each: (-sizes[each], each)):
+        if needed <= capacity_bytes:
+            break
+        cached.add(name)
+        needed -= sizes[name] * (1 - _held_share(by_name[name], config))
+    return cached
+
+
+def _table_bytes(table: BaseEmbeddingConfig, optimizer: str) -> int:
+    """Return the bytes of a table's rows and their optimizer's states."""
+    row_bytes = table.embedding_dim * data_type_to_dtype(table.data_type).itemsize
+    return round(table.num_embeddings * (row_bytes + state_bytes(optimizer, table.embedding_dim)))
+
+
+def _held_share(table: BaseEmbeddingConfig, config: EmbeddingConfig) -> float:
+    """Return the bytes that a cached table takes on the GPU over all of its own: its slots, and where each row is."""
+    return min(1.0, config.cache_fraction + 4 * table.num_embeddings / _table_bytes(table, config.optimizer))
+
+
+def _require_host_memory(module: nn.Module, cached: set[str], config: EmbeddingConfig, topology: Topology) -> None:
+    """Check that this host has memory for its share of the cached tables of a module that is not sharded.
+
+    Raises:
+        InputError: if it has not.
+    """
+    tables = [table for _, configs in _collections(module).values() for table in configs if table.name in cached]
+    held = sum(_table_bytes(table, config.optimizer) for table in tables)
+    here = held * topology.local_world_size // topology.world_size
+    if here > (room := psutil.virtual_memory().available):
+        raise InputError(
+            f"embedding.memory: cached tables take {here / 1e9:.1f} GB of a host's memory, and {room / 1e9:.1f} GB are "
+            f"there; cache fewer, use more hosts, or cap them by data.tables.max_rows"
+        )
 
 
 def _balanced_plan(
@@ -198,25 +298,27 @@ def _balanced_plan(
     """Return data-parallel tables, and the shards of the others placed by `balance`; all ranks do so alike."""
     collections = _collections(module)
     world_size, device_type = group.size(), topology.compute_device
-    storage = topology.devices[group.rank()].storage
-    capacities = [0] * world_size
-    dist.all_gather_object(capacities, storage.hbm if device_type == "cuda" else storage.ddr, group)
+    room = min(_capacities(topology, group)) * (1 - _RESERVED)
     by_name = {table.name: table for _, configs in collections.values() for table in configs}
     names = table_keys(len(pooling))
     every, unpooled = [by_name[name] for name in names], _unpooled_tables(module)
     sequences = [names.index(name) for name in unpooled]
     small = data_parallel_tables(config, [table.num_embeddings for table in every], sequences)
     replicated = {names[index] for index in small}
+    whole = sum(table.num_embeddings * table.embedding_dim for table in every if table.name in replicated)
+    capacity = int(room) - whole * _REPLICATED_BYTES
+    cached = cached_tables(module, config, names, capacity * world_size if device_type == "cuda" else None)
+    _require_host_memory(module, cached, config, topology)
     loads: dict[str, TableLoad] = {}
     for table, ids in zip(every, pooling, strict=True):
         row_bytes = table.embedding_dim * data_type_to_dtype(table.data_type).itemsize
-        size = round(table.num_embeddings * (row_bytes + state_bytes(config.optimizer, table.embedding_dim)))
+        size = _table_bytes(table, config.optimizer)
+        if table.name in cached and device_type == "cuda":
+            size = round(size * _held_share(table, config))
         pooled = table.name not in unpooled
         loads[table.name] = TableLoad(ids, table.embedding_dim, row_bytes, size, table.num_embeddings, pooled)
     divided = [load for name, load in loads.items() if name not in replicated]
     everywhere = [load for name, load in loads.items() if name in replicated]
-    whole = sum(table.num_embeddings * table.embedding_dim for table in every if table.name in replicated)
-    capacity = int(min(capacities) * (1 - _RESERVED)) - whole * _REPLICATED_BYTES
     # FBGEMM updates each shard's columns apart, row-wise states and norms of rows included: where cuts of columns
     # depend on the number of ranks, so would the training, and losses would part on another number of them.
     placed = balance(divided, world_size, capacity, not looks_at_rows(config.optimizer), everywhere)
@@ -240,6 +342,8 @@ def _balanced_plan(
         made = construct_module_sharding_plan(tables, own, sharder, local, world_size, device_type)
         for name in own.keys() - replicated:
             made[name].compute_kernel = EmbeddingComputeKernel.FUSED.value
+            if name in cached:
+                _cache(made[name], config)
         plan.plan[path] = made
     return plan
 
@@ -312,8 +416,8 @@ def fullest_rank(
 
 def _does_not_fit(kind: str, reason: str) -> InputError:
     return InputError(
-        f"embedding.plan: no plan of kind {kind} fits ({reason:.200}...); cap the tables with "
-        f"--data.tables.max_rows, or use more ranks"
+        f"embedding.plan: no plan of kind {kind} fits ({reason:.200}...); cache tables with --embedding.memory auto, "
+        f"cap them with --data.tables.max_rows, or use more ranks"
     )
 
 

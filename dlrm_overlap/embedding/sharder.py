@@ -2,16 +2,25 @@
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
 from torchrec.distributed.sharding_plan import get_default_sharders as get_torchrec_sharders
-from torchrec.distributed.types import CommOp, ModuleSharder, ParameterSharding, QuantizedCommCodecs, ShardingEnv
+from torchrec.distributed.types import (
+    CommOp,
+    ModuleSharder,
+    ParameterSharding,
+    QuantizedCommCodecs,
+    ShardingEnv,
+    ShardingEnv2D,
+)
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from dlrm_overlap.backends import BACKENDS, BACKWARDS, EXCHANGED
@@ -20,7 +29,7 @@ from dlrm_overlap.embedding.codecs import precisions
 from dlrm_overlap.embedding.options import PUTS, WIRE_DTYPES, ExchangeOptions
 from dlrm_overlap.embedding.sharded_module import OverlapShardedEmbeddingBagCollection, exchanges
 from dlrm_overlap.embedding.sharded_unpooled import OverlapShardedEmbeddingCollection
-from dlrm_overlap.embedding.shardings import check_columns, exchanging_group
+from dlrm_overlap.embedding.shardings import cached_shares, check_columns, exchanging_group
 from dlrm_overlap.embedding.tables import OPTIMIZERS
 from dlrm_overlap.kernels.schedule import SCHEDULES
 
@@ -46,10 +55,10 @@ _KEYS = (
 class OverlapEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
     """TorchRec's sharder with another exchange, for any model that `DistributedModelParallel` takes.
 
-    Exchanged are shards of every type but data-parallel, in the memory of their rank's device, with SGD, Adagrad, Adam,
-    LAMB or their row-wise forms. All other tables stay with TorchRec, and the log has the reason once; captured steps
-    look up data-parallel tables, too. Checkpoints are TorchRec's own, and so is the order of the output's columns.
-    docs/torchrec.md has the differences.
+    Exchanged are shards of every type but data-parallel, in the memory of their rank's device or cached there, with
+    SGD, Adagrad, Adam, LAMB or their row-wise forms. All other tables stay with TorchRec, and the log has the reason
+    once; captured steps look up data-parallel tables, too. Checkpoints are TorchRec's own, and so is the order of the
+    output's columns. docs/torchrec.md has the differences.
 
     Example:
         DistributedModelParallel(model, sharders=[OverlapEmbeddingBagCollectionSharder(backend="pgas")])
@@ -135,18 +144,36 @@ class OverlapEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
         """
         check_columns(params)
         require_same_plan(params, env)
+        # The replicas of 2D parallelism are averaged where FBGEMM keeps the rows.
+        caches = self._caches and not isinstance(env, ShardingEnv2D)
+        cached, fused_params = cached_shares(params) if caches else {}, self.fused_params
+        if cached:
+            params = {
+                name: replace(each, compute_kernel=EmbeddingComputeKernel.FUSED_UVM.value, cache_params=None)
+                if name in cached
+                else each
+                for name, each in params.items()
+            }
+            if device is not None and device.type == "cuda":  # memory that kernels read and write where it is
+                fused_params = {**(fused_params or {}), "uvm_host_mapped": True}
         return OverlapShardedEmbeddingBagCollection(
             module,
             params,
             env,
-            self.fused_params,
+            fused_params,
             device,
             qcomm_codecs_registry=self.qcomm_codecs_registry,
             module_fqn=module_fqn,
             sharded_module_order_overwrite=self._sharded_module_order_overwrite,
             options=self.options,
             output_order=self.output_order,
+            cached=cached,
         )
+
+    @property
+    def _caches(self) -> bool:
+        """Whether the exchange caches rows; otherwise such tables stay with TorchRec, and FBGEMM caches them."""
+        return BACKENDS[self.options.backend].stores_to_peers and self.options.resolved_backward in ("push", "dma")
 
     @property
     def sharded_module_type(self) -> type[OverlapShardedEmbeddingBagCollection]:

@@ -1,7 +1,7 @@
 """TorchRec's shardings of a module: which of them an exchange can take, and the layout of those."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import chain
 from typing import Any
@@ -24,7 +24,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType, 
 from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dlrm_overlap.config import InputError
+from dlrm_overlap.config import EmbeddingConfig, InputError
 from dlrm_overlap.embedding.codecs import precisions
 from dlrm_overlap.embedding.layout import FeatureShard, Layout, distinct, outputs_of
 from dlrm_overlap.embedding.options import WIRE_DTYPES
@@ -91,17 +91,28 @@ def check_columns(params: Mapping[str, ParameterSharding]) -> None:
                 )
 
 
-def why_not_exchanged(sharding: Any, wire_dtype: torch.dtype) -> str | None:
+def cached_shares(params: Mapping[str, ParameterSharding]) -> dict[str, float]:
+    """Return the tables of a plan with compute kernel `fused_uvm_caching`, and the share of their rows in a cache."""
+    kernel = EmbeddingComputeKernel.FUSED_UVM_CACHING.value
+    return {
+        name: (each.cache_params and each.cache_params.load_factor) or EmbeddingConfig.cache_fraction
+        for name, each in params.items()
+        if each.compute_kernel == kernel
+    }
+
+
+def why_not_exchanged(sharding: Any, wire_dtype: torch.dtype, cached: Collection[str] = ()) -> str | None:
     """Return why an exchange cannot take a sharding of TorchRec's, alike on all ranks, or None if it can.
 
     Args:
         wire_dtype: in which pooled embeddings would travel.
+        cached: names of the tables whose rows the exchange caches.
     """
     if type(sharding) not in _EXCHANGED:
         return f"shards of type {type(sharding).__name__} are not exchanged"
     if (reason := _why_not_sent(sharding, wire_dtype)) is not None:
         return reason
-    reasons = (_why_not_pooled(group, wire_dtype) for group in groups_of(sharding))
+    reasons = (_why_not_pooled(group, wire_dtype, cached) for group in groups_of(sharding))
     return next((reason for reason in reasons if reason is not None), None)
 
 
@@ -126,10 +137,10 @@ def _collectives(sharding: Any) -> list[CommOp]:
     return summed if alone else [*summed, CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL]
 
 
-def _why_not_pooled(group: Any, wire_dtype: torch.dtype) -> str | None:
+def _why_not_pooled(group: Any, wire_dtype: torch.dtype, cached: Collection[str]) -> str | None:
     """Return why an exchange cannot pool and update the tables of one lookup, or None if it can."""
-    kernels = {table.compute_kernel for table in group.embedding_tables}
-    if kernels != {EmbeddingComputeKernel.FUSED}:
+    kernels = {table.compute_kernel for table in group.embedding_tables if table.name not in cached}
+    if kernels - {EmbeddingComputeKernel.FUSED}:
         return f"compute kernel {' '.join(sorted(kernel.value for kernel in kernels))}"
     if group.has_feature_processor:
         return "feature processors"

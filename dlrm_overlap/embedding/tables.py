@@ -13,6 +13,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 )
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from dlrm_overlap.embedding.cache import CachedTable, HomeTable, RowCache, cached_tables, first_rows
 from dlrm_overlap.embedding.layout import FeatureShard, FusedLookup
 from dlrm_overlap.embedding.steps import UpdateRule
 
@@ -60,15 +61,31 @@ class StoredRows(NamedTuple):
 
 
 class LocalTables:
-    """The fused lookups (TBE) that hold this rank's shards; their storage is read and updated in place."""
+    """The fused lookups (TBE) that hold this rank's shards; their storage is read and updated in place.
 
-    def __init__(self, lookups: Sequence[SplitTableBatchedEmbeddingBagsCodegen]) -> None:
+    Rows of tables that have a cache are in it from `open_caches` to `close_caches`, see `cache`.
+    """
+
+    def __init__(
+        self,
+        lookups: Sequence[SplitTableBatchedEmbeddingBagsCodegen],
+        fractions: Mapping[tuple[int, int], float] | None = None,
+    ) -> None:
+        """Take the lookups and, by lookup and table, the share of the rows for which a cache has slots."""
         self.lookups = list(lookups)
+        self.fractions = fractions or {}
+        self._cached: dict[tuple[int, int], CachedTable] = {}
+        self._cached_features: list[tuple[RowCache, torch.Tensor]] = []
+        self._may_be_written = False
+        """whether rows at home may have been written to since those in caches were stored there"""
         self._storages: list[tuple[Any, str]] = [
             (tbe, f"{name}_{'host' if tbe.use_cpu else 'dev'}")
             for tbe in lookups
             for name in ("weights", *_BUFFERS.get(optimizer_of(tbe), ()))
         ]
+        for number in {lookup for lookup, _ in self.fractions}:
+            if not lookups[number].use_cpu:
+                self._storages.append((lookups[number], "weights_uvm"))
         self._storage: tuple[int, ...] | None = None
         self._weights: list[list[torch.Tensor]] = []
         self._states: list[list[list[torch.Tensor]]] = []
@@ -77,9 +94,20 @@ class LocalTables:
         """number of the step up to which FBGEMM's `iter_cpu` has counted"""
 
     @classmethod
-    def of(cls, lookups: Sequence[Any]) -> "LocalTables":
-        """Return the tables of TorchRec's lookup modules, one a sharding."""
-        return cls([module.emb_module for lookup in lookups for module in lookup._emb_modules])
+    def of(cls, lookups: Sequence[Any], cached: Mapping[str, float] | None = None) -> "LocalTables":
+        """Return the tables of TorchRec's lookup modules, one a sharding.
+
+        Args:
+            cached: tables that have a cache, by name, and the share of the rows for which it has slots.
+        """
+        modules = [module for lookup in lookups for module in lookup._emb_modules]
+        fractions = {
+            (number, index): cached[table.name]
+            for number, module in enumerate(modules if cached else [])
+            for index, table in enumerate(module._config.embedding_tables)
+            if cached and table.name in cached
+        }
+        return cls([module.emb_module for module in modules], fractions)
 
     @property
     def bounds_checks(self) -> list[BoundsCheckMode]:
@@ -88,7 +116,8 @@ class LocalTables:
 
     def storage(self) -> tuple[int, ...]:
         """Return the addresses of the lookups' rows and states, which change when these are moved or replaced."""
-        return tuple([getattr(tbe, name).data_ptr() for tbe, name in self._storages])
+        homes = [getattr(tbe, name).data_ptr() for tbe, name in self._storages]
+        return *homes, *[cache.rows[0].data_ptr() for cache, _ in self._cached_features]
 
     def _split(self) -> None:
         if (storage := self.storage()) != self._storage:
@@ -97,30 +126,118 @@ class LocalTables:
             self._storage = storage
 
     def weight(self, shard: FeatureShard) -> torch.Tensor:
-        """Return the rows [rows, D] of a shard of this rank."""
+        """Return the rows [rows, D] of a shard of this rank, or the slots that its ids name."""
+        if (cached := self._cached.get((shard.lookup, shard.table))) is not None:
+            return cached.cache.rows[0]
         self._split()
         return self._weights[shard.lookup][shard.table]
 
     def weights(self, shards: Sequence[FeatureShard]) -> list[torch.Tensor]:
-        """Return the rows of each of these shards."""
+        """Return the rows of each of these shards, as `weight` does."""
         self._split()
-        return [self._weights[shard.lookup][shard.table] for shard in shards]
+        return [self.weight(shard) for shard in shards]
+
+    def rows(self, shard: FeatureShard) -> int:
+        """Return the number of rows of a shard of this rank."""
+        self._split()
+        return self._weights[shard.lookup][shard.table].shape[0]
 
     def states(self, shard: FeatureShard) -> list[torch.Tensor]:
-        """Return the optimizer's states of a shard's rows, each [rows, D] or [rows] float32."""
+        """Return the optimizer's states of a shard's rows or slots, each [rows, D] or [rows] float32."""
+        if (cached := self._cached.get((shard.lookup, shard.table))) is not None:
+            return cached.cache.rows[1:]
+        return self._states_at_home(shard.lookup, shard.table)
+
+    def _states_at_home(self, lookup: int, table: int) -> list[torch.Tensor]:
         self._split()
-        states = self._states[shard.lookup]
-        return states[shard.table] if states else []
+        states = self._states[lookup]
+        return list(states[table]) if states else []
 
     def stored(self, shard: FeatureShard) -> StoredRows:
-        """Return where a shard's rows are, on a GPU."""
+        """Return where a shard's rows or slots are, on a GPU."""
         tbe: Any = self.lookups[shard.lookup]
         optimizer = self.optimizer(shard)
-        states = tuple(getattr(tbe, f"{name}_dev").detach() for name in _BUFFERS[optimizer])
+        if (cached := self._cached.get((shard.lookup, shard.table))) is not None:
+            weights, *states = [rows.flatten() for rows in cached.cache.rows]
+        else:
+            weights, *states = [
+                _holding(rows, getattr(tbe, f"{name}_dev"), getattr(tbe, f"{name}_uvm"))
+                for name, rows in zip(
+                    ("weights", *_BUFFERS[optimizer]), (self.weight(shard), *self.states(shard)), strict=True
+                )
+            ]
         given = tbe.optimizer_args  # of which SGD and Adagrad read neither, as under FBGEMM
         if optimizer == "rowwise_adagrad" and (given.weight_decay_mode or given.max_norm):
             optimizer = "decaying_rowwise_adagrad"
-        return StoredRows(tbe.weights_dev.detach(), states, optimizer, bool(tbe.stochastic_rounding))
+        return StoredRows(weights, tuple(states), optimizer, bool(tbe.stochastic_rounding))
+
+    def open_caches(self, shards: Sequence[FeatureShard], ids: Sequence[int], device: torch.device) -> None:
+        """Make the caches, from whose slots rows are looked up from now on.
+
+        Args:
+            shards: of this rank, in the order of the features of its only input.
+            ids: the most ids of a step, by shard.
+            device: of the slots.
+
+        Raises:
+            InputError: if there is no room for them.
+        """
+        assert not self._cached, "caches are closed before others are made"
+        if not self.fractions:
+            return
+        self._split()
+        most = dict.fromkeys(self.fractions, 0)
+        for shard, count in zip(shards, ids, strict=True):
+            if (shard.lookup, shard.table) in most:
+                most[shard.lookup, shard.table] += count
+        for number, tbe in enumerate(self.lookups):
+            given: Any = tbe.optimizer_args
+            if tbe.use_cpu and (given.weight_decay or given.max_norm):
+                continue  # FBGEMM's operator for CPUs updates such rows, at home
+            homes = {
+                table: HomeTable(
+                    [self._weights[number][table], *self._states_at_home(number, table)], fraction, most[number, table]
+                )
+                for (lookup, table), fraction in sorted(self.fractions.items())
+                if lookup == number and self._weights[number][table].shape[0]
+            }
+            made = cached_tables(homes, device) if homes else {}
+            self._cached |= {(number, table): cached for table, cached in made.items()}
+        for cache in dict.fromkeys(cached.cache for cached in self._cached.values()):
+            held = [self._cached.get((shard.lookup, shard.table)) for shard in shards]
+            first = [each.first if each is not None and each.cache is cache else -1 for each in held]
+            # After the features of the shards, one that pads the number of ids.
+            self._cached_features.append((cache, torch.tensor([*first, -1, -1], device=device)))
+
+    def close_caches(self, write_back: bool = True) -> None:
+        """Store the rows of the caches to their tables, where they are looked up from now on; on the current stream."""
+        if write_back:
+            self.write_back()
+        self._cached, self._cached_features = {}, []
+
+    def bring_in(self, ids: KeyedJaggedTensor) -> None:
+        """Bring the rows of the next step to the caches, and replace its ids by slots; on the current stream."""
+        self.read_again()
+        for cache, first in self._cached_features:
+            cache.bring_in(ids.values(), first_rows(ids, first))
+
+    def write_back(self) -> None:
+        """Store the rows of the caches to their tables, and keep them; on the current stream."""
+        self.read_again()
+        for cache, _ in self._cached_features:
+            cache.write_back()
+
+    def note_writes(self) -> None:
+        """Store the rows of the caches to their tables, which others may write to until the next step."""
+        self.write_back()
+        self._may_be_written = bool(self._cached_features)
+
+    def read_again(self) -> None:
+        """Read the rows of the caches from their tables, if these may have been written to; on the current stream."""
+        if self._may_be_written:
+            self._may_be_written = False
+            for cache, _ in self._cached_features:
+                cache.read_again()
 
     def optimizer(self, shard: FeatureShard) -> str:
         """Return the optimizer of a shard's rows, by FBGEMM's name."""
@@ -182,6 +299,14 @@ def _frozen(tbe: Any) -> bool:
     """
     known = [parameter for parameter in tbe._parameters.values() if parameter is not None]
     return bool(known) and not any(parameter.requires_grad for parameter in known)
+
+
+def _holding(rows: torch.Tensor, *memories: torch.Tensor) -> torch.Tensor:
+    """Return the one of some allocations that holds `rows`."""
+    for memory in memories:
+        if memory.data_ptr() <= rows.data_ptr() < memory.data_ptr() + max(1, memory.nbytes):
+            return memory.detach()
+    return memories[0].detach()  # of a shard without rows
 
 
 class FbgemmUpdate:

@@ -18,7 +18,7 @@ _HELD_PREDICTIONS = 1 << 20
 
 
 class RunningMetrics:
-    """Adds up the predictions of a rank's steps; `take` is a collective.
+    """Adds up the predictions of a rank's steps; `take` and `state` are collectives.
 
     A label's sums are a row of float64: histograms of the logits of its negative and positive samples, the sum of their
     losses, and that of the predicted probabilities.
@@ -53,13 +53,18 @@ class RunningMetrics:
 
     def take(self) -> dict[str, float]:
         """Return the metrics of all ranks' steps since the last call, and as lifetime_* those of all steps."""
-        if self._count:
-            self._fold()
-        dist.all_reduce(self._window)
-        window = self._window.to("cpu", copy=True)
+        window = self._of_all_ranks()
         self._window.zero_()
         self._lifetime += window
         return self._named(window) | {f"lifetime_{key}": value for key, value in self.lifetime().items()}
+
+    def _of_all_ranks(self) -> torch.Tensor:
+        """Return all ranks' sums since the last `take`, on the CPU."""
+        if self._count:
+            self._fold()
+        found = self._window.clone()
+        dist.all_reduce(found)
+        return found.cpu()
 
     def lifetime(self) -> dict[str, float]:
         """Return the metrics of all steps that `take` has seen."""
@@ -69,8 +74,8 @@ class RunningMetrics:
         return by_label(dict(zip(self._names, map(_metrics_of, sums), strict=True)))
 
     def state(self) -> list[tuple[int, float]]:
-        """Return the sums of all steps, where they are not 0, as JSON can have them."""
-        flat = self._lifetime.flatten()
+        """Return the sums of all steps so far, those since the last `take` too, where not 0, as JSON can have them."""
+        flat = (self._lifetime + self._of_all_ranks()).flatten()
         where = flat.nonzero()[:, 0]
         return list(zip(where.tolist(), flat[where].tolist(), strict=True))
 

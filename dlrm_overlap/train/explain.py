@@ -1,6 +1,6 @@
 """The tables of a model, before or after it is sharded: owners, whether each is exchanged and captured, bytes."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embedding_sharding import EmbeddingShardingInfo
-from torchrec.distributed.embedding_types import ShardedEmbeddingModule
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel, ShardedEmbeddingModule
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.sharding.cw_sharding import CwPooledEmbeddingSharding
 from torchrec.distributed.sharding.tw_sharding import TwPooledEmbeddingSharding
@@ -18,6 +18,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 
 from dlrm_overlap.config import InputError
 from dlrm_overlap.embedding.exchanging_module import ExchangingModule, reasons_to_fall_back
+from dlrm_overlap.embedding.shardings import cached_shares
 from dlrm_overlap.embedding.stock import why_not_beside_graphs
 from dlrm_overlap.embedding.traffic import exchanged_bytes
 from dlrm_overlap.launching.text_table import format_table
@@ -32,6 +33,11 @@ from dlrm_overlap.train.graphs.capturable import (
 from dlrm_overlap.train.graphs.optimizers import why_after_the_graph
 
 _DATA_PARALLEL = ShardingType.DATA_PARALLEL.value
+_MEMORIES = {
+    EmbeddingComputeKernel.FUSED_UVM_CACHING.value: "cached",
+    EmbeddingComputeKernel.FUSED_UVM.value: "host",
+}
+"""of tables by compute kernel; all others are on the device"""
 
 
 class PlannedTable(NamedTuple):
@@ -49,6 +55,8 @@ class PlannedTable(NamedTuple):
     columns: int | None
     """likewise"""
     exchanged: bool
+    memory: str
+    """of its rows: device, cached by the exchange or, if it is not exchanged, by FBGEMM, or host"""
     captured: bool
     """whether `GraphTrainPipeline` looks it up in its graphs"""
     sent_bytes: float | None
@@ -67,14 +75,19 @@ class Explanation:
     """why the dense optimizer steps after the graphs, empty if it is captured; None if no optimizer was given"""
 
     def __str__(self) -> str:
-        """Return a header, and a line for each table."""
-        lines = [("module", "table", "sharding", "ranks", "shard", "exchanged", "captured", "sent MB", "why not")]
+        """Return a header, and a line for each table; the memory is left out if it is the device's of all."""
+        elsewhere = any(each.memory != "device" for each in self.tables)
+        memory = ("memory",) if elsewhere else ()
+        lines = [
+            ("module", "table", "sharding", "ranks", "shard", *memory, "exchanged", "captured", "sent MB", "why not")
+        ]
         for each in self.tables:
             shard = f"{each.rows} x {each.columns}" if each.rows else "whole"
             exchanged, captured = ("yes" if so else "no" for so in (each.exchanged, each.captured))
             sent = "-" if each.sent_bytes is None else f"{each.sent_bytes / 1e6:.3f}"
             place = each.module, each.table, each.sharding, _in_ranges(each.ranks), shard
-            lines.append((*place, exchanged, captured, sent, each.why_not or ""))
+            memory = (each.memory,) if elsewhere else ()
+            lines.append((*place, *memory, exchanged, captured, sent, each.why_not or ""))
         if self.why_after is None:
             return format_table(lines)
         optimizer = f"steps after the graphs: {self.why_after}" if self.why_after else "captured"
@@ -130,6 +143,7 @@ def explain(
                 rows=max((shard.shard_sizes[0] for shard in shards), default=None),
                 columns=max((shard.shard_sizes[1] for shard in shards), default=None),
                 exchanged=why_not is None,
+                memory="cached" if name in collection.cached else _MEMORIES.get(sharding.compute_kernel, "device"),
                 captured=in_step and uncaptured is None,
                 sent_bytes=sent,
                 why_not=uncaptured if in_step else why_not,
@@ -161,6 +175,8 @@ class _Collection:
     world_size: int = 1
     wire_dtype: torch.dtype = torch.float32
     weighted: bool = False
+    cached: Collection[str] = ()
+    """tables whose rows the exchange caches, or would"""
 
     def sent_bytes(
         self, table: str, samples: int, bag_sizes: Mapping[str, float], distinct: float | None = None
@@ -212,14 +228,16 @@ def _sharded(model: nn.Module) -> Iterator[_Collection]:
         else:
             yield _left_alone(path, params, module)
             continue
+        cached: Collection[str] = ()
         if isinstance(module, ExchangingModule):
-            why_not = module.why_not_exchanged
+            why_not, cached = module.why_not_exchanged, module.cached
             wire_dtype = module.exchange.options.wire_dtype if module.exchange is not None else torch.float32
         else:
             wire_dtype = torch.float32
-            why_not = reasons_to_fall_back(shardings, module._env, wire_dtype)
+            cached = cached_shares(params) if isinstance(module, ShardedEmbeddingBagCollection) else ()
+            why_not = reasons_to_fall_back(shardings, module._env, wire_dtype, cached)
         world_size = module._env.world_size
-        yield _Collection(path, params, why_not, None, shardings, configs, world_size, wire_dtype, weighted)
+        yield _Collection(path, params, why_not, None, shardings, configs, world_size, wire_dtype, weighted, cached)
 
 
 def _planned(model: nn.Module, plan: ShardingPlan, fused_params: Mapping[str, Any]) -> Iterator[_Collection]:
@@ -229,6 +247,7 @@ def _planned(model: nn.Module, plan: ShardingPlan, fused_params: Mapping[str, An
     env = ShardingEnv.from_local(world_size, 0)
     for path, params in modules.items():
         module, given = model.get_submodule(path), dict(fused_params)
+        cached = cached_shares(params) if type(module) is EmbeddingBagCollection else {}
         if type(module) is EmbeddingBagCollection:
             make = ShardedEmbeddingBagCollection
             infos = make.create_grouped_sharding_infos(module, params, "embedding_bags.", given)
@@ -244,8 +263,8 @@ def _planned(model: nn.Module, plan: ShardingPlan, fused_params: Mapping[str, An
         else:
             yield _left_alone(path, params, module)
             continue
-        why_not = reasons_to_fall_back(shardings, env, torch.float32)
-        yield _Collection(path, params, why_not, None, shardings, configs, world_size, weighted=weighted)
+        why_not = reasons_to_fall_back(shardings, env, torch.float32, cached)
+        yield _Collection(path, params, why_not, None, shardings, configs, world_size, weighted=weighted, cached=cached)
 
 
 def _sharding(kind: str, tables: list[EmbeddingShardingInfo], env: ShardingEnv) -> Any:

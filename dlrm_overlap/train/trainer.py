@@ -238,7 +238,6 @@ class Trainer(Stepper):
                     times = timer.take_ms()
                     metrics = self.running.take()
                     run_log.training(step, loss_sum, times, loader.wait_s, factor, metrics, bad_rows, asked)
-                self.checkpointer.about["trained_metrics"] = self.running.state()
                 self.assembled.check()  # the loss was read, so the records of kernels are there
                 self._require_finite(run_log.loss, "the training loss is", step)
                 loss_sum.zero_()
@@ -268,6 +267,7 @@ class Trainer(Stepper):
     def save(self, step: int, metrics: dict[str, float] | None = None, beside: bool = False) -> None:
         """Save a checkpoint after `step`, as `Saves.save` does."""
         with self.raising_the_cause():
+            self.checkpointer.about["trained_metrics"] = self.running.state()
             self.saves.save(step, metrics, beside)
 
     def _finish_save(self) -> None:

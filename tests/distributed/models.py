@@ -56,6 +56,8 @@ class Table(NamedTuple):
     """of the shards, those of the first columns first"""
     cuts: int
     """shards that have the same rows"""
+    cached: bool = False
+    """whether the exchange caches its rows"""
 
 
 def world() -> dist.ProcessGroup:
@@ -122,7 +124,7 @@ def sharding_of(table: Table) -> ParameterShardingGenerator:
         places = [placement(device, rank, local) for rank in table.ranks]
         shards = [ShardMetadata(offset, size, place) for size, offset, place in zip(*cut, places, strict=True)]
         spec = EnumerableShardingSpec(shards)
-        return ParameterSharding(table.kind, "fused", table.ranks, spec)
+        return ParameterSharding(table.kind, "fused_uvm_caching" if table.cached else "fused", table.ranks, spec)
 
     return generate
 

@@ -41,6 +41,7 @@ DCN = ["--model.arch", "dcn", "--model.cross_rank", "4", "--model.cross_layers",
 BF16 = ["--train.precision", "bf16"]
 KNOWN = ["--data.tables.multi_hot", "[4,3,1,1,2,1,1,1]"]
 DATA_PARALLEL = ["--embedding.data_parallel_rows", "1000"]  # all tables but two
+CACHED = ["--embedding.memory", "cached", "--embedding.cache_fraction", "0.001"]  # and so two steps' ids
 ADAM = ["--train.optimizer", "adam", "--train.lr", "0.01"]
 Losses = list[torch.Tensor]
 
@@ -112,9 +113,10 @@ def _run(trainer: Trainer, borders: Sequence[int]) -> tuple[Losses, Losses]:
     return losses, evaluated
 
 
-def _check_segments(*options: str) -> None:
+def _check_segments(*options: str, ours_alone: Sequence[str] = ()) -> None:
+    """Under both pipelines, with `ours_alone` under ours, the same bits."""
     borders = (0, 1, 5, 12)
-    theirs, ours = _trainer("torchrec", *options), _trainer("graph", *options)
+    theirs, ours = _trainer("torchrec", *options), _trainer("graph", *options, *ours_alone)
     expected, expected_evaluated = _run(theirs, borders)
     losses, evaluated = _run(ours, borders)
     _assert_same(losses, expected, "loss")
@@ -264,6 +266,52 @@ def _check_resume(writer: str, reader: str, *options: str) -> None:
     _close(first, second)
 
 
+def _check_cached(*options: str) -> None:
+    """Rows in caches are those of tables without one, read and written to at home while ids are sent ahead, too."""
+    names: list[Any] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(names)
+    checkpointer = Checkpointer(Path(names[0]), keep=1, shape={})
+    all_rows = [*CACHED[:-1], "1"]
+    trainers = [_trainer("graph", *options, *memory) for memory in ([], CACHED, all_rows)]
+    plain, cached, resumed = trainers
+    streams = [_batches(trainer) for trainer in trainers]
+    held = [local_tensors_of(trainer) for trainer in trainers]
+    for first, end in ((0, 6), (6, 12)):
+        losses = [_train(trainer, first, end, stream) for trainer, stream in zip(trainers, streams, strict=True)]
+        _assert_same(losses[1], losses[0], "loss")
+        _assert_same(losses[2], losses[0], "loss, slots for all rows")
+        (exchange,) = exchanges(cached.model)
+        caches = [cache for cache, _ in exchange._tables._cached_features]
+        assert caches
+        assert all(cache.slots < cache.homes[0].shape[0] for cache in caches), "none is put out"
+        stale = [name for name, rows in held[1].items() if not torch.equal(rows, held[0][name])]
+        assert stale, "rows that are in the cache are not at home yet"
+        exchange.write_back()  # as a save beside training does
+        assert_all_near(held[1], held[0], 0.0, "written back")
+        if first == 0:  # ids are sent ahead
+            for trainer in trainers:
+                for shard in local_tensors_of(trainer).values():
+                    shard.mul_(0.5)
+    checkpointer.write(12, extents_to_store(cached.model, cached.optimizer))
+    _train(resumed, 12, 14, streams[2])  # which is overwritten
+    resumed.pipeline.reset()
+    assert checkpointer.load(Path(names[0]) / "step_12", resumed.model, resumed.optimizer) == 12
+    expected = _train(plain, 12, 18, streams[0])
+    _assert_same(_train(cached, 12, 18, streams[1]), expected, "loss after the save")
+    _assert_same(_train(resumed, 12, 18), expected, "loss of the run that resumes")
+    _assert_same_state(cached, plain)
+    _assert_same_state(resumed, plain)
+    _close(*trainers)
+
+
+def local_tensors_of(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """Return the rows of this rank's tables themselves, not copies."""
+    weights = trainer.model.state_dict().items()
+    return {
+        name: shard.tensor for name, each in weights if hasattr(each, "local_shards") for shard in each.local_shards()
+    }
+
+
 def _check_gradient_dtype() -> None:
     """Dense gradients are rounded where they are sent, which a rank alone does not do."""
     rounded, exact = (_trainer("graph", "--train.gradient_dtype", dtype) for dtype in ("bf16", "fp32"))
@@ -403,11 +451,11 @@ def _own_batches() -> Iterator[Batch]:
 BORDERS = ((0, 5, 9, 16, 17, 21), (0, 5, 6, 9, 15), (0, 4, 12, 19), (0, 3, 7, 9, 11, 16))
 
 
-def _check_captured(borders: Sequence[int], *options: str) -> None:
+def _check_captured(borders: Sequence[int], *options: str, ours_alone: Sequence[str] = ()) -> None:
     theirs = _trainer("torchrec", *options)
     expected, expected_evaluated = _run(theirs, borders)
     with captures() as taken:
-        ours = _trainer("graph", *options)
+        ours = _trainer("graph", *options, *ours_alone)
         losses, evaluated = _run(ours, borders)
         _assert_same(losses, expected, "loss")
         _assert_same(evaluated, expected_evaluated, "held-out loss")
@@ -477,6 +525,8 @@ CASES: dict[str, Callable[[], None]] = {
     "an unused layer": partial(_check_models, Unused, "none", dense_optimizer=torch.optim.AdamW),
     "a model's own ids": partial(_check_models, OwnIds, "none"),
     "data-parallel tables": _check_data_parallel,
+    "cached tables": partial(_check_cached, "--embedding.optimizer", "adagrad"),
+    "cached tables, segments": partial(_check_segments, ours_alone=CACHED),
     "torchrec, then graph, data-parallel tables": partial(_check_resume, "torchrec", "graph", *DATA_PARALLEL, *ADAM),
     "graph, then torchrec, data-parallel tables": partial(_check_resume, "graph", "torchrec", *DATA_PARALLEL),
 }
@@ -485,6 +535,7 @@ if INTERPRETED:
         "captured, data-parallel tables": partial(_check_captured, BORDERS[0], *DATA_PARALLEL),
         "captured, data-parallel tables, bf16": partial(_check_captured, BORDERS[1], *DATA_PARALLEL, *KNOWN, *BF16),
         "captured, known lengths, bf16": partial(_check_captured, BORDERS[0], *KNOWN, *BF16),
+        "captured, cached tables": partial(_check_captured, BORDERS[3], ours_alone=CACHED),
         "captured, an unused layer": partial(_check_captured_models, Unused, "none", dense_optimizer=torch.optim.AdamW),
         "captured, a warm-up of all": partial(_check_captured_models, Model, "sparse_dist", wrap=_warm_up),
         "captured, evaluations within a segment": _check_captured_evaluations,
@@ -508,6 +559,7 @@ SLOW_OF_TWO = [
     "dot, bf16",
     "torchrec, then graph, bf16",
     "dcn, fp32",
+    "cached tables, segments",
     "dcn, in place",
     "dense gradients by gloo",
     "torchrec, then graph",

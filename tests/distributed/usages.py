@@ -402,11 +402,11 @@ def compare(
         what = f"{usage}, {optimizer}, {chosen}:"
         assert list(ours) == list(stock), what
         for name, tensor in stock.items():
-            tolerance = (
-                LOSS_TOLERANCE.get(optimizer, LOSS_TOLERANCE["adagrad"])
-                if name.startswith("loss")
-                else WEIGHT_TOLERANCE["fp32"]
-            )
+            if name.startswith("loss"):
+                tolerance = LOSS_TOLERANCE.get(optimizer, LOSS_TOLERANCE["adagrad"])
+            else:
+                has_moments = "momentum1" in name and ("adam" in optimizer or "lamb" in optimizer)
+                tolerance = WEIGHT_TOLERANCE["first_moments" if has_moments else "fp32"]
             assert_near(ours[name], tensor, tolerance, f"{what} {name}")
 
 

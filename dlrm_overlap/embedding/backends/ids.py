@@ -237,7 +237,7 @@ class IdExchange(ABC):
     def rows_of(self, shard: FeatureShard) -> int:
         """Return the rows of the table of a shard that this rank holds, be it alone or as every rank does."""
         if shard.owner != EVERY_RANK:
-            return self.tables.weight(shard).shape[0]
+            return self.tables.rows(shard)
         assert self._replicated_tables is not None
         return self._replicated_tables.weight(shard).shape[0]
 

@@ -75,7 +75,7 @@ class InputRows:
         boundaries: list[int] = []
         for index, (_, same) in enumerate(groupby(range(len(shards)), key=lambda i: alike[i])):
             members = list(same)
-            part, lookup, weight_at, state_at = alike[members[0]]
+            part, lookup, _, weight_at, state_at = alike[members[0]]
             any_mean = any(shards[i].mean for i in members)
             rows = self._row_range(index, shards[members[0]], weight_at, state_at, any_mean)
             self.ranges.append(UpdateRange(part, members[0], members[-1] + 1, rows, lookup))
@@ -102,12 +102,12 @@ class InputRows:
             stochastic_rounding=stored.stochastic_rounding,
         )
 
-    def _alike(self, shard: FeatureShard, first_key: int) -> tuple[int, int, int, tuple[int, ...]]:
-        """Return the values that neighbours in a range share: part, lookup, offsets of key 0 and its states."""
+    def _alike(self, shard: FeatureShard, first_key: int) -> tuple[int, int, int, int, tuple[int, ...]]:
+        """Return the values that neighbours in a range share: part, lookup, memory, offsets of key 0 and its states."""
         stored, states = self._tables.stored(shard), self._tables.states(shard)
         weight_at = _offset(self._tables.weight(shard), stored.weights, first_key)
         state_at = [_offset(state, held, first_key) for state, held in zip(states, stored.states, strict=True)]
-        return self._part_of[shard], shard.lookup, weight_at, tuple(state_at)
+        return self._part_of[shard], shard.lookup, stored.weights.data_ptr(), weight_at, tuple(state_at)
 
     def _keys(self, features: int) -> torch.Tensor:
         """Return [features + 1] int64 on the device: the first key of each feature's table, and the end."""

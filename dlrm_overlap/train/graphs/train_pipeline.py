@@ -386,6 +386,8 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
     def _launch(self, parity: int, take: Callable[[], Any]) -> Any:
         """Take a captured step by numbers as they are now, between lookup and update of tables of TorchRec's."""
         self._dense.refresh()
+        for exchange in self._ahead.exchanges:
+            exchange.read_again()
         stock = self._ahead.stock_tables(parity)
         for tables, ids in stock:
             tables.look_up(ids)

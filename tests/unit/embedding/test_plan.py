@@ -3,6 +3,7 @@
 import logging
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -57,6 +58,38 @@ def test_every_plan_says_how_full_the_fullest_rank_is(
 def test_tables_that_do_not_fit(world_of_one: dist.ProcessGroup) -> None:
     with pytest.raises(InputError, match=r"embedding.plan: no plan of kind auto fits \(\d+ bytes of tables on 1 ranks"):
         _plan(_config(), world_of_one, [10**12, 50, 20, 10])
+
+
+@pytest.mark.parametrize(
+    ("memory", "room", "expected"),
+    [
+        ("gpu", 0, ""),
+        ("cached", 1 << 40, "0 1 2 3"),
+        ("auto", 1 << 40, ""),
+        ("auto", 9241, "0"),  # of 12,240 bytes; of table 0 it takes 50 rows of 68 bytes, and 4 bytes for each of 100
+        ("auto", 9239, "0 1"),
+        ("[auto,cached,gpu,gpu]", 1 << 40, "1"),
+        ("[gpu,auto,gpu,auto]", 0, "1 3"),
+    ],
+)
+def test_the_largest_tables_are_cached(memory: str, room: int, expected: str) -> None:
+    config = _config("--embedding.memory", memory, *(["--embedding.cache_fraction", "0.5"] if memory != "gpu" else []))
+    module = build_model(config.model, config.embedding, _ROWS, 13, seed=0)
+    names = ["t_00", "t_01", "t_02", "t_03"]
+    assert plan.cached_tables(module, config.embedding, names, room) == {names[int(n)] for n in expected.split()}
+
+
+def test_caches_that_no_plan_has(world_of_one: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InputError, match=r"embedding\.memory: 2 values for 4 tables"):
+        _plan(_config("--embedding.memory", "[gpu,auto]"), world_of_one)
+    kernels = {"t_00": "fused", "t_01": "fused_uvm_caching", "t_02": "fused", "t_03": "fused"}
+    for kind in ("auto", "table_wise"):
+        made = _plan(_config("--embedding.memory", "[gpu,cached,gpu,gpu]", "--embedding.plan", kind), world_of_one)
+        tables = made.plan["embedding"].items()  # type: ignore[attr-defined]
+        assert {name: each.compute_kernel for name, each in tables} == kernels
+    monkeypatch.setattr(plan.psutil, "virtual_memory", lambda: SimpleNamespace(total=1 << 40, available=1000))
+    with pytest.raises(InputError, match=r"cached tables take 0\.0 GB of a host's memory, and 0\.0 GB are there"):
+        _plan(_config("--embedding.memory", "cached"), world_of_one)
 
 
 def test_torchrecs_own_plan_has_shards_of_any_type(world_of_one: dist.ProcessGroup) -> None:

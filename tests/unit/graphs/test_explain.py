@@ -57,6 +57,22 @@ def _plan(model: Model, world_size: int, *ways: ParameterShardingGenerator, fuse
     return ShardingPlan({"tables": made})
 
 
+def test_tables_beyond_the_devices_memory() -> None:
+    """The exchange caches a table whose kernel is FBGEMM's cache; one that is not cached stays with TorchRec."""
+    two = dict(list(TABLES.items())[:2])
+    model = Model(two)
+    plan = _plan(model, 2, FUSED, FUSED)
+    assert "memory" not in str(explain(model, plan))
+    kernels = {}
+    for kernel in ("fused_uvm_caching", "fused_uvm"):
+        next(iter(plan.plan["tables"].values())).compute_kernel = kernel  # type: ignore[attr-defined]
+        found = explain(model, plan)
+        kernels[kernel] = [(table.memory, table.exchanged) for table in found.tables]
+        assert "memory" in str(found).partition("\n")[0]
+    assert kernels["fused_uvm_caching"] == [("cached", True), ("device", True)]
+    assert kernels["fused_uvm"] == [("host", False), ("device", False)]
+
+
 def test_a_plan_of_every_sharding_type_without_a_process_group() -> None:
     model = Model(TABLES)
     ways = table_wise(3), column_wise([1, 0]), row_wise(), table_row_wise(1), grid_shard([0, 1]), data_parallel()

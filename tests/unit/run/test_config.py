@@ -65,6 +65,20 @@ def test_tables_refuse(arguments: dict, message: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--embedding.memory cached --embedding.backend nccl", "memory: cached, but backend nccl .* take backend pgas"),
+        ("--embedding.memory [gpu,auto] --embedding.backend pgas --embedding.backward collective", "memory: .*'auto'"),
+        ("--embedding.memory []", "memory: an empty list"),
+        ("--embedding.memory auto --embedding.cache_fraction 1.5", "cache_fraction: 1.5 must be at most 1"),
+    ],
+)
+def test_caches_refuse(options: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        _quickstart(*options.split())
+
+
+@pytest.mark.parametrize(
     ("config", "message"),
     [
         (DataConfig(tables=TablesConfig(count=2)), "need their rows"),
@@ -154,6 +168,7 @@ def test_decay_must_follow_the_warm_up() -> None:
         ("--train.decay_start_step 5", "train.decay_start_step: 5 .* set train.decay_steps"),
         ("--train.optimizer sgd --train.eps 0.1", "train.eps: 0.1 has no effect on sgd"),
         ("--embedding.optimizer sgd --embedding.eps 0.1", "embedding.eps: 0.1 has no effect on sgd"),
+        ("--embedding.cache_fraction 0.1", "embedding.cache_fraction: 0.1 .* set embedding.memory"),
         ("--model.cross_layers 5", "model.cross_layers: 5 .* set model.arch dcn"),
         ("--model.cross_rank 5", "model.cross_rank: 5 .* under model.arch dot"),
         ("--data.path days", "data.path: days has no effect under data.kind synthetic; set data.kind"),

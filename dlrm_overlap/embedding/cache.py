@@ -1,0 +1,242 @@
+"""Tables larger than the GPU: rows at home in the host's page-locked memory, and a cache of them on the GPU.
+
+The ids of a step are at the owners of their rows one step ahead. Where they have arrived, `RowCache.bring_in` sees that
+each of their rows is in a slot of the cache, and replaces the ids by the numbers of the slots. So lookup, sort and
+update are those of a table of as many rows as there are slots, in GPU memory, and nothing else knows of the cache.
+
+    step i - 1     lookup, update ----
+    step i         lookup, update of slots that were brought in during step i - 1 ----
+    beside it      ids of step i + 1 arrive | find their slots | victims to the host, rows of step i + 1 to their slots
+
+Each row that a step names has a slot, or is brought to one, from which a victim is stored to the host first. Rows of
+step i + 1 stay because it needs them, those of step i because its update may be under way: a slot may be taken if its
+row was named by neither. Rows that both name stay where they are, so the lookup of step i + 1 reads what the update of
+step i has written. All of step i - 1 is done, since sends are at most one step ahead. So no step can name more rows
+than there is room for if there are slots for two steps' ids, or for all rows of a table where these are fewer; no cache
+has less, whatever share of the rows was asked for.
+
+Of the slots that may be taken, those go first whose rows were used least: a hand goes round the slots (the clock
+algorithm), and takes those that were not used since it last came by. Each further use, up to three, saves a row from
+one more of its visits. Which row goes changes no result.
+
+Where a row's slot is lies in a table of 4 bytes a row, in GPU memory. That is a thirtieth of the rows at D = 32, and
+makes the cache fully associative: no two rows stand in each other's way, and slots have no tags to be searched.
+
+Example: 4 slots, and steps of two ids each. Step 0 names rows 7 and 3, step 1 rows 3 and 9, step 2 rows 5 and 9.
+
+    send of step     named   slots      written back   brought in   ids become
+    0                7 3     7 3 - -    -              7, 3         0 1
+    1                3 9     7 3 9 -    -              9            1 2
+    2                5 9     7 3 9 5    -              5            3 2
+    3                8 8     8 3 9 5    7              8            0 0
+
+At the send of step 3, rows 5 and 9 of step 2 stay; rows 7 and 3 may go, and the hand comes to 7 first.
+
+All of this but the rows' way is PyTorch's operators, on every device: of sizes that the CPU knows and with nothing read
+back, so they are captured with the step. FBGEMM's own cache (`lxu_cache_*`) finds the distinct rows of a step by a
+sort whose result it sizes on the host, keeps the optimizers' states out of the cache, and updates rows by FBGEMM's
+backward alone, so it stays with TorchRec's pipelines.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from math import ceil
+from typing import NamedTuple
+
+import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from dlrm_overlap.config import InputError
+from dlrm_overlap.kernels.swap_rows import swap_rows
+
+log = logging.getLogger("dlrm_overlap")
+
+_MOST_USES = 3  # that are counted: visits of the hand that a row outlasts
+_NEVER = -2  # a step before all: a slot of it may be taken by the first
+
+
+class RowCache:
+    """The cache of the rows of some tables, and of their optimizer's states, on one rank.
+
+    Row numbers count the rows of the tables one after the other, 0 .. R - 1. `rows` are the tensors that lookup and
+    update work on: [S, D] or [S], as many and of the same types as those at home.
+    """
+
+    def __init__(self, homes: Sequence[torch.Tensor], slots: int, device: torch.device) -> None:
+        """Make an empty cache.
+
+        Args:
+            homes: the weights [R, D] and the states, each [R, D] or [R], contiguous.
+            slots: S, at least as many as two steps can name, or R.
+            device: of the slots.
+
+        Raises:
+            InputError: if there is no room for the slots.
+        """
+        self.homes, count = list(homes), homes[0].shape[0]
+        self.slots = slots = min(slots, count)
+        try:
+            self.rows = [torch.empty((slots, *home.shape[1:]), dtype=home.dtype, device=device) for home in homes]
+            # Beyond the last row and the last slot are those of what is no row, and of no entry.
+            self._slot_of = torch.full((count + 1,), -1, dtype=torch.int32, device=device)
+            self._row_in = torch.full((slots + 1,), -1, dtype=torch.int64, device=device)
+            self._used_at = torch.full((slots + 1,), _NEVER, dtype=torch.int64, device=device)
+            self._uses = torch.zeros(slots + 1, dtype=torch.int32, device=device)
+        except torch.OutOfMemoryError as error:
+            raise InputError(
+                f"embedding.memory: no room on {device} for a cache of {slots} of {count} rows, which is the share "
+                f"embedding.cache_fraction or two steps' ids; lower the share or the batch, or use more ranks"
+            ) from error
+        self._slot_of[-1:].fill_(slots)
+        self._step = torch.zeros((), dtype=torch.int64, device=device)
+        self._hand = torch.zeros((), dtype=torch.int64, device=device)
+        self.brought = torch.zeros(1, dtype=torch.int64, device=device)
+        """rows that have come to the cache in all steps so far"""
+
+    def bring_in(self, ids: torch.Tensor, first: torch.Tensor) -> None:
+        """See that the rows of a step are in the cache, and replace its ids by their slots; on the current stream.
+
+        Steps come in the order of their calls, and the step before the last is done.
+
+        Args:
+            ids: [n] int32, within their tables.
+            first: [n] int64: the number of the first row of each id's table; below 0 leaves the id as it is.
+        """
+        count, slots, most = self._slot_of.numel() - 1, self.slots, ids.numel()
+        self._step.add_(1)
+        inside = first >= 0
+        row = (first + ids).masked_fill(~inside, count)
+        found = self._slot_of[row]
+        missing = found < 0
+        slot = found.masked_fill(missing, slots).long()
+        self._used_at[slot] = self._step
+        self._uses[slot] = (self._uses[slot] + 1).clamp(max=_MOST_USES)
+        # Of the ids of one missing row, the one whose mark is there in the end brings it in.
+        mark = torch.arange(-2, -2 - most, -1, dtype=torch.int32, device=ids.device)
+        self._slot_of[row.masked_fill(~missing, count)] = mark
+        brings = missing & (self._slot_of[row] == mark)
+        number = brings.cumsum(0)
+        victims, entering = self._room(most, number[-1:]), torch.full_like(row, count)
+        self._place(entering, brings, number, row)
+        leaving = self._row_in[victims]
+        for home, cached in zip(self.homes, self.rows, strict=True):
+            swap_rows(home, cached, victims, leaving, entering, number[-1:])
+        self.brought.add_(number[-1:])
+        self._slot_of.index_fill_(0, leaving.masked_fill(leaving < 0, count), -1)
+        self._slot_of[entering] = victims.int()
+        self._slot_of[-1:].fill_(slots)
+        self._row_in[victims] = entering.masked_fill(victims == slots, -1)
+        self._used_at[victims] = self._step
+        self._uses.index_fill_(0, victims, 0)
+        ids.copy_(torch.where(inside, self._slot_of[row], ids))
+
+    def _room(self, most: int, count: torch.Tensor) -> torch.Tensor:
+        """Return [most] int64: the slots of `count` [1] victims, and the slot of no entry after them."""
+        slot = (torch.arange(self.slots, device=count.device) + self._hand) % self.slots  # in the hand's order
+        uses = self._uses[slot]
+        free = self._used_at[slot] < self._step - 1
+        idle = free & (uses == 0)
+        idles, others = idle.cumsum(0), (free & (uses > 0)).cumsum(0)
+        number = torch.where(idle, idles, idles[-1:] + others)
+        victims = torch.full((most,), self.slots, dtype=torch.int64, device=count.device)
+        self._place(victims, free & (number <= count), number, slot)
+        passed = idles - idle.long() < torch.minimum(count, idles[-1:])
+        self._uses[slot] = (uses - passed.int()).clamp(min=0)
+        self._hand.add_(passed.sum()).remainder_(self.slots)
+        return victims
+
+    @staticmethod
+    def _place(into: torch.Tensor, chosen: torch.Tensor, number: torch.Tensor, values: torch.Tensor) -> None:
+        """Store each chosen value to the place `number` - 1 of `into`; none needs a place beyond it."""
+        room = torch.cat([into, into[:1]])
+        room[(number - 1).masked_fill(~chosen, into.numel())] = values
+        into.copy_(room[:-1])
+
+    def write_back(self) -> None:
+        """Store all rows of the cache to their tables, and keep them; on the current stream."""
+        self._move(self._row_in[:-1], torch.full_like(self._row_in[:-1], -1))
+
+    def read_again(self) -> None:
+        """Read all rows of the cache from their tables, which may have been written to; on the current stream."""
+        self._move(torch.full_like(self._row_in[:-1], -1), self._row_in[:-1])
+
+    def _move(self, leaving: torch.Tensor, entering: torch.Tensor) -> None:
+        every = torch.arange(self.slots, device=leaving.device)
+        count = torch.full((1,), self.slots, dtype=torch.int64, device=leaving.device)
+        for home, cached in zip(self.homes, self.rows, strict=True):
+            swap_rows(home, cached, every, leaving, entering, count)
+
+
+class CachedTable(NamedTuple):
+    """A table whose rows are in a cache."""
+
+    cache: RowCache
+    first: int
+    """number of the table's first row in the cache's count of rows"""
+
+
+class HomeTable(NamedTuple):
+    """A table that is to be cached."""
+
+    homes: Sequence[torch.Tensor]
+    """its weights [rows, D] and its states"""
+    fraction: float
+    """of the rows, for which there are slots"""
+    ids: int
+    """the most ids of a step"""
+
+
+def cached_tables(tables: Mapping[int, HomeTable], device: torch.device) -> dict[int, CachedTable]:
+    """Make the caches of the tables of one fused lookup; those that lie side by side at home share one.
+
+    Args:
+        tables: by their index in the lookup, ascending.
+
+    Returns:
+        By the same index.
+    """
+    together: list[list[int]] = []
+    for index, table in tables.items():
+        if together and _are_adjacent(tables[together[-1][-1]].homes, table.homes):
+            together[-1].append(index)
+        else:
+            together.append([index])
+    found: dict[int, CachedTable] = {}
+    for indices in together:
+        members = [tables[index] for index in indices]
+        counts = [table.homes[0].shape[0] for table in members]
+        share, named = 0, 0
+        for table, count in zip(members, counts, strict=True):
+            share += ceil(count * table.fraction)
+            named += min(count, 2 * table.ids)
+        homes = [_joined(first, sum(counts)) for first in members[0].homes]
+        cache = RowCache(homes, max(1, share, named), device)
+        why = f", where {share} were asked for, since two steps may name as many" if share < named else ""
+        log.info("cache: %d slots for %d rows of %d tables%s", cache.slots, sum(counts), len(members), why)
+        first = 0
+        for index, count in zip(indices, counts, strict=True):
+            found[index] = CachedTable(cache, first)
+            first += count
+    return found
+
+
+def _are_adjacent(before: Sequence[torch.Tensor], after: Sequence[torch.Tensor]) -> bool:
+    """Return whether the rows of one table, and their states, end where those of another begin."""
+    return all(
+        one.data_ptr() + one.nbytes == other.data_ptr()
+        and one.shape[1:] == other.shape[1:]
+        and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+        for one, other in zip(before, after, strict=True)
+    )
+
+
+def _joined(first: torch.Tensor, count: int) -> torch.Tensor:
+    """Return `count` rows from those of `first` on."""
+    return first.as_strided((count, *first.shape[1:]), first.stride())
+
+
+def first_rows(ids: KeyedJaggedTensor, of_features: torch.Tensor) -> torch.Tensor:
+    """Return [n] int64: of each id the number that `of_features` [F] int64 has for its feature."""
+    ends = ids.offsets()[ids.stride() :: ids.stride()].contiguous()
+    position = torch.arange(ids.values().numel(), dtype=ends.dtype, device=ends.device)
+    return of_features[torch.searchsorted(ends, position, right=True)]

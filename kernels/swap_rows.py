@@ -1,0 +1,95 @@
+"""Rows that change places between a cache in GPU memory and their table, in memory that the GPU reaches by its link.
+
+The kernel reads and writes the host's page-locked memory itself, so a captured step needs neither the CPU nor a copy
+engine, and the number of rows is read on the device. Rows travel both ways at once, as the link does.
+"""
+
+from functools import lru_cache
+from math import gcd
+
+import torch
+import triton
+import triton.language as tl
+
+from dlrm_overlap.kernels import reference
+from dlrm_overlap.kernels.arguments import power_of_2
+from dlrm_overlap.kernels.compiled import INTERPRETED, CompiledKernel
+
+_PROGRAMS = 2 if INTERPRETED else 64  # keep half a MB under way each way, several times what the link's latency hides
+_PROGRAM_WORDS = 2048  # of 4 bytes, that a program has under way each way
+
+
+@triton.jit(do_not_specialize=["address"], do_not_specialize_on_alignment=["count"])
+def _swap_rows(
+    cached, address: tl.int64, slots, leaving, entering, count,
+    WORDS: tl.constexpr, BLOCK_WORDS: tl.constexpr, ROWS: tl.constexpr, ALIGNMENT: tl.constexpr,
+):  # fmt: skip
+    """Move the rows of entries 0 .. count - 1, ROWS of them at a time, as program p of P.
+
+    Memory: rows are WORDS words of 4 bytes; `home` begins at `address`, a multiple of ALIGNMENT. Entry i stores row
+    slots[i] of `cached` to row leaving[i] of `home`, unless that is below 0, and then row entering[i] of `home` to row
+    slots[i] of `cached`, unless that is below 0. All three are int64, and no row of either memory is named twice.
+
+    Order: a slot is read by the program that then writes it, with a barrier between, since other threads may write. The
+    kernel's end orders all for those that follow on the stream.
+
+    Example: slots 2 0, leaving 7 -1, entering 5 9. Slot 2 goes to row 7, row 5 comes to slot 2, and row 9 to slot 0.
+    """
+    home = tl.multiple_of(address.to(tl.pointer_type(tl.int32)), ALIGNMENT)
+    rows = tl.load(count)
+    column = tl.arange(0, BLOCK_WORDS)[None, :]
+    for first in range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
+        i = first + tl.arange(0, ROWS)
+        live = i < rows
+        slot = tl.load(slots + i, mask=live, other=0)
+        old = tl.load(leaving + i, mask=live, other=-1)
+        new = tl.load(entering + i, mask=live, other=-1)
+        leaves = (old >= 0)[:, None] & (column < WORDS)
+        enters = (new >= 0)[:, None] & (column < WORDS)
+        place = slot[:, None] * WORDS + column
+        # Both are on their way before the first of them is waited for.
+        came = tl.load(home + new[:, None] * WORDS + column, mask=enters, other=0)
+        left = tl.load(cached + place, mask=leaves, other=0)
+        tl.store(home + old[:, None] * WORDS + column, left, mask=leaves)
+        tl.debug_barrier()
+        tl.store(cached + place, came, mask=enters)
+
+
+@lru_cache
+def _compiled(words: int, alignment: int) -> CompiledKernel:
+    block = power_of_2(words)
+    constants = {
+        "WORDS": words,
+        "BLOCK_WORDS": block,
+        "ROWS": max(1, _PROGRAM_WORDS // block),
+        "ALIGNMENT": alignment,
+    }
+    names = "cached", "address", "slots", "leaving", "entering", "count"
+    return CompiledKernel(_swap_rows, names, constants, num_warps=4)
+
+
+def swap_rows(
+    home: torch.Tensor,
+    cached: torch.Tensor,
+    slots: torch.Tensor,
+    leaving: torch.Tensor,
+    entering: torch.Tensor,
+    count: torch.Tensor,
+) -> None:
+    """Store rows of a cache to their table, and rows of the table to the cache in their stead.
+
+    Args:
+        home: [R, D] or [R], contiguous, of rows of a multiple of 4 bytes: the table, in memory that the device reaches.
+        cached: [S, D] or [S] of the same type.
+        slots: [n] int64: of each entry the row of `cached`.
+        leaving: [n] int64: the row of `home` that the slot's content is stored to; below 0 stores nothing.
+        entering: [n] int64: the row of `home` that comes to the slot; below 0 brings none.
+        count: [1] int64: how many entries there are; the rest are anything.
+    """
+    if not (home.is_cuda or INTERPRETED):
+        reference.swap_rows(home, cached, slots, leaving, entering, count)
+        return
+    words = home.stride(0) * home.itemsize // 4
+    alignment = gcd(16, home.data_ptr(), words * 4)
+    arguments = cached.view(torch.int32), home.data_ptr(), slots, leaving, entering, count
+    _compiled(words, alignment)(_PROGRAMS, (), *arguments)

@@ -1,0 +1,152 @@
+"""Rows that come and go through a cache are, after every step, those of a table that has none, bit for bit."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from dlrm_overlap.embedding import cache as cache_module
+from dlrm_overlap.embedding.cache import HomeTable, RowCache, cached_tables, first_rows
+from dlrm_overlap.kernels import reference
+from dlrm_overlap.kernels.arguments import STATES, Numbers
+from dlrm_overlap.kernels.swap_rows import swap_rows
+from tests.kernels.emulation import CPU, interpreted
+
+IDS, ROWS, DIM = 6, 20, 4
+NUMBERS = Numbers(lr=0.5, eps=1e-3, l2=0.01, decoupled=0.01, beta1=0.9, beta2=0.99, count=9)
+
+
+class Tables:
+    """Tables of ROWS rows in all and their states, of which a cache may have some, and steps on them."""
+
+    def __init__(self, optimizer: str, slots: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+        shapes = [(ROWS, DIM), *[(ROWS, DIM) if kind == "elements" else (ROWS,) for kind in STATES[optimizer]]]
+        self.optimizer, self.plain = optimizer, [torch.rand(shape, generator=generator) for shape in shapes]
+        self.homes = [each.clone() for each in self.plain]
+        self.cache = RowCache(self.homes, slots, CPU)
+        for each in self.cache.rows:
+            each.fill_(torch.nan)
+
+    def send(self, ids: Sequence[int]) -> torch.Tensor:
+        """Return the slots of the ids of a step that comes next. What is at home of rows in the cache is poisoned."""
+        slots = torch.tensor(ids, dtype=torch.int32)
+        self.cache.bring_in(slots, torch.zeros(len(ids), dtype=torch.int64))
+        for home in self.homes:
+            home[self.held()] = torch.nan
+        return slots
+
+    def held(self) -> torch.Tensor:
+        rows = self.cache._row_in[:-1]
+        return rows[rows >= 0]
+
+    def look_up(self, ids: Sequence[int], slots: torch.Tensor) -> None:
+        assert torch.equal(self.cache.rows[0][slots.long()], self.plain[0][torch.tensor(ids)]), "rows looked up"
+
+    def update(self, ids: Sequence[int], slots: torch.Tensor) -> None:
+        gradient = torch.rand(len(ids), DIM, generator=torch.Generator().manual_seed(1))
+        for tensors, named in ((self.plain, torch.tensor(ids)), (self.cache.rows, slots.long())):
+            reference.update_rows(tensors[0], tensors[1:], named, gradient, self.optimizer, NUMBERS)
+
+    def check_home(self) -> None:
+        self.cache.write_back()
+        for number, (home, plain) in enumerate(zip(self.homes, self.plain, strict=True)):
+            assert torch.equal(home, plain), f"tensor {number} at home"
+
+
+ids_of_a_step = st.lists(st.integers(0, ROWS - 1), min_size=IDS, max_size=IDS)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(
+    optimizer=st.sampled_from([*STATES]),
+    steps=st.lists(
+        st.tuples(ids_of_a_step, st.sampled_from(["before", "between", "after", "twice"])), min_size=6, max_size=20
+    ),
+    slots=st.sampled_from([2 * IDS, 2 * IDS + 3, ROWS - 1, ROWS]),
+)
+def test_streams_that_thrash(optimizer: str, steps: list[tuple[list[int], str]], slots: int) -> None:
+    """The ids of the next step are sent before, between and after this one's lookup and update, or sent anew."""
+    cache_module.swap_rows, kernel = reference.swap_rows, cache_module.swap_rows
+    try:
+        tables = Tables(optimizer, slots)
+        sent = tables.send(steps[0][0]) if steps else torch.empty(0)
+        for number, (ids, moment) in enumerate(steps):
+            following, coming = (steps[number + 1][0] if number + 1 < len(steps) else None), None
+            if following and moment == "before":
+                coming = tables.send(following)
+            tables.look_up(ids, sent)
+            if following and moment == "between":
+                coming = tables.send(following)
+            tables.update(ids, sent)
+            if following and moment == "twice":
+                tables.send([*reversed(range(ROWS - IDS, ROWS))])  # which are forgotten
+            if following and coming is None:
+                coming = tables.send(following)
+            if coming is not None:
+                sent = coming
+            assert tables.held().unique().numel() == tables.held().numel(), "a row in two slots"
+        tables.check_home()
+    finally:
+        cache_module.swap_rows = kernel
+
+
+def test_rows_written_at_home_are_read_again() -> None:
+    tables = Tables("adagrad", 2 * IDS)
+    slots = tables.send(range(IDS))
+    tables.check_home()
+    for home, plain in zip(tables.homes, tables.plain, strict=True):
+        home.add_(1)
+        plain.add_(1)
+    tables.cache.read_again()
+    tables.look_up(range(IDS), slots)
+
+
+def test_rows_that_are_used_often_stay() -> None:
+    """Two rows that every fourth step names outlast the others, each of which comes back after they have all gone."""
+    tables, hot = Tables("sgd", ROWS - 4), [0, 1]
+    missing = 0
+    for step in range(48):
+        cold = [2 + (2 * step + i) % (ROWS - 2) for i in range(2)]
+        if step % 4 == 3:
+            missing += len(set(hot) - set(tables.held().tolist()))
+        tables.send([*(hot if step % 4 == 3 else cold), *cold, *cold])
+    assert missing == 2, "but for the first time"
+
+
+@interpreted
+@pytest.mark.parametrize(("dtype", "dim"), [(torch.float32, 12), (torch.float16, 4), (torch.float32, 0)])
+def test_the_kernel_swaps_as_the_reference_does(dtype: torch.dtype, dim: int) -> None:
+    shape = (dim,) if dim else ()
+    home, cached = torch.rand(31, *shape).to(dtype)[1:], torch.rand(9, *shape).to(dtype)
+    slots, leaving, entering = torch.tensor([[8, 0, 3, 5, 1], [7, -1, 0, -1, 9], [2, 4, -1, -1, 9]])
+    found, expected = (home.clone(), cached.clone()), (home.clone(), cached.clone())
+    for swap, tensors in ((swap_rows, found), (reference.swap_rows, expected)):
+        swap(*tensors, slots.clone(), leaving.clone(), entering.clone(), torch.tensor([4]))
+    assert torch.equal(found[0], expected[0])
+    assert torch.equal(found[1], expected[1])
+    assert not torch.equal(found[0], home)
+
+
+def test_tables_side_by_side_share_a_cache() -> None:
+    weights, state = torch.rand(30 * DIM), torch.rand(30)
+    bounds = (0, 10), (10, 16), (20, 30)  # the last one does not follow
+    homes = {
+        number: HomeTable([weights[first * DIM : end * DIM].view(-1, DIM), state[first:end]], 0.2, 1)
+        for number, (first, end) in enumerate(bounds)
+    }
+    made = cached_tables(homes, CPU)
+    assert made[0].cache is made[1].cache
+    assert made[0].cache is not made[2].cache
+    assert [made[number].first for number in homes] == [0, 10, 0]
+    assert [made[number].cache.slots for number in (0, 2)] == [4, 2]
+    assert torch.equal(made[0].cache.homes[0], weights[: 16 * DIM].view(-1, DIM))
+    assert made[2].cache.homes[1].data_ptr() == state[20:].data_ptr()
+    # Two samples: feature 0 has 2 ids and 1, feature 1 none, feature 2 one and none, and one id pads.
+    ids = KeyedJaggedTensor(
+        ["0", "1", "2", "3"], torch.arange(5).int(), lengths=torch.tensor([2, 1, 0, 0, 1, 0, 0, 1]).int(), stride=2
+    )
+    assert first_rows(ids, torch.tensor([0, 5, 7, -1, -1])).tolist() == [0, 0, 0, 7, -1]
