@@ -507,9 +507,13 @@ def sentences() -> Iterator[tuple[str, str, Sequence[float]]]:
     )
     text = "is {:.2f} to {:.2f} times as fast as NCCL and FBGEMM's update, and {:.1f} to {:.1f} times"
     yield readme, text, [min(exposed), max(exposed), min(hidden), max(hidden)]
-    yield readme, "takes {:.2f} ms instead of {:.2f}", sorted(map(ms_of, read("wide.csv")))
-    both = [ms_of(runs_of("step.csv")[0][name]) for name in ("torchrec_strongest", _OURS)]
-    yield "docs/architecture.md", "takes {:.2f} ms under TorchRec at its strongest, and {:.2f} ms captured", both
+    yield readme, "took {:.2f} ms instead of {:.2f}", sorted(map(ms_of, read("wide.csv")))
+    text = (
+        "takes {:.2f} ms under TorchRec at its strongest, of which its GPU is busy for {:.2f}, and captured {:.2f}, of "
+    )
+    both = [strongest(mlperf, "median_ms"), mlperf[2]]
+    times = [float(row[time]) for row in both for time in reversed(_BOTH)]
+    yield "docs/architecture.md", text + "which it is busy for {:.2f}", times
     yield step, "the GPU was busy for {:.2f} ms, and for {:.2f} in one of `pgas_graph`", earlier_ms
     now = mlperf[-1]
     floors = [100 * float(now[name]) / float(now["busy_ms"]) for name in ("floor_ms", "floor_sum_ms")]

@@ -194,7 +194,8 @@ def _set(multiprocessors: int) -> None:
     status = _library().cublasSetSmCountTarget(handle, ctypes.c_int(multiprocessors))
     if status != 0:
         raise InputError(
-            f"bench concurrent: cuBLAS returned {status} for {multiprocessors} multiprocessors; take the torch that `doctor` names"
+            f"bench concurrent: cuBLAS returned {status} for {multiprocessors} multiprocessors; take the torch that "
+            f"`doctor` names"
         )
 
 
