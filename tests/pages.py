@@ -239,24 +239,6 @@ def table_of_differences(name: str) -> Lines:
             yield [f"`{row['contender']}`", ms[0], f"`{reference}`", ms[1], f"{less:.2f}"]
 
 
-def table_of_timelines(name: str) -> Lines:
-    yield ["ranks in order", "untraced step, ms", "busy, ms", "exposed", "exposed at most", "idle"]
-    rows = read(name)
-    for arch, contender in dict.fromkeys((row["arch"], row["contender"]) for row in rows):
-        own = [row for row in rows if (row["arch"], row["contender"]) == (arch, contender)]
-        parts = (", ".join(f"{float(row[f'{each}_fraction']):.1%}" for row in own) for each in _TRACED)
-        busy = ", ".join(f"{_busy_ms(row):.3g}" for row in own)
-        yield [
-            f"`{contender}`, {label(own[0])}",
-            ", ".join(milliseconds(float(row["untraced_ms"])) for row in own),
-            busy,
-            *parts,
-        ]
-
-
-_TRACED = ("exposed", "exposed_most", "idle")
-
-
 def _busy_ms(row: Row) -> float:
     return float(row["step_ms"]) - float(row["idle_ms"])
 
@@ -425,7 +407,6 @@ TABLES: dict[str, Callable[..., Lines]] = {
     "backwards": table_of_backwards,
     "hot_rows": table_of_hot_rows,
     "differences": table_of_differences,
-    "timelines": table_of_timelines,
     "collectives": table_of_collectives,
     "strategies": table_of_strategies,
     "gemm": table_of_gemm,
@@ -442,11 +423,11 @@ def region(page: Path, call: str) -> str:
     lines = [list(line) for line in TABLES[name](*arguments)]
     head, *body = (f"| {' | '.join(line)} |" for line in lines)
     table = "\n".join([head, "|---" * len(lines[0]) + "|", *body])
-    made_of: dict[str, list[str]] = {}
+    made_of: dict[str, dict[str, str]] = {}
     for name in (each for each in arguments if each.endswith(".csv")):
-        link = f"[{name}]({os.path.relpath(FOLDER / name, page.parent)})"
-        made_of.setdefault(origin(name), []).append(link)
-    rows = "; ".join(f"{', '.join(links)}: {text}" for text, links in made_of.items())
+        shown = name.rpartition("/")[0] or name  # a folder stands for its files
+        made_of.setdefault(origin(name), {})[shown] = f"[{shown}]({os.path.relpath(FOLDER / shown, page.parent)})"
+    rows = "; ".join(f"{', '.join(links.values())}: {text}" for text, links in made_of.items())
     return f"{table}\n\nRows: {rows}.\n" if rows else f"{table}\n"
 
 
@@ -472,7 +453,7 @@ def sentences() -> Iterator[tuple[str, str, Sequence[float]]]:
     yield readme, "dot products {:.2f} times", gpu[1:]
     yield readme, "By the clock it was {:.1f} and {:.1f} times as fast", clock
     earlier, earlier_ms = earlier_clock(), earlier_busy_ms()
-    text = "on 4 x H200 was {:.1f} to {:.1f} times as fast by the clock, on two hosts, and {:.1f} times by"
+    text = "the step was {:.1f} to {:.1f} times as fast by the clock, on two hosts, and {:.1f} times by"
     yield readme, text, [min(earlier), max(earlier), earlier_ms[0] / earlier_ms[1]]
     yield readme, "of {} [contenders]", [len({row["contender"] for row in mlperf if "strongest" in row["contender"]})]
     as_run, drop_in, *_ = mlperf
