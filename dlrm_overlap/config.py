@@ -295,7 +295,7 @@ class EmbeddingConfig:
     but not under row-wise optimizers and LAMB, else by rows. The others leave the plan to TorchRec's planner: torchrec
     with shards of any type, the rest with those of their type alone"""
     memory: Memory | list[Memory] = "gpu"
-    """where a table's rows and their optimizer's states are: gpu, or cached: in the host's page-locked memory, with a
+    """where a table's rows and their optimizer's states are: gpu, or cached: in the host's memory, with a
     cache on the GPU, filled a step ahead. auto caches the largest tables until the others fit on the GPUs. One value,
     or one a table; pgas and fused cache in a step as train.pipeline graph takes it, torchrec by FBGEMM"""
     cache_fraction: PositiveFloat = 0.2

@@ -1,6 +1,6 @@
 """Rows that change places between a cache in GPU memory and their table, in memory that the GPU reaches by its link.
 
-The kernel reads and writes the host's page-locked memory itself, so a captured step needs neither the CPU nor a copy
+The kernel reads and writes the host's memory itself, so a captured step needs neither the CPU nor a copy
 engine, and the number of rows is read on the device. Rows travel both ways at once, as the link does.
 """
 

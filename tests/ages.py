@@ -13,6 +13,7 @@ MEASURED: dict[str, tuple[str, ...]] = {
     "concurrent": ("dlrm_overlap/bench/harness/issuer.py", "dlrm_overlap/comm"),
     "gemm": ("kernels/gemm", "dlrm_overlap/dense/gemm", "dlrm_overlap/comm"),
     "input": ("dlrm_overlap/data",),
+    "row_bytes": ("tests/distributed/test_partial_sums.py",),  # which holds them
     "simulated": ("dlrm_overlap/simulate",),
     **dict.fromkeys(("cached", "clock", "cut", "hosts", "parts", "skewed"), _STEP),  # calibration, emulated hosts
     **dict.fromkeys(

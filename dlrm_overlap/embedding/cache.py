@@ -1,4 +1,4 @@
-"""Tables larger than the GPU: rows at home in the host's page-locked memory, and a cache of them on the GPU.
+"""Tables larger than the GPU: rows at home in the host's memory, and a cache of them on the GPU.
 
 The ids of a step are at the owners of their rows one step ahead. Where they have arrived, `RowCache.bring_in` sees that
 each of their rows is in a slot of the cache, and replaces the ids by the numbers of the slots. So lookup, sort and
@@ -36,6 +36,10 @@ All of this but the rows' way is PyTorch's operators, on every device: of sizes 
 back, so they are captured with the step. FBGEMM's own cache (`lxu_cache_*`) finds the distinct rows of a step by a
 sort whose result it sizes on the host, keeps the optimizers' states out of the cache, and updates rows by FBGEMM's
 backward alone, so it stays with TorchRec's pipelines.
+
+The host's memory is CUDA's managed memory, FBGEMM's default. Page-locked memory comes in pages of 4 KB, for so many of
+which a GPU has no room in its tables of addresses: rows of 512 bytes, drawn from 8 GB, moved at 8.8 GB/s each way at
+once, and at 30 in managed memory (H100).
 """
 
 import logging

@@ -146,7 +146,7 @@ class OverlapEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
         require_same_plan(params, env)
         # The replicas of 2D parallelism are averaged where FBGEMM keeps the rows.
         caches = self._caches and not isinstance(env, ShardingEnv2D)
-        cached, fused_params = cached_shares(params) if caches else {}, self.fused_params
+        cached = cached_shares(params) if caches else {}
         if cached:
             params = {
                 name: replace(each, compute_kernel=EmbeddingComputeKernel.FUSED_UVM.value, cache_params=None)
@@ -154,13 +154,11 @@ class OverlapEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
                 else each
                 for name, each in params.items()
             }
-            if device is not None and device.type == "cuda":  # memory that kernels read and write where it is
-                fused_params = {**(fused_params or {}), "uvm_host_mapped": True}
         return OverlapShardedEmbeddingBagCollection(
             module,
             params,
             env,
-            fused_params,
+            self.fused_params,
             device,
             qcomm_codecs_registry=self.qcomm_codecs_registry,
             module_fqn=module_fqn,
@@ -185,7 +183,7 @@ class OverlapEmbeddingCollectionSharder(EmbeddingCollectionSharder):
     """TorchRec's sharder of unpooled tables with another exchange, for any model that `DistributedModelParallel` takes.
 
     Each distinct id of a table travels once, and so does its row, and the sum of its gradients. Exchanged are shards as
-    under `OverlapEmbeddingBagCollectionSharder`, among ranks of one host. The output is TorchRec's.
+    under `OverlapEmbeddingBagCollectionSharder`; of several hosts, none that are cut by rows. The output is TorchRec's.
 
     Example:
         DistributedModelParallel(model, sharders=[OverlapEmbeddingCollectionSharder(), ..])
