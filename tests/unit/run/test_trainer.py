@@ -447,7 +447,6 @@ def test_an_id_outside_its_table_is_the_same_error_under_every_backend(tmp_path:
     [
         ("pgas", "auto", "auto", "push"),
         ("fused", "auto", "stores", "push"),
-        ("pgas", "auto", "partition", "push"),
         ("pgas", "auto", "dma", "dma"),
         ("pgas", "collective", "dma", "collective"),
         ("nccl", "auto", "dma", "auto"),
