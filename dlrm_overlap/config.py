@@ -407,10 +407,9 @@ class TrainConfig:
     dense_reduce: Literal["auto", "collective", "stores"] = "auto"
     """pipeline graph: how the dense gradients are summed over the ranks. collective: by NCCL (gloo on CPU). stores: by
     loads and stores of the peers' memory, in pieces. auto is stores where all ranks are on one host"""
-    overlap: Literal["auto", "stores", "dma", "partition"] = "auto"
+    overlap: Literal["auto", "stores", "dma"] = "auto"
     """how the gradients of pooled embeddings travel beside the dense part, where embedding.backward is auto. stores: by
-    a kernel of few programs. dma: by copy engines. partition: as stores, and the head's weights' products leave them
-    multiprocessors. auto is stores"""
+    a kernel of few programs. dma: by copy engines. auto is stores"""
     pipeline: Literal["auto", "torchrec", "graph"] = "auto"
     """torchrec: TrainPipelineSparseDist, which overlaps the next batches' copy and id exchange with the step. graph:
     steps are CUDA graphs; pgas and fused alone. auto takes graph on GPUs where it can"""

@@ -13,6 +13,7 @@ MEASURED: dict[str, tuple[str, ...]] = {
     "concurrent": ("dlrm_overlap/bench/harness/issuer.py", "dlrm_overlap/comm"),
     "gemm": ("kernels/gemm", "dlrm_overlap/dense/gemm", "dlrm_overlap/comm"),
     "input": ("dlrm_overlap/data",),
+    "row_bytes": ("tests/distributed/test_partial_sums.py",),  # which holds them
     "simulated": ("dlrm_overlap/simulate",),
     **dict.fromkeys(("cached", "clock", "cut", "hosts", "parts", "skewed"), _STEP),  # calibration, emulated hosts
     **dict.fromkeys(
@@ -20,7 +21,8 @@ MEASURED: dict[str, tuple[str, ...]] = {
         _STAGE,
     ),
     **dict.fromkeys(
-        ("ablation", "baseline", "registered", "row_wise", "step", "strategies", "timeline", "wide"), _STEP
+        ("ablation", "baseline", "quickstart", "registered", "row_wise", "step", "strategies", "timeline", "wide"),
+        _STEP,
     ),
 }
 """Begin of a file's name -> what its rows measure; renames count as touches."""
@@ -60,31 +62,34 @@ def commits_of(name: str) -> list[str]:
     return sorted({row.get("commit", "").removesuffix("-dirty") for row in read(name)} - {""})
 
 
+def _measured(name: str) -> tuple[str, ...]:
+    found = [paths for begin, paths in MEASURED.items() if name.rpartition("/")[2].startswith(begin)]
+    assert found, f"{name}: tests.ages has no line that says which files it measures"
+    return found[0]
+
+
 def age(name: str) -> int | None:
     """Return how many commits have touched what the rows of a file measure; None if they name no commit."""
-    kinds = [paths for begin, paths in MEASURED.items() if name.rpartition("/")[2].startswith(begin)]
-    assert kinds, f"{name}: tests.ages has no line that says which files it measures"
+    measured = _measured(name)
     counts = []
     for commit in commits_of(name):
         since = _since(commit)
         if since is None:
             return None
-        counts.append(sum(any(path.startswith(kinds[0]) for path in _touched().get(each, [])) for each in since))
+        counts.append(sum(any(path.startswith(measured) for path in _touched().get(each, [])) for each in since))
     return max(counts, default=None)
 
 
 def table_of_ages() -> Lines:
-    """Return a line a file of rows."""
+    """Return a line for the files of rows of the same commit and GPUs that measure the same."""
     yield ["rows", "GPUs", "commit", "date", "age in commits"]
-    for path in sorted(FOLDER.glob("*.csv")):
-        rows, commits = read(path.name), commits_of(path.name)
+    lines: dict[tuple[str, ...], list[str]] = {}
+    for path in sorted([*FOLDER.glob("*.csv"), *FOLDER.glob("*_h?00/*.csv")]):
+        name = path.relative_to(FOLDER).as_posix()
+        rows, commits, found = read(name), commits_of(name), age(name)
         dates = {row.get("date") or "" for row in rows}
         dates |= {_git("show", "-s", "--format=%cs", each).strip() for each in commits}
-        found = age(path.name)
-        yield [
-            f"[{path.stem}](results/{path.name})",
-            rows[0].get("gpu") or ("simulated" if path.stem.startswith("simulated") else "-"),
-            ", ".join(commits) or "-",
-            max(dates) or "-",
-            "unknown" if found is None else str(found),
-        ]
+        gpus = rows[0].get("gpu") or ("simulated" if path.stem.startswith("simulated") else "-")
+        told = gpus, ", ".join(commits) or "-", max(dates) or "-", "unknown" if found is None else str(found)
+        lines.setdefault((*_measured(name), *told), []).append(f"[{name.removesuffix('.csv')}](results/{name})")
+    yield from ([", ".join(links), *key[-4:]] for key, links in lines.items())

@@ -487,7 +487,7 @@ def predict_parts(rows: Sequence[Row], gpu: GpuConfig) -> list[Prediction]:
     """Return the measured and the simulated time of captured steps on two GPUs, whole and with a part left out.
 
     Args:
-        rows: of the variants of `python -m tests.gpu.step_parts`, or of `bench timeline`, whose steps are whole; where
+        rows: of the variants of `python -m tests.gpu.step_parts`, or traced, whose steps are whole; where
             they are a row a rank, the slowest counts.
         gpu: what does the work; these rows have not been looked at for it.
     """

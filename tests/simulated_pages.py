@@ -77,14 +77,14 @@ def _off(torchrec: Row, fused: Row) -> float:
     return 100 - 100 * float(fused["ms"]) / float(torchrec["ms"])
 
 
-def table_of_grid(name: str, down: str, across: str) -> Lines:
-    """Return the ms by the values of two columns."""
+def table_of_grid(name: str, down: str, across: str, shown: str = "ms") -> Lines:
+    """Return a column, of numbers in ms if not named, by the values of two others."""
     rows = read(name)
     columns = sorted({float(row[across]) for row in rows})
-    yield [f"ms, by {down} and {across}", *(f"{each:g}" for each in columns)]
+    yield [f"{shown}, by {down} and {across}", *(f"{each:g}" for each in columns)]
     for value in sorted({float(row[down]) for row in rows}):
-        ms = {float(row[across]): row["ms"] for row in rows if float(row[down]) == value}
-        yield [f"{value:g}", *(ms[each] for each in columns)]
+        cells = {float(row[across]): row[shown] for row in rows if float(row[down]) == value}
+        yield [f"{value:g}", *(cells[each] for each in columns)]
 
 
 WAYS = ("software", "near_memory", "arbitrated", "ideal")

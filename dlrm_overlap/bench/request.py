@@ -56,8 +56,6 @@ class Request:
 
     module: ClassVar[str] = ""
     """of `figures/`, whose `run` measures it; that of the figure's name where none is given"""
-    needs_gpu: ClassVar[bool] = False
-    """whether it reads a trace that a CPU lacks; the others rehearse on CPUs"""
     needs_peers: ClassVar[bool] = False
     """whether one rank alone has nothing to measure"""
     makes_shapes: ClassVar[bool] = False
@@ -100,10 +98,8 @@ class Request:
         """Check the request against the configuration, the number of ranks and their device; needs no process group.
 
         Raises:
-            InputError: naming the key, or because the figure needs GPUs, or more than one rank.
+            InputError: naming the key, or because the figure needs more than one rank.
         """
-        if device_type == "cpu" and self.needs_gpu:
-            raise InputError(f"bench {self.kind}: a CPU lacks the trace that it reads; run it on GPUs")
         if world_size == 1 and self.needs_peers:
             raise InputError(f"bench {self.kind}: one rank has nobody to communicate with; add --nproc 2, or more")
         if self.makes_shapes and config.data.kind != "synthetic":
@@ -125,27 +121,14 @@ class InputRequest(Request):
     steps: int = option(200, "timed steps of each kind")
 
 
-def _contenders(default: tuple[str, ...], help: str) -> Any:
-    return option(default, help, choices=[*STEP_CONTENDERS, *GROUPS])
-
-
 @dataclass(frozen=True)
-class TrainingRequest(Request):
-    """Every figure whose contenders are training runs."""
-
-    contenders: tuple[str, ...] = _contenders(USUAL, "who takes part; losses are compared with the first one's")
-    batches: int = option(16, "different batches, read once and trained on in turn")
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The contenders, each group as its members."""
-        return expand(self.contenders)
-
-
-@dataclass(frozen=True)
-class StepRequest(TrainingRequest):
+class StepRequest(Request):
     """The whole training step under TorchRec and under our backends, or with one thing more or less."""
 
+    contenders: tuple[str, ...] = option(
+        USUAL, "who takes part; losses are compared with the first one's", choices=[*STEP_CONTENDERS, *GROUPS]
+    )
+    batches: int = option(16, "different batches, read once and trained on in turn")
     steps: int = option(200, "timed steps of each contender")
     dense_tflop_per_s: float = option(
         790.0, "of matrix products, for the floor; the default is cuBLAS's best on an H200, bf16", type=PositiveFloat
@@ -153,25 +136,14 @@ class StepRequest(TrainingRequest):
     at_once: int = option(6, "contenders in memory together; more take turns in groups, each with the last one")
     resume: bool = option(False, "leave out contenders that --output has rows of", type=bool)
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The contenders, each group as its members."""
+        return expand(self.contenders)
+
     def __post_init__(self) -> None:
         if self.at_once < 2:
             raise InputError(f"--at_once {self.at_once}: contenders take turns with the last one; take 2 or more")
-
-
-@dataclass(frozen=True)
-class TimelineRequest(TrainingRequest):
-    """What of a traced step is exposed communication, with the traces beside the rows (GPU)."""
-
-    contenders: tuple[str, ...] = _contenders(
-        ("torchrec", "torchrec_strongest", "pgas_graph"), "whose steps are traced"
-    )
-    steps: int = option(5, "traced steps of each contender")
-
-    needs_gpu = True
-
-    def __post_init__(self) -> None:
-        if self.output.suffix != ".csv":
-            raise InputError(f"--output {self.output}: must end in .csv; the traces lie beside it")
 
 
 @dataclass(frozen=True)
@@ -392,7 +364,6 @@ class GemmRequest(Request):
 
 FIGURES: dict[str, type[Request]] = {
     "step": StepRequest,
-    "timeline": TimelineRequest,
     "stage": StageRequest,
     "weak": WeakRequest,
     "strong": StrongRequest,

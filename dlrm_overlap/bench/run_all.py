@@ -56,10 +56,9 @@ class Measurement(NamedTuple):
             words += ["--at_once", str(min(nproc + 1, 4)), "--resume", "true"]  # so many models fit 80 GB a GPU
         return words
 
-    def is_possible(self, nproc: int, rehearsed: bool) -> bool:
+    def is_possible(self, nproc: int) -> bool:
         """Whether so many ranks can run it."""
-        figure = FIGURES[self.kind]
-        return not (figure.needs_peers and nproc == 1) and not (figure.needs_gpu and rehearsed)
+        return nproc > 1 or not FIGURES[self.kind].needs_peers
 
 
 _REHEARSED = {
@@ -92,7 +91,6 @@ MEASUREMENTS = (
     ),
     Measurement("step_dot", 3, "step", "bench/step_dot", options=_STRONGEST),
     Measurement("step_mlperf_16384", 3, "step", "bench/step_mlperf", "--train.batch_size 16384", _STRONGEST),
-    Measurement("timeline", 3, "timeline", "bench/step_mlperf"),
     Measurement("quickstart", 1.5, "step", "quickstart", options="--contenders torchrec pgas_graph", alone=True),
     Measurement(
         "wide", 3, "step", "wide_mlp", "--model.top_parallel data", "--contenders pgas_graph pgas_graph_tensor"
@@ -130,7 +128,7 @@ def run(argv: Sequence[str]) -> int:
     make_folder(folder)
     with hold_folder(folder, "--output"):
         _check_commit(folder)
-        chosen = [each for each in MEASUREMENTS if each.name in values.only and each.is_possible(nproc, not gpus)]
+        chosen = [each for each in MEASUREMENTS if each.name in values.only and each.is_possible(nproc)]
         campaign = _Campaign(folder, nproc, rehearsed=not gpus, uncommitted=values.uncommitted)
         end = time.monotonic() + 60 * values.minutes
         left = [each for each in chosen if not campaign.is_done(each)]

@@ -1,4 +1,4 @@
-"""Who takes part in `bench step` and `timeline`: each contender is the configuration with keys of its own.
+"""Who takes part in `bench step`: each contender is the configuration with keys of its own.
 
 To add one, add a line to a table here. This module loads no torch, so that an unknown name is reported at once.
 """
@@ -63,9 +63,6 @@ _ABLATION: Mapping[str, Mapping[str, Any]] = {
     "one_part": {"embedding.gradient_parts": 1},
 }
 _OTHERS: Mapping[str, Mapping[str, Any]] = {
-    "stores": {"train.overlap": "stores"},
-    "dma": {"train.overlap": "dma"},
-    "partition": {"train.overlap": "partition"},
     "default_plan": _DEFAULT,
     "row_wise": {"embedding.plan": "row_wise"},
     "tensor": {"model.top_parallel": "tensor"},

@@ -41,13 +41,12 @@ def on_every_rank(work: Callable[[], Made], group: dist.ProcessGroup) -> Made:
     except Exception as error:
         is_mistake = isinstance(error, InputError)
         text = str(error) if is_mistake else f"{type(error).__name__}: {in_one_line(error):.300}"
-        first = _first_fault(_Fault(is_mistake, group.rank(), text), group)
-        assert first is not None
+        first = min(faults(_Fault(is_mistake, group.rank(), text), group))
         if first.is_mistake == is_mistake:
             raise
         raise first.error() from error
-    if (first := _first_fault(None, group)) is not None:
-        raise first.error()
+    if found := faults(None, group):
+        raise min(found).error()
     return made
 
 
@@ -59,8 +58,9 @@ def gathered(value: Made, group: dist.ProcessGroup) -> list[Made]:
     return values
 
 
-def _first_fault(fault: _Fault | None, group: dist.ProcessGroup) -> _Fault | None:
-    return min((each for each in gathered(fault, group) if each is not None), default=None)
+def faults(fault: Made | None, group: dist.ProcessGroup) -> list[Made]:
+    """Return the faults of the ranks of `group` that have one, in order; None and an empty string are none."""
+    return [each for each in gathered(fault, group) if each]
 
 
 def require_alike(call: object, group: dist.ProcessGroup, caller: str = "") -> None:

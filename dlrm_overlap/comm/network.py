@@ -24,7 +24,7 @@ from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.distributed_c10d import PrefixStore, _get_process_group_store
 
 from dlrm_overlap.comm.arena import CudaMemory, HostArena, Region
-from dlrm_overlap.comm.every_rank import gathered, on_every_rank
+from dlrm_overlap.comm.every_rank import faults, gathered, on_every_rank
 from dlrm_overlap.comm.reach import Reach
 from dlrm_overlap.config import InputError, in_one_line
 from dlrm_overlap.kernels.network import Network
@@ -136,14 +136,14 @@ def start_puts(group: dist.ProcessGroup, device: torch.device, timeout_s: float)
     Raises:
         InputError: if rank 0 is not there any more.
     """
-    why = _first((missing_puts() or _damage()) if device.type == "cuda" else "CPUs have no kernels that put", group)
-    return why or _start(_nvshmem(), group, device, timeout_s)
+    why = (missing_puts() or _damage()) if device.type == "cuda" else "CPUs have no kernels that put"
+    found = faults(why and f"{why} (rank {group.rank()})", group)
+    return found[0] if found else _start(_nvshmem(), group, device, timeout_s)
 
 
 def _start(nvshmem: "_Nvshmem", group: dist.ProcessGroup, device: torch.device, timeout_s: float) -> str:
     """Start as `start_puts`, once every rank has the library; a failed start is not tried again."""
-    verdicts = gathered(nvshmem.verdict, group)
-    if verdicts == [None] * group.size():
+    if not any(gathered(nvshmem.verdict is not None, group)):
         # Where it cannot start, NVSHMEM may end the process: then this is the last line.
         log.info("NVSHMEM starts, for puts to other hosts; embedding.between_hosts: messages goes without")
         shared = [nvshmem.unique_id(), uuid.uuid4().hex] if group.rank() == 0 else [b"", ""]
@@ -158,12 +158,8 @@ def _start(nvshmem: "_Nvshmem", group: dist.ProcessGroup, device: torch.device, 
 
         store = PrefixStore(f"dlrm_overlap/nvshmem/{name}", _get_process_group_store(group))
         nvshmem.verdict = start_together(start, "NVSHMEM", store, group.rank(), group.size(), timeout_s)
-        return nvshmem.verdict or _first(nvshmem.misfit(group.rank(), group.size()), group)
-    if fault := next((verdict for verdict in verdicts if verdict), ""):
-        return fault
-    if nvshmem.verdict is None:
-        return _first("NVSHMEM was started by other ranks", group)
-    return _first(nvshmem.misfit(group.rank(), group.size()), group)
+    found = faults(nvshmem.verdict or nvshmem.misfit(group.rank(), group.size()), group)
+    return found[0] if found else ""
 
 
 def start_together(
@@ -255,11 +251,6 @@ def agree_on_puts(
     return not why, why
 
 
-def _first(fault: str, group: dist.ProcessGroup) -> str:
-    """Return the fault of the first rank that has one, alike on all ranks; empty if none has."""
-    return next((f"{text} (rank {rank})" for rank, text in enumerate(gathered(fault, group)) if text), "")
-
-
 @lru_cache(maxsize=1)
 def _nvshmem() -> "_Nvshmem":
     """Return NVSHMEM, of which a process has one."""
@@ -308,9 +299,9 @@ class _Nvshmem:
         return f"NVSHMEM does not start, status {status}, its log says why" if status else ""
 
     def misfit(self, rank: int, world_size: int) -> str:
-        """Return a fault if it was started with other ranks than these."""
-        started = self._calls.nvshmem_my_pe(), self._calls.nvshmem_n_pes()
-        return "" if started == (rank, world_size) else "NVSHMEM was started with other ranks"
+        """Return a fault if it was started by other ranks than these."""
+        started = self.verdict == "" and (self._calls.nvshmem_my_pe(), self._calls.nvshmem_n_pes())
+        return "" if started == (rank, world_size) else f"NVSHMEM was started by other ranks (rank {rank})"
 
     def allocate(self, size_bytes: int, group: dist.ProcessGroup) -> int:
         """Return the address of a block, 0 if there is no room; a collective of all ranks, `group`.

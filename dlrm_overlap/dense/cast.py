@@ -1,19 +1,12 @@
 """Weights that are cast once a step, by the optimizer that writes them, and not by whoever computes with them."""
 
-import ctypes
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 
-from dlrm_overlap.config import InputError
 from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.optimizer import FlatOptimizer
-
-LEFT = 16
-"""multiprocessors that are left: as products take them in clusters, fewer do not always have room for a kernel"""
 
 
 class CastWeights:
@@ -29,19 +22,8 @@ class CastWeights:
     written beside the rest of the backward, and may be reduced over the ranks meanwhile.
     """
 
-    def __init__(
-        self,
-        flat: FlatParameters,
-        optimizer: FlatOptimizer,
-        names: Iterable[str],
-        partitioned: bool = False,
-    ) -> None:
-        """Take the parameters to cast, by their names in `flat`; the others keep their gradients' usual way.
-
-        Args:
-            partitioned: products beside the rest of the backward, see `write_beside`, leave it multiprocessors.
-        """
-        self._multiprocessors = all_but_some(flat.device) if partitioned and flat.device.type == "cuda" else None
+    def __init__(self, flat: FlatParameters, optimizer: FlatOptimizer, names: Iterable[str]) -> None:
+        """Take the parameters to cast, by their names in `flat`; the others keep their gradients' usual way."""
         self._flat, self._optimizer, self._names = flat, optimizer, set(names)
         flat.unseen |= self._names
         self._others = [name for name in flat.parameters if name not in self._names]
@@ -109,7 +91,7 @@ class CastWeights:
             return
         self._stream.wait_stream(torch.cuda.current_stream(self._flat.device))
         self._beside += [self._taken, self._later]
-        with torch.cuda.stream(self._stream), products_on(self._multiprocessors):
+        with torch.cuda.stream(self._stream):
             self._write()
 
     @torch.no_grad()
@@ -171,50 +153,3 @@ class _Ahead(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
         ctx.weights.write_beside()
         return gradients[0], None
-
-
-def all_but_some(device: torch.device) -> int:
-    """Return how many multiprocessors products may take where they leave LEFT."""
-    return torch.cuda.get_device_properties(device).multi_processor_count - LEFT
-
-
-@contextmanager
-def products_on(multiprocessors: int | None) -> Iterator[None]:
-    """Let cuBLAS's products that this thread issues meanwhile take so many multiprocessors, or all of them if None.
-
-    A product takes one program a multiprocessor, all at once. Where a kernel holds some, the product's last programs
-    start when the first end, and it takes twice as long; given a smaller number, it is cut for that. On an H200 the
-    gradient of three weights of [3456, 512] from 8192 samples takes 121 us alone, 217 beside 11 programs that copy, and
-    142 on 116 of 132 multiprocessors beside them. Can be captured. Source: resource partitioning, ConCCL (Agrawal et
-    al., ISPASS).
-
-    Raises:
-        InputError: if there is no cuBLAS that takes such a number.
-    """
-    if multiprocessors is None:
-        yield
-        return
-    _set(multiprocessors)
-    try:
-        yield
-    finally:
-        _set(0)  # all
-
-
-def _set(multiprocessors: int) -> None:
-    handle = ctypes.c_void_p(torch.cuda.current_blas_handle())
-    status = _library().cublasSetSmCountTarget(handle, ctypes.c_int(multiprocessors))
-    if status != 0:
-        raise InputError(f"train.overlap: partition, but cuBLAS returned {status} for {multiprocessors}; take stores")
-
-
-@lru_cache
-def _library() -> ctypes.CDLL:
-    """Return the cuBLAS that torch has loaded."""
-    name = f"libcublas.so.{(torch.version.cuda or '').partition('.')[0]}"
-    try:
-        library = ctypes.CDLL(name)
-        library.cublasSetSmCountTarget  # noqa: B018  it is looked up when it is named
-    except (OSError, AttributeError) as error:
-        raise InputError(f"train.overlap: partition, but {error}; take stores") from None
-    return library

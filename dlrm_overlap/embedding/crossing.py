@@ -77,22 +77,18 @@ class Crossing:
         on_hosts = {host: [each.on(host) for each in layout.partial_sums] for host in reach.hosts}
         self.sums_on = {host: [shards for shards in found if len(shards) > 1] for host, found in on_hosts.items()}
         """of each host the sums that are made there for samples of other hosts, each by its row shards"""
-        self._added = {shard for found in self.sums_on.values() for shards in found for shard in shards}
+        added = {shard for found in self.sums_on.values() for shards in found for shard in shards}
+        self.has_sums = bool(added and reach.most_taken)
+        """whether there are such sums, and other hosts"""
+        self.pooled_columns = [_side_by_side([s for s in shards if s not in added]) for shards in layout.by_owner]
+        """by rank, the first column of each of its shards in a row of what it pools for another host"""
+        self.sum_columns = {host: _sum_columns(found) for host, found in self.sums_on.items()}
+        """by host, the first column of each shard in a row of partial sums that are gathered there. Those of each sum's
+        first shard come first: there the sum is made, and a message has these columns alone."""
+        self.gradient_columns = {host: self._gradient_columns(host) for host in reach.hosts}
+        """by host, the first column of each of its shards in a row of gradients, those of one sum at the same"""
 
-    def pooled_columns(self, rank: int) -> Mapping[FeatureShard, int]:
-        """Return the first column of each shard of `rank` in a row of what it pools for another host."""
-        return _side_by_side([shard for shard in self._layout.by_owner[rank] if shard not in self._added])
-
-    def sum_columns(self, host: range) -> Mapping[FeatureShard, int]:
-        """Return the first column of each shard in a row of partial sums that are gathered on `host`.
-
-        Those of each sum's first shard come first: there the sum is made, and a message has these columns alone.
-        """
-        firsts = [shards[0] for shards in self.sums_on[host]]
-        return _side_by_side([*firsts, *(shard for shards in self.sums_on[host] for shard in shards[1:])])
-
-    def gradient_columns(self, host: range) -> Mapping[FeatureShard, int]:
-        """Return the first column of each shard of `host` in a row of gradients, those of one sum at the same."""
+    def _gradient_columns(self, host: range) -> Mapping[FeatureShard, int]:
         shards = [shard for rank in host for shard in self._layout.by_owner[rank]]
         first = {shard: shards[0] for shards in self.sums_on[host] for shard in shards}
         columns = _side_by_side([shard for shard in shards if first.get(shard, shard) is shard])
@@ -107,7 +103,7 @@ class Crossing:
 
     def output_columns(self, host: range) -> torch.Tensor:
         """Return [pitch] int64: of each column of a row of gradients the output's; those after the last repeat it."""
-        columns = self.gradient_columns(host)
+        columns = self.gradient_columns[host]
         ranges = {column: (self._layout.output_column(shard), shard.dim) for shard, column in columns.items()}
         found = column_numbers(list(ranges.values()))
         padding = self.pitch(columns) - found.numel()
@@ -127,9 +123,9 @@ class Crossing:
 
         A window has as many rows for each rank that its rank serves as a rank has samples at most.
         """
-        if not (self._added and self.reach.most_taken):
+        if not self.has_sums:
             return None
-        widest = max(self.pitch(self.sum_columns(host)) for host in self.reach.hosts)
+        widest = max(self.pitch(self.sum_columns[host]) for host in self.reach.hosts)
         return WindowSpec("sums", Region((self.reach.most_taken * samples * widest,), self._wire_dtype), 1)
 
     def pooled(self, batch: BatchSizes) -> Messages:
@@ -138,9 +134,9 @@ class Crossing:
 
     def _pooled_of(self, batch: BatchSizes) -> Messages:
         reach, here = self.reach, self._samples(self.reach.here, batch)
-        mine = self.pitch(self.pooled_columns(reach.rank))
+        mine = self.pitch(self.pooled_columns[reach.rank])
         sent = [(self._samples(host, batch), mine) for host in self._other_hosts]
-        received = [(here, self.pitch(self.pooled_columns(source))) for source in reach.sources]
+        received = [(here, self.pitch(self.pooled_columns[source])) for source in reach.sources]
         return self._messages(sent, received)
 
     def sums(self, batch: BatchSizes) -> Messages:
@@ -159,7 +155,7 @@ class Crossing:
 
     def largest_gradients(self, samples: int) -> Sequence[tuple[int, int]]:
         """Return the rows and the pitches of the largest messages of gradients of ranks of up to `samples` samples."""
-        return [(samples, self.pitch(self.gradient_columns(host))) for host in self.reach.hosts]
+        return [(samples, self.pitch(self.gradient_columns[host])) for host in self.reach.hosts]
 
     def largest_sums(self, samples: int) -> Sequence[tuple[int, int]]:
         """Return the rows and the pitches of the largest messages of sums of any ranks of up to `samples` samples."""
@@ -173,8 +169,8 @@ class Crossing:
 
     def _gradients_of(self, batch: BatchSizes) -> Messages:
         reach, each = self.reach, batch.per_rank
-        sent = [(each[reach.rank], self.pitch(self.gradient_columns(host))) for host in self._other_hosts]
-        mine = self.pitch(self.gradient_columns(reach.here))
+        sent = [(each[reach.rank], self.pitch(self.gradient_columns[host])) for host in self._other_hosts]
+        mine = self.pitch(self.gradient_columns[reach.here])
         return self._messages(sent, [(each[source], mine) for source in reach.sources])
 
     @property
@@ -203,6 +199,10 @@ def _side_by_side(shards: Sequence[FeatureShard]) -> Mapping[FeatureShard, int]:
     """Return the first column of each shard in a row that has the columns of all of them, in order."""
     starts = [0, *accumulate(shard.dim for shard in shards)]
     return dict(zip(shards, starts[:-1], strict=True))
+
+
+def _sum_columns(sums: Sequence[Sequence[FeatureShard]]) -> Mapping[FeatureShard, int]:
+    return _side_by_side([*(shards[0] for shards in sums), *(shard for shards in sums for shard in shards[1:])])
 
 
 def arrival_regions(spec: WindowSpec, reach: Reach) -> Mapping[str, Region]:

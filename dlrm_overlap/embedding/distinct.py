@@ -11,7 +11,6 @@ and g are in slots 1 0 1 and 0. The gradients of the first and the third id of f
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +34,7 @@ class NamedSequence(NamedTuple):
 
 _WASTE = 1 / 8  # of the slots that are needed: so many more may there be
 _LEAST_BLOCK = 64  # slots, below which blocks would be more work than memory
+_MOST_MISSING = 1 << 30  # slots, which an int32 holds
 
 
 class SlotBlocks(NamedTuple):
@@ -98,6 +98,10 @@ class _Rooms(NamedTuple):
     """[P] int64: its number in the sequence"""
     table: torch.Tensor
     """[P] int64: the sequence's table"""
+    rows: torch.Tensor
+    """[P] int64: that table's"""
+    first_key: torch.Tensor
+    """[P]: that table's"""
     first: torch.Tensor
     """[T + 1] int64: the first place of each table, and the end"""
     positions: torch.Tensor
@@ -105,18 +109,20 @@ class _Rooms(NamedTuple):
 
 
 class _Blocks(NamedTuple):
-    """`SlotBlocks` on the device, all int64."""
+    """`SlotBlocks` on the device, int64; slots are numbered table by table."""
 
     first: torch.Tensor
-    """[T]: the first feature of each table"""
-    last: torch.Tensor
-    """[T]: the last one"""
-    slots: torch.Tensor
+    """[T]: the first slot of each table"""
+    counts: torch.Tensor
     """[T]: slots of each table"""
+    last: torch.Tensor
+    """[T]: the last feature of each table"""
     table: torch.Tensor
     """[F]: the table of each feature"""
-    first_slot: torch.Tensor
-    """[F]: of that table's slots, the first of each feature"""
+    within: torch.Tensor
+    """[F, b]: of each slot the number among its table's"""
+    places: torch.Tensor
+    """[F * b] int32: of each slot the row in the window, see `Distinct.places`"""
 
 
 @dataclass
@@ -135,9 +141,9 @@ class SortedBatch:
     first_run: torch.Tensor
     """[T + 1] int64: the first distinct id of each table, and the number of all"""
     total: torch.Tensor
-    """[] int64: ids of the batch"""
-    beyond: torch.Tensor
-    """[T] int64: ids for which there is no room"""
+    """[] int64: ids of the batch for which there is room; after them come, in order, places without one"""
+    counts: torch.Tensor
+    """[T] int64: distinct ids of each table; more than P where there is no room for some"""
 
 
 class DistinctIds:
@@ -153,6 +159,7 @@ class DistinctIds:
         self._key_type = torch.int32 if keys[-1] < 2**31 else torch.int64
         self._first_keys = torch.tensor(keys, dtype=self._key_type, device=device)
         self._rows = torch.tensor(rows, device=device)
+        self._nowhere = torch.tensor(-1, dtype=torch.int32, device=device)
         self._of_tables = torch.tensor([s.table for s in sequences], device=device)
         self._device = device
         self._rooms = StepCache[tuple[int, ...], _Rooms]()
@@ -182,7 +189,8 @@ class DistinctIds:
         of_table = each.new_zeros(self.tables).index_add_(0, self._of_tables, each)
         first = torch.cat([of_table.new_zeros(1), of_table.cumsum(0)])
         positions = torch.arange(total + 2, dtype=torch.int32, device=self._device)
-        return _Rooms(each, sequence, within, self._of_tables[sequence], first, positions)
+        table = self._of_tables[sequence]
+        return _Rooms(each, sequence, within, table, self._rows[table], self._first_keys[table], first, positions)
 
     def _indices_of(self, keys: tuple[str, ...]) -> torch.Tensor:
         indices = torch.tensor([keys.index(s.feature) for s in self.sequences], device=self._device)
@@ -203,11 +211,11 @@ class DistinctIds:
 
     def padded(self, features: KeyedJaggedTensor, rooms: Sequence[int]) -> torch.Tensor:
         """Return [P] the ids of each sequence, 0 behind them."""
-        _, _, valid, ids, _ = self._read(features, rooms)
+        _, _, valid, ids = self._read(features, rooms)
         return ids.masked_fill(~valid, 0)
 
     def _read(self, features: KeyedJaggedTensor, rooms: Sequence[int]) -> tuple[Any, ...]:
-        """Return rooms, the ids [S] of each sequence, which places [P] have an id, the ids [P], and their number."""
+        """Return rooms, the number [S] of ids of each sequence, which places [P] have an id, and the ids [P]."""
         made = self._rooms_of(features, tuple(rooms))
         keys = tuple(features.keys())
         indices, values = self._indices.get(keys, self._indices_of, keys), features.values()
@@ -215,43 +223,37 @@ class DistinctIds:
         counts, starts = by_key[indices], (by_key.cumsum(0) - by_key)[indices]
         valid = made.within < counts[made.sequence]
         if values.numel() == 0:  # and P is 0, or no id is valid
-            return made, counts, valid, values.new_zeros(valid.numel()), counts.sum()
+            return made, counts, valid, values.new_zeros(valid.numel())
         ids = values[(starts[made.sequence] + made.within).clamp_(max=values.numel() - 1)]
-        return made, counts, valid, ids, valid.sum()
+        return made, counts, valid, ids
 
     def sort(self, features: KeyedJaggedTensor, rooms: Sequence[int], dedup: bool = True) -> SortedBatch:
         """Sort the ids of a batch by table and id; without `dedup` each counts as distinct, and nothing is sorted."""
-        made, counts, valid, ids, total = self._read(features, rooms)
-        excess = (counts - made.rooms).clamp_(min=0)
-        beyond = excess.new_zeros(self.tables).index_add_(0, self._of_tables, excess)
+        made, sizes, valid, ids = self._read(features, rooms)
         order, begins, first = None, valid, made.first
         if dedup:
-            inside = (ids >= 0) & (ids < self._rows[made.table])
-            row = ids.where(inside, self._rows[made.table].to(ids.dtype)).to(self._key_type)
-            key = (self._first_keys[made.table] + row).where(valid, self._first_keys[-1])
-            key, order = key.sort(stable=True)
+            row = ids.where((ids >= 0) & (ids < made.rows), made.rows).to(self._key_type)
+            key, order = (made.first_key + row).where(valid, self._first_keys[-1]).sort(stable=True)
             begins = key < self._first_keys[-1]
-            begins[1:] &= key[1:] != key[:-1]
+            begins[1:].logical_and_(key[1:] != key[:-1])
             first = torch.searchsorted(key, self._first_keys)
         ends = begins.cumsum(0)
-        runs_before = torch.cat([ends.new_zeros(1), ends])
-        return SortedBatch(made, ids, order, begins, ends - 1, runs_before[first], total, beyond)
+        first_run = torch.cat([ends.new_zeros(1), ends])[first]
+        beyond = (sizes - made.rooms).clamp_(min=0)
+        counts = first_run.diff().index_add_(0, self._of_tables, beyond, alpha=ids.numel() + 1)
+        return SortedBatch(made, ids, order, begins, ends - 1, first_run, first[-1], counts)
 
     def place(self, batch: SortedBatch, blocks: SlotBlocks) -> Distinct:
-        """Return a batch's ids in their slots; of one that has more, lengths that tell so."""
-        room, last, features = batch.ids.numel(), batch.ids.numel() + 1, sum(blocks.counts)
-        table, ids = batch.rooms.table, batch.ids
+        """Return a batch's ids in their slots; of one that has more, lengths that tell so, and wrong places."""
+        room, positions = batch.ids.numel(), batch.rooms.positions
+        table, ids, here = batch.rooms.table, batch.ids, batch.begins
         if batch.order is not None:
-            table, ids = table[batch.order], ids[batch.order]
+            table, ids, here = table[batch.order], ids[batch.order], positions[:room] < batch.total
         found = self._blocks.get(blocks, self._make_blocks, blocks)
-        slot = batch.run - batch.first_run[table]
-        positions = batch.rooms.positions
-        here = positions[:room] < batch.total if batch.order is not None else batch.begins
-        here = here & (slot < found.slots[table])
-        place = slot % blocks.slots * features + found.first[table] + slot // blocks.slots
-        place = place.where(here, -1).to(torch.int32)
+        slot = batch.run + (found.first - batch.first_run[:-1])[table]
+        place = found.places[slot.clamp_(0, found.places.numel() - 1)].where(here, self._nowhere)
         # Of others than the first of their kind nothing is kept: they are stored behind the end.
-        run = batch.run.where(batch.begins, last)
+        run = batch.run.where(batch.begins, positions[room + 1])
         values = ids.new_zeros(room + 2).scatter_(0, run, ids)
         rows = place.new_zeros(room + 2).scatter_(0, run, place.clamp(min=0))
         if batch.order is None:
@@ -261,30 +263,27 @@ class DistinctIds:
             places = torch.empty_like(place).scatter_(0, batch.order, place)
             starts = batch.total.to(torch.int32).repeat(room + 2).scatter_(0, run, positions[:room])[: room + 1]
             order = batch.order.to(torch.int32)
-        counts = batch.first_run.diff()
-        bags = torch.arange(blocks.slots, device=ids.device)
-        lengths = (bags < (counts[found.table] - found.first_slot)[:, None]).to(torch.int32)
-        # Where ids have no room, there are more than any bound says, which is found where they are published.
-        beyond = batch.beyond + room * (batch.beyond > 0)
-        beyond += (counts - found.slots).clamp(min=0)
-        lengths[:, 0].index_add_(0, found.last, beyond.to(torch.int32))
+        lengths = (found.within < batch.counts[found.table][:, None]).to(torch.int32)
+        # The slots that are missing make more ids than any bound says, which is found where they are published.
+        missing = (batch.counts - found.counts).clamp_(0, _MOST_MISSING).to(torch.int32)
+        lengths[:, 0].index_add_(0, found.last, missing)
         count = batch.first_run[-1:].to(torch.int32)
         return Distinct(values[:room], lengths.flatten(), places, Runs(rows[:room], starts, count, order))
 
     def _make_blocks(self, blocks: SlotBlocks) -> "_Blocks":
-        first, features = [0, *accumulate(blocks.counts)], range(sum(blocks.counts))
-        table = [table for table, count in enumerate(blocks.counts) for _ in range(count)]
-        numbers = (
-            first[:-1],
-            [end - 1 for end in first[1:]],
-            [count * blocks.slots for count in blocks.counts],
-            table,
-            [(feature - first[of]) * blocks.slots for feature, of in zip(features, table, strict=True)],
+        b, features = blocks.slots, sum(blocks.counts)
+        counts, slots = (
+            torch.tensor(blocks.counts, device=self._device),
+            torch.arange(features * b, device=self._device),
         )
-        made = _Blocks(*[torch.tensor(each, dtype=torch.int64, device=self._device) for each in numbers])
+        table, ends = torch.repeat_interleave(counts, output_size=features), counts.cumsum(0)
+        first = (ends - counts) * b
+        within = slots.view(features, b) - first[table][:, None]
+        places = slots.view(b, features).T.flatten().int()
+        made = _Blocks(first, counts * b, ends - 1, table, within, places)
         self._finish_copies()
         return made
 
     def count(self, features: KeyedJaggedTensor, rooms: Sequence[int]) -> torch.Tensor:
         """Return [T] int64: how many distinct ids of each table a batch has."""
-        return self.sort(features, rooms).first_run.diff()
+        return self.sort(features, rooms).counts

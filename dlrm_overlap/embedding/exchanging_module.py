@@ -22,9 +22,16 @@ from dlrm_overlap.embedding.id_layout import BatchBound
 from dlrm_overlap.embedding.layout import Layout
 from dlrm_overlap.embedding.options import ExchangeOptions
 from dlrm_overlap.embedding.replicated import ReplicatedTables, replicated_shards
-from dlrm_overlap.embedding.shardings import groups_of, output_types, why_not_exchanged, why_not_together
+from dlrm_overlap.embedding.shardings import (
+    build_layout,
+    exchanging_group,
+    groups_of,
+    output_types,
+    why_not_exchanged,
+    why_not_together,
+)
 from dlrm_overlap.embedding.stock import StockTables, why_not_beside_graphs
-from dlrm_overlap.embedding.tables import max_gradients, only_fbgemm
+from dlrm_overlap.embedding.tables import LocalTables, max_gradients, only_fbgemm
 
 log = logging.getLogger("dlrm_overlap")
 
@@ -41,6 +48,8 @@ class ExchangingModule(nn.Module, Generic[Served]):
     _env: ShardingEnv
     _lookups: Any
     _device: torch.device | None
+    _kind = "tables"
+    """of which the log speaks"""
 
     exchange: Served | None
     stock: StockTables | None
@@ -55,6 +64,15 @@ class ExchangingModule(nn.Module, Generic[Served]):
 
     def _make_exchange(self) -> Served:
         """Return an exchange of the shardings that can be exchanged; of none, it has data-parallel tables alone."""
+        group, device, every = exchanging_group(self._env), self._device, self._shardings
+        assert device is not None
+        names = list(self._exchanged_names()) if self._exchanged else []
+        layout = build_layout([every[i] for i in self._exchanged], names, group.size())
+        tables = LocalTables.of([self._lookups[i] for i in self._exchanged], self.cached)
+        return self._new_exchange(layout, tables, self._resolved, group, device)
+
+    def _new_exchange(self, *arguments: Any) -> Served:
+        """Return an exchange of `Exchange`'s arguments."""
         raise NotImplementedError
 
     def _exchanged_names(self) -> Mapping[str, str]:
@@ -102,7 +120,7 @@ class ExchangingModule(nn.Module, Generic[Served]):
             # Data-parallel tables have nothing to exchange.
             if reason and sharding_type != ShardingType.DATA_PARALLEL.value and self._logs:
                 log.warning(
-                    "backend %s: %s tables stay with TorchRec: %s", self._options.backend, sharding_type, reason
+                    "backend %s: %s %s stay with TorchRec: %s", self._options.backend, sharding_type, self._kind, reason
                 )
         self._exchanged = [i for i, reason in enumerate(reasons.values()) if reason is None]
         self._replicated = [i for i, sharding in enumerate(every) if type(sharding) in _REPLICATED]
@@ -112,9 +130,9 @@ class ExchangingModule(nn.Module, Generic[Served]):
         exchanged = {table.name for each in shardings for group in groups_of(each) for table in group.embedding_tables}
         options = self._options_for(shardings) if shardings else self._options
         if self._logs:
-            text = "backend %s: %d of %d tables exchanged, update by %s"
+            text = "backend %s: %d of %d %s exchanged, update by %s"
             update = options.resolved_backward if exchanged else "FBGEMM"
-            log.info(text, options.backend, len(exchanged), tables, update)
+            log.info(text, options.backend, len(exchanged), tables, self._kind, update)
         self._resolved = options
         if shardings:
             self.exchange = self._make_exchange()
@@ -133,11 +151,11 @@ class ExchangingModule(nn.Module, Generic[Served]):
             log.warning("backward %s: gradients go by the collective: %s", backward, ", ".join(sorted(reasons)))
         return replace(options, backward="collective")
 
-    def _check_features(self, input_feature_names: Sequence[str]) -> None:
-        """Check that the tables' features are in the first batch.
+    def _create_input_dist(self, input_feature_names: list[str], *more: Any, **others: Any) -> None:
+        """Have TorchRec find the tables' features in the first batch.
 
         Raises:
-            InputError: if one is not.
+            InputError: if one is not there.
         """
         wanted = {name for sharding in self._shardings for name in sharding.feature_names()}
         if absent := sorted(wanted.difference(input_feature_names)):
@@ -145,6 +163,7 @@ class ExchangingModule(nn.Module, Generic[Served]):
                 f"ids: features {', '.join(absent)} of the tables are not in the batch, which has "
                 f"{', '.join(input_feature_names)}; give every batch all, with lengths of 0 for no ids"
             )
+        super()._create_input_dist(input_feature_names, *more, **others)  # type: ignore[misc]
 
     def why_ids_are_not_taken(self) -> str | None:
         """Return why this module leaves the ids to TorchRec, alike on all ranks, or None if `take_ids` would work."""

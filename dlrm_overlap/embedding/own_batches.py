@@ -55,7 +55,7 @@ def with_bags_of_samples(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
 
 
 def with_even_batches_of_ranks(ids: KeyedJaggedTensor, batch_sizes: Sequence[int]) -> KeyedJaggedTensor:
-    """Return an owner's ids with as many bags of a rank for each feature, `batch_sizes` by rank."""
+    """Return an owner's ids with as many bags of a rank for each feature, `batch_sizes` in their order of ranks."""
     sizes = [size for of_ranks in ids.stride_per_key_per_rank() for size in of_ranks]
     lengths = _lengths(ids, sizes, [*batch_sizes] * len(ids.keys()))
     return KeyedJaggedTensor(ids.keys(), ids.values(), ids.weights_or_none(), lengths=lengths, stride=sum(batch_sizes))
@@ -63,7 +63,7 @@ def with_even_batches_of_ranks(ids: KeyedJaggedTensor, batch_sizes: Sequence[int
 
 def _lengths(ids: KeyedJaggedTensor, sizes: Sequence[int], rooms: Sequence[int]) -> torch.Tensor:
     """Return the lengths of bags in blocks of `sizes`, after which empty bags are added up to `rooms`."""
-    here, there = (torch.tensor(each, device="cpu") for each in (sizes, rooms))
+    here, there = (torch.tensor(each, dtype=torch.int64, device="cpu") for each in (sizes, rooms))
     moves = (there.cumsum(0) - there) - (here.cumsum(0) - here)
     places = torch.arange(int(here.sum()), device="cpu") + moves.repeat_interleave(here)
     lengths = ids.lengths()

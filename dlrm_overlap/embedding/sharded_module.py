@@ -27,7 +27,7 @@ from dlrm_overlap.embedding.layout import Layout
 from dlrm_overlap.embedding.options import ExchangeOptions
 from dlrm_overlap.embedding.own_batches import of_samples, with_even_batches, with_even_batches_of_ranks
 from dlrm_overlap.embedding.shardings import (
-    build_layout,
+    by_place_in_host,
     exchanging_group,
     hosts_of,
     in_rank_order,
@@ -37,7 +37,6 @@ from dlrm_overlap.embedding.shardings import (
 )
 from dlrm_overlap.embedding.steps import with_float_weights
 from dlrm_overlap.embedding.stock import StockTables
-from dlrm_overlap.embedding.tables import LocalTables
 
 
 class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEmbeddingBagCollection):
@@ -71,15 +70,8 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
         """TorchRec's shardings, by number."""
         return self._embedding_shardings
 
-    def _make_exchange(self) -> Exchange:
-        """Return an exchange of the shardings that can be exchanged; of none, it has data-parallel tables alone."""
-        group, device = exchanging_group(self._env), self._device
-        assert device is not None
-        every: list[Any] = self._embedding_shardings
-        names = list(self._exchanged_names()) if self._exchanged else []
-        layout = build_layout([every[i] for i in self._exchanged], names, group.size())
-        tables = LocalTables.of([self._lookups[i] for i in self._exchanged], self.cached)
-        return Exchange(layout, tables, self._resolved, group, device)
+    def _new_exchange(self, *arguments: Any) -> Exchange:
+        return Exchange(*arguments)
 
     def _exchanged_names(self) -> dict[str, str]:
         """Return the names of the pooled embeddings that the exchange brings, in the order of its output.
@@ -105,11 +97,6 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
     def _others(self) -> list[Any]:
         """The shardings whose columns the exchange does not fill."""
         return [each for i, each in enumerate(self._embedding_shardings) if i not in self._ours]
-
-    def _create_input_dist(self, input_feature_names: list[str]) -> None:
-        """Have TorchRec find the tables' features in the first batch, once it is known that they are there."""
-        self._check_features(input_feature_names)
-        super()._create_input_dist(input_feature_names)
 
     @property
     def leading_columns(self) -> int:
@@ -223,7 +210,7 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
         """Return the ids of the shardings that are exchanged, each with the bags of rank 0's samples first."""
         ids = [(with_float_weights(input[i]), hosts_of(self._embedding_shardings[i])) for i in self._exchanged]
         if ctx.variable_batch_per_feature:
-            return [with_even_batches_of_ranks(each, batch_sizes) for each, _ in ids]
+            ids = [(with_even_batches_of_ranks(each, by_place_in_host(batch_sizes, n)), n) for each, n in ids]
         return [each if hosts == 1 else in_rank_order(each, batch_sizes, hosts) for each, hosts in ids]
 
     def _awaitable(self, parts: list[Awaitable[torch.Tensor]]) -> EmbeddingBagCollectionAwaitable:
@@ -236,11 +223,8 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
 
     def _falls_back(self, ctx: EmbeddingBagCollectionContext, input: KJTList) -> bool:
         """Return whether TorchRec must take this step, alike on all ranks; the first time, the log says why."""
-        every: list[Any] = self._embedding_shardings
         if ctx.variable_batch_per_feature and self._others:
             reason = "features have batches of different sizes, and some tables stay with TorchRec"
-        elif ctx.variable_batch_per_feature and any(hosts_of(every[i]) > 1 for i in self._exchanged):
-            reason = "features have batches of different sizes, and tables are cut by rows within a host"
         elif (why := self._why_falls_back()) is not None:
             reason = why
         else:

@@ -13,7 +13,7 @@ from torchrec.distributed.embedding import (
 from torchrec.distributed.embedding_sharding import KJTListSplitsAwaitable
 from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.sharding.sequence_sharding import SequenceShardingContext
-from torchrec.distributed.types import Awaitable, LazyAwaitable
+from torchrec.distributed.types import Awaitable, LazyAwaitable, ShardingType
 from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
@@ -27,13 +27,11 @@ from dlrm_overlap.embedding.options import ExchangeOptions
 from dlrm_overlap.embedding.own_batches import with_bags_of_samples
 from dlrm_overlap.embedding.sequences import SequencesAwaitable, to_sequences
 from dlrm_overlap.embedding.shardings import (
-    build_layout,
     exchanging_group,
     first_features,
     groups_of,
     tables_in_order,
 )
-from dlrm_overlap.embedding.tables import LocalTables
 from dlrm_overlap.embedding.unpooled import UnpooledExchange
 
 _WORTH = 0.9  # share of a batch's ids that are distinct, up to which they are found under dedup auto
@@ -47,6 +45,7 @@ class SlotsContext(EmbeddingCollectionContext):
         self.distinct: Distinct | None = None
         self.features: KeyedJaggedTensor | None = None
         self.rooms: list[int] = []
+        """for the ids of each sequence"""
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Note that `stream` uses the tensors."""
@@ -61,6 +60,8 @@ class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], Shar
 
     Shardings that an exchange cannot take fall back to TorchRec's own lookup and output_dist. The output is TorchRec's.
     """
+
+    _kind = "unpooled tables"
 
     def __init__(self, *args: Any, options: ExchangeOptions, dedup: bool | str, **kwargs: Any) -> None:
         """Take TorchRec's arguments, how to exchange, and whether each distinct id of a batch travels once."""
@@ -87,26 +88,22 @@ class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], Shar
         return list(self._sharding_type_to_sharding.values())
 
     def _reasons(self, by_type: Mapping[str, Any]) -> dict[str, str | None]:
-        reasons, whole = super()._reasons(by_type), None
-        if None in reasons.values():
-            device = self._device
-            assert device is not None
-            group = exchanging_group(self._env)
-            params = [each.fused_params or {} for sharding in by_type.values() for each in groups_of(sharding)]
-            if not reach_of(self._options, group, device).whole:
-                whole = "not all ranks are on one host"
-            elif device.type == "cpu" and any(each.get("weight_decay") or each.get("max_norm") for each in params):
-                whole = "rows that decay, which on a CPU FBGEMM updates, feature by feature"
-        return {kind: reason or whole for kind, reason in reasons.items()}
+        reasons = super()._reasons(by_type)
+        if None not in reasons.values():
+            return reasons
+        assert self._device is not None
+        params = [each.fused_params or {} for sharding in by_type.values() for each in groups_of(sharding)]
+        if self._device.type == "cpu" and any(each.get("weight_decay") or each.get("max_norm") for each in params):
+            whole = "rows that decay, which on a CPU FBGEMM updates, feature by feature"
+            return {kind: reason or whole for kind, reason in reasons.items()}
+        by_rows = ShardingType.ROW_WISE.value
+        whole = reach_of(self._options, exchanging_group(self._env), self._device).whole
+        if not whole and by_rows in reasons:
+            reasons[by_rows] = reasons[by_rows] or "rows on several hosts, each of which would send all slots"
+        return reasons
 
-    def _make_exchange(self) -> UnpooledExchange:
-        """Return an exchange of the shardings that can be exchanged; of none, it has data-parallel tables alone."""
-        group, device = exchanging_group(self._env), self._device
-        assert device is not None
-        names = list(self._exchanged_names())
-        layout = build_layout([self._shardings[i] for i in self._exchanged], names, group.size())
-        tables = LocalTables.of([self._lookups[i] for i in self._exchanged])
-        return UnpooledExchange(layout, tables, self._resolved, group, device, names, self._embedding_dim)
+    def _new_exchange(self, *arguments: Any) -> UnpooledExchange:
+        return UnpooledExchange(*arguments, dim=self._embedding_dim)
 
     def _exchanged_names(self) -> dict[str, str]:
         """Return the tables that the exchange serves, in the order of the module."""
@@ -127,11 +124,6 @@ class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], Shar
         ]
         assert self._device is not None
         return DistinctIds(sequences, [self._configs[table].num_embeddings for table in tables], self._device)
-
-    def _create_input_dist(self, input_feature_names: list[str], *more: Any, **others: Any) -> None:
-        """Have TorchRec find the tables' features in the first batch, once it is known that they are there."""
-        self._check_features(input_feature_names)
-        super()._create_input_dist(input_feature_names, *more, **others)
 
     def take_ids(
         self,
@@ -181,10 +173,10 @@ class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], Shar
         assert self._all_distinct is not None
         rows, rooms = self.exchange.start_sent_rows(features), self.exchange.rooms_of(features)
         make = to_sequences(self._all_distinct, features, rooms, self._need_indices)
-        return SequencesAwaitable(rows, make, None, self._order)
+        return SequencesAwaitable(rows, make, None, self._output_names)
 
     @property
-    def _order(self) -> list[str]:
+    def _output_names(self) -> list[str]:
         """The names of the output in TorchRec's order."""
         return list(dict.fromkeys(chain.from_iterable(self._embedding_names_per_sharding)))
 
@@ -268,7 +260,7 @@ class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], Shar
         inputs = [_features_of(input[i], self._arriving[i]) for i in self._exchanged]
         rows = self.exchange.start_rows(inputs, batch_sizes, ctx.distinct)
         make = to_sequences(self._distinct, ctx.features, ctx.rooms, self._need_indices)
-        return SequencesAwaitable(rows, make, self._start_others(ctx, input), self._order)
+        return SequencesAwaitable(rows, make, self._start_others(ctx, input), self._output_names)
 
     def _start_others(self, ctx: SlotsContext, input: KJTList) -> LazyAwaitable[dict[str, JaggedTensor]] | None:
         """Look up the tables that stay with TorchRec, and start to send their rows as it does."""

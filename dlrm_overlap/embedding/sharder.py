@@ -183,7 +183,7 @@ class OverlapEmbeddingCollectionSharder(EmbeddingCollectionSharder):
     """TorchRec's sharder of unpooled tables with another exchange, for any model that `DistributedModelParallel` takes.
 
     Each distinct id of a table travels once, and so does its row, and the sum of its gradients. Exchanged are shards as
-    under `OverlapEmbeddingBagCollectionSharder`, among ranks of one host. The output is TorchRec's.
+    under `OverlapEmbeddingBagCollectionSharder`; of several hosts, none that are cut by rows. The output is TorchRec's.
 
     Example:
         DistributedModelParallel(model, sharders=[OverlapEmbeddingCollectionSharder(), ..])

@@ -38,12 +38,12 @@ class UnpooledExchange(Exchange):
         options: ExchangeOptions,
         group: dist.ProcessGroup,
         device: torch.device,
-        names: Sequence[str],
         dim: int,
     ) -> None:
-        """Take an exchange's arguments, the names of all tables in the order of the output, and the columns of each."""
+        """Take an exchange's arguments, of a layout that names tables, and the columns of each table."""
         super().__init__(layout, tables, options, group, device)
-        self.names, self.dim = names, dim
+        self.names, self.dim = list(layout.names), dim
+        """the tables in the order of the output"""
         self._sums = RowSums(dim, self.device) if self.device.type == "cuda" else None
         self._batch_bound: BatchBound | None = None
         self._distinct: DistinctIds | None = None
@@ -123,11 +123,11 @@ class UnpooledExchange(Exchange):
 
     def _keep(self, distinct: Distinct) -> Distinct:
         """Return the same in memory that stays, of the epoch that comes next."""
-        flat = distinct.values, distinct.lengths, distinct.places, *distinct.runs
-        kept = self._kept[(self.counters.ids.value + 1) % 2]
-        values, lengths, places, *runs = [
-            memory[: tensor.numel()].copy_(tensor) for memory, tensor in zip(kept, flat, strict=True)
-        ]
+        flat = [distinct.values.int(), distinct.lengths, distinct.places, *distinct.runs]
+        memory = self._kept[(self.counters.ids.value + 1) % 2]
+        kept = [each[: tensor.numel()] for each, tensor in zip(memory, flat, strict=True)]
+        torch._foreach_copy_(kept, flat)  # pyright: ignore[reportPrivateImportUsage]  by one kernel
+        values, lengths, places, *runs = kept
         return Distinct(values, lengths, places, type(distinct.runs)(*runs))
 
     def _to_send(self, gradient: torch.Tensor) -> torch.Tensor:

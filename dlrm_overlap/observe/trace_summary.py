@@ -23,7 +23,7 @@ from dlrm_overlap.launching.text_table import format_table
 # Kinds of work, by patterns for the names of FBGEMM's, NCCL's, cuBLAS's, PyTorch's and our kernels. The first that
 # matches counts; a name that none matches is dense.
 _KINDS = {
-    "lookup": r"split_embedding\w*_forward|_store_pooled|_put_slices",
+    "lookup": r"split_embedding\w*_forward|_store_pooled|_put_slices|_expand_rows",
     "exchange": r"^nccl(?!\w*AllReduce)|_push_gradients|_raise_flags|_await_flags|_store_to_peers|PtoP"
     r"|_begin_call",
     "update": r"split_embedding\w*_backward|_update_rows|_add_to_rows",
@@ -32,8 +32,8 @@ _KINDS = {
     "sort": r"[Rr]adix|RunLength|ReduceByKey|DeviceScan|DeviceCompact|linearize"
     r"|_place_gradients|_cut_runs",
     "samples": r"_draw_\w+",
-    # In CUDA graphs the first two are kernels, named memcpy128 and the like.
-    "copies": r"^[Mm]emcpy|^[Mm]emset",
+    # In CUDA graphs the first two are kernels, named memcpy128 and the like. The third copies a list of tensors.
+    "copies": r"^[Mm]emcpy|^[Mm]emset|CopyFunctor",
     "optimizer": r"multi_tensor_apply|_begin_update|_update_parameters",
     "products": r"gemm|gemv|nvjet|cutlass|cublas|splitKreduce|product_(?:on_hopper|in_triton)",
 }

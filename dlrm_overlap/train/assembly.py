@@ -148,8 +148,7 @@ def assemble(
     pipeline: TrainPipeline[Any, Any]
     if graph:
         bound = BatchBound(samples, dict(zip(dlrm.keys, train.bag_sizes, strict=True)))
-        compiled, partitioned = config.train.compile_dense, config.train.overlap == "partition"
-        casts = cast_once(task, flat, optimizer, compiled, partitioned) if flat and casts_once else None
+        casts = cast_once(task, flat, optimizer, config.train.compile_dense) if flat and casts_once else None
         pipeline = GraphTrainPipeline(
             model,
             optimizer,

@@ -153,13 +153,7 @@ def _graph_dense(task: TrainTask, samples: int, device: torch.device) -> list[No
     return nodes
 
 
-def cast_once(
-    task: TrainTask,
-    flat: FlatParameters,
-    optimizer: CombinedOptimizer,
-    compiled: bool,
-    partitioned: bool = False,
-) -> CastWeights:
+def cast_once(task: TrainTask, flat: FlatParameters, optimizer: CombinedOptimizer, compiled: bool) -> CastWeights:
     """Let the dense part compute, while it trains, with the shadows that its `FlatOptimizer` writes.
 
     The biases of the cross network stay as they are: autocast, too, leaves it to compute its sums in float32.
@@ -167,7 +161,6 @@ def cast_once(
     Args:
         compiled: by torch.compile, at the first step. A cross network is then computed by `cross`. Of a head that is
             divided over the ranks the interaction alone is compiled.
-        partitioned: the head's weights' products leave multiprocessors to kernels beside them.
     """
     names = {parameter: name for name, parameter in flat.parameters.items()}
     bottom, head = task.dlrm.bottom, task.dlrm.head
@@ -176,7 +169,7 @@ def cast_once(
     crossed = head.interaction if compiled and isinstance(head.interaction, LowRankCrossNet) else None
     biases = {names[p] for key, p in head.named_parameters() if key.startswith("interaction.bias")}
     shadowed = [names[p] for part in (bottom, head) for p in part.parameters()]
-    casts = CastWeights(flat, inner, [name for name in shadowed if crossed or name not in biases], partitioned)
+    casts = CastWeights(flat, inner, [name for name in shadowed if crossed or name not in biases])
     computed = _with_casts(bottom, names, casts, compiled)
     # The gradient of the pooled embeddings leaves first, since their forward comes before the bottom MLP's.
     bottom.in_training = lambda input: casts.ahead_of(computed(input))

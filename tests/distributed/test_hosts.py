@@ -21,21 +21,24 @@ from dlrm_overlap.embedding import layout as layouts
 from dlrm_overlap.embedding import steps
 from dlrm_overlap.embedding.backends import messages as by_messages
 from dlrm_overlap.embedding.backends import puts as by_puts
+from dlrm_overlap.embedding.backends.cpu_across import CpuZeroCopyAcross
 from dlrm_overlap.embedding.backends.ids import CpuIdExchange, DeviceIdExchange, IdExchange
 from dlrm_overlap.embedding.backends.messages import MessageBuffers, rows_of_ranks
 from dlrm_overlap.embedding.crossing import Messages, arrival_regions
 from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.embedding.id_layout import BatchBound, IdLayout, joined
 from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions, StepCounters
+from dlrm_overlap.embedding.sharded_module import exchanges
 from dlrm_overlap.embedding.steps import BatchSizes, Step
 from dlrm_overlap.embedding.windows import WindowPair
 from dlrm_overlap.kernels.arguments import Windows
 from dlrm_overlap.kernels.compiled import INTERPRETED
-from tests.agreement import WEIGHT_TOLERANCE, assert_all_near, assert_same
+from tests.agreement import LOSS_TOLERANCE, WEIGHT_TOLERANCE, assert_all_near, assert_near, assert_same
 from tests.conftest import read_metrics
+from tests.distributed.captured import captures
 from tests.distributed.interpreted import interpreted_halves, without_streams
 from tests.distributed.tiny_stage import CPU, ROWS, Stage
-from tests.distributed.workers import cases_on_ranks, quickstart, train
+from tests.distributed.workers import cases_on_ranks, make_trainer, quickstart, train
 
 OWNERS = [([8, 4], [4]), ([], []), ([8], [12]), ([4], [])]  # rank 1 holds no tables
 CUT = [(8, (0, 1)), (4, (2, 3))]
@@ -276,6 +279,29 @@ def check_losses_are_those_of_one_host(rank: int) -> None:
         for name in ("pgas_2", "fused_4"):
             assert read_metrics(Path(folder[0]) / name, "train/loss") == expected, name
         dist.barrier()
+
+
+def check_captured_steps_send_sums_under_the_interpreter(rank: int) -> None:
+    """The plan cuts a table by rows over all ranks, so each host sends sums of two partial sums."""
+    options = ["--data.tables.multi_hot", "[40, 0..6, 1, 1, 2, 1, 1, 1]", "--train.global_batch_size", "32"]
+    options += ["--train.steps", "9", "--train.pipeline", "graph", "--train.dense_reduce", "collective"]
+    options += ["--embedding.backend", "pgas", "--data.eval_samples", "32"]
+
+    def train_on(hosts: int) -> torch.Tensor:
+        trainer = make_trainer(quickstart(Path("unused"), "run", *options, "--embedding.hosts", f"{hosts}"))
+        batches = iter([trainer.train_data.read(32 * step + 8 * rank, 8) for step in range(9)])
+        losses = torch.stack([trainer.step(batches).clone() for _ in range(9)])
+        (exchange,) = exchanges(trainer.model)
+        forward = exchange._open().forward
+        assert hosts == 1 or (isinstance(forward, CpuZeroCopyAcross) and forward._sums is not None)
+        dist.barrier()
+        trainer.close()
+        return losses
+
+    expected = train_on(1)
+    with captures() as taken:
+        assert_near(train_on(2), expected, LOSS_TOLERANCE["adagrad"], "loss")
+    assert taken == {"captured": 2, "replayed": 4}
 
 
 CHECKS: dict[str, Callable[[int], None]] = {

@@ -3,6 +3,7 @@
 Stock gets a bag for each sample, since on a CPU its lookups (FBGEMM's) take no such batches.
 """
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from dlrm_overlap.embedding.own_batches import of_samples, with_even_batches, wi
 from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder
 from tests.agreement import WEIGHT_TOLERANCE, assert_all_near, assert_same
 from tests.distributed.captured import captures
-from tests.distributed.models import MEAN, SUM, Model, Tables, make_plan, train
+from tests.distributed.models import MEAN, SUM, Model, Table, Tables, make_plan, sharding_of, train
 from tests.distributed.workers import logged_messages, run_ranks
 
 STEPS = 7
@@ -31,10 +32,12 @@ TABLES: Tables = {
     "whole": (20, 8, ["f", "g"], MEAN),
     "shared": (20, 4, ["g"], SUM),
     "columns": (30, 16, ["h"], SUM),
+    "of_a_host": (22, 8, ["i", "g"], SUM),
+    "grid": (9, 16, ["f"], SUM),
 }
-OTHERS: Tables = {"rows": (21, 8, ["i"], SUM), "mean_of_rows": (9, 4, ["j"], MEAN)}
+OTHERS: Tables = {"rows": (21, 8, ["i"], SUM), "mean_of_rows": (11, 4, ["j"], MEAN)}
 FEATURES = list("fghij")
-PLACES: Any = {"whole": [0], "shared": [1], "columns": [1, 0]}
+LOCAL = 2  # ranks of a host
 BY_ROWS: Any = dict.fromkeys(OTHERS, row_wise(compute_kernel="fused"))
 
 
@@ -70,12 +73,20 @@ def _expanded(batch: Batch) -> Batch:
 
 
 def _train(sharder: Any, pipeline: str, batches: list[Batch], bound: BatchBound | None = None) -> dict[str, Any]:
-    model = Model(TABLES, OTHERS)
-    plan = make_plan(model, PLACES, BY_ROWS, sharder)
+    model, ranks = Model(TABLES, OTHERS), list(range(dist.get_world_size()))
+
+    def cut_by_hosts(name: str, kind: str, owners: list[int], cuts: int) -> Any:
+        return sharding_of(Table(*TABLES[name][:3], False, kind, owners, cuts))
+
+    places: Any = {"whole": [0], "shared": [0], "columns": [1, 0]}  # rank 1 has no whole table
+    places["of_a_host"] = cut_by_hosts("of_a_host", "table_row_wise", ranks[-LOCAL:], 1)
+    places["grid"] = cut_by_hosts("grid", "grid_shard", ranks, len(ranks) // LOCAL)
+    plan = make_plan(model, places, BY_ROWS, sharder, local_size=LOCAL)
     return train(model, plan, sharder, batches, pipeline, bound=bound)
 
 
 def _check(_: Path) -> None:
+    os.environ["LOCAL_WORLD_SIZE"] = str(LOCAL)  # which TorchRec asks for
     params = {"learning_rate": 0.5}
     whole = [_expanded(batch) for batch in _batches(4)]
     stock, messages = _train(EmbeddingBagCollectionSharder(dict(params)), "none", whole), logged_messages()
@@ -92,8 +103,9 @@ def _check(_: Path) -> None:
         assert not [message for message in messages if "TorchRec" in message], messages
 
 
-def test_they_are_trained_as_by_stock(tmp_path: Path) -> None:
-    run_ranks(_check, 2, tmp_path)
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_they_are_trained_as_by_stock(tmp_path: Path, ranks: int) -> None:
+    run_ranks(_check, ranks, tmp_path)
 
 
 def _ids(**more: Any) -> KeyedJaggedTensor:

@@ -1,10 +1,13 @@
 """Of tables that are cut by rows, a bag without ids of an owner's rows travels neither way: bytes are counted.
 
 They are counted where they arrive: a window is filled with NaN before the step, and each element that is none after it
-was stored. With a chance of 1 - (1 - 1/W)^L a bag of L ids has one of an owner's rows.
+was stored. TorchRec's are those of its dense collectives. With a chance of 1 - (1 - 1/W)^L a bag of L ids has one of an
+owner's rows. `docs/results/row_bytes.csv` has the shares that are found.
 """
 
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,6 +17,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dlrm_overlap.bench.harness.agreement import TOLERANCE
 from dlrm_overlap.bench.harness.contenders import TorchRec
 from dlrm_overlap.bench.harness.workload import Workload, make_workload, read_ids
+from dlrm_overlap.config import Config
+from dlrm_overlap.data.loader import open_datasets
 from dlrm_overlap.embedding.backends.base import WindowBackward, WindowForward
 from dlrm_overlap.embedding.id_layout import BatchBound, IdLayout, joined
 from dlrm_overlap.embedding.opening import Halves, open_halves
@@ -21,9 +26,14 @@ from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions, Ste
 from dlrm_overlap.embedding.steps import Step
 from dlrm_overlap.embedding.traffic import filled_share
 from dlrm_overlap.embedding.windows import WindowPair
+from dlrm_overlap.kernels import reference
+from tests.calibration import read_rows
 from tests.conftest import configuration
 from tests.distributed.models import CPU, world
 from tests.distributed.workers import run_ranks
+from tests.simulated_pages import FOLDER
+
+ROWS, IDS_A_BAG = 1024, (1, 2, 8, 32)
 
 
 class Counted:
@@ -100,25 +110,75 @@ def _stored_bytes(window: torch.Tensor) -> int:
     return int((~window.isnan()).sum()) * window.element_size()
 
 
-def _count(_: Path, ids_a_bag: int) -> None:
-    shape = ["--data.tables.multi_hot", str(ids_a_bag), "--train.global_batch_size", "2048"]
-    config, group = configuration("--config", "configs/bench/tiny.yaml", *shape), world()
-    sparse = read_ids(config, group)
-    workload = make_workload(config, sparse, group, CPU, 2, cut_rows=True)
-    counted = Counted(workload, workload.exchange_options(config.embedding, "pgas"), ids_a_bag)
-    torchrec, found = TorchRec(workload), torch.zeros(2, dtype=torch.int64)
-    for ids, features in zip(workload.batches, sparse, strict=True):
-        expected = torchrec.step(ids).detach().clone()  # before the rows are updated
-        pooled, *arrived = counted.step(features)
-        assert (pooled - expected).abs().max() <= TOLERANCE[torch.float32] * expected.abs().max()
-        found += torch.tensor(arrived)
-    counted.close()
-    dist.all_reduce(found)
-    dense_bytes = 1024 * workload.layout.total_dim * 4 * len(sparse) * 2  # of TorchRec's collectives, on both ranks
-    filled = filled_share(ids_a_bag, 1 / 2)
-    assert (found / dense_bytes).tolist() == pytest.approx([filled, filled], rel=0.02)
+def _noting(name: str, moved: list[int]) -> Any:
+    """Return a patch of a collective of dense tensors that notes the bytes which a rank gets of its peers."""
+    collective = getattr(dist, name)
+
+    def note(output: torch.Tensor, given: torch.Tensor, **options: Any) -> Any:
+        moved.append(abs(output.nbytes - given.nbytes))  # one has the parts of all ranks, the other that of one
+        return collective(output, given, **options)
+
+    return patch.object(dist, name, note)
 
 
-@pytest.mark.parametrize("ids_a_bag", [1, 2])
-def test_bags_without_ids_of_an_owners_rows_do_not_travel(tmp_path: Path, ids_a_bag: int) -> None:
-    run_ranks(_count, 2, tmp_path, ids_a_bag)
+def _count(folder: Path) -> None:
+    """Count the bytes of some batches for each number of ids a bag, of ours and of TorchRec's, both ways."""
+    group, found = world(), {}
+    for ids_a_bag in IDS_A_BAG:
+        config = _config(ids_a_bag)
+        sparse = read_ids(config, group)
+        workload = make_workload(config, sparse, group, CPU, group.size(), cut_rows=True)
+        counted = Counted(workload, workload.exchange_options(config.embedding, "pgas"), ids_a_bag)
+        torchrec, arrived = TorchRec(workload), torch.zeros(2, dtype=torch.int64)
+        for ids, features in zip(workload.batches, sparse, strict=True):
+            expected = torchrec.step(ids).detach().clone()  # before the rows are updated
+            pooled, *both_ways = counted.step(features)
+            assert (pooled - expected).abs().max() <= TOLERANCE[torch.float32] * expected.abs().max()
+            arrived += torch.tensor(both_ways)
+        counted.close()
+        dist.all_reduce(arrived)
+        moved: list[int] = []
+        with _noting("reduce_scatter_tensor", moved), _noting("all_gather_into_tensor", moved):
+            torchrec.step(workload.batches[0]).sum().backward()
+        dense = torch.tensor(moved) * len(sparse)
+        dist.all_reduce(dense)
+        found[ids_a_bag] = (*arrived.tolist(), *dense.tolist())
+    if group.rank() == 0:
+        torch.save(found, folder / "bytes.pt")
+
+
+def _config(ids_a_bag: int) -> Config:
+    shape = {"data.tables.multi_hot": ids_a_bag, "data.tables.rows": ROWS, "train.global_batch_size": 1024}
+    return configuration("--config", "configs/bench/tiny.yaml", *(f"--{key}={value}" for key, value in shape.items()))
+
+
+def _check(ranks: int, ids_a_bag: int, share: float, by: str) -> None:
+    """Hold a share of the bytes against the formula, and the page's number against it."""
+    assert share == pytest.approx(filled_share(ids_a_bag, 1 / ranks), rel=0.02)
+    row = {"ranks": str(ranks), "ids_a_bag": str(ids_a_bag), "by": by, "share": f"{share:.1%}"}
+    assert row in [{name: line[name] for name in row} for line in read_rows(FOLDER / "row_bytes.csv")]
+
+
+@pytest.mark.parametrize("ranks", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
+def test_bags_without_ids_of_an_owners_rows_do_not_travel(tmp_path: Path, ranks: int) -> None:
+    run_ranks(_count, ranks, tmp_path)
+    for ids_a_bag, (forward, backward, scattered, gathered) in torch.load(tmp_path / "bytes.pt").items():
+        assert (forward, scattered) == (backward, gathered), "the gradient of each partial sum returns"
+        _check(ranks, ids_a_bag, forward / scattered, "counted")
+
+
+@pytest.mark.parametrize("ranks", [16, 64])
+@pytest.mark.parametrize("ids_a_bag", IDS_A_BAG)
+def test_bags_are_divided_so_on_more_ranks(ranks: int, ids_a_bag: int) -> None:
+    """The ids of a batch are divided among owners, whose bags with ids are those that travel."""
+    config = _config(ids_a_bag)
+    samples = 64 * 64
+    ids = open_datasets(config.data)[0].read(0, samples).sparse
+    rows = ROWS // ranks
+    shares = [
+        (feature, owner * rows, (owner + 1) * rows) for feature in range(len(ids.keys())) for owner in range(ranks)
+    ]
+    _, _, lengths = reference.divide_ids(ids.values().int(), ids.offsets(), shares, samples)
+    filled = (lengths.view(-1, ranks, ranks, samples // ranks) > 0).float()  # of each feature, owner and sample's rank
+    from_peers = filled.mean(dim=(0, 3)).masked_fill(torch.eye(ranks) > 0, 0.0)
+    _check(ranks, ids_a_bag, float(from_peers.sum()) / (ranks * (ranks - 1)), "simulated")

@@ -6,9 +6,10 @@ import pytest
 
 from dlrm_overlap.config import Config
 from dlrm_overlap.train.evaluation import evaluate
+from dlrm_overlap.train.explain import explain
 from tests.agreement import LOSS_TOLERANCE
 from tests.conftest import assert_losses_agree, configuration, read_metrics
-from tests.distributed.workers import ranks_here, run_ranks, train
+from tests.distributed.workers import make_trainer, ranks_here, run_ranks, train
 
 STEPS = 12
 
@@ -25,6 +26,11 @@ def _work(folder: Path) -> None:
     checkpoints = whole / "checkpoints"
     for backend in ("pgas", "fused"):
         train(_config(folder, backend, "--embedding.backend", backend, "--checkpoint.last", "false"))
+    hosts = ["--embedding.backend", "pgas", "--embedding.hosts", "2", "--train.pipeline", "graph"]
+    trainer = make_trainer(_config(folder, "two_hosts", *hosts, "--checkpoint.last", "false"))
+    assert all(table.exchanged for table in explain(trainer.model).tables)
+    trainer.fit()
+    trainer.close()
     start = ["--checkpoint.resume", str(checkpoints / "step_6"), "--checkpoint.last", "false"]
     train(_config(folder, "goes_on", *start))
     train(_config(folder, "goes_on_cut", *start, "--embedding.backend", "pgas", "--embedding.plan", "table_wise"))
@@ -39,7 +45,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", ["pgas", "fused"])
+@pytest.mark.parametrize("name", ["pgas", "fused", "two_hosts"])
 def test_backends_agree(runs: Path, name: str) -> None:
     assert_losses_agree(runs / name, runs / "torchrec", LOSS_TOLERANCE["adagrad"])
 

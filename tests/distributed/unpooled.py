@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -89,6 +89,8 @@ class Case:
     """whether half of a feature's sequences are of several samples"""
     bound: BatchBound | None = None
     """of captured steps; None is learnt"""
+    hosts: int | Literal["auto"] = "auto"
+    """that are emulated"""
 
     @property
     def rows_of(self) -> dict[str, int]:
@@ -301,6 +303,6 @@ def stock_sharders(case: Case) -> list[Any]:
 def our_sharders(case: Case, **options: Any) -> list[Any]:
     params = _params(case)
     return [
-        OverlapEmbeddingCollectionSharder(dict(params), **options),
-        OverlapEmbeddingBagCollectionSharder(dict(params)),
+        OverlapEmbeddingCollectionSharder(dict(params), hosts=case.hosts, **options),
+        OverlapEmbeddingBagCollectionSharder(dict(params), hosts=case.hosts),
     ]

@@ -9,7 +9,8 @@ copies its batch to the device; the batches are read before.
 
 A row is a contender. It has two times: `median_ms` by the clock, and `busy_ms`, the time of a traced step in which the
 GPU is not idle, on the rank where that is least. On other ranks collectives run while they wait for a slower one; the
-CPU's speed changes the first time and not the second. Both speedups are over TorchRec as users run it, and over
+CPU's speed changes the first time and not the second. Of that step `exposed_ms` is exposed communication, as
+`observe.trace_summary` defines it. Both speedups are over TorchRec as users run it, and over
 TorchRec at its strongest, the fastest of the contenders here; `fraction_of_floor` is of the time that products, memory
 or links must take (`harness.step_floor`), under the first contender's plan. A GPU holds few trainers at once, so
 contenders take turns in groups (`step_contenders.heats`), whose rows are written one group after the other.
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import SparseType
 from torchrec.distributed.train_pipeline import TrainPipelineFusedSparseDist
 from torchrec.optim.keyed import KeyedOptimizerWrapper
@@ -31,7 +33,7 @@ from torchrec.optim.keyed import KeyedOptimizerWrapper
 from dlrm_overlap.bench.harness.agreement import Agreement, check_noise, compare_losses, tolerances
 from dlrm_overlap.bench.harness.limits import describe_tables, measure_ceilings
 from dlrm_overlap.bench.harness.step_floor import find_floor
-from dlrm_overlap.bench.harness.timing import Timing, counted, greatest, take_turns
+from dlrm_overlap.bench.harness.timing import Timing, counted, take_turns
 from dlrm_overlap.bench.harness.training_runs import TrainingRun, mean_step_columns, read_batches
 from dlrm_overlap.bench.harness.workload import collect_garbage
 from dlrm_overlap.bench.report.measured import read_measured
@@ -51,11 +53,12 @@ log = logging.getLogger("dlrm_overlap")
 CHECKED_STEPS = 20
 _RATE = 0.03  # of the configuration's learning rates
 _TRACED_STEPS = 5
+_TRACED = ("busy_ms", "exposed_ms", "exposed_most_ms")
 _OPTIMIZERS: Mapping[str, Any] = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "adam": torch.optim.Adam}
 _BASELINES = ("torchrec", "strongest")
 _SPEEDUPS = {"speedup_over": "median_ms", "busy_speedup_over": "busy_ms"}
 _SHOWN = (
-    "contender", "median_ms", "busy_ms", "p95_to_median", "host_ms", "samples_per_s",
+    "contender", "median_ms", *_TRACED, "p95_to_median", "host_ms", "samples_per_s",
     *(f"{speedup}_{name}" for speedup in _SPEEDUPS for name in _BASELINES), "dense_ms", "hbm_ms", "link_ms",
     "floor_ms", "fraction_of_floor", "max_difference", "tolerance",
 )  # fmt: skip
@@ -86,12 +89,12 @@ def run(request: StepRequest, ranks: Ranks) -> int:
         reference = dict([next(iter(losses.items()))])
         agreements, faults = judge(ranks.config.train.precision, losses, again)
         timings = dict(zip(heat, take_turns([each.time for each in runs], request.steps, ranks.device), strict=True))
-        busy_ms = {each.name: _busy_ms(each) for each in counted("contenders to trace", runs)}
+        traced = {each.name: _trace(each) for each in counted("contenders to trace", runs)}
         rows = [
             {"kind": request.kind, "contender": each.name}
             | describe_run(each, request.batches)
             | {"own_plan": describe_plan(each.trainer.plan) != plan}
-            | _times(each, timings[each.name], busy_ms[each.name], floor)
+            | _times(each, timings[each.name], traced[each.name], floor)
             | _agreement(agreements[each.name])
             for each in runs
         ]
@@ -184,16 +187,18 @@ def _train_apart(
     return losses, plan, batches, floor
 
 
-def _busy_ms(run: TrainingRun) -> float | None:
-    """Return the ms of a step in which the GPU is not idle, on the rank where that is least; None on CPUs."""
-    device = run.trainer.device
-    if device.type == "cpu":
-        return None
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json.gz"
-        run.trace(_TRACED_STEPS, path)
-        step = mean_step_columns(path)
-    return -greatest([step["idle_ms"] - step["step_ms"]], device)[0]
+def _trace(run: TrainingRun) -> dict[str, float | None]:
+    """Return the columns of a traced step on the rank that is least busy; None in each on CPUs. A collective."""
+    columns: Mapping[str, float] = {}
+    if run.trainer.device.type == "cuda":
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "trace.json.gz"
+            run.trace(_TRACED_STEPS, path)
+            columns = mean_step_columns(path)
+    gathered: list[Mapping[str, float]] = [{}] * run.trainer.world.world_size
+    dist.all_gather_object(gathered, columns)
+    least = min(gathered, key=lambda each: each.get("busy_ms", 0.0))
+    return {name: least.get(name) for name in _TRACED}
 
 
 def judge(precision: str, losses: dict[str, list[float]], again: list[float]) -> tuple[dict[str, Agreement], list[str]]:
@@ -249,12 +254,12 @@ def describe_run(run: TrainingRun, batches: int) -> dict[str, Any]:
     }
 
 
-def _times(run: TrainingRun, timing: Timing, busy_ms: float | None, floor: Mapping[str, Any]) -> dict[str, Any]:
+def _times(run: TrainingRun, timing: Timing, traced: Mapping[str, Any], floor: Mapping[str, Any]) -> dict[str, Any]:
     """Return the columns of a run's times, and of how they compare with the floor."""
     median_ms = timing.median_ms
     return {
         **vars(timing),
-        "busy_ms": busy_ms,
+        **traced,
         "p95_to_median": timing.p95_ms / median_ms,
         "samples_per_s": run.trainer.global_batch * 1e3 / median_ms,
         **floor,

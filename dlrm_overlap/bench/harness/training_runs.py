@@ -5,7 +5,6 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.embedding.sharded_module import exchanges
 from dlrm_overlap.observe.metrics import StepTimer
-from dlrm_overlap.observe.trace_summary import Span, cut, gpu_work, length, read_events, shares, spans_by_kind
+from dlrm_overlap.observe.trace_summary import Span, gpu_work, read_events, shares
 from dlrm_overlap.train.trainer import Trainer
 
 _MARK = re.compile(r"\bspin_kernel\b")
@@ -109,10 +108,10 @@ def read_batches(trainer: Trainer, count: int) -> list[Batch]:
     return [batch.pin_memory() for batch in batches] if trainer.device.type == "cuda" else batches
 
 
-def mean_step_columns(path: Path) -> dict[str, Any]:
-    """Return the columns of the mean step of a Chrome trace that `TrainingRun.trace` has written.
+def mean_step_columns(path: Path) -> dict[str, float]:
+    """Return the ms of each part of the mean step of a Chrome trace that `TrainingRun.trace` has written.
 
-    They are its shares, in ms and as fractions, and the ms of each kind of work. A step is from one mark to the next.
+    They are the `shares` of the step, and `busy_ms`, in which the GPU is not idle. A step is from one mark to the next.
 
     Raises:
         InputError: if the file cannot be read.
@@ -120,14 +119,7 @@ def mean_step_columns(path: Path) -> dict[str, Any]:
     work = gpu_work(read_events(path))
     marks = sorted(each.span.begin for each in work if _MARK.search(each.name))
     assert len(marks) > 1, f"{path}: {len(marks)} marks, but a step is between two"
-    steps, window = len(marks) - 1, Span(marks[0], marks[-1])
-    inside = cut((each for each in work if not _MARK.search(each.name)), window)
-    parts, us = shares(inside, window), window.end - window.begin
-    kinds = {kind.replace("-", "_"): length(spans) for kind, spans in spans_by_kind(inside).items()}
-    return {
-        "traced_steps": steps,
-        "step_ms": us / steps / 1e3,
-        **{f"{name}_ms": value / steps / 1e3 for name, value in parts.items()},
-        **{f"{name}_fraction": value / us for name, value in parts.items()},
-        **{f"{kind}_kernels_ms": value / steps / 1e3 for kind, value in kinds.items()},
-    }
+    window = Span(marks[0], marks[-1])
+    us = shares((each for each in work if not _MARK.search(each.name)), window)
+    us |= {"busy": window.end - window.begin - us["idle"]}
+    return {f"{name}_ms": value / (len(marks) - 1) / 1e3 for name, value in us.items()}

@@ -45,14 +45,19 @@ def read_measured(path: Path) -> Measured:
 
 
 def runs(rows: Iterable[Row]) -> list[Run]:
-    """Return the runs in the file's order: one ends where the shape changes or a contender comes again."""
+    """Return the runs in the file's order: one ends where the shape changes or a contender comes again.
+
+    Contenders of a step take turns in groups, whose rows have `busy_ms`. The last one is in each group, and the run has
+    its first row.
+    """
     found: list[dict[str, Row]] = []
     last = None
     for row in rows:
         shape = [row.get(name) for name in _SHAPE]
-        if shape != last or row["contender"] in found[-1]:
+        again = last is not None and row["contender"] in found[-1]
+        if shape != last or (again and "busy_ms" not in row):
             found.append({})
-        found[-1][row["contender"]] = row
+        found[-1].setdefault(row["contender"], row)
         last = shape
     return [*found]
 

@@ -214,10 +214,14 @@ def _step_label(row: Row) -> str:
     return f"{row['arch']}, {row['tables']} tables, {row['precision']}\n{gpus} x {batch // gpus} samples{pinned}"
 
 
-def _draw_timeline(rows: Rows) -> Figure:
-    parts = {part: f"{part}_ms" for part in ("compute", "exposed", "copying", "idle")}
-    label = partial("{contender}\nrank {rank}".format_map)
-    return draw_bars(_columns_as_bars(rows, parts), label, value="value", unit="ms a traced step")
+def _draw_step(rows: Rows) -> Figure:
+    if not any(row.get("busy_ms") for row in rows):  # earlier rows, and those of CPUs
+        return draw_bars(runs(rows), _step_label, limit="floor_ms")
+    every = [row for run in runs(rows) for row in run.values()]
+    times = {"the GPU's own time": "busy_ms", "by the clock": "median_ms"}
+    found = _columns_as_bars(every, times)
+    unit = f"ms, {_step_label(every[0])}"
+    return draw_bars(found, lambda row: row["contender"].replace("_", "\n"), value="value", limit="floor_ms", unit=unit)
 
 
 def _draw_strategies(rows: Rows) -> Figure:
@@ -236,12 +240,11 @@ def _draw_scaling(rows: Rows) -> Figure:
 
 
 PLOTS: dict[str, Callable[[Rows], Figure]] = {
-    "step": lambda rows: draw_bars(runs(rows), _step_label, limit="floor_ms"),
+    "step": _draw_step,
     "stage": lambda rows: draw_bars(runs(rows), shape, limit="limit_ms", over="baseline"),
     "backward": lambda rows: draw_bars(
         runs(rows), lambda row: f"{shape(row)}\n{row['optimizer']}", limit="limit_ms", over="baseline"
     ),
-    "timeline": _draw_timeline,
     "weak": _draw_scaling,
     "strong": _draw_scaling,
     "sweep": draw_map,

@@ -47,7 +47,7 @@ class ZeroCopyAcross(ZeroCopyForward):
         super().__init__(context, windows)
         wire = self.options.wire_dtype
         self._crossing = Crossing(self.layout, windows.arena.reach, wire)
-        self._sent_lookup = DeviceLookup(context, self._crossing.pooled_columns(self.rank), self.bad_ids)
+        self._sent_lookup = DeviceLookup(context, self._crossing.pooled_columns[self.rank], self.bad_ids)
         self._sent_tables: list[FeatureTable] = []
         self._carrier = (
             PooledByPuts(context, windows, self._crossing, self._sent_lookup)
@@ -55,13 +55,13 @@ class ZeroCopyAcross(ZeroCopyForward):
             else PooledByCollective(context, self._crossing, self._sent_lookup)
         )
         self._sums: DeviceHostSums | None = None
-        if self._crossing.sum_windows(context.samples_per_rank) is not None:
+        if self._crossing.has_sums:
             self._sums = DeviceHostSums(context, windows, self._crossing, self.peers, self.column, self.bad_ids)
         self._sum_tables: list[FeatureTable] = []
         self._pass_stream = torch.cuda.Stream(self.device, priority=-2)  # work that peers wait for comes first
         self._columns_of: dict[int, PutColumns] = {}
         for source in self._crossing.reach.sources:
-            shards = [(shard.dim, self.column(shard)) for shard in self._crossing.pooled_columns(source)]
+            shards = [(shard.dim, self.column(shard)) for shard in self._crossing.pooled_columns[source]]
             self._columns_of[source] = PutColumns.of(shards, self.stride, wire.itemsize, self.device)
 
     def start(self, step: Step) -> None:
@@ -157,7 +157,7 @@ class PushAcross(Push):
         )
         self._pass_stream = torch.cuda.Stream(self.device, priority=-2)
         self._sent_columns = {host: self._crossing.output_columns(host).to(self.device) for host in reach.others}
-        columns = self._crossing.gradient_columns(reach.here)
+        columns = self._crossing.gradient_columns[reach.here]
         tables = [self._shard_table(dim, columns.__getitem__) for dim in self._dims]
         flags = replace(self.own.flags, done=torch.zeros_like(self.own.flags.done))
         self._passed_on = {source: Pushed(source, tables, flags) for source in reach.sources}

@@ -23,10 +23,9 @@ class CpuZeroCopyAcross(CpuZeroCopyForward):
     def __init__(self, context: ExchangeContext, windows: WindowPair) -> None:
         super().__init__(context, windows)
         self._crossing = Crossing(self.layout, windows.arena.reach, self.options.wire_dtype)
-        self._columns = self._crossing.pooled_columns(self.rank)
+        self._columns = self._crossing.pooled_columns[self.rank]
         self._buffers = MessageGroups(context, self._crossing.pooled(context.largest_batch), way=0)
-        has_sums = self._crossing.sum_windows(context.samples_per_rank) is not None
-        self._sums = CpuHostSums(context, windows, self._crossing) if has_sums else None
+        self._sums = CpuHostSums(context, windows, self._crossing) if self._crossing.has_sums else None
 
     def begin(self, step: Step, weights: Sequence[torch.Tensor]) -> None:
         """Begin the step, then pool for the other hosts' ranks, and send group by group."""
@@ -44,22 +43,19 @@ class CpuZeroCopyAcross(CpuZeroCopyForward):
 
     def pass_on(self, step: Step) -> None:
         """Store messages of other hosts into the windows of this host's ranks, and raise the senders' flags."""
-        sums = self._sums.send(step) if self._sums is not None else None
+        windows = {rank: self._arena.view(self.windows.name, rank) for rank in self._reached}
+        if self._sums is not None:
+            self._sums.pass_on(step, windows, self.column)
         step.work.wait()
         step.work = None
-        if sums is not None:
-            sums.wait()
-        windows = {rank: self._arena.view(self.windows.name, rank) for rank in self._reached}
-        for slot, message in enumerate(self._crossing.pooled(step.batch).received):
-            rows, columns = message.within(self._buffers.received), self._crossing.pooled_columns(message.peer)
+        for message in self._crossing.pooled(step.batch).received:
+            rows, columns = message.within(self._buffers.received), self._crossing.pooled_columns[message.peer]
             for rank in self._reached:
                 begin = step.batch.first_sample[rank] - step.batch.first_sample[self._reached.start]
                 here = rows[begin : begin + step.batch.per_rank[rank]]
                 for shard, column in columns.items():
                     into = self.column(shard)
                     windows[rank][: len(here), into : into + shard.dim] = here[:, column : column + shard.dim]
-            if self._sums is not None:
-                self._sums.pass_on(step, slot, windows, self.column)
             for rank in self._reached:
                 self._raise(rank, source=message.peer)
 
@@ -76,14 +72,14 @@ class CpuPushAcross(CpuPush):
     def __init__(self, context: ExchangeContext, windows: WindowPair) -> None:
         super().__init__(context, windows)
         self._crossing = Crossing(self.layout, windows.arena.reach, self.options.wire_dtype)
-        self._columns = self._crossing.gradient_columns(self._reached)
+        self._columns = self._crossing.gradient_columns[self._reached]
         self._buffers = MessageGroups(context, self._crossing.gradients(context.largest_batch), way=1)
 
     def send(self, step: Step, gradient: torch.Tensor) -> None:
         """Start to send gradients to the owners of other hosts, group by group."""
 
         def gather(message: Message, rows: torch.Tensor, group: range) -> None:
-            for shard, column in self._crossing.gradient_columns(message.host).items():
+            for shard, column in self._crossing.gradient_columns[message.host].items():
                 first = self.layout.output_column(shard)
                 rows[:, column : column + shard.dim] = gradient[group.start : group.stop, first : first + shard.dim]
 

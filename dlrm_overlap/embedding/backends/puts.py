@@ -204,7 +204,7 @@ class PooledByPuts(_ByPuts):
         reach, most = crossing.reach, context.samples_per_rank
         widest = max(len(host) for host in reach.hosts)
         ranks = range(context.group.size())
-        shapes = [(most * widest, crossing.pitch(crossing.pooled_columns(rank))) for rank in ranks]
+        shapes = [(most * widest, crossing.pitch(crossing.pooled_columns[rank])) for rank in ranks]
         self._heap = MessageHeap(context, windows, widest, shapes, context.options.wire_dtype)
         self._windows, self._crossing, self._lookup, self._device = windows, crossing, lookup, context.device
         self._wire = context.options.wire_dtype

@@ -13,7 +13,7 @@ step e. All of a host raise their flags before any of them waits.
 Source: the intra-host reduce-scatter in front of TorchRec's table-row-wise All-to-All; the sums are made by stores.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import accumulate
 from math import gcd
 
@@ -21,7 +21,7 @@ import torch
 
 from dlrm_overlap.comm.arena import HostArena
 from dlrm_overlap.embedding.backends.cpu import pool_on_cpu
-from dlrm_overlap.embedding.backends.messages import GroupsOnTheirWay, MessageGroups, PackedByCollective
+from dlrm_overlap.embedding.backends.messages import MessageGroups, PackedByCollective
 from dlrm_overlap.embedding.backends.pgas import DeviceLookup
 from dlrm_overlap.embedding.backends.puts import PackedByPuts
 from dlrm_overlap.embedding.crossing import Crossing, Message
@@ -49,7 +49,7 @@ class HostSums:
         assert spec is not None, "a layout without such sums"
         self.pair = WindowPair(spec, windows.arena, windows.counter)
         self.crossing, self.rank, self.here, self._most = crossing, reach.rank, reach.here, context.samples_per_rank
-        self.columns = crossing.sum_columns(self.here)
+        self.columns = crossing.sum_columns[self.here]
         self.own = {shard: column for shard, column in self.columns.items() if shard.owner == self.rank}
         """of this rank's shards the first columns of their partial sums"""
         self.pitch = crossing.pitch(self.columns)
@@ -96,8 +96,8 @@ class CpuHostSums(HostSums):
         for peer in self.here:
             self._arena.raise_flag(self.pair.flags, peer, 0, self.pair.epoch)
 
-    def send(self, step: Step) -> GroupsOnTheirWay:
-        """Await this host's partial sums, add them up, and send the sums group by group."""
+    def pass_on(self, step: Step, windows: Mapping[int, torch.Tensor], column: Column) -> None:
+        """Add up this host's partial sums, send them, and store those that arrive into this host's output windows."""
         flags = one_flag_each(self.here, self._arena.world_size)
         self._arena.wait(self.pair.flags, flags, self.pair.epoch, self._timeout_s)
         reference.add_partials(self.rows_of(self.pair.local), self.sums)
@@ -111,19 +111,15 @@ class CpuHostSums(HostSums):
         def fill(message: Message, rows: torch.Tensor, group: range) -> None:
             rows.copy_(whole[message.peer][group.start : group.stop])
 
-        return self._buffers.send(messages, fill)
-
-    def pass_on(self, step: Step, slot: int, windows: dict[int, torch.Tensor], column: Column) -> None:
-        """Store the message of the rank in `slot`, which has arrived, into the output windows of this host's ranks."""
-        message, end = self.crossing.sums(step.batch).received[slot], 0
-        rows = message.within(self._buffers.received)
-        host = self.crossing.reach.host_of(message.peer)
-        columns = self.crossing.sum_columns(host)
-        for rank in self.crossing.served(message.peer, self.here):
-            begin, end = end, end + step.batch.per_rank[rank]
-            for shards in self.crossing.sums_on[host]:
-                at, into, dim = columns[shards[0]], column(shards[0]), shards[0].dim
-                windows[rank][: end - begin, into : into + dim] = rows[begin:end, at : at + dim]
+        self._buffers.send(messages, fill).wait()
+        for message in messages.received:
+            rows, end, host = message.within(self._buffers.received), 0, self.crossing.reach.host_of(message.peer)
+            columns = self.crossing.sum_columns[host]
+            for rank in self.crossing.served(message.peer, self.here):
+                begin, end = end, end + step.batch.per_rank[rank]
+                for first, *_ in self.crossing.sums_on[host]:
+                    at, into = columns[first], column(first)
+                    windows[rank][: end - begin, into : into + first.dim] = rows[begin:end, at : at + first.dim]
 
 
 class DeviceHostSums(HostSums):

@@ -53,9 +53,9 @@ def test_a_table_that_is_cut_by_rows_over_a_host_leaves_it_as_one_sum() -> None:
     crossings = _crossings(cut=[1, 2, 3])
     first, second, third = crossings[1], crossings[2], crossings[3]
     # Rank 1's partial sums are alone on their host, and travel as they are.
-    assert first.pitch(first.pooled_columns(1)) == 12 + 4
-    assert second.pitch(second.pooled_columns(2)) == 4
-    assert list(second.sum_columns(HOSTS[1]).values()) == [0, 4], "rank 2's, where the sum is made, and rank 3's"
+    assert first.pitch(first.pooled_columns[1]) == 12 + 4
+    assert second.pitch(second.pooled_columns[2]) == 4
+    assert list(second.sum_columns[HOSTS[1]].values()) == [0, 4], "rank 2's, where the sum is made, and rank 3's"
     # Ranks 0 and 4 are served by rank 2, rank 1 by rank 3, whose message to the last host is empty.
     assert second.gathered_at(4) == (2, 1)
     assert second.gathered_at(1) == (3, 0)
@@ -68,6 +68,6 @@ def test_a_table_that_is_cut_by_rows_over_a_host_leaves_it_as_one_sum() -> None:
 
 def test_rows_are_filled_up_to_16_bytes() -> None:
     crossing = _crossings(torch.bfloat16)[0]
-    assert [crossing.pitch(crossing.pooled_columns(rank)) for rank in range(5)] == [0, 16, 8, 16, 24]
+    assert [crossing.pitch(crossing.pooled_columns[rank]) for rank in range(5)] == [0, 16, 8, 16, 24]
     columns = crossing.output_columns(HOSTS[0])
     assert columns.tolist() == [*range(36, 48), 47, 47, 47, 47], "padding repeats the last column"

@@ -83,6 +83,7 @@ def test_work_of_the_step_before_does_not_count(tmp_path: Path) -> None:
     [
         ("void split_embedding_codegen_forward_unweighted_v2_kernel<float, float, float, long>(...)", "lookup"),
         ("_put_slices", "lookup"),
+        ("_expand_rows", "lookup"),
         ("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", "exchange"),
         ("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "exchange"),
         ("_await_flags", "exchange"),
@@ -98,6 +99,7 @@ def test_work_of_the_step_before_does_not_count(tmp_path: Path) -> None:
         ("_draw_ids", "samples"),
         ("Memset (Device)", "copies"),
         ("memcpy128", "copies"),
+        ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<..., CopyFunctor<...>>", "copies"),
         ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<...>", "optimizer"),
         ("_update_parameters", "optimizer"),
         ("nvjet_sm90_tst_192x192_64x3_1x2_h_bz_coopB_NNN", "products"),

@@ -1,0 +1,66 @@
+"""What `bench step` takes from a trace, on one whose times are known, and from several ranks' traces."""
+
+import gzip
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dlrm_overlap.bench.figures import step
+from dlrm_overlap.bench.harness.training_runs import mean_step_columns
+
+_MARK = "at::cuda::(anonymous namespace)::spin_kernel(long)"
+# Name, stream, begin and end in us. Three steps: 100 .. 200, 200 .. 320, 320 .. 400, and work before and after them.
+_KERNELS = [
+    ("sm90_gemm", 7, 0, 90),
+    (_MARK, 7, 100, 102),
+    ("_store_pooled", 7, 110, 150),
+    ("_await_flags", 7, 150, 160),
+    ("sm90_gemm", 7, 160, 199),
+    (_MARK, 7, 200, 202),
+    ("_push_gradients", 8, 190, 240),
+    ("Memcpy HtoD (Pinned -> Device)", 9, 230, 260),
+    ("_update_rows", 10, 280, 330),
+    (_MARK, 7, 320, 322),
+    ("ncclDevKernel_AllReduce_Sum_f32_RING_LL(...)", 11, 325, 390),
+    (_MARK, 7, 400, 402),
+    ("sm90_gemm", 7, 402, 500),
+]
+
+
+def _write(path: Path) -> None:
+    events = [
+        {"ph": "X", "cat": "kernel", "name": name, "ts": begin, "dur": end - begin, "args": {"stream": stream}}
+        for name, stream, begin, end in _KERNELS
+    ]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(gzip.compress(json.dumps({"traceEvents": events}).encode()))
+
+
+def test_a_trace_is_cut_into_steps_at_its_marks(tmp_path: Path) -> None:
+    _write(tmp_path / "trace.json.gz")
+    # Of 300 us: rows looked up 40, products 39, rows updated 50; exposed are the wait, the push from 199 to 240, and
+    # the all-reduce from 330 on.
+    columns = mean_step_columns(tmp_path / "trace.json.gz")
+    parts = {"compute": 129, "exposed": 10 + 41 + 60, "exposed_most": 40 + 10 + 41 + 60, "copying": 20, "idle": 40}
+    assert columns == {
+        f"{name}_ms": pytest.approx(us / 3e3, abs=1e-6) for name, us in (parts | {"busy": 300 - 40}).items()
+    }
+
+
+def test_the_columns_are_those_of_the_rank_that_is_least_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = [{"busy_ms": busy, "exposed_ms": busy / 2, "exposed_most_ms": busy, "idle_ms": 1.0} for busy in (3.0, 2.0)]
+
+    def gather(found: list[object], own: object) -> None:
+        assert own == ranks[0]
+        found[:] = ranks
+
+    monkeypatch.setattr(dist, "all_gather_object", gather)
+    monkeypatch.setattr(step, "mean_step_columns", lambda path: ranks[0])
+    trainer = SimpleNamespace(device=torch.device("cuda"), world=SimpleNamespace(world_size=2))
+    run: Any = SimpleNamespace(trainer=trainer, trace=lambda steps, path: None)
+    assert step._trace(run) == {"busy_ms": 2.0, "exposed_ms": 1.0, "exposed_most_ms": 2.0}
