@@ -23,6 +23,8 @@ PROBE := import urllib.request as u; u.urlopen("$(CPU_WHEELS)/torch/", timeout=5
 INDEX_cpu = $$($(BIN)/python -m pip config list | grep -qE "(index-url|no-index|find-links)=" || \
 	! $(BIN)/python -c '$(PROBE)' 2>/dev/null || echo --extra-index-url $(CPU_WHEELS))
 READY := $(VENV)/.ready-$(STACK)
+# Two processes take a file of tests each, whose tests share ranks and runs: those that start ranks first.
+BESIDE := -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: train wheel test test-slow soak test-gpu lint format clean
 
@@ -34,10 +36,10 @@ wheel:
 	$(PYTHON) -m pip wheel -q --no-deps -w dist .
 
 test: $(READY)
-	$(BIN)/python -m pytest -m "not slow and not gpu"
+	$(BIN)/python -m pytest $(BESIDE) -m "not slow and not gpu"
 
 test-slow: $(READY)
-	$(BIN)/python -m pytest -m "slow and not gpu"
+	$(BIN)/python -m pytest $(BESIDE) -m "slow and not gpu"
 
 soak: $(READY)
 	SOAK_ROUNDS=200 SOAK_SECONDS=300 $(BIN)/python -m pytest tests/soak

@@ -27,6 +27,9 @@ PYTHON_PATH = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPAT
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported: kernels then run on CPU tensors
     torch.set_num_threads(1)  # of small tensors: more threads wait for each other longer than they compute
+    from tests.interpreter import quicken
+
+    quicken()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from dlrm_overlap.backends import Implementation
 from dlrm_overlap.comm.reach import Reach
+from dlrm_overlap.embedding.backends import push
 from dlrm_overlap.embedding.backends.base import Forward
 from dlrm_overlap.embedding.backends.fused import SlicedForward
 from dlrm_overlap.embedding.opening import Halves, open_halves
@@ -53,7 +54,10 @@ def interpreted_forward(stage: Stage, group: dist.ProcessGroup, options: Exchang
 
 @contextlib.contextmanager
 def without_streams() -> Iterator[None]:
-    """Let what is issued run at once, whatever its stream, and FBGEMM sort on the CPU, which it cannot."""
+    """Let what is issued run at once, whatever its stream, and FBGEMM sort on the CPU, which it cannot.
+
+    Few programs send gradients, each several tasks: the interpreter runs one after the other.
+    """
     stream = MagicMock(return_value=MagicMock())
     with (
         patch.multiple(torch.cuda, Stream=stream, Event=stream, current_stream=stream, stream=contextlib.nullcontext),
@@ -64,6 +68,7 @@ def without_streams() -> Iterator[None]:
             _cuda_getCurrentStream=lambda _: (),
             _cuda_setStream=stream,
         ),
+        patch.multiple(push, _REMOTE_PROGRAMS=2, _ALONE_PROGRAMS=3),
         patch.object(torch.Tensor, "record_stream", lambda *_: None),
         patch.object(torch.ops.fbgemm, "transpose_embedding_input", _transpose_embedding_input),
     ):

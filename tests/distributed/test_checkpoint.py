@@ -1,11 +1,7 @@
 """A run that stops and goes on is the run that did not stop."""
 
 import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from random import Random
@@ -15,7 +11,8 @@ import pytest
 from dlrm_overlap.checkpoint.storage.load import find_faults
 from dlrm_overlap.checkpoint.storage.manifest import read_manifest
 from tests.agreement import EVAL_TOLERANCE, LOSS_TOLERANCE
-from tests.conftest import ROOT, read_metrics, run_cli, run_quickstart, train_quickstart
+from tests.conftest import read_metrics, run_cli, run_quickstart, train_quickstart
+from tests.distributed.faults import train
 
 SAVING = ["--checkpoint.every", "10", "--checkpoint.keep", "2", "--data.eval_samples", "2000"]
 SAVING += ["--train.global_batch_size", "512", "--train.warmup_steps", "20"]
@@ -165,23 +162,15 @@ def never_killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_kills_while_checkpoints_are_written(never_killed: Path, tmp_path: Path, beside: str) -> None:
     """Killed at random moments of a run that does little but save: what has a name is whole, and the run goes on."""
     options = [*EACH_STEP, "--checkpoint.asynchronous", beside]
-    argv = ["train", "--config", "configs/quickstart.yaml", "--train.device", "cpu", "--nproc", "2", "--log.every", "1"]
-    argv += ["--checkpoint.last", "false", "--log.dir", str(tmp_path), "--log.name", "run", *options]
     folder, random = tmp_path / "run" / "checkpoints", Random(0)
     for _ in range(3):
         before = set(folder.glob("step_*"))
-        process = subprocess.Popen(
-            [sys.executable, "-m", "dlrm_overlap", *argv],
-            cwd=ROOT,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        while set(folder.glob("step_*")) == before and process.poll() is None:
+        struck = train(tmp_path, *options, "--log.every", "1", "--checkpoint.last", "false", launcher="forked")
+        while set(folder.glob("step_*")) == before and struck.process.poll() is None:
             time.sleep(0.002)
         time.sleep(random.uniform(0, 0.15))
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        struck.process.kill()
+        struck.end(30)
         for path in folder.glob("step_*"):
             assert find_faults(path, read_manifest(path)) == []
     run = train_quickstart(tmp_path, "run", 2, *options)

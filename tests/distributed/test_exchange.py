@@ -90,7 +90,7 @@ def check_a_silent_peer_is_named_in_time(rank: int, world_size: int) -> None:
     began = time.monotonic()
     with pytest.raises(ExchangeTimeoutError) as raised:
         arena.wait("ready", torch.tensor([4] * world_size), epoch=5, timeout_s=0.3)
-    assert 0.3 <= time.monotonic() - began < 3
+    assert 0.3 <= time.monotonic() - began < 10
     assert f"rank {rank} waited 0.3 s for slice 3 of rank 2: expected epoch 5, seen 0;" in str(raised.value)
 
 
@@ -207,7 +207,7 @@ def check_a_slow_update_is_not_overtaken(rank: int, world_size: int) -> None:
 def check_a_rank_that_does_not_step_is_named(rank: int, world_size: int) -> None:
     stage, sizes = Stage(OWNERS, rank), (4, 4, 4)
     for backend in ("pgas", "fused"):
-        exchange = stage.exchange(_group(), backend, wait_timeout_s=0.3)
+        exchange = stage.exchange(_group(), backend, wait_timeout_s=1.0)
         inputs, expected = stage.inputs(0, sizes)
         assert_same(exchange.start(inputs, sizes).wait().detach(), expected, backend)
         dist.barrier()
@@ -342,7 +342,7 @@ def test_kernels_of_three_ranks(kernels_ended: Callable[[str], None], name: str)
 
 def _lose_a_rank(folder: Path) -> None:
     stage, sizes = Stage([([8], []), ([4], [])], dist.get_rank()), (3, 3)
-    exchanges = {backend: stage.exchange(_group(), backend, wait_timeout_s=0.5) for backend in ("pgas", "fused")}
+    exchanges = {backend: stage.exchange(_group(), backend, wait_timeout_s=1.0) for backend in ("pgas", "fused")}
     inputs, _ = stage.inputs(0, sizes)
     pooled = {backend: exchange.start(inputs, sizes).wait() for backend, exchange in exchanges.items()}
     dist.barrier()
@@ -351,14 +351,14 @@ def _lose_a_rank(folder: Path) -> None:
     for backend, exchange in exchanges.items():
         began = time.monotonic()
         with pytest.raises(
-            ExchangeTimeoutError, match=r"rank 0 waited 0.5 s for part 0 of rank 1: expected epoch 1, seen 0;"
+            ExchangeTimeoutError, match=r"rank 0 waited 1 s for part 0 of rank 1: expected epoch 1, seen 0;"
         ):
             pooled.pop(backend).sum().backward()
         with pytest.raises(
             RuntimeError, match=r"finish_backward has failed \(ExchangeTimeoutError: .* of rank 1: .* start again"
         ):
             exchange.start(inputs, sizes)
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 10
         (folder / backend).touch()
     os._exit(0)  # the group is broken
 

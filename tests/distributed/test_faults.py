@@ -86,7 +86,7 @@ def test_ranks_listen_on_loopback_alone_and_loader_processes_hold_no_socket(tmp_
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_rank_is_named_at_once(tmp_path: Path, rank: int) -> None:
-    run = train(tmp_path, *FOREVER, fault=fail_at(rank, 12, "kill"))
+    run = train(tmp_path, *FOREVER, fault=fail_at(rank, 12, "kill"), launcher="forked")
     run.wait_for("step 10:")
     code, errors = run.end(10)
     assert code == 128 + signal.SIGKILL

@@ -113,7 +113,7 @@ def check_hosts_are_found_and_emulated(rank: int) -> None:
 
 def check_a_rank_that_does_not_step_is_named(rank: int) -> None:
     stage, sizes = Stage(OWNERS, rank), (4, 4, 4, 4)
-    exchange = stage.exchange(_group(), "pgas", hosts=2, wait_timeout_s=0.3)
+    exchange = stage.exchange(_group(), "pgas", hosts=2, wait_timeout_s=1.0)
     inputs, _ = stage.inputs(0, sizes)
     exchange.start(inputs, sizes).wait()
     forward: Any = exchange._open().forward

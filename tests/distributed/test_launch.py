@@ -93,14 +93,14 @@ def test_one_failing_rank_ends_the_run(program: Path, tmp_path: Path, launcher: 
 
 @pytest.mark.slow
 def test_a_host_whose_configuration_differs_is_refused_on_both(tmp_path: Path) -> None:
-    """Two agents of torchrun, two ranks each: the second agent's file is stale."""
+    """Two agents of torchrun, a rank each: the second agent's file is stale."""
     port = free_port()
     train = ["-m", "dlrm_overlap", "train", "--config", "configs/quickstart.yaml", "--train.device", "cpu"]
     train += ["--log.dir", str(tmp_path), "--train.steps", "2"]
     agents = []
     for node, more in enumerate(([], ["--embedding.lr", "0.3", "--train.optimizer", "adam"])):
         meet = ["--nnodes", "2", "--node-rank", str(node), "--master-addr", "127.0.0.1", "--master-port", str(port)]
-        command = [sys.executable, "-m", "torch.distributed.run", *meet, "--nproc-per-node", "2", *train, *more]
+        command = [sys.executable, "-m", "torch.distributed.run", *meet, "--nproc-per-node", "1", *train, *more]
         environ = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHON_PATH}
         agents.append(subprocess.Popen(command, cwd=ROOT, env=environ, stderr=subprocess.PIPE, text=True))
     said = [agent.communicate(timeout=120)[1] for agent in agents]

@@ -60,7 +60,7 @@ def _choose(folder: Path) -> None:
             with pytest.raises(InputError) as refused:
                 network.agree_on_puts("puts", reach, group, cpu, _TIMEOUT_S)
             assert str(refused.value) == f"embedding.between_hosts: puts, but {why}; take auto or messages"
-        assert time.monotonic() - begin < 2 * _TIMEOUT_S + 2
+        assert time.monotonic() - begin < 15, "the start that hangs has been waited for"
 
 
 def test_a_start_that_fails_on_one_rank_is_told_on_all(tmp_path: Path) -> None:

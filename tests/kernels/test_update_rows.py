@@ -30,20 +30,20 @@ def test_every_optimizer_compiles_for_an_h200() -> None:
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("means", [False, True], ids=["sums", "means"])
 @pytest.mark.parametrize(
-    ("dim", "weighted"),
+    ("dim", "means", "weighted"),
     [
-        (4, False),
-        (12, False),
-        (12, True),
-        (128, False),
-        (1020, False),
-        pytest.param(1024, False, marks=pytest.mark.slow),
+        (4, False, False),
+        (12, True, False),
+        (12, False, True),
+        (12, True, True),
+        (128, False, False),
+        (1020, True, False),
+        pytest.param(1024, False, False, marks=pytest.mark.slow),
     ],
 )
 def test_rows_are_updated_once_by_the_sum_of_their_gradients(
-    optimizer: str, means: bool, dim: int, weighted: bool
+    optimizer: str, dim: int, means: bool, weighted: bool
 ) -> None:
     model = Model(Case((replace(MIXED, dim=dim, optimizer=optimizer, means=means),), weighted=weighted))
     bags_by_key = list(zip(model.keys.tolist(), model.bags.tolist(), strict=True))
@@ -101,12 +101,17 @@ def test_runs_are_cut_into_chunks(counts: tuple[int, ...], chunks: int) -> None:
     model.check_update(runs)
 
 
-@pytest.mark.parametrize("dim", [4, 64, 128, 256])  # 8, 4, 2 and 1 runs side by side
+LONG_RUNS, NOT_CUT = ((1, 17, 16, 128, 0, 40, 129, 2, 3, 18), False), ((1, 17, 16, 0, 18, 2), True)
+SIDE_BY_SIDE = {4: 8, 64: 4, 128: 2, 256: 1}  # dim -> runs
+A_ROW = ("sgd", "rowwise_adagrad", "lamb")  # which ask nothing, a sum and two norms of a whole row
+
+
 @pytest.mark.parametrize(
-    ("counts", "means", "optimizer", "chunks"),
+    ("dim", "counts", "means", "optimizer", "chunks"),
     [
-        *(((1, 17, 16, 128, 0, 40, 129, 2, 3, 18), False, optimizer, 2) for optimizer in OPTIMIZERS),
-        ((1, 17, 16, 0, 18, 2), True, "sgd", 0),
+        *((dim, *LONG_RUNS, optimizer, 2) for dim in SIDE_BY_SIDE for optimizer in A_ROW),
+        *((64, *LONG_RUNS, optimizer, 2) for optimizer in OPTIMIZERS if optimizer not in A_ROW),
+        *((dim, *NOT_CUT, "sgd", 0) for dim in SIDE_BY_SIDE),
     ],
 )
 def test_runs_of_more_than_16_ids_are_summed_alone_and_of_more_than_128_cut(

@@ -20,7 +20,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from dlrm_overlap import backends
-from dlrm_overlap.bench.report.measured import read_measured
+from dlrm_overlap.bench.report.measured import Measured, read_measured
 from dlrm_overlap.bench.report.plots import PLOTS, draw
 from dlrm_overlap.bench.request import FIGURES
 from dlrm_overlap.config import Config
@@ -125,10 +125,14 @@ def test_auto_is_as_fast_as_the_best_put() -> None:
         assert medians["fused"] <= 1.03 * best, shape
 
 
+@pytest.fixture(scope="module")
+def measured() -> list[Measured]:
+    return [read_measured(path) for path in Path("docs/results").rglob("*.csv")]
+
+
 @pytest.mark.parametrize("kind", PLOTS)
-def test_every_plot_can_be_drawn_of_the_committed_rows(kind: str) -> None:
-    files = [read_measured(path) for path in Path("docs/results").rglob("*.csv")]
-    drawn = [draw(each) for each in files if each.kind == kind]
+def test_every_plot_can_be_drawn_of_the_committed_rows(measured: list[Measured], kind: str) -> None:
+    drawn = [draw(each) for each in measured if each.kind == kind]
     assert drawn
     assert all(b"<svg" in each for each in drawn)
 

@@ -15,7 +15,7 @@ class Threads:
     """What ranks do together; one that none of the others meets gives up."""
 
     def __init__(self, world_size: int) -> None:
-        barrier = threading.Barrier(world_size, timeout=5)
+        barrier = threading.Barrier(world_size, timeout=30)
         self.meet, self._given = barrier.wait, [None] * world_size
 
     def gather(self, found: list[Any], given: Any, group: Rank) -> None:

@@ -107,13 +107,13 @@ def test_a_stopped_reader_is_reported_and_ended() -> None:
             os.kill(os.getpid(), signal.SIGSTOP)
         return batch_of(step)
 
-    ring = Ring(read, range(10), SHAPE, workers=2, slots_per_worker=2, pin=False, timeout_s=0.5)
+    ring = Ring(read, range(10), SHAPE, workers=2, slots_per_worker=2, pin=False, timeout_s=1.0)
     readers = list(ring._workers)
     begin = time.monotonic()
-    with pytest.raises(InputError, match=r"loader process 1 of 2 .* batch of step 3 in 0.5 s"):
+    with pytest.raises(InputError, match=r"loader process 1 of 2 .* batch of step 3 in 1 s"):
         list(ring)
     ring.close()
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 10
     assert not any(reader.is_alive() for reader in readers)
 
 

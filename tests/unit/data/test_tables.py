@@ -186,8 +186,10 @@ def expected(schema: Schema, columns: dict[str, Any], i: int) -> tuple[list[floa
     return labels, dense or [1.0], bags
 
 
-def bags_of(batch: Batch, sample: int) -> list[list[int]]:
-    return [batch.sparse[key].to_dense()[sample].long().tolist() for key in table_keys(len(batch.sparse.keys()))]
+def bags_of(batch: Batch) -> list[list[list[int]]]:
+    """Return the bags of each table, sample by sample."""
+    tables = [batch.sparse[key].to_dense() for key in table_keys(len(batch.sparse.keys()))]
+    return [[bag.long().tolist() for bag in bags] for bags in tables]
 
 
 def held_out(schema: Schema, columns: dict[str, Any]) -> list[bool]:
@@ -210,12 +212,12 @@ def test_every_format_gives_the_samples_of_plain_python(tmp_path: Path, layout: 
             continue
         assert data.num_samples == len(samples)
         batch = data.read(0, len(samples))
-        labels = batch.labels.view(len(samples), -1)
+        labels, bags = batch.labels.view(len(samples), -1), bags_of(batch)
         for row, i in enumerate(samples):
             truth = expected(schema, columns, i)
             assert labels[row].tolist() == truth[0]
             assert batch.dense[row].tolist() == pytest.approx(truth[1], rel=3e-7)
-            assert bags_of(batch, row) == truth[2], i
+            assert [table[row] for table in bags] == truth[2], i
         assert data.label_weights == [label.weight for label in schema.labels.values()]
 
 
@@ -284,9 +286,8 @@ def test_what_is_learnt_of_the_samples_to_train_on(tmp_path: Path) -> None:
                 keys, counts = vocabulary[f"{name}.keys"], vocabulary[f"{name}.counts"]
             assert sorted(counts.tolist()) == sorted(seen for seen in Counter(flat).values() if seen >= count)
             frequent = {value for value, seen in Counter(flat).items() if seen >= count}
-            for row, i in enumerate(samples):
+            for i, found in zip(samples, bags_of(batch)[table], strict=True):
                 bag = [values[i]] if name == "movie" else values[i]
-                found = bags_of(batch, row)[table]
                 assert [each > 1 for each in found] == [each in frequent for each in bag]
                 assert all(each < 2 + len(keys) for each in found)
 

@@ -34,6 +34,6 @@ print(end.asked)
 )
 def test_ctrl_c_asks_a_second_one_ends(times: int, rank: str, code: int, out: str, told: list[str]) -> None:
     argv = [sys.executable, "-c", PRESSES, str(times), rank]
-    result = subprocess.run(argv, capture_output=True, text=True, timeout=15, check=False, cwd=ROOT)
+    result = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False, cwd=ROOT)
     lines = "".join(f"dlrm-overlap: {line}\n" for line in told)
     assert (result.returncode, result.stdout, result.stderr) == (code, out, lines)
