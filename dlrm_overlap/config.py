@@ -292,8 +292,8 @@ class EmbeddingConfig:
     run, and names it"""
     plan: Literal["auto", "torchrec", "table_wise", "column_wise", "row_wise"] = "auto"
     """auto balances rows read and columns sent over the ranks; where necessary it cuts tables of many ids by columns,
-    but not under row-wise optimizers and LAMB, else by rows. The others leave the plan to TorchRec's planner: torchrec
-    with shards of any type, the rest with those of their type alone"""
+    but not under row-wise optimizers and LAMB, else by rows; of several hosts by rows, within one. The others leave the
+    plan to TorchRec's planner: torchrec with shards of any type, the rest with those of their type alone"""
     memory: Memory | list[Memory] = "gpu"
     """where a table's rows and their optimizer's states are: gpu, or cached: in the host's memory, with a
     cache on the GPU, filled a step ahead. auto caches the largest tables until the others fit on the GPUs. One value,

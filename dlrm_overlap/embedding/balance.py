@@ -7,6 +7,10 @@ its links, which goes with the columns that it sends. Both are balanced.
 A table is cut by columns first: its owners send as many bytes as one owner would. But each of them reads all ids, and
 shorter rows. Rows are cut over all ranks, which have alike work then. But each sends a partial sum of the whole
 columns for every bag that has an id of its rows: of 8 ranks and 100 ids a bag, 8 times the bytes.
+
+Of several hosts, rows are cut over the ranks of one host, and pooled tables by columns not at all: partial sums are
+added up before they leave the host, so no more bytes travel between hosts than of a whole table, neither of sums nor of
+ids, which owners of columns on several hosts would each take.
 """
 
 from collections.abc import Sequence
@@ -52,7 +56,7 @@ class Balance(NamedTuple):
     links: float
     """columns that the rank sends which sends most, over the mean of the ranks if no table were cut by rows"""
     by_rows: frozenset[int] = frozenset()
-    """tables that are cut by rows, over all ranks"""
+    """tables that are cut by rows, over all ranks or those of a host"""
 
     @property
     def worst(self) -> float:
@@ -66,6 +70,7 @@ def balance(
     capacity_bytes: int,
     cut_columns: bool = True,
     everywhere: Sequence[TableLoad] = (),
+    host_size: int | None = None,
 ) -> Balance | None:
     """Place all tables on the ranks; None if they do not fit.
 
@@ -80,6 +85,7 @@ def balance(
         cut_columns: whether tables may be cut by columns.
         everywhere: tables that every rank holds and looks up for its own samples: of their work each rank has an equal
             part, beside which an imbalance of the others counts less. They are not placed.
+        host_size: ranks of a host, which divide the ranks; None for all of them.
 
     Example:
         4 ranks, tables of 128 columns: one of 100 ids a bag, eight of 12, sixteen of 1. The mean is 53 ids a rank. The
@@ -94,8 +100,12 @@ def balance(
         for t, table in enumerate(tables)
     ]
     even_memory = sum(table.pooling * table.dim for table in everywhere) / world_size / memory
-    empty = _Rank(capacity_bytes, even_memory, sum(table.dim for table in everywhere) / world_size / links)
-    columns, by_rows = [1] * len(tables), set[int]()
+    even_links = sum(table.dim for table in everywhere) / world_size / links
+    begun = [_Rank(capacity_bytes, even_memory, even_links) for _ in range(world_size)]  # with the tables cut by rows
+    neighbours = world_size if host_size in (None, 1) else host_size
+    one_host = neighbours == world_size
+    owners = [neighbours if table.pooled else world_size for table in tables]  # where rows are cut
+    columns, by_rows = [1] * len(tables), dict[int, range]()
     tries = _Tries()
     best: Balance | None = None
 
@@ -107,29 +117,49 @@ def balance(
     while True:
         left = [t for t in range(len(tables)) if t not in by_rows]
         shards = [shard for t in left for shard in whole[t].cut(columns[t])]
-        if (ranks := _place(shards, empty, world_size, tries)) is not None:
-            held = [list(range(world_size)) if t in by_rows else [] for t in range(len(tables))]
+        if (ranks := _place(shards, begun, tries)) is not None:
+            held = [list(by_rows.get(t, ())) for t in range(len(tables))]
             for number, rank in enumerate(ranks):
                 for shard in rank.shards:
                     held[shard.table].append(number)
             memory, links = max(rank.memory for rank in ranks), max(rank.links for rank in ranks)
-            least_gain = _ENOUGH if by_rows else 1 + 1e-9  # cuts by rows have links carry more
+            least_gain = _ENOUGH if by_rows else 1 + 1e-9  # to add partial sums up is work, too
             if best is None or max(memory, links) * least_gain < best.worst:
                 best = Balance(held, memory, links, frozenset(by_rows))
             if best.worst <= _ENOUGH:
                 return best
-        mean = empty.links + sum(whole[t].links for t in left) / world_size
+        mean = (sum(rank.links for rank in begun) + sum(whole[t].links for t in left)) / world_size
         if best is not None and (tries.used_up or mean >= best.worst):  # further cuts by rows only add to the mean
             return best
         if not by_rows:
-            if cuttable := [t for t in left if cut_columns and _can_cut_columns(tables[t], 2 * columns[t], world_size)]:
+            may = [
+                t for t in left if cut_columns and (owners[t] == world_size or not _can_cut_rows(tables[t], owners[t]))
+            ]
+            if cuttable := [t for t in may if _can_cut_columns(tables[t], 2 * columns[t], world_size)]:
                 columns[worst_of(cuttable)] *= 2
                 continue
             columns = [len(held) for held in best.ranks] if best is not None else [1] * len(tables)
-        if not (cuttable := [t for t in left if _can_cut_rows(tables[t], world_size)]):
+        if not (cuttable := [t for t in left if _can_cut_rows(tables[t], owners[t])]):
             return best
-        by_rows.add(chosen := worst_of(cuttable))
-        empty.add(whole[chosen].cut_by_rows(tables[chosen], world_size))
+        chosen = worst_of(cuttable)
+        for count in dict.fromkeys((owners[chosen], world_size)):  # all ranks, if no host has room
+            shard = whole[chosen].cut_by_rows(tables[chosen], count, summed=not one_host and count == neighbours)
+            by_rows[chosen] = _lightest(begun, count, shard)
+            if all(begun[number].room >= shard.bytes for number in by_rows[chosen]):
+                break
+        for number in by_rows[chosen]:
+            begun[number].add(shard)
+
+
+def _lightest(ranks: "Sequence[_Rank]", owners: int, shard: "_Shard") -> range:
+    """Return so many neighbours that have least work, and room, after each has taken a shard."""
+
+    def after(first: int) -> tuple[bool, tuple[float, float]]:
+        host = ranks[first : first + owners]
+        return any(rank.room < shard.bytes for rank in host), max(rank.score(shard) for rank in host)
+
+    first = min(range(0, len(ranks), owners), key=after)
+    return range(first, first + owners)
 
 
 def _can_cut_columns(table: TableLoad, shards: int, world_size: int) -> bool:
@@ -138,9 +168,9 @@ def _can_cut_columns(table: TableLoad, shards: int, world_size: int) -> bool:
     )  # FBGEMM takes columns by fours
 
 
-def _can_cut_rows(table: TableLoad, world_size: int) -> bool:
-    # Each rank has some, though TorchRec gives all but the last the number that is rounded up.
-    return world_size > 1 and table.rows >= world_size**2
+def _can_cut_rows(table: TableLoad, owners: int) -> bool:
+    # Each owner has some, though TorchRec gives all but the last the number that is rounded up.
+    return owners > 1 and table.rows >= owners**2
 
 
 class _Tries:
@@ -199,23 +229,26 @@ class _Shard:
         n = shards
         return [_Shard(self.table, self.memory / n, self.links / n, self.bytes / n) for _ in range(n)]
 
-    def cut_by_rows(self, table: TableLoad, shards: int) -> "_Shard":
-        """Return the largest of so many ranges of the rows, of which only bags travel that have one of them."""
+    def cut_by_rows(self, table: TableLoad, shards: int, summed: bool) -> "_Shard":
+        """Return the largest of so many ranges of the rows, of which only bags travel that have one of them.
+
+        Partial sums that are `summed` before they travel are as many as whole ones.
+        """
         rows = ceil(table.rows / shards) / table.rows
-        links = self.links * (partial_sums(table.pooling, shards) if table.pooled else 1.0) / shards
+        links = self.links * (partial_sums(table.pooling, shards) if table.pooled and not summed else 1.0) / shards
         return _Shard(self.table, self.memory / shards, links, self.bytes * rows)
 
 
-def _place(shards: Sequence[_Shard], empty: _Rank, world_size: int, tries: _Tries) -> list[_Rank] | None:
-    """Place all shards on ranks like `empty`, the heaviest first, or the largest first if there is no room so.
+def _place(shards: Sequence[_Shard], begun: Sequence[_Rank], tries: _Tries) -> list[_Rank] | None:
+    """Place all shards on ranks like `begun`, the heaviest first, or the largest first if there is no room so.
 
     Then mend the fullest rank.
     """
-    if empty.room < 0:
+    if any(rank.room < 0 for rank in begun):
         return None
-    ranks = _fill(sorted(shards, key=lambda shard: (-shard.work, -shard.bytes, shard.table)), empty, world_size)
+    ranks = _fill(sorted(shards, key=lambda shard: (-shard.work, -shard.bytes, shard.table)), begun)
     if ranks is None:
-        ranks = _fill(sorted(shards, key=lambda shard: -shard.bytes), empty, world_size)
+        ranks = _fill(sorted(shards, key=lambda shard: -shard.bytes), begun)
     if ranks is None:
         return None
     while max(rank.score() for rank in ranks)[0] > _ENOUGH and not tries.used_up and _mend(ranks, tries):
@@ -223,9 +256,9 @@ def _place(shards: Sequence[_Shard], empty: _Rank, world_size: int, tries: _Trie
     return ranks
 
 
-def _fill(shards: Sequence[_Shard], empty: _Rank, world_size: int) -> list[_Rank] | None:
+def _fill(shards: Sequence[_Shard], begun: Sequence[_Rank]) -> list[_Rank] | None:
     """Place each shard, in order, on the rank that then has the least work; None if one finds no room."""
-    ranks = [_Rank(empty.room, empty.memory, empty.links) for _ in range(world_size)]
+    ranks = [_Rank(rank.room, rank.memory, rank.links) for rank in begun]
     for shard in shards:
         free = [rank for rank in ranks if rank.takes(shard)]
         if not free:

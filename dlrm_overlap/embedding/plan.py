@@ -18,6 +18,7 @@ from torchrec.distributed.sharding_plan import (
     construct_module_sharding_plan,
     data_parallel,
     row_wise,
+    table_row_wise,
     table_wise,
 )
 from torchrec.distributed.types import CacheParams, ModuleSharder, ParameterSharding, ShardingPlan, ShardingType
@@ -324,7 +325,9 @@ def _balanced_plan(
     everywhere = [load for name, load in loads.items() if name in replicated]
     # FBGEMM updates each shard's columns apart, row-wise states and norms of rows included: where cuts of columns
     # depend on the number of ranks, so would the training, and losses would part on another number of them.
-    placed = balance(divided, world_size, capacity, not looks_at_rows(config.optimizer), everywhere)
+    local = topology.local_world_size
+    host_size = local if world_size % local == 0 else None
+    placed = balance(divided, world_size, capacity, not looks_at_rows(config.optimizer), everywhere, host_size)
     if placed is None:
         held = sum(load.bytes for load in divided)
         raise _does_not_fit("auto", f"{held} bytes of tables on {world_size} ranks with room for {capacity} each")
@@ -332,7 +335,7 @@ def _balanced_plan(
     names = [name for name in loads if name not in replicated]
     for number, (name, ranks) in enumerate(zip(names, placed.ranks, strict=True)):
         if number in placed.by_rows:
-            shardings[name] = row_wise()
+            shardings[name] = row_wise() if len(ranks) == world_size else table_row_wise(ranks[0] // local)
         elif len(ranks) == 1:
             shardings[name] = table_wise(rank=ranks[0])
         else:
@@ -341,7 +344,6 @@ def _balanced_plan(
     for path, (tables, configs) in collections.items():
         (sharder,) = [each for each in sharders if isinstance(tables, each.module_type)]
         own = {table.name: shardings[table.name] for table in configs}
-        local = topology.local_world_size
         made = construct_module_sharding_plan(tables, own, sharder, local, world_size, device_type)
         for name in own.keys() - replicated:
             made[name].compute_kernel = EmbeddingComputeKernel.FUSED.value

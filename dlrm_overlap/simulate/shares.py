@@ -156,7 +156,8 @@ def _filled(table: PlannedTable, rows: float) -> float:
 def _ours(tables: Sequence[PlannedTable], placement: Placement) -> Iterator[list[Shard]]:
     """Yield the shards of each table by `embedding.plan: auto`."""
     loads, cut = [table.load for table in tables], placement.optimizer != "rowwise_adagrad"
-    placed = balance(loads, placement.world_size, _CAPACITY_BYTES, cut)
+    host_size = min(placement.gpus_per_host, placement.world_size)
+    placed = balance(loads, placement.world_size, _CAPACITY_BYTES, cut, host_size=host_size)
     if placed is None:
         raise _no_room(tables, placement, f"{_CAPACITY_BYTES / 1e9:.0f} GB each")
     for number, (load, ranks) in enumerate(zip(loads, placed.ranks, strict=True)):

@@ -116,6 +116,27 @@ def test_columns_that_balance_leave_rows_alone(world_size: int) -> None:
     assert not placed.by_rows
 
 
+def test_of_several_hosts_rows_are_cut_within_one() -> None:
+    tables = _mlperf()
+    placed = balance(tables, 64, _ROOM, host_size=8)
+    assert placed is not None
+    hosts = [list(range(first, first + 8)) for first in range(0, 64, 8)]
+    assert all(placed.ranks[t] in hosts for t in placed.by_rows)
+    assert all(len(ranks) == 1 for t, ranks in enumerate(placed.ranks) if t not in placed.by_rows)
+    assert 20 in placed.by_rows
+    ids = sum(table.pooling for table in tables)
+    assert placed.memory == pytest.approx((tables[20].pooling / 8) / (ids / 64)), (
+        "no rank has more than an eighth of it"
+    )
+    assert placed.links < placed.memory
+    unpooled = balance([TableLoad(100.0, 64, 256, 1 << 20, 1 << 20, False)], 4, _ROOM, host_size=2)
+    assert unpooled is not None
+    assert (unpooled.ranks, unpooled.by_rows) == ([[0, 1, 2, 3]], frozenset()), "by columns, whose owners may be any"
+    large = balance([TableLoad(1.0, 64, 256, 6 << 30, 1 << 20)], 4, 2 << 30, host_size=2)
+    assert large is not None
+    assert (large.ranks, large.by_rows) == ([[0, 1, 2, 3]], {0}), "a host has no room"
+
+
 def test_a_table_is_cut_to_fit() -> None:
     (ranks,) = _placed([TableLoad(1.0, 64, 256, 8 << 30)], 4, room=3 << 30).ranks
     assert len(ranks) == 4

@@ -172,8 +172,10 @@ def test_auto_cuts_what_balance_cuts(world_of_one: dist.ProcessGroup, monkeypatc
     given: list[list[TableLoad]] = []
     may_cut: list[bool] = []
 
-    def balance(tables: list[TableLoad], _: int, __: int, cut: bool, everywhere: list[TableLoad]) -> Balance:
-        assert everywhere == []
+    def balance(
+        tables: list[TableLoad], _: int, __: int, cut: bool, everywhere: list[TableLoad], host_size: int
+    ) -> Balance:
+        assert (everywhere, host_size) == ([], 1)
         given.append(tables)
         may_cut.append(cut)
         return placed
