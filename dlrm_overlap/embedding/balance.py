@@ -8,9 +8,9 @@ A table is cut by columns first: its owners send as many bytes as one owner woul
 shorter rows. Rows are cut over all ranks, which have alike work then. But each sends a partial sum of the whole
 columns for every bag that has an id of its rows: of 8 ranks and 100 ids a bag, 8 times the bytes.
 
-Of several hosts, rows are cut over the ranks of one host, and pooled tables by columns not at all: partial sums are
-added up before they leave the host, so no more bytes travel between hosts than of a whole table, neither of sums nor of
-ids, which owners of columns on several hosts would each take.
+Of several hosts, pooled tables are cut by rows over the ranks of one host: partial sums are added up before they leave
+it, so no more bytes travel between hosts than of a whole table, neither of sums nor of ids, which owners of columns on
+several hosts would each take. There columns are cut where rows are few, and of tables that are not pooled.
 """
 
 from collections.abc import Sequence
@@ -22,6 +22,9 @@ from dlrm_overlap.embedding.traffic import partial_sums
 _ENOUGH = 1.1  # times the mean: a fuller rank is worth another cut; times less work: worth cuts by rows
 _MOST_TRIES = 400_000  # a second or so
 _LEAST_ROW_BYTES = 64  # of a shard: the least that memory gives at once
+# The time of a row's element in memory, read by the lookup, read and written by the update (4 bytes at 3.35 TB/s), over
+# that of a column between hosts, there and back (2 bytes at 400 Gb/s).
+_ELEMENT_OVER_COLUMN = 0.045
 
 
 class TableLoad(NamedTuple):
@@ -57,11 +60,13 @@ class Balance(NamedTuple):
     """columns that the rank sends which sends most, over the mean of the ranks if no table were cut by rows"""
     by_rows: frozenset[int] = frozenset()
     """tables that are cut by rows, over all ranks or those of a host"""
+    memory_counts: float = 1.0
+    """what a share of the memory's work counts beside one of the links', less where these are a network's"""
 
     @property
     def worst(self) -> float:
-        """The greater of `memory` and `links`."""
-        return max(self.memory, self.links)
+        """The greater of `memory`, as much as it counts, and `links`."""
+        return max(self.memory * self.memory_counts, self.links)
 
 
 def balance(
@@ -77,8 +82,9 @@ def balance(
     Starts from whole tables. While there is no room, or the fullest rank has more than 1.1 times the mean's work, the
     table whose shards are the largest, or the heaviest, is cut by columns in twice as many, down to rows of 64 bytes.
     If that was not enough, tables are cut by rows instead, one after the other, from the best of these placements on.
-    Of all placements on the way the one with the least `worst` is returned, the least cut of equals; cuts by rows must
-    make it 1.1 times less. The same arguments give the same placement; the search's length is counted, not timed.
+    Of several hosts, each is cut at once as the module says. Of all placements on the way the one with the least
+    `worst` is returned, the least cut of equals; cuts by rows must make it 1.1 times less. The same arguments give the
+    same placement; the search's length is counted, not timed.
 
     Args:
         capacity_bytes: the room of a rank.
@@ -95,6 +101,10 @@ def balance(
     every = [*tables, *everywhere]
     memory = sum(table.pooling * table.dim for table in every) / world_size or 1.0  # all bags may be empty
     links = sum(table.sent_columns for table in every) / world_size or 1.0
+    neighbours = world_size if host_size in (None, 1) else host_size
+    one_host = neighbours == world_size
+    counts = 1.0 if one_host else min(1.0, _ELEMENT_OVER_COLUMN * memory / links)
+    memory /= counts  # so all shares of it are as large as they count
     whole = [
         _Shard(t, table.pooling * table.dim / memory, table.sent_columns / links, table.bytes)
         for t, table in enumerate(tables)
@@ -102,8 +112,6 @@ def balance(
     even_memory = sum(table.pooling * table.dim for table in everywhere) / world_size / memory
     even_links = sum(table.dim for table in everywhere) / world_size / links
     begun = [_Rank(capacity_bytes, even_memory, even_links) for _ in range(world_size)]  # with the tables cut by rows
-    neighbours = world_size if host_size in (None, 1) else host_size
-    one_host = neighbours == world_size
     owners = [neighbours if table.pooled else world_size for table in tables]  # where rows are cut
     columns, by_rows = [1] * len(tables), dict[int, range]()
     tries = _Tries()
@@ -125,23 +133,28 @@ def balance(
             memory, links = max(rank.memory for rank in ranks), max(rank.links for rank in ranks)
             least_gain = _ENOUGH if by_rows else 1 + 1e-9  # to add partial sums up is work, too
             if best is None or max(memory, links) * least_gain < best.worst:
-                best = Balance(held, memory, links, frozenset(by_rows))
+                best = Balance(held, memory / counts, links, frozenset(by_rows), counts)
             if best.worst <= _ENOUGH:
                 return best
         mean = (sum(rank.links for rank in begun) + sum(whole[t].links for t in left)) / world_size
         if best is not None and (tries.used_up or mean >= best.worst):  # further cuts by rows only add to the mean
             return best
-        if not by_rows:
-            may = [
-                t for t in left if cut_columns and (owners[t] == world_size or not _can_cut_rows(tables[t], owners[t]))
-            ]
-            if cuttable := [t for t in may if _can_cut_columns(tables[t], 2 * columns[t], world_size)]:
-                columns[worst_of(cuttable)] *= 2
-                continue
-            columns = [len(held) for held in best.ranks] if best is not None else [1] * len(tables)
-        if not (cuttable := [t for t in left if _can_cut_rows(tables[t], owners[t])]):
+        in_rows = [t for t in left if _can_cut_rows(tables[t], owners[t])]
+        in_columns = [t for t in left if cut_columns and _can_cut_columns(tables[t], 2 * columns[t], world_size)]
+        if one_host and in_columns and not by_rows:
+            in_rows = []
+        elif one_host:  # from the best cuts of columns on
+            in_columns = []
+            if not by_rows and best is not None:
+                columns = [len(held) for held in best.ranks]
+        else:  # whichever is the heaviest, by columns where its owners may be any or its rows are few
+            in_rows = [t for t in in_rows if tables[t].pooled or t not in in_columns]
+            in_columns = [t for t in in_columns if t not in in_rows]
+        if not in_rows and not in_columns:
             return best
-        chosen = worst_of(cuttable)
+        if (chosen := worst_of([*in_rows, *in_columns])) in in_columns:
+            columns[chosen] *= 2
+            continue
         for count in dict.fromkeys((owners[chosen], world_size)):  # all ranks, if no host has room
             shard = whole[chosen].cut_by_rows(tables[chosen], count, summed=not one_host and count == neighbours)
             by_rows[chosen] = _lightest(begun, count, shard)
