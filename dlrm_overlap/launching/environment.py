@@ -13,10 +13,11 @@ from dlrm_overlap.launching import stack
 
 
 def environment() -> dict[str, str]:
-    """Return versions, GPUs, CPU, clock, date and the checkout's commit, each where it can be found."""
+    """Return versions, GPUs of ranks, CPU, clock, date and the checkout's commit, each where it can be found."""
     import torch
 
-    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", torch.cuda.device_count()))
+    gpus = [torch.cuda.get_device_name(index) for index in range(min(ranks, torch.cuda.device_count()))]
     found = {
         "python": platform.python_version(),
         "torch": torch.__version__,

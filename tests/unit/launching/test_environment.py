@@ -12,6 +12,7 @@ def test_environment_tells_versions_and_only_what_there_is(
     installed: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     installed(torchrec="1.8.0", triton=None)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     names = ["NVIDIA A", "NVIDIA A", "NVIDIA B"]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: names[index])
@@ -19,6 +20,8 @@ def test_environment_tells_versions_and_only_what_there_is(
     assert found["torch"] == torch.__version__
     assert found["torchrec"] == "1.8.0"
     assert found["gpu"] == "2 x NVIDIA A, 1 x NVIDIA B"
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    assert environment.environment()["gpu"] == "1 x NVIDIA A", "of one rank"
     assert not {"triton", "cuda", "nccl"} & set(found)
     assert all(isinstance(value, str) and value for value in found.values())
 
