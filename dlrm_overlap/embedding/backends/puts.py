@@ -207,7 +207,6 @@ class PooledByPuts(_ByPuts):
         shapes = [(most * widest, crossing.pitch(crossing.pooled_columns[rank])) for rank in ranks]
         self._heap = MessageHeap(context, windows, widest, shapes, context.options.wire_dtype)
         self._windows, self._crossing, self._lookup, self._device = windows, crossing, lookup, context.device
-        self._wire = context.options.wire_dtype
         self._features = sum(map(len, lookup.pooled_together))
         parts, longest_wait_us = self._heap.most_parts, context.options.aggregate_us
         self._gathered = [Gathered.of(parts, longest_wait_us, context.device) for _ in reach.others]
