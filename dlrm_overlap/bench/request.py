@@ -122,6 +122,11 @@ class InputRequest(Request):
 
 
 @dataclass(frozen=True)
+class JobRequest(Request):
+    """A whole run of the trainer, with evaluations and saves, beside MLPerf's public records."""
+
+
+@dataclass(frozen=True)
 class StepRequest(Request):
     """The whole training step under TorchRec and under our backends, or with one thing more or less."""
 
@@ -373,4 +378,5 @@ FIGURES: dict[str, type[Request]] = {
     "concurrent": ConcurrentRequest,
     "gemm": GemmRequest,
     "input": InputRequest,
+    "job": JobRequest,
 }
