@@ -90,6 +90,6 @@ def table_of_ages() -> Lines:
         dates = {row.get("date") or "" for row in rows}
         dates |= {_git("show", "-s", "--format=%cs", each).strip() for each in commits}
         gpus = rows[0].get("gpu") or ("simulated" if path.stem.startswith("simulated") else "-")
-        told = gpus, ", ".join(commits) or "-", max(dates) or "-", "unknown" if found is None else str(found)
-        lines.setdefault((*_measured(name), *told), []).append(f"[{name.removesuffix('.csv')}](results/{name})")
+        about = gpus, ", ".join(commits) or "-", max(dates) or "-", "unknown" if found is None else str(found)
+        lines.setdefault((*_measured(name), *about), []).append(f"[{name.removesuffix('.csv')}](results/{name})")
     yield from ([", ".join(links), *key[-4:]] for key, links in lines.items())

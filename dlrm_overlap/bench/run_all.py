@@ -71,7 +71,6 @@ _REHEARSED = {
     "collectives": ("--iterations", "2"),
     "concurrent": ("--repetitions", "1"),
     "gemm": ("--repetitions", "2"),
-    "input": ("--steps", "8"),
 }
 _STRONGEST = "--contenders torchrec drop_in drop_in_graph strongest pgas_graph"
 _SHAPES = (

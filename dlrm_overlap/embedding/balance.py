@@ -164,17 +164,6 @@ def balance(
             begun[number].add(shard)
 
 
-def _lightest(ranks: "Sequence[_Rank]", owners: int, shard: "_Shard") -> range:
-    """Return so many neighbours that have least work, and room, after each has taken a shard."""
-
-    def after(first: int) -> tuple[bool, tuple[float, float]]:
-        host = ranks[first : first + owners]
-        return any(rank.room < shard.bytes for rank in host), max(rank.score(shard) for rank in host)
-
-    first = min(range(0, len(ranks), owners), key=after)
-    return range(first, first + owners)
-
-
 def _can_cut_columns(table: TableLoad, shards: int, world_size: int) -> bool:
     return (
         shards <= world_size and table.dim % (4 * shards) == 0 and table.row_bytes >= shards * _LEAST_ROW_BYTES
@@ -267,6 +256,17 @@ def _place(shards: Sequence[_Shard], begun: Sequence[_Rank], tries: _Tries) -> l
     while max(rank.score() for rank in ranks)[0] > _ENOUGH and not tries.used_up and _mend(ranks, tries):
         pass
     return ranks
+
+
+def _lightest(ranks: Sequence[_Rank], owners: int, shard: _Shard) -> range:
+    """Return so many neighbours that have least work, and room, after each has taken a shard."""
+
+    def after(first: int) -> tuple[bool, tuple[float, float]]:
+        host = ranks[first : first + owners]
+        return any(rank.room < shard.bytes for rank in host), max(rank.score(shard) for rank in host)
+
+    first = min(range(0, len(ranks), owners), key=after)
+    return range(first, first + owners)
 
 
 def _fill(shards: Sequence[_Shard], begun: Sequence[_Rank]) -> list[_Rank] | None:

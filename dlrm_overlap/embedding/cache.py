@@ -190,7 +190,7 @@ class HomeTable(NamedTuple):
     """the most ids of a step"""
 
 
-def cached_tables(tables: Mapping[int, HomeTable], device: torch.device) -> dict[int, CachedTable]:
+def make_caches(tables: Mapping[int, HomeTable], device: torch.device) -> dict[int, CachedTable]:
     """Make the caches of the tables of one fused lookup; those that lie side by side at home share one.
 
     Args:

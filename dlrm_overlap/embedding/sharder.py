@@ -329,7 +329,7 @@ def build_sharder(
 
     `fused_params` are extra ones that TorchRec passes to FBGEMM; they override those of the keys.
     """
-    about_tables = _fused_params(config, fused_params)
+    about_tables = fused_params_of(config, fused_params)
     wire_dtype, dense_dtype = config.resolved_wire_dtype(precision), "bf16" if precision == "bf16" else "fp32"
     if BACKENDS[config.backend].forward is not None:
         return OverlapEmbeddingBagCollectionSharder(
@@ -349,15 +349,8 @@ def build_sharders(
     precision: str,
     leading_columns: int,
     fused_params: Mapping[str, Any] | None = None,
-    drop_in: bool = False,
 ) -> list[ModuleSharder[Any]]:
-    """Return the sharders of pooled and of unpooled tables, see `build_sharder`.
-
-    With `drop_in` they are ours at their defaults, with the configured optimizer of the tables alone.
-    """
-    if drop_in:
-        own = _fused_params(config, fused_params)
-        return [OverlapEmbeddingBagCollectionSharder(own), OverlapEmbeddingCollectionSharder(own)]
+    """Return the sharders of pooled and of unpooled tables, see `build_sharder`."""
     return [
         build_sharder(config, precision, leading_columns, fused_params),
         _build_sequence_sharder(config, fused_params),  # of histories, which are not pooled
@@ -376,11 +369,11 @@ def _build_sequence_sharder(
     if BACKENDS[config.backend].stores_to_peers:
         keys = ("backend", "schedule", "slice_bags", "programs_per_sm", "wait_timeout_s", "gradient_parts", "hosts")
         own = {name: getattr(config, name) for name in keys}
-        return OverlapEmbeddingCollectionSharder(_fused_params(config, fused_params), wire_dtype=wire_dtype, **own)
-    return EmbeddingCollectionSharder(_fused_params(config, fused_params), _codecs(wire_dtype))
+        return OverlapEmbeddingCollectionSharder(fused_params_of(config, fused_params), wire_dtype=wire_dtype, **own)
+    return EmbeddingCollectionSharder(fused_params_of(config, fused_params), _codecs(wire_dtype))
 
 
-def _fused_params(config: EmbeddingConfig, fused_params: Mapping[str, Any] | None) -> dict[str, Any]:
+def fused_params_of(config: EmbeddingConfig, fused_params: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the parameters of FBGEMM's lookups: of the keys, and `fused_params`, which override them.
 
     An id outside its table stops the run; FBGEMM's default would take row 0 instead.

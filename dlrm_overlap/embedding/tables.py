@@ -13,7 +13,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 )
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dlrm_overlap.embedding.cache import CachedTable, HomeTable, RowCache, cached_tables, first_rows
+from dlrm_overlap.embedding.cache import CachedTable, HomeTable, RowCache, first_rows, make_caches
 from dlrm_overlap.embedding.layout import FeatureShard, FusedLookup
 from dlrm_overlap.embedding.steps import UpdateRule
 
@@ -201,7 +201,7 @@ class LocalTables:
                 for (lookup, table), fraction in sorted(self.fractions.items())
                 if lookup == number and self._weights[number][table].shape[0]
             }
-            made = cached_tables(homes, device) if homes else {}
+            made = make_caches(homes, device) if homes else {}
             self._cached |= {(number, table): cached for table, cached in made.items()}
         for cache in dict.fromkeys(cached.cache for cached in self._cached.values()):
             held = [self._cached.get((shard.lookup, shard.table)) for shard in shards]

@@ -50,8 +50,7 @@ def _with(config: Config, **keys: Any) -> Config:
 def _batches(trainer: Trainer, step: int) -> Iterator[Batch]:
     size = trainer.samples_per_rank
     for each in count(step):
-        batch = trainer.train_data.read((each * trainer.world.world_size + trainer.world.rank) * size, size)
-        yield batch
+        yield trainer.train_data.read((each * trainer.world.world_size + trainer.world.rank) * size, size)
 
 
 def _rows(trainer: Trainer) -> dict[str, torch.Tensor]:

@@ -1,11 +1,14 @@
-"""What commands on one GPU share: steps as CUDA graphs, timed in turns, and parts that run whatever fails before."""
+"""What commands on GPUs share: steps as CUDA graphs, timed in turns, and parts that run whatever fails before."""
 
+import shlex
 import statistics
+import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 
 def capture(step: Callable[[], Any]) -> torch.cuda.CUDAGraph:
@@ -50,3 +53,8 @@ def run_parts(parts: Mapping[str, Callable[[], Any]]) -> int:
             failed += 1
             print(f"FAILED  {name}\n{traceback.format_exc()}", flush=True)
     return failed
+
+
+def torchrun_line(module: str) -> str:
+    """Return the command that this process is a rank of, as a user would type it."""
+    return shlex.join(["torchrun", "--nproc-per-node", str(dist.get_world_size()), "-m", module, *sys.argv[1:]])

@@ -9,10 +9,8 @@ within the step, under TorchRec's with its index dedup, at several shares of ids
 `busy_ms` the sum of its kernels' times, those of NCCL included, which wait for peers.
 """
 
-import csv
 import itertools
 import math
-import shlex
 import statistics
 import sys
 import time
@@ -43,16 +41,16 @@ from dlrm_overlap.bench.harness.agreement import check_outputs, check_rows, disa
 from dlrm_overlap.bench.harness.contenders import Contender, Overlap, TorchRec, close_all
 from dlrm_overlap.bench.harness.timing import Turns, greatest
 from dlrm_overlap.bench.harness.workload import Workload, collect_garbage, make_workload, read_ids
+from dlrm_overlap.bench.report.rows import append_rows, print_table
 from dlrm_overlap.config import Config, PositiveInt
 from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.embedding.sharder import OverlapEmbeddingCollectionSharder, exchanges
 from dlrm_overlap.embedding.weights import initialise_tables
-from dlrm_overlap.launching.environment import environment
 from dlrm_overlap.launching.parsing import Parser
-from dlrm_overlap.launching.text_table import format_table
 from dlrm_overlap.train.graphs.train_pipeline import GraphTrainPipeline
 from dlrm_overlap.train.ranks import Ranks, run_on_ranks
+from tests.gpu.one_gpu import torchrun_line
 
 _OPTIMIZER, _REPETITIONS, _STEPS = "rowwise_adagrad", 30, 20
 _BAGS, _REPEATED = (1, 8, 32), (0.0, 0.5, 0.98)
@@ -241,32 +239,16 @@ def work(ranks: Ranks) -> int:
     if ranks.world.rank == 0:
         for stage in ("rows", "unpooled"):
             rows = [row for row in found if row["stage"] == stage]
-            if rows:
-                shown = list(rows[0])
-                print(format_table([shown, *([_text(row.get(name)) for name in shown] for row in rows)]), flush=True)
-        _append(Path(values.output), found, shape | {"world_size": ranks.world.world_size})
+            print_table(rows, list(rows[0]) if rows else ())
+        columns = dict.fromkeys(name for row in found for name in row)
+        about = shape | {"world_size": ranks.world.world_size}
+        append_rows(Path(values.output), [columns | row | about for row in found], torchrun_line("tests.gpu.stages"))
     return 0
-
-
-def _text(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _append(path: Path, rows: Sequence[Mapping[str, Any]], shape: Mapping[str, int]) -> None:
-    full = [
-        {**row, **shape, "command": shlex.join(["-m", "tests.gpu.stages", *sys.argv[1:]]), **environment()}
-        for row in rows
-    ]
-    columns = list(dict.fromkeys(name for row in full for name in row))
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, columns)
-        writer.writeheader()
-        writer.writerows(full)
 
 
 def add_options(parser: Parser) -> None:
     """Add this command's options to a parser."""
-    parser.add_argument("--output", default="stages.csv", help="CSV file to write the rows to")
+    parser.add_argument("--output", default="stages.csv", help="CSV file to append the rows to")
     for name, value in _SHAPE.items():
         parser.add_argument(f"--{name}", type=PositiveInt, default=value, help=f"default {value}")
 

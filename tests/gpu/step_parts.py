@@ -8,8 +8,6 @@ It is no training: the last two update wrong rows or none. Each runs for `--seco
 the clock only after a while. Meanwhile rank 0 asks nvidia-smi for its GPU's clock and power.
 """
 
-import csv
-import shlex
 import statistics
 import subprocess
 import sys
@@ -26,15 +24,14 @@ import torch.distributed as dist
 from dlrm_overlap.bench.figures.step import build, contender_configs, describe_run
 from dlrm_overlap.bench.harness.training_runs import TrainingRun, read_batches
 from dlrm_overlap.bench.harness.workload import collect_garbage
-from dlrm_overlap.bench.report.rows import as_text
+from dlrm_overlap.bench.report.rows import append_rows, print_table
 from dlrm_overlap.config import Config, PositiveFloat, PositiveInt
 from dlrm_overlap.embedding.backends.push import Push
-from dlrm_overlap.launching.environment import environment
 from dlrm_overlap.launching.parsing import Parser
-from dlrm_overlap.launching.text_table import format_table
 from dlrm_overlap.observe.metrics import quantile
 from dlrm_overlap.train.graphs.train_pipeline import GraphTrainPipeline
 from dlrm_overlap.train.ranks import Ranks, run_on_ranks
+from tests.gpu.one_gpu import torchrun_line
 
 _CONTENDER, _BATCHES, _FIRST_STEPS = "pgas_graph", 8, 20
 _ASKED = ("clocks.sm", "power.draw.instant", "clocks_event_reasons.sw_power_cap")
@@ -112,17 +109,6 @@ def time_variants(ranks: Ranks, config: Config, seconds: float) -> list[dict[str
     return rows
 
 
-def _append(path: Path, rows: list[dict[str, Any]], world_size: int) -> None:
-    command = ["torchrun", "--nproc-per-node", str(world_size), "-m", "tests.gpu.step_parts", *sys.argv[1:]]
-    full = [{**row, "command": shlex.join(command), **environment()} for row in as_text(rows)]
-    new = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, list(full[0]))
-        if new:
-            writer.writeheader()
-        writer.writerows(full)
-
-
 def work(ranks: Ranks) -> int:
     """Time all variants at each number of samples; rank 0 prints and appends their rows."""
     config, rows = contender_configs(ranks, [_CONTENDER])[_CONTENDER], []
@@ -132,8 +118,8 @@ def work(ranks: Ranks) -> int:
         )
         collect_garbage(ranks.device)
     if ranks.world.rank == 0:
-        print(format_table([_SHOWN, *([row[name] or "-" for name in _SHOWN] for row in as_text(rows))]))
-        _append(Path(ranks.values.output), rows, ranks.world.world_size)
+        print_table(rows, _SHOWN)
+        append_rows(Path(ranks.values.output), rows, torchrun_line("tests.gpu.step_parts"))
     return 0
 
 

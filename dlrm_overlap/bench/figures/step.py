@@ -10,10 +10,10 @@ copies its batch to the device; the batches are read before.
 A row is a contender. It has two times: `median_ms` by the clock, and `busy_ms`, the time of a traced step in which the
 GPU is not idle, on the rank where that is least. On other ranks collectives run while they wait for a slower one; the
 CPU's speed changes the first time and not the second. Of that step `exposed_ms` is exposed communication, as
-`observe.trace_summary` defines it. Both speedups are over TorchRec as users run it, and over
-TorchRec at its strongest, the fastest of the contenders here; `fraction_of_floor` is of the time that products, memory
-or links must take (`harness.step_floor`), under the first contender's plan. A GPU holds few trainers at once, so
-contenders take turns in groups (`step_contenders.heats`), whose rows are written one group after the other.
+`observe.trace_summary` defines it. Both speedups are over TorchRec as users run it, and over TorchRec at its strongest,
+the fastest of the contenders here; `fraction_of_floor` is of the time that products, memory or links must take
+(`harness.step_floor`), under the first contender's plan. A GPU holds few trainers at once, so contenders take turns in
+groups (`step_contenders.heats`), whose rows are written one group after the other.
 """
 
 import logging
@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import SparseType
 from torchrec.distributed.train_pipeline import TrainPipelineFusedSparseDist
+from torchrec.distributed.types import ModuleSharder
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 
 from dlrm_overlap.bench.harness.agreement import Agreement, check_noise, compare_losses, tolerances
@@ -40,10 +41,15 @@ from dlrm_overlap.bench.report.measured import read_measured
 from dlrm_overlap.bench.report.rows import report
 from dlrm_overlap.bench.request import StepRequest
 from dlrm_overlap.bench.step_contenders import STEP_CONTENDERS, contender_config, heats
-from dlrm_overlap.config import Config
+from dlrm_overlap.config import Config, EmbeddingConfig
 from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.embedding.plan import describe_plan
-from dlrm_overlap.embedding.sharder import build_sharders
+from dlrm_overlap.embedding.sharder import (
+    OverlapEmbeddingBagCollectionSharder,
+    OverlapEmbeddingCollectionSharder,
+    build_sharders,
+    fused_params_of,
+)
 from dlrm_overlap.train.preflight import check_start
 from dlrm_overlap.train.ranks import Ranks
 from dlrm_overlap.train.trainer import Trainer
@@ -86,7 +92,7 @@ def run(request: StepRequest, ranks: Ranks) -> int:
             TrainingRun(name, build(ranks, name, configs[name]), batches) for name in counted("trainers to build", heat)
         ]
         losses = reference | {each.name: each.losses(CHECKED_STEPS) for each in counted("contenders to check", runs)}
-        reference = dict([next(iter(losses.items()))])
+        reference = {names[0]: losses[names[0]]}
         agreements, faults = judge(ranks.config.train.precision, losses, again)
         timings = dict(zip(heat, take_turns([each.time for each in runs], request.steps, ranks.device), strict=True))
         traced = {each.name: _trace(each) for each in counted("contenders to trace", runs)}
@@ -144,12 +150,19 @@ def build(ranks: Ranks, name: str, config: Config) -> Trainer:
     lookups: dict[str, Any] = {"embedding_table_index_type": torch.int32} if "int32_ids" in extras else {}
     if "bf16_output" in extras and ranks.device.type == "cuda":  # FBGEMM has no such output on CPUs
         lookups["output_dtype"] = SparseType.BF16
-    trainer = ranks.trainer(config, partial(build_sharders, fused_params=lookups, drop_in="drop_in" in extras))
+    make_sharders = _sharders_at_defaults if "drop_in" in extras else partial(build_sharders, fused_params=lookups)
+    trainer = ranks.trainer(config, make_sharders)
     if "fused_optimizer" in extras:
         _fuse(trainer)
     if "fused_pipeline" in extras and ranks.device.type == "cuda":  # it has streams alone
         trainer.pipeline = TrainPipelineFusedSparseDist(trainer.model, trainer.optimizer, trainer.device)
     return trainer
+
+
+def _sharders_at_defaults(config: EmbeddingConfig, *_: Any) -> list[ModuleSharder[Any]]:
+    """Return our sharders at their defaults, with the configured optimizer of the tables alone."""
+    own = fused_params_of(config)
+    return [OverlapEmbeddingBagCollectionSharder(own), OverlapEmbeddingCollectionSharder(own)]
 
 
 def _fuse(trainer: Trainer) -> None:

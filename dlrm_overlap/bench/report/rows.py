@@ -33,15 +33,15 @@ def _written(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def append_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+def append_rows(path: Path, rows: Sequence[Mapping[str, Any]], command: str | None = None) -> None:
     """Append `rows`, each with its command and the environment, to the CSV file `path`.
 
-    A file that is new or empty gets the header first.
+    A file that is new or empty gets the header first. Without `command` it is `command_line()`.
 
     Raises:
         InputError: if the file has other columns or cannot be written.
     """
-    found = {"command": command_line(), **environment()}
+    found = {"command": command or command_line(), **environment()}
     full = [{**row, **found} for row in as_text(rows)]
     header = list(full[0])
     new = not path.exists() or path.stat().st_size == 0

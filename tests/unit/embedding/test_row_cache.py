@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.embedding import cache as cache_module
-from dlrm_overlap.embedding.cache import HomeTable, RowCache, cached_tables, first_rows
+from dlrm_overlap.embedding.cache import HomeTable, RowCache, first_rows, make_caches
 from dlrm_overlap.kernels import reference
 from dlrm_overlap.kernels.arguments import STATES, Numbers
 from dlrm_overlap.kernels.swap_rows import swap_rows
@@ -138,7 +138,7 @@ def test_tables_side_by_side_share_a_cache() -> None:
         number: HomeTable([weights[first * DIM : end * DIM].view(-1, DIM), state[first:end]], 0.2, 1)
         for number, (first, end) in enumerate(bounds)
     }
-    made = cached_tables(homes, CPU)
+    made = make_caches(homes, CPU)
     assert made[0].cache is made[1].cache
     assert made[0].cache is not made[2].cache
     assert [made[number].first for number in homes] == [0, 10, 0]
