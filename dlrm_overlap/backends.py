@@ -4,9 +4,7 @@ Configuration, command line, sharder and benchmarks read their lists here. It lo
 asked for, and no torch. docs/adding_a_backend.md says how to add one.
 """
 
-from collections.abc import Mapping
 from importlib import import_module
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 _PACKAGE = "dlrm_overlap.embedding.backends"
@@ -38,16 +36,8 @@ class Backend(NamedTuple):
     Between hosts it sends messages"""
     has_slices: bool = False
     """its kernel is persistent: `embedding.put`, `slice_bags` and `programs_per_sm` have an effect"""
-    forward_by_put: Mapping[str, Implementation] = MappingProxyType({})
-    """values of `embedding.put` that take another forward"""
     forward_across: Implementation | None = None
     """the forward where ranks are on several hosts; None takes the same, as a collective reaches all ranks"""
-
-    def forward_for(self, put: str, one_host: bool = True) -> Implementation | None:
-        """Return the forward for a value of `embedding.put`, where all ranks reach each other by stores or do not."""
-        if not one_host and self.forward_across is not None:
-            return self.forward_across
-        return self.forward_by_put.get(put, self.forward)
 
 
 BACKENDS = {
@@ -60,17 +50,16 @@ BACKENDS = {
     "pgas": Backend(
         "pooled rows stored straight into the peers' memory",
         Implementation(cpu="cpu:CpuZeroCopyForward", cuda="pgas:ZeroCopyForward"),
-        ("push", "dma", "collective", "atomic"),
+        ("push", "collective"),
         stores_to_peers=True,
         forward_across=Implementation(cpu="cpu_across:CpuZeroCopyAcross", cuda="across:ZeroCopyAcross"),
     ),
     "fused": Backend(
         "one persistent kernel that stores pooled rows in place, or puts slices as they are done",
         Implementation(cpu="cpu:CpuSlicedForward", cuda="fused:SlicedForward"),
-        ("push", "dma", "collective", "atomic"),
+        ("push", "collective"),
         stores_to_peers=True,
         has_slices=True,
-        forward_by_put={"dma": Implementation("cpu:CpuSlicedForward", "fused_copies:CopiedSlicesForward")},
         forward_across=Implementation(cpu="cpu_across:CpuSlicedAcross", cuda="across:SlicedAcross"),
     ),
 }
@@ -78,17 +67,10 @@ BACKENDS = {
 BACKWARDS = {
     "collective": Implementation(cpu="collective:CollectiveBackward", cuda="collective:CollectiveBackward"),
     "push": Implementation(cpu="cpu:CpuPush", cuda="push:Push"),
-    "dma": Implementation(cpu="cpu:CpuPush", cuda="dma:CopyPush"),
-    "atomic": Implementation(cpu="cpu:CpuPush", cuda="push:AtomicPush"),
 }
 
-_PUSH_ACROSS = Implementation(cpu="cpu_across:CpuPushAcross", cuda="across:PushAcross")
-BACKWARDS_ACROSS = BACKWARDS | {
-    "push": _PUSH_ACROSS,
-    "dma": _PUSH_ACROSS,
-    "atomic": Implementation(cpu="cpu_across:CpuPushAcross", cuda="across:AtomicPushAcross"),
-}
-"""The backwards where ranks are on several hosts; copy engines are not used there."""
+BACKWARDS_ACROSS = BACKWARDS | {"push": Implementation(cpu="cpu_across:CpuPushAcross", cuda="across:PushAcross")}
+"""The backwards where ranks are on several hosts."""
 
 EXCHANGED = tuple(name for name, backend in BACKENDS.items() if backend.forward is not None)
 """The backends whose exchange is ours: what the sharder takes."""

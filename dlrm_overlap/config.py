@@ -262,18 +262,16 @@ class EmbeddingConfig:
     short and not captured"""
     schedule: Literal["auto", "linear", "remote_first", "balanced"] = "auto"
     """pgas, fused: order of the destinations; auto is balanced where peers are reached by stores"""
-    put: Literal["auto", "in_place", "stores", "dma"] = "auto"
+    put: Literal["auto", "in_place", "stores"] = "auto"
     """fused, on GPUs: how pooled rows get into the peer's window. in_place: each is stored there at once. stores: rows
-    are staged, and the program that finishes a slice copies it. dma: rows are staged, and copy engines copy them. auto
-    is in_place where peers are reached by stores"""
+    are staged, and the program that finishes a slice copies it. auto is in_place"""
     slice_bags: PositiveInt = 32
-    """fused, put stores or dma: bags of a table in a slice; a power of two from 4 on"""
+    """fused, put stores: bags of a table in a slice; a power of two from 4 on"""
     programs_per_sm: PositiveInt | None = None
     """fused: programs of the persistent kernel a multiprocessor; null takes as many as fit"""
     backward: BackwardName = "auto"
-    """pgas, fused: the gradients' way. push: stored at their owners, each touched row updated once. dma: as push, but
-    brought by copy engines. collective: All-to-All, then FBGEMM's update. atomic: stored, then added id by id; sgd
-    only, not deterministic. auto is dma if train.overlap is, else push"""
+    """pgas, fused: the gradients' way. push: stored at their owners, each touched row updated once. collective:
+    All-to-All, then FBGEMM's update. auto is push"""
     gradient_parts: PositiveInt | None = None
     """push: the most parts, each some tables, in which a rank's gradients travel; null takes what pays, up to six"""
     hosts: PositiveInt | Literal["auto"] = "auto"
@@ -341,15 +339,10 @@ class EmbeddingConfig:
         if self.memory == []:
             raise InputError("embedding.memory: an empty list, but a model has a table; give one value a table")
         caches = self.backend == "torchrec" or BACKENDS[self.backend].stores_to_peers
-        if self.may_cache and (not caches or self.backward in ("collective", "atomic")):
+        if self.may_cache and (not caches or self.backward == "collective"):
             raise InputError(
                 f"embedding.memory: {self.memory}, but backend {self.backend} with backward {self.backward} updates "
                 f"rows on the GPU alone; take backend pgas with backward auto, or torchrec"
-            )
-        if self.backward == "atomic" and self.optimizer != "sgd":
-            raise InputError(
-                f"embedding.backward: atomic, but only the update of sgd is a sum, and embedding.optimizer is "
-                f"{self.optimizer}; take push"
             )
 
     def resolved_wire_dtype(self, precision: str) -> str:
@@ -407,9 +400,6 @@ class TrainConfig:
     dense_reduce: Literal["auto", "collective", "stores"] = "auto"
     """pipeline graph: how the dense gradients are summed over the ranks. collective: by NCCL (gloo on CPU). stores: by
     loads and stores of the peers' memory, in pieces. auto is stores where all ranks are on one host"""
-    overlap: Literal["auto", "stores", "dma"] = "auto"
-    """how the gradients of pooled embeddings travel beside the dense part, where embedding.backward is auto. stores: by
-    a kernel of few programs. dma: by copy engines. auto is stores"""
     pipeline: Literal["auto", "torchrec", "graph"] = "auto"
     """torchrec: TrainPipelineSparseDist, which overlaps the next batches' copy and id exchange with the step. graph:
     steps are CUDA graphs; pgas and fused alone. auto takes graph on GPUs where it can"""

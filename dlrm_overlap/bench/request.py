@@ -280,7 +280,7 @@ _OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad")
 
 @dataclass(frozen=True)
 class BackwardRequest(ShapeRequest):
-    """The embedding stage's backward: push and atomic against the collective with FBGEMM's update."""
+    """The embedding stage's backward: push against the collective with FBGEMM's update."""
 
     optimizers: tuple[str, ...] = option(
         ("sgd", "rowwise_adagrad"), "of the rows, one after the other", choices=_OPTIMIZERS

@@ -7,39 +7,9 @@ graph, where a copy takes the GPU some 2 us beside its bytes; issued one by one,
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-
-
-class Copy2D(NamedTuple):
-    """A copy of rows, in the order of cudaMemcpy2DAsync's arguments; it does not keep the memory alive."""
-
-    destination: int
-    """address"""
-    destination_pitch_bytes: int
-    """from row to row"""
-    source: int
-    source_pitch_bytes: int
-    width_bytes: int
-    """of a row"""
-    rows: int
-
-    @staticmethod
-    def of(destination: torch.Tensor, source: torch.Tensor) -> "Copy2D":
-        """Return the copy of `source` to `destination`, [rows, columns] of one shape and type.
-
-        The rows of either are contiguous, in order, and need not follow each other.
-        """
-        (rows, columns), itemsize = source.shape, source.dtype.itemsize
-        assert destination.shape == source.shape
-        assert destination.dtype == source.dtype
-        for tensor in (destination, source):
-            assert columns <= 1 or tensor.stride(1) == 1, "a row must be contiguous"
-            assert rows <= 1 or tensor.stride(0) >= columns, "rows must not overlap"
-        # One row has no next one, whatever its stride: a pitch above 2 GiB is refused.
-        pitches = [(each.stride(0) if rows > 1 else columns) * itemsize for each in (destination, source)]
-        return Copy2D(destination.data_ptr(), pitches[0], source.data_ptr(), pitches[1], columns * itemsize, rows)
 
 
 class CopyEngine:
@@ -85,7 +55,7 @@ class CopyEngine:
             source: contiguous.
         """
         assert (destination.shape, destination.dtype) == (source.shape, source.dtype), "bytes are copied as they are"
-        assert all(each.is_contiguous() for each in (destination, source)), "rows that are apart are a Copy2D"
+        assert all(each.is_contiguous() for each in (destination, source)), "one range of bytes is copied to another"
         if source.device.type == "cpu":  # where kernels are interpreted, nothing runs beside
             destination.copy_(source)
             return
@@ -94,17 +64,6 @@ class CopyEngine:
         runtime = _runtime()
         kind, stream = runtime.cudaMemcpyKind.cudaMemcpyDeviceToDevice, self.stream.cuda_stream
         _check(runtime.cudaMemcpyAsync, destination.data_ptr(), source.data_ptr(), size, kind, stream)
-
-    def issue(self, copy: Copy2D) -> None:
-        """Copy rows, in this GPU's memory or a peer's; both tensors must still be there.
-
-        On H200 rows of 128 bytes and more are as fast as one copy of their bytes.
-        """
-        if copy.rows == 0 or copy.width_bytes == 0:
-            return
-        runtime = _runtime()
-        kind = runtime.cudaMemcpyKind.cudaMemcpyDeviceToDevice
-        _check(runtime.cudaMemcpy2DAsync, *copy, kind, self.stream.cuda_stream)
 
     def write_flag(self, flag: torch.Tensor, word: torch.Tensor) -> None:
         """Write the number in `word` to `flag` once all copies before are done, without a kernel.

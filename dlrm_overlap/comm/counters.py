@@ -8,9 +8,6 @@ captured.
 Example: a step is captured as the 4th, after 3 eager ones: `argument` 3 is captured, since the capture advances the
 word to 1. Replayed, it is the 4th step, then the 5th with the word at 2. An eager step that follows is the 6th: it is
 given the argument 4, and finds the word at 2.
-
-A copy engine adds nothing up. What it writes to a peer's flag is therefore kept whole on the device as well (`number`):
-captured steps advance it with the words, and it is set where eager steps have gone on without it.
 """
 
 import torch
@@ -19,57 +16,40 @@ import torch
 class Counter:
     """One number, see the module."""
 
-    def __init__(self, words: torch.Tensor) -> None:
-        """Take [2] int64 on the device."""
-        self.word, self.number = words[:1], words[1:]
-        """[1] int64 each: the word that kernels add to `argument`; the number itself, once `settle` has been called"""
+    def __init__(self, word: torch.Tensor) -> None:
+        """Take the word."""
+        self.word = word
+        """[1] int64 on the device, which kernels add to `argument`"""
         self.value = 0
         """the number, as the host has counted it"""
         self.on_device = 0
         """the value of `word` when all that has been issued is done"""
-        self._number = 0  # the value of `number` then
 
     @property
     def argument(self) -> int:
         """The number that a kernel, launched now, adds to `word`."""
         return self.value - self.on_device
 
-    def settle(self) -> None:
-        """Make `number` the number, on the current stream, if it is not."""
-        if self._number != self.value:
-            assert not (self.number.is_cuda and torch.cuda.is_current_stream_capturing()), "it would be replayed"
-            self.number.fill_(self.value)
-            self._number = self.value
-
-    def _rise(self) -> None:
-        self.on_device += 1
-        self._number += 1
-
 
 class Counters:
     """Several counters, advanced together by one kernel."""
 
     def __init__(self, device: torch.device, count: int) -> None:
-        # Two numbers each: kernels, which read the first, are compiled for tensors that begin at multiples of 16.
+        # Two words each, of which one is read: kernels are compiled for tensors that begin at multiples of 16.
         self._words = torch.zeros(count, 2, dtype=torch.int64, device=device)
-        self.each = [Counter(words) for words in self._words]
+        self.each = [Counter(words[:1]) for words in self._words]
 
     def advance(self) -> None:
         """Raise every word by one on the current stream, at the beginning of a step that is captured or replayed."""
         self._words.add_(1)
         for counter in self.each:
-            counter._rise()
+            counter.on_device += 1
 
     def count_step(self) -> None:
         """Count a step that is replayed, in which every number and every word rises by one."""
         for counter in self.each:
             counter.value += 1
-            counter._rise()
-
-    def settle(self) -> None:
-        """Make each `number` the number, before steps are captured or replayed, which only advance it."""
-        for counter in self.each:
-            counter.settle()
+            counter.on_device += 1
 
     def set_arguments(self, arguments: list[int]) -> None:
         """Set the words so that every counter's argument becomes the one that was captured.

@@ -31,7 +31,7 @@ from dlrm_overlap.embedding.shardings import (
     why_not_together,
 )
 from dlrm_overlap.embedding.stock import StockTables, why_not_beside_graphs
-from dlrm_overlap.embedding.tables import LocalTables, max_gradients, only_fbgemm
+from dlrm_overlap.embedding.tables import LocalTables, max_gradients
 
 log = logging.getLogger("dlrm_overlap")
 
@@ -138,18 +138,11 @@ class ExchangingModule(nn.Module, Generic[Served]):
             self.exchange = self._make_exchange()
 
     def _options_for(self, shardings: Sequence[Any]) -> ExchangeOptions:
-        """Return the options, with the lookups' type and bound, and the collective where only FBGEMM updates rows."""
+        """Return the options, with the lookups' type and bound."""
         options, groups = self._options, [group for sharding in shardings for group in groups_of(sharding)]
         if (output := output_types(shardings[0]).pop()) != SparseType.FP32:
             options = replace(options, output_dtype=output.as_dtype(), wire_dtype=output.as_dtype())
-        options = replace(options, max_gradient=max_gradients(group.fused_params or {} for group in groups).pop())
-        backward = options.resolved_backward
-        reasons = {reason for group in groups if (reason := only_fbgemm(group.fused_params or {}, backward))}
-        if backward == "collective" or not reasons:
-            return options
-        if self._logs:
-            log.warning("backward %s: gradients go by the collective: %s", backward, ", ".join(sorted(reasons)))
-        return replace(options, backward="collective")
+        return replace(options, max_gradient=max_gradients(group.fused_params or {} for group in groups).pop())
 
     def _create_input_dist(self, input_feature_names: list[str], *more: Any, **others: Any) -> None:
         """Have TorchRec find the tables' features in the first batch.

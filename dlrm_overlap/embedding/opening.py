@@ -70,7 +70,8 @@ def open_halves(context: ExchangeContext) -> Halves:
     reach = context.reach or reach_of(options, group, device)
     puts = are_put(options, reach, group, device) if context.puts is None else context.puts
     context = replace(context, reach=reach, puts=puts)
-    forward = BACKENDS[options.backend].forward_for(options.resolved_put, reach.whole)
+    backend = BACKENDS[options.backend]
+    forward = backend.forward if reach.whole else backend.forward_across or backend.forward
     assert forward is not None, f"backend {options.backend} has no exchange of ours"
     backward = (BACKWARDS if reach.whole else BACKWARDS_ACROSS)[options.resolved_backward]
     make_forward, make_backward = forward.load(device.type), backward.load(device.type)

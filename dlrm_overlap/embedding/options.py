@@ -19,7 +19,7 @@ from dlrm_overlap.embedding.tables import LocalTables
 from dlrm_overlap.kernels.schedule import resolve_schedule
 
 WIRE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-PUTS = ("in_place", "stores", "dma")
+PUTS = ("in_place", "stores")
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class ExchangeOptions:
     trace: bool = False
     """backends with slices, on GPUs: record every task"""
     backward: str = "auto"
-    """collective | push | atomic, or auto: the backend's first"""
+    """collective | push, or auto: the backend's first"""
     copy_output: bool = False
     """backends that store to peers: return a copy of the pooled embeddings. Else the window itself is returned, which
     its user must let go of before the next forward"""

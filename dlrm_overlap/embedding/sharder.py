@@ -171,7 +171,7 @@ class OverlapEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
     @property
     def _caches(self) -> bool:
         """Whether the exchange caches rows; otherwise such tables stay with TorchRec, and FBGEMM caches them."""
-        return BACKENDS[self.options.backend].stores_to_peers and self.options.resolved_backward in ("push", "dma")
+        return BACKENDS[self.options.backend].stores_to_peers and self.options.resolved_backward == "push"
 
     @property
     def sharded_module_type(self) -> type[OverlapShardedEmbeddingBagCollection]:

@@ -458,11 +458,3 @@ def unsupported(fused_params: Mapping[str, Any]) -> str | None:
     if counter is not None and counter.learning_rate_mode >= 0:
         return f"learning rates by a counter, {counter.learning_rate_mode.name}"
     return None
-
-
-def only_fbgemm(fused_params: Mapping[str, Any], backward: str) -> str | None:
-    """Return why only `FbgemmUpdate` can update the rows of a lookup made with these, or None if kernels can, too."""
-    optimizer = fused_params.get("optimizer", EmbOptimType.EXACT_SGD)
-    if backward == "atomic" and optimizer != EmbOptimType.EXACT_SGD:
-        return f"optimizer {OPTIMIZERS[optimizer]} is no sum"
-    return None

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -126,7 +126,7 @@ def assemble(
     dlrm = build_model(config.model, config.embedding, list(train.rows), train.dense_features, config.train.seed)
     task = TrainTask(dlrm, device.type, config.train.precision == "bf16", train.label_weights)
     divide_head(dlrm.head, group, config.model, config.train)
-    sharders = make_sharders(with_overlap(config), config.train.precision, dlrm.front_columns)
+    sharders = make_sharders(config.embedding, config.train.precision, dlrm.front_columns)
     topology = build_topology(device, world.world_size, world.local_world_size)
     plan = build_plan(task, sharders, topology, config.embedding, config.model.dim, train.pooling, samples, group)
     model = shard_model(task, plan, sharders, group, device)
@@ -170,17 +170,6 @@ def assemble(
         prefetches = cached and config.embedding.backend == "torchrec"
         pipeline = build_pipeline(model, optimizer, device, prefetches)
     return Assembled(model, optimizer, learning_rate, pipeline, plan)
-
-
-def with_overlap(config: Config) -> EmbeddingConfig:
-    """Return how embeddings run, with the way of the gradients that `train.overlap` names, unless they name their own.
-
-    Stores are the rule: on MLPerf's step they and copy engines differ by 2%, either way (docs/results/step.md).
-    """
-    embedding = config.embedding
-    if embedding.backward != "auto" or "dma" not in BACKENDS[embedding.backend].backwards:
-        return embedding
-    return replace(embedding, backward="dma" if config.train.overlap == "dma" else "push")
 
 
 def shard_model(

@@ -29,7 +29,6 @@ _INTEGERS = [
     "timeout",
     "slots",
     "first_slot",
-    "regions",
 ]
 # Shapes change from run to run, views of a batch begin anywhere: neither is worth a kernel of its own.
 GENERAL = {"do_not_specialize": _INTEGERS, "do_not_specialize_on_alignment": ["values", "offsets", "id_weights"]}

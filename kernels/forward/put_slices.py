@@ -30,7 +30,7 @@ from dlrm_overlap.kernels.arguments import Bags, FeatureTable, PoolingOptions, W
 from dlrm_overlap.kernels.compiled import INTERPRETED, CompiledKernel
 from dlrm_overlap.kernels.flags import Flags
 from dlrm_overlap.kernels.forward.pooling import COLUMN, FEATURE_COLUMNS, GENERAL, PoolingShape, pool, store_rows
-from dlrm_overlap.kernels.forward.slices import COPIED, Slices, SliceState
+from dlrm_overlap.kernels.forward.slices import Slices, SliceState
 from dlrm_overlap.kernels.launches import Launch
 from dlrm_overlap.kernels.primitives import await_flags, clock, multiprocessor, raise_flag, raise_flags, task_at
 
@@ -55,10 +55,10 @@ def _store_trace(trace, position, start_ns, put_ns, end_ns, INTERPRETED: tl.cons
 def _put_slices(
     values, offsets, id_weights, first_sample, features, windows,
     status, peers_ready, ready, counts, clock_word,
-    staging, done, ticket, trace, region_of, finished,
-    rank, world_size, features_here, blocks, batch, regions,
+    staging, done, ticket, trace,
+    rank, world_size, features_here, blocks, batch,
     slots, first_slot, epoch: tl.int64, timeout: tl.int64,
-    PUT: tl.constexpr, COPIED: tl.constexpr, IN_PLACE: tl.constexpr, RAISE: tl.constexpr, PEERS: tl.constexpr,
+    PUT: tl.constexpr, IN_PLACE: tl.constexpr, RAISE: tl.constexpr, PEERS: tl.constexpr,
     PUT_ROWS: tl.constexpr, SLICE_TASKS: tl.constexpr, GROUPS: tl.constexpr, END_WAIT: tl.constexpr,
     FLAGS: tl.constexpr, TRACE: tl.constexpr, INTERPRETED: tl.constexpr,
     SCHEDULE: tl.constexpr, BAGS: tl.constexpr, UNROLL: tl.constexpr, STRIDE: tl.constexpr, DIM: tl.constexpr,
@@ -71,25 +71,22 @@ def _put_slices(
 
     Memory: the program reads the offsets, ids, weights and rows of its bags, which are in this rank's memory. Pooled
     embeddings of this rank's samples it stores into this rank's window, others straight into the peer's window where
-    IN_PLACE, or else into `staging` [W, F, b, DIM]. Where they are COPIED, `staging` is [W, b, F, DIM], so that one
-    copy of rows takes several features, no flag is raised, and `finished` [W, regions] int64 counts the slices of each
-    region, which is `region_of`[f] for feature f. `done` [W, F, slices] counts the finished tasks of each slice.
-    `ticket` [3] holds the next task, the number of programs that are through, the last of which sets both back to 0,
-    and, IN_PLACE, the number of tasks that are stored, which whoever completes it sets back to 0. Flags are raised to
-    `epoch` + `clock_word` [1].
+    IN_PLACE, without a PUT, or else into `staging` [W, F, b, DIM]. `done` [W, F, slices] counts the finished tasks of
+    each slice. `ticket` [3] holds the next task, the number of programs that are through, the last of which sets both
+    back to 0, and, IN_PLACE, the number of tasks that are stored, which whoever completes it sets back to 0. Flags are
+    raised to `epoch` + `clock_word` [1].
 
     Order: the program stores a task, passes a barrier, and counts the task (release, GPU scope). The program whose
-    count completes the slice sets the count back to 0 (acquire, GPU scope). With a PUT it passes a barrier, so that all
-    its threads see all that programs have staged for the slice, and puts the slice. It passes a barrier and raises the
-    flag at the destination, or raises the region's count (release, system scope). Stores into this rank's own window
-    need no flag: the kernel's end orders them. IN_PLACE with RAISE, a program that has stored tasks and finds none left
-    passes a barrier and adds their number to those stored (release, GPU scope). The one whose sum is that of all tasks
-    sets it back to 0 (acquire, GPU scope), and passes a barrier and raises this rank's slot 0 at every rank (release,
-    system scope): that covers all stores of this launch and of earlier ones on the stream. Every
-    task is in exactly one sum, so exactly one program raises, and it waits for none; a program without a task adds
-    nothing, and may begin after the flags are raised. With END_WAIT, program p of P at last awaits its share of this
-    rank's `ready` [W, slots], see `await_flags`: FLAGS flags from p * FLAGS on, then from (p + P) * FLAGS on, and so
-    forth.
+    count completes the slice sets the count back to 0 (acquire, GPU scope). It passes a barrier, so that all its
+    threads see all that programs have staged for the slice, and puts the slice. It passes a barrier and raises the flag
+    at the destination (release, system scope). Stores into this rank's own window need no flag: the kernel's end orders
+    them. IN_PLACE with RAISE, a program that has stored tasks and finds none left passes a barrier and adds their
+    number to those stored (release, GPU scope). The one whose sum is that of all tasks sets it back to 0 (acquire, GPU
+    scope), and passes a barrier and raises this rank's slot 0 at every rank (release, system scope): that covers all
+    stores of this launch and of earlier ones on the stream. Every task is in exactly one sum, so exactly one program
+    raises, and it waits for none; a program without a task adds nothing, and may begin after the flags are raised. With
+    END_WAIT, program p of P at last awaits its share of this rank's `ready` [W, slots], see `await_flags`: FLAGS flags
+    from p * FLAGS on, then from (p + P) * FLAGS on, and so forth.
 
     Example: rank 0 of 2, 4 samples a rank, one feature, tasks of 2 bags, slices of 2 tasks, balanced order, with a PUT.
     Program A draws task 0: it pools samples 4 and 5, which are rank 1's, stages them, and counts 1 of 2. Program B
@@ -129,9 +126,6 @@ def _put_slices(
         )  # fmt: skip
         if IN_PLACE or destination == rank:
             store_rows(rows, window, sample, column, filled, STRIDE, DIM, BLOCK_DIM)
-        elif COPIED:
-            staged = staging + destination.to(tl.int64) * (blocks * GROUPS * BAGS) * features_here * DIM
-            store_rows(rows, staged, sample * features_here + which, 0, filled, DIM, DIM, BLOCK_DIM)
         else:
             store_rows(rows, staged, sample, 0, filled, DIM, DIM, BLOCK_DIM)
         group += 1
@@ -148,20 +142,15 @@ def _put_slices(
                 # multiprocessor's L1, where all programs keep their ids.
                 if tl.atomic_add(counter, 1, sem="release", scope="gpu") == slice_tasks - 1:
                     tl.atomic_xchg(counter, 0, sem="acquire", scope="gpu")  # 0, as the next launch must find it
-                    if PUT is not None:
-                        tl.debug_barrier()  # no thread reads others' staging before one has acquired
-                        begin = index * (SLICE_TASKS * GROUPS * BAGS)
-                        end = tl.minimum(begin + SLICE_TASKS * GROUPS * BAGS, samples)
-                        PUT(
-                            staged + begin.to(tl.int64) * DIM, window, begin, end, column,
-                            PUT_ROWS, STRIDE, DIM, BLOCK_DIM,
-                        )  # fmt: skip
-                    if COPIED:  # by an engine that reads all programs' staging: the count covers it, as a flag would
-                        region = finished + destination * regions + tl.load(region_of + which)
-                        tl.atomic_add(region, 1, sem="release", scope="sys")
-                    else:
-                        flags = tl.load(peers_ready + destination).to(tl.pointer_type(tl.int64))
-                        raise_flag(flags + rank * slots + first_slot + which * slices + index, epoch)
+                    tl.debug_barrier()  # no thread reads others' staging before one has acquired
+                    begin = index * (SLICE_TASKS * GROUPS * BAGS)
+                    end = tl.minimum(begin + SLICE_TASKS * GROUPS * BAGS, samples)
+                    PUT(
+                        staged + begin.to(tl.int64) * DIM, window, begin, end, column,
+                        PUT_ROWS, STRIDE, DIM, BLOCK_DIM,
+                    )  # fmt: skip
+                    flags = tl.load(peers_ready + destination).to(tl.pointer_type(tl.int64))
+                    raise_flag(flags + rank * slots + first_slot + which * slices + index, epoch)
             if TRACE:
                 end_ns = clock(0, INTERPRETED)
                 _store_trace(trace, position, start_ns, put_ns, end_ns, INTERPRETED)
@@ -189,8 +178,8 @@ def _put_slices(
 _ARGUMENTS = (
     "values", "offsets", "id_weights", "first_sample", "features", "windows",
     "status", "peers_ready", "ready", "counts", "clock_word",
-    "staging", "done", "ticket", "trace", "region_of", "finished",
-    "rank", "world_size", "features_here", "blocks", "batch", "regions",
+    "staging", "done", "ticket", "trace",
+    "rank", "world_size", "features_here", "blocks", "batch",
     "slots", "first_slot", "epoch", "timeout",
 )  # fmt: skip
 
@@ -202,8 +191,7 @@ def _compiled(
     shape = PoolingShape(*fields)
     tuning = shape.options.tuning
     constants = {
-        "PUT": None if put == COPIED else put,
-        "COPIED": put == COPIED,
+        "PUT": put,
         "IN_PLACE": put is None,
         "RAISE": raises,
         "PEERS": peers,
@@ -276,13 +264,12 @@ class SlicedPut(NamedTuple):
         """Return the arguments in the order of `_ARGUMENTS`, line by line."""
         bags, features, windows, flags, state, options, slices = self
         trace = state.done if state.trace is None else state.trace  # without tracing the kernel does not touch it
-        of, finished = (state.done, state.done[None]) if state.regions is None else state.regions
         world_size, features_here = windows.addresses.numel(), features.entries.shape[0]
         blocks, slots = -(-bags.samples_per_rank // options.tuning.task_bags), flags.local.shape[1]
         return (
             *bags.tensors, bags.first_sample, features.entries, windows.addresses,
             flags.status, flags.addresses, flags.local, flags.counts, flags.clock,
-            state.staging, state.done, state.ticket, trace, of, finished,
-            options.rank, world_size, features_here, blocks, bags.samples, finished.shape[1],
+            state.staging, state.done, state.ticket, trace,
+            options.rank, world_size, features_here, blocks, bags.samples,
             slots, slices.first_slot, epoch, flags.timeout,
         )  # fmt: skip

@@ -3,7 +3,7 @@ programs share; see `put_slices`.
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -16,26 +16,13 @@ from dlrm_overlap.kernels.forward.pooling import store_rows
 TRACE_COLUMNS = ("program", "sm", "start_ns", "end_ns", "put_ns", "wait_ns")
 
 
-class Regions(NamedTuple):
-    """The unit that copy engines move: some features of one destination, all its samples."""
-
-    of: torch.Tensor
-    """[F] int32: the region of each feature of the launch"""
-    finished: torch.Tensor
-    """[W, regions] int64: slices that are staged, of each destination; 0 before the launch"""
-
-
-COPIED = "copied"
-"""The put that is left to copy engines, see `Slices.put`."""
-
-
 @dataclass(frozen=True)
 class SliceState:
     """Memory that the programs of the persistent kernel share; `done` and `ticket` are 0 before and after a launch."""
 
     staging: torch.Tensor
     """[at least W * F * b * D, b rounded up to whole tasks] of the wire's type: pooled embeddings to be put; may be
-    empty where `Slices.put` is None. [W, b, F, D] from its beginning on where they are COPIED"""
+    empty where `Slices.put` is None"""
     done: torch.Tensor
     """[at least W * F * slices] int32: finished tasks of each slice"""
     ticket: torch.Tensor
@@ -43,8 +30,6 @@ class SliceState:
     stored, where `Slices.put` is None"""
     trace: torch.Tensor | None = None
     """[tasks, 6] int64, see TRACE_COLUMNS; None compiles the kernel without tracing"""
-    regions: Regions | None = None
-    """where `Slices.put` is COPIED"""
 
 
 @dataclass(frozen=True)
@@ -57,8 +42,7 @@ class Slices:
     """slice i of the launch's f-th feature is slot first_slot + f * ceil(b / bags) + i at its destination"""
     put: Any
     """None: each task, of which there is at least one, stores straight into the peer's window, and no slice has a flag
-    of its own. A @triton.jit function with the arguments of `put_by_stores`, which brings a staged slice
-    there. Or COPIED: whoever completes a slice counts it in `SliceState.regions`, and no flag is raised"""
+    of its own. Or a @triton.jit function with the arguments of `put_by_stores`, which brings a staged slice there"""
     raises: bool = True
     """where `put` is None: this launch raises the rank's flag, slot 0, at every rank, as the last of the stream's"""
     end_wait: bool = True

@@ -28,7 +28,6 @@ VARIANTS = {
     "small_slices": ("fused", ["--embedding.slice_bags", "4"]),
     "one_slice": ("fused", ["--embedding.slice_bags", "1024", "--embedding.put", "stores"]),
     "collective": ("fused", ["--embedding.backward", "collective"]),
-    "atomic": ("pgas", ["--embedding.backward", "atomic"]),
 }
 RESUMED = [("rowwise_adagrad", "torchrec", "pgas"), ("rowwise_adagrad", "fused", "torchrec")]
 RESUMED_MORE = [("adagrad", "torchrec", "fused")]

@@ -68,7 +68,6 @@ CASES = {
     "bf16_wire": Case("sgd", "pgas", wire_dtype="bf16"),
     "rowwise_adagrad_bf16_wire": Case("rowwise_adagrad", "fused", wire_dtype="bf16"),
     "collective": Case("rowwise_adagrad", "fused", backward="collective"),
-    "sgd_atomic": Case("sgd", "pgas", backward="atomic"),
     "rowwise_adagrad_again": Case("rowwise_adagrad", "fused"),
     "rowwise_adagrad_in_parts": Case("rowwise_adagrad", "fused", part_bytes=FEW_BYTES),
 }
@@ -160,7 +159,6 @@ def test_four_ranks_agree(tmp_path: Path) -> None:
     [
         ("rowwise_adagrad_again", "rowwise_adagrad"),
         ("rowwise_adagrad_in_parts", "rowwise_adagrad"),
-        ("sgd_atomic", "sgd"),
     ],
 )
 def test_not_a_bit_changes(two_ranks: Path, name: str, other: str) -> None:

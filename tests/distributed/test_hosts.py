@@ -147,7 +147,7 @@ def check_the_gpus_halves_under_the_interpreter(rank: int) -> None:
     half: dict[str, Any] = {"wire_dtype": torch.float16, "output_dtype": torch.float16, "leading_columns": 8}
     ways = [
         ("pgas", "push", EmbOptimType.EXACT_ADAGRAD, half, "2 of 2", False),
-        ("fused", "atomic", EmbOptimType.EXACT_SGD, {}, "1 and 3", False),  # two receive no gradients
+        ("fused", "push", EmbOptimType.EXACT_SGD, {}, "1 and 3", False),  # two receive no gradients
         ("fused", "push", EmbOptimType.EXACT_ADAGRAD, half, "3 and 1", True),
         ("pgas", "push", EmbOptimType.EXACT_SGD, {"aggregate_bytes": 512}, "4 of 1", True),  # one has no tables
     ]

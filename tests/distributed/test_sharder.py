@@ -651,32 +651,6 @@ def test_columns_that_fbgemm_does_not_take_are_told_on_every_rank(dim: int, way:
 
 
 @pytest.mark.parametrize(
-    ("backward", "params", "reason"),
-    [
-        ("auto", DECAY, None),
-        ("atomic", {"optimizer": ADAGRAD}, "optimizer adagrad is no sum"),
-        ("atomic", {"weight_decay": 0.1, "max_norm": 2.0}, None),
-        ("auto", {"optimizer": ADAGRAD}, None),
-        ("collective", {"optimizer": ADAGRAD}, None),
-    ],
-)
-def test_reasons_for_the_collective(
-    world_of_one: dist.ProcessGroup,
-    caplog: pytest.LogCaptureFixture,
-    backward: str,
-    params: dict[str, Any],
-    reason: str | None,
-) -> None:
-    sharded = _shard_alone(OverlapEmbeddingBagCollectionSharder(params, backward=backward), FUSED, world_of_one)
-    assert sharded.exchange is not None
-    taken = "collective" if reason else {"auto": "push"}.get(backward, backward)
-    assert sharded.exchange.options.resolved_backward == taken
-    lines = [record.getMessage() for record in caplog.records if record.name == "dlrm_overlap"]
-    start = f"backward {'push' if backward == 'auto' else backward}: gradients go by the collective: "
-    assert lines == ([start + reason] if reason else [])
-
-
-@pytest.mark.parametrize(
     ("option", "value"),
     [
         ("backend", "x"),

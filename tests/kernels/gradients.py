@@ -6,7 +6,6 @@ from typing import NamedTuple
 import torch
 
 from dlrm_overlap.kernels.arguments import STATES, Numbers
-from dlrm_overlap.kernels.backward.add_to_rows import add_to_rows
 from dlrm_overlap.kernels.backward.optimizers import RowRange, Rule
 from dlrm_overlap.kernels.backward.row_runs import InputFeatures, Preparation, PreparedRuns, SortedIds
 from dlrm_overlap.kernels.backward.update_rows import RowUpdate
@@ -258,14 +257,6 @@ class Model:
         """Run the kernel that updates the rows of a range."""
         rule = rule or RULES[self.case.ranges[index].optimizer]
         RowUpdate(self.row_range(index), self.case.chunk_ids)(runs, self.window, rule.rule())
-
-    def add(self, index: int = 0, rule: StepNumbers = RULE) -> None:
-        """Run the kernel of atomic additions for a range."""
-        here = [i for i, feature in enumerate(self.features) if feature.range == index]
-        add_to_rows(
-            self.values, self.offsets, self.case.samples, self.input_features(), here[0], here[-1] + 1,
-            self.row_range(index), self.window, rule.rule(), self.id_weights,
-        )  # fmt: skip
 
     def totals(self, index: int) -> torch.Tensor:
         """Return the sum of the gradients of each row of a range, [rows, D] float64."""

@@ -1,4 +1,4 @@
-"""Rows updated by sorted ids and by atomic additions, under Triton's interpreter, against float64."""
+"""Rows updated by sorted ids, under Triton's interpreter, against float64."""
 
 import weakref
 from dataclasses import replace
@@ -298,25 +298,3 @@ def test_the_seed_decides_how_to_round(weights: torch.dtype) -> None:
     assert_same(rows[1], rows[0], "rows by the same seed")
     for other in rows[2:]:
         assert 0.25 < (other != rows[0]).double().mean() < 0.4, "a third of all pairs of fair roundings differ"
-
-
-@pytest.mark.parametrize(("ids", "weighted"), [(torch.int32, False), (torch.int64, False), (torch.int64, True)])
-@pytest.mark.parametrize("dim", [4, 12, 128, 1020, 1024])
-def test_atomic_additions_of_sums(ids: torch.dtype, weighted: bool, dim: int) -> None:
-    model = Model(Case((MIXED, replace(MIXED, dim=dim)), ids=ids, offsets=ids, weighted=weighted))
-    for index in (1, 0):
-        # Eighths, as the gradients are: all sums are exact, and their order does not matter.
-        model.rows(index).mul_(8).round_().div_(8)
-        other = model.weights[1 - index].clone()
-        weights, _ = model.expected(index)
-        model.add(index)
-        assert_same(model.weights[index], weights.float(), f"weights of range {index}")
-        assert_same(model.weights[1 - index], other, f"weights of range {1 - index}")
-
-
-@pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16])
-def test_atomic_additions_of_means(wire: torch.dtype) -> None:
-    model = Model(Case((replace(MIXED, means=True),), wire=wire))
-    weights, _ = model.expected()
-    model.add()
-    assert_near(model.weights[0], weights)

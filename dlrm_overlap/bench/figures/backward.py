@@ -5,8 +5,7 @@ it is measured under one optimizer after the other. Every contender takes the sa
 time is reported unless the rows and the optimizer's state that each leaves agree with the baseline's. A row is a
 contender under an optimizer.
 
-Contenders: the baseline (packing, All-to-All, FBGEMM's update), `push`, `push_exposed`, `dma`, and `atomic` where it
-can run.
+Contenders: the baseline (packing, All-to-All, FBGEMM's update), `push` and `push_exposed`.
 Extra columns: the optimizer, the bytes and the time of a cache without bounds, ids and touched rows, and the times of
 the parts.
 """
@@ -144,7 +143,6 @@ class Push(Contender):
         self._exposed, self._batch_sizes = exposed, BatchSizes.of(workload.batch_sizes)
         self._halves = workload.open_halves(options)
         self._steps = [] if exposed else [self._prepared(batch) for batch in batches]
-        self.prepares = options.resolved_backward in ("push", "dma")
 
     def _begun(self, batch: GradientBatch) -> Step:
         step = Step(list(batch.ids.inputs), self._batch_sizes)
@@ -201,24 +199,14 @@ def run(request: BackwardRequest, ranks: Ranks) -> int:
     return 1 if faults else 0
 
 
-def make_contenders(
-    config: EmbeddingConfig, workload: Workload, optimizer: str, batches: Sequence[GradientBatch]
-) -> list[Contender]:
-    """Return who takes part under `optimizer`, the baseline first.
-
-    Only SGD's update can be made of atomic additions, and only rows of float32 take part: narrower rows would be
-    rounded after every addition.
-    """
+def make_contenders(config: EmbeddingConfig, workload: Workload, batches: Sequence[GradientBatch]) -> list[Contender]:
+    """Return who takes part, the baseline first."""
     options = replace(exchange_options(config, "pgas"), backward="push")
-    contenders: list[Contender] = [
+    return [
         CollectiveBaseline(workload),
         Push("push", workload, options, batches),
         Push("push_exposed", workload, options, batches, exposed=True),
-        Push("dma", workload, replace(options, backward="dma"), batches),
     ]
-    if optimizer == "sgd" and config.weight_dtype == "fp32":
-        contenders.append(Push("atomic", workload, replace(options, backward="atomic"), batches))
-    return contenders
 
 
 @torch.no_grad()
@@ -231,7 +219,7 @@ def _measure(
     ceilings: tuple[float, float],
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Return a row for each contender and no fault, or no row and a fault for each contender that disagrees."""
-    contenders = make_contenders(config.embedding, workload, optimizer, batches)
+    contenders = make_contenders(config.embedding, workload, batches)
     agreements = check_rows(contenders, workload, batches, optimizer)
     faults = disagreements(contenders, agreements, f"rows or state under {optimizer}")
     rows: list[dict[str, Any]] = []
@@ -272,6 +260,6 @@ def _parts(
     parts: dict[str, float | None] = dict.fromkeys(("pack_ms", "all_to_all_ms", "update_ms", "prepare_ms"))
     if isinstance(contender, CollectiveBaseline):
         parts.update(zip(parts, time_parts(contender.step, 3, batches, workload, steps), strict=False))
-    elif isinstance(contender, Push) and contender.prepares:
+    elif isinstance(contender, Push):
         (parts["prepare_ms"],) = time_parts(contender.prepare, 1, batches, workload, steps)
     return parts

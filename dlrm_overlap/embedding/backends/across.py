@@ -20,14 +20,13 @@ step e, and so after the flags of step e - 1 of all ranks of its host, as it sto
 """
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 
 from dlrm_overlap.embedding.backends.fused import SlicedForward
 from dlrm_overlap.embedding.backends.messages import PackedByCollective, PooledByCollective
 from dlrm_overlap.embedding.backends.pgas import DeviceLookup, ZeroCopyForward
-from dlrm_overlap.embedding.backends.push import AtomicPush, Push, Pushed
+from dlrm_overlap.embedding.backends.push import Push, Pushed
 from dlrm_overlap.embedding.backends.puts import PackedByPuts, PooledByPuts
 from dlrm_overlap.embedding.backends.sums import DeviceHostSums
 from dlrm_overlap.embedding.crossing import Crossing, Message
@@ -37,7 +36,6 @@ from dlrm_overlap.embedding.windows import WindowPair
 from dlrm_overlap.kernels.arguments import FeatureTable
 from dlrm_overlap.kernels.flags import raise_flags
 from dlrm_overlap.kernels.forward.put_columns import PutColumns
-from dlrm_overlap.kernels.forward.slices import put_by_stores
 
 
 class ZeroCopyAcross(ZeroCopyForward):
@@ -137,11 +135,6 @@ class SlicedAcross(ZeroCopyAcross, SlicedForward):
 
     ends_with_wait = False
 
-    @property
-    def put(self) -> Any:
-        """How a slice gets into the window of a rank of this host: copy engines are not used."""
-        return put_by_stores if self.options.resolved_put == "stores" else None
-
 
 class PushAcross(Push):
     """`push` between hosts: gradients stored at the owners of this host, and sent to the other hosts."""
@@ -207,7 +200,3 @@ class PushAcross(Push):
         self._carrier.close()
         self._passed_on = {}
         super().close()
-
-
-class AtomicPushAcross(AtomicPush, PushAcross):
-    """`atomic` between hosts: gradients as by `PushAcross`, rows updated id by id."""

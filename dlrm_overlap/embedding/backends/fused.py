@@ -1,8 +1,7 @@
 """`fused` on GPUs: one persistent kernel pools, and puts each slice as soon as it is done (arXiv 2305.06942)."""
 
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -14,7 +13,6 @@ from dlrm_overlap.embedding.windows import WindowPair, flags_among
 from dlrm_overlap.kernels.arguments import (
     Bags,
     FeatureTable,
-    PoolingOptions,
     Tuning,
     Windows,
     has_short_bags,
@@ -24,7 +22,6 @@ from dlrm_overlap.kernels.forward.put_slices import SlicedPut
 from dlrm_overlap.kernels.forward.slices import TRACE_COLUMNS, Slices, SliceState, put_by_stores
 from dlrm_overlap.kernels.launches import Launch
 
-_PUTS = {"in_place": None, "stores": put_by_stores}  # by the values of `ExchangeOptions.put`: see `Slices.put`
 _MANY_BAGS = 1 << 17  # so many give each of some 4,000 resident programs several tasks of 4 or 8
 _FEWEST_SHORT_BAGS = 1 << 15  # fewer are cut as long ones
 
@@ -45,17 +42,6 @@ def persistent_tuning(table: FeatureTable, samples: int, slice_bags: int, short:
     return tuning_for(table.dim, table.weight_dtype.itemsize, short=short)
 
 
-class PreparedPut(NamedTuple):
-    """A kernel with all that it takes in each step of some batch sizes, but the ids and the epoch."""
-
-    launch: Launch
-    """called with values, offsets, weights and the epoch"""
-    staging: torch.Tensor
-    """see `SliceState`"""
-    task_bags: int
-    """see `Tuning`"""
-
-
 class SlicedForward(ZeroCopyForward):
     """Persistent kernels, one for each kind of shards; the last returns when all flags have been raised.
 
@@ -72,16 +58,13 @@ class SlicedForward(ZeroCopyForward):
         """Return how many slices a shard's bags for `samples` samples make; none where none has a flag of its own."""
         return super().slices(options, samples) if options.resolved_put == "stores" else 0
 
-    @property
-    def put(self) -> Any:
-        """How a slice gets into the peer's window, see `Slices.put`."""
-        return _PUTS[self.options.resolved_put]
-
     def __init__(self, context: ExchangeContext, windows: WindowPair) -> None:
         super().__init__(context, windows)
+        self._put = put_by_stores if self.options.resolved_put == "stores" else None
+        """how a slice gets into the peer's window, see `Slices.put`"""
         self._states: dict[int, SliceState] = {}
         self._programs: dict[tuple[int, Tuning], int] = {}
-        self._puts = StepCache[tuple[Any, ...], PreparedPut]()
+        self._launches = StepCache[tuple[Any, ...], Launch]()
         """by all that they were made of, but `_states`; of these as they are"""
         self.traces: dict[int, torch.Tensor] = {}
         """under `options.trace`: the records of each kernel, see `TRACE_COLUMNS`"""
@@ -103,14 +86,20 @@ class SlicedForward(ZeroCopyForward):
             tensors = tensors_of(step.inputs[self.lookup.pooled_together[i][0].input])
             short = has_short_bags(table, *tensors[:2])
             key = table, windows, step.batch, short, types_and_places(tensors)
-            put = self._puts.get(key, self._prepare, i, table, windows, flags, step)
-            self.launch(i, put, step, tensors)
+            launch = self._launches.get(key, self._prepare, i, table, windows, flags, step)
+            with self.order:  # its programs raise flags and await them
+                launch(*tensors, self.windows.counter.argument)
 
-    def _prepare(self, i: int, table: FeatureTable, windows: Windows, flags: OwnFlags, step: Step) -> PreparedPut:
-        """Prepare the launches of kernel i for steps of this one's batch sizes and types of ids."""
-        bags, last = self.lookup.bags(self.lookup.pooled_together[i], step, self.reached), i == self._last
-        options = self.pooling_options(table, bags)
-        end_wait = self.ends_with_wait and last
+    def _prepare(self, i: int, table: FeatureTable, windows: Windows, flags: OwnFlags, step: Step) -> Launch:
+        """Return the launch of kernel i for steps of this one's batch sizes and types of ids.
+
+        It is called with values, offsets, weights and the epoch.
+        """
+        bags = self.lookup.bags(self.lookup.pooled_together[i], step, self.reached)
+        last = i == len(self.lookup.pooled_together) - 1
+        short = has_short_bags(table, bags.values, bags.offsets)
+        tuning = persistent_tuning(table, bags.samples, self.options.slice_bags, short)
+        options = self.lookup.pooling_options(tuning)
         before = sum(map(len, self.lookup.pooled_together[:i]))
         first_slot = before * self.slices(self.options, bags.samples_per_rank)
         put = SlicedPut(
@@ -118,20 +107,12 @@ class SlicedForward(ZeroCopyForward):
             features=table,
             windows=windows,
             flags=flags_among(flags.flags, self.reached),
-            state=self.state(i, bags, table, options.tuning),
-            options=options,
-            slices=Slices(self.options.slice_bags, first_slot, self.put, raises=last, end_wait=end_wait),
+            state=self.state(i, bags, table, tuning),
+            # The kernel knows the ranks reached alone.
+            options=options._replace(rank=self.reached.index(self.rank)),
+            slices=Slices(self.options.slice_bags, first_slot, self._put, last, self.ends_with_wait and last),
         )
-        return PreparedPut(put.launch(self.grid(i, put)), put.state.staging, options.tuning.task_bags)
-
-    @property
-    def _last(self) -> int:
-        return len(self.lookup.pooled_together) - 1
-
-    def launch(self, i: int, put: PreparedPut, step: Step, tensors: Sequence[torch.Tensor]) -> None:
-        """Launch kernel i, whose programs raise flags and await them."""
-        with self.order:
-            put.launch(*tensors, self.windows.counter.argument)
+        return put.launch(self.grid(i, put))
 
     def finish(self, step: Step, copy: bool = False) -> torch.Tensor:
         """Lend the window, or copy it: the stream comes after the kernel that has awaited the flags, if one has."""
@@ -139,13 +120,6 @@ class SlicedForward(ZeroCopyForward):
             return super().finish(step, copy)
         self.join_stream()
         return self.output(step, copy)
-
-    def pooling_options(self, table: FeatureTable, bags: Bags) -> PoolingOptions:
-        """Return the options of a persistent launch beside its tensors, cut as `persistent_tuning` says."""
-        short = has_short_bags(table, bags.values, bags.offsets)
-        tuning = persistent_tuning(table, bags.samples, self.options.slice_bags, short)
-        options = self.lookup.pooling_options(tuning)
-        return options._replace(rank=self.reached.index(self.rank))  # the kernel knows the ranks reached alone
 
     def state(self, i: int, bags: Bags, table: FeatureTable, tuning: Tuning) -> SliceState:
         """Return the memory that the programs of kernel i share, for the largest batch so far.
@@ -155,7 +129,7 @@ class SlicedForward(ZeroCopyForward):
         here = self.world_size * table.entries.shape[0]
         tasks = here * -(-bags.samples_per_rank // tuning.task_bags)
         slices = here * -(-bags.samples_per_rank // self.options.slice_bags)
-        staged = 0 if self.put is None else tasks * tuning.task_bags * table.dim
+        staged = 0 if self._put is None else tasks * tuning.task_bags * table.dim
         traced = tasks if self.options.trace else 0
         state = before = self._states.get(i)
         if state is None or state.staging.numel() < staged or state.done.numel() < slices:
@@ -169,7 +143,7 @@ class SlicedForward(ZeroCopyForward):
             state, self.traces[i] = replace(state, trace=trace), trace
         if state is not before:
             self._states[i] = state
-            self._puts.forget()
+            self._launches.forget()
         return state
 
     def grid(self, i: int, put: SlicedPut) -> int:
@@ -193,5 +167,5 @@ class SlicedForward(ZeroCopyForward):
     def close(self) -> None:
         """Forget the windows, their views, and other memory as large."""
         self._states, self.traces = {}, {}
-        self._puts.clear()
+        self._launches.clear()
         super().close()

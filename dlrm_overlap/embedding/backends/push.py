@@ -25,7 +25,6 @@ from dlrm_overlap.embedding.layout import FeatureShard
 from dlrm_overlap.embedding.options import ExchangeContext
 from dlrm_overlap.embedding.steps import Step, StepCache, tensors_of
 from dlrm_overlap.embedding.windows import WindowPair, peer_windows, ready_flags, skip_epoch
-from dlrm_overlap.kernels.backward.add_to_rows import add_to_rows
 from dlrm_overlap.kernels.backward.optimizers import Rule
 from dlrm_overlap.kernels.backward.push_gradients import PartFlags, ShardTable, pushing_gradients
 from dlrm_overlap.kernels.backward.update_rows import RowUpdate
@@ -53,12 +52,8 @@ class Pushed:
 class Push(WindowBackward):
     """Gradients by stores into the owners' windows, then one update of each touched row."""
 
-    awaits_itself = True
-    """whether this rank raises a flag for itself where its own gradient is stored, and awaits it"""
-
     def __init__(self, context: ExchangeContext, windows: WindowPair) -> None:
         super().__init__(context, windows)
-        self._ids = context.ids
         # Where programs of several streams could start, those do that others wait for: gradients, which peers await,
         # then the main stream's (of priority -1, see `process_group`), then updates, needed by the next step.
         self._push_stream = torch.cuda.Stream(self.device, priority=-2)
@@ -68,12 +63,16 @@ class Push(WindowBackward):
         self._updating = False  # whether updates were issued since the main stream last waited for them
         self._record = Record(self.device)
         self._peers = peer_windows(windows, 0, self.options.wire_dtype)  # gradients have no rows of one stride
+        reached = len(windows.arena.reached)
+        # Of N ranks that are reached, (N - 1) / N of the rows that programs take are remote.
+        self._programs = round(_REMOTE_PROGRAMS * reached / (reached - 1)) if reached > 1 else _ALONE_PROGRAMS
         self._awaiting = [self._awaiting_of(part) for part in range(self.gradients.parts)]
         """the waits for the gradients up to each part, called with the epoch"""
         done = torch.zeros(self.gradients.parts, dtype=torch.int32, device=self.device)
         flags = PartFlags(windows.arena.addresses(windows.flags), done, windows.counter.word)
         self._dims = sorted({shard.dim for shards in self.layout.by_owner for shard in shards})
-        self.own = Pushed(self.rank, [self._own_shards(dim) for dim in self._dims], flags)
+        own = [self._shard_table(dim, self.layout.output_column, context.ids) for dim in self._dims]
+        self.own = Pushed(self.rank, own, flags)
         """this rank's gradients"""
         self._storage: tuple[int, ...] | None = None
         self._inputs: list[InputRows] = []
@@ -84,15 +83,10 @@ class Push(WindowBackward):
         self._rules = DeviceRules(self.device)
 
     def _awaiting_of(self, part: int) -> Launch:
-        """Return the wait for the flags of the parts up to `part`, of all ranks that this one awaits."""
+        """Return the wait for the flags of the parts up to `part`, of all ranks."""
         counts = torch.full((self.world_size,), part + 1, dtype=torch.int32, device="cpu")
-        counts[self.rank] *= self.awaits_itself
         flags = ready_flags(self.windows, counts, self._record.status, self.options.wait_timeout_s)
         return awaiting_flags(flags, self.rank)
-
-    def _own_shards(self, dim: int) -> ShardTable:
-        """Return where the shards of one dim are in the gradient of this rank's samples, whose ids it knows."""
-        return self._shard_table(dim, self.layout.output_column, self._ids)
 
     def _shard_table(self, dim: int, column: Callable[[FeatureShard], int], ids: IdLayout | None = None) -> ShardTable:
         """Return where the shards of one dim are: in a gradient, by `column`, and at the owners reached.
@@ -102,13 +96,11 @@ class Push(WindowBackward):
         """
         starts, reached = self.gradients.starts, self.windows.arena.reached
 
-        def present(shard: FeatureShard, owner: int) -> int:
-            if ids is None or not ids.knows_empty_bags(shard) or not self.is_stored(owner):
-                return int(self.is_stored(owner))
-            return 2 + ids.published(shard)
+        def present(shard: FeatureShard) -> int:
+            return 1 if ids is None or not ids.knows_empty_bags(shard) else 2 + ids.published(shard)
 
         offsets = [
-            [[[column(s), starts[s], present(s, owner)] for s in by_owner[owner] if s.dim == dim] for owner in reached]
+            [[[column(s), starts[s], present(s)] for s in by_owner[owner] if s.dim == dim] for owner in reached]
             for by_owner in self.gradients.shards
         ]
         counts = [max(map(len, shards)) for shards in offsets]
@@ -122,10 +114,6 @@ class Push(WindowBackward):
             source_alignment=gcd(16, *(column for column, _, _ in every)),
             start_alignment=gcd(16, *(start for _, start, _ in every)),
         )
-
-    def is_stored(self, owner: int) -> bool:
-        """Return whether the kernel stores the gradients for `owner`."""
-        return True
 
     def _input_rows(self) -> list[InputRows]:
         """Return the rows of each of this rank's inputs, made anew when the rows have moved."""
@@ -185,7 +173,6 @@ class Push(WindowBackward):
         inputs, window = self._input_rows(), self.windows.local
         self._update_stream.wait_event(self._issued)
         with OnStream(self._update_stream):
-            self.store_own(step, gradient)
             for part in range(self.gradients.parts):
                 if arrivals:
                     self._update_stream.wait_event(arrivals[part])
@@ -196,24 +183,10 @@ class Push(WindowBackward):
                     train_weights(self, step, self.gradients_of(here, window, step.batch.total))
                 for number, rows in enumerate(inputs):
                     for updated in (r for r in rows.ranges if r.part == part):
-                        if not step.rules[updated.lookup].frozen:
-                            self.update_range(step, number, rows, updated, window)
-
-    @property
-    def programs(self) -> int:
-        """Programs of a launch: among N ranks that are reached, (N - 1) / N of the rows that they take are remote."""
-        reached = len(self.windows.arena.reached)
-        return round(_REMOTE_PROGRAMS * reached / (reached - 1)) if reached > 1 else _ALONE_PROGRAMS
+                        self._update_range(step, number, updated, window)
 
     def push(self, step: Step, gradient: torch.Tensor, first: int, end: int) -> None:
         """Send the parts [first, end) of the gradient, on the current stream."""
-        self.store(step, gradient, first, end)
-
-    def store_own(self, step: Step, gradient: torch.Tensor) -> None:
-        """Store this rank's own shards, on the stream of the updates, where `push` does not."""
-
-    def store(self, step: Step, gradient: torch.Tensor, first: int, end: int) -> None:
-        """Store the parts [first, end) of the gradient by a kernel, on the current stream."""
         self.store_of(self.own, step, gradient, self.sent_scale, first, end, step.own_offsets)
 
     def store_of(
@@ -251,7 +224,7 @@ class Push(WindowBackward):
             batch=step.batch.total,
             most_samples=step.batch.most,
             scale=scale,
-            programs=self.programs,
+            programs=self._programs,
             first_part=first,
             end_part=end,
             offsets=changed[1] if len(changed) > 1 else None,
@@ -276,21 +249,18 @@ class Push(WindowBackward):
                 arrivals.append(self._push_stream.record_event())
         return arrivals
 
-    def update_range(
-        self, step: Step, number: int, rows: InputRows, updated: UpdateRange, window: torch.Tensor
-    ) -> None:
-        """Update the rows of one range, all of whose gradients are in this rank's `window`.
+    def _update_range(self, step: Step, number: int, updated: UpdateRange, window: torch.Tensor) -> None:
+        """Update the rows of one range, all of whose gradients are in this rank's `window`, unless they are frozen.
 
         Args:
             number: of the input whose ids name the rows.
         """
-        if (runs := step.runs[number]) is not None:
-            self._updates[number][updated.rows.index](runs, window, self.rule(step, updated))
-
-    def rule(self, step: Step, updated: UpdateRange) -> Rule:
-        """Return by which numbers the rows of a range are updated in `step`."""
+        runs = step.runs[number]
+        if runs is None or step.rules[updated.lookup].frozen:
+            return
         numbers, since = self._rules.numbers(step.rules, updated.lookup, step.number), self._steps.on_device
-        return Rule(numbers, self._steps.word, step.number - since, self._seed, self.update_scale)
+        rule = Rule(numbers, self._steps.word, step.number - since, self._seed, self.update_scale)
+        self._updates[number][updated.rows.index](runs, window, rule)
 
     def finish(self, step: Step) -> None:
         """Make the current stream wait until the rows are updated, and so until the gradient has been read."""
@@ -319,22 +289,3 @@ class Push(WindowBackward):
         self._peers, self._awaiting = [], []
         self.own.launches.clear()
         super().close()
-
-
-class AtomicPush(Push):
-    """The ablation `atomic`: SGD by atomic additions, in whatever order they come, so not deterministic.
-
-    The ids need no sort. Source: Chen et al. 2024, where it is future work.
-    """
-
-    def prepare(self, step: Step) -> None:
-        """Nothing needs the ids alone."""
-
-    def update_range(
-        self, step: Step, number: int, rows: InputRows, updated: UpdateRange, window: torch.Tensor
-    ) -> None:
-        """Add the gradients in this rank's `window` to the rows of one range."""
-        ids = step.inputs[rows.input]
-        features, rule = (rows.input_features, updated.first, updated.end), self.rule(step, updated)
-        bags = ids.values(), ids.offsets(), step.batch.total
-        add_to_rows(*bags, *features, updated.rows, window, rule, ids.weights_or_none())

@@ -19,11 +19,9 @@ from dlrm_overlap.kernels.backward.row_runs import InputFeatures, Preparation, P
 
 @dataclass(frozen=True)
 class UpdateRange:
-    """Rows of one part that one call of a kernel updates: those of features [first, end) of an input."""
+    """Rows of one part that one call of a kernel updates: of some consecutive features of an input."""
 
     part: int
-    first: int
-    end: int
     rows: RowRange
     lookup: int
     """the fused lookup that holds them, whose optimizer and learning rate are theirs"""
@@ -77,29 +75,17 @@ class InputRows:
             members = list(same)
             part, lookup, _, weight_at, state_at = alike[members[0]]
             any_mean = any(shards[i].mean for i in members)
-            rows = self._row_range(index, shards[members[0]], weight_at, state_at, any_mean)
-            self.ranges.append(UpdateRange(part, members[0], members[-1] + 1, rows, lookup))
+            stored, dim = tables.stored(shards[members[0]]), shards[members[0]].dim
+            rows = RowRange(
+                index, stored.weights, stored.states, weight_at, state_at, dim, any_mean, stored.optimizer,
+                stored.stochastic_rounding,
+            )  # fmt: skip
+            self.ranges.append(UpdateRange(part, rows, lookup))
             boundaries.append(first_keys[members[0]])
         self.input_features = InputFeatures(
             entries=torch.tensor(entries, dtype=torch.int64, device=device),
             any_mean=any(shard.mean for shard in shards),
             boundaries=torch.tensor([*boundaries, key], dtype=torch.int64, device=device),
-        )
-
-    def _row_range(
-        self, index: int, shard: FeatureShard, weight_at: int, state_at: tuple[int, ...], any_mean: bool
-    ) -> RowRange:
-        stored = self._tables.stored(shard)
-        return RowRange(
-            index=index,
-            weights=stored.weights,
-            states=stored.states,
-            weight_at=weight_at,
-            state_at=state_at,
-            dim=shard.dim,
-            any_mean=any_mean,
-            optimizer=stored.optimizer,
-            stochastic_rounding=stored.stochastic_rounding,
         )
 
     def _alike(self, shard: FeatureShard, first_key: int) -> tuple[int, int, int, int, tuple[int, ...]]:
@@ -161,7 +147,6 @@ def in_readable_rows(gradient: torch.Tensor) -> torch.Tensor:
     It is the gradient itself if that is so, and a copy otherwise.
     """
     row_bytes = gradient.stride(0) * gradient.element_size()
-    # Of a sum over samples all rows are one, which kernels would read as it is, but copy engines refuse.
     apart = gradient.stride(0) >= gradient.shape[1] or gradient.shape[0] == 0
     if apart and gradient.stride(1) == 1 and gradient.data_ptr() % 16 == 0 and row_bytes % 16 == 0:
         return gradient

@@ -43,8 +43,6 @@ class CapturedStep:
         """
         self._graph, self._counters = torch.cuda.CUDAGraph(), counters
         before = self.values
-        for each in counters:
-            each.settle()
         # Loader threads that pin memory meanwhile are none of the capture's business.
         with (
             _no_collection(),
@@ -151,7 +149,6 @@ class GraphPair:
         self._ahead.send_ids(parity)
         for counters, arguments in zip(self._counters, captured.arguments, strict=True):
             counters.set_arguments(arguments)
-            counters.settle()
         assert not self._in_other_windows(captured, parity), "a replay would meet the peers in another window"
 
     def _in_other_windows(self, captured: CapturedStep, parity: int) -> list[tuple[Exchange, Counter]]:

@@ -17,7 +17,6 @@ _CAPTURED = "its graphs hold the group's collectives: NCCL takes one rank a GPU,
 _NVSHMEM = "NVSHMEM between ranks of one GPU is not tried"
 UNSHARED = {
     "large_windows_*": "80 GB have no room for the windows of two ranks, of 32 GiB each",
-    "dma_triggered": _BESIDE,
     "update_overlaps": _BESIDE,
     "update_yields": _BESIDE,
     "gemm_auto_is_serial": _CAPTURED,

@@ -54,10 +54,8 @@ def batches(workload: Workload) -> list[GradientBatch]:
 
 
 @pytest.fixture
-def contenders(
-    config: Config, workload: Workload, optimizer: str, batches: list[GradientBatch]
-) -> Iterator[list[Contender]]:
-    made = backward.make_contenders(config.embedding, workload, optimizer, batches)
+def contenders(config: Config, workload: Workload, batches: list[GradientBatch]) -> Iterator[list[Contender]]:
+    made = backward.make_contenders(config.embedding, workload, batches)
     yield made
     for contender in made:
         contender.close()
@@ -78,7 +76,7 @@ def test_all_contenders_agree_and_leave_the_rows_as_they_were(
 ) -> None:
     before = [rows.clone() for rows in rows_of(workload)[0]]
     agreements = check_rows(contenders, workload, batches, optimizer)
-    names = ["baseline", "push", "push_exposed", "dma", *(["atomic"] if optimizer == "sgd" else [])]
+    names = ["baseline", "push", "push_exposed"]
     assert [contender.name for contender in contenders] == names
     assert all(found.agrees for found in agreements)
     assert (agreements[0].equal, agreements[0].max_difference) == (True, 0)
@@ -118,7 +116,7 @@ def test_a_push_prepared_once_serves_every_step(
     monkeypatch.setattr(CpuPush, "prepare", prepare)
     monkeypatch.setattr(CpuPush, "start", start)
     monkeypatch.setattr(CpuPush, "finish", lambda *_: None)
-    made = backward.make_contenders(config.embedding, workload, optimizer, batches)
+    made = backward.make_contenders(config.embedding, workload, batches)
     for push in made[1:3]:
         for batch in (*batches, *batches):
             push.step(batch)

@@ -74,23 +74,3 @@ def test_captured_steps_go_on_after_eager_ones_with_the_arguments_that_were_capt
     assert steps.replay() == [6, 14]
     assert steps.replay() == [7, 15]
     assert steps.eager() == [8, 16]
-
-
-def test_the_number_is_whole_on_the_device_in_captured_steps_and_where_it_has_been_settled() -> None:
-    steps = Steps(Counters(CPU, 1))
-    (counter,) = steps.counters.each
-    steps.eager()
-    steps.eager()
-    assert int(counter.number) == 0, "eager steps that copy nothing write nothing"
-    counter.settle()
-    assert int(counter.number) == 2
-    number = counter.number.clone()
-    steps.capture()
-    counter.number.copy_(number)  # kernels that are captured do not run
-    for expected in (3, 4, 5):
-        steps.replay() if expected > 3 else steps.launch()
-        counter.number.add_(1)  # as the graph's first kernel does
-        assert (int(counter.number), counter.value) == (expected, expected)
-    steps.eager()
-    steps.counters.settle()
-    assert int(counter.number) == 6

@@ -119,14 +119,11 @@ def test_model_refuses(arguments: dict, message: str) -> None:
     [
         ({"slice_bags": 6}, "6 must be a power of two from 4 on"),
         ({"aggregate_us": -1.0}, "aggregate_us: -1.0 must be 0 or more"),
-        ({"backward": "atomic", "optimizer": "adagrad"}, r"embedding\.optimizer is adagrad; take push"),
-        ({"backward": "atomic"}, r"embedding\.optimizer is rowwise_adagrad; take push"),
     ],
 )
 def test_embedding_refuses(arguments: dict, message: str) -> None:
     with pytest.raises(InputError, match=message):
         EmbeddingConfig(**arguments)
-    assert EmbeddingConfig(backward="atomic", optimizer="sgd").backward == "atomic"
 
 
 @pytest.mark.parametrize(
@@ -215,12 +212,12 @@ def test_a_runs_name_is_one_folder(name: str) -> None:
     [
         ("torchrec", ["auto"]),
         ("nccl", ["auto", "collective"]),
-        ("pgas", ["auto", "collective", "push", "atomic"]),
-        ("fused", ["auto", "collective", "push", "atomic"]),
+        ("pgas", ["auto", "collective", "push"]),
+        ("fused", ["auto", "collective", "push"]),
     ],
 )
 def test_backwards_of_a_backend(backend: Any, known: list[str]) -> None:
-    backwards: list[Any] = ["auto", "collective", "push", "atomic"]
+    backwards: list[Any] = ["auto", "collective", "push"]
     taken = [b for b in backwards if EmbeddingConfig(backend=backend, backward=b, optimizer="sgd").has_backward]
     assert taken == known
 

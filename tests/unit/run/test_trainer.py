@@ -1,6 +1,5 @@
 """A run in a world of one: how it ends, what it saves, and what it refuses to go on with."""
 
-import dataclasses
 import math
 import os
 from collections.abc import Iterator
@@ -19,14 +18,13 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
 from dlrm_overlap.checkpoint.saving import NotFiniteError
-from dlrm_overlap.config import Config, DataConfig, EmbeddingConfig, InputError, TablesConfig, TrainConfig
+from dlrm_overlap.config import InputError
 from dlrm_overlap.data.loader import open_datasets
 from dlrm_overlap.dense.optimizer import FlatOptimizer
 from dlrm_overlap.embedding.sharded_module import exchanges
 from dlrm_overlap.embedding.sharder import build_sharders
 from dlrm_overlap.launching.files import LOCK_NAME
 from dlrm_overlap.observe.run_log import RunLog
-from dlrm_overlap.train.assembly import with_overlap
 from dlrm_overlap.train.graphs.capturable import innermost
 from dlrm_overlap.train.graphs.train_pipeline import GraphTrainPipeline
 from dlrm_overlap.train.preflight import check_runs
@@ -440,21 +438,3 @@ def test_an_id_outside_its_table_is_the_same_error_under_every_backend(tmp_path:
             trainer.step(iter([batch]))
         assert type(e.value) is ValueError
         trainer.close()
-
-
-@pytest.mark.parametrize(
-    ("backend", "backward", "overlap", "expected"),
-    [
-        ("pgas", "auto", "auto", "push"),
-        ("fused", "auto", "stores", "push"),
-        ("pgas", "auto", "dma", "dma"),
-        ("pgas", "collective", "dma", "collective"),
-        ("nccl", "auto", "dma", "auto"),
-        ("torchrec", "auto", "dma", "auto"),
-    ],
-)
-def test_how_gradients_travel_beside_the_dense_part(backend: str, backward: str, overlap: Any, expected: str) -> None:
-    embedding = EmbeddingConfig(backend=backend, backward=backward)
-    data = DataConfig(tables=TablesConfig(count=2, rows=9))
-    config = Config(data=data, embedding=embedding, train=TrainConfig(steps=1, overlap=overlap))
-    assert with_overlap(config) == dataclasses.replace(embedding, backward=expected)

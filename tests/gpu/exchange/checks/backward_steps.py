@@ -3,7 +3,6 @@
 import contextlib
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -23,7 +22,6 @@ from tests.gpu.exchange.place import Check, Place
 from tests.gpu.exchange.stage_by_hand import Batch, Stage, Table
 
 _OPTIONS = ExchangeOptions(wait_timeout_s=20.0)
-_COPIED = replace(_OPTIONS, backend="fused", put="dma", backward="dma")
 _PART_BYTES = 1 << 12  # so little that small windows have all parts that there can be
 
 
@@ -234,7 +232,6 @@ def _check_silent_peer(place: Place, parts_sent: int) -> None:
 CHECKS = {
     "update_deterministic": Check(_check_deterministic, timeout_s=180),
     "update_stress": Check(partial(_check_stress, options=_OPTIONS)),
-    "update_stress_copied": Check(partial(_check_stress, options=_COPIED)),
     "update_parts": Check(_check_parts),
     "update_memory": Check(_check_memory),
     "update_again": Check(_check_again),

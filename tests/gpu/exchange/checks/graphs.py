@@ -104,12 +104,11 @@ def _check_losses(place: Place, optimizer: str, known: bool, data_parallel: bool
     expected, expected_evaluated, trainer = train_in_segments(place, uncaptured)
     expected_rows = rows_of(trainer)
     _close(place, trainer)
-    ways = [("pgas", "auto", "push"), ("pgas", "auto", "dma"), *(("fused", put, "push") for put in PUTS)]
-    for backend, put, backward in ways:
+    for backend, put in (("pgas", "auto"), *(("fused", put) for put in PUTS)):
         config = graph_config(place, backend, optimizer, known, data_parallel)
-        config = replace(config, embedding=replace(config.embedding, put=put, backward=backward))
+        config = replace(config, embedding=replace(config.embedding, put=put))
         losses, evaluated, trainer = train_in_segments(place, config)
-        what = f"{backend}, put {put}, backward {backward}"
+        what = f"{backend}, put {put}"
         tolerance = LOSS_TOLERANCE.get(optimizer, LOSS_TOLERANCE["adagrad"])
         assert_agree(losses, expected, tolerance, what)
         assert_agree(evaluated, expected_evaluated, tolerance, f"{what}, evaluated")
@@ -135,7 +134,7 @@ def _check_row_shards(place: Place, known: bool) -> None:
         ("pgas", "auto", "push", "torchrec"),
         ("pgas", "auto", "push", "graph"),
     ]
-    ways += [("pgas", "auto", "dma", "graph"), *(("fused", put, "push", "graph") for put in PUTS)]
+    ways += [("fused", put, "push", "graph") for put in PUTS]
     for backend, put, backward, pipeline in ways:
         for late in (False, True) if (put, backward, pipeline) == ("auto", "push", "graph") else (False,):
             found = run("row_wise", backend, put, backward, pipeline, late)
@@ -172,11 +171,9 @@ def _check_bf16(place: Place, backend: str, arch: str) -> None:
         _close(place, trainer)
 
 
-def _check_delays(place: Place, backend: str, known: bool, data_parallel: bool = False, dma: bool = False) -> None:
-    """Whoever is late, and wherever, the bits are the same; with `dma` copy engines send, forward and back."""
+def _check_delays(place: Place, backend: str, known: bool, data_parallel: bool = False) -> None:
+    """Whoever is late, and wherever, the bits are the same."""
     config = graph_config(place, backend, "rowwise_adagrad", known, data_parallel)
-    if dma:
-        config = replace(config, embedding=replace(config.embedding, put="dma", backward="dma"))
     expected, expected_evaluated, trainer = train_in_segments(place, config)
     expected_rows = rows_of(trainer)
     _close(place, trainer)
@@ -345,7 +342,6 @@ CHECKS = (
         for backend in _BACKENDS
         for known in (False, True)
     }
-    | {"graph_delays_dma": Check(partial(_check_delays, backend="fused", known=True, dma=True))}
     | {
         f"graph_checkpoint_{writer}_{reader}": Check(partial(_check_checkpoint, writer=writer, reader=reader))
         for writer, reader in (("torchrec", "graph"), ("graph", "torchrec"))

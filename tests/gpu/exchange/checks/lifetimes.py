@@ -232,7 +232,7 @@ def _check_garbage(place: Place) -> None:
 
 _WAYS: dict[str, dict[str, Any]] = {
     "pgas": {"backend": "pgas", "known": False},
-    "pgas_dma": {"backend": "pgas", "backward": "dma", "known": True},
+    "pgas_known": {"backend": "pgas", "known": True},
     "pgas_data_parallel": {"backend": "pgas", "known": False, "data_parallel": True},
     **{f"fused_{put}": {"backend": "fused", "put": put, "known": put == "stores"} for put in PUTS},
 }

@@ -183,7 +183,5 @@ _RUNS = {
     "fused_stores_128_bags_2_programs": _options(
         "fused", "remote_first", put="stores", slice_bags=128, programs_per_sm=2
     ),
-    "fused_dma": _options("fused", put="dma", backward="dma"),
-    "fused_dma_4_bags_1_program": _options("fused", "balanced", put="dma", slice_bags=4, programs_per_sm=1),
 }
 CHECKS = {f"stress_{name}": Check(partial(stress, options=options)) for name, options in _RUNS.items()}

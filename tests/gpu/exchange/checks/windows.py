@@ -4,7 +4,6 @@ import gc
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 
@@ -165,43 +164,8 @@ def _assert_one_at_a_time(program: torch.Tensor, start_ns: torch.Tensor, end_ns:
     assert not overlap.any(), f"program {int(program[1:][overlap][0])} has two tasks at once"
 
 
-@torch.no_grad()
-def _check_triggered(place: Place) -> None:
-    """Copy engines begin to move what the persistent kernel has staged long before the kernel ends."""
-    from dlrm_overlap.comm.copy_engine import CopyEngine
-
-    stage = Stage(place, [Table(50_000, 128, owner) for _ in range(8) for owner in range(place.world_size)], lr=1.0)
-    everyones = stage.fill(integers=True)
-    batch = Batch(place, stage.tables, [8192] * place.world_size, seed=0)
-    exchange = stage.exchange(ExchangeOptions("fused", put="dma"))
-    copied: list[torch.cuda.Event] = []
-    issue = CopyEngine.issue
-
-    def issue_and_mark(engine: CopyEngine, copy: Any) -> None:
-        issue(engine, copy)
-        copied.append(torch.cuda.Event(enable_timing=True))
-        copied[-1].record(engine.stream)
-
-    for step in range(5):
-        copied.clear()
-        with patch.object(CopyEngine, "issue", issue_and_mark):
-            awaitable = exchange.start(stage.inputs(batch), batch.sizes)
-        pooled = torch.cuda.Event(enable_timing=True)
-        pooled.record()
-        actual = awaitable.wait()
-        place.synchronize()
-        if step:  # the first has compiled the kernel
-            ahead_ms = copied[0].elapsed_time(pooled)
-            assert ahead_ms > 0, f"the first of {len(copied)} copies ended {-ahead_ms:.3f} ms after the kernel"
-        assert_same(actual, pool_exactly(batch, everyones, place.rank), f"step {step}")
-        del actual, awaitable
-    place.meet()
-    exchange.close()
-
-
 CHECKS = (
-    {"dma_triggered": Check(_check_triggered, gpu_only=True)}
-    | {f"side_by_side_{backend}": Check(partial(_check_side_by_side, backend=backend)) for backend in _BACKENDS}
+    {f"side_by_side_{backend}": Check(partial(_check_side_by_side, backend=backend)) for backend in _BACKENDS}
     | {f"held_{backend}": Check(partial(_check_held, backend=backend)) for backend in _BACKENDS}
     | {f"memory_{backend}": Check(partial(_check_memory, backend=backend)) for backend in _BACKENDS}
     | {"memory_fused_stores": Check(partial(_check_memory, backend="fused", put="stores"))}
