@@ -83,12 +83,6 @@ def clock(turn, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def multiprocessor(INTERPRETED: tl.constexpr):
-    """Return the number of the multiprocessor that runs this program; 0 under the interpreter."""
-    return tl.full((), 0, tl.int32) if INTERPRETED else cuda.smid()
-
-
-@triton.jit
 def raise_flag(flag, epoch):
     """Store `epoch` at `flag`, in this GPU's memory or a peer's, after all that this program has stored or acquired.
 

@@ -42,8 +42,6 @@ class ExchangeOptions:
     """type of pooled embeddings and their gradients between ranks, and so of the windows"""
     wait_timeout_s: float = EmbeddingConfig.wait_timeout_s
     """bound of a wait for a peer"""
-    trace: bool = False
-    """backends with slices, on GPUs: record every task"""
     backward: str = "auto"
     """collective | push, or auto: the backend's first"""
     copy_output: bool = False

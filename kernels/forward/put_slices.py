@@ -32,35 +32,23 @@ from dlrm_overlap.kernels.flags import Flags
 from dlrm_overlap.kernels.forward.pooling import COLUMN, FEATURE_COLUMNS, GENERAL, PoolingShape, pool, store_rows
 from dlrm_overlap.kernels.forward.slices import Slices, SliceState
 from dlrm_overlap.kernels.launches import Launch
-from dlrm_overlap.kernels.primitives import await_flags, clock, multiprocessor, raise_flag, raise_flags, task_at
+from dlrm_overlap.kernels.primitives import await_flags, raise_flag, raise_flags, task_at
 
 # Of a thread, so that a multiprocessor holds 32 programs of a warp and has as many loads in flight as with
 # `store_pooled`. Left to itself the compiler takes 72 for 128 columns, which is 28 programs.
 _REGISTERS = 64
 
 
-@triton.jit
-def _store_trace(trace, position, start_ns, put_ns, end_ns, INTERPRETED: tl.constexpr):
-    """Store the row of the task at `position` in `trace` [tasks, 6], see TRACE_COLUMNS; the wait is 0 for now."""
-    row = trace + position.to(tl.int64) * 6
-    tl.store(row, tl.program_id(0).to(tl.int64))
-    tl.store(row + 1, multiprocessor(INTERPRETED).to(tl.int64))
-    tl.store(row + 2, start_ns)
-    tl.store(row + 3, end_ns)
-    tl.store(row + 4, end_ns - put_ns)
-    tl.store(row + 5, end_ns - end_ns)
-
-
 @triton.jit(**GENERAL)
 def _put_slices(
     values, offsets, id_weights, first_sample, features, windows,
     status, peers_ready, ready, counts, clock_word,
-    staging, done, ticket, trace,
+    staging, done, ticket,
     rank, world_size, features_here, blocks, batch,
     slots, first_slot, epoch: tl.int64, timeout: tl.int64,
     PUT: tl.constexpr, IN_PLACE: tl.constexpr, RAISE: tl.constexpr, PEERS: tl.constexpr,
     PUT_ROWS: tl.constexpr, SLICE_TASKS: tl.constexpr, GROUPS: tl.constexpr, END_WAIT: tl.constexpr,
-    FLAGS: tl.constexpr, TRACE: tl.constexpr, INTERPRETED: tl.constexpr,
+    FLAGS: tl.constexpr, INTERPRETED: tl.constexpr,
     SCHEDULE: tl.constexpr, BAGS: tl.constexpr, UNROLL: tl.constexpr, STRIDE: tl.constexpr, DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr, WEIGHT: tl.constexpr, WIRE: tl.constexpr, ALIGNMENT: tl.constexpr,
     WINDOW_ALIGNMENT: tl.constexpr, COLUMN_ALIGNMENT: tl.constexpr, CHECK: tl.constexpr, LEAVES_OUT: tl.constexpr,
@@ -104,10 +92,6 @@ def _put_slices(
     position = tl.atomic_add(ticket, 1, sem="relaxed", scope="gpu")
     group = 0
     stored = 0
-    # This program's last task. Not set to `position`: Triton 3.6 and 3.7 would take a variable that begins as another
-    # one of the loop for one that never changes.
-    last = tasks
-    start_ns = clock(0, INTERPRETED)
     while position < tasks:
         # One loop over the groups of all tasks: nested, it compiles to a slower one.
         destination, which, block = task_at(position, rank, world_size, features_here, blocks, SCHEDULE)
@@ -130,8 +114,6 @@ def _put_slices(
             store_rows(rows, staged, sample, 0, filled, DIM, DIM, BLOCK_DIM)
         group += 1
         if group == GROUPS:
-            if TRACE:
-                put_ns = clock(0, INTERPRETED)
             if not IN_PLACE and destination != rank:
                 index = block // SLICE_TASKS  # of the slice, among those of this feature for this destination
                 slice_tasks = tl.minimum(SLICE_TASKS, blocks - index * SLICE_TASKS)
@@ -151,11 +133,6 @@ def _put_slices(
                     )  # fmt: skip
                     flags = tl.load(peers_ready + destination).to(tl.pointer_type(tl.int64))
                     raise_flag(flags + rank * slots + first_slot + which * slices + index, epoch)
-            if TRACE:
-                end_ns = clock(0, INTERPRETED)
-                _store_trace(trace, position, start_ns, put_ns, end_ns, INTERPRETED)
-                start_ns = end_ns
-                last = position
             stored += 1
             position = tl.atomic_add(ticket, 1, sem="relaxed", scope="gpu")
             group = 0
@@ -168,17 +145,14 @@ def _put_slices(
         tl.store(ticket, 0)
         tl.store(ticket + 1, 0)
     if END_WAIT:
-        start_ns = clock(0, INTERPRETED)
         for share in range(tl.program_id(0) * FLAGS, world_size * slots, tl.num_programs(0) * FLAGS):
             await_flags(ready, counts, slots, share, rank, world_size, epoch, timeout, status, FLAGS, INTERPRETED)
-        if TRACE and last < tasks:
-            tl.store(trace + last.to(tl.int64) * 6 + 5, clock(0, INTERPRETED) - start_ns)
 
 
 _ARGUMENTS = (
     "values", "offsets", "id_weights", "first_sample", "features", "windows",
     "status", "peers_ready", "ready", "counts", "clock_word",
-    "staging", "done", "ticket", "trace",
+    "staging", "done", "ticket",
     "rank", "world_size", "features_here", "blocks", "batch",
     "slots", "first_slot", "epoch", "timeout",
 )  # fmt: skip
@@ -186,7 +160,7 @@ _ARGUMENTS = (
 
 @lru_cache
 def _compiled(
-    put: Any, slice_bags: int, raises: bool, end_wait: bool, peers: int, traced: bool, fields: tuple[Any, ...]
+    put: Any, slice_bags: int, raises: bool, end_wait: bool, peers: int, fields: tuple[Any, ...]
 ) -> CompiledKernel:
     shape = PoolingShape(*fields)
     tuning = shape.options.tuning
@@ -200,7 +174,6 @@ def _compiled(
         "GROUPS": tuning.groups,
         "END_WAIT": end_wait,
         "FLAGS": 32 * tuning.num_warps,
-        "TRACE": traced,
         "INTERPRETED": INTERPRETED,
     }
     # The launch is not cooperative. No wait needs that, and all programs of such a launch have to start together, hence
@@ -221,23 +194,17 @@ class SlicedPut(NamedTuple):
     options: PoolingOptions
     slices: Slices
 
-    def launch_kernel(self, epoch: int, programs: int) -> None:
-        """Pool every bag; put each slice as soon as it is complete, and raise its flag to `epoch` at the destination.
+    def launch(self, programs: int) -> Launch:
+        """Return the launch, which is called with `Bags.tensors` of the types and samples of `bags`, and the epoch.
 
-        In place there are no slices, and one flag is raised at every rank when all is stored.
+        It pools every bag, puts each slice as soon as it is complete, and raises its flag to the epoch at the
+        destination. In place there are no slices, and one flag is raised at every rank when all is stored. Bags of this
+        rank's samples are stored into its own window and have no flag: the end of the kernel orders them.
 
-        Bags of this rank's samples are stored into its own window and have no flag: the end of the kernel orders them.
+        It holds all but the rows, and may be called as long as they are where `features` says.
 
         Args:
             programs: of the grid, best as many as the GPU holds at once, see `resident_programs`; more find no task.
-        """
-        self.launch(programs)(*self.bags.tensors, epoch)
-
-    def launch(self, programs: int) -> Launch:
-        """Return the launch of `launch_kernel` that is called with other `Bags.tensors`, and with the epoch.
-
-        They are of the types and samples of `bags`. It holds all else, the rows not among it: it may be called as long
-        as they are where `features` says.
         """
         dtypes, changing = tuple(each.dtype for each in self.bags.tensors), ("values", "offsets", "id_weights", "epoch")
         return Launch(self._kernel(), programs, dtypes, self._arguments(epoch=0), changing)
@@ -255,21 +222,20 @@ class SlicedPut(NamedTuple):
         return programs
 
     def _kernel(self) -> CompiledKernel:
-        slices, traced = self.slices, self.state.trace is not None
+        slices = self.slices
         fields = PoolingShape.fields_of(self.features, self.windows, self.options)
         peers = power_of_2(self.windows.addresses.numel())
-        return _compiled(slices.put, slices.bags, slices.raises, slices.end_wait, peers, traced, fields)
+        return _compiled(slices.put, slices.bags, slices.raises, slices.end_wait, peers, fields)
 
     def _arguments(self, epoch: int) -> tuple[Any, ...]:
         """Return the arguments in the order of `_ARGUMENTS`, line by line."""
         bags, features, windows, flags, state, options, slices = self
-        trace = state.done if state.trace is None else state.trace  # without tracing the kernel does not touch it
         world_size, features_here = windows.addresses.numel(), features.entries.shape[0]
         blocks, slots = -(-bags.samples_per_rank // options.tuning.task_bags), flags.local.shape[1]
         return (
             *bags.tensors, bags.first_sample, features.entries, windows.addresses,
             flags.status, flags.addresses, flags.local, flags.counts, flags.clock,
-            state.staging, state.done, state.ticket, trace,
+            state.staging, state.done, state.ticket,
             options.rank, world_size, features_here, blocks, bags.samples,
             slots, slices.first_slot, epoch, flags.timeout,
         )  # fmt: skip

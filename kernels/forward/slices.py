@@ -11,10 +11,6 @@ import triton.language as tl
 
 from dlrm_overlap.kernels.forward.pooling import store_rows
 
-# Of a task: who did it and where, from when to when, how long after its pooling it took to count it and to put a slice
-# that it completed, and, of a program's last task, how long the program waited for flags at the end.
-TRACE_COLUMNS = ("program", "sm", "start_ns", "end_ns", "put_ns", "wait_ns")
-
 
 @dataclass(frozen=True)
 class SliceState:
@@ -28,8 +24,6 @@ class SliceState:
     ticket: torch.Tensor
     """[3] int32: the next task, the number of programs that have found none left, and the number of tasks that are
     stored, where `Slices.put` is None"""
-    trace: torch.Tensor | None = None
-    """[tasks, 6] int64, see TRACE_COLUMNS; None compiles the kernel without tracing"""
 
 
 @dataclass(frozen=True)

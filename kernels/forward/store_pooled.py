@@ -72,27 +72,18 @@ def _compiled(fields: tuple[Any, ...]) -> CompiledKernel:
     return CompiledKernel(_store_pooled, _ARGUMENTS, shape.constants(), num_warps=shape.options.tuning.num_warps)
 
 
-def store_pooled(
-    bags: Bags, features: FeatureTable, windows: Windows, status: torch.Tensor, options: PoolingOptions
-) -> None:
-    """Pool every bag and store the result straight into the window of the sample's owner.
-
-    No flag is raised. The stores are complete when the kernel ends, so `raise_flags`, launched next on the stream, may
-    report them to the peers.
-
-    Args:
-        status: [3] int64, see `Flags`; the kernel records an id outside its table there.
-    """
-    storing_pooled(bags, features, windows, status, options)(*bags.tensors)
-
-
 def storing_pooled(
     bags: Bags, features: FeatureTable, windows: Windows, status: torch.Tensor, options: PoolingOptions
 ) -> Launch:
-    """Return a launch of `store_pooled` that takes values, offsets and weights at each call, see `Bags.tensors`.
+    """Return a launch that takes values, offsets and weights at each call, see `Bags.tensors`.
 
-    These have the types and the number of samples of `bags`. The launch keeps all other tensors alive, but not the
-    rows: it may be called while these are at the addresses in `features`.
+    It pools every bag and stores the result straight into the window of the sample's owner. No flag is raised. The
+    stores are complete when the kernel ends, so `raise_flags`, launched next on the stream, may report them to the
+    peers. The ids have the types and the number of samples of `bags`. The launch keeps all other tensors alive, but not
+    the rows: it may be called while these are at the addresses in `features`.
+
+    Args:
+        status: [1 + kinds] int64, see `Flags`; the kernel records an id outside its table there.
     """
     assert options.tuning.groups == 1, "a program does one task, which it pools as one group"
     world_size, features_here = windows.addresses.numel(), features.entries.shape[0]

@@ -4,7 +4,7 @@ Triton's interpreter takes 0.1 to 0.6 ms an operation, and runs the programs of 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from math import gcd
 from typing import Any
@@ -18,8 +18,8 @@ from dlrm_overlap.kernels.arguments import Bags, FeatureTable, PoolingOptions, T
 from dlrm_overlap.kernels.compiled import INTERPRETED
 from dlrm_overlap.kernels.flags import Flags, raise_flags
 from dlrm_overlap.kernels.forward.put_slices import SlicedPut
-from dlrm_overlap.kernels.forward.slices import TRACE_COLUMNS, Slices, SliceState, put_by_stores
-from dlrm_overlap.kernels.forward.store_pooled import store_pooled
+from dlrm_overlap.kernels.forward.slices import Slices, SliceState, put_by_stores
+from dlrm_overlap.kernels.forward.store_pooled import storing_pooled
 from dlrm_overlap.kernels.schedule import TaskGrid
 from tests.agreement import assert_same
 
@@ -209,7 +209,8 @@ class World:
     def store_pooled(self, rank: int) -> None:
         """Run the zero-copy kernel of one rank."""
         status = self.records[rank].status
-        store_pooled(self.bags(rank), self.feature_table(rank), self.destinations(), status, self.options(rank))
+        bags = self.bags(rank)
+        storing_pooled(bags, self.feature_table(rank), self.destinations(), status, self.options(rank))(*bags.tensors)
 
     def assert_no_record(self) -> None:
         for rank, record in enumerate(self.records):
@@ -243,8 +244,7 @@ class SlicedWorld(World):
         done = torch.full((pairs * grid.slices + 2 * _GUARDS,), int(GUARD), dtype=torch.int32)
         done[_GUARDS:-_GUARDS] = 0
         ticket = torch.zeros(3, dtype=torch.int32)
-        trace = torch.full((len(grid), len(TRACE_COLUMNS)), -1)
-        return SliceState(staging[_GUARDS:-_GUARDS], done[_GUARDS:-_GUARDS], ticket, trace), staging, done
+        return SliceState(staging[_GUARDS:-_GUARDS], done[_GUARDS:-_GUARDS], ticket), staging, done
 
     def flags(self, rank: int, counts: Sequence[int] | None = None, timeout: int = 3) -> Flags:
         """Return a rank's flags; it waits for the first counts[w] of rank w, `timeout` turns at most."""
@@ -262,7 +262,6 @@ class SlicedWorld(World):
         rank: int,
         epoch: int = 1,
         programs: int = 2,
-        trace: bool = False,
         counts: Sequence[int] | None = None,
         put: Any = put_by_stores,
         raises: bool = True,
@@ -271,17 +270,17 @@ class SlicedWorld(World):
 
         In place, a rank without features only raises its flag, as the exchange has it.
         """
-        state = self.shared[rank][0] if trace else replace(self.shared[rank][0], trace=None)
         self.in_place = put is None
         if self.in_place and not self.case.features[rank]:
             raise_flags(self.flags(rank), rank, 0, epoch)
             return
         slices = Slices(self.slice_bags, self.first_slot, put, raises, end_wait=counts is not None)
+        bags = self.bags(rank)
         put = SlicedPut(
-            self.bags(rank), self.feature_table(rank), self.destinations(), self.flags(rank, counts), state,
+            bags, self.feature_table(rank), self.destinations(), self.flags(rank, counts), self.shared[rank][0],
             self.options(rank), slices,
         )  # fmt: skip
-        put.launch_kernel(epoch, programs)
+        put.launch(programs)(*bags.tensors, epoch)
 
     def assert_flags(self, epoch: int) -> None:
         """Check that all slots in use are at `epoch`, but a rank's own, and that no other was touched.

@@ -89,16 +89,6 @@ def test_an_id_outside_its_table_is_recorded_and_row_0_is_taken() -> None:
     world.assert_flags(epoch=1)
 
 
-def test_every_task_leaves_a_trace() -> None:
-    world = SlicedWorld(Case((5, 3), (3, 2)))
-    _run(world, trace=True, counts=[0, 0], programs=3)
-    for rank, (state, _, _) in enumerate(world.shared):
-        assert state.trace is not None
-        # The interpreter has no clock and no multiprocessors, and its first program takes all tasks.
-        assert_same(state.trace, torch.zeros_like(state.trace), f"trace of rank {rank}")
-    world.assert_windows()
-
-
 @triton.jit
 def _put_and_count(
     staged, window, first, end, column,

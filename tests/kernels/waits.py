@@ -36,8 +36,7 @@ _TYPES = _types(
 )
 _OF_SLICES = _types(
     {
-        "*i32": "values offsets id_weights first_sample ticket done region_of",
-        "*i64": "trace finished",
+        "*i32": "values offsets id_weights first_sample ticket done",
         "*bf16": "staging",
     }
 )
@@ -84,7 +83,7 @@ def _kernels() -> dict[str, tuple[CompiledKernel, dict[str, str]]]:
     tiles = {name: f"tensordesc<bf16{block}>" for name, block in blocks.items()}
     return {
         "await_flags": (flags._awaiting(1024), {}),
-        "put_slices": (put_slices._compiled(None, 8, True, True, 4, False, shape), _OF_SLICES),
+        "put_slices": (put_slices._compiled(None, 8, True, True, 4, shape), _OF_SLICES),
         "put_pooled": (put_pooled._compiled("stores", (), shape), _OF_POOLED),
         "await_message": (messages._awaiting(True, "stores", ()), _OF_MESSAGE),
         "gathered_product": (product._compiled(kind, tiling), _OF_PRODUCT | tiles),

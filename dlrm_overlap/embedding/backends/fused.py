@@ -1,6 +1,5 @@
 """`fused` on GPUs: one persistent kernel pools, and puts each slice as soon as it is done (arXiv 2305.06942)."""
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from dlrm_overlap.kernels.arguments import (
     tuning_for,
 )
 from dlrm_overlap.kernels.forward.put_slices import SlicedPut
-from dlrm_overlap.kernels.forward.slices import TRACE_COLUMNS, Slices, SliceState, put_by_stores
+from dlrm_overlap.kernels.forward.slices import Slices, SliceState, put_by_stores
 from dlrm_overlap.kernels.launches import Launch
 
 _MANY_BAGS = 1 << 17  # so many give each of some 4,000 resident programs several tasks of 4 or 8
@@ -66,8 +65,6 @@ class SlicedForward(ZeroCopyForward):
         self._programs: dict[tuple[int, Tuning], int] = {}
         self._launches = StepCache[tuple[Any, ...], Launch]()
         """by all that they were made of, but `_states`; of these as they are"""
-        self.traces: dict[int, torch.Tensor] = {}
-        """under `options.trace`: the records of each kernel, see `TRACE_COLUMNS`"""
 
     def _has_slices(self, step: Step) -> bool:
         return bool(self.lookup.pooled_together) and step.batch.most > 0
@@ -122,27 +119,18 @@ class SlicedForward(ZeroCopyForward):
         return self.output(step, copy)
 
     def state(self, i: int, bags: Bags, table: FeatureTable, tuning: Tuning) -> SliceState:
-        """Return the memory that the programs of kernel i share, for the largest batch so far.
-
-        A trace has as many rows as the launch has tasks, since all of its rows are read as that launch's.
-        """
+        """Return the memory that the programs of kernel i share, for the largest batch so far."""
         here = self.world_size * table.entries.shape[0]
-        tasks = here * -(-bags.samples_per_rank // tuning.task_bags)
         slices = here * -(-bags.samples_per_rank // self.options.slice_bags)
+        tasks = here * -(-bags.samples_per_rank // tuning.task_bags)
         staged = 0 if self._put is None else tasks * tuning.task_bags * table.dim
-        traced = tasks if self.options.trace else 0
-        state = before = self._states.get(i)
+        state = self._states.get(i)
         if state is None or state.staging.numel() < staged or state.done.numel() < slices:
-            state = SliceState(
+            state = self._states[i] = SliceState(
                 staging=torch.empty(staged, dtype=self.options.wire_dtype, device=self.device),
                 done=torch.zeros(slices, dtype=torch.int32, device=self.device),
                 ticket=torch.zeros(3, dtype=torch.int32, device=self.device),
             )
-        if traced and (state.trace is None or len(state.trace) != traced):
-            trace = torch.zeros(traced, len(TRACE_COLUMNS), dtype=torch.int64, device=self.device)
-            state, self.traces[i] = replace(state, trace=trace), trace
-        if state is not before:
-            self._states[i] = state
             self._launches.forget()
         return state
 
@@ -166,6 +154,6 @@ class SlicedForward(ZeroCopyForward):
 
     def close(self) -> None:
         """Forget the windows, their views, and other memory as large."""
-        self._states, self.traces = {}, {}
+        self._states = {}
         self._launches.clear()
         super().close()

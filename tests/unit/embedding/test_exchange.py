@@ -437,7 +437,7 @@ def test_what_a_captured_step_reads_stays_however_many_sizes_follow(
 ) -> None:
     monkeypatch.setattr(steps, "_MOST", 2)
     stage = Stage([([4], [])], rank=0)
-    options = ExchangeOptions(backend=backend, put="stores", slice_bags=2, trace=True, wait_timeout_s=20.0)
+    options = ExchangeOptions(backend=backend, put="stores", slice_bags=2, wait_timeout_s=20.0)
     forward: Any = interpreted_forward(stage, world_of_one, options, samples=4)
     made: list[weakref.ref[Any]] = []
     launched = Launch.__call__
@@ -452,7 +452,7 @@ def test_what_a_captured_step_reads_stays_however_many_sizes_follow(
         _assert_pooled(stage, forward, 0, 3, torch.int64, factor=1)
     with without_streams():
         read = weakref.ref(forward.lookup.first_samples(BatchSizes.of((3,)), forward.reached))
-        for number, samples in enumerate((1, 2, 4, 1, 2, 4), 1):  # 4 need more memory, and a trace has one size
+        for number, samples in enumerate((1, 2, 4, 1, 2, 4), 1):  # 4 need more memory
             _assert_pooled(stage, forward, number, samples, torch.int64, factor=1)
     gone = "a graph would read memory that has been given away"
     assert read() is not None, gone
@@ -462,19 +462,15 @@ def test_what_a_captured_step_reads_stays_however_many_sizes_follow(
 
 
 @interpreted
-def test_a_trace_has_the_tasks_of_the_last_cut_alone(world_of_one: dist.ProcessGroup) -> None:
-    """And nothing else is made anew where steps of the same samples are cut in turns."""
+def test_nothing_is_made_anew_where_steps_of_the_same_samples_are_cut_in_turns(world_of_one: dist.ProcessGroup) -> None:
     stage = Stage([([4], [])], rank=0)
-    options = ExchangeOptions(backend="fused", put="stores", slice_bags=4, trace=True, wait_timeout_s=20.0)
+    options = ExchangeOptions(backend="fused", put="stores", slice_bags=4, wait_timeout_s=20.0)
     forward: Any = interpreted_forward(stage, world_of_one, options, samples=5)
     step = Step(stage.inputs(0, (5,))[0], BatchSizes.of((5,)))
     bags, (table,) = forward.lookup.bags(stage.shards, step, forward.reached), forward.lookup.tables()
     first = forward.state(0, bags, table, Tuning(4, 1, 1))
-    for task_bags, tasks in ((1, 5), (4, 2), (4, 2)):
-        state = forward.state(0, bags, table, Tuning(task_bags, 1, 1))
-        assert len(state.trace) == len(forward.traces[0]) == tasks
-        assert state.staging is first.staging
-        assert state.ticket is first.ticket
+    for task_bags in (1, 4):
+        assert forward.state(0, bags, table, Tuning(task_bags, 1, 1)) is first
     forward.close()
 
 

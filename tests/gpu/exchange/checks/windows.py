@@ -1,13 +1,12 @@
-"""Windows: several exchanges side by side, outputs that are held too long, memory given back. The kernels' trace."""
+"""Windows: several exchanges side by side, outputs that are held too long, memory given back."""
 
 import gc
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from dlrm_overlap.embedding.options import PUTS, ExchangeOptions
+from dlrm_overlap.embedding.options import ExchangeOptions
 from dlrm_overlap.embedding.windows import WindowHeldError
 from tests.agreement import assert_same
 from tests.gpu.exchange.place import Check, Place
@@ -124,50 +123,9 @@ def _check_memory(place: Place, backend: str, put: str = "auto") -> None:
     place.meet()
 
 
-@torch.no_grad()
-def _check_trace(place: Place, put: str) -> None:
-    """Every task is traced once, in a program of the grid and on a multiprocessor that there are."""
-    from dlrm_overlap.kernels.forward.slices import TRACE_COLUMNS
-
-    stage, everyones = _stage(place)
-    batch = Batch(place, stage.tables, [333] * place.world_size, seed=0)
-    exchange = stage.exchange(ExchangeOptions("fused", put=put, programs_per_sm=2, trace=True))
-    for _ in range(3):
-        actual = exchange.start(stage.inputs(batch), batch.sizes).wait()
-        forward: Any = exchange._open().forward
-        place.synchronize()
-        assert_same(actual, pool_exactly(batch, everyones, place.rank), "traced")
-        del actual
-        multiprocessors = torch.cuda.get_device_properties(place.device).multi_processor_count
-        assert len(forward.traces) == 2, "a launch a dim"
-        for trace in forward.traces.values():
-            tasks = {name: trace[:, i].cpu() for i, name in enumerate(TRACE_COLUMNS)}
-            assert (tasks["start_ns"] > 0).all(), f"{int((tasks['start_ns'] == 0).sum())} tasks left no trace"
-            assert (tasks["start_ns"] <= tasks["end_ns"]).all()
-            assert ((tasks["sm"] >= 0) & (tasks["sm"] < multiprocessors)).all()
-            assert ((tasks["program"] >= 0) & (tasks["program"] < 2 * multiprocessors)).all()
-            assert (tasks["put_ns"] >= 0).all()
-            assert (tasks["put_ns"] <= tasks["end_ns"] - tasks["start_ns"]).all()
-            assert (tasks["wait_ns"] >= 0).all()
-            _assert_one_at_a_time(tasks["program"], tasks["start_ns"], tasks["end_ns"])
-            trace.zero_()
-    place.meet()
-    exchange.close()
-
-
-def _assert_one_at_a_time(program: torch.Tensor, start_ns: torch.Tensor, end_ns: torch.Tensor) -> None:
-    """Check that no program begins a task before it ends the one before."""
-    order = start_ns.argsort(stable=True)
-    order = order[program[order].argsort(stable=True)]
-    program, start_ns, end_ns = program[order], start_ns[order], end_ns[order]
-    overlap = (program[1:] == program[:-1]) & (start_ns[1:] < end_ns[:-1])
-    assert not overlap.any(), f"program {int(program[1:][overlap][0])} has two tasks at once"
-
-
 CHECKS = (
     {f"side_by_side_{backend}": Check(partial(_check_side_by_side, backend=backend)) for backend in _BACKENDS}
     | {f"held_{backend}": Check(partial(_check_held, backend=backend)) for backend in _BACKENDS}
     | {f"memory_{backend}": Check(partial(_check_memory, backend=backend)) for backend in _BACKENDS}
     | {"memory_fused_stores": Check(partial(_check_memory, backend="fused", put="stores"))}
-    | {f"trace_{put}": Check(partial(_check_trace, put=put), gpu_only=True) for put in PUTS}
 )
