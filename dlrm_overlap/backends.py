@@ -56,11 +56,11 @@ BACKENDS = {
     ),
     "fused": Backend(
         "one persistent kernel that stores pooled rows in place, or puts slices as they are done",
-        Implementation(cpu="cpu:CpuSlicedForward", cuda="fused:SlicedForward"),
+        Implementation(cpu="cpu:CpuZeroCopyForward", cuda="fused:SlicedForward"),
         ("push", "collective"),
         stores_to_peers=True,
         has_slices=True,
-        forward_across=Implementation(cpu="cpu_across:CpuSlicedAcross", cuda="across:SlicedAcross"),
+        forward_across=Implementation(cpu="cpu_across:CpuZeroCopyAcross", cuda="across:SlicedAcross"),
     ),
 }
 

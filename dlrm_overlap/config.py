@@ -259,9 +259,9 @@ class EmbeddingConfig:
     backend: BackendName = "torchrec"
     """torchrec: FBGEMM's lookup, then an All-to-All of NCCL (gloo on CPU). nccl: our lookup, then the same. pgas:
     pooled rows stored straight into the peers' memory. fused: the same by one persistent kernel, for steps that are
-    short and not captured"""
+    short and not captured; on CPUs the same as pgas"""
     schedule: Literal["auto", "linear", "remote_first", "balanced"] = "auto"
-    """pgas, fused: order of the destinations; auto is balanced where peers are reached by stores"""
+    """pgas, fused, on GPUs: order of the destinations; auto is balanced"""
     put: Literal["auto", "in_place", "stores"] = "auto"
     """fused, on GPUs: how pooled rows get into the peer's window. in_place: each is stored there at once. stores: rows
     are staged, and the program that finishes a slice copies it. auto is in_place"""

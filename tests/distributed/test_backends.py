@@ -23,10 +23,6 @@ SAVING = ["--checkpoint.every", "10"]
 # Another way through a backend, and what must not change its losses: run -> backend and options.
 VARIANTS = {
     "graph": ("pgas", ["--train.pipeline", "graph"]),
-    "linear": ("pgas", ["--embedding.schedule", "linear"]),
-    "remote_first": ("fused", ["--embedding.schedule", "remote_first"]),
-    "small_slices": ("fused", ["--embedding.slice_bags", "4"]),
-    "one_slice": ("fused", ["--embedding.slice_bags", "1024", "--embedding.put", "stores"]),
     "collective": ("fused", ["--embedding.backward", "collective"]),
 }
 RESUMED = [("rowwise_adagrad", "torchrec", "pgas"), ("rowwise_adagrad", "fused", "torchrec")]

@@ -186,9 +186,6 @@ def gradient_scale(world_size: int) -> float:
 class WindowForward(Forward):
     """A forward that stores into the windows [b, leading + D_total] of the samples' ranks, on any device."""
 
-    sliced = False
-    """whether each slice of a shard's bags has a ready flag of its own; else a rank's only flag covers all it sends"""
-
     def __init__(self, context: ExchangeContext, windows: WindowPair) -> None:
         super().__init__(context, windows)
         self.windows, self.leading = windows, context.options.leading_columns
@@ -210,8 +207,11 @@ class WindowForward(Forward):
 
     @classmethod
     def slices(cls, options: ExchangeOptions, samples: int) -> int:
-        """Return how many slices a shard's bags for a destination of `samples` samples make; 0 if not `sliced`."""
-        return -(-samples // options.slice_bags) if cls.sliced else 0
+        """Return how many slices with a ready flag of their own a shard's bags for a destination of `samples` make.
+
+        0 where one flag of a rank covers all that it sends.
+        """
+        return 0
 
     def awaited_flags(self, step: Step) -> torch.Tensor:
         """Return [W] int32: how many flags this rank awaits of each rank; its own work is ordered by the stream.

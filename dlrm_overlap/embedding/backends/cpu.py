@@ -4,7 +4,6 @@ Processes of one host store into each other's memory.
 """
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 
 import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
@@ -18,7 +17,7 @@ from dlrm_overlap.embedding.steps import Step
 from dlrm_overlap.embedding.tables import FbgemmUpdate, bad_id_message, bags_of
 from dlrm_overlap.embedding.windows import WindowPair, one_flag_each
 from dlrm_overlap.kernels import reference
-from dlrm_overlap.kernels.schedule import Task, TaskGrid, staggered_peers
+from dlrm_overlap.kernels.schedule import staggered_peers
 
 
 def lengths_and_ids(ids: KeyedJaggedTensor, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -139,20 +138,20 @@ def views_of(windows: WindowPair) -> list[list[torch.Tensor]]:
     return [[windows.arena.view(name, rank) for rank in windows.arena.reached] for name in windows.names]
 
 
-@lru_cache
-def _tasks(schedule: str, *numbers: int) -> Sequence[tuple[Task, int]]:
-    """Return the tasks of the `TaskGrid` of these numbers in the order of `schedule`, each with its slice."""
-    grid = TaskGrid(*numbers)
-    return [(task, grid.slice_of(task)) for task in grid.order(schedule)]
+def turns_of(windows: WindowPair) -> list[int]:
+    """Return the ranks reached, by number, in the order in which they are sent to; this one is last."""
+    here = windows.arena.reached.index(windows.arena.rank)
+    return [*staggered_peers(here, len(windows.arena.reached)), here]
 
 
 class CpuZeroCopyForward(WindowForward):
-    """`pgas`: a rank stores all it has into the windows of its host's ranks, then raises one flag at each."""
+    """`pgas` and `fused`: a rank stores all it has into the windows of its host's ranks, then raises a flag at each."""
 
     def __init__(self, context: ExchangeContext, windows: WindowPair) -> None:
         super().__init__(context, windows)
         assert isinstance(windows.arena, HostArena)
         self._arena, self._reached = windows.arena, windows.arena.reached
+        self._turns = turns_of(windows)
         self._peers, self._epoch = views_of(windows), 0
         self._shards = [(s, self.column(s), context.leaves_out(s)) for s in self.layout.by_owner[self.rank]]
 
@@ -165,38 +164,26 @@ class CpuZeroCopyForward(WindowForward):
         """Bring messages of other hosts to the ranks of this host; here there are none."""
 
     def start(self, step: Step) -> None:
-        """Pool and store in the schedule's order, and raise the flags: after each slice or, without slices, at the end.
-
-        A rank that has no slice raises its first flag all the same.
-        """
-        reached, batch = self._reached, step.batch
+        """Pool and store rank by rank, the next one first, then raise the flags."""
         weights = self.tables.weights(self.layout.by_owner[self.rank])
         self.begin(step, weights)
-        windows = self._peers[self._epoch % 2]
-        bags = self.options.slice_bags if self.sliced else max(1, batch.most)
-        here = reached.index(self.rank)
-        tasks = _tasks(self.schedule, here, len(reached), len(weights), batch.most, bags, bags)
-        for task, slot in tasks:
-            destination, (shard, column, leaves_out) = reached[task.destination], self._shards[task.feature]
-            samples, first = batch.per_rank[destination], batch.first_sample[destination]
-            begin = min(task.block * bags, samples)
-            end = min(begin + bags, samples)
-            pooled = pool_on_cpu(shard, weights[task.feature], step, first + begin, first + end)
-            into = windows[task.destination][begin:end, column : column + shard.dim]
-            if leaves_out:
-                bag = shard.feature * batch.total + first
-                filled = step.inputs[shard.input].lengths()[bag + begin : bag + end] > 0
-                into[filled] = pooled[filled].to(into.dtype)
-            else:
-                into.copy_(pooled)
-            if self.sliced and destination != self.rank:
-                self._raise(destination, slot)
-        if not (self.sliced and tasks):
-            for peer in reached:
-                self._raise(peer)
+        for number in self._turns:
+            rank, window = self._reached[number], self._peers[self._epoch % 2][number]
+            first, samples = step.batch.first_sample[rank], step.batch.per_rank[rank]
+            for (shard, column, leaves_out), weight in zip(self._shards, weights, strict=True):
+                pooled = pool_on_cpu(shard, weight, step, first, first + samples)
+                into = window[:samples, column : column + shard.dim]
+                if leaves_out:
+                    bag = shard.feature * step.batch.total + first
+                    filled = step.inputs[shard.input].lengths()[bag : bag + samples] > 0
+                    into[filled] = pooled[filled].to(into.dtype)
+                else:
+                    into.copy_(pooled)
+        for peer in self._reached:
+            self._raise(peer)
 
-    def _raise(self, peer: int, slot: int = 0, source: int | None = None) -> None:
-        self._arena.raise_flag(self.windows.flags, peer, slot, self._epoch, source)
+    def _raise(self, peer: int, source: int | None = None) -> None:
+        self._arena.raise_flag(self.windows.flags, peer, 0, self._epoch, source)
 
     def skip(self) -> None:
         """Take an epoch in which nothing is stored."""
@@ -209,12 +196,6 @@ class CpuZeroCopyForward(WindowForward):
         return self.output(step, copy)
 
 
-class CpuSlicedForward(CpuZeroCopyForward):
-    """`fused`: a rank raises a flag after each slice that it stores. The option `put` has no effect."""
-
-    sliced = True
-
-
 class CpuPush(WindowBackward):
     """Gradients stored into the owners' windows; rows updated once all of them have arrived."""
 
@@ -223,9 +204,7 @@ class CpuPush(WindowBackward):
         assert isinstance(windows.arena, HostArena)
         self._arena, self._reached = windows.arena, windows.arena.reached
         self._peers, self._epoch = views_of(windows), 0
-        here = self._reached.index(self.rank)
-        self._turns = [*staggered_peers(here, len(self._reached)), here]
-        """the ranks reached, by number, in the order in which they are sent to; this one is last"""
+        self._turns = turns_of(windows)
         self._published: dict[FeatureShard, int] = {}
         """of shards whose bags without ids get no gradient, which of the published features has their ids"""
         if (ids := context.ids) is not None:

@@ -18,7 +18,7 @@ from dlrm_overlap.embedding.windows import WindowPair
 
 
 class CpuZeroCopyAcross(CpuZeroCopyForward):
-    """`pgas` between hosts: a rank pools and sends for other hosts first, and then serves this host's ranks."""
+    """`pgas` and `fused` between hosts: a rank sends to other hosts first, then serves this host's ranks."""
 
     def __init__(self, context: ExchangeContext, windows: WindowPair) -> None:
         super().__init__(context, windows)
@@ -58,12 +58,6 @@ class CpuZeroCopyAcross(CpuZeroCopyForward):
                     windows[rank][: len(here), into : into + shard.dim] = here[:, column : column + shard.dim]
             for rank in self._reached:
                 self._raise(rank, source=message.peer)
-
-
-class CpuSlicedAcross(CpuZeroCopyAcross):
-    """`fused` between hosts: slices within the host; to each other host all of a step is one message."""
-
-    sliced = True
 
 
 class CpuPushAcross(CpuPush):

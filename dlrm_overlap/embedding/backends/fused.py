@@ -48,14 +48,13 @@ class SlicedForward(ZeroCopyForward):
     A rank that has nothing to pool does as `pgas`: it only raises its flag, and awaits the others' in `finish`.
     """
 
-    sliced = True
     ends_with_wait = True
     """whether the last kernel returns when all flags have been raised; else `finish` awaits them"""
 
     @classmethod
     def slices(cls, options: ExchangeOptions, samples: int) -> int:
-        """Return how many slices a shard's bags for `samples` samples make; none where none has a flag of its own."""
-        return super().slices(options, samples) if options.resolved_put == "stores" else 0
+        """Return how many slices a shard's bags for `samples` samples make; none in place, where none has a flag."""
+        return -(-samples // options.slice_bags) if options.resolved_put == "stores" else 0
 
     def __init__(self, context: ExchangeContext, windows: WindowPair) -> None:
         super().__init__(context, windows)
