@@ -21,7 +21,7 @@ from torchrec.distributed.sharding_plan import (
     table_row_wise,
     table_wise,
 )
-from torchrec.distributed.types import CacheParams, ModuleSharder, ParameterSharding, ShardingPlan, ShardingType
+from torchrec.distributed.types import CacheParams, ModuleSharder, ShardingPlan, ShardingType
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig, data_type_to_dtype
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
@@ -130,12 +130,9 @@ def build_plan(
     Raises:
         InputError: if the tables do not fit.
     """
-    if config.plan == "auto":
-        plan = _balanced_plan(module, sharders, topology, config, pooling, group)
-    else:
-        plan = _planners_plan(module, sharders, topology, config, dim, pooling, batch_size, group)
-    by_table = dict(zip(table_keys(len(pooling)), pooling, strict=True))
-    memory, links = fullest_rank(plan, by_table, group.size(), _unpooled_tables(module))
+    unsharded = Unsharded(module, sharders, topology, config, pooling, group)
+    plan = unsharded.balanced() if config.plan == "auto" else unsharded.planned_by_torchrec(dim, batch_size)
+    memory, links = fullest_rank(plan, unsharded.pooling, group.size(), unsharded.unpooled)
     if group.rank() == 0:
         kinds = [s.sharding_type for tables in plan.plan.values() for s in tables.values()]  # type: ignore[attr-defined]
         whole = kinds.count(ShardingType.DATA_PARALLEL.value)
@@ -161,104 +158,182 @@ def torchrecs_planner(
     )
 
 
-def _planners_plan(
-    module: nn.Module,
-    sharders: list[ModuleSharder[Any]],
-    topology: Topology,
-    config: EmbeddingConfig,
-    dim: int,
-    pooling: Sequence[float],
-    batch_size: int,
-    group: dist.ProcessGroup,
-) -> ShardingPlan:
-    """Return the plan of TorchRec's planner, which rank 0 makes, with shards of the configured type."""
-    # TorchRec never cuts columns below 128 of itself: where columns are asked for, every rank may have some.
-    min_partition = max(4, dim // topology.world_size // 4 * 4) if config.plan == "column_wise" else None
-    names, on_gpu = table_keys(len(pooling)), topology.compute_device == "cuda"
-    capacity = min(_capacities(topology, group)) * (1 - _RESERVED) * group.size() if on_gpu else None
-    cached = cached_tables(module, config, names, capacity)
-    _require_host_memory(module, cached, config, topology)
-    constraints = {
-        key: ParameterConstraints(
-            sharding_types=None if config.plan == "torchrec" else [config.plan],
-            # For CPUs the planner knows no other kernel.
-            compute_kernels=[_CACHING if key in cached and on_gpu else EmbeddingComputeKernel.FUSED.value],
-            pooling_factors=[factor],
-            min_partition=min_partition,
-            cache_params=_cache_params(config) if key in cached and on_gpu else None,
-        )
-        for key, factor in zip(names, pooling, strict=True)
-    }
-    try:
-        plan = torchrecs_planner(topology, batch_size, constraints).collective_plan(module, sharders, group)
-    except PlannerError as error:
-        raise _does_not_fit(config.plan, in_one_line(error)) from None
-    for tables in plan.plan.values():
-        for name in cached & tables.keys():  # type: ignore[attr-defined]
-            _cache(tables[name], config)  # type: ignore[index]
-    return plan
+class Unsharded:
+    """The tables of a module that is not sharded, and what a configuration makes of them on these ranks."""
 
+    def __init__(
+        self,
+        module: nn.Module,
+        sharders: list[ModuleSharder[Any]],
+        topology: Topology,
+        config: EmbeddingConfig,
+        pooling: Sequence[float],
+        group: dist.ProcessGroup,
+    ) -> None:
+        """Take the arguments of `build_plan`; a collective.
 
-def _capacities(topology: Topology, group: dist.ProcessGroup) -> list[int]:
-    """Return the memory of each rank for tables, in bytes; a collective."""
-    storage, capacities = topology.devices[group.rank()].storage, [0] * group.size()
-    dist.all_gather_object(capacities, storage.hbm if topology.compute_device == "cuda" else storage.ddr, group)
-    return capacities
+        Raises:
+            InputError: if the host has no memory for cached tables, or see `cached_tables`.
+        """
+        self._module, self._sharders, self._topology, self._config, self._group = (
+            module, sharders, topology, config, group
+        )  # fmt: skip
+        self._collections, names = _collections(module), table_keys(len(pooling))
+        by_name = {table.name: table for _, configs in self._collections.values() for table in configs}
+        self.tables = [by_name[name] for name in names]
+        """in the order of the ids"""
+        self.pooling = dict(zip(names, pooling, strict=True))
+        self.unpooled = {
+            table.name
+            for each, configs in self._collections.values()
+            if isinstance(each, EmbeddingCollection)
+            for table in configs
+        }
+        """those all of whose rows travel, rather than one sum of a bag"""
+        sequences, rows = [names.index(name) for name in self.unpooled], [each.num_embeddings for each in self.tables]
+        self.replicated = {names[index] for index in data_parallel_tables(config, rows, sequences)}
+        self._on_gpu, self._world_size = topology.compute_device == "cuda", group.size()
+        storage, capacities = topology.devices[group.rank()].storage, [0] * group.size()
+        dist.all_gather_object(capacities, storage.hbm if self._on_gpu else storage.ddr, group)
+        self._room = min(capacities) * (1 - _RESERVED)
+        whole = sum(each.num_embeddings * each.embedding_dim for each in self.tables if each.name in self.replicated)
+        self._capacity = int(self._room) - whole * _REPLICATED_BYTES
+        """bytes of a rank for tables that are not on every rank"""
+        self._cached = self.cached_tables(self._capacity * self._world_size if self._on_gpu else None)
+        self._require_host_memory()
 
+    def cached_tables(self, capacity_bytes: float | None) -> set[str]:
+        """Return the tables that are cached, see `embedding.memory`.
 
-def _cache_params(config: EmbeddingConfig) -> CacheParams:
-    return CacheParams(load_factor=config.cache_fraction, prefetch_pipeline=config.backend == "torchrec" or None)
+        Under auto they are the largest, the least number of them that leaves room for the others and the caches.
 
+        Args:
+            capacity_bytes: the room for tables on all GPUs; None on CPUs, which have no other memory.
 
-def _cache(sharding: ParameterSharding, config: EmbeddingConfig) -> None:
-    """Have a table of a plan cached."""
-    sharding.compute_kernel, sharding.cache_params = _CACHING, _cache_params(config)
-
-
-def cached_tables(
-    module: nn.Module, config: EmbeddingConfig, names: Sequence[str], capacity_bytes: float | None
-) -> set[str]:
-    """Return the tables that a plan of `config` caches, see `embedding.memory`.
-
-    Under auto they are the largest, the least number of them that leaves room for the others and the caches.
-
-    Args:
-        module: that is not sharded.
-        config: of the embedding stage.
-        names: of the tables, in the order of `embedding.memory`.
-        capacity_bytes: the room for tables on all GPUs; None on CPUs, which have no other memory.
-
-    Raises:
-        InputError: if `embedding.memory` has not one value, nor one a table, or one of a table that cannot be cached.
-    """
-    memory = [config.memory] * len(names) if isinstance(config.memory, str) else config.memory
-    if len(memory) != len(names):
-        raise InputError(
-            f"embedding.memory: {len(memory)} values for {len(names)} tables; give one value, or one a table"
-        )
-    by_name = {table.name: table for _, configs in _collections(module).values() for table in configs}
-    every, unpooled = [by_name[name] for name in names], _unpooled_tables(module)
-    whole = {name for name, each in zip(names, memory, strict=True) if each == "cached"}
-    if refused := sorted(whole & unpooled) if isinstance(config.memory, list) else []:
-        raise InputError(
-            f"embedding.memory: cached for table {refused[0]}, whose rows are not pooled, and only pooled tables are "
-            f"cached; set gpu for it"
-        )
-    kept = [names.index(name) for name in unpooled]
-    small = data_parallel_tables(config, [table.num_embeddings for table in every], kept)
-    left_out = unpooled | {names[index] for index in small}
-    cached = whole - left_out
-    if capacity_bytes is None:
+        Raises:
+            InputError: if `embedding.memory` has not one value, nor one a table, or one of a table that cannot be
+                cached.
+        """
+        config, names = self._config, [table.name for table in self.tables]
+        memory = [config.memory] * len(names) if isinstance(config.memory, str) else config.memory
+        if len(memory) != len(names):
+            raise InputError(
+                f"embedding.memory: {len(memory)} values for {len(names)} tables; give one value, or one a table"
+            )
+        asked = {name for name, each in zip(names, memory, strict=True) if each == "cached"}
+        if refused := sorted(asked & self.unpooled) if isinstance(config.memory, list) else []:
+            raise InputError(
+                f"embedding.memory: cached for table {refused[0]}, whose rows are not pooled, and only pooled tables "
+                f"are cached; set gpu for it"
+            )
+        left_out = self.unpooled | self.replicated
+        cached = asked - left_out
+        if capacity_bytes is None:
+            return cached
+        sizes = {table.name: float(_table_bytes(table, config.optimizer)) for table in self.tables}
+        held = {table.name: _held_share(table, config) for table in self.tables}
+        needed = sum(sizes[name] * (held[name] if name in cached else 1.0) for name in names)
+        may = [name for name, each in zip(names, memory, strict=True) if each == "auto" and name not in left_out]
+        for name in sorted(may, key=lambda each: (-sizes[each], each)):
+            if needed <= capacity_bytes:
+                break
+            cached.add(name)
+            needed -= sizes[name] * (1 - held[name])
         return cached
-    sizes = {table.name: float(_table_bytes(table, config.optimizer)) for table in every}
-    needed = sum(sizes[name] * (_held_share(by_name[name], config) if name in cached else 1.0) for name in names)
-    may = [name for name, each in zip(names, memory, strict=True) if each == "auto" and name not in left_out]
-    for name in sorted(may, key=lambda each: (-sizes[each], each)):
-        if needed <= capacity_bytes:
-            break
-        cached.add(name)
-        needed -= sizes[name] * (1 - _held_share(by_name[name], config))
-    return cached
+
+    def _require_host_memory(self) -> None:
+        """Check that this host has memory for its share of the cached tables.
+
+        Raises:
+            InputError: if it has not.
+        """
+        held = sum(_table_bytes(table, self._config.optimizer) for table in self.tables if table.name in self._cached)
+        here = held * self._topology.local_world_size // self._topology.world_size
+        if here > (room := psutil.virtual_memory().available):
+            raise InputError(
+                f"embedding.memory: cached tables take {here / 1e9:.1f} GB of a host's memory, and {room / 1e9:.1f} GB "
+                f"are there; cache fewer, use more hosts, or cap them by data.tables.max_rows"
+            )
+
+    def _cache_params(self) -> CacheParams:
+        config = self._config
+        return CacheParams(load_factor=config.cache_fraction, prefetch_pipeline=config.backend == "torchrec" or None)
+
+    def _cache(self, tables: Any) -> None:
+        """Have the cached ones of some tables of a plan, by name, cached."""
+        for name in self._cached & tables.keys():
+            tables[name].compute_kernel, tables[name].cache_params = _CACHING, self._cache_params()
+
+    def planned_by_torchrec(self, dim: int, batch_size: int) -> ShardingPlan:
+        """Return the plan of TorchRec's planner, which rank 0 makes, with shards of the configured type."""
+        kind = self._config.plan
+        # TorchRec never cuts columns below 128 of itself: where columns are asked for, every rank may have some.
+        min_partition = max(4, dim // self._topology.world_size // 4 * 4) if kind == "column_wise" else None
+        cached = self._cached if self._on_gpu else set()  # for CPUs the planner knows no other kernel
+        constraints = {
+            name: ParameterConstraints(
+                sharding_types=None if kind == "torchrec" else [kind],
+                compute_kernels=[_CACHING if name in cached else EmbeddingComputeKernel.FUSED.value],
+                pooling_factors=[factor],
+                min_partition=min_partition,
+                cache_params=self._cache_params() if name in cached else None,
+            )
+            for name, factor in self.pooling.items()
+        }
+        planner = torchrecs_planner(self._topology, batch_size, constraints)
+        try:
+            plan = planner.collective_plan(self._module, self._sharders, self._group)
+        except PlannerError as error:
+            raise _does_not_fit(kind, in_one_line(error)) from None
+        for tables in plan.plan.values():
+            self._cache(tables)
+        return plan
+
+    def balanced(self) -> ShardingPlan:
+        """Return data-parallel tables, and the shards of the others placed by `balance`; all ranks do so alike."""
+        config, local, world_size = self._config, self._topology.local_world_size, self._world_size
+        hosts = config.hosts if isinstance(config.hosts, int) else -(-world_size // local)
+        divided, everywhere = dict[str, TableLoad](), list[TableLoad]()
+        for table in self.tables:
+            row_bytes = table.embedding_dim * data_type_to_dtype(table.data_type).itemsize
+            size, pooled = _table_bytes(table, config.optimizer), table.name not in self.unpooled
+            if table.name in self._cached and self._on_gpu:
+                size = round(size * _held_share(table, config))
+            # Between hosts unpooled tables that are cut by rows are not exchanged, which costs all steps their capture.
+            rows = table.num_embeddings if pooled or hosts == 1 or size > self._room / 2 else 0
+            load = TableLoad(self.pooling[table.name], table.embedding_dim, row_bytes, size, rows, pooled)
+            if table.name in self.replicated:
+                everywhere.append(load)
+            else:
+                divided[table.name] = load
+        # FBGEMM updates each shard's columns apart, row-wise states and norms of rows included: where cuts of columns
+        # depend on the number of ranks, so would the training, and losses would part on another number of them.
+        cut_columns, host_size = not looks_at_rows(config.optimizer), local if world_size % local == 0 else None
+        loads = list(divided.values())
+        placed = balance(loads, world_size, self._capacity, cut_columns, everywhere, host_size)
+        if placed is None:
+            held = sum(load.bytes for load in loads)
+            text = f"{held} bytes of tables on {world_size} ranks with room for {self._capacity} each"
+            raise _does_not_fit("auto", text)
+        shardings: dict[str, ParameterShardingGenerator] = {name: data_parallel() for name in sorted(self.replicated)}
+        for number, (name, ranks) in enumerate(zip(divided, placed.ranks, strict=True)):
+            if number in placed.by_rows:
+                shardings[name] = row_wise() if len(ranks) == world_size else table_row_wise(ranks[0] // local)
+            elif len(ranks) == 1:
+                shardings[name] = table_wise(rank=ranks[0])
+            else:
+                shardings[name] = column_wise(ranks=ranks)
+        plan = ShardingPlan({})
+        for path, (collection, configs) in self._collections.items():
+            (sharder,) = [each for each in self._sharders if isinstance(collection, each.module_type)]
+            own = {table.name: shardings[table.name] for table in configs}
+            device_type = self._topology.compute_device
+            made = construct_module_sharding_plan(collection, own, sharder, local, world_size, device_type)
+            for name in own.keys() - self.replicated:
+                made[name].compute_kernel = EmbeddingComputeKernel.FUSED.value
+            self._cache(made)
+            plan.plan[path] = made
+        return plan
 
 
 def _table_bytes(table: BaseEmbeddingConfig, optimizer: str) -> int:
@@ -272,87 +347,6 @@ def _held_share(table: BaseEmbeddingConfig, config: EmbeddingConfig) -> float:
     return min(1.0, config.cache_fraction + 4 * table.num_embeddings / _table_bytes(table, config.optimizer))
 
 
-def _require_host_memory(module: nn.Module, cached: set[str], config: EmbeddingConfig, topology: Topology) -> None:
-    """Check that this host has memory for its share of the cached tables of a module that is not sharded.
-
-    Raises:
-        InputError: if it has not.
-    """
-    tables = [table for _, configs in _collections(module).values() for table in configs if table.name in cached]
-    held = sum(_table_bytes(table, config.optimizer) for table in tables)
-    here = held * topology.local_world_size // topology.world_size
-    if here > (room := psutil.virtual_memory().available):
-        raise InputError(
-            f"embedding.memory: cached tables take {here / 1e9:.1f} GB of a host's memory, and {room / 1e9:.1f} GB are "
-            f"there; cache fewer, use more hosts, or cap them by data.tables.max_rows"
-        )
-
-
-def _balanced_plan(
-    module: nn.Module,
-    sharders: list[ModuleSharder[Any]],
-    topology: Topology,
-    config: EmbeddingConfig,
-    pooling: Sequence[float],
-    group: dist.ProcessGroup,
-) -> ShardingPlan:
-    """Return data-parallel tables, and the shards of the others placed by `balance`; all ranks do so alike."""
-    collections = _collections(module)
-    world_size, device_type = group.size(), topology.compute_device
-    room = min(_capacities(topology, group)) * (1 - _RESERVED)
-    by_name = {table.name: table for _, configs in collections.values() for table in configs}
-    names = table_keys(len(pooling))
-    every, unpooled = [by_name[name] for name in names], _unpooled_tables(module)
-    sequences = [names.index(name) for name in unpooled]
-    small = data_parallel_tables(config, [table.num_embeddings for table in every], sequences)
-    replicated = {names[index] for index in small}
-    hosts = config.hosts if isinstance(config.hosts, int) else -(-world_size // topology.local_world_size)
-    whole = sum(table.num_embeddings * table.embedding_dim for table in every if table.name in replicated)
-    capacity = int(room) - whole * _REPLICATED_BYTES
-    cached = cached_tables(module, config, names, capacity * world_size if device_type == "cuda" else None)
-    _require_host_memory(module, cached, config, topology)
-    loads: dict[str, TableLoad] = {}
-    for table, ids in zip(every, pooling, strict=True):
-        row_bytes = table.embedding_dim * data_type_to_dtype(table.data_type).itemsize
-        size = _table_bytes(table, config.optimizer)
-        if table.name in cached and device_type == "cuda":
-            size = round(size * _held_share(table, config))
-        pooled = table.name not in unpooled
-        # Between hosts unpooled tables that are cut by rows are not exchanged, which costs all steps their capture.
-        rows = table.num_embeddings if pooled or hosts == 1 or size > room / 2 else 0
-        loads[table.name] = TableLoad(ids, table.embedding_dim, row_bytes, size, rows, pooled)
-    divided = [load for name, load in loads.items() if name not in replicated]
-    everywhere = [load for name, load in loads.items() if name in replicated]
-    # FBGEMM updates each shard's columns apart, row-wise states and norms of rows included: where cuts of columns
-    # depend on the number of ranks, so would the training, and losses would part on another number of them.
-    local = topology.local_world_size
-    host_size = local if world_size % local == 0 else None
-    placed = balance(divided, world_size, capacity, not looks_at_rows(config.optimizer), everywhere, host_size)
-    if placed is None:
-        held = sum(load.bytes for load in divided)
-        raise _does_not_fit("auto", f"{held} bytes of tables on {world_size} ranks with room for {capacity} each")
-    shardings: dict[str, ParameterShardingGenerator] = {name: data_parallel() for name in sorted(replicated)}
-    names = [name for name in loads if name not in replicated]
-    for number, (name, ranks) in enumerate(zip(names, placed.ranks, strict=True)):
-        if number in placed.by_rows:
-            shardings[name] = row_wise() if len(ranks) == world_size else table_row_wise(ranks[0] // local)
-        elif len(ranks) == 1:
-            shardings[name] = table_wise(rank=ranks[0])
-        else:
-            shardings[name] = column_wise(ranks=ranks)
-    plan = ShardingPlan({})
-    for path, (tables, configs) in collections.items():
-        (sharder,) = [each for each in sharders if isinstance(tables, each.module_type)]
-        own = {table.name: shardings[table.name] for table in configs}
-        made = construct_module_sharding_plan(tables, own, sharder, local, world_size, device_type)
-        for name in own.keys() - replicated:
-            made[name].compute_kernel = EmbeddingComputeKernel.FUSED.value
-            if name in cached:
-                _cache(made[name], config)
-        plan.plan[path] = made
-    return plan
-
-
 def _collections(module: nn.Module) -> dict[str, tuple[nn.Module, Sequence[BaseEmbeddingConfig]]]:
     """Return the collections of a module that is not sharded, and the configurations of their tables, by path."""
     found: dict[str, tuple[nn.Module, Sequence[BaseEmbeddingConfig]]] = {}
@@ -362,12 +356,6 @@ def _collections(module: nn.Module) -> dict[str, tuple[nn.Module, Sequence[BaseE
         elif isinstance(each, EmbeddingCollection):
             found[path] = each, each.embedding_configs()
     return found
-
-
-def _unpooled_tables(module: nn.Module) -> set[str]:
-    """Return the tables of a module that is not sharded all of whose rows travel, rather than one sum of a bag."""
-    found = _collections(module).values()
-    return {table.name for each, configs in found if isinstance(each, EmbeddingCollection) for table in configs}
 
 
 def data_parallel_tables(config: EmbeddingConfig, rows: Sequence[int], unpooled: Collection[int] = ()) -> list[int]:

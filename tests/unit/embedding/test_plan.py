@@ -19,6 +19,7 @@ from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.embedding import plan
 from dlrm_overlap.embedding.balance import Balance, TableLoad
 from dlrm_overlap.embedding.plan import (
+    Unsharded,
     build_plan,
     build_topology,
     data_parallel_tables,
@@ -72,11 +73,13 @@ def test_tables_that_do_not_fit(world_of_one: dist.ProcessGroup) -> None:
         ("[gpu,auto,gpu,auto]", 0, "1 3"),
     ],
 )
-def test_the_largest_tables_are_cached(memory: str, room: int, expected: str) -> None:
+def test_the_largest_tables_are_cached(world_of_one: dist.ProcessGroup, memory: str, room: int, expected: str) -> None:
     config = _config("--embedding.memory", memory, *(["--embedding.cache_fraction", "0.5"] if memory != "gpu" else []))
     module = build_model(config.model, config.embedding, _ROWS, 13, seed=0)
     names = ["t_00", "t_01", "t_02", "t_03"]
-    assert plan.cached_tables(module, config.embedding, names, room) == {names[int(n)] for n in expected.split()}
+    topology = build_topology(torch.device("cpu"), 1, 1)
+    unsharded = Unsharded(module, [], topology, config.embedding, _POOLING, world_of_one)
+    assert unsharded.cached_tables(room) == {names[int(n)] for n in expected.split()}
 
 
 def test_caches_that_no_plan_has(world_of_one: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,8 +105,8 @@ def test_torchrecs_own_plan_has_shards_of_any_type(world_of_one: dist.ProcessGro
     module = build_model(config.model, config.embedding, rows, 13, seed=0)
     topology, mean = Topology(4, "cuda", hbm_cap=141 * 10**9, local_world_size=4), [float(ids) for ids in pooling]
     sharders: list[Any] = [build_sharder(config.embedding)]
-    about = module, sharders, topology, config.embedding, config.model.dim, mean, 8192
-    tables = plan._planners_plan(*about, world_of_one).plan["embedding"]
+    unsharded = Unsharded(module, sharders, topology, config.embedding, mean, world_of_one)
+    tables = unsharded.planned_by_torchrec(config.model.dim, 8192).plan["embedding"]
     kinds = {name: sharding.sharding_type for name, sharding in tables.items()}  # type: ignore[attr-defined]
     assert [name for name, kind in kinds.items() if kind == "row_wise"] == ["t_20"]
     assert Counter(kinds.values()) == {"table_wise": 25, "row_wise": 1}
