@@ -260,11 +260,11 @@ class EmbeddingConfig:
     """torchrec: FBGEMM's lookup, then an All-to-All of NCCL (gloo on CPU). nccl: our lookup, then the same. pgas:
     pooled rows stored straight into the peers' memory. fused: the same by one persistent kernel, for steps that are
     short and not captured; on CPUs the same as pgas"""
-    schedule: Literal["auto", "linear", "remote_first", "balanced"] = "auto"
-    """pgas, fused, on GPUs: order of the destinations; auto is balanced"""
-    put: Literal["auto", "in_place", "stores"] = "auto"
+    schedule: Literal["linear", "remote_first", "balanced"] = "balanced"
+    """pgas, fused, on GPUs: order of the destinations"""
+    put: Literal["in_place", "stores"] = "in_place"
     """fused, on GPUs: how pooled rows get into the peer's window. in_place: each is stored there at once. stores: rows
-    are staged, and the program that finishes a slice copies it. auto is in_place"""
+    are staged, and the program that finishes a slice copies it"""
     slice_bags: PositiveInt = 32
     """fused, put stores: bags of a table in a slice; a power of two from 4 on"""
     programs_per_sm: PositiveInt | None = None

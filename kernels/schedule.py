@@ -84,8 +84,3 @@ def staggered_peers(rank: int, world_size: int) -> list[int]:
     Example: rank 2 of 4: 3, 0, 1.
     """
     return [(rank + turn) % world_size for turn in range(1, world_size)]
-
-
-def resolve_schedule(schedule: str) -> str:
-    """Return the schedule that `auto` stands for, balanced; any other is returned as it is."""
-    return "balanced" if schedule == "auto" else schedule

@@ -205,7 +205,7 @@ def stage_config(row: Row, gpu: GpuConfig) -> SimulateConfig:
         ),
         exchange=ExchangeConfig(
             backend=BACKENDS[row["contender"]],  # pyright: ignore[reportArgumentType]
-            schedule=row.get("schedule") or "auto",  # pyright: ignore[reportArgumentType]
+            schedule=row.get("schedule") or "balanced",  # pyright: ignore[reportArgumentType]
         ),
     )
 

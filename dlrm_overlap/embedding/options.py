@@ -16,7 +16,6 @@ from dlrm_overlap.embedding.layout import FeatureShard, Layout
 from dlrm_overlap.embedding.replicated import ReplicatedTables
 from dlrm_overlap.embedding.steps import BatchSizes
 from dlrm_overlap.embedding.tables import LocalTables
-from dlrm_overlap.kernels.schedule import resolve_schedule
 
 WIRE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PUTS = ("in_place", "stores")
@@ -28,10 +27,10 @@ class ExchangeOptions:
 
     backend: str = "pgas"
     """one of `backends.EXCHANGED`"""
-    schedule: str = "auto"
-    """order of the tasks: linear | remote_first | balanced | auto"""
-    put: str = "auto"
-    """backends with slices, on GPUs: how a slice gets into the peer's window, one of PUTS, or auto"""
+    schedule: str = EmbeddingConfig.schedule
+    """order of the tasks: linear | remote_first | balanced"""
+    put: str = EmbeddingConfig.put
+    """backends with slices, on GPUs: how a slice gets into the peer's window, one of PUTS"""
     slice_bags: int = EmbeddingConfig.slice_bags
     """backends with slices: bags in a slice"""
     programs_per_sm: int | None = None
@@ -78,16 +77,6 @@ class ExchangeOptions:
         """The backward that is taken: `backward` if the backend takes it, else the backend's first."""
         known = BACKENDS[self.backend].backwards
         return self.backward if self.backward in known else known[0]
-
-    @property
-    def resolved_schedule(self) -> str:
-        """The order of the tasks that is taken: `schedule`, or the meaning of auto."""
-        return resolve_schedule(self.schedule)
-
-    @property
-    def resolved_put(self) -> str:
-        """The put that is taken: `put`; auto stands for in_place."""
-        return "in_place" if self.put == "auto" else self.put
 
 
 class StepCounters(Counters):

@@ -71,8 +71,8 @@ class OverlapEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
         sharded_module_order_overwrite: list[str] | None = None,
         *,
         backend: str = "pgas",
-        schedule: str = "auto",
-        put: str = "auto",
+        schedule: str = EmbeddingConfig.schedule,
+        put: str = EmbeddingConfig.put,
         slice_bags: int = EmbeddingConfig.slice_bags,
         programs_per_sm: int | None = None,
         wire_dtype: str = "fp32",
@@ -197,7 +197,7 @@ class OverlapEmbeddingCollectionSharder(EmbeddingCollectionSharder):
         *,
         dedup: bool | Literal["auto"] = "auto",
         backend: str = "pgas",
-        schedule: str = "auto",
+        schedule: str = EmbeddingConfig.schedule,
         slice_bags: int = EmbeddingConfig.slice_bags,
         programs_per_sm: int | None = None,
         wire_dtype: str = "fp32",
@@ -291,8 +291,8 @@ def make_options(asked: set[str], *, wire_dtype: str, output_dtype: str, **given
     """
     for name, known in (
         ("backend", EXCHANGED),
-        ("schedule", ("auto", *SCHEDULES)),
-        ("put", ("auto", *PUTS)),
+        ("schedule", SCHEDULES),
+        ("put", PUTS),
         ("backward", ("auto", *BACKWARDS)),
         ("between_hosts", ("messages", "puts", "auto")),
     ):

@@ -173,7 +173,7 @@ class ExchangeConfig:
     backend: Literal["torchrec", "pgas", "fused"] = "pgas"
     """torchrec: lookup, collective, unpack, one after the other, and gradients likewise; pgas and fused: as they are
     pooled, and gradients pushed"""
-    schedule: Literal["auto", "linear", "remote_first", "balanced"] = "auto"
+    schedule: Literal["linear", "remote_first", "balanced"] = "balanced"
     """order of the destinations, as embedding.schedule"""
     slice_bags: PositiveInt = 32
     """fused: bags a slice; a slice for another host is one put"""

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dlrm_overlap.kernels.grouping import Aggregator, Grouping
-from dlrm_overlap.kernels.schedule import TaskGrid, resolve_schedule
+from dlrm_overlap.kernels.schedule import TaskGrid
 from dlrm_overlap.simulate.config import LookupConfig, SimulateConfig
 from dlrm_overlap.simulate.network import Cluster, arrivals
 from dlrm_overlap.simulate.workload import Workload, build_workload
@@ -193,7 +193,7 @@ def _fused_forward(sim: Simulation, after: Sequence[Sequence[int]]) -> list[int]
     engine, gpu, exchange, W = cluster.engine, config.gpu, config.exchange, cluster.world_size
     hosts = config.network.hosts
     lookup = gpu.fused if exchange.backend == "fused" else gpu.pgas
-    schedule = resolve_schedule(exchange.schedule)
+    schedule = exchange.schedule
     count = max(_WAVES, 4 * W) if hosts == 1 else _WAVES
     alone_s, pair_bytes = pooling_s(lookup, work), sim.pair_bytes()
     summed = np.where(sim.near(), 0.0, work.pair_bytes * work.shares.sums[:, None])

@@ -234,8 +234,8 @@ def _way(draw: random.Random, pipelines: Sequence[str], hosts: int) -> Way:
         "auto" if stores else draw.choice(["auto", "collective"]),
         pipeline,
         draw.choice(["auto", hosts]) if hosts > 1 else "auto",
-        draw.choice(["auto", "in_place", "stores"]),
-        draw.choice(["auto", "linear", "remote_first", "balanced"]),
+        draw.choice(["in_place", "stores"]),
+        draw.choice(["linear", "remote_first", "balanced"]),
         draw.choice([4, 32]),
         draw.choice([256, layouts._PART_BYTES]),
     )

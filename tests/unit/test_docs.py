@@ -112,8 +112,8 @@ def test_the_page_of_figures_has_a_command_of_every_kind() -> None:
     assert set(FIGURES) - {"input", "job"} <= set(PLOTS), "and each has a plot, but those of two times"
 
 
-def test_auto_is_as_fast_as_the_best_put() -> None:
-    """`embedding.put: auto` is at most 3% slower than the fastest of the three, on every shape that was measured."""
+def test_the_default_put_is_as_fast_as_the_best() -> None:
+    """`embedding.put: in_place` is at most 3% slower than the fastest put, on every shape that was measured."""
     shapes: dict[tuple[str, ...], dict[str, float]] = {}
     for path in map(Path, ("docs/results/puts.csv", "docs/results/stage_two_gpus.csv")):
         for row in read_rows(path):

@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 
-from dlrm_overlap.kernels.schedule import SCHEDULES, Task, TaskGrid, resolve_schedule
+from dlrm_overlap.kernels.schedule import SCHEDULES, Task, TaskGrid
 
 # Odd sizes: batches below a task and below a slice, not a multiple of either, one rank, one feature, none.
 GRIDS = [
@@ -67,9 +67,3 @@ def test_worked_example() -> None:
     assert list(grid.order("linear")) == [a[0], b[0], a[1], b[1], a[2], b[2]]
     assert list(grid.order("remote_first")) == [a[2], b[2], a[0], b[0], a[1], b[1]]
     assert list(grid.order("balanced")) == [a[2], a[0], a[1], b[2], b[0], b[1]]
-
-
-def test_auto() -> None:
-    assert resolve_schedule("auto") == "balanced"
-    for schedule in SCHEDULES:
-        assert resolve_schedule(schedule) == schedule

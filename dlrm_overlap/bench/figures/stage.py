@@ -81,14 +81,12 @@ def make_contenders(request: ForwardRequest, config: EmbeddingConfig, workload: 
         return [*first, *(Overlap(workload, each) for each in every if each.backend != "nccl")]
     if isinstance(request, StageRequest):
         _, pgas, fused = every
-        every += _settings(request, config, pgas, fused) or _variants(hosts, workload, pgas, fused)
+        every += _settings(request, pgas, fused) or _variants(hosts, workload, pgas, fused)
     return [*first, TorchRec(workload), *(Overlap(workload, each) for each in every)]
 
 
-def _settings(
-    request: StageRequest, config: EmbeddingConfig, pgas: ExchangeOptions, fused: ExchangeOptions
-) -> list[ExchangeOptions]:
-    staged = replace(fused, put="stores" if config.put == "auto" else config.put)  # in place there are no slices
+def _settings(request: StageRequest, pgas: ExchangeOptions, fused: ExchangeOptions) -> list[ExchangeOptions]:
+    staged = replace(fused, put="stores")  # in place there are no slices
     found = [replace(each, schedule=order) for each in (pgas, fused) for order in request.schedules]
     found += [replace(staged, slice_bags=bags) for bags in request.slice_bags]
     return found + [replace(fused, programs_per_sm=count) for count in request.programs_per_sm]
@@ -96,7 +94,7 @@ def _settings(
 
 def _variants(hosts: Any, workload: Workload, pgas: ExchangeOptions, fused: ExchangeOptions) -> list[ExchangeOptions]:
     on_cpu = workload.device.type == "cpu"  # where processes have one way to put a slice
-    puts = [replace(fused, put=put) for put in PUTS if put != fused.resolved_put and not on_cpu]
+    puts = [replace(fused, put=put) for put in PUTS if put != fused.put and not on_cpu]
     carriers = ("messages",) if on_cpu or missing_puts() else ("messages", "puts")
     emulated = [
         replace(each, hosts=hosts, between_hosts=carrier)

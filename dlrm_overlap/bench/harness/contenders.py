@@ -90,13 +90,13 @@ class TorchRec(Contender):
 class Overlap(Contender):
     """One of our exchanges, named for its backend.
 
-    The name goes on with the put if one is asked for by name, with `copied` if the output is a copy of the window, and
+    The name goes on with the put if that is not in place, with `copied` if the output is a copy of the window, and
     with the number of hosts if some are emulated, and `puts` if messages between them are put by kernels.
     """
 
     def __init__(self, workload: Workload, options: ExchangeOptions) -> None:
         has_slices = BACKENDS[options.backend].has_slices
-        put = f"_{options.put}" if has_slices and options.put != "auto" else ""
+        put = f"_{options.put}" if has_slices and options.put != "in_place" else ""
         emulated = isinstance(options.hosts, int) and options.hosts > 1
         hosts = f"_{options.hosts}_emulated_hosts" + "_puts" * (options.between_hosts == "puts") if emulated else ""
         super().__init__(options.backend + put + "_copied" * options.copy_output + hosts, workload)
@@ -108,8 +108,8 @@ class Overlap(Contender):
         """Return the schedule, and for a backend that has slices their put, their size and the programs."""
         has_slices = BACKENDS[self.options.backend].has_slices
         return {
-            "schedule": self.options.resolved_schedule,
-            "put": self.options.resolved_put if has_slices else None,
+            "schedule": self.options.schedule,
+            "put": self.options.put if has_slices else None,
             "slice_bags": self.options.slice_bags if has_slices else None,
             "programs_per_sm": self.options.programs_per_sm if has_slices else None,
         }

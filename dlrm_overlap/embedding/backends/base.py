@@ -32,7 +32,7 @@ class Half(ABC):  # noqa: B024  its subclasses have the abstract methods
         self.layout, self.tables, self.options = context.layout, context.tables, context.options
         self.group, self.device = context.group, context.device
         self.rank, self.world_size = context.group.rank(), context.group.size()
-        self.schedule, self.order = context.options.resolved_schedule, context.order
+        self.schedule, self.order = context.options.schedule, context.order
 
     @classmethod
     def window_spec(cls, context: ExchangeContext) -> WindowSpec | None:

@@ -54,11 +54,11 @@ class SlicedForward(ZeroCopyForward):
     @classmethod
     def slices(cls, options: ExchangeOptions, samples: int) -> int:
         """Return how many slices a shard's bags for `samples` samples make; none in place, where none has a flag."""
-        return -(-samples // options.slice_bags) if options.resolved_put == "stores" else 0
+        return -(-samples // options.slice_bags) if options.put == "stores" else 0
 
     def __init__(self, context: ExchangeContext, windows: WindowPair) -> None:
         super().__init__(context, windows)
-        self._put = put_by_stores if self.options.resolved_put == "stores" else None
+        self._put = put_by_stores if self.options.put == "stores" else None
         """how a slice gets into the peer's window, see `Slices.put`"""
         self._states: dict[int, SliceState] = {}
         self._programs: dict[tuple[int, Tuning], int] = {}

@@ -58,7 +58,7 @@ class DeviceLookup:
         self._context, self._columns, self._bad_ids, self._every_bag = context, columns, bad_ids, every_bag
         self._rows = replicated or context.tables
         self._rank, self._device = context.group.rank(), context.device
-        self._schedule = context.options.resolved_schedule
+        self._schedule = context.options.schedule
         owner = self._rank if replicated is None else EVERY_RANK
         together = context.layout.pooled_together(owner).values()
         self.pooled_together = [some for each in together if (some := [shard for shard in each if shard in columns])]

@@ -183,7 +183,7 @@ class Push(WindowBackward):
                     train_weights(self, step, self.gradients_of(here, window, step.batch.total))
                 for number, rows in enumerate(inputs):
                     for updated in (r for r in rows.ranges if r.part == part):
-                        self._update_range(step, number, updated, window)
+                        self.update_range(step, number, updated, window)
 
     def push(self, step: Step, gradient: torch.Tensor, first: int, end: int) -> None:
         """Send the parts [first, end) of the gradient, on the current stream."""
@@ -249,7 +249,7 @@ class Push(WindowBackward):
                 arrivals.append(self._push_stream.record_event())
         return arrivals
 
-    def _update_range(self, step: Step, number: int, updated: UpdateRange, window: torch.Tensor) -> None:
+    def update_range(self, step: Step, number: int, updated: UpdateRange, window: torch.Tensor) -> None:
         """Update the rows of one range, all of whose gradients are in this rank's `window`, unless they are frozen.
 
         Args:

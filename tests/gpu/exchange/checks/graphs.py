@@ -104,7 +104,7 @@ def _check_losses(place: Place, optimizer: str, known: bool, data_parallel: bool
     expected, expected_evaluated, trainer = train_in_segments(place, uncaptured)
     expected_rows = rows_of(trainer)
     _close(place, trainer)
-    for backend, put in (("pgas", "auto"), *(("fused", put) for put in PUTS)):
+    for backend, put in (("pgas", "in_place"), *(("fused", put) for put in PUTS)):
         config = graph_config(place, backend, optimizer, known, data_parallel)
         config = replace(config, embedding=replace(config.embedding, put=put))
         losses, evaluated, trainer = train_in_segments(place, config)
@@ -128,15 +128,15 @@ def _check_row_shards(place: Place, known: bool) -> None:
         _close(place, trainer)
         return found
 
-    expected = run("table_wise", "pgas", "auto", "push", "torchrec", late=False)
+    expected = run("table_wise", "pgas", "in_place", "push", "torchrec", late=False)
     ways = [
-        ("nccl", "auto", "auto", "torchrec"),
-        ("pgas", "auto", "push", "torchrec"),
-        ("pgas", "auto", "push", "graph"),
+        ("nccl", "in_place", "auto", "torchrec"),
+        ("pgas", "in_place", "push", "torchrec"),
+        ("pgas", "in_place", "push", "graph"),
     ]
     ways += [("fused", put, "push", "graph") for put in PUTS]
     for backend, put, backward, pipeline in ways:
-        for late in (False, True) if (put, backward, pipeline) == ("auto", "push", "graph") else (False,):
+        for late in (False, True) if (backend, pipeline) == ("pgas", "graph") else (False,):
             found = run("row_wise", backend, put, backward, pipeline, late)
             for what, losses, wanted in zip(("trained", "evaluated"), found, expected, strict=True):
                 name = f"{backend}, put {put}, backward {backward}, pipeline {pipeline}, {what}"

@@ -18,13 +18,13 @@ BACKENDS = ("nccl", "pgas", "fused")
 _DIMS = (4, 12, 64, 92, 128, 256, 512, 1024)
 _SAMPLES = 333  # a rank's: not a multiple of any block
 _WIRES = [{"wire_dtype": dtype} for dtype in (torch.bfloat16, torch.float16)]
-_SCHEDULES = [{"schedule": schedule} for schedule in ("linear", "remote_first", "balanced", "auto")]
+_SCHEDULES = [{"schedule": schedule} for schedule in ("linear", "remote_first", "balanced")]
 _SLICES = [{"slice_bags": bags, "programs_per_sm": most} for bags, most in product((4, 32, 128), (1, None))]
 
 
 def _by_put(backend: str) -> list[ExchangeOptions]:
     """Return options of the backend, one for each of its puts."""
-    return [ExchangeOptions(backend, put=put) for put in (PUTS if backend == "fused" else ("auto",))]
+    return [ExchangeOptions(backend, put=put) for put in (PUTS if backend == "fused" else ("in_place",))]
 
 
 def _tables_of_all_dims(world_size: int) -> list[Table]:

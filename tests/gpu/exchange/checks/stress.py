@@ -169,7 +169,7 @@ def stress(place: Place, options: ExchangeOptions) -> None:
     exchange.close()
 
 
-def _options(backend: str, schedule: str = "auto", **options: Any) -> ExchangeOptions:
+def _options(backend: str, schedule: str = "balanced", **options: Any) -> ExchangeOptions:
     return ExchangeOptions(backend, schedule, wait_timeout_s=20.0, **options)
 
 

@@ -93,7 +93,7 @@ def used_bytes(place: Place) -> int:
 
 
 @torch.no_grad()
-def _check_memory(place: Place, backend: str, put: str = "auto") -> None:
+def _check_memory(place: Place, backend: str, put: str = "in_place") -> None:
     """`close` gives windows and staging back, every time; so does making windows anew for a larger batch."""
     stage, everyones = _stage(place)
     window_bytes = 1 << (28 if place.on_gpu else 23)
