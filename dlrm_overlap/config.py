@@ -278,13 +278,10 @@ class EmbeddingConfig:
     """pgas, fused: auto finds out which ranks reach each other by stores; the others get messages. A number emulates so
     many hosts of consecutive ranks, for tests; 1 has all ranks store to each other"""
     between_hosts: Literal["messages", "puts", "auto"] = "messages"
-    """pgas, fused, GPUs of several hosts. messages: one call of NCCL sends all of a step. puts: kernels send each part
+    """pgas, fused, GPUs of several hosts. messages: one call of NCCL sends all of a step. puts: kernels send each group
     when it is ready, by NVSHMEM, tried on emulated hosts alone. auto takes puts where every rank has NVSHMEM"""
     aggregate_bytes: NonNegativeInt = 65536
-    """pgas, fused, between hosts: finished parts for one host leave in groups of at least so many bytes; 0 sends each
-    by itself"""
-    aggregate_us: NonNegativeFloat | None = 200.0
-    """between hosts, puts: a finished part waits at most so long for its group; null lets it wait without a bound"""
+    """pgas, fused, between hosts: rows for one host leave in groups of at least so many bytes; 0 takes the smallest"""
     wait_timeout_s: PositiveFloat = 600.0
     """every backend: a step, an evaluation or a save that waits longer for another rank or a loader process ends the
     run, and names it"""
@@ -322,9 +319,8 @@ class EmbeddingConfig:
             )
         if self.hosts != "auto" and not (isinstance(self.hosts, int) and self.hosts > 0):
             raise InputError(f"embedding.hosts: {self.hosts!r} must be auto, or a number from 1 on; take auto")
-        for key, value in (("aggregate_bytes", self.aggregate_bytes), ("aggregate_us", self.aggregate_us)):
-            if value is not None and value < 0:
-                raise InputError(f"embedding.{key}: {value} must be 0 or more; 0 gathers nothing")
+        if self.aggregate_bytes < 0:
+            raise InputError(f"embedding.aggregate_bytes: {self.aggregate_bytes} must be 0 or more; 0 gathers nothing")
         least, most = _WAIT_S
         if not least <= self.wait_timeout_s <= most:
             raise InputError(

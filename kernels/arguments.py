@@ -149,7 +149,7 @@ def put_tuning_for(dim: int, itemsize: int) -> Tuning:
     """Return the same for messages to other hosts: four times as many warps, and bags, but 8 bags at most.
 
     All warps of the program that completes a group put it. Where NVSHMEM copies, over NVLink, one warp takes 25 us for
-    64 KB. A part of a message has 8 rows at least (kernels/messages.py), and a task lies in one part.
+    64 KB. A group of a message has 8 rows at least (kernels/messages.py), and a task lies in one group.
     """
     tuning = tuning_for(dim, itemsize)
     return tuning._replace(task_bags=min(8, 4 * tuning.task_bags), num_warps=4 * tuning.num_warps)

@@ -1,10 +1,9 @@
-"""Messages between hosts in parts: some parts are put into the peer's heap when they are ready, and awaited by
-themselves.
+"""Messages between hosts in groups: each group is put into the peer's heap when it is ready, and awaited by itself.
 
 A message is made of rows, in *runs*: of pooled embeddings a run is the samples of one rank of the receiving host, a
-gradient has one run. Each run is cut into parts of the same number of rows, but for its last, and its parts are
-gathered in groups (`grouping`); neither holds rows of two runs. Each part has a signal of its own; a put raises that of
-its first part, and none is ever reset (`aggregate`).
+gradient has one run. Each run is cut into groups of the same number of rows, but for its last (`grouping`), so none
+holds rows of two runs. Each group has a signal of its own, which its put sets to the epoch after its data. Nothing is
+ever reset. Puts may overtake each other, since none covers another's data.
 """
 
 from functools import lru_cache
@@ -14,34 +13,32 @@ import torch
 import triton
 import triton.language as tl
 
-from dlrm_overlap.kernels.aggregate import await_parts, put_signal_value
 from dlrm_overlap.kernels.compiled import INTERPRETED, CompiledKernel
-from dlrm_overlap.kernels.grouping import Grouping
-from dlrm_overlap.kernels.network import Network, put_signal
+from dlrm_overlap.kernels.grouping import group_rows
+from dlrm_overlap.kernels.network import AT_LEAST, Network, put_signal, signal_wait
+from dlrm_overlap.kernels.primitives import EXPIRED, poll, record, stop
 
-_LEAST_ROWS = 8  # of a part: a task of pooling, which has as many at most, lies in one part
+_LEAST_ROWS = 8  # of a group: a task of pooling, which has as many at most, lies in one group
 _NUM_WARPS = 8
 _LANES = 128  # groups that a program awaits at a time, a thread each
 
 
-class Parts(NamedTuple):
+class Groups(NamedTuple):
     """How a message is cut, alike at both ends, which derive it from the sizes that both know."""
 
     rows: int
-    """of a part, a power of two; less at the end of a run"""
+    """of a group, a multiple of 8; less at the end of a run"""
     each: int
-    """parts of the longest run; part i of run r is number r * each + i of the message"""
-    group: int
-    """parts of a group; the first group of a run begins with the run"""
+    """groups of the longest run; group i of run r is number r * each + i of the message"""
 
     @staticmethod
-    def of(longest: int, row_bytes: int, aggregate_bytes: int) -> "Parts":
+    def of(longest: int, row_bytes: int, aggregate_bytes: int) -> "Groups":
         """Return how a message of rows of `row_bytes` is cut whose longest run has `longest` rows.
 
-        Example: runs of up to 3000 rows of 1000 bytes, 256 KiB a group: parts of 16 rows, up to 188 a run, 17 a group.
+        Example: runs of up to 3000 rows of 1000 bytes, 256 KiB a group: groups of 264 rows, up to 12 a run.
         """
-        grouping = Grouping.of(longest, row_bytes, aggregate_bytes, _LEAST_ROWS)
-        return Parts(grouping.part_units, max(1, grouping.parts), grouping.group_parts)
+        rows = group_rows(row_bytes, aggregate_bytes, _LEAST_ROWS)
+        return Groups(rows, max(1, -(-longest // rows)))
 
 
 class Outgoing(NamedTuple):
@@ -52,7 +49,7 @@ class Outgoing(NamedTuple):
     shift_bytes: int
     """from there to its place at the peer"""
     signals: int
-    """address of the signal of its first part"""
+    """address of the signal of its first group"""
     peer: int
 
 
@@ -75,12 +72,10 @@ class Waiting(NamedTuple):
 
 
 @triton.jit(
-    do_not_specialize=[
-        "rank", "peer", "rows", "row_bytes", "part_rows", "group_parts", "address", "shift", "signals", "epoch"
-    ]
-)  # fmt: skip
+    do_not_specialize=["rank", "peer", "rows", "row_bytes", "group_rows", "address", "shift", "signals", "epoch"]
+)
 def _put_message(
-    heaps, clock_word, rank, peer, rows, row_bytes, part_rows, group_parts,
+    heaps, clock_word, rank, peer, rows, row_bytes, group_rows,
     address: tl.int64, shift: tl.int64, signals: tl.int64, epoch: tl.int64,
     FORM: tl.constexpr,
 ):  # fmt: skip
@@ -90,56 +85,73 @@ def _put_message(
 
     Order: the message has been staged by earlier kernels of the stream. See `network.put_signal`.
 
-    Example: 20 rows of 64 bytes, parts of 8, groups of 2: program 0 puts rows 0 .. 15 and raises signal 0 to 2 parts,
-    program 1 puts rows 16 .. 19, 256 bytes, and raises signal 2 to 1 part.
+    Example: 20 rows of 64 bytes, groups of 16: program 0 puts rows 0 .. 15 and sets signal 0, program 1 puts rows 16 ..
+    19, 256 bytes, and sets signal 1.
 
     Source: the puts between hosts of Chen et al. 2024.
     """
-    first = tl.program_id(0) * group_parts * part_rows
-    group_rows = tl.minimum(group_parts * part_rows, rows - first)
+    first = tl.program_id(0) * group_rows
     source = address + first.to(tl.int64) * row_bytes
-    signal = signals + tl.program_id(0).to(tl.int64) * group_parts * 8
-    value = put_signal_value(epoch + tl.load(clock_word), tl.maximum(1, tl.cdiv(group_rows, part_rows)))
-    size_bytes = group_rows.to(tl.int64) * row_bytes
-    put_signal(heaps, rank, peer, source, source + shift, size_bytes, signal, value, FORM)
+    signal = signals + tl.program_id(0).to(tl.int64) * 8
+    size_bytes = tl.minimum(group_rows, rows - first).to(tl.int64) * row_bytes
+    put_signal(heaps, rank, peer, source, source + shift, size_bytes, signal, epoch + tl.load(clock_word), FORM)
 
 
-@triton.jit(
-    do_not_specialize=["rank", "source", "rows", "part_rows", "each", "group_parts", "signals", "epoch", "timeout"]
-)  # fmt: skip
+@triton.jit(do_not_specialize=["rank", "source", "rows", "group_rows", "each", "signals", "epoch", "timeout"])
 def _await_message(
-    clock_word, status, first_sample, rank, source, rows, part_rows, each, group_parts,
+    clock_word, status, first_sample, rank, source, rows, group_rows, each,
     signals: tl.int64, epoch: tl.int64, timeout: tl.int64,
     RUNS: tl.constexpr, LANES: tl.constexpr, FORM: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Await the parts of run p of a message as program p.
+    """Await the groups of run p of a message as program p.
 
-    Memory: the program reads the signals of the run's parts, from number p * `each` on. With RUNS, the run has as many
-    rows as `first_sample` [runs + 1] int32 says; else the message has one run, of `rows` rows, whose first part's
-    signal is awaited even if there are none.
+    A lane takes a group, so that signals are looked at side by side: a look takes about a microsecond. When `timeout`
+    ns have passed (turns, under the interpreter), the program records which signal is missing and stops the kernel, as
+    `primitives.await_flags` does for a flag.
 
-    Order: see `aggregate.await_parts`. The kernels that follow on the stream see the sender's bytes.
+    Memory: the program reads the signals of the run's groups, from number p * `each` on. With RUNS, the run has as many
+    rows as `first_sample` [runs + 1] int32 says; else the message has one run, of `rows` rows, whose first group's
+    signal is awaited even if there are none. Signals of a later epoch do not come before this one's are awaited no
+    more.
 
-    Example: 20 rows, parts of 8 rows, groups of 2: signals 0 and 2 are awaited.
+    Order: signals are read relaxed until they have come. Then they are acquired at system scope, of NVSHMEM by its own
+    wait, which makes the bytes visible that a network card has written. A barrier follows, so that no thread reads a
+    group before the threads that acquired. The kernels that follow on the stream see the sender's bytes.
+
+    Example: 20 rows, groups of 16 rows: signals 0 and 1 are awaited.
     """
     run = tl.program_id(0)
     if RUNS:
-        parts = tl.cdiv(tl.load(first_sample + run + 1) - tl.load(first_sample + run), part_rows)
+        groups = tl.cdiv(tl.load(first_sample + run + 1) - tl.load(first_sample + run), group_rows)
     else:
-        parts = tl.maximum(1, tl.cdiv(rows, part_rows))
-    words = signals.to(tl.pointer_type(tl.int64))
+        groups = tl.maximum(1, tl.cdiv(rows, group_rows))
+    words = signals.to(tl.pointer_type(tl.int64)) + run * each
     epoch = epoch + tl.load(clock_word)
-    await_parts(
-        words, run * each, parts, group_parts, rank, source, epoch, timeout, status, LANES, FORM, INTERPRETED
-    )  # fmt: skip
+    for begin in range(0, groups, LANES):
+        at = begin + tl.arange(0, LANES)
+        waiting = at < groups
+        flags = words + tl.where(waiting, at, 0)
+        if poll(flags, waiting, epoch, timeout, INTERPRETED) < epoch:
+            seen = tl.load(flags, mask=waiting, other=epoch, volatile=True)
+            missing = run * each + begin + tl.argmin(seen, 0)
+            record(status, EXPIRED, rank, source, missing, epoch, tl.min(seen, 0))
+            if not INTERPRETED:
+                tl.debug_barrier()  # no warp stops the kernel before the one that writes the record
+                stop(rank)
+        elif FORM == "nvshmem":
+            value = tl.where(waiting, epoch, 0)  # a lane that awaits nothing is through at once
+            signal_wait(flags.to(tl.int64), tl.zeros_like(at) + AT_LEAST, value)
+        else:
+            tl.atomic_add(flags, tl.zeros((LANES,), tl.int64), mask=waiting, sem="acquire", scope="sys")
+    tl.debug_barrier()
 
 
 _PUT_ARGUMENTS = (
-    "heaps", "clock_word", "rank", "peer", "rows", "row_bytes", "part_rows", "group_parts",
+    "heaps", "clock_word", "rank", "peer", "rows", "row_bytes", "group_rows",
     "address", "shift", "signals", "epoch",
 )  # fmt: skip
 _AWAIT_ARGUMENTS = (
-    "clock_word", "status", "first_sample", "rank", "source", "rows", "part_rows", "each", "group_parts",
+    "clock_word", "status", "first_sample", "rank", "source", "rows", "group_rows", "each",
     "signals", "epoch", "timeout",
 )  # fmt: skip
 
@@ -156,19 +168,19 @@ def _awaiting(runs: bool, form: str, options: tuple) -> CompiledKernel:
 
 
 def put_message(
-    heap: Network, message: Outgoing, rows: int, row_bytes: int, parts: Parts, clock: torch.Tensor, epoch: int
+    heap: Network, message: Outgoing, rows: int, row_bytes: int, groups: Groups, clock: torch.Tensor, epoch: int
 ) -> None:
     """Put a message of one run that has been staged, group by group, each with its signal.
 
     Args:
-        rows: of the message; with 0 its first part's signal goes alone.
+        rows: of the message; with 0 its first group's signal goes alone.
         row_bytes: of a row, a multiple of 16.
-        clock: [1] int64; the signals are raised to `epoch` + `clock`.
+        clock: [1] int64; the signals are set to `epoch` + `clock`.
     """
     kernel = _putting(heap.form, heap.options())
     kernel(
-        max(1, -(-rows // (parts.rows * parts.group))), (),
-        heap.heaps, clock, heap.rank, message.peer, rows, row_bytes, parts.rows, parts.group,
+        max(1, -(-rows // groups.rows)), (),
+        heap.heaps, clock, heap.rank, message.peer, rows, row_bytes, groups.rows,
         message.address, message.shift_bytes, message.signals, epoch,
     )  # fmt: skip
 
@@ -177,7 +189,7 @@ def await_message(
     heap: Network,
     message: Incoming,
     rows: int,
-    parts: Parts,
+    groups: Groups,
     waiting: Waiting,
     clock: torch.Tensor,
     epoch: int,
@@ -195,5 +207,5 @@ def await_message(
     kernel(
         1 if first_sample is None else first_sample.numel() - 1, (),
         clock, waiting.status, clock if first_sample is None else first_sample, heap.rank, message.source, rows,
-        parts.rows, parts.each, parts.group, message.signals, epoch, waiting.timeout,
+        groups.rows, groups.each, message.signals, epoch, waiting.timeout,
     )  # fmt: skip

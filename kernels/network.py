@@ -93,7 +93,7 @@ def put_signal(heaps, rank, peer, source, target, size_bytes, signal, value, FOR
     int64 is read.
 
     Order: a barrier comes first, so the put takes what all threads of the program have stored, and what the program has
-    acquired. The signal is stored after the bytes: who acquires it, by `aggregate.await_parts`, sees them.
+    acquired. The signal is stored after the bytes: who acquires it, by `messages.await_message`, sees them.
 
     Example: heaps at 0 on rank 0 and at 1000 on rank 1. Rank 0 puts 64 bytes, source 128, target 512, signal 8, value
     3: bytes 128 .. 191 of its memory go to 1512 .. 1575 of rank 1's, then 3 is stored at 1008.

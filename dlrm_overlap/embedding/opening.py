@@ -33,7 +33,7 @@ def are_put(options: ExchangeOptions, reach: Reach, group: dist.ProcessGroup, de
     puts, why = agree_on_puts(options.between_hosts, reach, group, device, options.wait_timeout_s)
     if not reach.whole and reach.rank == 0:
         carrier = "NCCL" if device.type == "cuda" else "gloo"
-        by = "put part by part by kernels (NVSHMEM)" if puts else f"by {carrier}, since {why}"
+        by = "put group by group by kernels (NVSHMEM)" if puts else f"by {carrier}, since {why}"
         log.warning(
             "backend %s: %s: stores within a host; between hosts one message a host and rank each way, %s",
             options.backend, reach.summary(), by,

@@ -58,8 +58,6 @@ class ExchangeOptions:
     """backends that store to peers, on GPUs: messages | puts | auto, see `agree_on_puts`"""
     aggregate_bytes: int = EmbeddingConfig.aggregate_bytes
     """between hosts: a message leaves in groups of at least so many bytes, see `kernels.grouping`"""
-    aggregate_us: float | None = EmbeddingConfig.aggregate_us
-    """puts between hosts: the longest wait of a finished part; None lets it wait for its group"""
     leading_columns: int = 0
     """backends that store to peers: columns that each row of a lent window has in front of the pooled embeddings, for
     tensors that its user joins with them. No rank stores there, and nothing reads them"""

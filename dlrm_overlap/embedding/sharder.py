@@ -47,7 +47,7 @@ _OPTIMIZERS = {name: optimizer for optimizer, name in OPTIMIZERS.items()}
 
 _KEYS = (
     "backend", "schedule", "put", "slice_bags", "programs_per_sm", "wait_timeout_s", "backward", "gradient_parts",
-    "hosts", "between_hosts", "aggregate_bytes", "aggregate_us",
+    "hosts", "between_hosts", "aggregate_bytes",
 )  # fmt: skip
 """Keys of the section `embedding` that the sharder takes as they are."""
 
@@ -82,7 +82,6 @@ class OverlapEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
         hosts: int | Literal["auto"] = "auto",
         between_hosts: str = "messages",
         aggregate_bytes: int = EmbeddingConfig.aggregate_bytes,
-        aggregate_us: float | None = EmbeddingConfig.aggregate_us,
         copy_output: bool = True,
         output_order: str = "plan",
         output_dtype: str = "fp32",
@@ -123,7 +122,6 @@ class OverlapEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
             hosts=hosts,
             between_hosts=between_hosts,
             aggregate_bytes=aggregate_bytes,
-            aggregate_us=aggregate_us,
             copy_output=copy_output,
             output_dtype=output_dtype,
             leading_columns=leading_columns,
@@ -311,7 +309,7 @@ def make_options(asked: set[str], *, wire_dtype: str, output_dtype: str, **given
         if count is not None and not (isinstance(count, int) and count >= least):
             raise InputError(f"{name}: {count!r} must be a whole number from {least} on; take {cure}")
     # The configuration's own checks of the other keys.
-    checked = "slice_bags", "programs_per_sm", "wait_timeout_s", "hosts", "aggregate_bytes", "aggregate_us"
+    checked = "slice_bags", "programs_per_sm", "wait_timeout_s", "hosts", "aggregate_bytes"
     EmbeddingConfig(**{name: given[name] for name in checked if name in given})
     return ExchangeOptions(wire_dtype=WIRE_DTYPES[wire_dtype], output_dtype=WIRE_DTYPES[output_dtype], **given)
 

@@ -179,8 +179,6 @@ class ExchangeConfig:
     """fused: bags a slice; a slice for another host is one put"""
     aggregate_bytes: NonNegativeInt = 0
     """puts to one host are gathered until they have so many bytes; 0 gathers none"""
-    aggregate_us: NonNegativeFloat = 20.0
-    """a gathered put leaves no later than this after its first bytes"""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dlrm_overlap.kernels.grouping import Aggregator, Grouping
+from dlrm_overlap.kernels.grouping import group_rows
 from dlrm_overlap.kernels.schedule import TaskGrid
 from dlrm_overlap.simulate.config import LookupConfig, SimulateConfig
 from dlrm_overlap.simulate.network import Cluster, arrivals
@@ -179,13 +179,9 @@ def puts_to_host(config: SimulateConfig, work: Workload, host_bytes_per_s: float
     each = min(work.pair_bytes, bags * config.model.dim * config.work.wire_bytes)
     if not exchange.aggregate_bytes:
         return Puts(each, 0.0)
-    units = math.ceil(work.pair_bytes * config.network.gpus_per_host / each)
-    grouping = Grouping.of(units, math.ceil(each), exchange.aggregate_bytes)
-    part_s = grouping.part_units * each / host_bytes_per_s
-    aggregator, parts = Aggregator(grouping, exchange.aggregate_us / 1e6), grouping.parts_of(0)
-    puts = [(part, put) for part in parts for put in aggregator.finish(part, part * part_s)]
-    group_bytes = len(grouping.units_of(parts)) * each
-    return Puts(group_bytes / len(puts), max(part - put.start for part, put in puts) * part_s)
+    every = math.ceil(work.pair_bytes * config.network.gpus_per_host / each)
+    gathered = min(every, group_rows(math.ceil(each), exchange.aggregate_bytes))
+    return Puts(gathered * each, (gathered - 1) * each / host_bytes_per_s)
 
 
 def _fused_forward(sim: Simulation, after: Sequence[Sequence[int]]) -> list[int]:

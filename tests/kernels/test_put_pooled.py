@@ -1,4 +1,4 @@
-"""Pooled embeddings put to another host part by part, and what takes them there: every element, and nothing else."""
+"""Pooled embeddings put to another host group by group, and what takes them there: every element, and nothing else."""
 
 from collections.abc import Sequence
 
@@ -6,17 +6,15 @@ import pytest
 import torch
 
 from dlrm_overlap.comm.record import Record
-from dlrm_overlap.kernels.aggregate import Gathered
 from dlrm_overlap.kernels.arguments import Windows
 from dlrm_overlap.kernels.forward.put_columns import PutColumns, put_columns
 from dlrm_overlap.kernels.forward.put_pooled import put_pooled
-from dlrm_overlap.kernels.messages import Incoming, Outgoing, Parts, Waiting, await_message, put_message
+from dlrm_overlap.kernels.messages import Groups, Incoming, Outgoing, Waiting, await_message, put_message
 from dlrm_overlap.kernels.network import Network
 from tests.agreement import assert_same
 from tests.kernels.emulation import CLOCK, CPU, GUARD, Case, World, interpreted
 
 _STAGED, _ARRIVED, _SIGNALS = 0, 4096, 8192  # offsets in each heap, in bytes
-_PARTS = Parts(rows=8, each=2, group=2)
 
 
 def _heaps(ranks: int) -> tuple[list[torch.Tensor], torch.Tensor]:
@@ -34,11 +32,9 @@ def _signals(heap: torch.Tensor) -> list[int]:
 
 @interpreted
 @pytest.mark.parametrize(
-    ("longest_wait_us", "puts", "weighted"), [(None, (2, 0, 1, 0), False), (0.0, (1, 1, 1, 0), True)]
+    ("groups", "puts", "weighted"), [(Groups(16, 1), (1, 1, 0, 0), False), (Groups(8, 2), (1, 1, 1, 0), True)]
 )
-def test_parts_of_a_message_are_pooled_put_and_taken(
-    longest_wait_us: float | None, puts: Sequence[int], weighted: bool
-) -> None:
+def test_groups_of_a_message_are_pooled_put_and_taken(groups: Groups, puts: Sequence[int], weighted: bool) -> None:
     """Rank 0 pools for ranks 1 and 2, whose host is another; rank 2 takes the message for both."""
     world = World(Case(batch_sizes=(1, 9, 3), features=(2, 0, 0), dim=4, gap=0, weighted=weighted))
     heaps, addresses = _heaps(3)
@@ -46,17 +42,16 @@ def test_parts_of_a_message_are_pooled_put_and_taken(
     host = world.first_sample[1:].clone()  # where a kernel's tensors may begin
     begins = torch.tensor([sent.data_ptr(), sent.data_ptr() + 9 * 8 * 4])
     out = Outgoing(sent.data_ptr(), _ARRIVED - _STAGED, heaps[0].data_ptr() + _SIGNALS, peer=2)
-    gathered = Gathered.of(4, longest_wait_us, CPU)
+    counts = torch.zeros(4, dtype=torch.int32)
     bags = world.bags(0)._replace(first_sample=host)
     for epoch in (1, 2):
         heaps[2][_ARRIVED // 8 : _ARRIVED // 8 + 48] = -1
         put_pooled(
             bags, world.feature_table(0), Windows(begins, 8, torch.float32), world.records[0].status, world.options(0),
-            Network("stores", addresses, 0), out, _PARTS, gathered, 2, CLOCK, epoch,
+            Network("stores", addresses, 0), out, groups, counts, 2, CLOCK, epoch,
         )  # fmt: skip
-        assert not gathered.counts.any()
-        signals = [epoch << 8 | count if count else 0 for count in puts]
-        assert _signals(heaps[2]) == signals, "two parts of rank 1's samples, one of rank 2's"
+        assert not counts.any()
+        assert _signals(heaps[2]) == [epoch * put for put in puts]
         pooled = [[world.pooled(0, feature, rank) for rank in (1, 2)] for feature in range(2)]
         expected = torch.cat([torch.cat(features) for features in pooled], dim=1)
         assert_same(arrived, expected, "message")
@@ -65,7 +60,7 @@ def test_parts_of_a_message_are_pooled_put_and_taken(
 
     def take() -> None:
         incoming = Incoming(arrived.data_ptr(), heaps[2].data_ptr() + _SIGNALS, 0)
-        await_message(Network("stores", addresses, 2), incoming, 9, _PARTS, Waiting(9, record.status), CLOCK, 2, host)
+        await_message(Network("stores", addresses, 2), incoming, 9, groups, Waiting(9, record.status), CLOCK, 2, host)
         places = PutColumns.of([(4, 4), (4, 12)], 20, 4, CPU)
         addressed = torch.tensor([window.data_ptr() for window in windows])
         put_columns(arrived, places, addressed, host, 20, 9, here=1)
@@ -76,38 +71,37 @@ def test_parts_of_a_message_are_pooled_put_and_taken(
         known = torch.full((10, 20), GUARD)
         known[:samples, 4:8], known[:samples, 12:16] = expected[first : first + samples].split(4, dim=1)
         assert_same(window, known, f"window of the samples from {first} on")
-    heaps[2][_SIGNALS // 8 + 2] = 1 << 8 | 1
+    heaps[2][_SIGNALS // 8 + groups.each] = 1
     take()
-    assert record.expired() == [2, 0, 2, 2, 1], "part 2 of rank 0 was seen at epoch 1"
+    assert record.expired() == [2, 0, groups.each, 2, 1], "the first group of rank 2's samples was seen at epoch 1"
 
 
 @interpreted
 @pytest.mark.parametrize("rows", [20, 0])
-def test_a_message_is_put_in_parts_and_a_late_part_is_named(rows: int) -> None:
+def test_a_message_is_put_in_groups_and_a_late_one_is_named(rows: int) -> None:
     heaps, addresses = _heaps(2)
     staged = _rows(heaps[0], _STAGED, 24, 4)
     staged.copy_(torch.arange(96.0).view(24, 4))
-    begin, parts, record = heaps[0].data_ptr(), Parts.of(rows, 16, 256), Record(CPU)
+    begin, groups, record = heaps[0].data_ptr(), Groups.of(rows, 16, 256), Record(CPU)
     out = Outgoing(begin + _STAGED, _ARRIVED - _STAGED, begin + _SIGNALS, peer=1)
-    put_message(Network("stores", addresses, 0), out, rows, 16, parts, CLOCK, 5)
+    put_message(Network("stores", addresses, 0), out, rows, 16, groups, CLOCK, 5)
     arrived = _rows(heaps[1], _ARRIVED, 24, 4)
     assert_same(arrived[:rows], staged[:rows], "message")
     assert not arrived[rows:].any()
-    counts = [2, 0, 1, 0] if rows else [1, 0, 0, 0]  # of 20 rows parts of 8, two a group
-    assert _signals(heaps[1]) == [5 << 8 | count if count else 0 for count in counts]
+    assert _signals(heaps[1]) == ([5, 5, 0, 0] if rows else [5, 0, 0, 0]), "of 20 rows, 16 a group"
     incoming = Incoming(heaps[1].data_ptr() + _ARRIVED, heaps[1].data_ptr() + _SIGNALS, source=0)
     receiver, waiting = Network("stores", addresses, 1), Waiting(5, record.status)
-    await_message(receiver, incoming, rows, parts, waiting, CLOCK, 5)
+    await_message(receiver, incoming, rows, groups, waiting, CLOCK, 5)
     assert record.empty
-    last = 2 if rows else 0
-    heaps[1][_SIGNALS // 8 + last] = 4 << 8 | 1
-    await_message(receiver, incoming, rows, parts, waiting, CLOCK, 5)
+    last = 1 if rows else 0
+    heaps[1][_SIGNALS // 8 + last] = 4
+    await_message(receiver, incoming, rows, groups, waiting, CLOCK, 5)
     assert record.expired() == [1, 0, last, 5, 4]
 
 
 @pytest.mark.parametrize(
     ("longest", "row_bytes", "expected"),
-    [(3000, 1000, (16, 188, 17)), (0, 0, (8192, 1, 32)), (10, 1 << 20, (8, 2, 1)), (9, 512, (16, 1, 32))],
+    [(3000, 1000, (264, 12)), (0, 0, (262144, 1)), (10, 1 << 20, (8, 2)), (9, 512, (512, 1))],
 )
 def test_groups_have_about_as_many_bytes_as_they_must(longest: int, row_bytes: int, expected: Sequence[int]) -> None:
-    assert Parts.of(longest, row_bytes, 256 * 1024) == tuple(expected)
+    assert Groups.of(longest, row_bytes, 256 * 1024) == tuple(expected)

@@ -12,7 +12,7 @@ import torch
 from dlrm_overlap.kernels import flags, messages
 from dlrm_overlap.kernels.arguments import PoolingOptions, tuning_for
 from dlrm_overlap.kernels.compiled import CompiledKernel
-from dlrm_overlap.kernels.forward import put_pooled, put_slices
+from dlrm_overlap.kernels.forward import put_slices
 from dlrm_overlap.kernels.gemm import product
 from dlrm_overlap.kernels.gemm.product import Tiling
 from tests.kernels.compiling import compile_for_h200
@@ -38,13 +38,6 @@ _OF_SLICES = _types(
     {
         "*i32": "values offsets id_weights first_sample ticket done",
         "*bf16": "staging",
-    }
-)
-_OF_POOLED = _types(
-    {
-        "*i32": "values offsets id_weights first_sample",
-        "*i64": "heaps done sent stamps",
-        "i64": "shift signals longest_wait",
     }
 )
 _OF_MESSAGE = _types({"*i32": "first_sample", "i64": "signals", "i32": "rows source"})
@@ -84,7 +77,6 @@ def _kernels() -> dict[str, tuple[CompiledKernel, dict[str, str]]]:
     return {
         "await_flags": (flags._awaiting(1024), {}),
         "put_slices": (put_slices._compiled(None, 8, True, True, 4, shape), _OF_SLICES),
-        "put_pooled": (put_pooled._compiled("stores", (), shape), _OF_POOLED),
         "await_message": (messages._awaiting(True, "stores", ()), _OF_MESSAGE),
         "gathered_product": (product._compiled(kind, tiling), _OF_PRODUCT | tiles),
     }

@@ -5,8 +5,8 @@
     passing stream                                                            | put into windows, raise for the sender |
 
     or by puts:
-    current stream    | pool and put part by part| pool for this host | raise |   bottom MLP ..   | await all | output
-    passing stream                               | await all parts | put into windows, raise for the sender |
+    current stream    | pool and put by groups  | pool for this host | raise |   bottom MLP ..   | await all | output
+    passing stream                               | await groups    | put into windows, raise for the sender |
 
 A rank pools for each other host into one message, which goes to that host's rank that takes its messages
 (`Reach.relay`): by NCCL, once the kernel of `pgas` has pooled it, or by puts of the kernel that pools it

@@ -23,7 +23,7 @@ from dlrm_overlap.embedding.steps import BatchSizes, Step, StepCache
 from dlrm_overlap.embedding.windows import WindowPair
 from dlrm_overlap.kernels.arguments import FeatureTable, Windows
 from dlrm_overlap.kernels.forward.put_columns import PutColumns, put_columns
-from dlrm_overlap.kernels.grouping import Grouping
+from dlrm_overlap.kernels.grouping import group_rows, groups_of
 
 Fill = Callable[[Message, torch.Tensor, range], None]
 """writes the rows `range` of a message; the tensor is where they belong"""
@@ -100,8 +100,8 @@ class MessageGroups(MessageBuffers):
         """Return the tag and the rows of each group of a message that has elements."""
         if not message.elements:
             return []
-        grouping = Grouping.of(message.rows, message.pitch * self.sent.element_size(), self._aggregate_bytes)
-        groups = [grouping.units_of(grouping.parts_of(group)) for group in range(grouping.groups)]
+        each = group_rows(message.pitch * self.sent.element_size(), self._aggregate_bytes)
+        groups = groups_of(message.rows, each)
         return [(number * _WAYS + self._way, rows) for number, rows in enumerate(groups)]
 
 

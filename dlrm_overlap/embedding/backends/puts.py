@@ -1,9 +1,9 @@
-"""Messages between hosts that kernels put, part by part: no collective and no CPU is in their way.
+"""Messages between hosts that kernels put, group by group: no collective and no CPU is in their way.
 
 A rank has a heap for each kind of message, pooled embeddings, sums, gradients and ids (`comm.network`), alike on all
 ranks:
 
-    signals, twice        [slots, parts] int64: slot j's are raised by the j-th rank that sends here (`Reach.sources`)
+    signals, twice        [slots, groups] int64: slot j's are raised by the j-th rank that sends here (`Reach.sources`)
     sent, twice           a message to each other host is staged here, in the one of even epochs or of odd ones; once
                           for all of them if they are the same
     received, twice       a message of each rank that sends here arrives here, likewise
@@ -13,7 +13,7 @@ sends to R of another host, and Q takes R's message to the host of S. S begins s
 among them. Q has raised that one when the signals of R's message of e - 1 had come. R has put that message after its
 own step e - 2, which R ends when it has read all that was sent to it for e - 2, by S as well. So S knows that R has
 read its message of e - 2, and therefore that the put has read the staged memory. This holds if each rank sends to each
-other host in every epoch. Where there are no rows or no columns, and in an epoch that is skipped, the signal of part 0
+other host in every epoch. Where there are no rows or no columns, and in an epoch that is skipped, the signal of group 0
 goes alone. Sums are read before the step's end as well, and need no message in an epoch that is skipped.
 """
 
@@ -29,12 +29,11 @@ from dlrm_overlap.embedding.crossing import Crossing, Message, Messages, arrivin
 from dlrm_overlap.embedding.options import ExchangeContext
 from dlrm_overlap.embedding.steps import BatchSizes, Step, StepCache
 from dlrm_overlap.embedding.windows import WindowPair, one_flag_each, ready_flags
-from dlrm_overlap.kernels.aggregate import Gathered
 from dlrm_overlap.kernels.arguments import FeatureTable, Windows, put_tuning_for
 from dlrm_overlap.kernels.flags import raise_flags, wait_flags
 from dlrm_overlap.kernels.forward.put_columns import PutColumns, put_columns
 from dlrm_overlap.kernels.forward.put_pooled import put_pooled
-from dlrm_overlap.kernels.messages import Incoming, Outgoing, Parts, Waiting, await_message, put_message
+from dlrm_overlap.kernels.messages import Groups, Incoming, Outgoing, Waiting, await_message, put_message
 
 _ALIGNMENT_BYTES = 256
 
@@ -69,8 +68,8 @@ class MessageHeap:
         self._staged = 1 if staged_once else len(self.reach.hosts) - 1
         largest = max(rows * pitch * self._item for rows, pitch in shapes)
         self._slot_bytes = -(-largest // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-        self.most_parts = max(runs * self.parts(rows // runs, pitch).each for rows, pitch in shapes)
-        signals = 2 * self._slots * self.most_parts * 8
+        self.most_groups = max(runs * self.groups(rows // runs, pitch).each for rows, pitch in shapes)
+        signals = 2 * self._slots * self.most_groups * 8
         self._first_sent = -(-signals // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         self._first_received = self._first_sent + 2 * self._staged * self._slot_bytes
         size_bytes = self._first_received + 2 * self._slots * self._slot_bytes
@@ -79,12 +78,12 @@ class MessageHeap:
         self._record = Record(context.device)
         self.waiting = Waiting(int(context.options.wait_timeout_s * 1e9), self._record.status)
 
-    def parts(self, longest: int, pitch: int) -> Parts:
+    def groups(self, longest: int, pitch: int) -> Groups:
         """Return how a message of rows of `pitch` elements is cut whose longest run has `longest` rows."""
-        return Parts.of(longest, pitch * self._item, self._options.aggregate_bytes)
+        return Groups.of(longest, pitch * self._item, self._options.aggregate_bytes)
 
     def _signals_at(self, slot: int, parity: int) -> int:
-        return self._begin + (parity * self._slots + slot) * self.most_parts * 8
+        return self._begin + (parity * self._slots + slot) * self.most_groups * 8
 
     def _sent_at(self, number: int, parity: int) -> int:
         return self._first_sent + (parity * self._staged + min(number, self._staged - 1)) * self._slot_bytes
@@ -123,8 +122,8 @@ class MessageHeap:
     def put(self, number: int, message: Message, rows: int) -> None:
         """Put a message that is staged, as one run of `rows` rows, on the current stream; its signal alone if none."""
         counter, out = self._windows.counter, self.outgoing(number, message, self.parity)
-        parts = self.parts(rows, message.pitch)
-        put_message(self.network, out, rows, message.pitch * self._item, parts, counter.word, counter.argument)
+        groups = self.groups(rows, message.pitch)
+        put_message(self.network, out, rows, message.pitch * self._item, groups, counter.word, counter.argument)
 
     def await_run(self, slot: int, message: Message, rows: int) -> None:
         """Make the current stream wait for a message of one run of `rows` rows, which `put` has sent."""
@@ -141,8 +140,8 @@ class MessageHeap:
 
     def _await(self, slot: int, message: Message, rows: int, first_sample: torch.Tensor | None) -> None:
         counter, arriving = self._windows.counter, self.incoming(slot, message, self.parity)
-        parts, epoch = self.parts(rows, message.pitch), counter.argument
-        await_message(self.network, arriving, rows, parts, self.waiting, counter.word, epoch, first_sample)
+        groups, epoch = self.groups(rows, message.pitch), counter.argument
+        await_message(self.network, arriving, rows, groups, self.waiting, counter.word, epoch, first_sample)
 
     def skip(self, messages: Messages, status: torch.Tensor) -> None:
         """Take an epoch in which messages are signals alone, on the current stream."""
@@ -164,7 +163,7 @@ class MessageHeap:
         Raises:
             ExchangeTimeoutError: if it has expired.
         """
-        self._record.raise_expired(self._options.wait_timeout_s, "part")
+        self._record.raise_expired(self._options.wait_timeout_s, "group")
 
     def close(self) -> None:
         """Give the memory back."""
@@ -189,7 +188,7 @@ class _ByPuts:
         return True
 
     def check(self) -> None:
-        """Raise the fault that a wait for a part has recorded."""
+        """Raise the fault that a wait for a group has recorded."""
         self._heap.check()
 
     def close(self) -> None:
@@ -208,8 +207,9 @@ class PooledByPuts(_ByPuts):
         self._heap = MessageHeap(context, windows, widest, shapes, context.options.wire_dtype)
         self._windows, self._crossing, self._lookup, self._device = windows, crossing, lookup, context.device
         self._features = sum(map(len, lookup.pooled_together))
-        parts, longest_wait_us = self._heap.most_parts, context.options.aggregate_us
-        self._gathered = [Gathered.of(parts, longest_wait_us, context.device) for _ in reach.others]
+        room = self._heap.most_groups
+        self._counts = [torch.zeros(room, dtype=torch.int32, device=context.device) for _ in reach.others]
+        """finished rows of each group of the message to each other host, see `put_pooled`"""
         self._tables = StepCache[BatchSizes, dict[tuple[int, int], Windows]]()
         """by number of the other host and parity, where its ranks' rows begin in the message to it"""
 
@@ -217,7 +217,7 @@ class PooledByPuts(_ByPuts):
         return self._crossing.pooled(BatchSizes.of((0,) * self._windows.arena.world_size))
 
     def send(self, step: Step, tables: list[FeatureTable]) -> None:
-        """Pool for the other hosts, the next one first, and put parts, gathered in groups."""
+        """Pool for the other hosts, the next one first, and put groups as they are finished."""
         heap, counter, lookup = self._heap, self._windows.counter, self._lookup
         messages, parity = self._crossing.pooled(step.batch), heap.parity
         for host in heap.reach.others:
@@ -228,7 +228,7 @@ class PooledByPuts(_ByPuts):
                 continue
             windows = self._tables.get(step.batch, self._rows, step.batch)[number, parity]
             out = heap.outgoing(number, message, parity)
-            parts = heap.parts(step.batch.most, message.pitch)
+            groups = heap.groups(step.batch.most, message.pitch)
             for shards, table in zip(lookup.pooled_together, tables, strict=True):
                 put_pooled(
                     lookup.bags(shards, step, host),
@@ -238,8 +238,8 @@ class PooledByPuts(_ByPuts):
                     lookup.pooling_options(put_tuning_for(table.dim, table.weight_dtype.itemsize)),
                     heap.network,
                     out,
-                    parts,
-                    self._gathered[number],
+                    groups,
+                    self._counts[number],
                     self._features,
                     counter.word,
                     counter.argument,

@@ -118,7 +118,7 @@ def test_model_refuses(arguments: dict, message: str) -> None:
     ("arguments", "message"),
     [
         ({"slice_bags": 6}, "6 must be a power of two from 4 on"),
-        ({"aggregate_us": -1.0}, "aggregate_us: -1.0 must be 0 or more"),
+        ({"aggregate_bytes": -1}, "aggregate_bytes: -1 must be 0 or more"),
     ],
 )
 def test_embedding_refuses(arguments: dict, message: str) -> None:

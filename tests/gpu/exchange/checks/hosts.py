@@ -14,7 +14,7 @@ import torch
 from dlrm_overlap.comm.network import open_heap, start_puts
 from dlrm_overlap.comm.record import Record
 from dlrm_overlap.embedding.options import ExchangeOptions
-from dlrm_overlap.kernels.messages import Incoming, Outgoing, Parts, Waiting, await_message, put_message
+from dlrm_overlap.kernels.messages import Groups, Incoming, Outgoing, Waiting, await_message, put_message
 from tests.agreement import LOSS_TOLERANCE, WEIGHT_TOLERANCE, assert_all_near, assert_same
 from tests.gpu.exchange.checks.backward import Training, tables_of_all_kinds, uneven_batches
 from tests.gpu.exchange.checks.graphs import graph_config, train_in_segments
@@ -30,8 +30,8 @@ _RUNS = {
     "fused_stores_bf16": (ExchangeOptions("fused", put="stores", wait_timeout_s=_WAIT_S, **_BF16), "sgd"),  # type: ignore[arg-type]
     "pgas_bf16": (ExchangeOptions("pgas", wait_timeout_s=_WAIT_S, **_BF16), "adagrad"),  # type: ignore[arg-type]
 }
-# Bytes and longest wait of what is gathered: parts that leave alone, few of them together, all of a run together.
-_GATHERED = {"none": (0, None), "at_once": (65536, 0.0), "50_us": (16384, 50.0), "whole": (1 << 30, None)}
+# Bytes of a group: few rows that leave together, some, all of a run.
+_GATHERED = {"none": 0, "16_kb": 16384, "whole": 1 << 30}
 _STEPS = 20
 
 
@@ -68,21 +68,20 @@ def _check_stress(place: Place, options: ExchangeOptions, carrier: str) -> None:
 
 
 def _check_signals(place: Place) -> None:
-    """A part's signal is set to the epoch, not added to, and its bytes are those that were staged, in any order."""
+    """A group's signal is set to the epoch, not added to, and its bytes are those that were staged, in any order."""
     assert not start_puts(place.group, place.device, 60.0)
     heap = open_heap(1 << 20, place.group, place.device)
     network, own, clock = heap.network, heap.local.data_ptr(), torch.zeros(1, dtype=torch.int64, device=place.device)
-    parts, peer, source = Parts(8, 4, 3), (place.rank + 1) % place.world_size, (place.rank - 1) % place.world_size
+    groups, peer, source = Groups(24, 2), (place.rank + 1) % place.world_size, (place.rank - 1) % place.world_size
     out, arriving = Outgoing(own + 4096, 4096, own, peer), Incoming(own + 8192, own, source)
     waiting, words = Waiting(int(20e9), Record(place.device).status), heap.local.view(torch.int32)
     for epoch in (1, 2, 3):
         words[1024:1280] = torch.arange(256, device=place.device) + 1000 * place.rank + epoch
-        put_message(network, out, 28, 32, parts, clock, epoch)
-        await_message(network, arriving, 28, parts, waiting, clock, epoch)
+        put_message(network, out, 28, 32, groups, clock, epoch)
+        await_message(network, arriving, 28, groups, waiting, clock, epoch)
         expected = torch.arange(224, dtype=torch.int32, device=place.device) + 1000 * source + epoch
         assert_same(words[2048 : 2048 + 224], expected, f"bytes of epoch {epoch}")
-        signals = [epoch << 8 | 3, 0, 0, epoch << 8 | 1, 0]  # a put of three parts, and one of the last
-        assert heap.local.view(torch.int64)[:5].tolist() == signals
+        assert heap.local.view(torch.int64)[:3].tolist() == [epoch, epoch, 0]
         place.meet()
     heap.close()
 
@@ -140,8 +139,8 @@ def _checks(carrier: str) -> dict[str, Check]:
     }
     checks |= {f"losses_{backend}": partial(_check_losses, backend=backend) for backend in ("pgas", "fused")}
     if carrier == "puts":
-        for name, (size, wait_us) in _GATHERED.items():
-            options = replace(_RUNS["pgas"][0], aggregate_bytes=size, aggregate_us=wait_us)
+        for name, size in _GATHERED.items():
+            options = replace(_RUNS["pgas"][0], aggregate_bytes=size)
             checks[f"bits_gathered_{name}"] = partial(_check_bits, options=options, optimizer="sgd")
             checks[f"stress_gathered_{name}"] = partial(_check_stress, options=options)
     made = {
