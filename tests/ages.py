@@ -15,13 +15,13 @@ MEASURED: dict[str, tuple[str, ...]] = {
     "input": ("dlrm_overlap/data",),
     "row_bytes": ("tests/distributed/test_partial_sums.py",),  # which holds them
     "simulated": ("dlrm_overlap/simulate",),
-    **dict.fromkeys(("cached", "clock", "cut", "hosts", "parts", "skewed"), _STEP),  # calibration, emulated hosts
+    **dict.fromkeys(("cached", "clock", "cut", "parts", "skewed"), _STEP),  # calibration
     **dict.fromkeys(
-        ("grid", "occupancy", "programs", "puts", "schedule", "slice", "stage", "strong", "sweep", "volume", "weak"),
+        ("grid", "occupancy", "puts", "schedule", "slice", "stage", "strong", "sweep", "weak"),
         _STAGE,
     ),
     **dict.fromkeys(
-        ("ablation", "baseline", "quickstart", "registered", "row_wise", "step", "strategies", "timeline", "wide"),
+        ("ablation", "quickstart", "step", "timeline", "wide"),
         _STEP,
     ),
 }
