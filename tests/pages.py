@@ -165,7 +165,7 @@ def _range(values: Sequence[float]) -> str:
 
 
 def table_of_backwards(*names: str) -> Lines:
-    yield ["ms", "optimizer", "baseline", "`push`", "over it", "sort inside", "over it", "limit", "of it"]
+    yield ["ms", "optimizer", "baseline", "`push` (as fast)", "sort inside", "limit (of it)"]
     every = [row for name in names for row in read(name)]
     rows = [row for row in every if row["zipf_alpha"] == "0.0" or row["multi_hot"].startswith("[")]
     baseline, push = [row for row in rows if row["contender"] in ("baseline", "push")], rows
@@ -176,7 +176,8 @@ def table_of_backwards(*names: str) -> Lines:
         times = [f"{ms_of(first) / ms_of(row):.2f}x" for row in (hidden, exposed)]
         ms = [milliseconds(ms_of(row)) for row in (first, hidden, exposed)]
         limit = limit_ms(hidden)
-        cells = [ms[0], ms[1], times[0], ms[2], times[1], milliseconds(limit), f"{limit / ms_of(hidden):.0%}"]
+        own = [f"{each} ({time})" for each, time in zip(ms[1:], times, strict=True)]
+        cells = [ms[0], *own, f"{milliseconds(limit)} ({limit / ms_of(hidden):.0%})"]
         yield [label(first), first["optimizer"], *cells]
 
 
@@ -212,8 +213,7 @@ def table_of_collectives(name: str, operation: str, beside: str, captured: str, 
         yield [size, *times, f"`{taken['contender']}`", f"{best:.2f}", f"{value:.0f}"]
 
 
-_CARRIERS = {"nccl": "NCCL", "nccl_registered": "registered", "nccl_copy_engines": "its copy engines"}
-_CARRIERS |= {"dma": "`dma`", "stores": "`stores`"}
+_CARRIERS = {"nccl": "NCCL", "dma": "`dma`", "stores": "`stores`"}
 
 
 def table_of_strategies(name: str, *strategies: str) -> Lines:
@@ -307,24 +307,20 @@ def over_strongest(rows: Sequence[Row], time: str) -> float:
     return over(rows, strongest(rows, time), time)
 
 
-_RATIO = f"times `{_OURS}`"
-
-
 def table_of_steps(*names: str) -> Lines:
-    """Return a line a contender: both times in each file, and how many times those of `pgas_graph` beside it."""
+    """Return a line a contender: both times in each file, and in brackets how many times those of `pgas_graph`."""
     files = [read(name) for name in names]
     archs = (rows[0]["arch"] for rows in files)
-    yield ["ms", *(cell for arch in archs for cell in (f"{arch}: GPU's own", _RATIO, "by the clock", _RATIO))]
+    yield ["ms", *(f"{arch}: {time}" for arch in archs for time in ("GPU's own", "by the clock"))]
     for contender in dict.fromkeys(row["contender"] for row in files[0]):
         cells = list[str]()
         for rows in files:
             own = [row for row in rows if row["contender"] == contender]
             for time in _BOTH:
-                cells += [_ends([float(row[time]) for row in own]), f"{over(rows, own[0], time):.2f}x"]
+                ms, ratio = _ends([float(row[time]) for row in own]), f"{over(rows, own[0], time):.2f}x"
                 if own[0]["agrees"] == "False":
-                    cells[-1] = f"losses differ by {float(own[0]['max_difference']):.1e}"
-                elif contender == _OURS:
-                    cells[-1] = "-"
+                    ratio = f"losses differ by {float(own[0]['max_difference']):.1e}"
+                cells.append(ms if contender == _OURS else f"{ms} ({ratio})")
         yield [f"`{contender}`", *cells]
 
 
@@ -432,6 +428,10 @@ def sentences() -> Iterator[tuple[str, str, Sequence[float]]]:
     yield readme, text, [min(exposed), max(exposed), min(hidden), max(hidden)]
     wide = sorted(map(ms_of, read("wide.csv")))
     gemm = "docs/results/gemm.md"
+    small = {row["contender"]: row for row in read("two_h100/quickstart.csv")}
+    both = [[float(small[name][time]) for name in ("torchrec", _OURS)] for time in _BOTH]
+    text = "{:.3f} ms and {:.3f} by the GPU's own time, and {:.2f} and {:.3f} by the clock"
+    yield step, text, [ms for pair in both for ms in pair]
     yield gemm, "took {:.2f} ms instead of {:.2f}, {:.2f} times as fast", [*wide, wide[1] / wide[0]]
     text = (
         "takes {:.2f} ms under TorchRec at its strongest, of which its GPU is busy for {:.2f}, and captured {:.2f}, of "
