@@ -42,7 +42,7 @@ def ms_of(row: Row) -> float:
 
 
 def label(row: Row) -> str:
-    """Return what tells the shape of a row: of a step its model and samples, of a stage its tables, batch and ids."""
+    """Return the shape of a row: of a step its model and samples, of a stage its tables, batch and ids."""
     if "arch" not in row:
         return shape(row).replace(" x ", "x").replace("\n", ", ")
     gpus = int(row["world_size"])
