@@ -8,12 +8,14 @@ import copy
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge, set_warn_on_accumulate_grad_stream_mismatch
 from torch.func import functional_call
+from torch.nn.functional import pad
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.modules.crossnet import LowRankCrossNet
 from torchrec.optim.keyed import CombinedOptimizer
@@ -22,6 +24,7 @@ from dlrm_overlap.config import ModelConfig, TrainConfig
 from dlrm_overlap.dense.cast import CastWeights
 from dlrm_overlap.dense.cross import CrossLayer, Write, cross
 from dlrm_overlap.dense.flat import FlatParameters
+from dlrm_overlap.dense.interaction import interact
 from dlrm_overlap.dense.optimizer import FlatOptimizer
 from dlrm_overlap.dense.tensor_parallel import DividedCrossNet, LayerRanks, divide_pairs, divided_layers
 from dlrm_overlap.embedding.sharded_module import output_dtype
@@ -29,6 +32,9 @@ from dlrm_overlap.train.graphs.capturable import innermost
 from dlrm_overlap.train.model import DotInteraction, Head, Part, TrainTask, concatenated
 
 log = logging.getLogger("dlrm_overlap")
+
+ALIGNED = 8
+"""columns of 2 bytes in whose multiples products read their rows: of other lengths at a third of the speed"""
 
 
 def divide_head(head: Head, group: dist.ProcessGroup, model: ModelConfig, train: TrainConfig) -> None:
@@ -159,14 +165,15 @@ def cast_once(task: TrainTask, flat: FlatParameters, optimizer: CombinedOptimize
     The biases of the cross network stay as they are: autocast, too, leaves it to compute its sums in float32.
 
     Args:
-        compiled: by torch.compile, at the first step. A cross network is then computed by `cross`. Of a head that is
-            divided over the ranks the interaction alone is compiled.
+        compiled: by torch.compile, at the first step. The interaction is then computed by `cross` or `interact`. Of a
+            head that is divided over the ranks the top MLP is not compiled.
     """
     names = {parameter: name for name, parameter in flat.parameters.items()}
     bottom, head = task.dlrm.bottom, task.dlrm.head
     inner = innermost(dict(optimizer.optimizers)["dense"])
     assert isinstance(inner, FlatOptimizer)
     crossed = head.interaction if compiled and isinstance(head.interaction, LowRankCrossNet) else None
+    dotted = head.interaction if compiled and isinstance(head.interaction, DotInteraction) else None
     biases = {names[p] for key, p in head.named_parameters() if key.startswith("interaction.bias")}
     shadowed = [names[p] for part in (bottom, head) for p in part.parameters()]
     casts = CastWeights(flat, inner, [name for name in shadowed if crossed or name not in biases])
@@ -174,17 +181,20 @@ def cast_once(task: TrainTask, flat: FlatParameters, optimizer: CombinedOptimize
     # The gradient of the pooled embeddings leaves first, since their forward comes before the bottom MLP's.
     bottom.in_training = lambda input: casts.ahead_of(computed(input))
     compiles_top = compiled and not divided_layers(head)  # torch.compile cannot look into products that communicate
-    join = interaction = None
-    if crossed is not None:
-        join, interaction = _compiled(concatenated), _cross_with_casts(crossed, names, casts)
-    elif compiled and isinstance(head.interaction, DotInteraction) and not compiles_top:
-        join, interaction = concatenated, _compiled(head.interaction.forward)
-    if join is None or interaction is None:
+    if crossed is None and dotted is None:
         head.in_training = _with_casts(head, names, casts, compiles_top)
+        return casts
+    width = None
+    if crossed is not None:
+        interaction = _cross_with_casts(crossed, names, casts)
     else:
-        squeeze = nn.Flatten(0) if head.logit.out_features == 1 else nn.Identity()
-        top = nn.Sequential(OrderedDict(top=head.top, logit=head.logit, squeeze=squeeze))
-        head.in_training = _in_steps(join, interaction, _with_casts(top, names, casts, compiles_top))
+        assert dotted is not None
+        width = -(-dotted.out_features // ALIGNED) * ALIGNED if compiles_top else dotted.out_features
+        interaction = partial(interact, features=dotted.features, width=width)
+    squeeze = nn.Flatten(0) if head.logit.out_features == 1 else nn.Identity()
+    top = nn.Sequential(OrderedDict(top=head.top, logit=head.logit, squeeze=squeeze))
+    score = _with_casts(top, names, casts, compiles_top, width)
+    head.in_training = _in_steps(_compiled(concatenated), interaction, score)
     return casts
 
 
@@ -198,13 +208,20 @@ def _in_steps(
 
 
 def _with_casts(
-    part: nn.Module, names: Mapping[nn.Parameter, str], casts: CastWeights, compiled: bool
+    part: nn.Module, names: Mapping[nn.Parameter, str], casts: CastWeights, compiled: bool, width: int | None = None
 ) -> Callable[..., torch.Tensor]:
-    """Return a function that computes `part` with weights from `casts`."""
+    """Return a function that computes `part` with weights from `casts`.
+
+    Args:
+        width: of its input, whose columns that the first layer does not know are zeros; None for what it knows.
+    """
     buffers, own = dict(part.named_buffers()), {key: names[p] for key, p in part.named_parameters()}
     stateless = copy.deepcopy(part).to("meta")  # without weights of its own
+    first = next(key for key, parameter in part.named_parameters() if parameter.dim() == 2)
 
     def compute(weights: dict[str, torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
+        if width is not None:
+            weights = weights | {first: pad(weights[first], (0, width - weights[first].shape[1]))}
         return functional_call(stateless, (weights, buffers), inputs)
 
     compute = _compiled(compute) if compiled else compute
