@@ -387,3 +387,10 @@ def gradient_of_interaction(gradient: torch.Tensor, embeddings: torch.Tensor, fe
     result = torch.bmm(pairs + pairs.transpose(1, 2), each)
     result[:, 0] += gradient[:, :dim]
     out.copy_(result.flatten(1))
+
+
+def mask_and_sum(gradient: torch.Tensor, output: torch.Tensor, out: torch.Tensor, sums: torch.Tensor) -> None:
+    """Write the gradient where `output` is positive, and its sums in float32; see the kernel of this name."""
+    out.copy_(gradient.where(output > 0, 0))
+    for group, part in enumerate(out.float().split(GROUP)):
+        sums[group] = part.sum(0)

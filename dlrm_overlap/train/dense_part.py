@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge, set_warn_on_accumulate_grad_stream_mismatch
 from torch.func import functional_call
-from torch.nn.functional import pad
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.modules.crossnet import LowRankCrossNet
+from torchrec.modules.mlp import MLP, Perceptron
 from torchrec.optim.keyed import CombinedOptimizer
 
 from dlrm_overlap.config import ModelConfig, TrainConfig
@@ -26,6 +26,7 @@ from dlrm_overlap.dense.cross import CrossLayer, Write, cross
 from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.interaction import interact
 from dlrm_overlap.dense.optimizer import FlatOptimizer
+from dlrm_overlap.dense.relu_layers import Layer, relu_layers
 from dlrm_overlap.dense.tensor_parallel import DividedCrossNet, LayerRanks, divide_pairs, divided_layers
 from dlrm_overlap.embedding.sharded_module import output_dtype
 from dlrm_overlap.train.graphs.capturable import innermost
@@ -177,55 +178,68 @@ def cast_once(task: TrainTask, flat: FlatParameters, optimizer: CombinedOptimize
     biases = {names[p] for key, p in head.named_parameters() if key.startswith("interaction.bias")}
     shadowed = [names[p] for part in (bottom, head) for p in part.parameters()]
     casts = CastWeights(flat, inner, [name for name in shadowed if crossed or name not in biases])
-    computed = _with_casts(bottom, names, casts, compiled)
+    computed = _mlp_with_casts(bottom, names, casts, compiled)
     # The gradient of the pooled embeddings leaves first, since their forward comes before the bottom MLP's.
     bottom.in_training = lambda input: casts.ahead_of(computed(input))
-    compiles_top = compiled and not divided_layers(head)  # torch.compile cannot look into products that communicate
     if crossed is None and dotted is None:
-        head.in_training = _with_casts(head, names, casts, compiles_top)
+        head.in_training = _with_casts(head, names, casts, compiled and not divided_layers(head))
         return casts
-    width = None
+    is_divided = bool(divided_layers(head))  # torch.compile cannot look into products that communicate
+    top = _mlp_with_casts(head.top, names, casts, compiled and not is_divided)
+    squeeze = nn.Flatten(0) if head.logit.out_features == 1 else nn.Identity()
+    logit = _with_casts(nn.Sequential(OrderedDict(logit=head.logit, squeeze=squeeze)), names, casts, compiled)
     if crossed is not None:
         interaction = _cross_with_casts(crossed, names, casts)
     else:
         assert dotted is not None
-        width = -(-dotted.out_features // ALIGNED) * ALIGNED if compiles_top else dotted.out_features
+        pads = _relu_layers(head.top) is not None and not is_divided
+        width = -(-dotted.out_features // ALIGNED) * ALIGNED if pads else dotted.out_features
         interaction = partial(interact, features=dotted.features, width=width)
-    squeeze = nn.Flatten(0) if head.logit.out_features == 1 else nn.Identity()
-    top = nn.Sequential(OrderedDict(top=head.top, logit=head.logit, squeeze=squeeze))
-    score = _with_casts(top, names, casts, compiles_top, width)
-    head.in_training = _in_steps(_compiled(concatenated), interaction, score)
+    join = _compiled(concatenated)
+    head.in_training = lambda *inputs: logit(top(interaction(inputs[0] if len(inputs) == 1 else join(*inputs))))
     return casts
 
 
-def _in_steps(
-    join: Callable[..., torch.Tensor],
-    interaction: Callable[[torch.Tensor], torch.Tensor],
-    score: Callable[[torch.Tensor], torch.Tensor],
-) -> Callable[..., torch.Tensor]:
-    """Return a function that computes a head as `Head.compute` does, by three others."""
-    return lambda *inputs: score(interaction(inputs[0] if len(inputs) == 1 else join(*inputs)))
-
-
 def _with_casts(
-    part: nn.Module, names: Mapping[nn.Parameter, str], casts: CastWeights, compiled: bool, width: int | None = None
+    part: nn.Module, names: Mapping[nn.Parameter, str], casts: CastWeights, compiled: bool
 ) -> Callable[..., torch.Tensor]:
-    """Return a function that computes `part` with weights from `casts`.
-
-    Args:
-        width: of its input, whose columns that the first layer does not know are zeros; None for what it knows.
-    """
+    """Return a function that computes `part` with weights from `casts`."""
     buffers, own = dict(part.named_buffers()), {key: names[p] for key, p in part.named_parameters()}
     stateless = copy.deepcopy(part).to("meta")  # without weights of its own
-    first = next(key for key, parameter in part.named_parameters() if parameter.dim() == 2)
 
     def compute(weights: dict[str, torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
-        if width is not None:
-            weights = weights | {first: pad(weights[first], (0, width - weights[first].shape[1]))}
         return functional_call(stateless, (weights, buffers), inputs)
 
     compute = _compiled(compute) if compiled else compute
     return lambda *inputs: compute(casts.of(own), *inputs)
+
+
+def _relu_layers(mlp: nn.Module) -> list[nn.Linear] | None:
+    """Return the layers of an MLP of TorchRec if ReLU is after each of them, and None of another."""
+    each = list(mlp._mlp) if isinstance(mlp, MLP) else []  # type: ignore[arg-type]
+    if not each or not all(isinstance(layer, Perceptron) and layer._activation_fn is torch.relu for layer in each):
+        return None
+    return [layer._linear for layer in each]
+
+
+def _mlp_with_casts(
+    mlp: nn.Module, names: Mapping[nn.Parameter, str], casts: CastWeights, compiled: bool
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a function that computes an MLP with weights from `casts`, if compiled by `relu_layers` where it can."""
+    layers = _relu_layers(mlp) if compiled else None
+    if layers is None:
+        return _with_casts(mlp, names, casts, compiled)
+    each = [Layer(names[layer.weight], names[layer.bias]) for layer in layers]
+
+    def places() -> list[Layer]:
+        views = iter(casts.places([name for layer in each for name in layer]))
+        return [Layer(next(views), next(views)) for _ in each]
+
+    def compute(x: torch.Tensor) -> torch.Tensor:
+        weights = [Layer(*map(casts.shadow, layer)) for layer in each]
+        return relu_layers(x.to(weights[0].weight.dtype), weights, places, casts.anchor)
+
+    return compute
 
 
 def _cross_with_casts(

@@ -110,7 +110,7 @@ def interact(embeddings: torch.Tensor, features: int, out: torch.Tensor) -> None
         features: F.
         out: [b, N] contiguous, of the type of `embeddings`, N >= D + F * (F - 1) / 2.
     """
-    assert embeddings.is_contiguous() and out.is_contiguous(), "pass contiguous rows"
+    assert all(each.is_contiguous() for each in (embeddings, out)), "pass contiguous rows"
     kernel = _compiled(True, features, embeddings.shape[1] // features, out.shape[1])
     kernel(len(embeddings), (embeddings.dtype,), embeddings, out)
 
