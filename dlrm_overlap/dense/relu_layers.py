@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import pad
 
 from dlrm_overlap.kernels import reference
 from dlrm_overlap.kernels.dense.arguments import GROUP
@@ -33,10 +32,11 @@ def relu_layers(
     Autograd sees nothing of the parameters: the backward writes their gradients.
 
     Args:
-        x: [b, K] contiguous; it may have more columns than the first layer knows, which are zeros.
+        x: [b, K] contiguous.
         layers: at least one, of the type of `x`, contiguous.
         places: called once in the backward, returns where the gradients are written, on the backward's stream:
-            contiguous tensors, float32.
+            contiguous tensors, float32. The first weight's may have fewer columns than the weight, whose last ones are
+            then of no parameter.
         anchor: a tensor that requires a gradient, and gets none: it stands for the parameters, since `x` may need none.
     """
     return _ReluLayers.apply(x, [Layer(*(each.detach() for each in layer)) for layer in layers], places, anchor)  # type: ignore[no-any-return]
@@ -50,10 +50,9 @@ class _ReluLayers(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, layers: list[Layer], places: Callable[[], Sequence[Layer]], anchor: torch.Tensor
     ) -> torch.Tensor:
         weights = [layer.weight for layer in layers]
-        weights[0] = pad(weights[0], (0, x.shape[1] - weights[0].shape[1]))
         outputs = []
         for weight, layer in zip(weights, layers, strict=True):
-            outputs.append(torch._addmm_activation(layer.bias, outputs[-1] if outputs else x, weight.t()))
+            outputs.append(torch.ops.aten._addmm_activation(layer.bias, outputs[-1] if outputs else x, weight.t()))
         ctx.places = places
         ctx.save_for_backward(x, *outputs, *weights)
         return outputs[-1]
@@ -65,15 +64,17 @@ class _ReluLayers(torch.autograd.Function):
         outputs, weights = saved[: len(saved) // 2], saved[len(saved) // 2 :]
         places, kernels = ctx.places(), _kernels_on(x.device)
         gradient: torch.Tensor | None = gradients[0].contiguous()
-        sums = [x.new_empty(-(-len(x) // GROUP), each.shape[1], dtype=torch.float32) for each in outputs]
+        widths = [each.shape[1] for each in outputs]
+        sums = x.new_empty(-(-len(x) // GROUP), sum(widths), dtype=torch.float32)
+        parts = sums.split(widths, dim=1)
         for index in reversed(range(len(outputs))):
             assert gradient is not None
-            masked, output = torch.empty_like(gradient), outputs[index]
-            kernels.mask_and_sum(gradient, output, masked, sums[index])
+            masked = torch.empty_like(gradient)
+            kernels.mask_and_sum(gradient, outputs[index], masked, parts[index])
             _product_into(places[index].weight, masked.t(), outputs[index - 1] if index > 0 else x)
             needed = index > 0 or ctx.needs_input_grad[0]
             gradient = torch.mm(masked, weights[index]) if needed else None
-        torch._foreach_copy_([place.bias for place in places], [each.sum(0) for each in sums])  # type: ignore[no-untyped-call]
+        torch._foreach_copy_([place.bias for place in places], list(sums.sum(0).split(widths)))  # type: ignore[no-untyped-call]
         return gradient, None, None, None
 
 

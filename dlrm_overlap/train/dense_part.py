@@ -34,9 +34,6 @@ from dlrm_overlap.train.model import DotInteraction, Head, Part, TrainTask, conc
 
 log = logging.getLogger("dlrm_overlap")
 
-ALIGNED = 8
-"""columns of 2 bytes in whose multiples products read their rows: of other lengths at a third of the speed"""
-
 
 def divide_head(head: Head, group: dist.ProcessGroup, model: ModelConfig, train: TrainConfig) -> None:
     """Divide layers of the head over the ranks of `group` as `model.top_parallel` and `model.cross_parallel` say.
@@ -184,17 +181,15 @@ def cast_once(task: TrainTask, flat: FlatParameters, optimizer: CombinedOptimize
     if crossed is None and dotted is None:
         head.in_training = _with_casts(head, names, casts, compiled and not divided_layers(head))
         return casts
-    is_divided = bool(divided_layers(head))  # torch.compile cannot look into products that communicate
-    top = _mlp_with_casts(head.top, names, casts, compiled and not is_divided)
-    squeeze = nn.Flatten(0) if head.logit.out_features == 1 else nn.Identity()
-    logit = _with_casts(nn.Sequential(OrderedDict(logit=head.logit, squeeze=squeeze)), names, casts, compiled)
     if crossed is not None:
         interaction = _cross_with_casts(crossed, names, casts)
     else:
         assert dotted is not None
-        pads = _relu_layers(head.top) is not None and not is_divided
-        width = -(-dotted.out_features // ALIGNED) * ALIGNED if pads else dotted.out_features
-        interaction = partial(interact, features=dotted.features, width=width)
+        interaction = partial(interact, features=dotted.features, width=_aligned(dotted.out_features))
+    # torch.compile cannot look into products that communicate.
+    top = _mlp_with_casts(head.top, names, casts, compiled and not divided_layers(head))
+    squeeze = nn.Flatten(0) if head.logit.out_features == 1 else nn.Identity()
+    logit = _with_casts(nn.Sequential(OrderedDict(logit=head.logit, squeeze=squeeze)), names, casts, compiled)
     join = _compiled(concatenated)
     head.in_training = lambda *inputs: logit(top(interaction(inputs[0] if len(inputs) == 1 else join(*inputs))))
     return casts
@@ -222,24 +217,41 @@ def _relu_layers(mlp: nn.Module) -> list[nn.Linear] | None:
     return [layer._linear for layer in each]
 
 
+def _aligned(columns: int) -> int:
+    """Return the next number of columns whose 2 bytes make whole 16 bytes: products read others three times slower."""
+    return -(-columns // 8) * 8
+
+
 def _mlp_with_casts(
     mlp: nn.Module, names: Mapping[nn.Parameter, str], casts: CastWeights, compiled: bool
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a function that computes an MLP with weights from `casts`, if compiled by `relu_layers` where it can."""
+    """Return a function that computes an MLP with weights from `casts`, if compiled by `relu_layers` where it can.
+
+    Its input may have columns of zeros after those that the first layer knows.
+    """
     layers = _relu_layers(mlp) if compiled else None
     if layers is None:
-        return _with_casts(mlp, names, casts, compiled)
-    each = [Layer(names[layer.weight], names[layer.bias]) for layer in layers]
+        compute, columns = _with_casts(mlp, names, casts, compiled), next(mlp.parameters()).shape[1]
+        return lambda x: compute(x if x.shape[1] == columns else x[:, :columns])
+    each = [tuple(names[parameter] for parameter in layer.parameters()) for layer in layers]  # weight, bias
+    first = casts.shadow(each[0][0])
+    known, width = first.shape[1], _aligned(first.shape[1])
+    wide = first.new_zeros(len(first), width)
 
     def places() -> list[Layer]:
-        views = iter(casts.places([name for layer in each for name in layer]))
-        return [Layer(next(views), next(views)) for _ in each]
+        return [Layer(*casts.places(layer)) for layer in each]
 
-    def compute(x: torch.Tensor) -> torch.Tensor:
+    def compute_layers(x: torch.Tensor) -> torch.Tensor:
         weights = [Layer(*map(casts.shadow, layer)) for layer in each]
-        return relu_layers(x.to(weights[0].weight.dtype), weights, places, casts.anchor)
+        if width > known:
+            wide[:, :known] = weights[0].weight
+            weights[0] = weights[0]._replace(weight=wide)
+        if x.shape[1] < width or x.dtype != wide.dtype:
+            given, x = x, wide.new_zeros(len(x), width)
+            x[:, :known] = given
+        return relu_layers(x, weights, places, casts.anchor)
 
-    return compute
+    return compute_layers
 
 
 def _cross_with_casts(

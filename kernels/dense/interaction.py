@@ -95,10 +95,11 @@ def _gradient_of_interaction(
 
 @lru_cache
 def _compiled(forward: bool, features: int, dim: int, width: int) -> CompiledKernel:
-    blocks = {name: max(16, triton.next_power_of_2(n)) for name, n in (("BLOCK_F", features), ("BLOCK_D", dim))}
-    constants = {"FEATURES": features, "DIM": dim, "WIDTH": width} | blocks | {"INTERPRETED": INTERPRETED}
+    block_f, block_d = (max(16, 1 << (n - 1).bit_length()) for n in (features, dim))
+    constants = {"FEATURES": features, "DIM": dim, "WIDTH": width, "BLOCK_F": block_f, "BLOCK_D": block_d}
+    constants["INTERPRETED"] = INTERPRETED
     kernel, names = (_interact, ()) if forward else (_gradient_of_interaction, ("gradient",))
-    warps = min(8, max(1, blocks["BLOCK_F"] * blocks["BLOCK_D"] // 4096))
+    warps = min(8, max(1, block_f * block_d // 4096))
     return CompiledKernel(kernel, (*names, "embeddings", "out"), constants, num_warps=warps)
 
 

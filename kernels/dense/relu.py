@@ -12,15 +12,15 @@ from dlrm_overlap.kernels.dense.arguments import GROUP
 _ROWS, _COLUMNS = 16, 128
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "stride"], do_not_specialize_on_alignment=["sums"])
 def _mask_and_sum(
-    gradient, output, out, sums, rows, WIDTH: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
+    gradient, output, out, sums, rows, stride, WIDTH: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Compute out = gradient where output > 0, else 0, and its sums over the program's rows.
 
     Memory: a program has GROUP rows of COLUMNS columns of [rows, WIDTH]. It reads gradient and output, and writes out
-    and row `group` of sums [groups, WIDTH] float32.
+    and row `group` of sums [groups, WIDTH] float32, whose rows are `stride` apart.
 
     Order: the end of the kernel orders what it writes for what comes next on the stream; no two programs share an
     element, and a program's sums have a fixed order.
@@ -43,13 +43,15 @@ def _mask_and_sum(
         reaching = tl.where(passes, reaching, tl.zeros_like(reaching))
         tl.store(out + at, reaching, mask=mask)
         total += reaching.to(tl.float32)
-    tl.store(sums + group.to(tl.int64) * WIDTH + column, tl.sum(total, 0), mask=within)
+    tl.store(sums + group.to(tl.int64) * stride + column, tl.sum(total, 0), mask=within)
 
 
 @lru_cache
 def _compiled(width: int) -> CompiledKernel:
     constants = {"WIDTH": width, "GROUP": GROUP, "ROWS": _ROWS, "COLUMNS": _COLUMNS}
-    return CompiledKernel(_mask_and_sum, ("gradient", "output", "out", "sums", "rows"), constants, num_warps=4)
+    return CompiledKernel(
+        _mask_and_sum, ("gradient", "output", "out", "sums", "rows", "stride"), constants, num_warps=4
+    )
 
 
 def mask_and_sum(gradient: torch.Tensor, output: torch.Tensor, out: torch.Tensor, sums: torch.Tensor) -> None:
@@ -59,9 +61,9 @@ def mask_and_sum(gradient: torch.Tensor, output: torch.Tensor, out: torch.Tensor
         gradient: [b, N] contiguous, of ReLU's output.
         output: [b, N] contiguous, of ReLU.
         out: [b, N] contiguous; all three are of one type.
-        sums: [ceil(b / GROUP), N] float32, over each `GROUP` rows.
+        sums: [ceil(b / GROUP), N] float32, over each `GROUP` rows; columns of a contiguous tensor.
     """
-    assert all(each.is_contiguous() for each in (gradient, output, out, sums)), "pass contiguous tensors"
+    assert all(each.is_contiguous() for each in (gradient, output, out)), "pass contiguous tensors"
     rows, width = output.shape
     programs = len(sums) * -(-width // _COLUMNS)
-    _compiled(width)(programs, (output.dtype,), gradient, output, out, sums, rows)
+    _compiled(width)(programs, (output.dtype,), gradient, output, out, sums, rows, sums.stride(0))

@@ -19,7 +19,7 @@ def test_the_kernel_agrees_with_its_twin(rows: int, width: int) -> None:
     gradient, output = (torch.randn(rows, width).bfloat16() for _ in range(2))
     output.relu_()
     masked = [torch.full_like(gradient, torch.nan) for _ in range(2)]
-    sums = [torch.full((-(-rows // GROUP), width), torch.nan) for _ in range(2)]
+    sums = [torch.full((-(-rows // GROUP), 3 + width), torch.nan)[:, 3:] for _ in range(2)]
     relu.mask_and_sum(gradient, output, masked[0], sums[0])
     reference.mask_and_sum(gradient, output, masked[1], sums[1])
     assert_same(*masked, "gradient")
@@ -34,7 +34,8 @@ def test_the_layers_are_autograds(needed: bool) -> None:
     places = [Layer(*(torch.full_like(each, torch.nan) for each in layer)) for layer in layers]
     x, gradient = torch.randn(GROUP + 2, 5), torch.randn(GROUP + 2, 4)
     wide, plain = torch.nn.functional.pad(x, (0, 3)).requires_grad_(needed), x.clone().requires_grad_(needed)
-    found = relu_layers(wide, layers, lambda: places, torch.empty(0, requires_grad=True))
+    padded = [layers[0]._replace(weight=torch.nn.functional.pad(modules[0].weight, (0, 3))), layers[1]]
+    found = relu_layers(wide, padded, lambda: places, torch.empty(0, requires_grad=True))
     expected = modules[1](modules[0](plain).relu()).relu()
     assert_near(found, expected, 1e-6, "output")
     found.backward(gradient)
