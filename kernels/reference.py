@@ -365,3 +365,32 @@ def gradient_of_layer(tensors: CrossGradient, layer: int, layers: int) -> None:
         tensors.sums[group] = part.sum(0)
     if layer == 0:
         tensors.dx.copy_(through + reaching)
+
+
+def interact(embeddings: torch.Tensor, features: int, out: torch.Tensor) -> None:
+    """Write each sample's first embedding, its pairs' products in float32, and zeros; see the kernel of this name."""
+    each = embeddings.float().unflatten(1, (features, -1))
+    rows, columns = torch.triu_indices(features, features, offset=1)
+    dim = each.shape[2]
+    out.zero_()
+    out[:, :dim] = each[:, 0]
+    out[:, dim : dim + len(rows)] = torch.bmm(each, each.transpose(1, 2))[:, rows, columns]
+
+
+def gradient_of_interaction(gradient: torch.Tensor, embeddings: torch.Tensor, features: int, out: torch.Tensor) -> None:
+    """Write the gradient of `embeddings`, calculated in float32; see the kernel of this name."""
+    each = embeddings.float().unflatten(1, (features, -1))
+    rows, columns = torch.triu_indices(features, features, offset=1)
+    dim = each.shape[2]
+    pairs = gradient.new_zeros(len(each), features, features, dtype=torch.float32)
+    pairs[:, rows, columns] = gradient[:, dim : dim + len(rows)].float()
+    result = torch.bmm(pairs + pairs.transpose(1, 2), each)
+    result[:, 0] += gradient[:, :dim]
+    out.copy_(result.flatten(1))
+
+
+def mask_and_sum(gradient: torch.Tensor, output: torch.Tensor, out: torch.Tensor, sums: torch.Tensor) -> None:
+    """Write the gradient where `output` is positive, and its sums in float32; see the kernel of this name."""
+    out.copy_(gradient.where(output > 0, 0))
+    for group, part in enumerate(out.float().split(GROUP)):
+        sums[group] = part.sum(0)

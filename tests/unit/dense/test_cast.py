@@ -90,8 +90,9 @@ def _not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_not_compiled")
-def test_a_compiled_cross_network_is_as_near_as_autocast() -> None:
-    ours, autocast = Dense("dcn", casts=True, compiled=True), Dense("dcn", casts=False)
+@pytest.mark.parametrize("arch", ["dot", "dcn"])
+def test_a_compiled_interaction_is_as_near_as_autocast(arch: str) -> None:
+    ours, autocast = Dense(arch, casts=True, compiled=True), Dense(arch, casts=False)
     places: list[str] = []
     assert ours.casts is not None
     ours.casts.on_complete(places.append)
