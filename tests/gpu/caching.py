@@ -17,7 +17,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import count, pairwise
@@ -150,7 +150,9 @@ def _time(ranks: Ranks, config: Config) -> dict[str, float]:
         events[-1].record()
         torch.cuda.synchronize()
         took_ms = (time.perf_counter() - begin) * 1e3 / _STEPS
-    came = [(int(c.brought) - b) / _STEPS for c, b in zip(caches, before, strict=True)]
+        came = [(int(c.brought) - b) / _STEPS for c, b in zip(caches, before, strict=True)]
+        of_loss = float(loss)
+        kernels_ms = _kernels_ms(partial(trainer.step, batches)) if caches else {}
     row_bytes = [sum(rows[0].nbytes for rows in cache.rows) for cache in caches]
     found = {
         "mean_ms": took_ms,
@@ -158,16 +160,28 @@ def _time(ranks: Ranks, config: Config) -> dict[str, float]:
         "slots": sum(cache.slots for cache in caches),
         "rows_brought": sum(came),
         "gb_each_way": sum(n * size for n, size in zip(came, row_bytes, strict=True)) / 1e9,
-        "loss": float(loss),
+        "loss": of_loss,
         "gpu_gb": torch.cuda.max_memory_allocated() / 1e9,
     }
     found["gb_per_s_each_way"] = found["gb_each_way"] / found["mean_ms"] * 1e3
+    found |= kernels_ms
     trainer.close()
     del trainer, batches, loader, caches, loss
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     return found
+
+
+def _kernels_ms(step: Callable[[], Any]) -> dict[str, float]:
+    """Return the time in each kernel of the cache, in a step."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(4):
+            step()
+        torch.cuda.synchronize()
+    names = "_look_up", "_count", "_list", "_take", "_replace", "_swap_rows"
+    taken = {each.key: each.self_device_time_total / 4e3 for each in profile.key_averages()}
+    return {f"{name.strip('_')}_ms": taken[name] for name in names if name in taken}
 
 
 def _copy_rates() -> dict[str, float]:
