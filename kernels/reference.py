@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from dlrm_overlap.kernels.arguments import EVERY_BAG, Numbers, Partials
+from dlrm_overlap.kernels.arguments import EVERY_BAG, MOST_USES, CacheState, Numbers, Partials, Swaps
 from dlrm_overlap.kernels.dense.arguments import GROUP, LINE, CrossGradient, FlatUpdate
 
 Rows = torch.Tensor
@@ -268,17 +268,44 @@ _UPDATES = {
 }
 
 
-def swap_rows(
-    home: torch.Tensor,
-    cached: torch.Tensor,
-    slots: torch.Tensor,
-    leaving: torch.Tensor,
-    entering: torch.Tensor,
-    count: torch.Tensor,
-) -> None:
+def find_slots(
+    state: CacheState, ids: torch.Tensor, offsets: torch.Tensor, samples: int, first_rows: torch.Tensor
+) -> Swaps:
+    """Find slots for the rows that a step names, and replace its ids by them; see the kernels of this name."""
+    step, hand, _ = state.clock.tolist()
+    slots = state.row_in.numel()
+    ends = offsets[samples::samples].contiguous()
+    position = torch.arange(ids.numel(), dtype=ends.dtype, device=ids.device)
+    first = first_rows[torch.searchsorted(ends, position, right=True)]
+    cached = first >= 0
+    rows = first[cached] + ids[cached]
+    named = rows.unique()
+    found = state.slot_of[named].long()
+    hits, entering = found[found >= 0], named[found < 0]
+    state.used_at[hits] = step
+    state.uses[hits] = (state.uses[hits] + 1).clamp(max=MOST_USES)
+    order = torch.arange(slots, device=ids.device).roll(-hand)
+    free = order[state.used_at[order] < step - 1]
+    is_idle = state.uses[free] == 0
+    idle = free[is_idle][: entering.numel()]
+    taken = torch.cat([idle, free[~is_idle]])[: entering.numel()]
+    if idle.numel():
+        last = int(idle[-1])
+        passed = order[: (last - hand) % slots + 1]
+        state.uses[passed] = (state.uses[passed] - 1).clamp(min=0)
+        state.clock[1:] = (last + 1) % slots
+    leaving = state.row_in[taken]
+    state.slot_of[leaving[leaving >= 0]] = -1
+    state.slot_of[entering] = taken.int()
+    state.row_in[taken], state.used_at[taken], state.uses[taken] = entering, step, 0
+    ids[cached] = state.slot_of[rows]
+    state.clock[0] += 1
+    return Swaps(taken, leaving, entering, torch.tensor([taken.numel()], device=ids.device))
+
+
+def swap_rows(home: torch.Tensor, cached: torch.Tensor, swaps: Swaps) -> None:
     """Store rows of a cache to their table, and rows of the table in their stead; see the kernel of this name."""
-    entries = int(count)
-    slots, leaving, entering = slots[:entries], leaving[:entries], entering[:entries]
+    slots, leaving, entering = (each[: int(swaps.count)] for each in swaps[:3])
     leaves, enters = leaving >= 0, entering >= 0
     home[leaving[leaves]] = cached[slots[leaves]]
     cached[slots[enters]] = home[entering[enters]]
