@@ -68,6 +68,7 @@ class CastWeights:
         """Have `write` called with where the optimizer reads the gradients of `names`, float32 and contiguous.
 
         So the gradient of the model's input, for which others wait, comes before gradients that nobody needs yet.
+        Gradients are written in the order of these calls, and those of one call may travel while the next are computed.
         """
         names = list(names)
         assert self._names.issuperset(names), "the gradients of the other parameters are autograd's"

@@ -258,11 +258,11 @@ def _cross_with_casts(
     network: LowRankCrossNet, names: Mapping[nn.Parameter, str], casts: CastWeights
 ) -> Callable[..., torch.Tensor]:
     """Return a function that computes the network by `cross` with weights from `casts`."""
-    each = list(zip(network.W_kernels, network.V_kernels, network.bias, strict=True))
-    wanted = [names[parameter] for layer in each for parameter in layer]
+    own = {"w": list(network.W_kernels), "v": list(network.V_kernels), "bias": list(network.bias)}
+    each = list(zip(*own.values(), strict=True))
 
-    def later(write: Write) -> None:
-        casts.later(wanted, lambda places: write([CrossLayer(*places[i : i + 3]) for i in range(0, len(places), 3)]))
+    def later(name: str, write: Write) -> None:
+        casts.later([names[parameter] for parameter in own[name]], write)
 
     def compute(x0: torch.Tensor) -> torch.Tensor:
         return cross(x0, [CrossLayer(casts.shadow(names[w]), casts.shadow(names[v]), b) for w, v, b in each], later)
