@@ -421,3 +421,18 @@ def mask_and_sum(gradient: torch.Tensor, output: torch.Tensor, out: torch.Tensor
     out.copy_(gradient.where(output > 0, 0))
     for group, part in enumerate(out.float().split(GROUP)):
         sums[group] = part.sum(0)
+
+
+def logits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, out: torch.Tensor) -> None:
+    """Write out = x @ weight + bias, calculated in float32; see the kernel of this name."""
+    out.copy_((x.float() * weight.float()).sum(1) + bias.float())
+
+
+def gradient_of_logits(
+    gradient: torch.Tensor, output: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, sums: torch.Tensor
+) -> None:
+    """Write the gradient before ReLU, and sums in float32; see the kernel of this name."""
+    reaching, width = gradient.float()[:, None], output.shape[1]
+    mask_and_sum(reaching * weight.float(), output, out, sums[:, :width])
+    for group, part in enumerate(torch.cat((reaching * output.float(), reaching), dim=1).split(GROUP)):
+        sums[group, width:] = part.sum(0)

@@ -7,7 +7,7 @@ divided stay so.
 import copy
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -25,8 +25,8 @@ from dlrm_overlap.dense.cast import CastWeights
 from dlrm_overlap.dense.cross import CrossLayer, Write, cross
 from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.interaction import interact
+from dlrm_overlap.dense.layers import Layer, relu_layers
 from dlrm_overlap.dense.optimizer import FlatOptimizer
-from dlrm_overlap.dense.relu_layers import Layer, relu_layers
 from dlrm_overlap.dense.tensor_parallel import DividedCrossNet, LayerRanks, divide_pairs, divided_layers
 from dlrm_overlap.embedding.sharded_module import output_dtype
 from dlrm_overlap.train.graphs.capturable import innermost
@@ -186,12 +186,9 @@ def cast_once(task: TrainTask, flat: FlatParameters, optimizer: CombinedOptimize
     else:
         assert dotted is not None
         interaction = partial(interact, features=dotted.features, width=_aligned(dotted.out_features))
-    # torch.compile cannot look into products that communicate.
-    top = _mlp_with_casts(head.top, names, casts, compiled and not divided_layers(head))
-    squeeze = nn.Flatten(0) if head.logit.out_features == 1 else nn.Identity()
-    logit = _with_casts(nn.Sequential(OrderedDict(logit=head.logit, squeeze=squeeze)), names, casts, compiled)
+    score = _top_with_casts(head, names, casts, compiled)
     join = _compiled(concatenated)
-    head.in_training = lambda *inputs: logit(top(interaction(inputs[0] if len(inputs) == 1 else join(*inputs))))
+    head.in_training = lambda *inputs: score(interaction(inputs[0] if len(inputs) == 1 else join(*inputs)))
     return casts
 
 
@@ -229,10 +226,30 @@ def _mlp_with_casts(
 
     Its input may have columns of zeros after those that the first layer knows.
     """
-    layers = _relu_layers(mlp) if compiled else None
-    if layers is None:
-        compute, columns = _with_casts(mlp, names, casts, compiled), next(mlp.parameters()).shape[1]
-        return lambda x: compute(x if x.shape[1] == columns else x[:, :columns])
+    if compiled and (layers := _relu_layers(mlp)) is not None:
+        return _layers_with_casts(layers, names, casts)
+    compute, columns = _with_casts(mlp, names, casts, compiled), next(mlp.parameters()).shape[1]
+    return lambda x: compute(x if x.shape[1] == columns else x[:, :columns])
+
+
+def _top_with_casts(
+    head: Head, names: Mapping[nn.Parameter, str], casts: CastWeights, compiled: bool
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a function that computes the top MLP and the logits as `_mlp_with_casts` does."""
+    compiles_top = compiled and not divided_layers(head)  # torch.compile cannot look into products that communicate
+    squeezes = head.logit.out_features == 1
+    if compiles_top and squeezes and (layers := _relu_layers(head.top)) is not None:
+        return _layers_with_casts([*layers, head.logit], names, casts)
+    top = _mlp_with_casts(head.top, names, casts, compiles_top)
+    squeeze = nn.Flatten(0) if squeezes else nn.Identity()
+    logit = _with_casts(nn.Sequential(OrderedDict(logit=head.logit, squeeze=squeeze)), names, casts, compiled)
+    return lambda x: logit(top(x))
+
+
+def _layers_with_casts(
+    layers: Sequence[nn.Linear], names: Mapping[nn.Parameter, str], casts: CastWeights
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a function that computes layers by `relu_layers`, the first of which reads whole 16 bytes a row."""
     each = [tuple(names[parameter] for parameter in layer.parameters()) for layer in layers]  # weight, bias
     first = casts.shadow(each[0][0])
     known, width = first.shape[1], _aligned(first.shape[1])
@@ -241,7 +258,7 @@ def _mlp_with_casts(
     def places() -> list[Layer]:
         return [Layer(*casts.places(layer)) for layer in each]
 
-    def compute_layers(x: torch.Tensor) -> torch.Tensor:
+    def compute(x: torch.Tensor) -> torch.Tensor:
         weights = [Layer(*map(casts.shadow, layer)) for layer in each]
         if width > known:
             wide[:, :known] = weights[0].weight
@@ -251,7 +268,7 @@ def _mlp_with_casts(
             x[:, :known] = given
         return relu_layers(x, weights, places, casts.anchor)
 
-    return compute_layers
+    return compute
 
 
 def _cross_with_casts(

@@ -3,6 +3,7 @@
 torch.compile computes a layer's product, and ReLU in a pass of its own. Backward it masks the gradient in a pass, sums
 it up for the bias in two more, and leaves the gradients in bfloat16, to be cast. Here bias and ReLU are the product's
 epilogue, one pass masks the gradient and sums it up, and the weights' products write float32 where the optimizer reads.
+A last layer of one output is a pass each way.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,11 +30,12 @@ def relu_layers(
 ) -> torch.Tensor:
     """Return what x becomes by relu(x @ weight^T + bias), layer after layer [b, N of the last]. Differentiable once.
 
-    Autograd sees nothing of the parameters: the backward writes their gradients.
+    A last layer of one output has no ReLU, and gives [b]. Autograd sees nothing of the parameters: the backward writes
+    their gradients.
 
     Args:
         x: [b, K] contiguous.
-        layers: at least one, of the type of `x`, contiguous.
+        layers: at least one with ReLU, of the type of `x`, contiguous.
         places: called once in the backward, returns where the gradients are written, on the backward's stream:
             contiguous tensors, float32. The first weight's may have fewer columns than the weight, whose last ones are
             then of no parameter.
@@ -49,13 +51,18 @@ class _ReluLayers(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, layers: list[Layer], places: Callable[[], Sequence[Layer]], anchor: torch.Tensor
     ) -> torch.Tensor:
-        weights = [layer.weight for layer in layers]
-        outputs = []
-        for weight, layer in zip(weights, layers, strict=True):
-            outputs.append(torch.ops.aten._addmm_activation(layer.bias, outputs[-1] if outputs else x, weight.t()))
-        ctx.places = places
-        ctx.save_for_backward(x, *outputs, *weights)
-        return outputs[-1]
+        hidden, last = (layers[:-1], layers[-1]) if len(layers[-1].bias) == 1 else (layers, None)
+        outputs: list[torch.Tensor] = []
+        for layer in hidden:
+            before = outputs[-1] if outputs else x
+            outputs.append(torch.ops.aten._addmm_activation(layer.bias, before, layer.weight.t()))
+        ctx.places, ctx.ends_in_logits = places, last is not None
+        ctx.save_for_backward(x, *outputs, *(layer.weight for layer in layers))
+        if last is None:
+            return outputs[-1]
+        logits = x.new_empty(len(x))
+        _kernels_on(x.device).logits(outputs[-1], *last, logits)
+        return logits
 
     @staticmethod
     @once_differentiable
@@ -64,17 +71,25 @@ class _ReluLayers(torch.autograd.Function):
         outputs, weights = saved[: len(saved) // 2], saved[len(saved) // 2 :]
         places, kernels = ctx.places(), _kernels_on(x.device)
         gradient: torch.Tensor | None = gradients[0].contiguous()
-        widths = [each.shape[1] for each in outputs]
+        # Sums of all biases' gradients, and of the last weight's, lie side by side, so that one pass adds them up.
+        summed = [place.bias for place in places]
+        if ctx.ends_in_logits:
+            summed.insert(-1, places[-1].weight.flatten())
+        widths = [each.numel() for each in summed]
         sums = x.new_empty(-(-len(x) // GROUP), sum(widths), dtype=torch.float32)
         parts = sums.split(widths, dim=1)
         for index in reversed(range(len(outputs))):
             assert gradient is not None
-            masked = torch.empty_like(gradient)
-            kernels.mask_and_sum(gradient, outputs[index], masked, parts[index])
+            masked = torch.empty_like(outputs[index])
+            if ctx.ends_in_logits and index == len(outputs) - 1:
+                last = sums[:, -2 * widths[-2] - 1 :]
+                kernels.gradient_of_logits(gradient, outputs[index], weights[-1], masked, last)
+            else:
+                kernels.mask_and_sum(gradient, outputs[index], masked, parts[index])
             _product_into(places[index].weight, masked.t(), outputs[index - 1] if index > 0 else x)
             needed = index > 0 or ctx.needs_input_grad[0]
             gradient = torch.mm(masked, weights[index]) if needed else None
-        torch._foreach_copy_([place.bias for place in places], list(sums.sum(0).split(widths)))  # type: ignore[no-untyped-call]
+        torch._foreach_copy_(summed, list(sums.sum(0).split(widths)))  # type: ignore[no-untyped-call]
         return gradient, None, None, None
 
 
@@ -96,6 +111,6 @@ def _kernels_on(device: torch.device) -> Any:
     """Return the module of the kernels for a GPU, and for a CPU that of their twins."""
     if device.type != "cuda":
         return reference
-    from dlrm_overlap.kernels.dense import relu as kernels  # a CPU needs no Triton
+    from dlrm_overlap.kernels.dense import layers as kernels  # a CPU needs no Triton
 
     return kernels
