@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from dlrm_overlap.comm.order import copy_by_kernel
 from dlrm_overlap.config import InputError
 from dlrm_overlap.embedding.id_layout import BatchBound
 from dlrm_overlap.embedding.own_batches import InverseIndices, with_even_batches
@@ -101,7 +100,7 @@ class StaticBatch:
                 to.copy_from(source)
             else:
                 assert isinstance(source, torch.Tensor)
-                copy_by_kernel(to, source)
+                to.copy_(source)
 
     def find(self, features: KeyedJaggedTensor) -> int | None:
         """Return which of the leaves `features` is, or None if it is none of them."""
@@ -277,17 +276,17 @@ class StaticIds:
 
     def copy_from(self, other: "StaticIds") -> None:
         """Copy the content of `other`, which is on the same device, into these fixed addresses."""
-        copy_by_kernel(self._values, other._values)
+        self._values.copy_(other._values)
         if self._weights is not None:
             assert other._weights is not None
-            copy_by_kernel(self._weights, other._weights)
+            self._weights.copy_(other._weights)
         if self._inverse is not None:
             assert other._inverse is not None
-            copy_by_kernel(self._inverse[1], other._inverse[1])
+            self._inverse[1].copy_(other._inverse[1])
         if self._known:
-            copy_by_kernel(self.count, other.count)
+            self.count.copy_(other.count)
         else:
-            copy_by_kernel(self._lengths, other._lengths)
+            self._lengths.copy_(other._lengths)
 
 
 class IdCut(NamedTuple):
