@@ -125,20 +125,22 @@ class Streams:
             self._issued[parity].record(self.main_stream)
 
     @contextmanager
-    def _copies(self, parity: int) -> Any:
-        self._copy.wait_event(self._issued[1 - parity])
-        self._copy.wait_event(self._called)
+    def _copies(self, parity: int, later: bool) -> Any:
+        if not later:
+            self._copy.wait_event(self._issued[1 - parity])
+            self._copy.wait_event(self._called)
         with self._on_copy:
             yield
             self._copied.record(self._copy)
         self.main_stream.wait_event(self._copied)
 
-    def copies(self, parity: int) -> AbstractContextManager[Any]:
+    def copies(self, parity: int, later: bool = False) -> AbstractContextManager[Any]:
         """Return a context for copies to the landing place of `parity`; steps issued after it find them done.
 
-        Copies come after the caller's earlier work on the device, such as the batch itself.
+        Copies come after the caller's earlier work on the device, such as the batch itself. With `later`, they are of a
+        batch for which there was such a context before, and wait for nothing else.
         """
-        return self._copies(parity) if self._on_gpu else nullcontext()
+        return self._copies(parity, later) if self._on_gpu else nullcontext()
 
     @contextmanager
     def _beside(self) -> Any:

@@ -90,7 +90,8 @@ class ReadAhead:
             held.is_captured = self._bound.are_captured(numbers)
             if held.is_captured and held.batch is not None:
                 assert held.place is not None
-                held.place.fill(held.batch)
+                with self._streams.copies(parity, later=True):  # beside the step before
+                    held.place.fill(held.batch)
         return held is not None
 
     def settle(self, parity: int) -> None:
