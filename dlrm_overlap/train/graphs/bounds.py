@@ -183,7 +183,7 @@ class LearntBound:
             features = len(ids.keys())
             lengths, part = ids.lengths().view(features, ids.stride()), rows[:, first : first + features]
             first += features
-            if on_gpu:
+            if lengths.is_cuda:
                 from dlrm_overlap.kernels.count_bags import count_bags  # loads Triton, which a CPU may lack
 
                 count_bags(lengths.contiguous(), part)

@@ -285,8 +285,8 @@ class StaticIds:
 
     def fill(self, ids: KeyedJaggedTensor) -> None:
         """Copy ids that `takes` accepts; too many are found, on every rank, where they are published."""
-        values, count = ids.values(), ids.values().numel()
-        here = min(count, self._room)
+        values = ids.values()
+        count, here = values.numel(), min(values.numel(), self._room)
         self._values[:here].copy_(values[:here], non_blocking=True)
         if self._weights is not None:
             self._weights[:here].copy_(ids.weights()[:here], non_blocking=True)
@@ -294,8 +294,8 @@ class StaticIds:
             self._inverse[1].copy_(ids.inverse_indices()[1], non_blocking=True)
         if not self._known:
             self._lengths.copy_(ids.lengths(), non_blocking=True)
-            if here < self._count:
-                self._values[here : self._count].zero_()  # the last batch's
+            if here < self._count:  # where ids of the batch before are
+                self._values[here : self._count].zero_()
             self._count = here
         elif count != self._count:
             self.count.fill_(count)

@@ -64,6 +64,7 @@ def test_a_batch_is_copied_to_fixed_addresses() -> None:
         here = static.batch.sparse.values()[: ids.values().numel()]
         assert_same(here, ids.values(), "values")
     assert [tensor.data_ptr() for tensor in _tensors(static.batch)] == addresses
+    assert all(address % 16 == 0 for address in addresses), "where kernels read several words at once"
     assert static.batch.sparse.values().numel() == 2 * (1 + 3), "room for the most ids"
     assert static.batch.sparse.stride() == 2
 

@@ -328,6 +328,19 @@ def test_the_callers_stream_waits_for_the_steps_also_after_an_error(error: type[
     assert callers.awaited == [streams.main_stream]
 
 
+@pytest.mark.parametrize("later", [False, True])
+def test_steps_wait_for_copies_and_later_ones_for_no_step(later: bool) -> None:
+    streams: Any = object.__new__(Streams)
+    streams._on_gpu, streams.main_stream, streams._copy, streams._on_copy = True, Mock(), Mock(), nullcontext()
+    streams._issued, streams._called, streams._copied = [Mock(), Mock()], Mock(), Mock()
+    with streams.copies(0, later):
+        streams.main_stream.wait_event.assert_not_called()
+    awaited = [call.args[0] for call in streams._copy.wait_event.call_args_list]
+    assert awaited == ([] if later else [streams._issued[1], streams._called])
+    streams._copied.record.assert_called_once_with(streams._copy)
+    streams.main_stream.wait_event.assert_called_once_with(streams._copied)
+
+
 class _SummedBehind(torch.autograd.Function):
     """The tensor itself; its gradient is summed over the ranks."""
 
