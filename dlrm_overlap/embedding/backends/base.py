@@ -78,13 +78,11 @@ class Forward(Half):
         """
 
     def add_partials(self, step: Step, arrived: torch.Tensor) -> None:
-        """Add up the partial sums of tables that are cut by rows, in place, where several have arrived.
+        """Add up the partial sums of tables that are cut by rows, in place; there are some.
 
         Args:
             arrived: [b, leading + arrival_dim] of the wire's type, see `Layout`.
         """
-        if not self._partials:
-            return
         if self._on_gpu:
             add_partials(arrived, self._partial_table, step.own_offsets)
         else:
@@ -229,7 +227,8 @@ class WindowForward(Forward):
     def output(self, step: Step, copy: bool) -> torch.Tensor:
         """Return the pooled embeddings that have arrived: the window itself, lent, or a copy of it."""
         samples = step.batch.per_rank[self.rank]
-        self.add_partials(step, self.windows.local[:samples])
+        if self._partials:
+            self.add_partials(step, self.windows.local[:samples])
         pooled = self.windows.lend(samples, self.leading, self.layout.total_dim)
         return pooled.clone(memory_format=torch.contiguous_format) if copy else pooled
 

@@ -71,7 +71,7 @@ class CollectiveForward(Forward):
         torch.cat([columns.view(mine, dim) for columns, dim in zip(received, dims, strict=True)], dim=1, out=pooled)
         step.work = step.received = None
         pooled = pooled if self._order is None else pooled.index_select(1, self._order)
-        if not self.layout.partial_sums:
+        if not self._partials:
             return pooled
         self.add_partials(step, pooled)
         return pooled[:, : self.layout.total_dim].data  # no view, which autograd lets nobody change in place
