@@ -17,8 +17,7 @@ from dlrm_overlap.kernels import reference
 from dlrm_overlap.kernels.arguments import Bags, FeatureTable, PoolingOptions, Tuning, Windows, tuning_for
 from dlrm_overlap.kernels.compiled import INTERPRETED
 from dlrm_overlap.kernels.flags import Flags, raise_flags
-from dlrm_overlap.kernels.forward.put_slices import SlicedPut
-from dlrm_overlap.kernels.forward.slices import Slices, SliceState, put_by_stores
+from dlrm_overlap.kernels.forward.put_slices import SlicedPut, Slices, SliceState, put_by_stores
 from dlrm_overlap.kernels.forward.store_pooled import storing_pooled
 from dlrm_overlap.kernels.schedule import TaskGrid
 from tests.agreement import assert_same

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from dlrm_overlap.kernels.arguments import Tuning
-from dlrm_overlap.kernels.forward.slices import put_by_stores
+from dlrm_overlap.kernels.forward.put_slices import put_by_stores
 from tests.agreement import assert_same
 from tests.kernels.emulation import GUARD, Case, SlicedWorld, every_case, interpreted
 

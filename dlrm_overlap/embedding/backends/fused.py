@@ -17,8 +17,7 @@ from dlrm_overlap.kernels.arguments import (
     has_short_bags,
     tuning_for,
 )
-from dlrm_overlap.kernels.forward.put_slices import SlicedPut
-from dlrm_overlap.kernels.forward.slices import Slices, SliceState, put_by_stores
+from dlrm_overlap.kernels.forward.put_slices import SlicedPut, Slices, SliceState, put_by_stores
 from dlrm_overlap.kernels.launches import Launch
 
 _MANY_BAGS = 1 << 17  # so many give each of some 4,000 resident programs several tasks of 4 or 8
