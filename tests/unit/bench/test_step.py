@@ -17,7 +17,7 @@ from dlrm_overlap.bench.harness.limits import Limit, RankIds
 from dlrm_overlap.bench.harness.step_floor import _count_dense_bytes, _count_tables, floor_columns
 from dlrm_overlap.bench.request import StepRequest
 from dlrm_overlap.bench.step_contenders import STEP_CONTENDERS, StepContender, contender_config, expand, heats
-from dlrm_overlap.config import EmbeddingConfig, InputError, ModelConfig
+from dlrm_overlap.config import EmbeddingConfig, InputError, ModelConfig, SequenceConfig
 from dlrm_overlap.embedding.layout import FeatureShard, Layout
 from dlrm_overlap.embedding.traffic import DenseCounts, count_dense
 from dlrm_overlap.train.model import build_model
@@ -53,6 +53,19 @@ def test_int32_ids_are_told_to_torchrec_alone_and_a_backward_is_left_to_those_wh
     names = ("torchrec", "torchrec_strongest", "pgas", "drop_in")
     backwards = [contender_config(config, STEP_CONTENDERS[name], "cuda").embedding.backward for name in names]
     assert backwards == ["auto", "auto", "collective", "collective"]
+
+
+@pytest.mark.usefixtures("world_of_one")
+def test_index_dedup_is_for_models_with_histories(tmp_path: Path) -> None:
+    ranks, names = ranks_here(quickstart(tmp_path, "run")), ("torchrec", "torchrec_strongest_index_dedup")
+    assert step._possible(names, ranks) == names[:1]
+    attends = replace(ranks.config.model, sequence=SequenceConfig(history=2))
+    ranks = replace(ranks, config=replace(ranks.config, model=attends))
+    assert step._possible(names, ranks) == names
+    config = contender_config(ranks.config, STEP_CONTENDERS[names[1]], "cuda").embedding
+    unpooled: Any = step._sharders_with_index_dedup(config, "bf16", 0, fused_params={"output_dtype": None})[1]
+    assert unpooled._use_index_dedup
+    assert "output_dtype" in unpooled.fused_params
 
 
 def test_the_last_contender_takes_turns_with_all_others() -> None:
