@@ -73,6 +73,7 @@ class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], Shar
         self._is_measured = dedup != "auto"
         self._begin(options)
         self._configs = {config.name: config for config in self._embedding_configs}
+        self.unpooled_features = {name for config in self._embedding_configs for name in config.feature_names}
         names = get_embedding_names_by_table(self._embedding_configs)
         self._names = dict(zip(self._configs, names, strict=True))
         self._set_up_exchange(len(self._configs))
@@ -166,8 +167,8 @@ class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], Shar
         (features,) = (*input, *kwargs.values())
         if features.variable_stride_per_key() or features.inverse_indices_or_none() is not None:
             raise InputError(
-                "ids: features with batches of their own, which no captured step takes of unpooled tables; give all "
-                "features one batch, or train by TorchRec's pipeline"
+                "ids: the model makes features with batches of their own for unpooled tables, which no captured step "
+                "takes; give all features one batch, or train by TorchRec's pipeline"
             )
         assert self.exchange is not None
         assert self._all_distinct is not None

@@ -48,6 +48,7 @@ WAYS: dict[str, tuple[str, bool, Case]] = {
     "graph_all_ids": ("graph", False, replace(STEADY, steps=4, optimizer="rowwise_adagrad")),
     "graph_jagged": ("graph", True, replace(CASES["jagged"], repeated=1000)),
     "graph_data_parallel": ("graph", True, replace(STEADY, plan="data_parallel", steps=4, optimizer="dense_sgd")),
+    "graph_own_batches": ("graph", True, replace(CASES["own_batches"], pooled=True)),
     "captured": ("captured", True, replace(STEADY, pooled=True)),
 }
 MORE: dict[str, tuple[str, bool, Case]] = {

@@ -182,7 +182,11 @@ class ReadAhead:
             return self._read.pop()
         batch, self._iterator = None if self.is_exhausted else next(batches, None), batches
         self.is_exhausted = batch is None
-        return with_even_batches_of(batch)
+        return self.with_even_batches(batch)
+
+    def with_even_batches(self, batch: Any) -> Any:
+        """Return a batch whose ids have a bag a sample for each feature, as captured steps take them."""
+        return with_even_batches_of(batch, {feature for each in self._modules for feature in each.unpooled_features})
 
     def land(self, batches: Iterator[Any], parity: int) -> None:
         """Copy the next batch, if there is one, to the landing place of `parity`, and ask what all ranks bring with it.
