@@ -100,17 +100,24 @@ def test_dense_counts_of_a_hand_computed_step() -> None:
 
 @pytest.mark.parametrize("arch", ["dot", "dcn"])
 def test_dense_counts_are_those_of_the_model(arch: Any) -> None:
-    model = ModelConfig(arch=arch, dim=8, bottom_mlp=[12, 8], top_mlp=[10, 6, 1], cross_layers=2, cross_rank=5)
+    sequence = SequenceConfig(history=1 if arch == "dot" else None, positions=7, heads=3)
+    sizes = {"bottom_mlp": [12, 8], "top_mlp": [10, 6, 1], "cross_layers": 2, "cross_rank": 5}
+    model = ModelConfig(arch=arch, dim=8, sequence=sequence, **sizes)
     tables, features, samples = 3, 13, 16
     dlrm = build_model(model, EmbeddingConfig(), [7] * tables, features, 0)
     pooled = torch.randn(samples, tables * model.dim, requires_grad=True)
     with FlopCounterMode(display=False) as counter:
         dlrm.head(dlrm.bottom(torch.randn(samples, features)), pooled).sum().backward()
+        if arch == "dot":
+            candidate = torch.randn(samples, 8, requires_grad=True)
+            dlrm.attention(candidate, torch.randn(20, 8), torch.ones(samples, dtype=torch.int32)).sum().backward()
     counts = count_dense(model, tables, features, samples)
     # The model multiplies each pair twice, and each feature by itself.
     twice = 6 * model.dim * ((tables + 1) ** 2 - tables * (tables + 1) // 2) * samples if arch == "dot" else 0
-    assert counts.flop == counter.get_total_flops() - twice
-    parts = (*dlrm.bottom.parameters(), *dlrm.head.parameters())
+    attended = 6 * samples * 2 * 3 * 8 * 8 if arch == "dot" else 0  # scores and sums of 3 heads, which torch leaves out
+    assert counts.flop == counter.get_total_flops() - twice + attended
+    tables = ("embedding.", "history.")
+    parts = [each for name, each in dlrm.named_parameters() if not name.startswith(tables)]
     assert counts.parameters == sum(parameter.numel() for parameter in parts)
 
 
