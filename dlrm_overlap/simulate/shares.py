@@ -168,12 +168,8 @@ def _filled(table: PlannedTable, rows: float) -> float:
 
 def _ours(tables: Sequence[PlannedTable], placement: Placement) -> Iterator[list[Shard]]:
     """Yield the shards of each table by `embedding.plan: auto`."""
-    cut, host_size = placement.optimizer != "rowwise_adagrad", min(placement.gpus_per_host, placement.world_size)
-    whole = host_size < placement.world_size  # as between hosts a run leaves tables that are not pooled, if they fit
-    loads = [
-        load._replace(rows=0) if whole and not load.pooled and load.bytes <= _CAPACITY_BYTES / 2 else load
-        for load in (table.load for table in tables)
-    ]
+    loads, cut = [table.load for table in tables], placement.optimizer != "rowwise_adagrad"
+    host_size = min(placement.gpus_per_host, placement.world_size)
     placed = balance(loads, placement.world_size, _CAPACITY_BYTES, cut, host_size=host_size)
     if placed is None:
         raise _no_room(tables, placement, f"{_CAPACITY_BYTES / 1e9:.0f} GB each")
