@@ -250,12 +250,12 @@ class DistinctIds:
         """Sort the ids of a batch by table and id; without `dedup` each counts as distinct, and nothing is sorted."""
         made, sizes, valid, ids = self._read(features, rooms)
         order, begins, first, table = None, valid, made.first, made.table
-        if dedup or self._is_cut:
+        assert dedup or not self._is_cut, "ids in their order are in no order of ranges"
+        if dedup:
             row = ids.where((ids >= 0) & (ids < made.rows), made.rows).to(self._key_type)
             key, order = (made.first_key + row).where(valid, self._first_keys[-1]).sort(stable=True)
             begins = key < self._first_keys[-1]
-            if dedup:
-                begins[1:].logical_and_(key[1:] != key[:-1])
+            begins[1:].logical_and_(key[1:] != key[:-1])
             first = torch.searchsorted(key, self._first_keys)
             ranges = self._first_keys[1:-1]  # a key is in the range after all whose first keys it has reached
             table = torch.searchsorted(ranges, key, right=True) if self._is_cut else table[order]

@@ -31,7 +31,7 @@ from dlrm_overlap.embedding.shardings import (
     groups_of,
     tables_in_order,
 )
-from dlrm_overlap.embedding.unpooled import UnpooledExchange, most_distinct
+from dlrm_overlap.embedding.unpooled import UnpooledExchange
 
 _WORTH = 0.9  # share of a batch's ids that are distinct, up to which they are found under dedup auto
 
@@ -76,6 +76,9 @@ class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], Shar
         names = get_embedding_names_by_table(self._embedding_configs)
         self._names = dict(zip(self._configs, names, strict=True))
         self._set_up_exchange(len(self._configs))
+        self._has_rows_apart = self.exchange is not None and self.exchange.has_rows_apart
+        if self._has_rows_apart:
+            self.dedup = True  # which brings the ids of each host's rows together
         self._arriving = [first_features(sharding) for sharding in self._shardings]
         self._distinct = self._distinct_of(self.exchange.names) if self.exchange is not None else None
         """of the tables that are exchanged"""
@@ -101,9 +104,7 @@ class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], Shar
     def _why_falls_back(self, features: KeyedJaggedTensor | None = None) -> str | None:
         if (reason := super()._why_falls_back(features)) is not None:
             return reason
-        assert self.exchange is not None
-        by_rows = any(shard.is_cut_by_rows for shards in self.exchange.table_layout.by_owner for shard in shards)
-        if by_rows and not self.exchange.reach.whole:  # each owner would send a row for every slot
+        if self._has_rows_apart:  # each owner would send a row for every slot
             return "rows on several hosts, whose unpooled embeddings GraphTrainPipeline alone exchanges"
         return None
 
@@ -145,20 +146,19 @@ class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], Shar
             self.exchange.order = order
         layout, replicated = self._with_replicated(self.exchange.table_layout)
         self.exchange.names = list(self._exchanged_names())
-        ranges = layout.row_ranges(cut=not self.exchange.reach.whole)
+        ranges = layout.row_ranges(self._has_rows_apart)
         self._all_distinct = self._distinct_of(self.exchange.names, ranges.values())
         if self.dedup == "auto":  # by numbers that all ranks agree on
-            self.dedup = self._is_worth(bound, ranges)
+            self.dedup = self._is_worth(bound)
         self.exchange.take_distinct(self._all_distinct, bound, layout, replicated, bool(self.dedup))
         self._takes_ids = True
 
-    def _is_worth(self, bound: BatchBound, ranges: Mapping[str, RowRange]) -> bool:
+    def _is_worth(self, bound: BatchBound) -> bool:
         """Return whether batches of a bound have few enough distinct ids to be found."""
         ids = distinct = 0
         for table in self._exchanged_names():
             most = sum(bound.capacity(self._configs[table].feature_names))
-            own = sum(most_distinct(bound, name, each, most) for name, each in ranges.items() if each.table == table)
-            ids, distinct = ids + most, distinct + min(most, own)
+            ids, distinct = ids + most, distinct + min(most, bound.distinct.get(table, most))
         return distinct <= _WORTH * ids
 
     def counted(self) -> tuple[list[str], DistinctIds] | None:

@@ -7,6 +7,7 @@ backward      gradients summed by slot --------------------------> owners, which
 """
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -81,7 +82,13 @@ class UnpooledExchange(Exchange):
 
         An owner sends another host a row for every slot that may have an id of its rows.
         """
-        return self.table_layout.row_ranges(cut=not self.reach.whole)
+        return self.table_layout.row_ranges(self.has_rows_apart)
+
+    @cached_property
+    def has_rows_apart(self) -> bool:
+        """Whether rows of a table are on several hosts; the first access is a collective."""
+        shards = [shard for shards in self.table_layout.by_owner for shard in shards]
+        return any(shard.is_cut_by_rows for shard in shards) and not self.reach.whole
 
     def take_bound(self, bound: BatchBound) -> None:
         """From now on, take ids of another bound; a collective, of ranks that are through with their steps."""
@@ -102,10 +109,11 @@ class UnpooledExchange(Exchange):
         ids = dict.fromkeys(self.names, 0)
         for sequence, room in zip(self._distinct.sequences, self._most(bound), strict=True):
             ids[self.names[sequence.table]] += room
-        is_bounded = self._dedup and self._is_counted
+        distinct = bound.distinct if self._dedup and self._is_counted else {}
         return {
-            name: most_distinct(bound, name, of, ids[of.table]) if is_bounded else ids[of.table]
+            name: min(most, distinct.get(name, distinct.get(of.table, most)))
             for name, of in self.row_ranges.items()
+            for most in [ids[of.table]]
         }
 
     def _most(self, bound: BatchBound) -> list[int]:
@@ -197,11 +205,6 @@ class UnpooledExchange(Exchange):
         if self._sums is None:
             return reference.sum_rows(gradient, distinct.places, rows)
         return self._sums(gradient.contiguous(), distinct.runs, rows)
-
-
-def most_distinct(bound: BatchBound, name: str, of: RowRange, ids: int) -> int:
-    """Return the most distinct ids of a table, or of a range of its rows, by a bound of `ids` of the table."""
-    return min(ids, bound.distinct.get(name, bound.distinct.get(of.table, ids)))
 
 
 def _with_values(features: KeyedJaggedTensor, values: torch.Tensor) -> KeyedJaggedTensor:

@@ -60,7 +60,7 @@ MORE: dict[str, tuple[str, bool, Case]] = {
     "captured_all_ids": ("captured", False, replace(STEADY, need_indices=True)),
     **{
         f"graph_two_hosts_{plan}_{dedup}": ("graph", dedup, replace(STEADY, plan=plan, steps=4, hosts=2))
-        for plan, dedup in (("table_wise", False), ("row_wise", True), ("row_wise", False))
+        for plan, dedup in (("table_wise", False), ("row_wise", True))
     },
     "captured_longer": ("captured", True, replace(STEADY, steps=13, longer={4: 4})),
 }

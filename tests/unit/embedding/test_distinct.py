@@ -108,20 +108,18 @@ def test_ids_beyond_their_room_or_slots_are_told_by_lengths(dedup: bool) -> None
         assert int(each.runs.rows.min()) >= 0
 
 
-@pytest.mark.parametrize("dedup", [True, False])
-def test_ranges_of_rows_have_slots_of_their_own(dedup: bool) -> None:
+def test_ranges_of_rows_have_slots_of_their_own() -> None:
     """As between hosts; ids outside the table are in its last range."""
     finder = DistinctIds(SEQUENCES, ROWS, torch.device("cpu"), [[0, 4, 6], [0]])
     batch = _batch(f=[[9, 0, 3], [0, 12]], g=[[4], [5, 5]], h=[[7], []])
-    rooms, expected = finder.rooms_of(batch), [[0, 3], [4, 5], [9, 12], [0, 3, 7, 9, 12]]
-    distinct = finder.place(finder.sort(batch, rooms, dedup), SlotBlocks(6, (1, 1, 1, 1)))
+    rooms = finder.rooms_of(batch)
+    distinct = finder.place(finder.sort(batch, rooms), SlotBlocks(6, (1, 1, 1, 1)))
     counts = distinct.lengths.view(4, 6).sum(1).tolist()
-    values = [sorted(each.tolist()) for each in distinct.values[: sum(counts)].split(counts)]
-    repeated = [[0, 0, 3], [4, 5, 5], [9, 12], [0, 0, 3, 7, 9, 12]]
-    assert values == (expected if dedup else repeated)
+    values = [each.tolist() for each in distinct.values[: sum(counts)].split(counts)]
+    assert values == [[0, 3], [4, 5], [9, 12], [0, 3, 7, 9, 12]]
     assert (distinct.places % 4).tolist() == [2, 0, 0, 0, 2, 1, 1, 1, 3, 3, 3, 3, 3, 3], "of each id the range"
     assert finder.count(batch, rooms).tolist() == [2, 2, 2, 5]
-    beyond = finder.sort(batch, [4, *rooms[1:]], dedup).counts
+    beyond = finder.sort(batch, [4, *rooms[1:]]).counts
     assert int(beyond[0]) > len(batch.values()), "no range has room"
 
 
