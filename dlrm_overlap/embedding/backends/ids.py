@@ -10,6 +10,7 @@ from torch.nn.functional import pad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.comm.arena import HostArena
+from dlrm_overlap.comm.order import copy_by_kernel
 from dlrm_overlap.comm.record import Record
 from dlrm_overlap.config import InputError
 from dlrm_overlap.embedding.backends.cpu import meet_on_cpu, skip_on_cpu
@@ -198,9 +199,10 @@ class IdExchange(ABC):
         if values.dtype != torch.int32:
             # Ids that no int32 holds stay outside every table, which has at most 2^31 - 1 rows.
             values = values.clamp(-1, _GREATEST_INT32)
-        window[:here].copy_(values[:here])
+        copy_by_kernel(window[:here], values[:here])
         if self.ids.weighted:
-            window[self.ids.weights_at :][:here].copy_(features.weights()[:here].detach().float().view(torch.int32))
+            weights = features.weights()[:here].detach().float().view(torch.int32)
+            copy_by_kernel(window[self.ids.weights_at :][:here], weights)
         offsets = window[self.ids.offsets_at :]
         if not self.known:
             lengths = features.lengths()
@@ -208,7 +210,7 @@ class IdExchange(ABC):
             if self.ids.shares:
                 self.divide(window, features.stride())
         elif count is not None:
-            offsets[:1].copy_(count)
+            copy_by_kernel(offsets[:1], count)
         else:
             offsets[:1].fill_(values.numel())
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
+from dlrm_overlap.comm.order import copy_by_kernel
 from dlrm_overlap.config import InputError
 from dlrm_overlap.embedding.id_layout import BatchBound
 from dlrm_overlap.embedding.own_batches import InverseIndices, with_bags_of_samples, with_even_batches
@@ -100,7 +101,7 @@ class StaticBatch:
                 to.copy_from(source)
             else:
                 assert isinstance(source, torch.Tensor)
-                to.copy_(source)
+                copy_by_kernel(to, source)
 
     def find(self, features: KeyedJaggedTensor) -> int | None:
         """Return which of the leaves `features` is, or None if it is none of them."""
@@ -286,17 +287,17 @@ class StaticIds:
 
     def copy_from(self, other: "StaticIds") -> None:
         """Copy the content of `other`, which is on the same device, into these fixed addresses."""
-        self._values.copy_(other._values)
+        copy_by_kernel(self._values, other._values)
         if self._weights is not None:
             assert other._weights is not None
-            self._weights.copy_(other._weights)
+            copy_by_kernel(self._weights, other._weights)
         if self._inverse is not None:
             assert other._inverse is not None
-            self._inverse[1].copy_(other._inverse[1])
+            copy_by_kernel(self._inverse[1], other._inverse[1])
         if self._known:
-            self.count.copy_(other.count)
+            copy_by_kernel(self.count, other.count)
         else:
-            self._lengths.copy_(other._lengths)
+            copy_by_kernel(self._lengths, other._lengths)
 
 
 class IdCut(NamedTuple):

@@ -416,7 +416,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
     def _forward(self, batch: Any) -> tuple[torch.Tensor, Any]:
         self._dense.begin()
         losses, output = self._call(batch)
-        return losses.sum(dim=0), output
+        return losses.sum(dim=0) if losses.dim() > 0 else losses, output
 
     def _call(self, batch: Any) -> tuple[torch.Tensor, Any]:
         return losses_and_output(self._model_fwd(batch))

@@ -1,4 +1,4 @@
-"""What a figure tells of how far it is: a bar on a terminal."""
+"""A figure shows its progress: a bar on a terminal."""
 
 import io
 import logging

@@ -150,7 +150,7 @@ def test_known_lengths_are_there_from_the_first_and_ids_are_counted() -> None:
     ids = static.ids(1)
     assert_same(ids.tensor.lengths(), SECOND.lengths(), "lengths")
     assert ids.count.tolist() == [6]
-    static.fill(_batch(FIRST))  # of fewer ids than it must have: the count tells the exchange, and all ranks
+    static.fill(_batch(FIRST))  # of fewer ids than it must have: the count informs the exchange, and all ranks
     assert ids.count.tolist() == [5]
     assert ids.count.dtype == torch.int32
     static.fill(_batch(SECOND))
