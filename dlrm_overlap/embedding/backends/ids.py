@@ -10,7 +10,6 @@ from torch.nn.functional import pad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.comm.arena import HostArena
-from dlrm_overlap.comm.order import copy_by_kernel
 from dlrm_overlap.comm.record import Record
 from dlrm_overlap.config import InputError
 from dlrm_overlap.embedding.backends.cpu import meet_on_cpu, skip_on_cpu
@@ -98,6 +97,11 @@ class IdPull:
 
 
 _GREATEST_INT32 = 2**31 - 1
+
+
+def _store(window: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy int32 by a kernel, which has its stream's priority in a CUDA graph: a copy has the lowest."""
+    torch.bitwise_or(source, 0, out=window)
 
 
 class ArrivedIds(NamedTuple):
@@ -199,10 +203,12 @@ class IdExchange(ABC):
         if values.dtype != torch.int32:
             # Ids that no int32 holds stay outside every table, which has at most 2^31 - 1 rows.
             values = values.clamp(-1, _GREATEST_INT32)
-        copy_by_kernel(window[:here], values[:here])
+            window[:here].copy_(values[:here])
+        else:
+            _store(window[:here], values[:here])
         if self.ids.weighted:
             weights = features.weights()[:here].detach().float().view(torch.int32)
-            copy_by_kernel(window[self.ids.weights_at :][:here], weights)
+            _store(window[self.ids.weights_at :][:here], weights)
         offsets = window[self.ids.offsets_at :]
         if not self.known:
             lengths = features.lengths()
@@ -210,7 +216,7 @@ class IdExchange(ABC):
             if self.ids.shares:
                 self.divide(window, features.stride())
         elif count is not None:
-            copy_by_kernel(offsets[:1], count)
+            _store(offsets[:1], count)
         else:
             offsets[:1].fill_(values.numel())
 

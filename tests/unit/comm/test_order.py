@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dlrm_overlap.comm.order import CommunicationOrder, copy_by_kernel
+from dlrm_overlap.comm.order import CommunicationOrder
 
 
 class Stream:
@@ -75,21 +75,3 @@ def test_a_capture_waits_for_nothing_of_the_one_before(device: Device) -> None:
     order.begin()  # the capture before failed
     device.take(order, "ids")
     assert device.log[2:] == ["main runs", "ids runs"]
-
-
-@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.bfloat16, torch.float32, torch.int64, torch.float64])
-def test_a_copy_by_a_kernel_has_the_same_bits(dtype: torch.dtype) -> None:
-    if dtype == torch.bool:
-        source = torch.tensor([True, False, True])
-    else:
-        source = torch.arange(-64, 64).repeat_interleave(dtype.itemsize).to(torch.int8).view(dtype)  # NaN among them
-    to = torch.zeros(2, source.numel() + 3, dtype=dtype)
-    copy_by_kernel(to[1, 2:-1], source)
-    assert torch.equal(to[1, 2:-1].view(torch.uint8), source.view(torch.uint8))
-    assert to.view(torch.uint8).count_nonzero() == source.view(torch.uint8).count_nonzero(), "nothing beside it"
-
-
-def test_a_copy_to_another_type_converts() -> None:
-    to = torch.zeros((), dtype=torch.int32)
-    copy_by_kernel(to, torch.tensor(7))
-    assert to == 7
