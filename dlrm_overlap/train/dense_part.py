@@ -253,7 +253,7 @@ def _layers_with_casts(
     each = [tuple(names[parameter] for parameter in layer.parameters()) for layer in layers]  # weight, bias
     first = casts.shadow(each[0][0])
     known, width = first.shape[1], _aligned(first.shape[1])
-    wide = first.new_zeros(len(first), width)
+    wide = first.new_zeros(len(first), width if width > known else 0)
 
     def places() -> list[Layer]:
         return [Layer(*casts.places(layer)) for layer in each]
@@ -263,8 +263,8 @@ def _layers_with_casts(
         if width > known:
             wide[:, :known] = weights[0].weight
             weights[0] = weights[0]._replace(weight=wide)
-        if x.shape[1] < width or x.dtype != wide.dtype:
-            given, x = x, wide.new_zeros(len(x), width)
+        if x.shape[1] < width or x.dtype != first.dtype:
+            given, x = x, first.new_zeros(len(x), width)
             x[:, :known] = given
         return relu_layers(x, weights, places, casts.anchor)
 
