@@ -24,7 +24,7 @@ from dlrm_overlap.config import ModelConfig, TrainConfig
 from dlrm_overlap.dense.cast import CastWeights
 from dlrm_overlap.dense.cross import CrossLayer, Write, cross
 from dlrm_overlap.dense.flat import FlatParameters
-from dlrm_overlap.dense.interaction import interact
+from dlrm_overlap.dense.interaction import fits, interact
 from dlrm_overlap.dense.layers import Layer, relu_layers
 from dlrm_overlap.dense.optimizer import FlatOptimizer
 from dlrm_overlap.dense.tensor_parallel import DividedCrossNet, LayerRanks, divide_pairs, divided_layers
@@ -172,6 +172,8 @@ def cast_once(task: TrainTask, flat: FlatParameters, optimizer: CombinedOptimize
     assert isinstance(inner, FlatOptimizer)
     crossed = head.interaction if compiled and isinstance(head.interaction, LowRankCrossNet) else None
     dotted = head.interaction if compiled and isinstance(head.interaction, DotInteraction) else None
+    if dotted is not None and not fits(dotted.features, dotted.dim):
+        dotted = None
     biases = {names[p] for key, p in head.named_parameters() if key.startswith("interaction.bias")}
     shadowed = [names[p] for part in (bottom, head) for p in part.parameters()]
     casts = CastWeights(flat, inner, [name for name in shadowed if crossed or name not in biases])
