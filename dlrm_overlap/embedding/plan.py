@@ -195,9 +195,8 @@ class Unsharded:
         self._on_gpu, self._world_size = topology.compute_device == "cuda", group.size()
         storage, capacities = topology.devices[group.rank()].storage, [0] * group.size()
         dist.all_gather_object(capacities, storage.hbm if self._on_gpu else storage.ddr, group)
-        self._room = min(capacities) * (1 - _RESERVED)
         whole = sum(each.num_embeddings * each.embedding_dim for each in self.tables if each.name in self.replicated)
-        self._capacity = int(self._room) - whole * _REPLICATED_BYTES
+        self._capacity = int(min(capacities) * (1 - _RESERVED)) - whole * _REPLICATED_BYTES
         """bytes of a rank for tables that are not on every rank"""
         self._cached = self.cached_tables(self._capacity * self._world_size if self._on_gpu else None)
         self._require_host_memory()
@@ -292,16 +291,14 @@ class Unsharded:
     def balanced(self) -> ShardingPlan:
         """Return data-parallel tables, and the shards of the others placed by `balance`; all ranks do so alike."""
         config, local, world_size = self._config, self._topology.local_world_size, self._world_size
-        hosts = config.hosts if isinstance(config.hosts, int) else -(-world_size // local)
         divided, everywhere = dict[str, TableLoad](), list[TableLoad]()
         for table in self.tables:
             row_bytes = table.embedding_dim * data_type_to_dtype(table.data_type).itemsize
             size, pooled = _table_bytes(table, config.optimizer), table.name not in self.unpooled
             if table.name in self._cached and self._on_gpu:
                 size = round(size * _held_share(table, config))
-            # Between hosts unpooled tables that are cut by rows are not exchanged, which costs all steps their capture.
-            rows = table.num_embeddings if pooled or hosts == 1 or size > self._room / 2 else 0
-            load = TableLoad(self.pooling[table.name], table.embedding_dim, row_bytes, size, rows, pooled)
+            ids, rows = self.pooling[table.name], table.num_embeddings
+            load = TableLoad(ids, table.embedding_dim, row_bytes, size, rows, pooled)
             if table.name in self.replicated:
                 everywhere.append(load)
             else:
