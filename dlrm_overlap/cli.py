@@ -82,8 +82,6 @@ def compare(argv: list[str]) -> int:
         parser.add_argument("--rtol", type=NonNegativeFloat, default=1e-4, help=text)
         text = "further runs of the reference: where it parts from itself, so may the others; auto: 2 on GPUs, else 0"
         parser.add_argument("--noise_runs", type=NonNegativeInt | Literal["auto"], default="auto", help=text)
-        text = "let the backends take turns of so many steps, all in memory at once; without it one follows the other"
-        parser.add_argument("--interleave", type=PositiveInt, help=text)
 
     def work(ranks: Ranks) -> int:
         from dlrm_overlap.observe.comparison import report
@@ -97,15 +95,10 @@ def compare(argv: list[str]) -> int:
             check_start(config, ranks.device)  # for every backend, before the first one trains
         if ranks.world.rank == 0:
             output.unlink(missing_ok=True)  # an earlier one would contradict the runs that this writes beside it
-        turn, done = ranks.values.interleave, {}
-        if turn:
-            together = {name: configs[name] for name in ranks.values.backends}
-            done = train_runs(together, ranks.trainer, turn)
-        done |= train_runs({name: config for name, config in configs.items() if name not in done}, ranks.trainer)
+        folders = train_runs(configs, ranks.trainer)
         if ranks.world.rank:
             return 0
-        folders = {name: done[name] for name in configs}
-        faults = report(folders, ranks.values.rtol, output, noise_runs, turn, _show)
+        faults = report(folders, ranks.values.rtol, output, noise_runs, _show)
         with reader_may_leave():
             _print_paths(output, folder, ranks.config.log.tensorboard)
         for fault in faults:

@@ -1,5 +1,5 @@
 """The log of a run. Rank 0 writes log lines or a progress bar, `metrics.jsonl`, TensorBoard's events, the resolved
-configuration, `summary.json` and `step_ms.npy`; every rank writes its own trace.
+configuration and `summary.json`; every rank writes its own trace.
 """
 
 import errno
@@ -29,13 +29,7 @@ from dlrm_overlap.launching.files import LOCK_NAME, make_folder
 from dlrm_overlap.launching.launcher import World
 from dlrm_overlap.launching.text_table import count_of, markdown_table, plain
 from dlrm_overlap.observe.metrics import memory_bytes, quantile, steady_ms
-from dlrm_overlap.observe.result_files import (
-    STEP_TIMES,
-    MetricsFile,
-    nan_as_none,
-    write_atomically,
-    write_step_ms,
-)
+from dlrm_overlap.observe.result_files import MetricsFile, nan_as_none, write_atomically
 from dlrm_overlap.observe.tensorboard import TensorBoard
 from dlrm_overlap.observe.tracing import StepTracer
 
@@ -124,7 +118,6 @@ class RunLog:
         self._lock = _inode(folder / LOCK_NAME)
         (folder / "summary.json").unlink(missing_ok=True)  # until this run has its own, or a resume would believe it
         if start == 0:  # an earlier run's would contradict what this run writes beside them
-            (folder / STEP_TIMES).unlink(missing_ok=True)
             shutil.rmtree(folder / "traces", ignore_errors=True)
         shown = config.as_dict()
         shown["log"]["replace"] = False  # a run of this file goes on with this one
@@ -155,21 +148,12 @@ class RunLog:
     def __exit__(self, error: object, *_: object) -> None:
         if error is None:
             self._tracer.end()  # not after an error, since it waits for the GPU
-        self.pause()
+        if self._progress:
+            self._progress.stop()
         if self._metrics:
             self._metrics.close()
         if self._board:
             self._board.close()
-
-    def pause(self) -> None:
-        """Remove the progress bar, while another run has its turn."""
-        if self._progress:
-            self._progress.stop()
-
-    def resume(self) -> None:
-        """Show the progress bar again."""
-        if self._progress:
-            self._progress.start()
 
     def advance(self) -> None:
         """Count one step."""
@@ -255,10 +239,9 @@ class RunLog:
         )
 
     def summary(self, step: int, values: dict[str, float], trained: Mapping[str, float]) -> dict[str, Any]:
-        """Write `summary.json`, `step_ms.npy` and TensorBoard's hyperparameters, and return the summary; a collective.
+        """Write `summary.json` and TensorBoard's hyperparameters, and return the summary; a collective.
 
-        Times are those of this rank's `steady_ms`, which `step_ms.npy` holds as [steps] float32, in ms; memory is the
-        greatest of all ranks.
+        Times are those of this rank's `steady_ms`; memory is the greatest of all ranks.
 
         Args:
             step: the run's last step.
@@ -285,7 +268,6 @@ class RunLog:
             "versions": self.versions,
         }
         if self.world.rank == 0:
-            write_step_ms(self.folder, times)
             write_atomically(self.folder / "summary.json", json.dumps(nan_as_none(summary), indent=1) + "\n")
         if self._board:
             order = [*_FIRST_RESULTS, *(key for key in summary if key not in _FIRST_RESULTS)]
