@@ -1,4 +1,4 @@
-"""The command line: `dlrm-overlap train | eval | compare | profile | bench | ..`, see `usage`.
+"""The command line: `dlrm-overlap train | eval | compare | bench | ..`, see `usage`.
 
 Every command that takes a configuration takes its keys as dotted options. A user's mistake ends in one line on
 standard error and exit code 2, before a process group is made where that is possible.
@@ -288,24 +288,6 @@ def trace(argv: list[str]) -> int:
     return 0
 
 
-def profile(argv: list[str]) -> int:
-    """Profile any TorchRec program: where the time of its steps goes, and what a captured step would take."""
-    form = "dlrm-overlap profile [options] -- COMMAND ..., such as torchrun --nproc-per-node 8 train.py"
-    parser = Parser("dlrm-overlap profile", profile.__doc__ or "", usage=form)
-    parser.add_argument("--after", type=PositiveInt, default=20, help="steps before the first that is timed")
-    parser.add_argument("--steps", type=PositiveInt, default=10, help="steps to time by the clock, and to trace")
-    parser.add_argument("--output", help="folder for numbers and traces, which all hosts see; else they are dropped")
-    parser.add_argument("--to_end", type=bool, default=False, help="let the program run on after the traced steps")
-    end = argv.index("--") if "--" in argv else len(argv)
-    values, command = parser.read(argv[:end]), argv[end + 1 :]
-    if not command:
-        raise InputError("profile: no command; give one that starts your program after --, see --help")
-    from dlrm_overlap.train.profile_command import run_profiled
-
-    output = Path(values.output) if values.output else None
-    return run_profiled(command, values.steps, values.after, output, values.to_end)
-
-
 def checkpoint(argv: list[str]) -> int:
     """Show a checkpoint, check that it is whole, or export it for other tools or for inference."""
     parser = Parser("dlrm-overlap checkpoint", checkpoint.__doc__ or "")
@@ -373,7 +355,7 @@ def doctor(argv: list[str]) -> int:
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train": train,
     "eval": evaluate,
-    **{each.__name__: each for each in (compare, profile, bench, simulate, trace, checkpoint, prepare, doctor)},
+    **{each.__name__: each for each in (compare, bench, simulate, trace, checkpoint, prepare, doctor)},
 }
 
 

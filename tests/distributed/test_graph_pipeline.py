@@ -1,5 +1,6 @@
 """GraphTrainPipeline trains as TorchRec's pipeline does, bit for bit, uncaptured or by a stand-in for CUDA graphs."""
 
+import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -17,6 +18,7 @@ from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from dlrm_overlap import profile_steps
 from dlrm_overlap.checkpoint.checkpoint import Checkpointer, extents_to_store
 from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.data.batch import Batch
@@ -418,6 +420,17 @@ def _check_collectives() -> None:
     assert taken == {"captured": 0, "replayed": 0}
 
 
+def _check_profiled() -> None:
+    trainer = _trainer("torchrec")
+    batches = _batches(trainer)
+    report = str(profile_steps(lambda: trainer.pipeline.progress(batches), trainer.model, steps=3, after=1))
+    if dist.get_rank() == 0:
+        assert report.startswith("3 steps by the clock and as many traced, 2 of 2 ranks, cpu"), report
+        assert all(f"in {name}" in report for name in ("all-to-all", "all-reduce")), report
+        assert re.search(r"^dlrm.embedding  t_00 +\w+_wise ", report, re.MULTILINE), report
+    _close(trainer)
+
+
 def _check_pipelines_in_turns() -> None:
     """Two pipelines that train a model in turns give what one gives."""
     found = []
@@ -521,6 +534,7 @@ CASES: dict[str, Callable[[], None]] = {
     "another optimizer": partial(_check_models, Model, "sparse_dist"),
     "a warm-up of all, a frozen layer": partial(_check_models, Frozen, "none", wrap=_warm_up),
     "frozen layers start alike": _check_frozen_layers_start_alike,
+    "profiled": _check_profiled,
     "pipelines in turns": _check_pipelines_in_turns,
     "an unused layer": partial(_check_models, Unused, "none", dense_optimizer=torch.optim.AdamW),
     "a model's own ids": partial(_check_models, OwnIds, "none"),
