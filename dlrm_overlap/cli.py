@@ -298,8 +298,6 @@ def checkpoint(argv: list[str]) -> int:
     parser.add_argument("output", metavar="OUT", nargs="?", help="export: a new file, .safetensors, .pt or .pt2")
     text = "export: tensors, to .safetensors or .pt; inference, a program that torch alone runs, to .pt2"
     parser.add_argument("--format", choices=["tensors", "inference"], default="tensors", help=text)
-    text = "inference: int8 gives tables 8 bits a weight, and a scale and an offset a row"
-    parser.add_argument("--quantize", choices=["none", "int8"], default="none", help=text)
     parser.add_argument("--optimizer", type=bool, default=False, help="export: with the optimizers' states")
     values = parser.read(argv)
     path = Path(values.path)
@@ -309,7 +307,6 @@ def checkpoint(argv: list[str]) -> int:
     for option, value, default, needed in (
         ("--format", values.format, "tensors", "export"),
         ("--optimizer", values.optimizer, False, "export --format tensors"),
-        ("--quantize", values.quantize, "none", "export --format inference"),
     ):
         if value != default and not what.startswith(needed):
             raise InputError(f"{option}: {str(value).lower()} has no effect on checkpoint {what}; leave it out")
@@ -320,7 +317,7 @@ def checkpoint(argv: list[str]) -> int:
     if what == "export --format inference":
         from dlrm_overlap.train.inference.export import export_for_inference
 
-        signature = export_for_inference(path, Path(values.output), values.quantize)
+        signature = export_for_inference(path, Path(values.output))
         print(f"{values.output}: {signature['bytes']} bytes of weights; its inputs: {Path(values.output).stem}.json")
         return 0
     from dlrm_overlap.checkpoint.storage.tools import export, show, verify
