@@ -36,7 +36,7 @@ class Slice(Dataset):
         self.rows, self.pooling, self.bag_sizes = dataset.rows, dataset.pooling, dataset.bag_sizes
         self.max_ids, self.dense_features = dataset.max_ids, dataset.dense_features
         self.num_samples: int = num_samples
-        self.skipped, self.packed = dataset.skipped, dataset.packed
+        self.packed = dataset.packed
         self.label_names, self.label_weights = dataset.label_names, dataset.label_weights
         self._dataset, self._start, self._shuffle, self._seed = dataset, start, shuffle, seed
 
@@ -135,9 +135,9 @@ def open_files(config: DataConfig, path: str) -> tuple[Dataset, Dataset | None]:
     """
     tables = config.tables
     if config.kind == "criteo_multihot":
-        return CriteoMultihot(path, tables, config.bad_rows), None
+        return CriteoMultihot(path, tables), None
     if config.kind == "criteo_npy":
-        return CriteoArrays(path, tables, config.bad_rows), None
+        return CriteoArrays(path, tables), None
     if config.kind == "prepared":
         dataset = Prepared(path, tables)
         return dataset, Prepared(path, tables, held_out=True) if dataset.holds_out else None
@@ -167,16 +167,12 @@ class Loader(Iterator[Batch]):
         """greatest number of batches that are read before `next` asks for them"""
         self.wait_s = 0.0
         """seconds that the host has spent in `next` so far, waiting for a batch"""
-        self.stand_ins = 0
-        """samples so far that stood in for bad ones"""
 
     def __next__(self) -> Batch:
         """Return the next batch, on the CPU or, where the data set makes its samples there, ready for this stream."""
         start = time.perf_counter()
         try:
-            batch = next(self._source)
-            self.stand_ins += batch.stand_ins
-            return batch
+            return next(self._source)
         finally:
             self.wait_s += time.perf_counter() - start
 

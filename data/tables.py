@@ -23,8 +23,8 @@ def read_table(
 ) -> tuple[Days, Days | None]:
     """Return the samples of `path`, a file or a folder, and those held out by their time, if `schema` has one.
 
-    A sample takes 4 bytes a label, a dense feature and an id. With `bad_rows` skip, bad rows are left out and counted
-    in `skipped` of the former.
+    A sample takes 4 bytes a label, a dense feature and an id. With `bad_rows` skip, bad rows are left out, and the
+    log says how many.
 
     Raises:
         InputError: if something is to be learnt of all samples, and as `read_rows` does.
@@ -50,5 +50,4 @@ def read_table(
     opened = [Days(part, encoder.rows, max_rows) for part in days if part]
     for each in opened:
         each.label_names, each.label_weights = schema.tasks
-    opened[0].skipped = skipped
     return opened[0], opened[1] if schema.time else None

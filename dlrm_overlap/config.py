@@ -138,9 +138,8 @@ class DataConfig:
     eval_fraction: NonNegativeFloat = 0.25
     """share of path's samples, the last ones, held out for evaluation"""
     bad_rows: Literal["error", "skip"] = "error"
-    """files: reaction to a row that is no sample: a line that cannot be parsed, a label other than 0 and 1, a number
-    that is not finite, an id outside its table. error ends the run; skip counts it, and leaves out a line, or puts a
-    good sample near by in the place of an array's row"""
+    """table, criteo_tsv: reaction to a row that is no sample: a line that cannot be parsed, a label other than 0 and 1,
+    a number that is not finite. error ends the run; skip leaves it out, and the log says how many there were"""
     shuffle: NonNegativeInt = 0
     """files: so many successive samples to train on are taken in an order drawn from seed, in each pass another; 0
     keeps the files' order"""
@@ -573,8 +572,10 @@ class Config:
             attends = model.sequence.history is not None
             yield f"model.sequence.{name}", attends, "while all tables are pooled; set model.sequence.history"
         reads_files = data.kind != "synthetic"
-        for name in ("path", "eval_path", "eval_fraction", "bad_rows"):
+        for name in ("path", "eval_path", "eval_fraction"):
             yield f"data.{name}", reads_files, "under data.kind synthetic; set data.kind to the files' format"
+        parses = data.kind in ("table", "criteo_tsv")
+        yield "data.bad_rows", parses, f"under data.kind {data.kind}; set data.kind table or criteo_tsv"
         yield "data.seed", not reads_files, f"on the samples of data.kind {data.kind}; set data.kind synthetic"
         yield "data.schema", data.kind == "table", f"under data.kind {data.kind}; set data.kind table"
         yield "data.generate", not reads_files, "on samples that are read from files; set data.kind synthetic"

@@ -27,7 +27,7 @@ from dlrm_overlap.embedding.plan import describe_plan
 from dlrm_overlap.launching.environment import environment
 from dlrm_overlap.launching.files import LOCK_NAME, make_folder
 from dlrm_overlap.launching.launcher import World
-from dlrm_overlap.launching.text_table import count_of, markdown_table, plain
+from dlrm_overlap.launching.text_table import markdown_table, plain
 from dlrm_overlap.observe.metrics import memory_bytes, quantile, steady_ms
 from dlrm_overlap.observe.result_files import MetricsFile, nan_as_none, write_atomically
 from dlrm_overlap.observe.tensorboard import TensorBoard
@@ -107,7 +107,6 @@ class RunLog:
         self.step_ms: list[float] = []
         self.loss = math.nan
         self.waited_s = 0.0
-        self.bad_rows = 0
         self.asked_to_end = False
         self.versions = environment()
         self._tracer = StepTracer(config.log, folder, world.rank, device, start)
@@ -169,7 +168,6 @@ class RunLog:
         wait_s: float,
         lr_factor: float,
         metrics: Mapping[str, float],
-        bad_rows: int = 0,
         asked_to_end: bool = False,
     ) -> None:
         """Log the steps since the last call; a collective, in which the ranks also agree on whether to end early.
@@ -183,19 +181,17 @@ class RunLog:
             wait_s: seconds that this rank has waited for input since the start; the greatest of all ranks is logged.
             lr_factor: the factor by which the learning rates are multiplied.
             metrics: of all ranks' predictions, see `RunningMetrics`.
-            bad_rows: of this rank since the start; those of all ranks are added up.
             asked_to_end: whether this rank was asked to end; `self.asked_to_end` then is whether any was.
 
         Raises:
             InputError: on all ranks, if the folder that rank 0 holds was removed or replaced.
         """
         count = len(step_ms)
-        sums = torch.stack((loss_sum.double(), loss_sum.new_tensor(bad_rows, dtype=torch.float64)))
+        loss = loss_sum.double()
         gone = self.world.rank == 0 and _inode(self.folder / LOCK_NAME) not in (self._lock, -1)
         greatest = torch.tensor([wait_s, asked_to_end, gone], dtype=torch.float64, device=self.device)
-        dist.all_reduce(sums)
+        dist.all_reduce(loss)
         dist.all_reduce(greatest, dist.ReduceOp.MAX)  # one rank's wait holds up all
-        loss, bad = sums.tolist()
         waited_s, asked, gone = greatest.tolist()
         if gone:
             raise InputError(
@@ -203,12 +199,7 @@ class RunLog:
                 f"lost by step {step}; start again, in a folder that stays"
             )
         self.asked_to_end = bool(asked)
-        self.loss = loss / self.world.world_size / count
-        if int(bad) and not self.bad_rows:
-            so_far = count_of(int(bad), "bad row")
-            log.warning("step %d: %s so far, left out or replaced (data.bad_rows: skip)", step, so_far)
-        self.bad_rows = int(bad)
-        counted = {} if self.config.data.bad_rows == "error" else {"data/bad_rows": bad}
+        self.loss = loss.item() / self.world.world_size / count
         mean_ms, wait_ms = sum(step_ms) / count, (waited_s - self.waited_s) * 1e3 / count
         self.waited_s = waited_s
         self.step_ms += step_ms
@@ -223,7 +214,6 @@ class RunLog:
                 **{f"speed/step_ms_p{percent}": quantile(step_ms, percent / 100) for percent in (10, 50, 90)},
                 "speed/input_wait_ms": wait_ms,
                 "memory/peak_bytes": float(memory_bytes(self.device)),
-                **counted,
             },
         )
         if self._progress:
@@ -260,7 +250,6 @@ class RunLog:
             **{f"step_ms_p{percent}": quantile(times, percent / 100) for percent in (10, 50, 90, 95)},
             "input_wait_ms": self.waited_s * 1e3 / max(1, len(self.step_ms)),
             "peak_memory_bytes": int(memory.item()),
-            **({} if self.config.data.bad_rows == "error" else {"bad_rows": self.bad_rows}),
             "backend": self.config.embedding.backend,
             "world_size": self.world.world_size,
             "global_batch_size": self.global_batch,

@@ -202,11 +202,10 @@ class Trainer(Stepper):
             if step % self.config.log.every == 0 or step == first + stretch.steps:
                 factor = self.learning_rate.factor(step - 1)
                 with self.raising_the_cause():
-                    bad_rows = loader.stand_ins + (0 if self.world.rank else self.train_data.skipped)
                     asked = self._end.asked or self.saves.failed
                     times = timer.take_ms()
                     metrics = self.running.take()
-                    run_log.training(step, loss_sum, times, loader.wait_s, factor, metrics, bad_rows, asked)
+                    run_log.training(step, loss_sum, times, loader.wait_s, factor, metrics, asked)
                 self.assembled.check()  # the loss was read, so the records of kernels are there
                 self._require_finite(run_log.loss, "the training loss is", step)
                 loss_sum.zero_()

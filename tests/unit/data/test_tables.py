@@ -304,7 +304,7 @@ def test_a_vocabulary_of_numbers_is_in_their_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["csv", "parquet"])
-def test_bad_rows_are_named_or_counted(tmp_path: Path, kind: str) -> None:
+def test_bad_rows_are_named_or_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str) -> None:
     source, schema, columns = write(tmp_path, "movies", kind, parts=1)
     for name, place, bad in (("rating", 3, None), ("age", 7, float("inf")), ("rating", 11, None)):
         columns[name][place] = bad
@@ -320,10 +320,11 @@ def test_bad_rows_are_named_or_counted(tmp_path: Path, kind: str) -> None:
     assert_one_line(error)
     data, later = read_table(source, schema, bad_rows="skip")
     assert later is not None
-    assert data.skipped == 3 + (kind == "csv")
-    assert data.num_samples + later.num_samples == N - data.skipped
+    skipped = 3 + (kind == "csv")
+    assert data.num_samples + later.num_samples == N - skipped
+    assert f"{skipped} of {N} rows are no samples, and left out" in caplog.text
     meta = prepare(source, tmp_path / "days", schema, skip_bad_rows=True)
-    assert (meta.days[0].skipped, meta.days[0].samples) == (data.skipped, data.num_samples)
+    assert (meta.days[0].skipped, meta.days[0].samples) == (skipped, data.num_samples)
     columns["rating"] = [None if i % 3 else 1.0 for i in range(N)]
     write_csv(file, columns, schema) if kind == "csv" else parquet.write_table(pa.table(columns), file)
     with pytest.raises(InputError, match=rf"part_0.{kind}: \d+ of 120 rows are no samples; correct the schema"):
