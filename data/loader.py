@@ -79,13 +79,11 @@ def open_datasets(config: DataConfig, device: torch.device = _CPU) -> tuple[Data
     """Open the samples to train on and those to evaluate on, and return both in this order.
 
     Raises:
-        InputError: if files are missing or malformed, if no sample would be held out, if the two differ in their
-            tables' rows, or if samples are to be made on a GPU in a run on a CPU.
+        InputError: if files are missing or malformed, if no sample would be held out, or if the two differ in their
+            tables' rows.
     """
-    if config.generate == "gpu" and device.type != "cuda":
-        raise InputError("data.generate: gpu needs a GPU, and this run is on a CPU; set --data.generate auto")
     if config.kind == "synthetic":
-        if config.generate != "cpu" and device.type == "cuda":
+        if device.type == "cuda":
             from dlrm_overlap.data.synthetic_device import DeviceSynthetic  # loads Triton, which a CPU may lack
 
             return DeviceSynthetic(config, "train", device), DeviceSynthetic(config, "eval", device)

@@ -150,8 +150,6 @@ class DataConfig:
     tables: TablesConfig = field(default_factory=TablesConfig)
     seed: NonNegativeInt = 0
     """seed of synthetic samples, of the teacher that labels them, and of shuffle"""
-    generate: Literal["auto", "cpu", "gpu"] = "auto"
-    """synthetic: the device that makes the samples, with the same bits; auto takes the GPU if the run is on one"""
     distinct_steps: NonNegativeInt = 0
     """training batches repeat, from memory, after this many steps, for benchmarks; 0 never"""
     workers: NonNegativeInt = 2
@@ -578,7 +576,6 @@ class Config:
         yield "data.bad_rows", parses, f"under data.kind {data.kind}; set data.kind table or criteo_tsv"
         yield "data.seed", not reads_files, f"on the samples of data.kind {data.kind}; set data.kind synthetic"
         yield "data.schema", data.kind == "table", f"under data.kind {data.kind}; set data.kind table"
-        yield "data.generate", not reads_files, "on samples that are read from files; set data.kind synthetic"
         yield "embedding.eps", embedding.optimizer != "sgd", "on sgd; set another embedding.optimizer"
         yield "embedding.cache_fraction", embedding.may_cache, "on tables on the GPU; set embedding.memory"
         yield "train.eps", train.optimizer != "sgd", "on sgd; set another train.optimizer"

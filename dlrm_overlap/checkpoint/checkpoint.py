@@ -38,7 +38,7 @@ from dlrm_overlap.launching.files import make_folder
 log = logging.getLogger("dlrm_overlap")
 
 _SEEN_WITHIN_S = 60.0  # for a while, a network file system may still answer that a new folder is not there
-_FREE = ("workers", "prefetch", "generate")  # keys of `data` that change no sample
+_FREE = ("workers", "prefetch")  # keys of `data` that change no sample
 _FREE_OF_MODEL = ("top_parallel", "cross_parallel")  # by which ranks share the model, whatever is stored
 
 

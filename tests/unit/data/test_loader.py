@@ -210,35 +210,14 @@ def test_synthetic_datasets_are_the_two_splits():
     assert tensors(held_out.read(7, 9)) == tensors(Synthetic(config, "eval").read(7, 9))
 
 
-@pytest.mark.parametrize(
-    ("generate", "device", "made_on_gpu"),
-    [
-        ("auto", "cpu", False),
-        ("cpu", "cpu", False),
-        ("auto", "cuda", True),
-        ("gpu", "cuda", True),
-        ("cpu", "cuda", False),
-    ],
-)
-def test_synthetic_samples_are_made_on_the_runs_gpu(
-    monkeypatch: pytest.MonkeyPatch, generate: Literal["auto", "cpu", "gpu"], device: str, made_on_gpu: bool
-):
+def test_synthetic_samples_are_made_on_the_runs_device(monkeypatch: pytest.MonkeyPatch):
     def make(config: DataConfig, split: Literal["train", "eval"], device: torch.device) -> tuple[str, str]:
         return split, device.type  # making it would need the GPU
 
     monkeypatch.setattr(synthetic_device, "DeviceSynthetic", make)
-    config = DataConfig(tables=TablesConfig(count=2, rows=10), generate=generate)
-    datasets = open_datasets(config, torch.device(device))
-    if made_on_gpu:
-        assert datasets == (("train", "cuda"), ("eval", "cuda"))
-    else:
-        assert [type(dataset) for dataset in datasets] == [Synthetic, Synthetic]
-
-
-def test_a_run_on_a_cpu_makes_no_samples_on_a_gpu():
-    config = DataConfig(tables=TablesConfig(count=2, rows=10), generate="gpu")
-    with pytest.raises(InputError, match=r"^data\.generate: gpu needs .* on a CPU; set --data\.generate auto$"):
-        open_datasets(config, torch.device("cpu"))
+    config = DataConfig(tables=TablesConfig(count=2, rows=10))
+    assert open_datasets(config, torch.device("cuda")) == (("train", "cuda"), ("eval", "cuda"))
+    assert [type(dataset) for dataset in open_datasets(config)] == [Synthetic, Synthetic]
 
 
 def test_last_samples_of_a_file_are_held_out(tmp_path: Path):
