@@ -1,4 +1,4 @@
-"""The log of a run. Rank 0 writes log lines or a progress bar, `metrics.jsonl`, TensorBoard's events, the resolved
+"""The log of a run. Rank 0 writes log lines, `metrics.jsonl`, TensorBoard's events, the resolved
 configuration and `summary.json`; every rank writes its own trace.
 """
 
@@ -16,9 +16,6 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 import yaml
-from rich.console import Console
-from rich.logging import RichHandler
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torchrec.distributed.types import ShardingPlan
 
 from dlrm_overlap.checkpoint.storage.branches import newest_checkpoint, same_checkpoint
@@ -46,15 +43,10 @@ class _PlainFormatter(logging.Formatter):
         return plain(super().formatMessage(record), kept="\n\t")
 
 
-def start_logging(rank: int, console: Console) -> None:
-    """Send the package's log to `console`: all of it on rank 0, warnings only on the others."""
-    handler: logging.Handler
-    if console.is_terminal:
-        handler = RichHandler(console=console, show_path=False, show_level=False, highlighter=None)
-        handler.setFormatter(_PlainFormatter("%(message)s"))
-    else:
-        handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(_PlainFormatter(f"%(asctime)s rank {rank}: %(message)s", "%H:%M:%S"))
+def start_logging(rank: int) -> None:
+    """Send the package's log to standard error: all of it on rank 0, warnings only on the others."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_PlainFormatter(f"%(asctime)s rank {rank}: %(message)s", "%H:%M:%S"))
     # TorchRec and DDP warn of their own use of deprecated names; errors still show.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torchrec|torch|dlrm_overlap")
     for library in ("torchrec", "torch.fx"):
@@ -99,7 +91,6 @@ class RunLog:
         device: torch.device,
         folder: Path,
         start: int,
-        steps: int,
         plan: ShardingPlan,
     ) -> None:
         self.config, self.world, self.device, self.folder, self.start = config, world, device, folder, start
@@ -110,7 +101,7 @@ class RunLog:
         self.asked_to_end = False
         self.versions = environment()
         self._tracer = StepTracer(config.log, folder, world.rank, device, start)
-        self._metrics = self._board = self._progress = None
+        self._metrics = self._board = None
         if world.rank:
             return
         make_folder(folder)
@@ -131,24 +122,14 @@ class RunLog:
             self._board.text("plan", describe_plan(plan))
             about = self.versions | {"launch": world.describe()}
             self._board.text("environment", markdown_table([("key", "value"), *about.items()]))
-        console = Console(stderr=True)
-        if console.is_terminal:
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-            self._progress = Progress(*columns, console=console, transient=True)
-            self._task = self._progress.add_task("training", completed=start, total=steps)
-            start_logging(0, console)
 
     def __enter__(self) -> Self:
         self._tracer.begin()
-        if self._progress:
-            self._progress.start()
         return self
 
     def __exit__(self, error: object, *_: object) -> None:
         if error is None:
             self._tracer.end()  # not after an error, since it waits for the GPU
-        if self._progress:
-            self._progress.stop()
         if self._metrics:
             self._metrics.close()
         if self._board:
@@ -157,8 +138,6 @@ class RunLog:
     def advance(self) -> None:
         """Count one step."""
         self._tracer.advance()
-        if self._progress:
-            self._progress.advance(self._task)
 
     def training(
         self,
@@ -216,10 +195,7 @@ class RunLog:
                 "memory/peak_bytes": float(memory_bytes(self.device)),
             },
         )
-        if self._progress:
-            self._progress.update(self._task, description=f"loss {self.loss:.4f}, {mean_ms:.1f} ms a step")
-        else:
-            log.info("step %d: loss %.4f, %.1f ms a step, %.1f ms of it input wait", step, self.loss, mean_ms, wait_ms)
+        log.info("step %d: loss %.4f, %.1f ms a step, %.1f ms of it input wait", step, self.loss, mean_ms, wait_ms)
 
     def evaluation(self, step: int, values: dict[str, float]) -> None:
         """Log an evaluation after `step`."""

@@ -51,12 +51,11 @@ class Ranks:
             InputError: if the ranks do not meet, or are not alike in configuration, options, code or samples.
         """
         import torch.distributed as dist
-        from rich.console import Console
 
         from dlrm_overlap.observe.run_log import start_logging
 
         if not dist.is_initialized():
-            start_logging(self.world.rank, Console(stderr=True))
+            start_logging(self.world.rank)
             log.info("%s", self.world.describe())
             if line := self.config.train.overridden_batch_size:
                 log.info("%s", line)

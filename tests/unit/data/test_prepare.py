@@ -268,8 +268,8 @@ from dlrm_overlap.config import InputError
 from dlrm_overlap.data import prepare as module
 from dlrm_overlap.data.schema import criteo_schema
 parse = module.read_rows
-def pausing(file, schema, skip, block_bytes, on_read):
-    for rows in parse(file, schema, skip, 1 << 15, on_read):
+def pausing(file, schema, skip, block_bytes):
+    for rows in parse(file, schema, skip, 1 << 15):
         time.sleep(0.05)
         yield rows
 module.read_rows = pausing
