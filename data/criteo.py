@@ -1,4 +1,4 @@
-"""TorchRec's arrays of Criteo's samples, and MLPerf's multi-hot ones. Criteo's text is a table (`schema`)."""
+"""TorchRec's arrays of Criteo's samples, and MLPerf's multi-hot ones."""
 
 import re
 from pathlib import Path

@@ -7,20 +7,17 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 import torch
 
-from dlrm_overlap.config import CRITEO_TABLES, HELD_BATCHES, DataConfig, InputError
+from dlrm_overlap.config import HELD_BATCHES, DataConfig, InputError
 from dlrm_overlap.data.batch import Batch, Dataset, Records
 from dlrm_overlap.data.criteo import CriteoArrays, CriteoMultihot
-from dlrm_overlap.data.days import cap_rows
 from dlrm_overlap.data.prepared import Prepared
 from dlrm_overlap.data.records import Unpacker
 from dlrm_overlap.data.ring import Ring
-from dlrm_overlap.data.schema import criteo_schema, read_schema, require_pyarrow
 from dlrm_overlap.data.slot import SlotShape
 from dlrm_overlap.data.synthetic import Synthetic
 
@@ -136,20 +133,8 @@ def open_files(config: DataConfig, path: str) -> tuple[Dataset, Dataset | None]:
         return CriteoMultihot(path, tables), None
     if config.kind == "criteo_npy":
         return CriteoArrays(path, tables), None
-    if config.kind == "prepared":
-        dataset = Prepared(path, tables)
-        return dataset, Prepared(path, tables, held_out=True) if dataset.holds_out else None
-    require_pyarrow()
-    from dlrm_overlap.data.tables import read_table
-
-    if config.kind == "table":
-        schema = read_schema(Path(config.schema or ""))
-    elif tables.rows is None:
-        raise InputError("data.tables.rows: null, but text names no rows; set data.tables.rows, say to 100000")
-    else:
-        rows = [tables.rows] * CRITEO_TABLES if isinstance(tables.rows, int) else tables.rows
-        schema = criteo_schema(cap_rows(rows, tables.max_rows))
-    return read_table(path, schema, tables.max_rows, config.bad_rows)
+    dataset = Prepared(path, tables)
+    return dataset, Prepared(path, tables, held_out=True) if dataset.holds_out else None
 
 
 class Loader(Iterator[Batch]):

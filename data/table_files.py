@@ -23,7 +23,7 @@ from dlrm_overlap.data.schema import Schema
 BLOCK_BYTES = 1 << 21  # small enough that a block's arrays stay near the caches
 _BATCH_ROWS = 1 << 16
 _MAX_LINE_BYTES = 1 << 16
-_CURE = "correct or remove it, or set bad_rows to skip, which leaves such rows out"
+_CURE = "correct or remove it, or give --bad_rows skip, which leaves such rows out"
 _SUFFIXES = {"csv": ("csv", "tsv", "txt"), "parquet": ("parquet",), "arrow": ("arrow", "feather")}
 _MOST_BAD = 0.5  # of a file's rows: more of them, and it is the schema that does not fit
 

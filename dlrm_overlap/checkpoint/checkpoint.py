@@ -66,7 +66,7 @@ def trained_with(config: Config, global_batch: int) -> dict[str, Any]:
     """
     data = config.as_dict()["data"]
     tables = data.pop("tables")
-    for key in ("path", "eval_path", "schema"):
+    for key in ("path", "eval_path"):
         data[key] = data[key] and str(Path(data[key]).absolute())
     return {
         "train.global_batch_size": global_batch,

@@ -20,7 +20,6 @@ from dlrm_overlap.config import (
     DataConfig,
     InputError,
 )
-from dlrm_overlap.data.schema import read_schema, require_pyarrow
 from dlrm_overlap.launching.files import check_free
 
 if TYPE_CHECKING:
@@ -57,17 +56,13 @@ def check_data(data: DataConfig) -> None:
     Raises:
         InputError: naming the key.
     """
-    if data.kind in ("table", "criteo_tsv"):
-        require_pyarrow()
-    for key, path in (("data.path", data.path), ("data.eval_path", data.eval_path), ("data.schema", data.schema)):
+    for key, path in (("data.path", data.path), ("data.eval_path", data.eval_path)):
         if data.kind == "synthetic" or path is None:
             continue
         if re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", path):
             raise InputError(f"{key}: {path} is not on this machine, and only local files are read; copy them here")
         if not os.path.exists(path):
             raise InputError(f"{key}: {path}: no such file or folder; give one that is there")
-    if data.schema is not None:
-        read_schema(Path(data.schema))
 
 
 def check_runs(config: Config, names: Iterable[str]) -> None:

@@ -1,30 +1,13 @@
-"""`data.bad_rows: skip`: bad rows are left out, and counted."""
+"""`prepare --bad_rows skip`: bad rows are left out, and counted."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from dlrm_overlap.cli import main
-from dlrm_overlap.config import InputError, TablesConfig
-from dlrm_overlap.data.batch import Batch
-from tests.unit.data.criteo_lines import criteo_text, prepare_criteo, random_lines
-
-ROWS = 50
-
-
-def _same(one: Batch, other: Batch) -> bool:
-    return all(
-        torch.equal(a, b)
-        for a, b in (
-            (one.labels, other.labels),
-            (one.dense, other.dense),
-            (one.sparse.values(), other.sparse.values()),
-            (one.sparse.lengths(), other.sparse.lengths()),
-        )
-    )
-
+from dlrm_overlap.config import InputError
+from tests.unit.data.criteo_lines import prepare_criteo, random_lines
 
 BROKEN = [
     b"",
@@ -40,23 +23,16 @@ BROKEN = [
 
 @pytest.mark.parametrize("block_bytes", [300, 1 << 20])
 @pytest.mark.parametrize("end", [b"", b"\n"])
-def test_broken_lines_are_left_out(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, block_bytes: int, end: bytes
-) -> None:
+def test_broken_lines_are_left_out(tmp_path: Path, block_bytes: int, end: bytes) -> None:
     good = random_lines(2 * len(BROKEN))
     mixed = [line for i, each in enumerate(BROKEN) for line in (good[2 * i], each, good[2 * i + 1])] + BROKEN[1:]
     (tmp_path / "good.tsv").write_bytes(b"\n".join(good))
     (tmp_path / "mixed.tsv").write_bytes(b"\n".join(mixed) + end)
     (tmp_path / "none.tsv").write_bytes(b"\n".join(BROKEN))
-    tables = TablesConfig(rows=ROWS)
-    data = criteo_text(tmp_path / "mixed.tsv", tables, "skip", block_bytes)
-    assert data.num_samples == len(good)
-    assert f"{len(mixed) - len(good)} of {len(mixed)} rows are no samples, and left out" in caplog.text
-    assert _same(data.read(0, len(good)), criteo_text(tmp_path / "good.tsv", tables).read(0, len(good)))
     with pytest.raises(InputError, match=r"mixed\.tsv, line 2"):
-        criteo_text(tmp_path / "mixed.tsv", tables, block_bytes=block_bytes)
+        prepare_criteo(tmp_path / "mixed.tsv", tmp_path / "bad", rows=50, block_bytes=block_bytes)
     with pytest.raises(InputError, match=r"none\.tsv: 8 of 8 rows are no samples; correct"):
-        criteo_text(tmp_path / "none.tsv", tables, "skip", block_bytes)
+        prepare_criteo(tmp_path / "none.tsv", tmp_path / "none", 50, skip_bad_rows=True, block_bytes=block_bytes)
     modes: list[dict[str, Any]] = [{"rows": 13}, {"min_count": 2}]
     for mode in modes:
         made = [tmp_path / f"{name}_{'_'.join(mode)}" for name in ("good", "mixed")]

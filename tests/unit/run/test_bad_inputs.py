@@ -170,7 +170,7 @@ def test_a_comparison_on_a_device_that_cannot_do_it(capsys: pytest.CaptureFixtur
         ("train.steps: 3\n", ["train.steps is not a key; write steps below a line `train:`, indented"]),
         ("data.tables.rows: 3\n", ["data.tables.rows is not a key; write tables.rows below a line `data:`, indented"]),
         ("data:\n  tables.rows: 3\n", ["data.tables.rows is not a key; write rows below a line `tables:`, indented"]),
-        ("data: {kind: criteo_tsv, path: ~/criteo}\n", ["data.path: ~/criteo begins with ~"]),
+        ("data: {kind: criteo_npy, path: ~/criteo}\n", ["data.path: ~/criteo begins with ~"]),
         ("# nothing yet\n", ["holds no key"]),
         ("- 3\n", ["the file must be a section of keys, not [3]"]),
         ("train: [\n", ["is not YAML"]),
@@ -181,7 +181,6 @@ def test_a_comparison_on_a_device_that_cannot_do_it(capsys: pytest.CaptureFixtur
         ("train: {steps: 5}\n", ["data.tables.count: null"]),
         ("train: {steps: 5}\ndata: {kind: criteo_npy}\n", ["data.path: null"]),
         ("data: {kind: criteo_npy, path: no/such/folder}\n", ["no/such/folder"]),
-        ("data: {kind: criteo_tsv, path: no/such.txt, tables: {rows: 9}}\n", ["no/such.txt"]),
     ],
 )
 def test_bad_file(text: str, parts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
