@@ -150,7 +150,7 @@ def bench(argv: list[str]) -> int:
     if kind in ("-h", "--help"):
         lines = [f"  {name:12} {figure.summary()}" for name, figure in FIGURES.items()]
         lines.append(f"  {'all':12} the figures of the pages, as many as so many minutes allow: bench all --minutes 25")
-        lines.append(f"  {'report':12} a plot of each file of rows in a folder: bench report DIR")
+        lines.append(f"  {'report':12} a plot of each file of steps or of a sweep in a folder: bench report DIR")
         print("\n".join(["usage: dlrm-overlap bench KIND ...", "", *lines]))
         return 0
     if not kind:
@@ -186,7 +186,7 @@ def bench(argv: list[str]) -> int:
 
 def _bench_report(argv: list[str]) -> int:
     """Draw the rows of a folder; takes no ranks and no GPU."""
-    parser = Parser("dlrm-overlap bench report", "Draw each file of rows in a folder as an SVG.")
+    parser = Parser("dlrm-overlap bench report", "Draw each file of steps or of a sweep in a folder as an SVG.")
     parser.add_argument("folder", metavar="DIR", help="folder of the CSV files that bench has written")
     parser.add_argument("--output", help="folder to write to (default DIR/report)")
     values = parser.read(argv)
