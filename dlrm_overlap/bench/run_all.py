@@ -64,7 +64,6 @@ _REHEARSED = {
     "weak": ("--iterations", "2", "--tables_per_rank", "2"),
     "strong": ("--iterations", "2"),
     "collectives": ("--iterations", "2"),
-    "concurrent": ("--repetitions", "1"),
     "gemm": ("--repetitions", "2"),
 }
 _STRONGEST = "--contenders torchrec drop_in drop_in_graph strongest pgas_graph"
@@ -95,7 +94,6 @@ MEASUREMENTS = (
     Measurement("strong", 3, "strong", "bench/strong"),
     Measurement("collectives", 4, "collectives", "bench/tiny", options="--operations all_to_all all_gather"),
     Measurement("gemm", 6, "gemm", "bench/tiny", options="--repetitions 8"),
-    Measurement("concurrent", 8, "concurrent", "quickstart"),
 )
 """In the order of README's needs."""
 
