@@ -515,7 +515,6 @@ def _check_captured_models(kind: type[Model], reference: str, **kwargs: Any) -> 
 
 CASES: dict[str, Callable[[], None]] = {
     "dot, fp32": partial(_check_segments),
-    "dot, bf16": partial(_check_segments, *BF16),
     "dcn, fp32": partial(_check_segments, *DCN, *KNOWN),
     "dcn, bf16": partial(_check_segments, *DCN, *BF16, *ADAM),
     "dot, in place": partial(_check_in_place, ["graph"]),
@@ -527,7 +526,6 @@ CASES: dict[str, Callable[[], None]] = {
     "forwards beside progress": _check_forwards_beside_progress,
     "gradients sent as bf16": _check_gradient_dtype,
     "dense gradients by gloo": partial(_check_segments, "--train.dense_reduce", "collective"),
-    "torchrec, then graph": partial(_check_resume, "torchrec", "graph"),
     "graph, then torchrec": partial(_check_resume, "graph", "torchrec"),
     "torchrec, then graph, bf16": partial(_check_resume, "torchrec", "graph", *BF16, *DCN),
     "graph, then torchrec, bf16": partial(_check_resume, "graph", "torchrec", *BF16, *ADAM),
@@ -545,10 +543,11 @@ CASES: dict[str, Callable[[], None]] = {
     "graph, then torchrec, data-parallel tables": partial(_check_resume, "graph", "torchrec", *DATA_PARALLEL),
 }
 if INTERPRETED:
-    CASES |= {f"captured, {borders}": partial(_check_captured, borders) for borders in BORDERS} | {
-        "captured, data-parallel tables": partial(_check_captured, BORDERS[0], *DATA_PARALLEL),
+    CASES |= {
+        "captured": partial(_check_captured, BORDERS[0]),
+        "captured, data-parallel tables": partial(_check_captured, (0, 5, 12), *DATA_PARALLEL),
         "captured, data-parallel tables, bf16": partial(_check_captured, BORDERS[1], *DATA_PARALLEL, *KNOWN, *BF16),
-        "captured, known lengths, bf16": partial(_check_captured, BORDERS[0], *KNOWN, *BF16),
+        "captured, known lengths, bf16": partial(_check_captured, BORDERS[2], *KNOWN, *BF16),
         "captured, cached tables": partial(_check_captured, BORDERS[3], ours_alone=CACHED),
         "captured, an unused layer": partial(_check_captured_models, Unused, "none", dense_optimizer=torch.optim.AdamW),
         "captured, a warm-up of all": partial(_check_captured_models, Model, "sparse_dist", wrap=_warm_up),
@@ -565,25 +564,24 @@ def _run_case(case: str) -> None:
 
 
 # What every `make test` runs; the rest differs little from it.
-CAPTURED = [case for case in CASES if case.startswith("captured")]
 QUICK_ALONE = ["ends and resets", "another optimizer"]
 SLOW_ALONE = ["dot, fp32", "dcn, bf16", "evaluations within a segment", "graph, then torchrec", "data-parallel tables"]
-SLOW_ALONE += [*CAPTURED[:1], *CAPTURED[5:6]]
 SLOW_OF_TWO = [
-    "dot, bf16",
-    "torchrec, then graph, bf16",
     "dcn, fp32",
     "cached tables, segments",
     "dcn, in place",
     "dense gradients by gloo",
-    "torchrec, then graph",
-    "graph, then torchrec",
-    *CAPTURED[1:-3],
-    *CAPTURED[-2:],
+    "torchrec, then graph, bf16",
+    "torchrec, then graph, data-parallel tables",
+    "graph, then torchrec, data-parallel tables",
 ]
-SLOW_OF_TWO += [f"{order}, data-parallel tables" for order in ("torchrec, then graph", "graph, then torchrec")]
-QUICK_OF_TWO = [case for case in CASES if case not in SLOW_OF_TWO]
-OF_FOUR = ["dot, fp32", "data-parallel tables", *CAPTURED[:1], *CAPTURED[4:5]]
+OF_FOUR = ["data-parallel tables"]
+if INTERPRETED:
+    SLOW_ALONE += ["captured", "captured, data-parallel tables, bf16"]
+    quick = ("captured", "captured, another optimizer")
+    SLOW_OF_TWO += [case for case in CASES if case.startswith("captured") and case not in quick]
+    OF_FOUR += ["captured, data-parallel tables"]
+QUICK_OF_TWO = [case for case in CASES if case not in (*SLOW_OF_TWO, "graph, then torchrec")]
 
 
 @pytest.mark.parametrize("case", [*QUICK_ALONE, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW_ALONE)])
@@ -594,7 +592,7 @@ def test_a_rank_alone(case: str) -> None:
 
 
 two_ranks = cases_on_ranks(2, _run_case, QUICK_OF_TWO)
-two_ranks_more = cases_on_ranks(2, _run_case, [case for case in CASES if case not in QUICK_OF_TWO])
+two_ranks_more = cases_on_ranks(2, _run_case, SLOW_OF_TWO)
 four_ranks = cases_on_ranks(4, _run_case, OF_FOUR)
 
 
@@ -604,7 +602,7 @@ def test_two_ranks(two_ranks: Callable[[str], None], case: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [case for case in CASES if case not in QUICK_OF_TWO])
+@pytest.mark.parametrize("case", SLOW_OF_TWO)
 def test_two_ranks_more(two_ranks_more: Callable[[str], None], case: str) -> None:
     two_ranks_more(case)
 
