@@ -223,3 +223,57 @@ def state_bytes(optimizer: str, dim: float) -> float:
 def looks_at_rows(optimizer: str) -> bool:
     """Return whether columns of a row, each updated on its own, would be updated otherwise than the row as a whole."""
     return "number" in STATES[optimizer] or "lamb" in optimizer
+
+
+MOST_USES = 3
+"""that a cache counts of a row: visits of the hand that the row outlasts"""
+_NEVER = -2  # a step before all: the first one may take a slot of it
+
+
+class CacheState(NamedTuple):
+    """Which rows have slots in a cache, and when they were used: of R rows, S have one at a time.
+
+    Example: 3 rows and 2 slots, the first of which has row 2: `slot_of` -1 -1 0, `row_in` 2 -1.
+    """
+
+    slot_of: torch.Tensor
+    """[R] int32: the slot of each row; -1 without one"""
+    row_in: torch.Tensor
+    """[S] int64: the row in each slot; -1 without one"""
+    used_at: torch.Tensor
+    """[S] int32: the last step that named the slot's row"""
+    uses: torch.Tensor
+    """[S] int32: the steps that named the row after it came, up to `MOST_USES`, less the visits of the hand"""
+    named: torch.Tensor
+    """[R / 32, rounded up] int32: a bit for each row, all 0 between two steps"""
+    clock: torch.Tensor
+    """[3] int64: the number of the next step, and the slot that the hand points to, twice"""
+
+    @classmethod
+    def empty(cls, rows: int, slots: int, device: torch.device) -> "CacheState":
+        """Return the state of a cache that has no row yet."""
+        return cls(
+            torch.full((rows,), -1, dtype=torch.int32, device=device),
+            torch.full((slots,), -1, dtype=torch.int64, device=device),
+            torch.full((slots,), _NEVER, dtype=torch.int32, device=device),
+            torch.zeros(slots, dtype=torch.int32, device=device),
+            torch.zeros(-(-rows // 32), dtype=torch.int32, device=device),
+            torch.zeros(3, dtype=torch.int64, device=device),
+        )
+
+
+class Swaps(NamedTuple):
+    """Rows that change places between the slots of a cache and their table.
+
+    Entry i stores the content of a slot to a row of the table, then another row to the slot. No slot and no row is in
+    two entries.
+    """
+
+    slots: torch.Tensor
+    """[n] int64"""
+    leaving: torch.Tensor
+    """[n] int64: the row that the slot's content is stored to; below 0 stores nothing"""
+    entering: torch.Tensor
+    """[n] int64: the row that comes to the slot; below 0 brings none"""
+    count: torch.Tensor
+    """[1] int64: how many entries there are; the rest are anything"""

@@ -12,11 +12,14 @@ import triton
 import triton.language as tl
 
 from dlrm_overlap.kernels import reference
-from dlrm_overlap.kernels.arguments import power_of_2
+from dlrm_overlap.kernels.arguments import Swaps, power_of_2
 from dlrm_overlap.kernels.compiled import INTERPRETED, CompiledKernel
 
-_PROGRAMS = 2 if INTERPRETED else 64  # keep half a MB under way each way, several times what the link's latency hides
-_PROGRAM_WORDS = 2048  # of 4 bytes, that a program has under way each way
+# Few programs, since products of the step find no room on a multiprocessor beside one. They keep 256 KB under way each
+# way, several times what the link's latency hides.
+_PROGRAMS = 2 if INTERPRETED else 16
+_PROGRAM_WORDS = 4096  # of 4 bytes, that a program has under way each way
+_NUM_WARPS = 8
 
 
 @triton.jit(do_not_specialize=["address"], do_not_specialize_on_alignment=["count"])
@@ -65,31 +68,20 @@ def _compiled(words: int, alignment: int) -> CompiledKernel:
         "ALIGNMENT": alignment,
     }
     names = "cached", "address", "slots", "leaving", "entering", "count"
-    return CompiledKernel(_swap_rows, names, constants, num_warps=4)
+    return CompiledKernel(_swap_rows, names, constants, num_warps=_NUM_WARPS)
 
 
-def swap_rows(
-    home: torch.Tensor,
-    cached: torch.Tensor,
-    slots: torch.Tensor,
-    leaving: torch.Tensor,
-    entering: torch.Tensor,
-    count: torch.Tensor,
-) -> None:
+def swap_rows(home: torch.Tensor, cached: torch.Tensor, swaps: Swaps) -> None:
     """Store rows of a cache to their table, and rows of the table to the cache in their stead.
 
     Args:
         home: [R, D] or [R], contiguous, of rows of a multiple of 4 bytes: the table, in memory that the device reaches.
         cached: [S, D] or [S] of the same type.
-        slots: [n] int64: of each entry the row of `cached`.
-        leaving: [n] int64: the row of `home` that the slot's content is stored to; below 0 stores nothing.
-        entering: [n] int64: the row of `home` that comes to the slot; below 0 brings none.
-        count: [1] int64: how many entries there are; the rest are anything.
+        swaps: which rows.
     """
     if not (home.is_cuda or INTERPRETED):
-        reference.swap_rows(home, cached, slots, leaving, entering, count)
+        reference.swap_rows(home, cached, swaps)
         return
     words = home.stride(0) * home.itemsize // 4
     alignment = gcd(16, home.data_ptr(), words * 4)
-    arguments = cached.view(torch.int32), home.data_ptr(), slots, leaving, entering, count
-    _compiled(words, alignment)(_PROGRAMS, (), *arguments)
+    _compiled(words, alignment)(_PROGRAMS, (), cached.view(torch.int32), home.data_ptr(), *swaps)

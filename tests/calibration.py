@@ -38,7 +38,7 @@ Row = Mapping[str, str]
 
 _LOOKUPS = ("baseline", "pgas", "fused")
 BACKENDS = {"baseline": "torchrec", "torchrec": "torchrec", "pgas": "pgas", "fused": "fused"}
-_LINKED = 0.7  # part of a time that the links need, above which it tells nothing of a lookup
+_LINKED = 0.7  # part of a time that the links need, above which it shows nothing of a lookup
 _FREE = 1e9  # GB/s: what takes no time
 _MEMORY_GB_PER_S, _CACHE_GB_PER_S = np.geomspace(2800, 5200, 25), np.geomspace(3500, 16000, 40)  # that are tried
 
@@ -70,12 +70,12 @@ def read_rows(path: Path) -> list[dict[str, str]]:
 
 
 def fit(rows: Sequence[Row], lookups: Sequence[Row], base: GpuConfig) -> GpuConfig:
-    """Return `base` with what rows of the embedding stage on one and on two GPUs tell; other rows are not looked at.
+    """Return `base` with the rates that rows of the stage on one and on two GPUs give; other rows are not looked at.
 
     Args:
-        rows: of `bench weak` and `bench strong`, which tell the rates of memory, links, and the collective library.
+        rows: of `bench weak` and `bench strong`, which give the rates of memory, links, and the collective library.
         lookups: rows of the stage with the lookups of today.
-        base: the rates that these rows do not tell.
+        base: the rates that these rows do not give.
     """
     one = [row for row in rows if row["world_size"] == "1"]
     two = [row for row in rows if row["world_size"] == "2"]
@@ -142,7 +142,7 @@ def _lookup_of(row: Row, gpu: GpuConfig) -> _Lookup:
 def _fit_lookup(rows: Sequence[Row], gpu: GpuConfig) -> LookupConfig:
     """Return the lookup of one contender with the least squares of relative errors, of rates in steps of 3 and 4%.
 
-    Where the links take most of the time, it tells the time on top alone.
+    Where the links take most of the time, it shows the time on top alone.
     """
     best = np.inf, LookupConfig()
     lookups = [_lookup_of(row, gpu) for row in rows]

@@ -40,7 +40,7 @@ def ms_of(row: Row) -> float:
 
 
 def label(row: Row) -> str:
-    """Return what tells the shape of a row: of a step its model and samples, of a stage its tables, batch and ids."""
+    """Return the shape of a row: of a step its model and samples, of a stage its tables, batch and ids."""
     if "arch" not in row:
         return shape(row).replace(" x ", "x").replace("\n", ", ")
     gpus = int(row["world_size"])
@@ -105,7 +105,7 @@ def _fastest(run: Run, time: str, *begins: str) -> float:
 @cache
 def best_link_gb_per_s(gpu: str) -> float:
     """Return the greatest rate at which links of a GPU of this model have carried bytes in a figure; 0 for none."""
-    rows = [*read("collectives.csv"), *read("collectives_all_gather.csv")]
+    rows = read("collectives.csv")
     return max((float(row["gb_per_s"]) for row in rows if row["gpu"].partition(" x ")[2] == gpu), default=0.0)
 
 
@@ -124,18 +124,6 @@ _SPECIAL: dict[str, Callable[[Run, str], float]] = {
 }
 
 
-def table_of_contenders(*arguments: str) -> Lines:
-    """Return a line a contender: its median in each run of a file, or some columns of a file of one run."""
-    (name,), columns = _split(arguments)
-    found = runs_of(name)
-    heads = [column.removesuffix("_ms") for column in columns] or [label(next(iter(run.values()))) for run in found]
-    yield ["ms", *heads]
-    for contender in found[0]:
-        own = [run.get(contender, {}) for run in found]
-        values = [own[0].get(column) for column in columns] or [row.get("median_ms") for row in own]
-        yield [f"`{contender}`", *(milliseconds(float(value)) if value else "-" for value in values)]
-
-
 def table_of_values(column: str, *files: str) -> Lines:
     """Return a line a file: the median of `fused` by the values of a column; no value is as many programs as fit."""
     found = [[row for row in read(name) if row["contender"].startswith("fused")] for name in files]
@@ -146,12 +134,6 @@ def table_of_values(column: str, *files: str) -> Lines:
         yield [f"{label(rows[0])}, {rows[0]['world_size']} GPUs", *(ms.get(value, "-") for value in values)]
 
 
-def table_of_columns(name: str, *columns: str) -> Lines:
-    """Return columns of a file as they are."""
-    yield [column.removesuffix("_ms") for column in columns]
-    yield from ([row[column] for column in columns] for row in read(name))
-
-
 def table_of_schedules(name: str) -> Lines:
     rows = {(row["contender"], row["schedule"]): row for row in read(name)}
     orders = [order for contender, order in rows if contender == "pgas"]
@@ -159,24 +141,6 @@ def table_of_schedules(name: str) -> Lines:
     for contender in ("pgas", "fused"):
         own = [rows[contender, order] for order in orders]
         yield [f"`{contender}`", *(f"{ms_of(row):.2f}; {float(row['skew_fraction']):.1%}" for row in own)]
-
-
-def table_of_volumes(name: str) -> Lines:
-    yield ["", "stage, us", "of it the links carry something", "then GB/s in the mean", "at most"]
-    rows = read(name)
-    for contender in dict.fromkeys(row["contender"] for row in rows):
-        own = [row for row in rows if row["contender"] == contender]
-        stage_us, busy_us, mean = _sent(own)
-        most = max(float(row["gb_per_s"]) for row in own)
-        yield [f"`{contender}`", f"{stage_us:.0f}", f"{busy_us / stage_us:.0%}", f"{mean:.0f}", f"{most:.0f}"]
-
-
-def _sent(rows: Sequence[Row]) -> tuple[float, float, float]:
-    """Return the us of a stage, those in which it sends, and the GB/s then."""
-    stage_us = float(rows[0]["stage_us"])
-    busy_us = sum(float(row["end_us"]) - float(row["begin_us"]) for row in rows if float(row["bytes"]))
-    busy_us = min(stage_us, busy_us)  # the last bin ends later
-    return stage_us, busy_us, sum(float(row["bytes"]) for row in rows) / busy_us / 1e3
 
 
 def table_of_map(name: str, by: str) -> Lines:
@@ -199,7 +163,7 @@ def _range(values: Sequence[float]) -> str:
 
 
 def table_of_backwards(*names: str) -> Lines:
-    yield ["ms", "optimizer", "baseline", "`push`", "over it", "sort inside", "over it", "limit", "of it"]
+    yield ["ms", "optimizer", "baseline", "`push` (as fast)", "sort inside", "limit (of it)"]
     every = [row for name in names for row in read(name)]
     rows = [row for row in every if row["zipf_alpha"] == "0.0" or row["multi_hot"].startswith("[")]
     baseline, push = [row for row in rows if row["contender"] in ("baseline", "push")], rows
@@ -210,20 +174,9 @@ def table_of_backwards(*names: str) -> Lines:
         times = [f"{ms_of(first) / ms_of(row):.2f}x" for row in (hidden, exposed)]
         ms = [milliseconds(ms_of(row)) for row in (first, hidden, exposed)]
         limit = limit_ms(hidden)
-        cells = [ms[0], ms[1], times[0], ms[2], times[1], milliseconds(limit), f"{limit / ms_of(hidden):.0%}"]
+        own = [f"{each} ({time})" for each, time in zip(ms[1:], times, strict=True)]
+        cells = [ms[0], *own, f"{milliseconds(limit)} ({limit / ms_of(hidden):.0%})"]
         yield [label(first), first["optimizer"], *cells]
-
-
-def table_of_hot_rows(name: str) -> Lines:
-    contenders = ("baseline", "push", "atomic")
-    yield ["ms, SGD", *(f"`{each}`, {ids}" for each in contenders for ids in ("uniform", "Zipf"))]
-    found: dict[str, dict[tuple[str, str], str]] = {}
-    for row in read(name):
-        if row["optimizer"] == "sgd" and not row["multi_hot"].startswith("["):
-            key = label({**row, "zipf_alpha": "0"})
-            found.setdefault(key, {})[row["contender"], row["zipf_alpha"]] = milliseconds(ms_of(row))
-    for key, ms in found.items():
-        yield [key, *(ms[each, alpha] for each in contenders for alpha in ("0.0", "1.05"))]
 
 
 def table_of_differences(name: str) -> Lines:
@@ -258,8 +211,7 @@ def table_of_collectives(name: str, operation: str, beside: str, captured: str, 
         yield [size, *times, f"`{taken['contender']}`", f"{best:.2f}", f"{value:.0f}"]
 
 
-_CARRIERS = {"nccl": "NCCL", "nccl_registered": "registered", "nccl_copy_engines": "its copy engines"}
-_CARRIERS |= {"dma": "`dma`", "stores": "`stores`"}
+_CARRIERS = {"nccl": "NCCL", "dma": "`dma`", "stores": "`stores`"}
 
 
 def table_of_gemm(name: str, operator: str) -> Lines:
@@ -269,7 +221,10 @@ def table_of_gemm(name: str, operator: str) -> Lines:
         if row["operator"] == operator:
             problems.setdefault(", ".join(row[each] for each in "mkn"), {})[row["contender"]] = row
     names = list(dict.fromkeys(each for found in problems.values() for each in found))
-    yield ["M, K, N", "product", "links", *(f"`{each}`" for each in names), "of the floor", "over serial, torch"]
+    if "pushes" in names:  # today's `copies`, beside an earlier one of that name
+        names.remove("copies")
+    heads = (f"`{each.replace('pushes', 'copies')}`" for each in names)
+    yield ["M, K, N", "product", "links", *heads, "of the floor", "over serial, torch"]
     for problem, found in problems.items():
         auto = found["auto"]
         links_us = float(auto["link_bytes"]) / float(auto["link_gb_per_s"]) / 1e3
@@ -316,24 +271,20 @@ def over_strongest(rows: Sequence[Row], time: str) -> float:
     return over(rows, strongest(rows, time), time)
 
 
-_RATIO = f"times `{_OURS}`"
-
-
 def table_of_steps(*names: str) -> Lines:
-    """Return a line a contender: both times in each file, and how many times those of `pgas_graph` beside it."""
+    """Return a line a contender: both times in each file, and in brackets how many times those of `pgas_graph`."""
     files = [read(name) for name in names]
     archs = (rows[0]["arch"] for rows in files)
-    yield ["ms", *(cell for arch in archs for cell in (f"{arch}: GPU's own", _RATIO, "by the clock", _RATIO))]
+    yield ["ms", *(f"{arch}: {time}" for arch in archs for time in ("GPU's own", "by the clock"))]
     for contender in dict.fromkeys(row["contender"] for row in files[0]):
         cells = list[str]()
         for rows in files:
             own = [row for row in rows if row["contender"] == contender]
             for time in _BOTH:
-                cells += [_ends([float(row[time]) for row in own]), f"{over(rows, own[0], time):.2f}x"]
+                ms, ratio = _ends([float(row[time]) for row in own]), f"{over(rows, own[0], time):.2f}x"
                 if own[0]["agrees"] == "False":
-                    cells[-1] = f"losses differ by {float(own[0]['max_difference']):.1e}"
-                elif contender == _OURS:
-                    cells[-1] = "-"
+                    ratio = f"losses differ by {float(own[0]['max_difference']):.1e}"
+                cells.append(ms if contender == _OURS else f"{ms} ({ratio})")
         yield [f"`{contender}`", *cells]
 
 
@@ -342,9 +293,9 @@ def _ends(values: Sequence[float]) -> str:
 
 
 def earlier_clock() -> list[float]:
-    """Return TorchRec's strongest over ours by the clock, 8192 samples on four GPUs, on hosts that have time."""
+    """Return TorchRec's strongest over ours by the clock, 8192 samples on four GPUs, on a host that has time."""
     wanted = {"world_size": "4", "arch": "dcn", "global_batch": "32768"}
-    found = [run for run in runs_of("step.csv", "ablation.csv", "strategies.csv") if "torchrec_strongest" in run]
+    found = [run for run in runs_of("step.csv", "ablation.csv") if "torchrec_strongest" in run]
     found = [run for run in found if wanted.items() <= run["pgas_graph"].items()]
     found = [run for run in found if run["torchrec"].get("pinned_host") != "True"]
     return [ms_of(run["torchrec_strongest"]) / ms_of(run["pgas_graph"]) for run in found]
@@ -359,20 +310,15 @@ def earlier_busy_ms() -> list[float]:
 
 TABLES: dict[str, Callable[..., Lines]] = {
     "runs": table_of_runs,
-    "contenders": table_of_contenders,
     "values": table_of_values,
-    "columns": table_of_columns,
     "schedules": table_of_schedules,
-    "volumes": table_of_volumes,
     "map": table_of_map,
     "backwards": table_of_backwards,
-    "hot_rows": table_of_hot_rows,
     "differences": table_of_differences,
     "collectives": table_of_collectives,
     "gemm": table_of_gemm,
     "headlines": table_of_headlines,
     "steps": table_of_steps,
-    "ages": ages.table_of_ages,
     **simulated_pages.TABLES,
 }
 
@@ -409,11 +355,11 @@ def sentences() -> Iterator[tuple[str, str, Sequence[float]]]:
     readme, step, stage = "README.md", "docs/results/step.md", "docs/results/stage.md"
     mlperf, dot = read("two_h100/step_mlperf.csv"), read("two_h100/step_dot.csv")
     gpu, clock = ([over_strongest(rows, time) for rows in (mlperf, dot)] for time in _BOTH)
-    yield readme, "is {:.2f} times as fast as TorchRec's at its strongest[^strongest], one", gpu[:1]
+    yield readme, "is {:.2f} times as fast as TorchRec's at its strongest[^strongest], and", gpu[:1]
     yield readme, "dot products {:.2f} times", gpu[1:]
     yield readme, "By the clock it was {:.1f} and {:.1f} times as fast", clock
     earlier, earlier_ms = earlier_clock(), earlier_busy_ms()
-    text = "the step was {:.1f} to {:.1f} times as fast by the clock, on two hosts, and {:.1f} times by"
+    text = "the step was {:.1f} to {:.1f} times as fast by the clock, and {:.1f} times by"
     yield readme, text, [min(earlier), max(earlier), earlier_ms[0] / earlier_ms[1]]
     yield readme, "of {} [contenders]", [len({row["contender"] for row in mlperf if "strongest" in row["contender"]})]
     as_run, drop_in, *_ = mlperf
@@ -430,12 +376,6 @@ def sentences() -> Iterator[tuple[str, str, Sequence[float]]]:
     yield readme, text, [copied, _value(third, "strongest") / copied]
     swept = speedups(read("sweep.csv"), "gpu_ms")
     yield readme, "has a map of {} shapes", [len(swept)]
-    chunked, times = _chunked()
-    yield (
-        stage,
-        "in {} chunks the baseline takes {:.2f} ms on the third shape: `pgas` is {:.2f}x as fast",
-        [4, chunked, times],
-    )
     ratios = [float(run["fused"]["gpu_ms"]) / float(run["pgas"]["gpu_ms"]) for run in runs_of("sweep.csv")]
     text = "takes {:.2f} to {:.2f} times as long in the sweep, {:.2f} in the mean"
     yield stage, text, [min(ratios), max(ratios), statistics.geometric_mean(ratios)]
@@ -448,7 +388,13 @@ def sentences() -> Iterator[tuple[str, str, Sequence[float]]]:
     )
     text = "is {:.2f} to {:.2f} times as fast as NCCL and FBGEMM's update, and {:.1f} to {:.1f} times"
     yield readme, text, [min(exposed), max(exposed), min(hidden), max(hidden)]
-    yield readme, "took {:.2f} ms instead of {:.2f}", sorted(map(ms_of, read("wide.csv")))
+    wide = sorted(map(ms_of, read("wide.csv")))
+    gemm = "docs/results/gemm.md"
+    small = {row["contender"]: row for row in read("two_h100/quickstart.csv")}
+    both = [[float(small[name][time]) for name in ("torchrec", _OURS)] for time in _BOTH]
+    text = "{:.3f} ms and {:.3f} by the GPU's own time, and {:.2f} and {:.3f} by the clock"
+    yield step, text, [ms for pair in both for ms in pair]
+    yield gemm, "took {:.2f} ms instead of {:.2f}, {:.2f} times as fast", [*wide, wide[1] / wide[0]]
     text = (
         "takes {:.2f} ms under TorchRec at its strongest, of which its GPU is busy for {:.2f}, and captured {:.2f}, of "
     )
@@ -460,13 +406,6 @@ def sentences() -> Iterator[tuple[str, str, Sequence[float]]]:
     floors = [100 * float(now[name]) / float(now["busy_ms"]) for name in ("floor_ms", "floor_sum_ms")]
     yield step, "`pgas_graph` reaches {:.0f}% of the former and {:.0f}% of the latter", floors
     yield from simulated_pages.sentences()
-
-
-def _chunked() -> tuple[float, float]:
-    """Return the ms of the baseline in 4 chunks on four GPUs, and how many times as fast `pgas` is."""
-    (run,) = runs_of("puts.csv")
-    ms = ms_of(run["nccl_chunked_4"])
-    return ms, ms / ms_of(run["pgas"])
 
 
 def fill(text: str, sentence: str, values: Sequence[float]) -> str:

@@ -1,7 +1,7 @@
 """A GPU's copy engines: they carry bytes to a peer's memory while all multiprocessors do something else.
 
 What a `CopyEngine` is given runs on one stream, one thing after the other: one flow of copies fills the links of an
-H200, three side by side reach two thirds of that (docs/results/collectives.md). Every call can be captured in a CUDA
+H200, three side by side reach two thirds of that (docs/lab.md). Every call can be captured in a CUDA
 graph, where a copy takes the GPU some 2 us beside its bytes; issued one by one, it takes the host 9.
 """
 

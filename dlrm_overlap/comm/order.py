@@ -71,6 +71,7 @@ class CurrentStream:
     """The current stream of a device: called, it returns the object of the last call, if that is still the stream."""
 
     def __init__(self, device: torch.device) -> None:
+        """Take a device with its index; a CPU has no stream to ask for."""
         self._device, self._raw = device, -1
         self._stream: torch.cuda.Stream | None = None
 
@@ -92,25 +93,27 @@ class Streams:
         current = torch.cuda.current_stream(device)
         # A step cannot be captured on the default stream, and all steps run on the one where they are captured.
         self.main_stream = current if current != torch.cuda.default_stream(device) else torch.cuda.Stream(device, -1)
-        self._device = device
+        self._current = CurrentStream(current.device)
         self._copy = torch.cuda.Stream(device)
         self._ids = torch.cuda.Stream(device, priority=-2)
+        self._on_main, self._on_copy, self._on_ids = map(OnStream, (self.main_stream, self._copy, self._ids))
         self._issued = [torch.cuda.Event() for _ in range(2)]
-        self._called, self._copied = torch.cuda.Event(), torch.cuda.Event()
+        self._called, self._copied, self._returned = (torch.cuda.Event() for _ in range(3))
 
     @contextmanager
     def _main(self) -> Any:
-        current = torch.cuda.current_stream(self._device)
+        current = self._current()
         self._called.record(current)
         if current == self.main_stream:
             yield
             return
-        self.main_stream.wait_stream(current)
+        self.main_stream.wait_event(self._called)
         try:
-            with torch.cuda.stream(self.main_stream):
+            with self._on_main:
                 yield
         finally:  # whoever catches an error may read the weights next
-            current.wait_stream(self.main_stream)
+            self._returned.record(self.main_stream)
+            current.wait_event(self._returned)
 
     def main(self) -> AbstractContextManager[Any]:
         """Return a context on the steps' stream, which waits for the caller's; at its end the other way."""
@@ -122,25 +125,27 @@ class Streams:
             self._issued[parity].record(self.main_stream)
 
     @contextmanager
-    def _copies(self, parity: int) -> Any:
-        self._copy.wait_event(self._issued[1 - parity])
-        self._copy.wait_event(self._called)
-        with torch.cuda.stream(self._copy):
+    def _copies(self, parity: int, later: bool) -> Any:
+        if not later:
+            self._copy.wait_event(self._issued[1 - parity])
+            self._copy.wait_event(self._called)
+        with self._on_copy:
             yield
             self._copied.record(self._copy)
         self.main_stream.wait_event(self._copied)
 
-    def copies(self, parity: int) -> AbstractContextManager[Any]:
+    def copies(self, parity: int, later: bool = False) -> AbstractContextManager[Any]:
         """Return a context for copies to the landing place of `parity`; steps issued after it find them done.
 
-        Copies come after the caller's earlier work on the device, such as the batch itself.
+        Copies come after the caller's earlier work on the device, such as the batch itself. With `later`, they are of a
+        batch for which there was such a context before, and wait for nothing else.
         """
-        return self._copies(parity) if self._on_gpu else nullcontext()
+        return self._copies(parity, later) if self._on_gpu else nullcontext()
 
     @contextmanager
     def _beside(self) -> Any:
         self._ids.wait_stream(self.main_stream)
-        with torch.cuda.stream(self._ids):
+        with self._on_ids:
             yield
 
     def ids(self) -> AbstractContextManager[Any]:

@@ -17,9 +17,9 @@ class CastWeights:
     gradient by one cast after the backward: nothing is set to zero and nothing is added. The numbers are autocast's.
 
     A step calls `begin`, computes with the weights that `of` gives, each asked for once, and calls `finish` after the
-    backward. An autograd function that writes its parameters' gradients itself computes with `shadow`, and hands
-    `later` in its backward a function that writes them. Where the backward passes `ahead_of`, all gradients of then are
-    written beside the rest of the backward, and may be reduced over the ranks meanwhile.
+    backward. An autograd function that writes its parameters' gradients itself computes with `shadow`, and writes them
+    in its backward to `places`, or hands `later` a function that does. Where the backward passes `ahead_of`, all
+    gradients of then are written beside the rest of the backward, and may be reduced over the ranks meanwhile.
     """
 
     def __init__(self, flat: FlatParameters, optimizer: FlatOptimizer, names: Iterable[str]) -> None:
@@ -35,7 +35,8 @@ class CastWeights:
         self._beside: list[Any] = []
         """tensors that the stream reads, until the current one has waited for it"""
         # Stands for the parameters in autograd, which would call their hooks though they get no gradient.
-        self._anchor = torch.empty(0, device="cpu", requires_grad=True)
+        self.anchor = torch.empty(0, device="cpu", requires_grad=True)
+        """for autograd functions that write gradients themselves, and have no other input that requires one"""
 
     def on_complete(self, complete: Callable[[str], None]) -> None:
         """Have `complete` called with the name of each parameter whose gradient has been written, on that stream."""
@@ -53,7 +54,7 @@ class CastWeights:
         """
         parameters = self._flat.parameters
         return {
-            key: _CastOnce.apply(self._anchor, self._optimizer.shadow(name), self, name)
+            key: _CastOnce.apply(self.anchor, self._optimizer.shadow(name), self, name)
             if name in self._names
             else parameters[name]
             for key, name in names.items()
@@ -67,10 +68,17 @@ class CastWeights:
         """Have `write` called with where the optimizer reads the gradients of `names`, float32 and contiguous.
 
         So the gradient of the model's input, for which others wait, comes before gradients that nobody needs yet.
+        Gradients are written in the order of these calls, and those of one call may travel while the next are computed.
         """
         names = list(names)
         assert self._names.issuperset(names), "the gradients of the other parameters are autograd's"
         self._later.append((names, write))
+
+    def places(self, names: Iterable[str]) -> list[torch.Tensor]:
+        """Return where the optimizer reads the gradients of `names`, for an autograd function to write them at once."""
+        names = list(names)
+        self.later(names, lambda _: None)
+        return [self._flat.gradients.views[name] for name in names]
 
     def take(self, name: str, gradient: torch.Tensor) -> None:
         """Keep a parameter's gradient until `finish`."""

@@ -37,11 +37,13 @@ class CrossLayer(NamedTuple):
     """[N] float32"""
 
 
-Write = Callable[[Sequence[CrossLayer]], None]
-"""writes the gradients of all parameters to contiguous tensors, which may be float32 where the parameters are not"""
+Write = Callable[[list[torch.Tensor]], None]
+"""writes the gradients of one parameter of all layers to contiguous tensors, which may be float32 where it is not"""
+Later = Callable[[str, Write], None]
+"""takes one of `CrossLayer`'s names, and what writes its gradients"""
 
 
-def cross(x0: torch.Tensor, layers: Sequence[CrossLayer], later: Callable[[Write], None] | None = None) -> torch.Tensor:
+def cross(x0: torch.Tensor, layers: Sequence[CrossLayer], later: Later | None = None) -> torch.Tensor:
     """Return the network's output [b, N], in the type of x0.
 
     Every layer computes x_{l+1} = x_0 * (W_l (V_l x_l) + b_l) + x_l (Wang et al., DCN V2, arXiv 2008.13535, sections
@@ -50,9 +52,11 @@ def cross(x0: torch.Tensor, layers: Sequence[CrossLayer], later: Callable[[Write
     Args:
         x0: [b, N] bfloat16 or another float type, contiguous. Its content must stay until the backward.
         layers: at least one; w and v have the type of x0.
-        later: called in the backward with a function that writes the parameters' gradients, to be called once, on the
-            backward's stream: so x0's gradient is there before they are computed. Autograd then sees nothing of the
-            parameters, and x0 must require a gradient. None leaves the gradients to autograd, in the parameters' types.
+        later: called in the backward for v, w and bias with a function that writes their gradients, to be called once,
+            on the backward's stream: so x0's gradient is there before they are computed. Autograd then sees nothing of
+            the parameters, and x0 must require a gradient. None leaves the gradients to autograd, in the parameters'
+            types. The products of v come first, since they leave some of a GPU's multiprocessors to the kernel that
+            sends x0's gradient; the product of w would keep it back.
     """
     assert x0.is_contiguous(), "pass contiguous rows"
     assert layers, "a cross network has at least one layer"
@@ -67,9 +71,7 @@ class _Cross(torch.autograd.Function):
     """Forward and backward of all layers; products are torch's, on the current stream."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x0: torch.Tensor, later: Callable[[Write], None] | None, *parameters: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(ctx: Any, x0: torch.Tensor, later: Later | None, *parameters: torch.Tensor) -> torch.Tensor:
         layers = _layers(parameters)
         kernels = _kernels_on(x0.device)
         inputs, products = stack(len(layers) - 1, x0), stack(len(layers), x0)  # x_1 .., w_0 ..
@@ -107,17 +109,26 @@ class _Cross(torch.autograd.Function):
                 dx.addmm_(dv[0], layers[0].v)
 
         @torch.no_grad()
-        def write(into: Sequence[CrossLayer]) -> None:
-            _products_into([layer.w for layer in into], du.transpose(1, 2), narrow)
-            _products_into([into[0].v], dv[:1].transpose(1, 2), x0[None])
-            _products_into([layer.v for layer in into[1:]], dv[1:].transpose(1, 2), inputs)
-            torch._foreach_copy_([layer.bias for layer in into], list(sums.sum(1)))  # type: ignore[no-untyped-call]
+        def write_v(into: list[torch.Tensor]) -> None:
+            _products_into(into[:1], dv[:1].transpose(1, 2), x0[None])
+            _products_into(into[1:], dv[1:].transpose(1, 2), inputs)
 
+        @torch.no_grad()
+        def write_w(into: list[torch.Tensor]) -> None:
+            _products_into(into, du.transpose(1, 2), narrow)
+
+        @torch.no_grad()
+        def write_bias(into: list[torch.Tensor]) -> None:
+            torch._foreach_copy_(into, list(sums.sum(1)))  # type: ignore[no-untyped-call]
+
+        writes: dict[str, Write] = {"v": write_v, "w": write_w, "bias": write_bias}
         if ctx.later is not None:
-            ctx.later(write)
+            for name, write in writes.items():
+                ctx.later(name, write)
             return dx, None, *(None for _ in parameters)
         into = _new_gradients(layers)
-        write(into)
+        for name, write in writes.items():
+            write([getattr(layer, name) for layer in into])
         return dx, None, *(tensor for layer in into for tensor in layer)
 
 

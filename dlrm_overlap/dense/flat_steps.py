@@ -79,7 +79,7 @@ class FlatSteps:
         self._names = [name for group in self._groups for name in group]
         self._each = kind is None  # whether each parameter has a row
         rows = len(self._names) if self._each else 1
-        self._form = self._form_now()
+        self._form = self._form_of(self._numbers_now())
         self._states = {key: flat.like(torch.float32) for key in STATES[self._form.kind]}
         self.shadow = flat.like(shadow_dtype) if shadow_dtype is not None else None
         """the copy of the weights"""
@@ -97,13 +97,12 @@ class FlatSteps:
         )
         """what the kernel is given"""
         self._kernels = _kernels_of(flat.device)
-        self._known: list[list[Any]] = [[0.0] * 7 for _ in self._groups]
+        self._known: list[tuple[Any, ...]] = [(0.0,) * 7] * len(self._groups)
         self._laid_out: Any = None
         self._made: set[str] = set()
         self.take_over()
         self.refresh()
 
-    @torch.no_grad()
     def refresh(self) -> None:
         """Copy the numbers of `param_groups` that have changed to device memory, on the current stream.
 
@@ -112,8 +111,8 @@ class FlatSteps:
         Raises:
             InputError: if the kernel was not compiled for them.
         """
-        optimizer = self._optimizer
-        form, same = self._form_now(), len(optimizer.param_groups) == len(self._groups)
+        optimizer, numbers = self._optimizer, self._numbers_now()
+        form, same = self._form_of(numbers), len(numbers) == len(self._groups)
         if form.kind != self._form.kind or form.decays > self._form.decays or not same:
             raise InputError(
                 f"dense optimizer: {type(optimizer).__name__} has other groups of parameters, or momentum or weight "
@@ -124,15 +123,15 @@ class FlatSteps:
         if self._each and self._laid_out is not self._flat.places:
             self._lay_out()
         first = 0
-        for group, names, known in zip(optimizer.param_groups, self._groups, self._known, strict=True):
+        for index, (names, values) in enumerate(zip(self._groups, numbers, strict=True)):
             rows = slice(first, first + len(names)) if self._each else slice(1)
             first += len(names)
-            for column, value in enumerate(_numbers(self._kind, group)):
+            for column, (value, known) in enumerate(zip(values, self._known[index], strict=True)):
                 if isinstance(value, torch.Tensor):
-                    self.update.numbers[rows, column].copy_(value)  # it may have changed in its place
-                elif value != known[column]:
+                    self.update.numbers[rows, column].copy_(value.detach())  # it may have changed in its place
+                elif value != known:
                     self.update.numbers[rows, column].fill_(value)  # value as an argument of a kernel: no wait
-                known[column] = value
+            self._known[index] = values
 
     def begin(self) -> None:
         """Count a step, on the current stream; outside of a capture, by numbers as they are now."""
@@ -209,8 +208,10 @@ class FlatSteps:
     def _no_rows(self) -> torch.Tensor:
         return torch.full((self._flat.weights.tensor.numel() // LINE,), -1, dtype=torch.int32, device=self._flat.device)
 
-    def _form_now(self) -> _Form:
-        numbers = [_numbers(self._kind, group) for group in self._optimizer.param_groups]
+    def _numbers_now(self) -> list[tuple[Any, ...]]:
+        return [_numbers(self._kind, group) for group in self._optimizer.param_groups]
+
+    def _form_of(self, numbers: Sequence[tuple[Any, ...]]) -> _Form:
         momentum = self._kind == "sgd" and any(each[2] for each in numbers)
         return _Form("momentum" if momentum else self._kind, any(each[5] or each[6] for each in numbers))
 

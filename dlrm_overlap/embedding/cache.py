@@ -25,17 +25,18 @@ makes the cache fully associative: no two rows stand in each other's way, and sl
 Example: 4 slots, and steps of two ids each. Step 0 names rows 7 and 3, step 1 rows 3 and 9, step 2 rows 5 and 9.
 
     send of step     named   slots      written back   brought in   ids become
-    0                7 3     7 3 - -    -              7, 3         0 1
-    1                3 9     7 3 9 -    -              9            1 2
-    2                5 9     7 3 9 5    -              5            3 2
-    3                8 8     8 3 9 5    7              8            0 0
+    0                7 3     3 7 - -    -              3, 7         1 0
+    1                3 9     3 7 9 -    -              9            0 2
+    2                5 9     3 7 9 5    -              5            3 2
+    3                8 8     3 8 9 5    7              8            1 1
 
-At the send of step 3, rows 5 and 9 of step 2 stay; rows 7 and 3 may go, and the hand comes to 7 first.
+At the send of step 3, rows 5 and 9 of step 2 stay; rows 3 and 7 may go. The hand passes row 3, which step 1 has used
+once more, and takes the slot of row 7.
 
-All of this but the rows' way is PyTorch's operators, on every device: of sizes that the CPU knows and with nothing read
-back, so they are captured with the step. FBGEMM's own cache (`lxu_cache_*`) finds the distinct rows of a step by a
-sort whose result it sizes on the host, keeps the optimizers' states out of the cache, and updates rows by FBGEMM's
-backward alone, so it stays with TorchRec's pipelines.
+Kernels find the slots (`kernels/find_slots.py`) and bring the rows (`kernels/swap_rows.py`), of sizes that the CPU
+knows and with nothing read back, so they are captured with the step. FBGEMM's own cache (`lxu_cache_*`) finds the
+distinct rows of a step by a sort whose result it sizes on the host, keeps the optimizers' states out of the cache, and
+updates rows by FBGEMM's backward alone, so it stays with TorchRec's pipelines.
 
 The host's memory is CUDA's managed memory, FBGEMM's default. Page-locked memory comes in pages of 4 KB, for so many of
 which a GPU has no room in its tables of addresses: rows of 512 bytes, drawn from 8 GB, moved at 8.8 GB/s each way at
@@ -51,12 +52,11 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.config import InputError
+from dlrm_overlap.kernels.arguments import CacheState, Swaps
+from dlrm_overlap.kernels.find_slots import find_slots
 from dlrm_overlap.kernels.swap_rows import swap_rows
 
 log = logging.getLogger("dlrm_overlap")
-
-_MOST_USES = 3  # that are counted: visits of the hand that a row outlasts
-_NEVER = -2  # a step before all: a slot of it may be taken by the first
 
 
 class RowCache:
@@ -81,94 +81,48 @@ class RowCache:
         self.slots = slots = min(slots, count)
         try:
             self.rows = [torch.empty((slots, *home.shape[1:]), dtype=home.dtype, device=device) for home in homes]
-            # Beyond the last row and the last slot are those of what is no row, and of no entry.
-            self._slot_of = torch.full((count + 1,), -1, dtype=torch.int32, device=device)
-            self._row_in = torch.full((slots + 1,), -1, dtype=torch.int64, device=device)
-            self._used_at = torch.full((slots + 1,), _NEVER, dtype=torch.int64, device=device)
-            self._uses = torch.zeros(slots + 1, dtype=torch.int32, device=device)
+            self._state = CacheState.empty(count, slots, device)
         except torch.OutOfMemoryError as error:
             raise InputError(
                 f"embedding.memory: no room on {device} for a cache of {slots} of {count} rows, which is the share "
                 f"embedding.cache_fraction or two steps' ids; lower the share or the batch, or use more ranks"
             ) from error
-        self._slot_of[-1:].fill_(slots)
-        self._step = torch.zeros((), dtype=torch.int64, device=device)
-        self._hand = torch.zeros((), dtype=torch.int64, device=device)
         self.brought = torch.zeros(1, dtype=torch.int64, device=device)
         """rows that have come to the cache in all steps so far"""
 
-    def bring_in(self, ids: torch.Tensor, first: torch.Tensor) -> None:
+    def bring_in(self, ids: KeyedJaggedTensor, first_rows: torch.Tensor) -> None:
         """See that the rows of a step are in the cache, and replace its ids by their slots; on the current stream.
 
         Steps come in the order of their calls, and the step before the last is done.
 
         Args:
-            ids: [n] int32, within their tables.
-            first: [n] int64: the number of the first row of each id's table; below 0 leaves the id as it is.
+            ids: of the step, int32, within their tables.
+            first_rows: [F + 1] int64, by feature: the number of the first row of its table; below 0 leaves its ids as
+                they are. The last is of ids after all bags.
         """
-        count, slots, most = self._slot_of.numel() - 1, self.slots, ids.numel()
-        self._step.add_(1)
-        inside = first >= 0
-        row = (first + ids).masked_fill(~inside, count)
-        found = self._slot_of[row]
-        missing = found < 0
-        slot = found.masked_fill(missing, slots).long()
-        self._used_at[slot] = self._step
-        self._uses[slot] = (self._uses[slot] + 1).clamp(max=_MOST_USES)
-        # Of the ids of one missing row, the one whose mark is there in the end brings it in.
-        mark = torch.arange(-2, -2 - most, -1, dtype=torch.int32, device=ids.device)
-        self._slot_of[row.masked_fill(~missing, count)] = mark
-        brings = missing & (self._slot_of[row] == mark)
-        number = brings.cumsum(0)
-        victims, entering = self._room(most, number[-1:]), torch.full_like(row, count)
-        self._place(entering, brings, number, row)
-        leaving = self._row_in[victims]
-        for home, cached in zip(self.homes, self.rows, strict=True):
-            swap_rows(home, cached, victims, leaving, entering, number[-1:])
-        self.brought.add_(number[-1:])
-        self._slot_of.index_fill_(0, leaving.masked_fill(leaving < 0, count), -1)
-        self._slot_of[entering] = victims.int()
-        self._slot_of[-1:].fill_(slots)
-        self._row_in[victims] = entering.masked_fill(victims == slots, -1)
-        self._used_at[victims] = self._step
-        self._uses.index_fill_(0, victims, 0)
-        ids.copy_(torch.where(inside, self._slot_of[row], ids))
-
-    def _room(self, most: int, count: torch.Tensor) -> torch.Tensor:
-        """Return [most] int64: the slots of `count` [1] victims, and the slot of no entry after them."""
-        slot = (torch.arange(self.slots, device=count.device) + self._hand) % self.slots  # in the hand's order
-        uses = self._uses[slot]
-        free = self._used_at[slot] < self._step - 1
-        idle = free & (uses == 0)
-        idles, others = idle.cumsum(0), (free & (uses > 0)).cumsum(0)
-        number = torch.where(idle, idles, idles[-1:] + others)
-        victims = torch.full((most,), self.slots, dtype=torch.int64, device=count.device)
-        self._place(victims, free & (number <= count), number, slot)
-        passed = idles - idle.long() < torch.minimum(count, idles[-1:])
-        self._uses[slot] = (uses - passed.int()).clamp(min=0)
-        self._hand.add_(passed.sum()).remainder_(self.slots)
-        return victims
-
-    @staticmethod
-    def _place(into: torch.Tensor, chosen: torch.Tensor, number: torch.Tensor, values: torch.Tensor) -> None:
-        """Store each chosen value to the place `number` - 1 of `into`; none needs a place beyond it."""
-        room = torch.cat([into, into[:1]])
-        room[(number - 1).masked_fill(~chosen, into.numel())] = values
-        into.copy_(room[:-1])
+        swaps = find_slots(self._state, ids.values(), ids.offsets(), ids.stride(), first_rows)
+        self._swap(swaps)
+        self.brought.add_(swaps.count)
 
     def write_back(self) -> None:
         """Store all rows of the cache to their tables, and keep them; on the current stream."""
-        self._move(self._row_in[:-1], torch.full_like(self._row_in[:-1], -1))
+        self._move(leaving=self._state.row_in, entering=self._none)
 
     def read_again(self) -> None:
         """Read all rows of the cache from their tables, which may have been written to; on the current stream."""
-        self._move(torch.full_like(self._row_in[:-1], -1), self._row_in[:-1])
+        self._move(leaving=self._none, entering=self._state.row_in)
+
+    @property
+    def _none(self) -> torch.Tensor:
+        return torch.full_like(self._state.row_in, -1)
 
     def _move(self, leaving: torch.Tensor, entering: torch.Tensor) -> None:
-        every = torch.arange(self.slots, device=leaving.device)
         count = torch.full((1,), self.slots, dtype=torch.int64, device=leaving.device)
+        self._swap(Swaps(torch.arange(self.slots, device=leaving.device), leaving, entering, count))
+
+    def _swap(self, swaps: Swaps) -> None:
         for home, cached in zip(self.homes, self.rows, strict=True):
-            swap_rows(home, cached, every, leaving, entering, count)
+            swap_rows(home, cached, swaps)
 
 
 class CachedTable(NamedTuple):
@@ -237,10 +191,3 @@ def _are_adjacent(before: Sequence[torch.Tensor], after: Sequence[torch.Tensor])
 def _joined(first: torch.Tensor, count: int) -> torch.Tensor:
     """Return `count` rows from those of `first` on."""
     return first.as_strided((count, *first.shape[1:]), first.stride())
-
-
-def first_rows(ids: KeyedJaggedTensor, of_features: torch.Tensor) -> torch.Tensor:
-    """Return [n] int64: of each id the number that `of_features` [F] int64 has for its feature."""
-    ends = ids.offsets()[ids.stride() :: ids.stride()].contiguous()
-    position = torch.arange(ids.values().numel(), dtype=ends.dtype, device=ends.device)
-    return of_features[torch.searchsorted(ends, position, right=True)]

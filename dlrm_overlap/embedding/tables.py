@@ -13,7 +13,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 )
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dlrm_overlap.embedding.cache import CachedTable, HomeTable, RowCache, first_rows, make_caches
+from dlrm_overlap.embedding.cache import CachedTable, HomeTable, RowCache, make_caches
 from dlrm_overlap.embedding.layout import FeatureShard, FusedLookup
 from dlrm_overlap.embedding.steps import UpdateRule
 
@@ -219,7 +219,7 @@ class LocalTables:
         """Bring the rows of the next step to the caches, and replace its ids by slots; on the current stream."""
         self.read_again()
         for cache, first in self._cached_features:
-            cache.bring_in(ids.values(), first_rows(ids, first))
+            cache.bring_in(ids, first)
 
     def write_back(self) -> None:
         """Store the rows of the caches to their tables, and keep them; on the current stream."""

@@ -175,7 +175,7 @@ def assemble(
 def with_overlap(config: Config) -> EmbeddingConfig:
     """Return how embeddings run, with the way of the gradients that `train.overlap` names, unless they name their own.
 
-    Stores are the rule: on MLPerf's step they and copy engines differ by 2%, either way (docs/results/step.md).
+    Stores are the rule: on MLPerf's step they and copy engines differ by 2%, either way (docs/lab.md).
     """
     embedding = config.embedding
     if embedding.backward != "auto" or "dma" not in BACKENDS[embedding.backend].backwards:

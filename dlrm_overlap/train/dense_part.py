@@ -7,7 +7,8 @@ divided stay so.
 import copy
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -16,12 +17,15 @@ from torch.autograd.graph import Node, get_gradient_edge, set_warn_on_accumulate
 from torch.func import functional_call
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.modules.crossnet import LowRankCrossNet
+from torchrec.modules.mlp import MLP, Perceptron
 from torchrec.optim.keyed import CombinedOptimizer
 
 from dlrm_overlap.config import ModelConfig, TrainConfig
 from dlrm_overlap.dense.cast import CastWeights
 from dlrm_overlap.dense.cross import CrossLayer, Write, cross
 from dlrm_overlap.dense.flat import FlatParameters
+from dlrm_overlap.dense.interaction import interact
+from dlrm_overlap.dense.layers import Layer, relu_layers
 from dlrm_overlap.dense.optimizer import FlatOptimizer
 from dlrm_overlap.dense.tensor_parallel import DividedCrossNet, LayerRanks, divide_pairs, divided_layers
 from dlrm_overlap.embedding.sharded_module import output_dtype
@@ -159,42 +163,33 @@ def cast_once(task: TrainTask, flat: FlatParameters, optimizer: CombinedOptimize
     The biases of the cross network stay as they are: autocast, too, leaves it to compute its sums in float32.
 
     Args:
-        compiled: by torch.compile, at the first step. A cross network is then computed by `cross`. Of a head that is
-            divided over the ranks the interaction alone is compiled.
+        compiled: by torch.compile, at the first step. The interaction is then computed by `cross` or `interact`. Of a
+            head that is divided over the ranks the top MLP is not compiled.
     """
     names = {parameter: name for name, parameter in flat.parameters.items()}
     bottom, head = task.dlrm.bottom, task.dlrm.head
     inner = innermost(dict(optimizer.optimizers)["dense"])
     assert isinstance(inner, FlatOptimizer)
     crossed = head.interaction if compiled and isinstance(head.interaction, LowRankCrossNet) else None
+    dotted = head.interaction if compiled and isinstance(head.interaction, DotInteraction) else None
     biases = {names[p] for key, p in head.named_parameters() if key.startswith("interaction.bias")}
     shadowed = [names[p] for part in (bottom, head) for p in part.parameters()]
     casts = CastWeights(flat, inner, [name for name in shadowed if crossed or name not in biases])
-    computed = _with_casts(bottom, names, casts, compiled)
+    computed = _mlp_with_casts(bottom, names, casts, compiled)
     # The gradient of the pooled embeddings leaves first, since their forward comes before the bottom MLP's.
     bottom.in_training = lambda input: casts.ahead_of(computed(input))
-    compiles_top = compiled and not divided_layers(head)  # torch.compile cannot look into products that communicate
-    join = interaction = None
+    if crossed is None and dotted is None:
+        head.in_training = _with_casts(head, names, casts, compiled and not divided_layers(head))
+        return casts
     if crossed is not None:
-        join, interaction = _compiled(concatenated), _cross_with_casts(crossed, names, casts)
-    elif compiled and isinstance(head.interaction, DotInteraction) and not compiles_top:
-        join, interaction = concatenated, _compiled(head.interaction.forward)
-    if join is None or interaction is None:
-        head.in_training = _with_casts(head, names, casts, compiles_top)
+        interaction = _cross_with_casts(crossed, names, casts)
     else:
-        squeeze = nn.Flatten(0) if head.logit.out_features == 1 else nn.Identity()
-        top = nn.Sequential(OrderedDict(top=head.top, logit=head.logit, squeeze=squeeze))
-        head.in_training = _in_steps(join, interaction, _with_casts(top, names, casts, compiles_top))
+        assert dotted is not None
+        interaction = partial(interact, features=dotted.features, width=_aligned(dotted.out_features))
+    score = _top_with_casts(head, names, casts, compiled)
+    join = _compiled(concatenated)
+    head.in_training = lambda *inputs: score(interaction(inputs[0] if len(inputs) == 1 else join(*inputs)))
     return casts
-
-
-def _in_steps(
-    join: Callable[..., torch.Tensor],
-    interaction: Callable[[torch.Tensor], torch.Tensor],
-    score: Callable[[torch.Tensor], torch.Tensor],
-) -> Callable[..., torch.Tensor]:
-    """Return a function that computes a head as `Head.compute` does, by three others."""
-    return lambda *inputs: score(interaction(inputs[0] if len(inputs) == 1 else join(*inputs)))
 
 
 def _with_casts(
@@ -211,15 +206,80 @@ def _with_casts(
     return lambda *inputs: compute(casts.of(own), *inputs)
 
 
+def _relu_layers(mlp: nn.Module) -> list[nn.Linear] | None:
+    """Return the layers of an MLP of TorchRec if ReLU is after each of them, and None of another."""
+    each = list(mlp._mlp) if isinstance(mlp, MLP) else []  # type: ignore[arg-type]
+    if not each or not all(isinstance(layer, Perceptron) and layer._activation_fn is torch.relu for layer in each):
+        return None
+    return [layer._linear for layer in each]
+
+
+def _aligned(columns: int) -> int:
+    """Return the next number of columns whose 2 bytes make whole 16 bytes: products read others three times slower."""
+    return -(-columns // 8) * 8
+
+
+def _mlp_with_casts(
+    mlp: nn.Module, names: Mapping[nn.Parameter, str], casts: CastWeights, compiled: bool
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a function that computes an MLP with weights from `casts`, if compiled by `relu_layers` where it can.
+
+    Its input may have columns of zeros after those that the first layer knows.
+    """
+    if compiled and (layers := _relu_layers(mlp)) is not None:
+        return _layers_with_casts(layers, names, casts)
+    compute, columns = _with_casts(mlp, names, casts, compiled), next(mlp.parameters()).shape[1]
+    return lambda x: compute(x if x.shape[1] == columns else x[:, :columns])
+
+
+def _top_with_casts(
+    head: Head, names: Mapping[nn.Parameter, str], casts: CastWeights, compiled: bool
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a function that computes the top MLP and the logits as `_mlp_with_casts` does."""
+    compiles_top = compiled and not divided_layers(head)  # torch.compile cannot look into products that communicate
+    squeezes = head.logit.out_features == 1
+    if compiles_top and squeezes and (layers := _relu_layers(head.top)) is not None:
+        return _layers_with_casts([*layers, head.logit], names, casts)
+    top = _mlp_with_casts(head.top, names, casts, compiles_top)
+    squeeze = nn.Flatten(0) if squeezes else nn.Identity()
+    logit = _with_casts(nn.Sequential(OrderedDict(logit=head.logit, squeeze=squeeze)), names, casts, compiled)
+    return lambda x: logit(top(x))
+
+
+def _layers_with_casts(
+    layers: Sequence[nn.Linear], names: Mapping[nn.Parameter, str], casts: CastWeights
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a function that computes layers by `relu_layers`, the first of which reads whole 16 bytes a row."""
+    each = [tuple(names[parameter] for parameter in layer.parameters()) for layer in layers]  # weight, bias
+    first = casts.shadow(each[0][0])
+    known, width = first.shape[1], _aligned(first.shape[1])
+    wide = first.new_zeros(len(first), width)
+
+    def places() -> list[Layer]:
+        return [Layer(*casts.places(layer)) for layer in each]
+
+    def compute(x: torch.Tensor) -> torch.Tensor:
+        weights = [Layer(*map(casts.shadow, layer)) for layer in each]
+        if width > known:
+            wide[:, :known] = weights[0].weight
+            weights[0] = weights[0]._replace(weight=wide)
+        if x.shape[1] < width or x.dtype != wide.dtype:
+            given, x = x, wide.new_zeros(len(x), width)
+            x[:, :known] = given
+        return relu_layers(x, weights, places, casts.anchor)
+
+    return compute
+
+
 def _cross_with_casts(
     network: LowRankCrossNet, names: Mapping[nn.Parameter, str], casts: CastWeights
 ) -> Callable[..., torch.Tensor]:
     """Return a function that computes the network by `cross` with weights from `casts`."""
-    each = list(zip(network.W_kernels, network.V_kernels, network.bias, strict=True))
-    wanted = [names[parameter] for layer in each for parameter in layer]
+    own = {"w": list(network.W_kernels), "v": list(network.V_kernels), "bias": list(network.bias)}
+    each = list(zip(*own.values(), strict=True))
 
-    def later(write: Write) -> None:
-        casts.later(wanted, lambda places: write([CrossLayer(*places[i : i + 3]) for i in range(0, len(places), 3)]))
+    def later(name: str, write: Write) -> None:
+        casts.later([names[parameter] for parameter in own[name]], write)
 
     def compute(x0: torch.Tensor) -> torch.Tensor:
         return cross(x0, [CrossLayer(casts.shadow(names[w]), casts.shadow(names[v]), b) for w, v, b in each], later)

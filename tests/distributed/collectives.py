@@ -107,7 +107,7 @@ def _told(call: Callable[[], Any]) -> str:
 
 
 def check_mistakes() -> None:
-    """A mistake of one rank is told on all."""
+    """A mistake of one rank raises on all."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     collectives = open_on_host()
     output = collectives.empty((ranks, 4), torch.float32)
@@ -150,7 +150,7 @@ def check_mistakes() -> None:
 
 
 def check_a_mistake_in_a_known_call() -> None:
-    """A rank whose tensor is wrong in a call that all know is told at once: none of the others would answer it."""
+    """A rank whose tensor is wrong in a call that all know raises at once: none of the others would answer it."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     collectives = open_on_host()
     output, sent = collectives.empty((ranks, ranks), torch.float32), torch.zeros(ranks, ranks)
@@ -193,7 +193,7 @@ def check_close() -> None:
 
 
 def check_reach() -> None:
-    """Ranks on devices without access to each other are told so on every rank, before any memory is made."""
+    """Ranks on devices without access to each other raise an error on every rank, before any memory is made."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reach, "place_of", lambda device: Place("here", f"GPU {world().rank()}", frozenset()))
         told = _told(open_on_host)
@@ -210,7 +210,7 @@ def _shorten(collectives: PeerCollectives, timeout_s: float) -> None:
 
 
 def check_dead_peer(open_: Opened, timeout_s: float) -> None:
-    """All ranks but the culprit are told for whom they wait in vain, in time."""
+    """All ranks but the culprit name the rank for which they wait in vain, in time."""
     collectives = open_(60.0)
     output = collectives.empty((dist.get_world_size(), 4), torch.float32)
     sent = torch.zeros_like(output)

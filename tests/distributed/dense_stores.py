@@ -101,7 +101,7 @@ def _check_mean(kind: type[StoreReduction], dtype: torch.dtype, steps: int) -> N
 
 
 def _check_dead_peer(kind: type[StoreReduction]) -> None:
-    """All ranks but the culprit are told for whom they wait in vain."""
+    """All ranks but the culprit name the rank for which they wait in vain."""
     timeout_s = 0.3 if kind is HostStores else 3e-7  # the interpreter counts turns, 1e9 a second
     flat, reduction = _reduction(kind, torch.float32)
     _reduce(reduction, flat, lambda: None)

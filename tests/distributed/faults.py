@@ -19,7 +19,7 @@ from tests.conftest import PYTHON_PATH, ROOT, wait_until
 from tests.distributed.launchers import MPI_AS_ROOT, find_mpirun
 
 _FAULT, _MARK = "TEST_FAULT", "TEST_FAULT_RUN"
-_RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")  # as launchers tell it
+_RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")  # as launchers set it
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM, "usr1": signal.SIGUSR1}
 
 
@@ -138,7 +138,7 @@ class Run:
         return found
 
     def listening(self) -> dict[int, list[str]]:
-        """Return process -> the addresses, in hexadecimal as Linux tells them, at which it listens."""
+        """Return process -> the addresses, in hexadecimal as Linux shows them, at which it listens."""
         addresses = {}
         for table in ("tcp", "tcp6"):
             rows = [line.split() for line in Path("/proc/net", table).read_text().splitlines()[1:]]

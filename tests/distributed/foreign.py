@@ -351,7 +351,7 @@ def _clipped_by_hook(parameters: Mapping[str, Any]) -> Any:
 def _accumulated(pipeline: Any, optimizer: Any, model: nn.Module) -> Any:
     """Return TorchRec's own wrapper around a pipeline, which steps after every other batch, and after the last one.
 
-    Of the last one TorchRec's pipeline is told: its ranks would each take a step of their own otherwise.
+    TorchRec's pipeline gets `is_last_batch`, without which its ranks would each take a step of their own.
     """
     from torchrec.distributed.train_pipeline.gradient_accumulation import (
         GradientAccumulationConfig,

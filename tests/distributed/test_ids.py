@@ -1,4 +1,4 @@
-"""Ids to the owners of their rows, between two processes: what arrives, and who is told of what cannot."""
+"""Ids to the owners of their rows, between two processes: the ids that arrive, and errors of those that cannot."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -152,7 +152,7 @@ def _check_room_beyond_the_ids(kind: type[IdExchange], sizes: Sizes) -> None:
 
 
 def _check_too_many(kind: type[IdExchange], sizes: Sizes, told: str) -> None:
-    """Rank 1 brings an id more of a feature than its bound: every rank is told, whatever it owns."""
+    """Rank 1 brings an id more of a feature than its bound: every rank raises, whatever it owns."""
     stage = Stage(ALONE, dist.get_rank())
     exchange = _open(stage, sizes, kind)
     batches = [_batch(stage, sizes, 0, rank, SAMPLES, torch.int32) for rank in range(2)]
@@ -185,7 +185,7 @@ def _messages() -> Any:
 
 
 def _check_outside(kind: type[IdExchange], sizes: Sizes, mode: BoundsCheckMode) -> None:
-    """Rank 1 brings an id outside the table of a feature that rank 0 owns: rank 0 is told, and takes row 0."""
+    """Rank 1 brings an id outside the table of a feature that rank 0 owns: rank 0 reports it, and takes row 0."""
     for bad, said in ((ROWS, ROWS), (2**40, 2**31 - 1), (-1, -1), (-(2**40), -1)):
         stage = Stage(BOTH, dist.get_rank(), mode)
         exchange = _open(stage, sizes, kind)

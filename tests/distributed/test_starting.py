@@ -18,7 +18,7 @@ _DIED = "NVSHMEM has not started within 1 s on rank 0 and 1 more"
 
 
 class _Library:
-    """Has the calls of `_Nvshmem`; rank 1 fails as it is told, and rank 0 waits for it, as NVSHMEM does."""
+    """Has the calls of `_Nvshmem`; rank 1 fails as the test asks, and rank 0 waits for it, as NVSHMEM does."""
 
     def __init__(self, fails: str) -> None:
         self.verdict: str | None = None

@@ -272,7 +272,7 @@ def _take_with_frozen_tables(
 def _take_under_a_default_device(
     call: Callable[..., torch.Tensor], tower: Tower, dense: torch.optim.Optimizer, batch: Batch, step: int
 ) -> torch.Tensor:
-    """Make tensors on the batch's device unless told otherwise; on a CPU where they hold nothing, so that it shows."""
+    """Make tensors on the batch's device by default; on a CPU where they hold nothing, so that it shows."""
     with batch[0].device if batch[0].is_cuda else torch.device("meta"):
         return _take(call, tower, dense, batch, step)
 

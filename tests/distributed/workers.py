@@ -149,7 +149,7 @@ def _run_cases(
     """Run `run(case)` for each of `cases` on ranks as `run_ranks` does, up to the first that fails.
 
     Returns:
-        What fails the test of a case that did not end well on all ranks: it tells the error, or which case had it.
+        What fails the test of a case that did not end well on all ranks: it shows the error, or which case had it.
     """
     error = ""
     try:

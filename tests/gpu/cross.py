@@ -97,7 +97,7 @@ def _ours(network: Network, x0: torch.Tensor, gradient: torch.Tensor) -> dict[st
     layers = Network.layers(network.module, torch.bfloat16)
     into = _places(layers)
     x0 = x0.requires_grad_()
-    output = cross(x0, layers, lambda write: write(into))
+    output = cross(x0, layers, lambda name, write: write([getattr(layer, name) for layer in into]))
     (found,) = torch.autograd.grad(output, x0, gradient)
     return dict(zip(_names(len(layers)), (output.detach(), found, *(t for layer in into for t in layer)), strict=True))
 
@@ -170,14 +170,14 @@ def time_network(samples: int) -> None:
         found = torch.autograd.grad(compiled(weights, x0), [x0, *weights.values()], gradient)
         torch._foreach_copy_(gradients, found[1:])  # type: ignore[no-untyped-call]
 
-    def write_all(write: Write) -> None:
-        write(into)
+    def write_now(name: str, write: Write) -> None:
+        write([getattr(layer, name) for layer in into])
 
     def ours() -> None:
-        torch.autograd.grad(cross(x0, layers, write_all), x0, gradient)
+        torch.autograd.grad(cross(x0, layers, write_now), x0, gradient)
 
     names = ("compiled, forward", "ours, forward", "compiled, both", "ours, both")
-    steps = (lambda: compiled(weights, x0), lambda: cross(x0, layers, write_all), today, ours)
+    steps = (lambda: compiled(weights, x0), lambda: cross(x0, layers, write_now), today, ours)
     found = dict(zip(names, times_us([capture(step) for step in steps]), strict=True))
     operations = 18 * 2 * samples * WIDTH * RANK * LAYERS / 3
     for name, us in found.items():

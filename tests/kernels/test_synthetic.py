@@ -66,7 +66,7 @@ def test_equal_tables_share_their_cells() -> None:
 
 
 def test_kernels_fuse_no_product_with_a_sum() -> None:
-    """A fused one rounds once where numpy rounds twice. The interpreter cannot tell, so hold the option itself."""
+    """A fused one rounds once where numpy rounds twice. The interpreter cannot show it, so hold the option itself."""
     kernels: list[CompiledKernel] = [draws._drawing_ids(False), labels._drawing(-1.0, 16.0, 2048)]
     assert all(kernel._options["enable_fp_fusion"] is False for kernel in kernels)
     assert (

@@ -99,6 +99,11 @@ class IdPull:
 _GREATEST_INT32 = 2**31 - 1
 
 
+def _store(window: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy int32 by a kernel, which has its stream's priority in a CUDA graph: a copy has the lowest."""
+    torch.bitwise_or(source, 0, out=window)
+
+
 class ArrivedIds(NamedTuple):
     """The ids of one step: those of this rank's shards, its only input, and those of the tables that every rank holds.
 
@@ -198,9 +203,12 @@ class IdExchange(ABC):
         if values.dtype != torch.int32:
             # Ids that no int32 holds stay outside every table, which has at most 2^31 - 1 rows.
             values = values.clamp(-1, _GREATEST_INT32)
-        window[:here].copy_(values[:here])
+            window[:here].copy_(values[:here])
+        else:
+            _store(window[:here], values[:here])
         if self.ids.weighted:
-            window[self.ids.weights_at :][:here].copy_(features.weights()[:here].detach().float().view(torch.int32))
+            weights = features.weights()[:here].detach().float().view(torch.int32)
+            _store(window[self.ids.weights_at :][:here], weights)
         offsets = window[self.ids.offsets_at :]
         if not self.known:
             lengths = features.lengths()
@@ -208,7 +216,7 @@ class IdExchange(ABC):
             if self.ids.shares:
                 self.divide(window, features.stride())
         elif count is not None:
-            offsets[:1].copy_(count)
+            _store(offsets[:1], count)
         else:
             offsets[:1].fill_(values.numel())
 

@@ -8,19 +8,22 @@ beyond the bound, which then grows, or is missing on a rank, which ends the iter
 import logging
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from dlrm_overlap.comm.order import CurrentStream
 from dlrm_overlap.embedding.id_layout import BatchBound
-from dlrm_overlap.train.graphs.static_batch import leaves_of
+from dlrm_overlap.kernels import reference
+from dlrm_overlap.train.graphs.static_batch import Leaves
 
 log = logging.getLogger("dlrm_overlap")
 
 _ENDED, _UNLIKE, _SAMPLES, _HEADER = 0, 1, 2, 3
-_ANY = torch.iinfo(torch.int64).max
+_ANY = np.iinfo(np.int64).max
 _CPU = torch.device("cpu")
 _LOOK = timedelta(seconds=1)  # at what kernels have recorded, while an answer is late
 
@@ -28,21 +31,23 @@ _LOOK = timedelta(seconds=1)  # at what kernels have recorded, while an answer i
 class Answer:
     """The greatest of some numbers over the ranks, found by gloo beside the steps.
 
-    Numbers on a GPU are copied to the CPU first. The ranks are asked once they are there, at the latest with the next
+    Of a batch on a GPU kernels write the numbers. The ranks are asked once they are there, at the latest with the next
     question: the CPU never waits for a step that has just been issued.
     """
 
-    def __init__(self, agreement: "Agreement", numbers: Sequence[torch.Tensor], before: "Answer | None") -> None:
-        """Take [n..] int64, which are computed on the current stream, and the question that is asked first."""
+    def __init__(
+        self, agreement: "Agreement", numbers: torch.Tensor, written: torch.Event | None, before: "Answer | None"
+    ) -> None:
+        """Take the question that is asked first, and the numbers.
+
+        Args:
+            numbers: [n] int64 on the CPU.
+            written: happens when they are there; None if they are.
+        """
         self._agreement, self._before, self._is_asked = agreement, before, False
+        self._numbers, self._written = numbers, written
         self._work: Any = None
-        device = next((each.device for each in numbers if each.is_cuda), None)
-        counts = [each.numel() for each in numbers]
-        self._numbers = torch.empty(sum(counts), dtype=torch.int64, device="cpu", pin_memory=device is not None)
-        for part, each in zip(self._numbers.split(counts), numbers, strict=True):
-            part.copy_(each, non_blocking=True)
-        self._copied = torch.cuda.current_stream(device).record_event() if device is not None else None
-        if self._copied is None:
+        if written is None:
             self._ask()
 
     def _ask(self) -> None:
@@ -50,13 +55,13 @@ class Answer:
             return
         if self._before is not None:
             self._before._ask()
-        if self._copied is not None:
-            self._copied.synchronize()
+        if self._written is not None:
+            self._written.synchronize()
         self._work = self._agreement.reduce(self._numbers)
         self._before, self._is_asked = None, True
 
-    def wait(self) -> torch.Tensor:
-        """Return the greatest numbers, on the CPU.
+    def wait(self) -> np.ndarray:
+        """Return the greatest numbers, [n] int64.
 
         Raises:
             RuntimeError: that kernels have recorded meanwhile, or of gloo, if a rank does not answer.
@@ -70,18 +75,21 @@ class Answer:
                 if self._work.is_completed():
                     raise
                 self._agreement.check()
-        return self._numbers
+        return self._numbers.numpy()
 
 
 class Agreement:
     """The CPUs of a group's ranks, which put the same questions to each other in the same order."""
 
-    def __init__(self, group: dist.ProcessGroup, check: Callable[[], None]) -> None:
+    def __init__(self, group: dist.ProcessGroup, check: Callable[[], None], device: torch.device = _CPU) -> None:
         """Take the ranks; a collective, which makes a group of gloo for them.
 
         Args:
             check: raises what kernels have recorded; called while an answer is late.
+            device: whose kernels may write numbers.
         """
+        on_gpu = device.type == "cuda"
+        self._current = CurrentStream(torch.cuda.current_stream(device).device) if on_gpu else None
         self.check, self.is_first = check, group.rank() == 0
         self._group: Any = group
         if group.size() > 1:  # another order among the collectives of `group` itself would mix up two of them
@@ -95,14 +103,29 @@ class Agreement:
             return None
         return dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self._group, async_op=True)
 
-    def ask(self, *numbers: torch.Tensor) -> Answer:
-        """Ask for the greatest of each number over the ranks; see `Answer`."""
-        self._last = Answer(self, numbers, self._last)
+    def ask(self, numbers: torch.Tensor, are_pending: bool = False) -> Answer:
+        """Ask for the greatest of each number over the ranks, see `Answer`; the current stream may have to write some.
+
+        The numbers are kept until they are there: kernels write to their memory.
+        """
+        written = self._current().record_event() if self._current is not None and are_pending else None
+        self._last = Answer(self, numbers, written, self._last)
         return self._last
 
     def any_is(self, here: bool) -> bool:
         """Return whether `here` is true on any rank, when all have come here."""
-        return bool(self.ask(torch.tensor([here], device="cpu")).wait())
+        return bool(self.ask(torch.tensor([here], dtype=torch.int64, device="cpu")).wait())
+
+
+class Description(NamedTuple):
+    """The numbers that describe a batch, see `LearntBound`."""
+
+    numbers: torch.Tensor
+    """[3 + 3 * T + tables] int64 on the CPU"""
+    array: np.ndarray
+    """the same memory"""
+    are_pending: bool
+    """whether the current stream has yet to write some of them"""
 
 
 class LearntBound:
@@ -125,7 +148,7 @@ class LearntBound:
         self.distinct = distinct or DistinctCounts([])
         """counts distinct ids"""
         self._features: list[str] = []
-        self._limits = torch.zeros(0)
+        self._limits = np.zeros(0, np.int64)
 
     @property
     def bound(self) -> BatchBound:
@@ -133,61 +156,93 @@ class LearntBound:
         assert self._bound is not None, "a bound is learnt from the first batch"
         return self._bound
 
-    def learn(self, example: Any) -> bool:
+    def learn(self, example: Leaves | None) -> bool:
         """Take a batch that later ones are like, for which there is room then; waits for all ranks.
 
         Returns:
             Whether every rank has one.
         """
-        if self.agreement.any_is(example is None):
+        if self.agreement.any_is(example is None) or example is None:
             return False
         self._features = _features(example)
         self._limit()
-        numbers = self.ask([*describe(example), *self.distinct.of(example)]).wait()
+        numbers = self.ask(self.add_distinct(self.describe(example), example.ids)).wait()
         if self._bound is None or self.are_beyond(numbers):
             self.grow(numbers)
         return True
 
-    def ask(self, numbers: Sequence[torch.Tensor] | None, unlike: bool = False) -> Answer:
-        """Ask for the greatest numbers over all ranks, of which this one has `numbers`, or no batch.
+    def describe(self, batch: Leaves) -> Description:
+        """Count a batch's samples and ids, on the current stream where the ids are on a GPU; not yet distinct ids."""
+        on_gpu = any(ids.values().is_cuda for ids in batch.ids)
+        room, pinned = self._distinct_from + len(self.distinct.tables), on_gpu or self.distinct.on_gpu
+        numbers = torch.empty(room, dtype=torch.int64, device="cpu", pin_memory=pinned)
+        array = numbers.numpy()
+        array[:_HEADER] = 0, 0, max((ids.stride() for ids in batch.ids), default=0)
+        rows, first = numbers[_HEADER : self._distinct_from].view(3, len(self._features)), 0
+        for ids in batch.ids:
+            features = len(ids.keys())
+            lengths, part = ids.lengths().view(features, ids.stride()), rows[:, first : first + features]
+            first += features
+            if lengths.is_cuda:
+                from dlrm_overlap.kernels.count_bags import count_bags  # loads Triton, which a CPU may lack
+
+                count_bags(lengths.contiguous(), part)
+            else:
+                part.copy_(reference.count_bags(lengths))
+        return Description(numbers, array, on_gpu)
+
+    def add_distinct(self, described: Description, ids: Sequence[KeyedJaggedTensor]) -> Description:
+        """Count the distinct ids of each unpooled table in all `ids` of the batch, which may be copies elsewhere."""
+        if not self.distinct.tables:
+            return described
+        counts = self.distinct.of(ids)
+        described.numbers[self._distinct_from :].copy_(counts, non_blocking=True)
+        return described._replace(are_pending=described.are_pending or counts.is_cuda)
+
+    @property
+    def _distinct_from(self) -> int:
+        return _HEADER + 3 * len(self._features)
+
+    def ask(self, described: Description | None, unlike: bool = False) -> Answer:
+        """Ask for the greatest numbers over all ranks; None if this one has no batch.
 
         Args:
-            numbers: of `describe`, then those of distinct ids.
+            described: whose distinct ids have been counted.
+            unlike: whether the batch is unlike the first one.
         """
-        if numbers is None:
-            count = 2 + 3 * len(self._features) + len(self.distinct.tables)
-            return self.agreement.ask(torch.tensor([1] + [0] * count, device="cpu"))
-        return self.agreement.ask(torch.tensor([0, unlike], device="cpu"), *numbers)
+        if described is None:
+            numbers = torch.zeros(len(self._limits), dtype=torch.int64, device="cpu")
+            numbers[_ENDED] = 1
+            return self.agreement.ask(numbers)
+        described.array[_UNLIKE] = unlike
+        return self.agreement.ask(described.numbers, described.are_pending)
 
-    def describes(self, batch: Any) -> bool:
+    def describes(self, batch: Leaves) -> bool:
         """Return whether a batch has the features that the bound is made of."""
         return bool(self._features) and _features(batch) == self._features
 
-    def is_within(self, numbers: Sequence[torch.Tensor]) -> bool:
+    def is_within(self, described: Description) -> bool:
         """Return whether this rank's batch is known to be within the bound, but for distinct ids: its ids are on a CPU.
 
         Of ids on a GPU the numbers are not known yet.
         """
-        if any(each.is_cuda for each in numbers):
-            return False
-        described = torch.cat(list(numbers))
-        return not bool((described > self._limits[_SAMPLES:][: described.numel()]).any())
+        known = slice(_SAMPLES, self._distinct_from)
+        return not described.are_pending and not (described.array[known] > self._limits[known]).any()
 
-    def are_captured(self, numbers: torch.Tensor) -> bool:
+    def are_captured(self, numbers: np.ndarray) -> bool:
         """Return whether batches of these greatest numbers are captured."""
-        return not bool((numbers > self._limits).any())
+        return not (numbers > self._limits).any()
 
-    def are_beyond(self, numbers: torch.Tensor) -> bool:
+    def are_beyond(self, numbers: np.ndarray) -> bool:
         """Return whether one of them is beyond the bound."""
         return bool((numbers > self._limits)[_SAMPLES:].any())
 
-    def grow(self, numbers: torch.Tensor) -> None:
+    def grow(self, numbers: np.ndarray) -> None:
         """Make room for batches of these greatest numbers: of features that had too little, twice as much at least."""
         samples, more = max(1, int(numbers[_SAMPLES])), dict[str, int]()
         old = self._bound or BatchBound(samples, {})
         sizes, ids = dict(old.bag_sizes), dict(old.ids)
-        ids_end = _HEADER + 3 * len(self._features)
-        columns = numbers[_HEADER:ids_end].view(3, len(self._features)).tolist()
+        columns = numbers[_HEADER : self._distinct_from].reshape(3, len(self._features)).tolist()
         for key, count, most, least in zip(self._features, *columns, strict=True):
             seen, room = (-least, most), 0
             if key in old.bag_sizes:
@@ -200,7 +255,7 @@ class LearntBound:
                 ids[key] = max(ids.get(key, 0), -(-5 * count // 4), 2 * room if count > room else room)
             more[f"ids of {key}"] = count
         distinct = dict(old.distinct)
-        for table, count in zip(self.distinct.tables, numbers[ids_end:].tolist(), strict=True):
+        for table, count in zip(self.distinct.tables, numbers[self._distinct_from :].tolist(), strict=True):
             room = distinct.get(table, 0)
             if self._bound is None or 0 < room < count:
                 distinct[table] = max(1, -(-5 * count // 4), 2 * room)
@@ -220,7 +275,7 @@ class LearntBound:
         most, least = [size[1] for size in sizes], [-size[0] for size in sizes]
         bags = [*most, *least] if known else [_ANY] * 2 * len(sizes)
         distinct = [bound.distinct.get(table, _ANY) for table in self.distinct.tables]
-        self._limits = torch.tensor([0, 0, bound.samples, *ids, *bags, *distinct], device="cpu")
+        self._limits = np.array([0, 0, bound.samples, *ids, *bags, *distinct], np.int64)
 
 
 class DistinctCounts:
@@ -233,17 +288,17 @@ class DistinctCounts:
         self._collections = [(module, *each) for module, each in counted if each is not None and each[0]]
         self.tables = list(dict.fromkeys(table for _, tables, _ in self._collections for table in tables))
         """by name; the greatest number counts where two collections have one of a name"""
+        self.on_gpu = bool(self.tables) and device.type == "cuda"
+        """whether there are tables, whose ids are counted on a GPU"""
 
-    def of(self, batch: Any) -> list[torch.Tensor]:
-        """Return [tables] int64, on the device, in a list that is empty without tables."""
-        if not self.tables:
-            return []
+    def of(self, all_ids: Sequence[KeyedJaggedTensor]) -> torch.Tensor:
+        """Return the distinct ids of each table in all ids of a batch, [tables] int64, on the device."""
         counts = dict[str, torch.Tensor]()
         for module, tables, distinct in self._collections:
             if module.dedup is False:  # as auto may have been found to be
                 continue
             wanted = {sequence.feature for sequence in distinct.sequences}
-            ids = next((each for each in _ids_of(batch) if wanted <= set(each.keys())), None)
+            ids = next((each for each in all_ids if wanted <= set(each.keys())), None)
             if ids is None:
                 continue
             ids = ids.to(self._device)
@@ -251,31 +306,13 @@ class DistinctCounts:
             for table, count in zip(tables, found, strict=True):
                 counts[table] = count.maximum(counts[table]) if table in counts else count
         none = torch.zeros((), dtype=torch.int64, device=self._device)
-        return [torch.stack([counts.get(table, none) for table in self.tables])]
+        return torch.stack([counts.get(table, none) for table in self.tables])
 
 
-def describe(batch: Any) -> list[torch.Tensor]:
-    """Return the numbers of a batch from its samples on, see `LearntBound`; those of features are where its ids are."""
-    counts, most, least, samples = [], [], [], 0
-    for ids in _ids_of(batch):
-        samples = max(samples, ids.stride())
-        lengths = ids.lengths().view(len(ids.keys()), ids.stride())
-        if not ids.stride():
-            lengths = lengths.new_zeros(len(lengths), 1)
-        counts.append(lengths.sum(dim=1))
-        most.append(lengths.amax(dim=1))
-        least.append(lengths.neg().amax(dim=1))  # in a tenth of the time of `amin`
-    return [torch.tensor([samples], device="cpu"), *counts, *most, *least]
-
-
-def ended(numbers: torch.Tensor) -> bool:
+def ended(numbers: np.ndarray) -> bool:
     """Return whether a rank has no batch."""
     return bool(numbers[_ENDED])
 
 
-def _features(batch: Any) -> list[str]:
-    return [key for ids in _ids_of(batch) for key in ids.keys()]  # noqa: SIM118
-
-
-def _ids_of(batch: Any) -> list[KeyedJaggedTensor]:
-    return [leaf for leaf in leaves_of(batch).values() if isinstance(leaf, KeyedJaggedTensor)]
+def _features(batch: Leaves) -> list[str]:
+    return [key for ids in batch.ids for key in ids.keys()]  # noqa: SIM118

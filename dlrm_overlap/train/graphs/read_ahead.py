@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -16,8 +17,8 @@ from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.embedding.exchanging_module import ExchangingModule
 from dlrm_overlap.embedding.steps import weights_of
 from dlrm_overlap.embedding.stock import StockTables
-from dlrm_overlap.train.graphs.bounds import Answer, LearntBound, describe, ended
-from dlrm_overlap.train.graphs.static_batch import IdCuts, StaticBatch, on_device, with_even_batches_of
+from dlrm_overlap.train.graphs.bounds import Answer, LearntBound, ended
+from dlrm_overlap.train.graphs.static_batch import IdCuts, Leaves, StaticBatch, on_device, with_even_batches_of
 
 log = logging.getLogger("dlrm_overlap")
 
@@ -26,7 +27,7 @@ log = logging.getLogger("dlrm_overlap")
 class _Held:
     """A batch that waits for its step, or the end of them."""
 
-    batch: Any
+    batch: Leaves | None
     """as it was read; None where it has been copied, and where there is none"""
     place: StaticBatch | None
     """where it is copied to if a captured step takes it"""
@@ -57,9 +58,9 @@ class ReadAhead:
         self._modules, self._device, self._bound, self._streams, self._order = modules, device, bound, streams, order
         self._landing: list[StaticBatch] = []
         self._working: list[StaticBatch] = []
-        self._senders: list[tuple[Exchange, int]] = []
-        """the exchanges whose ids are sent a step ahead, and which leaf of the batch those are"""
-        self._stock: list[tuple[StockTables, int]] = []
+        self._senders: list[tuple[Exchange, str]] = []
+        """the exchanges whose ids are sent a step ahead, and the place of those in the batch"""
+        self._stock: list[tuple[StockTables, str]] = []
         self.made_in_model = False
         """whether the model itself makes ids of tables that stay with TorchRec, which it needs before a graph"""
         self.ids_are_sent = False
@@ -69,7 +70,7 @@ class ReadAhead:
     def reset(self) -> None:
         """Forget batches and ids that were read and sent for steps that have not been taken."""
         self._held: list[_Held | None] = [None, None]
-        self._read: list[Any] = []
+        self._read: list[Leaves] = []
         """the next batch, where it was read before it is landed"""
         self._iterator: Iterator[Any] | None = None
         self.is_exhausted = False
@@ -89,7 +90,8 @@ class ReadAhead:
             held.is_captured = self._bound.are_captured(numbers)
             if held.is_captured and held.batch is not None:
                 assert held.place is not None
-                held.place.fill(held.batch)
+                with self._streams.copies(parity, later=True):  # beside the step before
+                    held.place.fill(held.batch)
         return held is not None
 
     def settle(self, parity: int) -> None:
@@ -114,24 +116,24 @@ class ReadAhead:
         """Return the batch of `parity`, which no captured step takes, on the device."""
         held = self._of(parity)
         if held.batch is not None:
-            return on_device(held.batch, self._device)
+            return on_device(held.batch.batch, self._device)
         assert held.place is not None
         held.place.renew()
         return held.place.batch
 
-    def beyond(self, parity: int) -> torch.Tensor | None:
+    def beyond(self, parity: int) -> np.ndarray | None:
         """Return what all ranks bring of `parity`, if that is beyond the bound."""
         numbers = self._of(parity).answer.wait()
         return numbers if self._bound.are_beyond(numbers) else None
 
-    def evaluated_beyond(self, batch: Any) -> torch.Tensor | None:
+    def evaluated_beyond(self, batch: Leaves) -> np.ndarray | None:
         """Return what all ranks bring to an evaluation, if that is beyond the bound; waits for the ranks."""
         if not self._bound.describes(batch):
             return None
-        numbers = self._bound.ask([*describe(batch), *self._bound.distinct.of(batch)]).wait()
+        numbers = self._bound.ask(self._bound.add_distinct(self._bound.describe(batch), batch.ids)).wait()
         return numbers if self._bound.are_beyond(numbers) else None
 
-    def make_room(self, numbers: torch.Tensor) -> None:
+    def make_room(self, numbers: np.ndarray) -> None:
         """Let the bound grow to batches of such greatest numbers; see `forget_places`."""
         self.forget_places()
         self._bound.grow(numbers)
@@ -177,12 +179,12 @@ class ReadAhead:
         self._read = [batch] if batch is not None else []
         return batch is not None
 
-    def _next(self, batches: Iterator[Any]) -> Any:
+    def _next(self, batches: Iterator[Any]) -> Leaves | None:
         if self._read:
             return self._read.pop()
         batch, self._iterator = None if self.is_exhausted else next(batches, None), batches
         self.is_exhausted = batch is None
-        return with_even_batches_of(batch)
+        return None if batch is None else with_even_batches_of(batch)
 
     def land(self, batches: Iterator[Any], parity: int) -> None:
         """Copy the next batch, if there is one, to the landing place of `parity`, and ask what all ranks bring with it.
@@ -198,20 +200,20 @@ class ReadAhead:
                 self._held[parity] = _Held(None, None, self._bound.ask(None))
                 return
             place = self._landing[parity]
-            like, numbers = place.takes(batch), describe(batch)
-            lands = like and self._bound.is_within(numbers)
+            like, described = place.takes(batch), self._bound.describe(batch)
+            lands = like and self._bound.is_within(described)
             if lands:
                 place.fill(batch)
-            numbers += self._bound.distinct.of(place.batch if lands else batch)
-            self._held[parity] = _Held(None if lands else batch, place, self._bound.ask(numbers, not like))
+            described = self._bound.add_distinct(described, place.all_ids() if lands else batch.ids)
+            self._held[parity] = _Held(None if lands else batch, place, self._bound.ask(described, not like))
 
-    def _make_places(self, example: Any) -> bool:
+    def _make_places(self, example: Leaves | None) -> bool:
         """Make places for batches like `example`, if every rank has one; return whether it has."""
-        if not self._bound.learn(example):
+        if not self._bound.learn(example) or example is None:
             return False
         self._take_bound()
         cuts = IdCuts()
-        static = [StaticBatch(example, self._device, self._bound.bound, cuts) for _ in range(4)]
+        static = [StaticBatch(example.batch, self._device, self._bound.bound, cuts) for _ in range(4)]
         self._landing, self._working = static[:2], static[2:]
         for exchange in self.exchanges:
             exchange.begin_steady()
@@ -254,14 +256,14 @@ class ReadAhead:
 
     def send_ids(self, parity: int) -> None:
         """Send the ids of the batch at the working place of `parity` to the owners of their rows."""
-        for exchange, index in self._senders:
-            ids = self._working[parity].ids(index)
+        for exchange, place in self._senders:
+            ids = self._working[parity].ids(place)
             exchange.send_ids(ids.tensor, ids.count)
         self.ids_are_sent = True
 
     def stock_tables(self, parity: int) -> list[tuple[StockTables, KeyedJaggedTensor]]:
         """Return the tables that stay with TorchRec, each with its ids in the batch of `parity`."""
-        return [(tables, self._working[parity].ids(index).tensor) for tables, index in self._stock]
+        return [(tables, self._working[parity].ids(place).tensor) for tables, place in self._stock]
 
     def forget_sent_ids(self) -> None:
         """Forget ids that were sent for a step that does not come next."""
@@ -291,14 +293,14 @@ class ReadAhead:
                     "send its ids once; give all ids to one call, or use TorchRec's pipeline"
                 )
             found.add(module)
-            index = next((i for batch in self._working if (i := batch.find(features)) is not None), None)
+            place = next((at for batch in self._working if (at := batch.find(features)) is not None), None)
             bound = self._bound.bound
-            if index is None:  # of these ids nobody has counted the distinct ones
+            if place is None:  # of these ids nobody has counted the distinct ones
                 bound = replace(bound, distinct={})
             module.take_ids(features.keys(), bound, self._order, weights_of(features) is not None)
-            if index is not None:
-                self._senders += [(module.exchange, index)] if module.exchange is not None else []
-                self._stock += [(module.stock, index)] if module.stock is not None else []
+            if place is not None:
+                self._senders += [(module.exchange, place)] if module.exchange is not None else []
+                self._stock += [(module.stock, place)] if module.stock is not None else []
             else:
                 self.made_in_model |= module.stock is not None
                 log.info("train pipeline: ids that the model makes itself are sent in their own step, none ahead")

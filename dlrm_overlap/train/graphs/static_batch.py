@@ -21,6 +21,44 @@ from dlrm_overlap.embedding.own_batches import InverseIndices, with_even_batches
 from dlrm_overlap.embedding.steps import weights_of
 
 
+class Leaves(dict[str, Any]):
+    """The tensors and KeyedJaggedTensors of a batch by their places in it, found once for all that a step asks.
+
+    Example: of ({"a": t, "b": u}, v) they are "0.a": t, "0.b": u, "1": v.
+    """
+
+    def __init__(self, batch: Any) -> None:
+        super().__init__(_walk(batch, ""))
+        self.batch = batch
+        """the batch itself"""
+        self.ids = [leaf for leaf in self.values() if isinstance(leaf, KeyedJaggedTensor)]
+        """those of the leaves that are ids"""
+
+
+_LEAVES = torch.Tensor, KeyedJaggedTensor
+_WITHOUT_LEAVES = type(None), int, float, str, type, Enum  # types and enumerations are shared by all batches
+
+
+def _walk(value: Any, place: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, _LEAVES):
+        yield place, value
+        return
+    for key, each in _parts(value):
+        if not isinstance(each, _WITHOUT_LEAVES):
+            yield from _walk(each, f"{place}.{key}" if place else str(key))
+
+
+def _parts(value: Any) -> Iterable[tuple[Any, Any]]:
+    """Return the members of a batch, or of a part of it, by index, key or attribute."""
+    if isinstance(value, list | tuple):
+        return enumerate(value)
+    if isinstance(value, dict):
+        return value.items()
+    slots = copyreg._slotnames(type(value))  # pyright: ignore[reportAttributeAccessIssue]  as copy.copy does
+    names = [*getattr(value, "__dict__", {}), *slots]
+    return [(name, getattr(value, name)) for name in names if hasattr(value, name)]
+
+
 class StaticBatch:
     """A batch like `example`, whose tensors keep their addresses.
 
@@ -34,20 +72,22 @@ class StaticBatch:
         Raises:
             InputError: if no tensor is found in it.
         """
-        leaves = leaves_of(example)
+        leaves = Leaves(example)
         if not leaves:
             raise InputError(
                 f"GraphTrainPipeline: no tensor was found in a batch of type {type(example).__name__}, so each step "
                 f"would train on the first one; give batches that hold tensors as attributes, or in tuples, lists and "
                 f"dictionaries"
             )
-        self._example, self._places = example, {place: index for index, place in enumerate(leaves)}
-        self._leaves = [
-            StaticIds(leaf, device, bound, cuts if cuts is not None else IdCuts())
+        self._leaves = {
+            place: StaticIds(leaf, device, bound, cuts if cuts is not None else IdCuts())
             if isinstance(leaf, KeyedJaggedTensor)
             else torch.zeros(leaf.shape, dtype=leaf.dtype, device=device)
-            for leaf in leaves.values()
-        ]
+            for place, leaf in leaves.items()
+        }
+        each = [leaf.changing if isinstance(leaf, StaticIds) else [leaf] for leaf in self._leaves.values()]
+        self._memory = _moved_together([tensor for tensors in each for tensor in tensors])
+        self._example = example
         self.renew()
         if getattr(self.batch, "lease", None) is not None:
             object.__setattr__(self.batch, "lease", None)  # which is the example's, and keeps its memory
@@ -56,93 +96,73 @@ class StaticBatch:
 
     def renew(self) -> None:
         """Make the batch anew for its next step: of the same tensors, and of ids that remember nothing of the last."""
-        for leaf in self._leaves:
+        for leaf in self._leaves.values():
             if isinstance(leaf, StaticIds):
                 leaf.renew()
-        tensors = iter([leaf.tensor if isinstance(leaf, StaticIds) else leaf for leaf in self._leaves])
+        tensors = iter([leaf.tensor if isinstance(leaf, StaticIds) else leaf for leaf in self._leaves.values()])
         self.batch = _replace(self._example, lambda _: next(tensors))
         """a batch of the same class, of the static tensors"""
 
-    def takes(self, batch: Any) -> bool:
+    def takes(self, leaves: Leaves) -> bool:
         """Return whether a batch has samples, shapes and types of ids like the first one.
 
         Raises:
             InputError: if a tensor has another place than in the first batch; or see `StaticIds._check`.
         """
-        leaves = leaves_of(batch)
-        if leaves.keys() != self._places.keys():
+        if leaves.keys() != self._leaves.keys():
             raise InputError(
                 f"GraphTrainPipeline: a batch of tensors {', '.join(leaves)}, but the first batch has "
-                f"{', '.join(self._places)}, and captured steps are all alike; give each batch the same tensors"
+                f"{', '.join(self._leaves)}, and captured steps are all alike; give each batch the same tensors"
             )
-        pairs = [(self._leaves[self._places[place]], leaf) for place, leaf in leaves.items()]
+        pairs = [(self._leaves[place], leaf) for place, leaf in leaves.items()]
         return all(
             static.takes(leaf) if isinstance(static, StaticIds) else leaf.shape == static.shape
             for static, leaf in pairs
         )
 
-    def fill(self, batch: Any) -> None:
+    def fill(self, leaves: Leaves) -> None:
         """Copy a batch that `takes` accepts, from the host or from the device, on the current stream."""
-        for place, leaf in leaves_of(batch).items():
-            static = self._leaves[self._places[place]]
+        for place, leaf in leaves.items():
+            static = self._leaves[place]
             if isinstance(static, StaticIds):
                 static.fill(leaf)
             else:
                 static.copy_(leaf, non_blocking=True)
-        if (lease := getattr(batch, "lease", None)) is not None:  # of lent memory, which is free once copied from
+        if (lease := getattr(leaves.batch, "lease", None)) is not None:  # of lent memory, which is free once copied
             lease.copying()
 
     def copy_from(self, other: "StaticBatch") -> None:
-        """Copy the content of `other`, which is on the same device, into these fixed addresses."""
-        for to, source in zip(self._leaves, other._leaves, strict=True):
-            if isinstance(to, StaticIds):
-                assert isinstance(source, StaticIds)
-                to.copy_from(source)
-            else:
-                assert isinstance(source, torch.Tensor)
-                to.copy_(source)
+        """Copy the content of `other`, which is like this one and on the same device, into these fixed addresses."""
+        # By a kernel, which has its stream's priority in a CUDA graph: a copy has the lowest, and would wait until all
+        # programs of the lookup have begun.
+        torch.bitwise_or(other._memory, 0, out=self._memory)
 
-    def find(self, features: KeyedJaggedTensor) -> int | None:
-        """Return which of the leaves `features` is, or None if it is none of them."""
-        for index, leaf in enumerate(self._leaves):
+    def find(self, features: KeyedJaggedTensor) -> str | None:
+        """Return the place of `features` in the batch, or None if it is none of the leaves."""
+        for place, leaf in self._leaves.items():
             if isinstance(leaf, StaticIds) and leaf.tensor is features:
-                return index
+                return place
         return None
 
-    def ids(self, index: int) -> "StaticIds":
-        """Return the leaf `index`, which holds ids."""
-        leaf = self._leaves[index]
+    def all_ids(self) -> list[KeyedJaggedTensor]:
+        """Return the leaves that are ids, as the next step reads them."""
+        return [leaf.tensor for leaf in self._leaves.values() if isinstance(leaf, StaticIds)]
+
+    def ids(self, place: str) -> "StaticIds":
+        """Return the leaf at `place`, which holds ids."""
+        leaf = self._leaves[place]
         assert isinstance(leaf, StaticIds)
         return leaf
 
 
-def leaves_of(batch: Any) -> dict[str, Any]:
-    """Return the tensors and KeyedJaggedTensors of a batch by their places in it.
-
-    Example: of ({"a": t, "b": u}, v) they are "0.a": t, "0.b": u, "1": v.
-    """
-    return dict(_walk(batch, ""))
-
-
-def _walk(value: Any, place: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, torch.Tensor | KeyedJaggedTensor):
-        yield place, value
-        return
-    for key, each in _parts(value):
-        yield from _walk(each, f"{place}.{key}" if place else str(key))
-
-
-def _parts(value: Any) -> Iterable[tuple[Any, Any]]:
-    """Return the members of a batch, or of a part of it, by index, key or attribute."""
-    if isinstance(value, list | tuple):
-        return enumerate(value)
-    if isinstance(value, dict):
-        return value.items()
-    if isinstance(value, type | Enum):  # which all batches share
-        return ()
-    slots = copyreg._slotnames(type(value))  # pyright: ignore[reportAttributeAccessIssue]  as copy.copy does
-    names = [*getattr(value, "__dict__", {}), *slots]
-    return [(name, getattr(value, name)) for name in names if hasattr(value, name)]
+def _moved_together(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Move tensors into one memory, in which each begins at a multiple of 16 bytes; return it, int64."""
+    begins = list(accumulate((2 * -(-tensor.nbytes // 16) for tensor in tensors), initial=0))
+    memory = torch.zeros(begins[-1], dtype=torch.int64, device=tensors[0].device)
+    for tensor, begin, end in zip(tensors, begins, begins[1:], strict=False):
+        place = memory[begin:end].view(tensor.dtype)[: tensor.numel()].view(tensor.shape)
+        tensor.data = place.copy_(tensor)
+    return memory
 
 
 def on_device(batch: Any, device: torch.device) -> Any:
@@ -152,19 +172,20 @@ def on_device(batch: Any, device: torch.device) -> Any:
     return _replace(batch, lambda leaf: leaf.to(device, non_blocking=True))
 
 
-def with_even_batches_of(batch: Any) -> Any:
+def with_even_batches_of(batch: Any) -> Leaves:
     """Return a batch whose ids have a bag a sample for each feature, see `own_batches`; mostly the same one."""
-    leaves = leaves_of(batch).values()
-    if not any(isinstance(leaf, KeyedJaggedTensor) and leaf.variable_stride_per_key() for leaf in leaves):
-        return batch
-    return _replace(batch, lambda leaf: with_even_batches(leaf) if isinstance(leaf, KeyedJaggedTensor) else leaf)
+    leaves = Leaves(batch)
+    if not any(ids.variable_stride_per_key() for ids in leaves.ids):
+        return leaves
+    even = _replace(batch, lambda leaf: with_even_batches(leaf) if isinstance(leaf, KeyedJaggedTensor) else leaf)
+    return Leaves(even)
 
 
 def _replace(value: Any, replace: Callable[[Any], Any]) -> Any:
-    """Return a copy of `value` with `replace(leaf)` in place of each leaf, in the order of `leaves_of`."""
-    if isinstance(value, torch.Tensor | KeyedJaggedTensor):
+    """Return a copy of `value` with `replace(leaf)` in place of each leaf, in the order of `Leaves`."""
+    if isinstance(value, _LEAVES):
         return replace(value)
-    if not leaves_of(value):
+    if isinstance(value, _WITHOUT_LEAVES) or not Leaves(value):
         return value
     replaced = {key: _replace(each, replace) for key, each in _parts(value)}
     if isinstance(value, dict):
@@ -200,11 +221,15 @@ class StaticIds:
             self._lengths.copy_(sizes.repeat_interleave(self._samples))
         self.count = torch.full((1,), self._room, dtype=torch.int32, device=device)
         """[1] int32: ids of the batch, where lengths are known beforehand"""
-        self._count = self._room
+        self._count = self._room if self._known else 0  # of ids that are in the memory
         self._cuts = cuts
         self._inverse: InverseIndices | None = None
         if (inverse := example.inverse_indices_or_none()) is not None:
             self._inverse = inverse[0], torch.zeros(inverse[1].shape, dtype=torch.int64, device=device)
+        inverses = self._inverse[1] if self._inverse is not None else None
+        changing = self._values, self._weights, inverses, self.count if self._known else self._lengths
+        self.changing = [tensor for tensor in changing if tensor is not None]
+        """all that differs from batch to batch"""
         self.renew()
 
     def renew(self) -> None:
@@ -261,32 +286,20 @@ class StaticIds:
     def fill(self, ids: KeyedJaggedTensor) -> None:
         """Copy ids that `takes` accepts; too many are found, on every rank, where they are published."""
         values = ids.values()
-        here = min(values.numel(), self._room)
+        count, here = values.numel(), min(values.numel(), self._room)
         self._values[:here].copy_(values[:here], non_blocking=True)
         if self._weights is not None:
             self._weights[:here].copy_(ids.weights()[:here], non_blocking=True)
         if self._inverse is not None:
             self._inverse[1].copy_(ids.inverse_indices()[1], non_blocking=True)
         if not self._known:
-            self._values[here:].zero_()
             self._lengths.copy_(ids.lengths(), non_blocking=True)
-        elif values.numel() != self._count:
-            self._count = values.numel()
-            self.count.fill_(self._count)
-
-    def copy_from(self, other: "StaticIds") -> None:
-        """Copy the content of `other`, which is on the same device, into these fixed addresses."""
-        self._values.copy_(other._values)
-        if self._weights is not None:
-            assert other._weights is not None
-            self._weights.copy_(other._weights)
-        if self._inverse is not None:
-            assert other._inverse is not None
-            self._inverse[1].copy_(other._inverse[1])
-        if self._known:
-            self.count.copy_(other.count)
-        else:
-            self._lengths.copy_(other._lengths)
+            if here < self._count:  # where ids of the batch before are
+                self._values[here : self._count].zero_()
+            self._count = here
+        elif count != self._count:
+            self.count.fill_(count)
+            self._count = count
 
 
 class IdCut(NamedTuple):

@@ -150,7 +150,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         self._gradient_dtype, self._dense_reduce = gradient_dtype, dense_reduce
         self._order = CommunicationOrder()
         self._streams = Streams(device)
-        self._agreement = Agreement(ranks, self.check)
+        self._agreement = Agreement(ranks, self.check, device)
         learnt = LearntBound(bound, self._agreement, DistinctCounts(self._modules, device))
         self._ahead = ReadAhead(self._modules, device, learnt, self._streams, self._order)
         self._replicas = model if isinstance(model, DMPCollection) else None
@@ -302,7 +302,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
             if training._steps and (beyond := training._ahead.evaluated_beyond(batch)) is not None:
                 training._forget_captured()
                 training._ahead.make_room(beyond)
-        return self._call(on_device(batch, self._device))[1]
+        return self._call(on_device(batch.batch, self._device))[1]
 
     def _train(self, batches: Iterator[Any]) -> Any:
         if any(self._graphs.each):
@@ -416,7 +416,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
     def _forward(self, batch: Any) -> tuple[torch.Tensor, Any]:
         self._dense.begin()
         losses, output = self._call(batch)
-        return losses.sum(dim=0), output
+        return losses.sum(dim=0) if losses.dim() > 0 else losses, output
 
     def _call(self, batch: Any) -> tuple[torch.Tensor, Any]:
         return losses_and_output(self._model_fwd(batch))

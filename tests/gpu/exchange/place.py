@@ -95,7 +95,7 @@ class Place:
         return error
 
     def report(self, error: BaseException | None) -> None:
-        """Tell the parent how the check went on this rank."""
+        """Report to the parent how the check went on this rank."""
         text = "".join(traceback.format_exception(error)) if error else None
         path = self.folder / f"{self.name}_{self.rank}.json"
         path.with_suffix(".part").write_text(json.dumps({"error": text, "seconds": time.monotonic() - self._began}))

@@ -1,4 +1,4 @@
-"""The figure of the whole step: who takes part, what its floor is made of, and when a speedup is told."""
+"""The figure of the whole step: who takes part, what its floor is made of, and when a speedup is given."""
 
 import math
 from dataclasses import replace

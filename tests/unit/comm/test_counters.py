@@ -11,7 +11,7 @@ FIRST, SECOND = 0, 1
 
 
 class Steps:
-    """Takes steps, and tells what a kernel within each finds as the counters' numbers: argument and word, added up."""
+    """Takes steps, and returns the counters' numbers that a kernel within each finds: argument and word, added up."""
 
     def __init__(self, counters: Counters) -> None:
         self.counters = counters

@@ -1,4 +1,4 @@
-"""How messages go between hosts: what is asked for, what there is, and what is told."""
+"""How messages go between hosts: the key, what there is, and errors."""
 
 import threading
 import time

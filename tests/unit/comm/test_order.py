@@ -7,7 +7,7 @@ from dlrm_overlap.comm.order import CommunicationOrder
 
 
 class Stream:
-    """Tells in `log` which streams wait for which events; an event is named by its stream and number there."""
+    """Writes to `log` which streams wait for which events; an event is named by its stream and number there."""
 
     def __init__(self, name: str, log: list[str]) -> None:
         self.name, self.log, self.events = name, log, 0

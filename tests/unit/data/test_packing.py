@@ -134,7 +134,7 @@ def test_samples_are_shuffled_in_windows(tmp_path: Path, tables: TablesConfig) -
 
 
 def find(data: Any, batch: Batch) -> int:
-    """Return the position of the only sample of `batch`, which its dense features tell from all others."""
+    """Return the position of the only sample of `batch`, which its dense features distinguish from all others."""
     whole = data.read(0, SAMPLES)
     (found,) = (whole.dense == batch.dense).all(dim=1).nonzero()
     assert first_difference(data.read(int(found), 1), batch) is None

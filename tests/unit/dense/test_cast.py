@@ -90,12 +90,22 @@ def _not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_not_compiled")
-def test_a_compiled_cross_network_is_as_near_as_autocast() -> None:
-    ours, autocast = Dense("dcn", casts=True, compiled=True), Dense("dcn", casts=False)
-    places: list[str] = []
+@pytest.mark.parametrize("arch", ["dot", "dcn"])
+def test_a_compiled_interaction_is_as_near_as_autocast(arch: str) -> None:
+    ours, autocast = Dense(arch, casts=True, compiled=True), Dense(arch, casts=False)
+    views, places, written = ours.flat.gradients.views, list[str](), dict[str, set[str]]()
+
+    def complete(name: str) -> None:
+        places.append(name)
+        written[name] = {other for other, view in views.items() if not view.isnan().any()}
+
     assert ours.casts is not None
-    ours.casts.on_complete(places.append)
+    ours.casts.on_complete(complete)
+    top, first = ({name for name in views if part in name} for part in ("head.top", "V_kernels"))
+    top |= {name for name in views if "head.logit" in name}
     for number in range(4):
+        for view in views.values():
+            view.fill_(torch.nan)
         found, expected = ours.step(number), autocast.step(number)
         pairs = {"logits": (found[0], expected[0]), "pooled embeddings' gradient": (found[1], expected[1])}
         pairs |= {
@@ -105,6 +115,8 @@ def test_a_compiled_cross_network_is_as_near_as_autocast() -> None:
             error = float((left.float() - right.float()).norm() / right.float().norm())
             assert error < 5e-2, f"{name} in step {number}: {error:.1e}"
         assert sorted(places) == sorted(ours.flat.parameters), "each is told of once"
+        for name in first:
+            assert written[name] == first | top, "they are told of, and may travel, before the others are computed"
         places.clear()
         autocast.flat.weights.tensor.copy_(ours.flat.weights.tensor)
 

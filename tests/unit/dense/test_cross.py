@@ -60,7 +60,8 @@ def _ours(
     """Return output and gradients of `cross`, the latter from autograd or from where they were written."""
     layers, x0 = _layers(network, dtype), x.to(dtype, copy=True).requires_grad_()
     places = _places(layers, None if into == "single" else 5)
-    output = cross(x0, layers, (lambda write: write(places)) if into != "autograd" else None)
+    later = None if into == "autograd" else lambda name, write: write([getattr(each, name) for each in places])
+    output = cross(x0, layers, later)
     output.backward(gradient.to(dtype))
     if into != "autograd":
         for layer, found in zip(layers, places, strict=True):
@@ -128,13 +129,16 @@ def test_what_lies_equally_apart_is_one_view() -> None:
 def test_what_writes_the_gradients_is_handed_out_with_that_of_the_input() -> None:
     network, x, gradient = _network(2)
     layers, x0 = _layers(network, torch.float32), x.clone().requires_grad_()
-    places, handed = _places(layers, 0), list[Write]()
-    cross(x0, layers, handed.append).backward(gradient)
+    handed = dict[str, Write]()
+    cross(x0, layers, handed.__setitem__).backward(gradient)
     assert x0.grad is not None
-    assert all(tensor.isnan().all() for layer in places for tensor in layer), "nothing is written in the backward"
-    (write,) = handed
-    write(places)
-    assert not any(tensor.isnan().any() for layer in places for tensor in layer)
+    assert list(handed) == ["v", "w", "bias"], "the product of w would keep back the kernel that sends x0's gradient"
+    places = _places(layers, 0)
+    for name, write in handed.items():
+        written = [getattr(layer, name) for layer in places]
+        assert all(tensor.isnan().all() for tensor in written)
+        write(written)
+        assert not any(tensor.isnan().any() for tensor in written)
 
 
 def test_two_backwards_give_the_same() -> None:

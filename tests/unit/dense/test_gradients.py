@@ -33,7 +33,7 @@ class Chain(nn.Module):
 
 
 class Reductions:
-    """Stands in for a group of two ranks with equal gradients, and tells what was reduced when."""
+    """Stands in for a group of two ranks with equal gradients, and records what was reduced when."""
 
     def __init__(self) -> None:
         self.log: list[Any] = []

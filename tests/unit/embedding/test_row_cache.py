@@ -1,6 +1,7 @@
 """Rows that come and go through a cache are, after every step, those of a table that has none, bit for bit."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -9,9 +10,10 @@ from hypothesis import strategies as st
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.embedding import cache as cache_module
-from dlrm_overlap.embedding.cache import HomeTable, RowCache, first_rows, make_caches
+from dlrm_overlap.embedding.cache import HomeTable, RowCache, make_caches
 from dlrm_overlap.kernels import reference
-from dlrm_overlap.kernels.arguments import STATES, Numbers
+from dlrm_overlap.kernels.arguments import STATES, CacheState, Numbers, Swaps
+from dlrm_overlap.kernels.find_slots import Blocks, find_slots
 from dlrm_overlap.kernels.swap_rows import swap_rows
 from tests.kernels.emulation import CPU, interpreted
 
@@ -34,13 +36,14 @@ class Tables:
     def send(self, ids: Sequence[int]) -> torch.Tensor:
         """Return the slots of the ids of a step that comes next. What is at home of rows in the cache is poisoned."""
         slots = torch.tensor(ids, dtype=torch.int32)
-        self.cache.bring_in(slots, torch.zeros(len(ids), dtype=torch.int64))
+        bags = KeyedJaggedTensor(["ids"], slots, offsets=torch.tensor([0, len(ids)], dtype=torch.int32), stride=1)
+        self.cache.bring_in(bags, torch.tensor([0, -1]))
         for home in self.homes:
             home[self.held()] = torch.nan
         return slots
 
     def held(self) -> torch.Tensor:
-        rows = self.cache._row_in[:-1]
+        rows = self.cache._state.row_in
         return rows[rows >= 0]
 
     def look_up(self, ids: Sequence[int], slots: torch.Tensor) -> None:
@@ -57,6 +60,17 @@ class Tables:
             assert torch.equal(home, plain), f"tensor {number} at home"
 
 
+@contextmanager
+def _references() -> Iterator[None]:
+    """Let caches be without kernels, which take Triton's interpreter long."""
+    kernels = cache_module.find_slots, cache_module.swap_rows
+    cache_module.find_slots, cache_module.swap_rows = reference.find_slots, reference.swap_rows
+    try:
+        yield
+    finally:
+        cache_module.find_slots, cache_module.swap_rows = kernels
+
+
 ids_of_a_step = st.lists(st.integers(0, ROWS - 1), min_size=IDS, max_size=IDS)
 
 
@@ -70,8 +84,7 @@ ids_of_a_step = st.lists(st.integers(0, ROWS - 1), min_size=IDS, max_size=IDS)
 )
 def test_streams_that_thrash(optimizer: str, steps: list[tuple[list[int], str]], slots: int) -> None:
     """The ids of the next step are sent before, between and after this one's lookup and update, or sent anew."""
-    cache_module.swap_rows, kernel = reference.swap_rows, cache_module.swap_rows
-    try:
+    with _references():
         tables = Tables(optimizer, slots)
         sent = tables.send(steps[0][0]) if steps else torch.empty(0)
         for number, (ids, moment) in enumerate(steps):
@@ -90,8 +103,6 @@ def test_streams_that_thrash(optimizer: str, steps: list[tuple[list[int], str]],
                 sent = coming
             assert tables.held().unique().numel() == tables.held().numel(), "a row in two slots"
         tables.check_home()
-    finally:
-        cache_module.swap_rows = kernel
 
 
 def test_rows_written_at_home_are_read_again() -> None:
@@ -109,12 +120,38 @@ def test_rows_that_are_used_often_stay() -> None:
     """Two rows that every fourth step names outlast the others, each of which comes back after they have all gone."""
     tables, hot = Tables("sgd", ROWS - 4), [0, 1]
     missing = 0
-    for step in range(48):
-        cold = [2 + (2 * step + i) % (ROWS - 2) for i in range(2)]
-        if step % 4 == 3:
-            missing += len(set(hot) - set(tables.held().tolist()))
-        tables.send([*(hot if step % 4 == 3 else cold), *cold, *cold])
+    with _references():
+        for step in range(48):
+            cold = [2 + (2 * step + i) % (ROWS - 2) for i in range(2)]
+            if step % 4 == 3:
+                missing += len(set(hot) - set(tables.held().tolist()))
+            tables.send([*(hot if step % 4 == 3 else cold), *cold, *cold])
     assert missing == 2, "but for the first time"
+
+
+@interpreted
+@pytest.mark.parametrize(("features", "slots", "blocks"), [(1, 16, Blocks(8, 1, 4, 2)), (3, 32, Blocks())])
+def test_the_kernels_find_the_slots_that_the_reference_does(features: int, slots: int, blocks: Blocks) -> None:
+    """Of 70 rows, over a turn of the hand; of three features the second is not cached, and two ids are in no bag."""
+    generator = torch.Generator().manual_seed(features)
+    first_rows = torch.tensor([*[20, -1, 0][:features], -1])
+    found, expected = CacheState.empty(70, slots, CPU), CacheState.empty(70, slots, CPU)
+    for step in range(12):
+        lengths = torch.randint(0, 5, (2 * features,), generator=generator)
+        offsets = torch.cat([torch.zeros(1), lengths.cumsum(0)]).int()
+        numbers = torch.rand(int(offsets[-1]) + 2, generator=generator) ** (1 + step % 3)
+        ids, before = (50 * numbers).int(), found.row_in.clone()
+        theirs = ids.clone()
+        swaps = find_slots(found, ids, offsets, 2, first_rows, blocks)
+        twin = reference.find_slots(expected, theirs, offsets, 2, first_rows)
+        entries = int(twin.count)
+        assert int(swaps.count) == entries
+        for name, ours, others in zip(swaps._fields[:3], swaps, twin, strict=False):
+            assert torch.equal(ours[:entries], others), f"step {step}: {name}"
+        for name, ours, others in zip(found._fields, found, expected, strict=True):
+            assert torch.equal(ours, others), f"step {step}: {name}"
+        assert torch.equal(ids, theirs), f"step {step}: ids"
+    assert int(before.min()) >= 0, "all slots were taken, and some again"
 
 
 @interpreted
@@ -122,10 +159,11 @@ def test_rows_that_are_used_often_stay() -> None:
 def test_the_kernel_swaps_as_the_reference_does(dtype: torch.dtype, dim: int) -> None:
     shape = (dim,) if dim else ()
     home, cached = torch.rand(31, *shape).to(dtype)[1:], torch.rand(9, *shape).to(dtype)
-    slots, leaving, entering = torch.tensor([[8, 0, 3, 5, 1], [7, -1, 0, -1, 9], [2, 4, -1, -1, 9]])
+    slots, leaving, entering = [8, 0, 3, 5, 1], [7, -1, 0, -1, 9], [2, 4, -1, -1, 9]
+    swaps = Swaps(torch.tensor(slots), torch.tensor(leaving), torch.tensor(entering), torch.tensor([4]))
     found, expected = (home.clone(), cached.clone()), (home.clone(), cached.clone())
     for swap, tensors in ((swap_rows, found), (reference.swap_rows, expected)):
-        swap(*tensors, slots.clone(), leaving.clone(), entering.clone(), torch.tensor([4]))
+        swap(*tensors, swaps)
     assert torch.equal(found[0], expected[0])
     assert torch.equal(found[1], expected[1])
     assert not torch.equal(found[0], home)
@@ -145,8 +183,3 @@ def test_tables_side_by_side_share_a_cache() -> None:
     assert [made[number].cache.slots for number in (0, 2)] == [4, 2]
     assert torch.equal(made[0].cache.homes[0], weights[: 16 * DIM].view(-1, DIM))
     assert made[2].cache.homes[1].data_ptr() == state[20:].data_ptr()
-    # Two samples: feature 0 has 2 ids and 1, feature 1 none, feature 2 one and none, and one id pads.
-    ids = KeyedJaggedTensor(
-        ["0", "1", "2", "3"], torch.arange(5).int(), lengths=torch.tensor([2, 1, 0, 0, 1, 0, 0, 1]).int(), stride=2
-    )
-    assert first_rows(ids, torch.tensor([0, 5, 7, -1, -1])).tolist() == [0, 0, 0, 7, -1]

@@ -8,13 +8,15 @@ import torch.distributed as dist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.embedding.id_layout import BatchBound
-from dlrm_overlap.train.graphs.bounds import Agreement, LearntBound, describe, ended
+from dlrm_overlap.train.graphs.bounds import Agreement, LearntBound, ended
+from dlrm_overlap.train.graphs.static_batch import Leaves
 
 
-def _batch(*bags: list[int]) -> Any:
+def _batch(*bags: list[int]) -> Leaves:
     """Return a batch of features f, g .. by the numbers of ids of their bags."""
     lengths = torch.tensor([length for feature in bags for length in feature])
-    return {"ids": KeyedJaggedTensor(list("fgh"[: len(bags)]), torch.zeros(int(lengths.sum())).int(), lengths=lengths)}
+    ids = KeyedJaggedTensor(list("fgh"[: len(bags)]), torch.zeros(int(lengths.sum())).int(), lengths=lengths)
+    return Leaves({"ids": ids})
 
 
 def _learnt(group: dist.ProcessGroup, *batches: Any, bound: BatchBound | None = None) -> LearntBound:
@@ -24,18 +26,19 @@ def _learnt(group: dist.ProcessGroup, *batches: Any, bound: BatchBound | None = 
         if index == 0:
             assert learnt.learn(batch)
         else:
-            numbers = learnt.ask(describe(batch)).wait()
+            numbers = learnt.ask(learnt.describe(batch)).wait()
             assert learnt.are_beyond(numbers)
             learnt.grow(numbers)
-        numbers = learnt.ask(describe(batch)).wait()
+        numbers = learnt.ask(learnt.describe(batch)).wait()
         assert learnt.are_captured(numbers)
     return learnt
 
 
 def test_the_worked_example(world_of_one: dist.ProcessGroup) -> None:
     first = _batch([1, 0], [2, 1])
-    assert torch.cat(describe(first)).tolist() == [2, *(1, 3), *(1, 2), *(0, -1)]
-    assert _learnt(world_of_one, first).bound.capacity(["f", "g"]) == [2, 4]
+    learnt = _learnt(world_of_one, first)
+    assert learnt.describe(first).numbers.tolist() == [0, 0, 2, *(1, 3), *(1, 2), *(0, -1)]
+    assert learnt.bound.capacity(["f", "g"]) == [2, 4]
     assert _learnt(world_of_one, first, _batch([1, 0], [5, 0])).bound.capacity(["f", "g"]) == [2, 8]
 
 
@@ -48,7 +51,8 @@ def test_long_tails_take_the_room_of_their_ids_not_of_their_largest_bag(world_of
 def test_equal_lengths_are_known_until_a_batch_differs(world_of_one: dist.ProcessGroup) -> None:
     fixed = _learnt(world_of_one, _batch([1, 1, 1, 1], [2, 2, 2, 2]))
     assert fixed.bound == BatchBound(4, {"f": (1, 1), "g": (2, 2)})
-    fewer, shorter = (fixed.ask(describe(batch)).wait() for batch in (_batch([1], [2]), _batch([1] * 4, [2, 2, 2, 1])))
+    batches = _batch([1], [2]), _batch([1] * 4, [2, 2, 2, 1])
+    fewer, shorter = (fixed.ask(fixed.describe(batch)).wait() for batch in batches)
     assert fixed.are_captured(fewer)
     assert fixed.are_beyond(shorter)
     fixed.grow(shorter)
@@ -68,12 +72,12 @@ def test_a_bound_that_is_given_grows(world_of_one: dist.ProcessGroup, batch: Any
     first = _batch([1, 0], [1, 0])
     learnt = _learnt(world_of_one, first, *([batch] if grown else []), bound=given)
     assert learnt.bound == (grown or given)
-    assert learnt.are_captured(learnt.ask(describe(batch)).wait())
+    assert learnt.are_captured(learnt.ask(learnt.describe(batch)).wait())
 
 
 def test_a_batch_unlike_the_first_and_the_end_are_not_captured(world_of_one: dist.ProcessGroup) -> None:
     learnt = _learnt(world_of_one, first := _batch([1, 0], [2, 1]))
-    unlike, end = learnt.ask(describe(first), unlike=True).wait(), learnt.ask(None).wait()
+    unlike, end = learnt.ask(learnt.describe(first), unlike=True).wait(), learnt.ask(None).wait()
     assert not learnt.are_captured(unlike)
     assert not learnt.are_beyond(unlike)
     assert (ended(end), ended(unlike)) == (True, False)
@@ -81,4 +85,4 @@ def test_a_batch_unlike_the_first_and_the_end_are_not_captured(world_of_one: dis
 
 
 def test_a_batch_of_no_sample_is_described(world_of_one: dist.ProcessGroup) -> None:
-    assert torch.cat(describe(_batch([], []))).tolist() == [0] * 7
+    assert _learnt(world_of_one, empty := _batch([], [])).describe(empty).numbers.tolist() == [0] * 9

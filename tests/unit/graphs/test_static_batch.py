@@ -13,7 +13,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dlrm_overlap.config import InputError
 from dlrm_overlap.data.batch import Batch, Lease
 from dlrm_overlap.embedding.id_layout import BatchBound
-from dlrm_overlap.train.graphs.static_batch import StaticBatch, leaves_of, on_device
+from dlrm_overlap.train.graphs.static_batch import Leaves, StaticBatch, on_device
 from tests.agreement import assert_same
 
 CPU = torch.device("cpu")
@@ -57,13 +57,14 @@ def test_a_batch_is_copied_to_fixed_addresses() -> None:
     static = StaticBatch(_batch(FIRST), CPU, RANGES)
     addresses = [tensor.data_ptr() for tensor in _tensors(static.batch)]
     for ids, number in ((FIRST, 1.0), (SECOND, 2.0), (FIRST, 3.0)):
-        static.fill(_batch(ids, number))
+        static.fill(Leaves(_batch(ids, number)))
         assert_same(static.batch.dense, torch.full((2, 3), number), "dense")
         assert_same(static.batch.labels, torch.tensor([number, 1.0]), "labels")
         assert_same(static.batch.sparse.lengths(), ids.lengths(), "lengths")
         here = static.batch.sparse.values()[: ids.values().numel()]
         assert_same(here, ids.values(), "values")
     assert [tensor.data_ptr() for tensor in _tensors(static.batch)] == addresses
+    assert all(address % 16 == 0 for address in addresses), "where kernels read several words at once"
     assert static.batch.sparse.values().numel() == 2 * (1 + 3), "room for the most ids"
     assert static.batch.sparse.stride() == 2
 
@@ -79,17 +80,17 @@ def test_objects_dictionaries_lists_and_tuples() -> None:
     assert isinstance(made.pair, Pair)
     assert isinstance(made.by_name["inner"], Batch)
     assert (made.text, made.by_name["count"], made.several[1]) == ("of no tensor", 3, "x")
-    static.fill(_nested(1.0))
+    static.fill(Leaves(_nested(1.0)))
     assert_same(made.pair.dense, torch.ones(4), "a tuple's")
     assert_same(made.by_name["weight"], torch.ones(1), "a dictionary's")
     assert_same(made.several[0], torch.tensor(1.0), "a list's")
     assert_same(made.by_name["inner"].sparse.lengths(), FIRST.lengths(), "of an object in a dictionary")
     assert_same(made.pair.ids.lengths(), SECOND.lengths(), "a tuple's ids")
-    assert len(leaves_of(made)) == len(leaves_of(_nested(0.0))) == 7
-    assert static.find(made.pair.ids) == 0
-    assert static.find(made.by_name["inner"].sparse) == 4
+    assert len(Leaves(made)) == len(Leaves(_nested(0.0))) == 7
+    assert static.find(made.pair.ids) == "pair.0"
+    assert static.find(made.by_name["inner"].sparse) == "by_name.inner.sparse"
     assert static.find(FIRST) is None
-    assert static.ids(4).tensor is made.by_name["inner"].sparse
+    assert static.ids("by_name.inner.sparse").tensor is made.by_name["inner"].sparse
 
 
 class Attributes(dict[str, Any]):
@@ -121,7 +122,7 @@ class SlottedBatch:
 @pytest.mark.parametrize("kind", [FrozenBatch, SlottedBatch, Attributes])
 def test_a_batch_may_be_of_any_class(kind: Callable[..., Any]) -> None:
     static = StaticBatch(kind(dense=torch.zeros(3), ids=FIRST, mode=Mode.TRAINING), CPU, RANGES)
-    static.fill(kind(dense=torch.ones(3), ids=SECOND, mode=Mode.TRAINING))
+    static.fill(Leaves(kind(dense=torch.ones(3), ids=SECOND, mode=Mode.TRAINING)))
     for _ in range(2):
         batch: Any = static.batch
         assert isinstance(batch, type(kind(dense=None, ids=None)))
@@ -140,20 +141,20 @@ def test_a_batch_without_a_tensor_is_refused() -> None:
 def test_the_example_stays_as_it_was() -> None:
     example = _nested(1.0)
     static = StaticBatch(example, CPU, RANGES)
-    static.fill(_nested(0.0))
+    static.fill(Leaves(_nested(0.0)))
     assert_same(example.pair.dense, torch.ones(4), "dense")
     assert_same(example.by_name["inner"].sparse.values(), FIRST.values(), "ids")
 
 
 def test_known_lengths_are_there_from_the_first_and_ids_are_counted() -> None:
     static = StaticBatch(_batch(SECOND), CPU, KNOWN)
-    ids = static.ids(1)
+    ids = static.ids("sparse")
     assert_same(ids.tensor.lengths(), SECOND.lengths(), "lengths")
     assert ids.count.tolist() == [6]
-    static.fill(_batch(FIRST))  # of fewer ids than it must have: the count tells the exchange, and all ranks
+    static.fill(Leaves(_batch(FIRST)))  # of fewer ids than it must have: the count informs the exchange, and all ranks
     assert ids.count.tolist() == [5]
     assert ids.count.dtype == torch.int32
-    static.fill(_batch(SECOND))
+    static.fill(Leaves(_batch(SECOND)))
     assert ids.count.tolist() == [6]
     assert_same(ids.tensor.lengths(), SECOND.lengths(), "lengths")
 
@@ -161,10 +162,10 @@ def test_known_lengths_are_there_from_the_first_and_ids_are_counted() -> None:
 def test_ids_beyond_the_room_are_left_out_and_told_of() -> None:
     values = list(range(10))
     known, ranges = StaticBatch(_batch(SECOND), CPU, KNOWN), StaticBatch(_batch(FIRST), CPU, RANGES)
-    known.fill(_batch(_ids([1, 1, 4, 4], values)))
-    assert known.ids(1).count.tolist() == [10]
+    known.fill(Leaves(_batch(_ids([1, 1, 4, 4], values))))
+    assert known.ids("sparse").count.tolist() == [10]
     assert known.batch.sparse.values().tolist() == values[:6]
-    ranges.fill(_batch(_ids([1, 1, 4, 4], values)))
+    ranges.fill(Leaves(_batch(_ids([1, 1, 4, 4], values))))
     assert ranges.batch.sparse.lengths().tolist() == [1, 1, 4, 4]
     assert ranges.batch.sparse.values().tolist() == values[:8]
 
@@ -172,7 +173,7 @@ def test_ids_beyond_the_room_are_left_out_and_told_of() -> None:
 def test_ids_keep_their_type() -> None:
     great = 2**40
     static = StaticBatch(_batch(_ids([1, 1, 0, 0], [1, 2], torch.int64)), CPU, RANGES)
-    static.fill(_batch(_ids([1, 1, 0, 0], [great, 2], torch.int64)))
+    static.fill(Leaves(_batch(_ids([1, 1, 0, 0], [great, 2], torch.int64))))
     assert static.batch.sparse.values()[:2].tolist() == [great, 2]
     assert static.batch.sparse.values().dtype == torch.int64
 
@@ -180,15 +181,15 @@ def test_ids_keep_their_type() -> None:
 @pytest.mark.parametrize("bound", [RANGES, KNOWN], ids=["ranges", "known"])
 def test_one_static_batch_is_copied_from_another(bound: BatchBound) -> None:
     source, to = StaticBatch(_nested(0.0), CPU, bound), StaticBatch(_nested(0.0), CPU, bound)
-    source.fill(_nested(1.0))
+    source.fill(Leaves(_nested(1.0)))
     to.copy_from(source)
     assert_same(to.batch.pair.dense, torch.ones(4), "dense")
-    for index in (0, 4):
-        ids, expected = to.ids(index), source.ids(index)
+    for place in ("pair.0", "by_name.inner.sparse"):
+        ids, expected = to.ids(place), source.ids(place)
         assert ids.tensor is not expected.tensor
-        assert_same(ids.tensor.values(), expected.tensor.values(), f"values {index}")
-        assert_same(ids.tensor.lengths(), expected.tensor.lengths(), f"lengths {index}")
-        assert_same(ids.count, expected.count, f"count {index}")
+        assert_same(ids.tensor.values(), expected.tensor.values(), f"values {place}")
+        assert_same(ids.tensor.lengths(), expected.tensor.lengths(), f"lengths {place}")
+        assert_same(ids.count, expected.count, f"count {place}")
 
 
 @pytest.mark.parametrize(
@@ -202,8 +203,8 @@ def test_one_static_batch_is_copied_from_another(bound: BatchBound) -> None:
 )
 def test_batches_unlike_the_first_one_are_not_taken(other: Any) -> None:
     static = StaticBatch(_batch(FIRST), CPU, RANGES)
-    assert static.takes(_batch(FIRST))
-    assert not static.takes(other)
+    assert static.takes(Leaves(_batch(FIRST)))
+    assert not static.takes(Leaves(other))
 
 
 def _weighted(ids: KeyedJaggedTensor, weights: torch.Tensor | None = None) -> KeyedJaggedTensor:
@@ -215,7 +216,7 @@ def test_weights_are_copied_and_cut_with_their_ids() -> None:
     static = StaticBatch(_batch(_weighted(FIRST)), CPU, RANGES)
     for weights in (torch.arange(5.0), torch.arange(5.0, dtype=torch.float64) + 7):
         batch = _weighted(FIRST, weights)
-        static.fill(_batch(batch))
+        static.fill(Leaves(_batch(batch)))
         static.renew()
         ours = static.batch.sparse
         assert_same(ours.weights()[:5], weights.float(), "weights")
@@ -237,7 +238,7 @@ def test_weights_unlike_those_of_the_first_batch_are_refused(
 ) -> None:
     static = StaticBatch(_batch(first), CPU, RANGES)
     with pytest.raises(InputError, match=f"GraphTrainPipeline: .*{refused}"):
-        static.takes(_batch(next_one))
+        static.takes(Leaves(_batch(next_one)))
 
 
 @pytest.mark.parametrize(
@@ -255,7 +256,7 @@ def test_weights_unlike_those_of_the_first_batch_are_refused(
 def test_ids_that_no_step_could_take_are_refused(ids: KeyedJaggedTensor, refused: str) -> None:
     static = StaticBatch(_batch(FIRST), CPU, RANGES)
     with pytest.raises(InputError, match=f"GraphTrainPipeline: .*{refused}") as raised:
-        static.takes(_batch(ids))
+        static.takes(Leaves(_batch(ids)))
     assert "\n" not in str(raised.value)
 
 
@@ -266,17 +267,17 @@ def test_ids_with_other_inverse_indices_are_none_like_the_first() -> None:
 
     static = StaticBatch(ids(torch.zeros(2, 2).long()), CPU, RANGES)
     inverses = [torch.ones(2, 2).long(), torch.zeros(2, 3).long(), None]
-    assert [static.takes(ids(each)) for each in inverses] == [True, False, False]
-    static.fill(ids(inverses[0]))
-    assert_same(leaves_of(static.batch)["sparse"].inverse_indices()[1], inverses[0], "inverse indices")
+    assert [static.takes(Leaves(ids(each))) for each in inverses] == [True, False, False]
+    static.fill(Leaves(ids(inverses[0])))
+    assert_same(Leaves(static.batch)["sparse"].inverse_indices()[1], inverses[0], "inverse indices")
 
 
 def test_tensors_are_told_apart_by_their_names() -> None:
     static = StaticBatch({"a": torch.zeros(2), "b": torch.ones(2)}, CPU, RANGES)
-    static.fill({"b": torch.full((2,), 4.0), "a": torch.full((2,), 3.0)})
+    static.fill(Leaves({"b": torch.full((2,), 4.0), "a": torch.full((2,), 3.0)}))
     assert (static.batch["a"].tolist(), static.batch["b"].tolist()) == ([3.0, 3.0], [4.0, 4.0])
     with pytest.raises(InputError, match="a batch of tensors a, c, but the first batch has a, b"):
-        static.takes({"a": torch.zeros(2), "c": torch.zeros(2)})
+        static.takes(Leaves({"a": torch.zeros(2), "c": torch.zeros(2)}))
 
 
 def test_what_has_no_method_of_its_own_is_brought_to_the_device() -> None:
@@ -300,6 +301,6 @@ def test_lent_memory_is_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
     del example
     assert [lease.slot for lease in returned] == [0], "the example's memory is free"
     for slot in (1, 2):
-        static.fill(replace(_batch(SECOND), lease=Lease(slot, returned)))
+        static.fill(Leaves(replace(_batch(SECOND), lease=Lease(slot, returned))))
         assert copying == list(range(1, slot + 1)), "the slot waits for the copies"
         assert [lease.slot for lease in returned] == list(range(slot + 1))

@@ -1,4 +1,4 @@
-"""The dense part compiled by torch.compile: the same run, compiled once, and a missing compiler is told of."""
+"""The dense part compiled by torch.compile: the same run, compiled once, and an error for a missing compiler."""
 
 import shutil
 from pathlib import Path

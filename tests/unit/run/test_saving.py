@@ -58,7 +58,7 @@ def test_a_save_holds_the_state_behind_its_step_though_steps_follow_before_it_is
 
 
 def test_a_save_is_refused_for_the_loss_behind_it_and_says_so(tmp_path: Path) -> None:
-    """Step 1's weights and state are finite, and give step 2 a loss that is not, which no log line has told by then."""
+    """Step 1's weights and state are finite, and give step 2 a loss that is not, which no log line has shown yet."""
     options = ["--train.optimizer", "adagrad", "--train.lr", "1e30", "--train.steps", "4", "--log.every", "4"]
     with pytest.raises(NotFiniteError, match="step 1: the loss of the step behind it is nan and must be finite"):
         _fit(tmp_path, *options, *BESIDE, "--checkpoint.every", "1")

@@ -1,4 +1,4 @@
-"""The simulated backward: parts, and times that can be told by hand."""
+"""The simulated backward: parts, and times that can be found by hand."""
 
 from dataclasses import replace
 from pathlib import Path

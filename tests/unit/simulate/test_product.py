@@ -1,4 +1,4 @@
-"""A product with its reduce-scatter: tiles, bytes and times that can be told by hand, and what the ways share."""
+"""A product with its reduce-scatter: tiles, bytes and times that can be found by hand, and what the ways share."""
 
 from dataclasses import replace
 from typing import Any

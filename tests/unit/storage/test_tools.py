@@ -1,4 +1,4 @@
-"""What the command `checkpoint` tells of a checkpoint, and what it makes of one."""
+"""The command `checkpoint`: it shows, verifies and exports."""
 
 from pathlib import Path
 

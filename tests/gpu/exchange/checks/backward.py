@@ -40,7 +40,7 @@ class Training:
                     state.copy_(0.5 + torch.rand(state.shape, generator=place.generator(t), device=place.device))
 
     def step(self, batch: Batch, seed: int, feedback: bool = False, pause: Callable[[], None] = lambda: None) -> None:
-        """Take a step; with `feedback`, by a gradient that tells which rows the forward has seen."""
+        """Take a step; with `feedback`, by a gradient that depends on the rows that the forward has read."""
         for lookup in self.stage.local_tables.lookups:
             lookup.set_learning_rate(_LEARNING_RATE * (1 + seed % 3))
         output = self.look_up(batch, pause)

@@ -208,7 +208,7 @@ def _check_memory(place: Place) -> None:
 
 
 def _check_silent_peer(place: Place, parts_sent: int) -> None:
-    """Who waits in vain for a part of a peer's gradient is told which, in time, whatever the GPU says."""
+    """A rank that waits in vain for a part of a peer's gradient names it, in time, whatever the GPU says."""
     tables = [Table(50, 64, owner) for _ in range(3) for owner in range(place.world_size)]
     stage = Stage(place, tables, lr=1.0)
     stage.fill(integers=True)

@@ -172,7 +172,7 @@ def _check_engine(place: Place) -> None:
 
 
 def _check_lost_peer(place: Place, how: str) -> None:
-    """All ranks but the culprit are told which peer they wait for in vain, in time, whatever the GPU says."""
+    """All ranks but the culprit name the peer for which they wait in vain, in time, whatever the GPU says."""
     steps = _Steps(place, TIMEOUT_S)
     replay = None
     for _ in range(2):

@@ -134,7 +134,7 @@ def _check_mean(place: Place, dtype: torch.dtype, bucket: str) -> None:
 
 
 def _check_lost_peer(place: Place, captured: bool) -> None:
-    """All ranks but the culprit are told for whom they wait in vain, in time."""
+    """All ranks but the culprit name the rank for which they wait in vain, in time."""
     steps = _Steps(place, torch.float32, StoreOptions(wait_timeout_s=TIMEOUT_S), _BUCKETS["one"])
     for _ in range(3):
         steps.step(steps.take)

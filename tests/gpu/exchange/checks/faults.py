@@ -1,4 +1,4 @@
-"""What goes wrong and is told: ids outside their table, peers that stall or die."""
+"""Faults and their errors: ids outside their table, peers that stall or die."""
 
 import re
 import threading
@@ -84,7 +84,7 @@ def _check_lenient(place: Place, backend: str) -> None:
 def _check_lost_peer(
     place: Place, backend: str, dies: bool, train: bool, what: str = "slice", dim: int = 64, **options: Any
 ) -> None:
-    """All ranks but the culprit are told which peer they wait for in vain, in time, whatever the GPU says."""
+    """All ranks but the culprit name the peer for which they wait in vain, in time, whatever the GPU says."""
     tables = [Table(50, dim, owner) for owner in range(place.world_size)]
     stage = Stage(place, tables, lr=1.0)
     stage.fill(integers=True)
@@ -110,10 +110,10 @@ def _check_lost_peer(
 def flag_told_of(
     place: Place, check: Callable[[], None], what: str, work: Callable[[], object]
 ) -> tuple[list[int], str]:
-    """Return what the user is told of the flag that `work` waits for in vain, and in which words.
+    """Return the error's numbers of the flag that `work` waits for in vain, and its words.
 
-    Told are the waiting rank, the number of the `what` that the flag stands for, its rank, and the epochs expected and
-    seen.
+    The numbers are the waiting rank, the number of the `what` that the flag stands for, its rank, and the epochs
+    expected and seen.
 
     Args:
         place: of this rank.
@@ -129,7 +129,7 @@ def flag_told_of(
 
 
 def told_in_time(place: Place, check: Callable[[], None], work: Callable[[], object]) -> str:
-    """Return what the user is told of a wait in `work` that expires, about when it may."""
+    """Return the error of a wait in `work` that expires, about when it may."""
     began = time.monotonic()
     late = threading.Timer(3 * TIMEOUT_S, _log_what_is_recorded, [check])  # the GPU may not come back
     late.start()

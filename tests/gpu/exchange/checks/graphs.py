@@ -1,4 +1,4 @@
-"""Captured steps: the same losses as uncaptured ones, under any delays, and faults that every rank is told of."""
+"""Captured steps: the same losses as uncaptured ones, under any delays, and faults that every rank reports."""
 
 import random
 import time
@@ -250,7 +250,7 @@ def _train_until_told(place: Place, trainer: Trainer, step: int, spoil: Callable
 
 
 def _check_overflow(place: Place, known: bool) -> None:
-    """Of ids that were not counted, or have changed since, every rank is told which rank brought what."""
+    """Every rank names the rank that brought ids that were not counted, or have changed since."""
     config = graph_config(place, "pgas", "sgd", known)
     with patch.multiple(LearntBound, is_within=lambda *_: True, are_captured=lambda *_: True):
         told = _train_until_told(place, make_trainer(place, config), 12, _too_many)
@@ -261,7 +261,7 @@ def _check_overflow(place: Place, known: bool) -> None:
 
 
 def _check_bad_id(place: Place) -> None:
-    """The owner of the table is told of the id, its place and the rank that brought it."""
+    """The owner of the table reports the id, its place and the rank that brought it."""
     config = graph_config(place, "pgas", "sgd", known=False)
     config = replace(config, embedding=replace(config.embedding, wait_timeout_s=TIMEOUT_S))
     trainer = make_trainer(place, config)
@@ -277,7 +277,7 @@ def _check_bad_id(place: Place) -> None:
 
 
 def _check_stalled_peer(place: Place) -> None:
-    """All ranks but the culprit are told whom they wait for in vain, in time."""
+    """All ranks but the culprit name the rank for which they wait in vain, in time."""
     config = graph_config(place, "pgas", "sgd", known=False)
     config = replace(config, embedding=replace(config.embedding, wait_timeout_s=TIMEOUT_S))
     trainer = make_trainer(place, config)

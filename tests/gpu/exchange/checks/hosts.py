@@ -45,7 +45,7 @@ def _two(place: Place) -> int:
 
 
 def _rows_after(place: Place, optimizer: str, options: ExchangeOptions) -> dict[str, torch.Tensor]:
-    """Return rows and states after a step a batch, by gradients that tell what the forward has returned."""
+    """Return rows and states after a step a batch, by gradients that depend on the forward's output."""
     tables = tables_of_all_kinds(range(place.world_size - (place.world_size > 2)))  # the last of several has none
     training = Training(place, tables, optimizer, options)
     assert training.exchange.reach.whole == (options.hosts == 1 or place.world_size == 1)

@@ -40,7 +40,7 @@ def _trace(place: Place, tables: Sequence[Table], widths: Sequence[int]) -> list
         awaitable = exchange.start(inputs, batch.sizes)
         bottom = bottom_mlp(dense)
         loss = top_mlp(awaitable.wait()).mean() + bottom.mean()
-        torch.cuda._sleep(_LEAD_CYCLES)  # until all is issued: else a slow host would tell them apart
+        torch.cuda._sleep(_LEAD_CYCLES)  # until all is issued: else a slow host would separate them
         dist.all_reduce(together, group=place.group)
         loss.backward()
 

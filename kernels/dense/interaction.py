@@ -1,0 +1,130 @@
+"""The dot products of all pairs of a sample's embeddings, forward and backward, one kernel each.
+
+The interaction of DLRM (Naumov et al., arXiv 1906.00091, section 2.1): of F embeddings [D] of a sample, of which the
+bottom MLP's output is the first, the output has the first embedding and then the dot products e_i . e_j of i < j, row
+by row of the upper triangle. PyTorch computes all F * F products in a batched product of tiny matrices, whose kernels
+reach a tenth of the memory's rate, and picks the pairs out of it. Here a program keeps a sample's embeddings in
+registers, multiplies them by tensor cores, and stores the pairs.
+"""
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+
+from dlrm_overlap.kernels.compiled import INTERPRETED, CompiledKernel
+
+
+@triton.jit
+def _pair(i, j, FEATURES: tl.constexpr):
+    """Return the number of the pair i < j among all pairs, row by row.
+
+    Example: of 4 features (0, 1), (0, 2), (0, 3), (1, 2) are the pairs 0, 1, 2, 3.
+    """
+    return i * (2 * FEATURES - 1 - i) // 2 + j - i - 1
+
+
+@triton.jit
+def _dot(left, right, INTERPRETED: tl.constexpr):
+    if INTERPRETED:  # which multiplies the bits of bfloat16 as integers
+        left, right = left.to(tl.float32), right.to(tl.float32)
+    return tl.dot(left, right, input_precision="ieee")
+
+
+@triton.jit
+def _interact(
+    embeddings, out,
+    FEATURES: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_D: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """Compute the interaction of one sample.
+
+    Memory: the program reads its row of embeddings [b, FEATURES * DIM] once, and writes its row of out [b, WIDTH]: DIM
+    numbers of the first embedding, FEATURES * (FEATURES - 1) / 2 products, and zeros up to WIDTH. A product is added
+    up in float32 and rounded once.
+
+    Order: the end of the kernel orders `out` for what comes next on the stream; no two programs share an element.
+
+    Example: FEATURES 3, DIM 2, WIDTH 6; embeddings (1, 2), (3, 4), (5, 6) give 1 2 11 17 39 0.
+    """
+    sample = tl.program_id(0).to(tl.int64)
+    embeddings, out = embeddings + sample * (FEATURES * DIM), out + sample * WIDTH
+    i, column = tl.arange(0, BLOCK_F), tl.arange(0, BLOCK_D)
+    inside = (i < FEATURES)[:, None] & (column < DIM)[None, :]
+    each = tl.load(embeddings + i[:, None] * DIM + column[None, :], mask=inside, other=0)
+    tl.store(out + i[:, None] * WIDTH + column[None, :], each, mask=inside & (i == 0)[:, None])
+    products = _dot(each, tl.trans(each), INTERPRETED)
+    row, j = i[:, None], i[None, :]
+    is_pair = (row < j) & (j < FEATURES)
+    tl.store(out + DIM + _pair(row, j, FEATURES), products.to(out.dtype.element_ty), mask=is_pair)
+    used: tl.constexpr = DIM + FEATURES * (FEATURES - 1) // 2
+    tl.store(out + used + i, tl.zeros((BLOCK_F,), out.dtype.element_ty), mask=used + i < WIDTH)
+
+
+@triton.jit
+def _gradient_of_interaction(
+    gradient, embeddings, out,
+    FEATURES: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_D: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """Compute the gradient of one sample's embeddings: S @ embeddings, S being symmetric and of the pairs' gradients.
+
+    Memory: the program reads its rows of gradient [b, WIDTH] and embeddings [b, FEATURES * DIM], and writes its row of
+    out [b, FEATURES * DIM]. Sums are in float32 and rounded once. Columns of the gradient beyond the pairs are not
+    read.
+
+    Order: the end of the kernel orders `out` for what comes next on the stream; no two programs share an element.
+
+    Example: FEATURES 2, DIM 2; embeddings (1, 2), (3, 4), gradient 10 20 5 give (10 + 15, 20 + 20), (5, 10).
+    """
+    sample = tl.program_id(0).to(tl.int64)
+    gradient += sample * WIDTH
+    embeddings, out = embeddings + sample * (FEATURES * DIM), out + sample * (FEATURES * DIM)
+    i, column = tl.arange(0, BLOCK_F), tl.arange(0, BLOCK_D)
+    inside = (i < FEATURES)[:, None] & (column < DIM)[None, :]
+    at = i[:, None] * DIM + column[None, :]
+    each = tl.load(embeddings + at, mask=inside, other=0)
+    low, high = tl.minimum(i[:, None], i[None, :]), tl.maximum(i[:, None], i[None, :])
+    is_pair = (low < high) & (high < FEATURES)
+    pairs = tl.load(gradient + DIM + _pair(low, high, FEATURES), mask=is_pair, other=0)
+    own = tl.load(gradient + at, mask=inside & (i == 0)[:, None], other=0).to(tl.float32)  # of the first embedding
+    result = _dot(pairs, each, INTERPRETED) + own
+    tl.store(out + at, result.to(out.dtype.element_ty), mask=inside)
+
+
+@lru_cache
+def _compiled(forward: bool, features: int, dim: int, width: int) -> CompiledKernel:
+    block_f, block_d = (max(16, 1 << (n - 1).bit_length()) for n in (features, dim))
+    constants = {"FEATURES": features, "DIM": dim, "WIDTH": width, "BLOCK_F": block_f, "BLOCK_D": block_d}
+    constants["INTERPRETED"] = INTERPRETED
+    kernel, names = (_interact, ()) if forward else (_gradient_of_interaction, ("gradient",))
+    warps = min(8, max(1, block_f * block_d // 4096))
+    return CompiledKernel(kernel, (*names, "embeddings", "out"), constants, num_warps=warps)
+
+
+def interact(embeddings: torch.Tensor, features: int, out: torch.Tensor) -> None:
+    """Write the first embedding of each sample, the products of all pairs, and zeros, on the current stream.
+
+    Args:
+        embeddings: [b, F * D] contiguous.
+        features: F.
+        out: [b, N] contiguous, of the type of `embeddings`, N >= D + F * (F - 1) / 2.
+    """
+    assert all(each.is_contiguous() for each in (embeddings, out)), "pass contiguous rows"
+    kernel = _compiled(True, features, embeddings.shape[1] // features, out.shape[1])
+    kernel(len(embeddings), (embeddings.dtype,), embeddings, out)
+
+
+def gradient_of_interaction(gradient: torch.Tensor, embeddings: torch.Tensor, features: int, out: torch.Tensor) -> None:
+    """Write the gradient of `embeddings`, on the current stream.
+
+    Args:
+        gradient: [b, N] contiguous, of what `interact` writes.
+        embeddings: [b, F * D] contiguous, as `interact` read them.
+        features: F.
+        out: [b, F * D] contiguous; all are of one type.
+    """
+    assert all(each.is_contiguous() for each in (gradient, embeddings, out)), "pass contiguous rows"
+    kernel = _compiled(False, features, embeddings.shape[1] // features, gradient.shape[1])
+    kernel(len(embeddings), (embeddings.dtype,), gradient, embeddings, out)

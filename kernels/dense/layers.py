@@ -1,0 +1,186 @@
+"""What stands between the products of layers with ReLU, in one pass each.
+
+They are the backward of ReLU and of the bias before it, and a last layer of one output, forward and backward: for a
+product of one column cuBLAS takes several kernels, and none of them masks the gradient for the layer before.
+"""
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+
+from dlrm_overlap.kernels.compiled import CompiledKernel
+from dlrm_overlap.kernels.dense.arguments import GROUP
+
+_ROWS, _COLUMNS = 16, 128
+_ELEMENTS = 4096
+"""that a program of `_logits` reads at once"""
+
+
+@triton.jit(do_not_specialize=["rows", "stride"], do_not_specialize_on_alignment=["sums"])
+def _mask_and_sum(
+    gradient, output, out, sums, rows, stride, WIDTH: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Compute out = gradient where output > 0, else 0, and its sums over the program's rows.
+
+    Memory: a program has GROUP rows of COLUMNS columns of [rows, WIDTH]. It reads gradient and output, and writes out
+    and row `group` of sums [groups, WIDTH] float32, whose rows are `stride` apart.
+
+    Order: the end of the kernel orders what it writes for what comes next on the stream; no two programs share an
+    element, and a program's sums have a fixed order.
+
+    Example: gradient 5 6 7 and output 1 0 2 give 5 0 7.
+    """
+    across: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
+    group, column = tl.program_id(0) // across, tl.program_id(0) % across * COLUMNS + tl.arange(0, COLUMNS)
+    first = group * GROUP
+    begin = first.to(tl.int64) * WIDTH
+    gradient, output, out = gradient + begin, output + begin, out + begin
+    within = column < WIDTH
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for turn in range(GROUP // ROWS):
+        row = turn * ROWS + tl.arange(0, ROWS)
+        mask = (first + row < rows)[:, None] & within[None, :]
+        at = row[:, None] * WIDTH + column[None, :]
+        reaching = tl.load(gradient + at, mask=mask, other=0)
+        passes = tl.load(output + at, mask=mask, other=0).to(tl.float32) > 0
+        reaching = tl.where(passes, reaching, tl.zeros_like(reaching))
+        tl.store(out + at, reaching, mask=mask)
+        total += reaching.to(tl.float32)
+    tl.store(sums + group.to(tl.int64) * stride + column, tl.sum(total, 0), mask=within)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _logits(x, weight, bias, out, rows, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Compute out = x @ weight + bias of ROWS rows.
+
+    Memory: the program reads ROWS rows of x [rows, WIDTH], weight [WIDTH] and bias [1], and writes ROWS elements of out
+    [rows], added up in float32 and rounded once.
+
+    Order: the end of the kernel orders `out` for what comes next on the stream; no two programs share an element.
+
+    Example: x 1 2, weight 3 4, bias 5 give 16.
+    """
+    row, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
+    mask = (row < rows)[:, None] & (column < WIDTH)[None, :]
+    each = tl.load(x + row.to(tl.int64)[:, None] * WIDTH + column[None, :], mask=mask, other=0).to(tl.float32)
+    factor = tl.load(weight + column, mask=column < WIDTH, other=0).to(tl.float32)
+    total = tl.sum(each * factor[None, :], 1) + tl.load(bias).to(tl.float32)
+    tl.store(out + row, total.to(out.dtype.element_ty), mask=row < rows)
+
+
+@triton.jit(do_not_specialize=["rows", "stride"], do_not_specialize_on_alignment=["sums"])
+def _gradient_of_logits(
+    gradient, output, weight, out, sums, rows, stride, WIDTH: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Compute out = gradient * weight where output > 0, else 0, and the sums of it, of gradient * output, and gradient.
+
+    Memory: a program has GROUP rows of COLUMNS columns. It reads gradient [rows], output [rows, WIDTH] and weight
+    [WIDTH], and writes out [rows, WIDTH] and row `group` of sums [groups, 2 * WIDTH + 1] float32, whose rows are
+    `stride` apart: WIDTH sums of out, WIDTH of gradient * output, and that of gradient.
+
+    Order: the end of the kernel orders what it writes for what comes next on the stream; no two programs share an
+    element, and a program's sums have a fixed order.
+
+    Example: one row, gradient 2, output 3 0, weight 5 7 give out 10 0 and sums 10 0 6 0 2.
+    """
+    across: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
+    group, column = tl.program_id(0) // across, tl.program_id(0) % across * COLUMNS + tl.arange(0, COLUMNS)
+    first = group * GROUP
+    begin = first.to(tl.int64) * WIDTH
+    gradient, output, out, sums = gradient + first, output + begin, out + begin, sums + group.to(tl.int64) * stride
+    within = column < WIDTH
+    factor = tl.load(weight + column, mask=within, other=0).to(tl.float32)[None, :]
+    total, products = tl.zeros((ROWS, COLUMNS), tl.float32), tl.zeros((ROWS, COLUMNS), tl.float32)
+    gradients = tl.zeros((ROWS,), tl.float32)
+    for turn in range(GROUP // ROWS):
+        row = turn * ROWS + tl.arange(0, ROWS)
+        here = first + row < rows
+        mask = here[:, None] & within[None, :]
+        at = row[:, None] * WIDTH + column[None, :]
+        reaching = tl.load(gradient + row, mask=here, other=0).to(tl.float32)
+        each = tl.load(output + at, mask=mask, other=0).to(tl.float32)
+        through = tl.where(each > 0, reaching[:, None] * factor, 0.0).to(out.dtype.element_ty)
+        tl.store(out + at, through, mask=mask)
+        total += through.to(tl.float32)
+        products += reaching[:, None] * each
+        gradients += reaching
+    tl.store(sums + column, tl.sum(total, 0), mask=within)
+    tl.store(sums + WIDTH + column, tl.sum(products, 0), mask=within)
+    if tl.program_id(0) % across == 0:
+        tl.store(sums + 2 * WIDTH, tl.sum(gradients, 0))
+
+
+@lru_cache
+def _compiled_logits(width: int) -> CompiledKernel:
+    block = 1 << (width - 1).bit_length()
+    constants = {"WIDTH": width, "ROWS": max(1, _ELEMENTS // block), "BLOCK": block}
+    return CompiledKernel(_logits, ("x", "weight", "bias", "out", "rows"), constants, num_warps=4)
+
+
+@lru_cache
+def _compiled_gradient_of_logits(width: int) -> CompiledKernel:
+    constants = {"WIDTH": width, "GROUP": GROUP, "ROWS": _ROWS, "COLUMNS": _COLUMNS}
+    names = ("gradient", "output", "weight", "out", "sums", "rows", "stride")
+    return CompiledKernel(_gradient_of_logits, names, constants, num_warps=4)
+
+
+@lru_cache
+def _compiled(width: int) -> CompiledKernel:
+    constants = {"WIDTH": width, "GROUP": GROUP, "ROWS": _ROWS, "COLUMNS": _COLUMNS}
+    return CompiledKernel(
+        _mask_and_sum, ("gradient", "output", "out", "sums", "rows", "stride"), constants, num_warps=4
+    )
+
+
+def mask_and_sum(gradient: torch.Tensor, output: torch.Tensor, out: torch.Tensor, sums: torch.Tensor) -> None:
+    """Write the gradient of what ReLU was given, and its sums, on the current stream.
+
+    Args:
+        gradient: [b, N] contiguous, of ReLU's output.
+        output: [b, N] contiguous, of ReLU.
+        out: [b, N] contiguous; all three are of one type.
+        sums: [ceil(b / GROUP), N] float32, over each `GROUP` rows; columns of a contiguous tensor.
+    """
+    assert all(each.is_contiguous() for each in (gradient, output, out)), "pass contiguous tensors"
+    rows, width = output.shape
+    programs = len(sums) * -(-width // _COLUMNS)
+    _compiled(width)(programs, (output.dtype,), gradient, output, out, sums, rows, sums.stride(0))
+
+
+def logits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, out: torch.Tensor) -> None:
+    """Write out = x @ weight + bias on the current stream.
+
+    Args:
+        x: [b, N] contiguous.
+        weight: [1, N] contiguous.
+        bias: [1].
+        out: [b]; all are of one type.
+    """
+    assert all(each.is_contiguous() for each in (x, weight, out)), "pass contiguous tensors"
+    rows, width = x.shape
+    kernel = _compiled_logits(width)
+    kernel(-(-rows // kernel.constants["ROWS"]), (x.dtype,), x, weight, bias, out, rows)
+
+
+def gradient_of_logits(
+    gradient: torch.Tensor, output: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, sums: torch.Tensor
+) -> None:
+    """Write the gradient of what ReLU before a layer of one output was given, and sums, on the current stream.
+
+    Args:
+        gradient: [b] contiguous, of the layer's output.
+        output: [b, N] contiguous, of ReLU.
+        weight: [1, N] contiguous, of the layer.
+        out: [b, N] contiguous; all four are of one type.
+        sums: [ceil(b / GROUP), 2 N + 1] float32, over each `GROUP` rows: of `out`, of gradient * output, and of
+            gradient; columns of a contiguous tensor.
+    """
+    assert all(each.is_contiguous() for each in (gradient, output, weight, out)), "pass contiguous tensors"
+    rows, width = output.shape
+    programs = len(sums) * -(-width // _COLUMNS)
+    arguments = gradient, output, weight, out, sums, rows, sums.stride(0)
+    _compiled_gradient_of_logits(width)(programs, (output.dtype,), *arguments)
