@@ -3,7 +3,7 @@
 import subprocess
 from functools import cache
 
-from tests.simulated_pages import read
+from tests.simulated_pages import FOLDER, Lines, read
 
 _STAGE = ("kernels/forward", "dlrm_overlap/embedding", "dlrm_overlap/comm")
 _STEP = ("kernels", "dlrm_overlap/comm", "dlrm_overlap/dense", "dlrm_overlap/embedding", "dlrm_overlap/train")
@@ -77,3 +77,18 @@ def age(name: str) -> int | None:
             return None
         counts.append(sum(any(path.startswith(measured) for path in _touched().get(each, [])) for each in since))
     return max(counts, default=None)
+
+
+def table_of_ages() -> Lines:
+    """Return a line for the files of rows of the same commit and GPUs that measure the same."""
+    yield ["rows", "GPUs", "commit", "date", "age in commits"]
+    lines: dict[tuple[str, ...], list[str]] = {}
+    for path in sorted([*FOLDER.glob("*.csv"), *FOLDER.glob("*_h?00/*.csv")]):
+        name = path.relative_to(FOLDER).as_posix()
+        rows, commits, found = read(name), commits_of(name), age(name)
+        dates = {row.get("date") or "" for row in rows}
+        dates |= {_git("show", "-s", "--format=%cs", each).strip() for each in commits}
+        gpus = rows[0].get("gpu") or ("simulated" if path.stem.startswith("simulated") else "-")
+        about = gpus, ", ".join(commits) or "-", max(dates) or "-", "unknown" if found is None else str(found)
+        lines.setdefault((*_measured(name), *about), []).append(f"[{name.removesuffix('.csv')}](results/{name})")
+    yield from ([", ".join(links), *key[-4:]] for key, links in lines.items())

@@ -319,6 +319,7 @@ TABLES: dict[str, Callable[..., Lines]] = {
     "gemm": table_of_gemm,
     "headlines": table_of_headlines,
     "steps": table_of_steps,
+    "ages": ages.table_of_ages,
     **simulated_pages.TABLES,
 }
 

@@ -83,6 +83,7 @@ MEASUREMENTS = (
         for name, shape in (*_SHAPES[:4], ("mlperf", ""))
     ),
     Measurement("step_dot", 3, "step", "bench/step_dot", options=_STRONGEST),
+    Measurement("step_sequence", 4, "step", "bench/step_sequence", options=_STRONGEST),
     Measurement("step_mlperf_16384", 3, "step", "bench/step_mlperf", "--train.batch_size 16384", _STRONGEST),
     Measurement("quickstart", 1.5, "step", "quickstart", options="--contenders torchrec pgas_graph", alone=True),
     Measurement(

@@ -17,8 +17,8 @@ class StepContender(NamedTuple):
     """dotted key -> value, instead of the configuration's"""
     extras: frozenset[str] = frozenset()
     """what no key gives: int32_ids and bf16_output of FBGEMM's lookups; torch.optim's fused_optimizer of the dense part
-    (foreach is torch's own default); TorchRec's fused_pipeline, which looks up beside the optimizer; drop_in, our
-    sharders at their defaults"""
+    (foreach is torch's own default); TorchRec's fused_pipeline, which looks up beside the optimizer; TorchRec's
+    index_dedup of tables that are not pooled; drop_in, our sharders at their defaults"""
 
 
 def _keys(backend: str, pipeline: str = "torchrec", compiled: bool = True, graphed: bool = True) -> dict[str, Any]:
@@ -51,6 +51,8 @@ _STRONGEST: Mapping[str, tuple[Mapping[str, Any], str]] = {
     "_default_plan": (_DEFAULT, ""),
     "_fused_optimizer": ({}, "fused_optimizer"),
     "_fused_pipeline": ({}, "fused_pipeline"),
+    "_index_dedup": ({}, "index_dedup"),
+    "_bf16_index_dedup": (_BF16, "index_dedup"),
 }
 _ABLATION: Mapping[str, Mapping[str, Any]] = {
     "no_capture": {"train.capture": False},

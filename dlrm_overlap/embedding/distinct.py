@@ -103,7 +103,7 @@ class _Rooms(NamedTuple):
     first_key: torch.Tensor
     """[P]: that table's"""
     first: torch.Tensor
-    """[T + 1] int64: the first place of each table, and the end"""
+    """int64: the first place of each table, and the end"""
     positions: torch.Tensor
     """[P + 2] int32: 0, 1, 2, .."""
 
@@ -134,6 +134,8 @@ class SortedBatch:
     """[P]"""
     order: torch.Tensor | None
     """[P] int64: the place of the first id in order, of the second, ..; None: as they are"""
+    table: torch.Tensor
+    """[P] int64: of each in order, the table or the range"""
     begins: torch.Tensor
     """[P] bool: which of them, in order, are the first of their kind"""
     run: torch.Tensor
@@ -147,20 +149,37 @@ class SortedBatch:
 
 
 class DistinctIds:
-    """Finds the distinct ids of batches, all on the device; the same arithmetic on CPUs and GPUs."""
+    """Finds the distinct ids of batches, all on the device; the same arithmetic on CPUs and GPUs.
 
-    def __init__(self, sequences: Sequence[NamedSequence], rows: Sequence[int], device: torch.device) -> None:
-        """Take the sequences, those of a table together, and the rows of each of T tables."""
-        self.sequences, self.tables = sequences, len(rows)
+    Ranges of a table's rows may have slots of their own, as if each were a table.
+    """
+
+    def __init__(
+        self,
+        sequences: Sequence[NamedSequence],
+        rows: Sequence[int],
+        device: torch.device,
+        ranges: Sequence[Sequence[int]] = (),
+    ) -> None:
+        """Take the sequences, those of a table together, the rows of each table, and the first of each range of them.
+
+        Without ranges each table has one, so there are as many, T, as tables.
+        """
+        ranges = ranges or [[0]] * len(rows)
+        self.sequences, self.tables = sequences, sum(map(len, ranges))
+        self._is_cut = self.tables > len(rows)
         assert [s.table for s in sequences] == sorted(s.table for s in sequences)
         keys = [0]
         for count in rows:
             keys.append(keys[-1] + count + 1)  # one key for all ids outside the table, which their owner finds
         self._key_type = torch.int32 if keys[-1] < 2**31 else torch.int64
-        self._first_keys = torch.tensor(keys, dtype=self._key_type, device=device)
+        firsts = [key + first for key, of_table in zip(keys, ranges, strict=False) for first in of_table]
+        self._first_keys = torch.tensor([*firsts, keys[-1]], dtype=self._key_type, device=device)
+        self._table_keys = torch.tensor(keys, dtype=self._key_type, device=device)
         self._rows = torch.tensor(rows, device=device)
         self._nowhere = torch.tensor(-1, dtype=torch.int32, device=device)
         self._of_tables = torch.tensor([s.table for s in sequences], device=device)
+        self._first_ranges = torch.tensor([firsts.index(keys[s.table]) for s in sequences], device=device)
         self._device = device
         self._rooms = StepCache[tuple[int, ...], _Rooms]()
         self._indices = StepCache[tuple[str, ...], torch.Tensor]()
@@ -186,11 +205,11 @@ class DistinctIds:
         each, total = torch.tensor(rooms, device=self._device), sum(rooms)
         sequence = torch.repeat_interleave(each, output_size=total)
         within = torch.arange(total, device=self._device) - (each.cumsum(0) - each)[sequence]
-        of_table = each.new_zeros(self.tables).index_add_(0, self._of_tables, each)
+        of_table = each.new_zeros(len(self._rows)).index_add_(0, self._of_tables, each)
         first = torch.cat([of_table.new_zeros(1), of_table.cumsum(0)])
         positions = torch.arange(total + 2, dtype=torch.int32, device=self._device)
         table = self._of_tables[sequence]
-        return _Rooms(each, sequence, within, table, self._rows[table], self._first_keys[table], first, positions)
+        return _Rooms(each, sequence, within, table, self._rows[table], self._table_keys[table], first, positions)
 
     def _indices_of(self, keys: tuple[str, ...]) -> torch.Tensor:
         indices = torch.tensor([keys.index(s.feature) for s in self.sequences], device=self._device)
@@ -230,25 +249,28 @@ class DistinctIds:
     def sort(self, features: KeyedJaggedTensor, rooms: Sequence[int], dedup: bool = True) -> SortedBatch:
         """Sort the ids of a batch by table and id; without `dedup` each counts as distinct, and nothing is sorted."""
         made, sizes, valid, ids = self._read(features, rooms)
-        order, begins, first = None, valid, made.first
+        order, begins, first, table = None, valid, made.first, made.table
+        assert dedup or not self._is_cut, "ids in their order are in no order of ranges"
         if dedup:
             row = ids.where((ids >= 0) & (ids < made.rows), made.rows).to(self._key_type)
             key, order = (made.first_key + row).where(valid, self._first_keys[-1]).sort(stable=True)
             begins = key < self._first_keys[-1]
             begins[1:].logical_and_(key[1:] != key[:-1])
             first = torch.searchsorted(key, self._first_keys)
+            ranges = self._first_keys[1:-1]  # a key is in the range after all whose first keys it has reached
+            table = torch.searchsorted(ranges, key, right=True) if self._is_cut else table[order]
         ends = begins.cumsum(0)
         first_run = torch.cat([ends.new_zeros(1), ends])[first]
         beyond = (sizes - made.rooms).clamp_(min=0)
-        counts = first_run.diff().index_add_(0, self._of_tables, beyond, alpha=ids.numel() + 1)
-        return SortedBatch(made, ids, order, begins, ends - 1, first_run, first[-1], counts)
+        counts = first_run.diff().index_add_(0, self._first_ranges, beyond, alpha=ids.numel() + 1)
+        return SortedBatch(made, ids, order, table, begins, ends - 1, first_run, first[-1], counts)
 
     def place(self, batch: SortedBatch, blocks: SlotBlocks) -> Distinct:
         """Return a batch's ids in their slots; of one that has more, lengths that tell so, and wrong places."""
         room, positions = batch.ids.numel(), batch.rooms.positions
-        table, ids, here = batch.rooms.table, batch.ids, batch.begins
+        table, ids, here = batch.table, batch.ids, batch.begins
         if batch.order is not None:
-            table, ids, here = table[batch.order], ids[batch.order], positions[:room] < batch.total
+            ids, here = ids[batch.order], positions[:room] < batch.total
         found = self._blocks.get(blocks, self._make_blocks, blocks)
         slot = batch.run + (found.first - batch.first_run[:-1])[table]
         place = found.places[slot.clamp_(0, found.places.numel() - 1)].where(here, self._nowhere)

@@ -57,6 +57,9 @@ class ExchangingModule(nn.Module, Generic[Served]):
     cached: Mapping[str, float] = MappingProxyType({})
     """the tables whose rows the exchange caches, and the share of the rows for which there are slots"""
 
+    unpooled_features: Collection[str] = ()
+    """the features of tables that are not pooled"""
+
     @property
     def _shardings(self) -> list[Any]:
         """TorchRec's shardings, by number."""

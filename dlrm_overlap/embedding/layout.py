@@ -108,6 +108,16 @@ class FusedLookup:
         return sum(shard.dim for shard in self.shards)
 
 
+class RowRange(NamedTuple):
+    """A table, or a row shard of it."""
+
+    table: str
+    row_shard: int | None
+    """see `FeatureShard`; None of a whole table"""
+    first: int
+    """its first row"""
+
+
 class PartialSums(NamedTuple):
     """The columns of the output that are a sum of partial sums, one of each row shard.
 
@@ -169,20 +179,31 @@ class Layout:
         """Return the first of the output's columns that the shard fills, or adds to; its gradient is there."""
         return self._first_column[shard.name] + shard.first_column
 
-    def with_features(self, table_of: Mapping[str, str]) -> "Layout":
+    def with_features(self, range_of: Mapping[str, RowRange]) -> "Layout":
         """Return the layout of tables of slots that have several features each.
 
         Args:
-            table_of: by feature in order, those of a table together.
+            range_of: by feature in order, its table, or the row shard of it that alone has the feature.
         """
-        features = {table: [name for name, of in table_of.items() if of == table] for table in self.names}
         shards = [
-            replace(shard, name=name, feature_name=name)
+            replace(shard, name=name, feature_name=name, row_shard=shard.row_shard if of.row_shard is None else 0)
             for shards in (*self.by_owner, self.replicated)
             for shard in shards
-            for name in features[shard.name]
+            for name, of in range_of.items()
+            if of.table == shard.name and of.row_shard in (None, shard.row_shard)
         ]
-        return Layout(shards, list(table_of), self.world_size)
+        return Layout(shards, list(range_of), self.world_size)
+
+    def row_ranges(self, cut: bool) -> Mapping[str, RowRange]:
+        """Return the tables by name or, with `cut`, the ranges of the rows of each that is cut by rows, by names."""
+        found: dict[str, RowRange] = {}
+        for name in self.names:
+            shards = {s.row_shard: s.rows for of in self.by_owner for s in of if s.name == name and s.is_cut_by_rows}
+            with_rows = sorted((first, number) for number, (first, end) in shards.items() if first < end)
+            if not cut or not with_rows:
+                found[name] = RowRange(name, None, 0)
+            found |= {f"{name}, rows from {first}": RowRange(name, number, first) for first, number in with_rows * cut}
+        return found
 
     @cached_property
     def partial_sums(self) -> Sequence[PartialSums]:

@@ -306,7 +306,6 @@ def _balanced_plan(
     sequences = [names.index(name) for name in unpooled]
     small = data_parallel_tables(config, [table.num_embeddings for table in every], sequences)
     replicated = {names[index] for index in small}
-    hosts = config.hosts if isinstance(config.hosts, int) else -(-world_size // topology.local_world_size)
     whole = sum(table.num_embeddings * table.embedding_dim for table in every if table.name in replicated)
     capacity = int(room) - whole * _REPLICATED_BYTES
     cached = cached_tables(module, config, names, capacity * world_size if device_type == "cuda" else None)
@@ -318,9 +317,7 @@ def _balanced_plan(
         if table.name in cached and device_type == "cuda":
             size = round(size * _held_share(table, config))
         pooled = table.name not in unpooled
-        # Between hosts unpooled tables that are cut by rows are not exchanged, which costs all steps their capture.
-        rows = table.num_embeddings if pooled or hosts == 1 or size > room / 2 else 0
-        loads[table.name] = TableLoad(ids, table.embedding_dim, row_bytes, size, rows, pooled)
+        loads[table.name] = TableLoad(ids, table.embedding_dim, row_bytes, size, table.num_embeddings, pooled)
     divided = [load for name, load in loads.items() if name not in replicated]
     everywhere = [load for name, load in loads.items() if name in replicated]
     # FBGEMM updates each shard's columns apart, row-wise states and norms of rows included: where cuts of columns

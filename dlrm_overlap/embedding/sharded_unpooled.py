@@ -1,6 +1,6 @@
 """The drop-in's sharded module of an unpooled collection: TorchRec's own, whose shards an `UnpooledExchange` serves."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, pairwise
 from typing import Any
 
@@ -13,7 +13,7 @@ from torchrec.distributed.embedding import (
 from torchrec.distributed.embedding_sharding import KJTListSplitsAwaitable
 from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.sharding.sequence_sharding import SequenceShardingContext
-from torchrec.distributed.types import Awaitable, LazyAwaitable, ShardingType
+from torchrec.distributed.types import Awaitable, LazyAwaitable
 from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
@@ -22,12 +22,11 @@ from dlrm_overlap.config import InputError
 from dlrm_overlap.embedding.distinct import Distinct, DistinctIds, NamedSequence, SlotBlocks
 from dlrm_overlap.embedding.exchanging_module import ExchangingModule
 from dlrm_overlap.embedding.id_layout import BatchBound
-from dlrm_overlap.embedding.opening import reach_of
+from dlrm_overlap.embedding.layout import RowRange
 from dlrm_overlap.embedding.options import ExchangeOptions
 from dlrm_overlap.embedding.own_batches import with_bags_of_samples
 from dlrm_overlap.embedding.sequences import SequencesAwaitable, to_sequences
 from dlrm_overlap.embedding.shardings import (
-    exchanging_group,
     first_features,
     groups_of,
     tables_in_order,
@@ -73,9 +72,13 @@ class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], Shar
         self._is_measured = dedup != "auto"
         self._begin(options)
         self._configs = {config.name: config for config in self._embedding_configs}
+        self.unpooled_features = {name for config in self._embedding_configs for name in config.feature_names}
         names = get_embedding_names_by_table(self._embedding_configs)
         self._names = dict(zip(self._configs, names, strict=True))
         self._set_up_exchange(len(self._configs))
+        self._has_rows_apart = self.exchange is not None and self.exchange.has_rows_apart
+        if self._has_rows_apart:
+            self.dedup = True  # which brings the ids of each host's rows together
         self._arriving = [first_features(sharding) for sharding in self._shardings]
         self._distinct = self._distinct_of(self.exchange.names) if self.exchange is not None else None
         """of the tables that are exchanged"""
@@ -96,11 +99,14 @@ class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], Shar
         if self._device.type == "cpu" and any(each.get("weight_decay") or each.get("max_norm") for each in params):
             whole = "rows that decay, which on a CPU FBGEMM updates, feature by feature"
             return {kind: reason or whole for kind, reason in reasons.items()}
-        by_rows = ShardingType.ROW_WISE.value
-        whole = reach_of(self._options, exchanging_group(self._env), self._device).whole
-        if not whole and by_rows in reasons:
-            reasons[by_rows] = reasons[by_rows] or "rows on several hosts, each of which would send all slots"
         return reasons
+
+    def _why_falls_back(self, features: KeyedJaggedTensor | None = None) -> str | None:
+        if (reason := super()._why_falls_back(features)) is not None:
+            return reason
+        if self._has_rows_apart:  # each owner would send a row for every slot
+            return "rows on several hosts, whose unpooled embeddings GraphTrainPipeline alone exchanges"
+        return None
 
     def _new_exchange(self, *arguments: Any) -> UnpooledExchange:
         return UnpooledExchange(*arguments, dim=self._embedding_dim)
@@ -115,15 +121,17 @@ class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], Shar
         found = {table.name for i in numbers for table in every[i].embedding_tables()}
         return [name for name in self._configs if name in found]
 
-    def _distinct_of(self, tables: Sequence[str]) -> DistinctIds:
-        """Return the finder of the distinct ids of some tables."""
+    def _distinct_of(self, tables: Sequence[str], ranges: Iterable[RowRange] = ()) -> DistinctIds:
+        """Return the finder of the distinct ids of some tables, or of ranges of their rows."""
         sequences = [
             NamedSequence(name, feature, number)
             for number, table in enumerate(tables)
             for name, feature in zip(self._names[table], self._configs[table].feature_names, strict=True)
         ]
         assert self._device is not None
-        return DistinctIds(sequences, [self._configs[table].num_embeddings for table in tables], self._device)
+        rows, firsts = [self._configs[table].num_embeddings for table in tables], list(ranges)
+        firsts = [[each.first for each in firsts if each.table == table] for table in tables] if firsts else []
+        return DistinctIds(sequences, rows, self._device, firsts)
 
     def take_ids(
         self,
@@ -138,7 +146,8 @@ class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], Shar
             self.exchange.order = order
         layout, replicated = self._with_replicated(self.exchange.table_layout)
         self.exchange.names = list(self._exchanged_names())
-        self._all_distinct = self._distinct_of(self.exchange.names)
+        ranges = layout.row_ranges(self._has_rows_apart)
+        self._all_distinct = self._distinct_of(self.exchange.names, ranges.values())
         if self.dedup == "auto":  # by numbers that all ranks agree on
             self.dedup = self._is_worth(bound)
         self.exchange.take_distinct(self._all_distinct, bound, layout, replicated, bool(self.dedup))
@@ -153,11 +162,19 @@ class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], Shar
         return distinct <= _WORTH * ids
 
     def counted(self) -> tuple[list[str], DistinctIds] | None:
-        """Return the tables of whose distinct ids captured steps need a bound, and what counts them; None without."""
+        """Return of whose distinct ids captured steps need a bound, and what counts them; None without.
+
+        They are tables, or ranges of their rows, see `UnpooledExchange.row_ranges`.
+        """
         if self.dedup is False:
             return None
         tables = self._tables_of([*self._exchanged, *self._replicated])
-        return tables, self._distinct_of(tables)
+        own = self.exchange.row_ranges if self.exchange is not None else {}
+        ranges = dict[str, RowRange]()
+        for table in tables:
+            found = {name: each for name, each in own.items() if each.table == table}
+            ranges |= found or {table: RowRange(table, None, 0)}
+        return list(ranges), self._distinct_of(tables, ranges.values())
 
     def forward(self, *input: Any, **kwargs: Any) -> LazyAwaitable[dict[str, JaggedTensor]]:
         """Look up and exchange, as TorchRec's sharded module does; where ids are taken, they are sent here at last."""
@@ -166,8 +183,8 @@ class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], Shar
         (features,) = (*input, *kwargs.values())
         if features.variable_stride_per_key() or features.inverse_indices_or_none() is not None:
             raise InputError(
-                "ids: features with batches of their own, which no captured step takes of unpooled tables; give all "
-                "features one batch, or train by TorchRec's pipeline"
+                "ids: the model makes features with batches of their own for unpooled tables, which no captured step "
+                "takes; give all features one batch, or train by TorchRec's pipeline"
             )
         assert self.exchange is not None
         assert self._all_distinct is not None

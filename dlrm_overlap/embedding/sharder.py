@@ -183,7 +183,8 @@ class OverlapEmbeddingCollectionSharder(EmbeddingCollectionSharder):
     """TorchRec's sharder of unpooled tables with another exchange, for any model that `DistributedModelParallel` takes.
 
     Each distinct id of a table travels once, and so does its row, and the sum of its gradients. Exchanged are shards as
-    under `OverlapEmbeddingBagCollectionSharder`; of several hosts, none that are cut by rows. The output is TorchRec's.
+    under `OverlapEmbeddingBagCollectionSharder`; steps of TorchRec's pipelines stay with TorchRec where rows are on
+    several hosts. The output is TorchRec's.
 
     Example:
         DistributedModelParallel(model, sharders=[OverlapEmbeddingCollectionSharder(), ..])

@@ -159,7 +159,7 @@ def count_dense(model: ModelConfig, tables: int, dense_features: int, samples: i
     """Return the cost of the dense part for `samples` of a rank.
 
     A multiplication and an addition are two operations. The first layer needs no gradient of its input. Of the dot
-    interaction each pair counts once.
+    interaction each pair counts once. Attention to a history reads all positions.
 
     Example:
         One sample, 3 dense features, bottom MLP [4], top MLP [2, 1], arch dot, one table: the layers are 3 x 4, 5 x 2
@@ -177,6 +177,11 @@ def count_dense(model: ModelConfig, tables: int, dense_features: int, samples: i
         parameters += model.cross_layers * width
         outputs = model.cross_layers * (model.cross_rank + width)
     layers = [*bottom, *pairwise([width, *model.top_mlp])]
+    if model.sequence.history is not None:
+        queries, keys = model.sequence.heads * model.dim, (model.sequence.positions + 1) * model.dim
+        layers += [(model.dim, queries), (queries, model.dim)]
+        products, parameters = products + 2 * model.sequence.heads * keys, parameters + keys
+        outputs += queries
     products += sum(inputs * neurons for inputs, neurons in layers)
     first_inputs, first_neurons = bottom[0]
     return DenseCounts(

@@ -6,7 +6,8 @@ forward       rows, each once, in the slots of the window <------- each owner st
 backward      gradients summed by slot --------------------------> owners, which add those of all ranks, and update
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from dlrm_overlap.embedding.backends.ids import ArrivedIds
 from dlrm_overlap.embedding.distinct import Distinct, DistinctIds, SlotBlocks
 from dlrm_overlap.embedding.exchange import Exchange, PooledAwaitable, fails_for_good
 from dlrm_overlap.embedding.id_layout import BatchBound
-from dlrm_overlap.embedding.layout import Layout
+from dlrm_overlap.embedding.layout import Layout, RowRange
 from dlrm_overlap.embedding.options import ExchangeOptions
 from dlrm_overlap.embedding.replicated import ReplicatedTables
 from dlrm_overlap.embedding.tables import LocalTables
@@ -75,6 +76,20 @@ class UnpooledExchange(Exchange):
         self.table_layout, self._replicated = layout, replicated
         self.take_bound(bound)
 
+    @property
+    def row_ranges(self) -> Mapping[str, RowRange]:
+        """What has slots of its own, by name: each table or, of one cut by rows over several hosts, each owner's rows.
+
+        An owner sends another host a row for every slot that may have an id of its rows.
+        """
+        return self.table_layout.row_ranges(self.has_rows_apart)
+
+    @cached_property
+    def has_rows_apart(self) -> bool:
+        """Whether rows of a table are on several hosts; the first access is a collective."""
+        shards = [shard for shards in self.table_layout.by_owner for shard in shards]
+        return any(shard.is_cut_by_rows for shard in shards) and not self.reach.whole
+
     def take_bound(self, bound: BatchBound) -> None:
         """From now on, take ids of another bound; a collective, of ranks that are through with their steps."""
         assert self._distinct is not None
@@ -82,20 +97,24 @@ class UnpooledExchange(Exchange):
         self._blocks = SlotBlocks.of(list(most.values()))
         features = self._blocks.by_feature(most)
         ids = {name: room for name, (_, room) in features.items()}
-        layout = self.table_layout.with_features({name: table for name, (table, _) in features.items()})
+        ranges = self.row_ranges
+        layout = self.table_layout.with_features({name: ranges[of] for name, (of, _) in features.items()})
         slots = BatchBound(self._blocks.slots, dict.fromkeys(ids, (0, 1)), ids)
         self.take_ids(list(ids), slots, layout, self._replicated)
         self._make_memory()
 
     def _most_slots(self, bound: BatchBound) -> dict[str, int]:
-        """Return the most slots that a batch fills, by table."""
+        """Return the most slots that a batch fills, by name of `row_ranges`."""
         assert self._distinct is not None
         ids = dict.fromkeys(self.names, 0)
         for sequence, room in zip(self._distinct.sequences, self._most(bound), strict=True):
             ids[self.names[sequence.table]] += room
-        if self._dedup and self._is_counted:
-            return {name: min(most, bound.distinct.get(name, most)) for name, most in ids.items()}
-        return ids
+        distinct = bound.distinct if self._dedup and self._is_counted else {}
+        return {
+            name: min(most, distinct.get(name, distinct.get(of.table, most)))
+            for name, of in self.row_ranges.items()
+            for most in [ids[of.table]]
+        }
 
     def _most(self, bound: BatchBound) -> list[int]:
         """Return the most ids of each sequence."""

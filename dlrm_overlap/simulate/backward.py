@@ -5,6 +5,8 @@ updated while the next one travels. The ids have been sorted beside the forward.
 each fill the multiprocessors, so beside each other they take turns.
 
 **collective.** Gradients are packed, sent by a collective, the ids sorted, and all rows updated by FBGEMM.
+
+Gradients of a history, which is not pooled, are summed by distinct id before they are sent.
 """
 
 from collections.abc import Sequence
@@ -12,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from dlrm_overlap.simulate.config import SimulateConfig, UpdateConfig
-from dlrm_overlap.simulate.stage import Simulation, each_alone, send_all
+from dlrm_overlap.simulate.stage import Simulation, each_alone, pass_over_rows, send_all
 from dlrm_overlap.simulate.workload import Workload
 
 _PART_BYTES, _MOST_PARTS = 32 << 20, 6  # as `embedding.layout` cuts a rank's window
@@ -66,6 +68,9 @@ def add_backward(
     kernel = {"lane": "memory", "delay_s": config.gpu.kernel_us / 1e6}
     seconds = rows_s(config, work) * work.shares.memory
     sent = [list(each) for each in after]
+    if work.history_ids and (config.work.dedup or not collective_backward(config)):
+        rows = work.history_ids + 2 * work.history_rows  # sums are set to zero before
+        sent = each_alone(pass_over_rows(sim, "sum by id", rows, sent))
     if collective_backward(config):
         if several:
             pack_s = 2 * work.pooled_bytes / config.gpu.copy_gb_per_s / 1e9

@@ -10,8 +10,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.launching.environment import commit
 from dlrm_overlap.launching.parsing import parse_config, reader_may_leave
@@ -166,8 +164,8 @@ def _verdict(torchrec: dict[str, Any], ours: dict[str, Any]) -> str:
 def read_training(path: Path) -> dict[str, Any]:
     """Return the keys of a simulated step that a training configuration gives, nested as in a simulation's file.
 
-    Its ids have one skew; where the tables have several, it is their mean. A run reads the tables' rows from its data;
-    here they must be in the file.
+    All rows travel in one type, which is that of a history's if there is one. A run reads the tables' rows from its
+    data; here they must be in the file.
 
     Raises:
         InputError: if the file is none, or lacks the tables' rows.
@@ -177,7 +175,7 @@ def read_training(path: Path) -> dict[str, Any]:
     tables, embedding, train = config.data.tables, replace(config.embedding, backend=backend), config.train
     if tables.rows is None:
         raise InputError(f"--train {path}: data.tables.rows is null; write the tables' rows into the file")
-    wire = embedding.resolved_wire_dtype(train.precision)
+    wire = embedding.resolved_wire_dtype("fp32" if config.model.sequence.history is not None else train.precision)
     return {
         "model": asdict(config.model),
         "network": {"gpus_per_host": 8},
@@ -186,7 +184,7 @@ def read_training(path: Path) -> dict[str, Any]:
             "rows": tables.rows,
             "max_rows": tables.max_rows,
             "multi_hot": tables.multi_hot,
-            "zipf_alpha": float(np.median(tables.zipf_alpha)),
+            "zipf_alpha": tables.zipf_alpha,
             "samples": train.batch_size,
             "global_batch": train.global_batch_size,
             "dense_features": config.data.dense_features,

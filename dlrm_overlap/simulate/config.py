@@ -129,8 +129,11 @@ class WorkConfig:
     """cap on the rows of every table"""
     multi_hot: PositiveInt | str | list[PositiveInt | str] = 1
     """ids a bag: 3, or '0..8' for a uniform range"""
-    zipf_alpha: NonNegativeFloat = 0.0
+    zipf_alpha: NonNegativeFloat | list[NonNegativeFloat] = 0.0
     """skew of the ids, P(k-th row) ~ 1/k^alpha; 0 is uniform"""
+    dedup: bool = True
+    """of the table model.sequence.history, whose rows are not pooled: whether each distinct id of a rank's batch
+    travels once, and its row and the sum of its gradients; of torchrec this is its index dedup"""
     samples: PositiveInt = 8192
     """samples of a rank"""
     global_batch: PositiveInt | None = None
@@ -150,20 +153,26 @@ class WorkConfig:
     """of the rows"""
 
     def __post_init__(self) -> None:
-        lengths = {len(value) for value in (self.rows, self.multi_hot) if isinstance(value, list)}
+        lists = [value for value in (self.rows, self.multi_hot, self.zipf_alpha) if isinstance(value, list)]
+        lengths = {len(value) for value in lists}
         if lengths - {self.tables}:
             raise InputError(
                 f"work: lists of {sorted(lengths)} values for {self.tables} tables; give one value a table"
             )
         if lengths and self.tables_per_rank is not None:
             raise InputError(
-                "work.tables_per_rank: it takes one value for all tables; give rows and multi_hot as numbers"
+                "work.tables_per_rank: it takes one value for all tables; give rows, multi_hot and zipf_alpha as "
+                "numbers"
             )
         for each in self.multi_hot if isinstance(self.multi_hot, list) else [self.multi_hot]:
             try:
                 parse_multi_hot(each)
             except InputError as error:
                 raise InputError(str(error).replace("data.tables.", "work.", 1)) from None
+
+    def number_of_tables(self, world_size: int) -> int:
+        """Return the number of tables of so many ranks."""
+        return self.tables_per_rank * world_size if self.tables_per_rank is not None else self.tables
 
 
 @dataclass(frozen=True)
@@ -251,11 +260,9 @@ class SimulateConfig:
             raise InputError(
                 f"work.global_batch: {self.work.global_batch} is no multiple of {world_size} ranks; give one that is"
             )
-        if self.model.sequence.history is not None:
-            raise InputError(
-                f"model.sequence.history: {self.model.sequence.history}, but simulated tables are all pooled, and the "
-                f"rows of a history would count as one; leave it out"
-            )
+        history, tables = self.model.sequence.history, self.work.number_of_tables(world_size)
+        if history is not None and history >= tables:
+            raise InputError(f"model.sequence.history: {history} is no table; the {tables} count from 0")
         if self.what == "product":
             self._check_product(world_size)
 

@@ -8,6 +8,8 @@ follow one another, those to others share the links with them. Sums of tables th
 are put when the ranks of the host have pooled all. Waves of equal destinations, all within the host, count as one.
 
 **torchrec.** FBGEMM's lookup, a copy of the output into the send buffer, a collective, and the pass that unpacks.
+
+Rows of a history, which is not pooled, travel as bags of one id do, and are expanded to the ids that name them.
 """
 
 import math
@@ -97,9 +99,19 @@ def forward(sim: Simulation, after: Sequence[Sequence[int]], copies: bool = True
 
     `copies` is false where torchrec's lookup is not followed by a copy into the send buffer, as in `bench`'s baseline.
     """
-    if sim.config.exchange.backend == "torchrec":
-        return _collective_forward(sim, after, copies)
-    return _fused_forward(sim, after)
+    collective = sim.config.exchange.backend == "torchrec"
+    here = _collective_forward(sim, after, copies) if collective else _fused_forward(sim, after)
+    rows, ids = sim.work.history_rows, sim.work.history_ids
+    if not ids or (collective and not sim.config.work.dedup):  # which unpacks a row for each id already
+        return here
+    return pass_over_rows(sim, "expand", rows + ids, each_alone(here))
+
+
+def pass_over_rows(sim: Simulation, name: str, rows: float, after: Sequence[Sequence[int]]) -> list[int]:
+    """Add a kernel of each rank that reads or writes so many rows of the history, which is not pooled."""
+    seconds = rows * sim.config.model.dim * sim.config.work.wire_bytes / sim.config.gpu.memory_gb_per_s / 1e9
+    delay_s = sim.config.gpu.kernel_us / 1e6
+    return sim.cluster.add_each(name, [sim.cluster.memory], seconds, after, lane="memory", delay_s=delay_s)
 
 
 def send_all(

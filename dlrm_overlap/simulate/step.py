@@ -1,10 +1,11 @@
 """A training step as activities: the graph of docs/architecture/step.md, and the baseline's.
 
-    ids of the next batch     | over the links, beside everything
+    ids of the next batch     | over the links, beside everything; of a history its distinct ids are found before
     lookup, exchange          | the bottom MLP's forward beside it
     ids are sorted            | after the lookup, beside the head's forward, which waits for their kernels
-    head, forward             | when the embeddings and the bottom MLP's output are there
-    head's backward           | up to the embeddings' gradient
+    attention to a history    | when the embeddings and the bottom MLP's output are there, before the head
+    head, forward             | when these are there
+    head's backward           | up to the embeddings' gradient, the attention's after it
     weights' gradients        | pgas, fused: of the cross network, after the backward
     push of gradients         | after the first of these products, or after the head's backward
     bottom MLP's backward     | beside the push
@@ -35,6 +36,10 @@ _BUCKETS = 4  # in which the collective backward sums dense gradients
 # layer is one, product and activation; in the backward two products, two that sum the bias' gradient, and the
 # activation's; in all, those of the loss and of casts.
 _FORWARD, _BACKWARD, _LOSS = 2, 5, 9
+# Of a history, counted in operators of PyTorch and the bytes that each reads and writes, not measured: those by which
+# `DistinctIds` finds the distinct ids, for each id, the passes of a radix sort among them; those of `TargetAttention`,
+# forward and backward, for each element of its keys, in bf16.
+_FIND, _ATTEND, _ATTEND_BACK = (61, 592), (26, 35), (23, 52)
 
 
 class DenseSeconds(NamedTuple):
@@ -123,6 +128,26 @@ def _add_sorts(sim: Simulation, after: Sequence[int]) -> list[list[int]]:
     return each_alone(numbers)
 
 
+def _add_passes(
+    sim: Simulation,
+    name: str,
+    each: tuple[int, int],
+    count: float,
+    after: Sequence[Sequence[int]],
+    lane: str = "products",
+) -> list[int]:
+    """Add kernels of each rank, one after the other, that read and write memory.
+
+    Args:
+        each: kernels, and the bytes of all of them for each of `count` elements.
+    """
+    kernels, nbytes = each
+    gpu, cluster = sim.config.gpu, sim.cluster
+    resources = [cluster.memory, cluster.products]  # they leave products no multiprocessor
+    seconds, delay_s = count * nbytes / gpu.memory_gb_per_s / 1e9, kernels * gpu.kernel_us / 1e6
+    return cluster.add_each(name, resources, seconds, after, lane=lane, delay_s=delay_s)
+
+
 def _add_step(sim: Simulation, none: list[list[int]]) -> None:
     config, cluster, work = sim
     gpu, dense, engine = config.gpu, dense_seconds(config, work), cluster.engine
@@ -136,18 +161,26 @@ def _add_step(sim: Simulation, none: list[list[int]]) -> None:
         return [list(together) for together in zip(*numbers, strict=True)]
 
     begun = each_alone([engine.add("step begins", {}, rank=r, delay_s=gpu.step_us / 1e6) for r in range(len(none))])
+    found = none
+    if work.history_ids and config.work.dedup:
+        found = each_alone(_add_passes(sim, "distinct ids", _FIND, work.history_ids, none, "ids"))
     if several:
         received = work.id_bytes / (cluster.world_size - 1) * work.shares.ids
-        send_all(sim, received, none, "ids", collective)
+        send_all(sim, received, found, "ids", collective)
     embeddings = forward(sim, begun)
     bottom = products("bottom MLP", dense.bottom_forward, begun, dense.bottom_forward_kernels)
-    head = products("head", dense.head_forward, each(embeddings, bottom), dense.head_forward_kernels)
+    keys, front = work.samples * (config.model.sequence.positions + 1) * config.model.dim, each(embeddings, bottom)
+    if work.history_ids:
+        front = each_alone(_add_passes(sim, "attention", _ATTEND, keys, front))
+    head = products("head", dense.head_forward, front, dense.head_forward_kernels)
     buckets = _BUCKETS if collective else 1
     back, ready = head, []
     for _ in range(buckets):
         kernels = dense.head_backward_kernels / buckets
         back = products("head's backward", dense.head_backward / buckets, each(back), kernels)
         ready.append(each(back))
+    if work.history_ids:
+        back = _add_passes(sim, "attention's backward", _ATTEND_BACK, keys, each(back))
     first, weights = back, back
     if dense.weights:
         layers = config.model.cross_layers

@@ -148,6 +148,8 @@ def assemble(
     pipeline: TrainPipeline[Any, Any]
     if graph:
         bound = BatchBound(samples, dict(zip(dlrm.keys, train.bag_sizes, strict=True)))
+        if dlrm.history_key is not None:
+            bound = None  # whose distinct ids the first batch shows, and how many ids long histories have in all
         casts = cast_once(task, flat, optimizer, config.train.compile_dense) if flat and casts_once else None
         pipeline = GraphTrainPipeline(
             model,

@@ -39,10 +39,11 @@ class TargetAttention(nn.Module):
         them.
         """
         rows, is_there = by_position(rows_nD, lengths, len(self.position))
-        keys, counts = (rows + self.position)[:, None], is_there.clone()
+        counts = is_there.clone()
         counts[:, -1] = True
         # The heads' queries have the same keys, so they are queries of one attention: [b, 1, heads, D] to [b, 1, P, D].
         queries = self.query(candidate_bD).view(-1, 1, self.heads, self.dim)
+        keys = (rows + self.position)[:, None].to(queries.dtype)  # once: autocast would cast keys and values apart
         found = scaled_dot_product_attention(queries, keys, keys, attn_mask=counts[:, None, None])
         return self.output(found.flatten(1))
 

@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 
 from dlrm_overlap.config import Config
+from dlrm_overlap.embedding.sharded_module import exchanges
+from dlrm_overlap.embedding.unpooled import UnpooledExchange
 from dlrm_overlap.train.evaluation import evaluate
 from dlrm_overlap.train.explain import explain
 from tests.agreement import LOSS_TOLERANCE
@@ -30,6 +32,10 @@ def _work(folder: Path) -> None:
     trainer = make_trainer(_config(folder, "two_hosts", *hosts, "--checkpoint.last", "false"))
     assert all(table.exchanged for table in explain(trainer.model).tables)
     trainer.fit()
+    (unpooled,) = [each for each in exchanges(trainer.model) if isinstance(each, UnpooledExchange)]
+    assert unpooled.bound is not None
+    slots = unpooled._blocks.slots * sum(unpooled._blocks.counts)
+    assert slots < unpooled.bound.ids["t_02"] / 8, "windows are for the distinct ids that the first batch has shown"
     trainer.close()
     start = ["--checkpoint.resume", str(checkpoints / "step_6"), "--checkpoint.last", "false"]
     train(_config(folder, "goes_on", *start))

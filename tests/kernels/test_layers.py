@@ -22,8 +22,8 @@ def test_the_kernel_agrees_with_its_twin(rows: int, width: int) -> None:
     sums = [torch.full((-(-rows // GROUP), 3 + width), torch.nan)[:, 3:] for _ in range(2)]
     kernels.mask_and_sum(gradient, output, masked[0], sums[0])
     reference.mask_and_sum(gradient, output, masked[1], sums[1])
-    assert_same(*masked, "gradient")
-    assert_near(*sums, 1e-5, "sums")
+    assert_same(masked[0], masked[1], "gradient")
+    assert_near(sums[0], sums[1], 1e-5, "sums")
 
 
 @interpreted
@@ -40,8 +40,8 @@ def test_a_layer_of_one_output_agrees_with_its_twin(width: int) -> None:
     sums = [torch.full((2, 5 + 2 * width + 1), torch.nan)[:, 5:] for _ in range(2)]
     kernels.gradient_of_logits(gradient, x, weight, masked[0], sums[0])
     reference.gradient_of_logits(gradient, x, weight, masked[1], sums[1])
-    assert_near(*masked, 1e-6, "gradient")
-    assert_near(*sums, 1e-5, "sums")
+    assert_near(masked[0], masked[1], 1e-6, "gradient")
+    assert_near(sums[0], sums[1], 1e-5, "sums")
 
 
 @pytest.mark.parametrize("outputs", [4, 1])

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import SparseType
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.train_pipeline import TrainPipelineFusedSparseDist
 from torchrec.distributed.types import ModuleSharder
 from torchrec.optim.keyed import KeyedOptimizerWrapper
@@ -129,7 +130,12 @@ def contender_configs(ranks: Ranks, names: Sequence[str]) -> dict[str, Config]:
 
 
 def _possible(names: Sequence[str], ranks: Ranks) -> tuple[str, ...]:
-    """Return `names` without the contenders whose dense optimizer this torch cannot update by one kernel here."""
+    """Return `names` without the contenders that would be others here.
+
+    They have index dedup where all tables are pooled, or a dense optimizer that this torch cannot update by one kernel.
+    """
+    if ranks.config.model.sequence.history is None:
+        names = [name for name in names if "index_dedup" not in STEP_CONTENDERS[name].extras]
     fused = {name for name in names if "fused_optimizer" in STEP_CONTENDERS[name].extras}
     parameter = torch.zeros(1, device=ranks.device, requires_grad=True)
     parameter.grad = torch.zeros_like(parameter)
@@ -149,6 +155,8 @@ def build(ranks: Ranks, name: str, config: Config) -> Trainer:
     if "bf16_output" in extras and ranks.device.type == "cuda":  # FBGEMM has no such output on CPUs
         lookups["output_dtype"] = SparseType.BF16
     make_sharders = _sharders_at_defaults if "drop_in" in extras else partial(build_sharders, fused_params=lookups)
+    if "index_dedup" in extras and ranks.device.type == "cuda":  # FBGEMM finds distinct ids there alone
+        make_sharders = partial(_sharders_with_index_dedup, fused_params=lookups)
     trainer = ranks.trainer(config, make_sharders)
     if "fused_optimizer" in extras:
         _fuse(trainer)
@@ -161,6 +169,16 @@ def _sharders_at_defaults(config: EmbeddingConfig, *_: Any) -> list[ModuleSharde
     """Return our sharders at their defaults, with the configured optimizer of the tables alone."""
     own = fused_params_of(config)
     return [OverlapEmbeddingBagCollectionSharder(own), OverlapEmbeddingCollectionSharder(own)]
+
+
+def _sharders_with_index_dedup(*args: Any, **kwargs: Any) -> list[ModuleSharder[Any]]:
+    """Return what `build_sharders` does, TorchRec's sharder of unpooled tables with `use_index_dedup`."""
+    return [
+        EmbeddingCollectionSharder(each.fused_params, each.qcomm_codecs_registry, use_index_dedup=True)
+        if type(each) is EmbeddingCollectionSharder
+        else each
+        for each in build_sharders(*args, **kwargs)
+    ]
 
 
 def _fuse(trainer: Trainer) -> None:

@@ -5,7 +5,7 @@ Its ids have room for the most that a batch may have, and a model cuts them ther
 
 import copy
 import copyreg
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from enum import Enum
 from functools import partial
@@ -17,7 +17,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from dlrm_overlap.config import InputError
 from dlrm_overlap.embedding.id_layout import BatchBound
-from dlrm_overlap.embedding.own_batches import InverseIndices, with_even_batches
+from dlrm_overlap.embedding.own_batches import InverseIndices, with_bags_of_samples, with_even_batches
 from dlrm_overlap.embedding.steps import weights_of
 
 
@@ -172,13 +172,22 @@ def on_device(batch: Any, device: torch.device) -> Any:
     return _replace(batch, lambda leaf: leaf.to(device, non_blocking=True))
 
 
-def with_even_batches_of(batch: Any) -> Leaves:
-    """Return a batch whose ids have a bag a sample for each feature, see `own_batches`; mostly the same one."""
+def with_even_batches_of(batch: Any, unpooled: Collection[str] = ()) -> Leaves:
+    """Return a batch whose ids have a bag a sample for each feature, see `own_batches`; mostly the same one.
+
+    Args:
+        unpooled: features of tables that are not pooled: ids that have one of them get each sample's own bags.
+    """
     leaves = Leaves(batch)
     if not any(ids.variable_stride_per_key() for ids in leaves.ids):
         return leaves
-    even = _replace(batch, lambda leaf: with_even_batches(leaf) if isinstance(leaf, KeyedJaggedTensor) else leaf)
-    return Leaves(even)
+
+    def even(leaf: Any) -> Any:
+        if not isinstance(leaf, KeyedJaggedTensor):
+            return leaf
+        return with_even_batches(with_bags_of_samples(leaf) if {*unpooled} & {*leaf.keys()} else leaf)
+
+    return Leaves(_replace(batch, even))
 
 
 def _replace(value: Any, replace: Callable[[Any], Any]) -> Any:

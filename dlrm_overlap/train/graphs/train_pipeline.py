@@ -297,7 +297,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         training = _holder(self._model)
         if training._ahead.ids_are_sent:
             training._ahead.forget_sent_ids()  # of the training batch that comes next; they are sent again
-        batch = with_even_batches_of(next(batches))
+        batch = with_even_batches_of(next(batches), training._ahead.unpooled_features)
         with torch.inference_mode(False):  # training steps write to the windows that are made
             if training._steps and (beyond := training._ahead.evaluated_beyond(batch)) is not None:
                 training._forget_captured()

@@ -17,7 +17,7 @@ from dlrm_overlap.bench.harness.limits import Limit, RankIds
 from dlrm_overlap.bench.harness.step_floor import _count_dense_bytes, _count_tables, floor_columns
 from dlrm_overlap.bench.request import StepRequest
 from dlrm_overlap.bench.step_contenders import STEP_CONTENDERS, StepContender, contender_config, expand, heats
-from dlrm_overlap.config import EmbeddingConfig, InputError, ModelConfig
+from dlrm_overlap.config import EmbeddingConfig, InputError, ModelConfig, SequenceConfig
 from dlrm_overlap.embedding.layout import FeatureShard, Layout
 from dlrm_overlap.embedding.traffic import DenseCounts, count_dense
 from dlrm_overlap.train.model import build_model
@@ -55,6 +55,19 @@ def test_int32_ids_are_told_to_torchrec_alone_and_a_backward_is_left_to_those_wh
     assert backwards == ["auto", "auto", "collective", "collective"]
 
 
+@pytest.mark.usefixtures("world_of_one")
+def test_index_dedup_is_for_models_with_histories(tmp_path: Path) -> None:
+    ranks, names = ranks_here(quickstart(tmp_path, "run")), ("torchrec", "torchrec_strongest_index_dedup")
+    assert step._possible(names, ranks) == names[:1]
+    attends = replace(ranks.config.model, sequence=SequenceConfig(history=2))
+    ranks = replace(ranks, config=replace(ranks.config, model=attends))
+    assert step._possible(names, ranks) == names
+    config = contender_config(ranks.config, STEP_CONTENDERS[names[1]], "cuda").embedding
+    unpooled: Any = step._sharders_with_index_dedup(config, "bf16", 0, fused_params={"output_dtype": None})[1]
+    assert unpooled._use_index_dedup
+    assert "output_dtype" in unpooled.fused_params
+
+
 def test_the_last_contender_takes_turns_with_all_others() -> None:
     assert heats("abcde", 3) == [("a", "b", "e"), ("c", "d", "e")]
     assert heats("abcd", 4) == [("a", "b", "c", "d")]
@@ -87,17 +100,24 @@ def test_dense_counts_of_a_hand_computed_step() -> None:
 
 @pytest.mark.parametrize("arch", ["dot", "dcn"])
 def test_dense_counts_are_those_of_the_model(arch: Any) -> None:
-    model = ModelConfig(arch=arch, dim=8, bottom_mlp=[12, 8], top_mlp=[10, 6, 1], cross_layers=2, cross_rank=5)
+    sequence = SequenceConfig(history=1 if arch == "dot" else None, positions=7, heads=3)
+    sizes = {"bottom_mlp": [12, 8], "top_mlp": [10, 6, 1], "cross_layers": 2, "cross_rank": 5}
+    model = ModelConfig(arch=arch, dim=8, sequence=sequence, **sizes)
     tables, features, samples = 3, 13, 16
     dlrm = build_model(model, EmbeddingConfig(), [7] * tables, features, 0)
     pooled = torch.randn(samples, tables * model.dim, requires_grad=True)
     with FlopCounterMode(display=False) as counter:
         dlrm.head(dlrm.bottom(torch.randn(samples, features)), pooled).sum().backward()
+        if arch == "dot":
+            candidate = torch.randn(samples, 8, requires_grad=True)
+            dlrm.attention(candidate, torch.randn(20, 8), torch.ones(samples, dtype=torch.int32)).sum().backward()
     counts = count_dense(model, tables, features, samples)
     # The model multiplies each pair twice, and each feature by itself.
     twice = 6 * model.dim * ((tables + 1) ** 2 - tables * (tables + 1) // 2) * samples if arch == "dot" else 0
-    assert counts.flop == counter.get_total_flops() - twice
-    parts = (*dlrm.bottom.parameters(), *dlrm.head.parameters())
+    attended = 6 * samples * 2 * 3 * 8 * 8 if arch == "dot" else 0  # scores and sums of 3 heads, which torch leaves out
+    assert counts.flop == counter.get_total_flops() - twice + attended
+    tables = ("embedding.", "history.")
+    parts = [each for name, each in dlrm.named_parameters() if not name.startswith(tables)]
     assert counts.parameters == sum(parameter.numel() for parameter in parts)
 
 

@@ -108,6 +108,21 @@ def test_ids_beyond_their_room_or_slots_are_told_by_lengths(dedup: bool) -> None
         assert int(each.runs.rows.min()) >= 0
 
 
+def test_ranges_of_rows_have_slots_of_their_own() -> None:
+    """As between hosts; ids outside the table are in its last range."""
+    finder = DistinctIds(SEQUENCES, ROWS, torch.device("cpu"), [[0, 4, 6], [0]])
+    batch = _batch(f=[[9, 0, 3], [0, 12]], g=[[4], [5, 5]], h=[[7], []])
+    rooms = finder.rooms_of(batch)
+    distinct = finder.place(finder.sort(batch, rooms), SlotBlocks(6, (1, 1, 1, 1)))
+    counts = distinct.lengths.view(4, 6).sum(1).tolist()
+    values = [each.tolist() for each in distinct.values[: sum(counts)].split(counts)]
+    assert values == [[0, 3], [4, 5], [9, 12], [0, 3, 7, 9, 12]]
+    assert (distinct.places % 4).tolist() == [2, 0, 0, 0, 2, 1, 1, 1, 3, 3, 3, 3, 3, 3], "of each id the range"
+    assert finder.count(batch, rooms).tolist() == [2, 2, 2, 5]
+    beyond = finder.sort(batch, [4, *rooms[1:]]).counts
+    assert int(beyond[0]) > len(batch.values()), "no range has room"
+
+
 def test_ids_outside_their_table_share_a_slot() -> None:
     """So that their owner finds one of them, and no other table's ids are mixed up with them."""
     batch, finder = _batch(f=[[10, -1], [3]], g=[[], [3]], h=[[-5, 0], [10]]), _finder()

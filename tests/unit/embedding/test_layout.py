@@ -80,6 +80,28 @@ def test_partial_sums_of_a_table_that_is_cut_by_rows() -> None:
     assert sorted(layout.sent_columns.tolist()) == list(range(28))
 
 
+def test_owners_of_rows_have_slots_of_their_own_between_hosts() -> None:
+    """A table of 5 rows over three ranks, the last of which has none, and a table that is whole on rank 1."""
+    rows = [(0, 3), (3, 5), (5, 5)]
+    shards = [make_shard("cut", owner, 4, rows=rows[owner], row_shard=owner) for owner in range(3)]
+    shards = [replace(shard, slots=True) for shard in (*shards, make_shard("whole", 1, 4))]
+    layout = Layout(shards, ["cut", "whole"], 3)
+    assert [*layout.row_ranges(cut=False)] == ["cut", "whole"]
+    ranges = layout.row_ranges(cut=True)
+    assert [(name, *each) for name, each in ranges.items()] == [
+        ("cut, rows from 0", "cut", 0, 0), ("cut, rows from 3", "cut", 1, 3), ("whole", "whole", None, 0),
+    ]  # fmt: skip
+    features = layout.with_features(
+        {"a": ranges["cut, rows from 0"], "b": ranges["cut, rows from 3"], "c": ranges["whole"]}
+    )
+    assert [[(shard.name, shard.rows) for shard in of] for of in features.by_owner] == [
+        [("a", (0, 3))], [("b", (3, 5)), ("c", (0, 0))], [],
+    ]  # fmt: skip
+    assert features.dims == [4, 4, 4]
+    ids = IdLayout(features, list("abc"), BatchBound(2, dict.fromkeys("abc", (0, 1))))
+    assert ids.shares == [(0, 0, 1 << 32), (1, 3, 1 << 32)], "each has all ids of its feature, less its first row"
+
+
 def test_shares_of_a_feature_whose_tables_are_cut_at_other_rows() -> None:
     """Shares that are alike are published once; there is room for all ids of either cut."""
     cuts = [("a", owner, (owner * 3, owner * 3 + 3)) for owner in range(4)] + [("b", 0, (0, 3)), ("b", 1, (3, 6))]

@@ -143,6 +143,17 @@ def test_the_work_of_tables_that_are_cut_by_rows() -> None:
     assert not dense.added.any()
 
 
+def test_rows_that_are_not_pooled_leave_their_owners_once() -> None:
+    """Two hosts of two ranks; of four ids a sample three are distinct, and their table is cut by rows over all."""
+    table = PlannedTable(TableLoad(4, 64, 256, 0, 100, pooled=False), 100, range(4, 5), distinct=3 / 4)
+    plan = [[Shard(0, 64, 0.4), *[Shard(rank, 64, 0.2) for rank in (1, 2, 3)]]]
+    for dense in (False, True):
+        found = shares_of([table], plan, 4, 2, dense)
+        for name in ("memory", "links", "ids", "near", "away"):
+            assert getattr(found, name).tolist() == pytest.approx([1.6, 0.8, 0.8, 0.8]), name
+        assert not any(getattr(found, name).any() for name in ("sums", "gathered", "added"))
+
+
 @pytest.mark.parametrize("backend", ["torchrec", "fused"])
 def test_partial_sums_travel_and_are_added_up(backend: str) -> None:
     """MLPerf's tables by TorchRec's planner on two hosts: table-row-wise shards, whose bytes the links carry."""

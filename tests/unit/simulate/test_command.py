@@ -173,7 +173,7 @@ def test_rows_and_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     [
         (["--network.host", "2"], "network.hosts"),
         (["--train", "configs/criteo_kaggle.yaml"], "data.tables.rows is null"),
-        (["--train", "configs/sequence.yaml"], "model.sequence.history: "),
+        (["--model.sequence.history", "26"], "model.sequence.history: 26 is no table; the 26 count from 0"),
         (["--vary", "network.hosts=1,2", "--vary", "network.hosts/work.samples=1/2"], "key is there twice"),
         (["--network.hosts", "4096"], "4096 GPUs at most"),
         (["--work.multi_hot", "x"], "work.multi_hot"),

@@ -12,20 +12,21 @@ _CASES = {
     "row_wise": Case(plan="row_wise", samples=(5, 3), optimizer="rowwise_adagrad", few=4),
     "own_batches": Case(samples=(5, 3), own_batches=True, need_indices=True, clipped=True),
     "two_hosts": Case(plan="column_wise", samples=(5, 3), pooled=True, hosts=2),
+    "rows_of_two_hosts": Case(samples=(6,), bags=(0, 3), steps=4, longer={99: 1}, pooled=True, hosts=2),
     "repeated": Case(samples=(4,), repeated=100_000, optimizer="rowwise_adagrad"),
 }
 
 
-def _check(place: Place, name: str, dedup: bool, backend: str = "pgas") -> None:
+def _check(place: Place, name: str, dedup: bool, backend: str = "pgas", pipeline: str = "none") -> None:
     case = replace(_CASES[name], repeated=_CASES[name].repeated if place.on_gpu else 0)
     if place.world_size % 2:
         case = replace(case, hosts="auto")
     stock = train(case, stock_sharders(case), "none", place.device)
-    ours = train(case, our_sharders(case, dedup=dedup, backend=backend), "none", place.device)
+    ours = train(case, our_sharders(case, dedup=dedup, backend=backend), pipeline, place.device)
     assert_same(ours["output of step 0"], stock["output of step 0"], "first output")
     tolerance = WEIGHT_TOLERANCE["fp32"] * (10 if case.repeated else 1)  # sums of so many gradients
     assert_all_near(ours, stock, tolerance, f"{name}:")
-    again = train(case, our_sharders(case, dedup=dedup, backend=backend), "none", place.device)
+    again = train(case, our_sharders(case, dedup=dedup, backend=backend), pipeline, place.device)
     assert_all_near(again, ours, 0, "a second run:")
 
 
@@ -33,6 +34,9 @@ CHECKS = {
     f"unpooled_{name}_{'distinct' if dedup else 'all'}": Check(partial(_check, name=name, dedup=dedup))
     for name in _CASES
     for dedup in (True, False)
+    if name != "rows_of_two_hosts"
 } | {
+    # Its first steps, which are eager, of the pipeline that alone sends rows of several hosts.
+    "unpooled_rows_of_two_hosts": Check(partial(_check, name="rows_of_two_hosts", dedup=True, pipeline="graph")),
     "unpooled_mixed_fused": Check(partial(_check, name="mixed", dedup=True, backend="fused")),
 }
