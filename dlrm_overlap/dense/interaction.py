@@ -7,6 +7,14 @@ from torch.autograd.function import once_differentiable
 
 from dlrm_overlap.kernels import reference
 
+_MOST_FEATURES, _MOST_ELEMENTS = 128, 1 << 15
+"""of a sample, whose embeddings and products a kernel's program holds in registers"""
+
+
+def fits(features: int, dim: int) -> bool:
+    """Return whether `interact` takes so many embeddings of that dim; more are left to torch.compile."""
+    return features <= _MOST_FEATURES and features * dim <= _MOST_ELEMENTS
+
 
 def interact(embeddings: torch.Tensor, features: int, width: int) -> torch.Tensor:
     """Return the first embedding of each sample, and the dot products of all pairs [b, width].

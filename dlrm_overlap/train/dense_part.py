@@ -24,7 +24,7 @@ from dlrm_overlap.config import ModelConfig, TrainConfig
 from dlrm_overlap.dense.cast import CastWeights
 from dlrm_overlap.dense.cross import CrossLayer, Write, cross
 from dlrm_overlap.dense.flat import FlatParameters
-from dlrm_overlap.dense.interaction import interact
+from dlrm_overlap.dense.interaction import fits, interact
 from dlrm_overlap.dense.layers import Layer, relu_layers
 from dlrm_overlap.dense.optimizer import FlatOptimizer
 from dlrm_overlap.dense.tensor_parallel import DividedCrossNet, LayerRanks, divide_pairs, divided_layers
@@ -172,6 +172,8 @@ def cast_once(task: TrainTask, flat: FlatParameters, optimizer: CombinedOptimize
     assert isinstance(inner, FlatOptimizer)
     crossed = head.interaction if compiled and isinstance(head.interaction, LowRankCrossNet) else None
     dotted = head.interaction if compiled and isinstance(head.interaction, DotInteraction) else None
+    if dotted is not None and not fits(dotted.features, dotted.dim):
+        dotted = None
     biases = {names[p] for key, p in head.named_parameters() if key.startswith("interaction.bias")}
     shadowed = [names[p] for part in (bottom, head) for p in part.parameters()]
     casts = CastWeights(flat, inner, [name for name in shadowed if crossed or name not in biases])
@@ -253,7 +255,7 @@ def _layers_with_casts(
     each = [tuple(names[parameter] for parameter in layer.parameters()) for layer in layers]  # weight, bias
     first = casts.shadow(each[0][0])
     known, width = first.shape[1], _aligned(first.shape[1])
-    wide = first.new_zeros(len(first), width)
+    wide = first.new_zeros(len(first), width if width > known else 0)
 
     def places() -> list[Layer]:
         return [Layer(*casts.places(layer)) for layer in each]
@@ -263,8 +265,8 @@ def _layers_with_casts(
         if width > known:
             wide[:, :known] = weights[0].weight
             weights[0] = weights[0]._replace(weight=wide)
-        if x.shape[1] < width or x.dtype != wide.dtype:
-            given, x = x, wide.new_zeros(len(x), width)
+        if x.shape[1] < width or x.dtype != first.dtype:
+            given, x = x, first.new_zeros(len(x), width)
             x[:, :known] = given
         return relu_layers(x, weights, places, casts.anchor)
 

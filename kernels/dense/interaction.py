@@ -99,7 +99,7 @@ def _compiled(forward: bool, features: int, dim: int, width: int) -> CompiledKer
     constants = {"FEATURES": features, "DIM": dim, "WIDTH": width, "BLOCK_F": block_f, "BLOCK_D": block_d}
     constants["INTERPRETED"] = INTERPRETED
     kernel, names = (_interact, ()) if forward else (_gradient_of_interaction, ("gradient",))
-    warps = min(8, max(1, block_f * block_d // 4096))
+    warps = min(8, max(1, block_f * max(block_f, block_d) // 4096))
     return CompiledKernel(kernel, (*names, "embeddings", "out"), constants, num_warps=warps)
 
 

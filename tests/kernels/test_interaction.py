@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dlrm_overlap.dense.interaction import interact
+from dlrm_overlap.dense.interaction import fits, interact
 from dlrm_overlap.kernels import reference
 from dlrm_overlap.kernels.dense import interaction
 from dlrm_overlap.train.model import DotInteraction
@@ -49,3 +49,10 @@ def test_the_function_is_the_models_interaction(features: int, dim: int, width: 
     assert embeddings.grad is not None
     assert plain.grad is not None
     assert_near(embeddings.grad, plain.grad, TOLERANCES[torch.float32], "gradient")
+
+
+def test_more_embeddings_than_registers_hold_are_left_out() -> None:
+    assert fits(27, 128)
+    assert fits(128, 256)
+    assert not fits(129, 16)
+    assert not fits(64, 1024)
