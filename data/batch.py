@@ -54,8 +54,6 @@ class Batch(Pipelineable):
     """[b] float32, or [b, L] where a sample has several, each 0 or 1"""
     lease: Lease | None = None
     """keeps lent memory for this batch"""
-    stand_ins: int = 0
-    """samples that stand in for bad ones, under `data.bad_rows: skip`; the loader counts them"""
 
     @classmethod
     def from_tensors(
@@ -72,14 +70,12 @@ class Batch(Pipelineable):
         tables = [
             batch.sparse.values().split(bags.sum(dim=1).tolist()) for batch, bags in zip(batches, lengths, strict=True)
         ]
-        joined = cls.from_tensors(
+        return cls.from_tensors(
             torch.cat([batch.dense for batch in batches]),
             torch.cat(lengths, dim=1).flatten(),
             torch.cat([values for table in zip(*tables, strict=True) for values in table]),
             torch.cat([batch.labels for batch in batches]),
         )
-        joined.stand_ins = sum(batch.stand_ins for batch in batches)
-        return joined
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":
         """Return the batch on `device`."""
@@ -95,9 +91,7 @@ class Batch(Pipelineable):
     def clone(self) -> "Batch":
         """Return a copy in memory of its own."""
         tensors = (self.dense, self.sparse.lengths(), self.sparse.values(), self.labels)
-        copy = Batch.from_tensors(*(tensor.clone() for tensor in tensors))
-        copy.stand_ins = self.stand_ins
-        return copy
+        return Batch.from_tensors(*(tensor.clone() for tensor in tensors))
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Have the allocator keep the tensors' memory until `stream` has used it."""
@@ -109,8 +103,7 @@ class Batch(Pipelineable):
         """Return the batch in page-locked memory; one on a GPU stays there."""
         if self.dense.is_cuda:
             return self
-        pinned = self.dense.pin_memory(), self.sparse.pin_memory(), self.labels.pin_memory()
-        return Batch(*pinned, stand_ins=self.stand_ins)
+        return Batch(self.dense.pin_memory(), self.sparse.pin_memory(), self.labels.pin_memory())
 
 
 @dataclass
@@ -159,9 +152,6 @@ class Dataset(Protocol):
     num_samples: int | None
     """number of samples; None for an endless stream"""
 
-    skipped: int = 0
-    """samples left out when the data set was opened, under `data.bad_rows: skip`; they have no position"""
-
     label_names: Sequence[str] = ("label",)
     """of the labels of a sample, L"""
 
@@ -195,6 +185,6 @@ class Dataset(Protocol):
 
         Raises:
             InputError: naming the sample, if a label is not 0 or 1, a dense feature not finite or an id not a row of
-                its table. Under `data.bad_rows: skip` another sample stands in for it, the same on all ranks.
+                its table.
         """
         ...

@@ -1,4 +1,4 @@
-"""TorchRec's arrays of Criteo's samples, and MLPerf's multi-hot ones. Criteo's text is a table (`schema`)."""
+"""TorchRec's arrays of Criteo's samples, and MLPerf's multi-hot ones."""
 
 import re
 from pathlib import Path
@@ -13,7 +13,7 @@ from dlrm_overlap.data.npy_files import map_npy, map_npz
 class CriteoArrays(Days):
     """TorchRec's arrays, mapped from disk: day_i_{dense,sparse,labels}.npy, of float32 [n, 13], int32 [n, 26], [n]."""
 
-    def __init__(self, path: str | Path, tables: TablesConfig, bad_rows: str = "error"):
+    def __init__(self, path: str | Path, tables: TablesConfig):
         """Map the days of the folder `path`.
 
         Raises:
@@ -22,7 +22,7 @@ class CriteoArrays(Days):
         """
         folder, rows = Path(path), _rows(tables)
         days = [_open_day(folder, day, "sparse.npy") for day in _days_in(folder, "sparse.npy")]
-        super().__init__(days, rows, tables.max_rows, bad_rows)
+        super().__init__(days, rows, tables.max_rows)
 
 
 class CriteoMultihot(Days):
@@ -32,7 +32,7 @@ class CriteoMultihot(Days):
     [n] or [n, 1].
     """
 
-    def __init__(self, path: str | Path, tables: TablesConfig, bad_rows: str = "error"):
+    def __init__(self, path: str | Path, tables: TablesConfig):
         """Map the days of the folder `path`.
 
         Raises:
@@ -45,7 +45,7 @@ class CriteoMultihot(Days):
         for day, found in zip(days[1:], others, strict=True):
             if found != first:
                 raise InputError(f"{day.name}: bags of {found} ids, but the first day's have {first}; take one day out")
-        super().__init__(days, rows, tables.max_rows, bad_rows)
+        super().__init__(days, rows, tables.max_rows)
 
 
 def _rows(tables: TablesConfig) -> list[int]:

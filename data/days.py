@@ -4,7 +4,6 @@ Samples keep the order of the files. Positions count on from day to day; beyond 
 again. Every value is checked when it is read.
 """
 
-import contextlib
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,6 @@ import torch
 from dlrm_overlap.config import InputError
 from dlrm_overlap.data.batch import Batch, Dataset
 
-_STAND_IN_REACH = 1000  # samples: bad ones are few, or the file is another
 _FINGERPRINTED = 64  # samples, a page or two of a file each
 ROWS_CURE = "set data.tables.rows to the rows the ids were made for, or fold the ids by data.tables.max_rows"
 
@@ -83,9 +81,8 @@ class _Stretch:
 class Days(Dataset):
     """Days, read one after the other."""
 
-    def __init__(self, days: Sequence[Day], rows: Sequence[int], max_rows: int | None, bad_rows: str = "error"):
+    def __init__(self, days: Sequence[Day], rows: Sequence[int], max_rows: int | None):
         """`rows` are those that each table's ids were made for; above `max_rows` ids are folded by modulo."""
-        self._skips = bad_rows == "skip"
         self.rows: list[int] = cap_rows(rows, max_rows)
         self._folded = [kept < table_rows for kept, table_rows in zip(self.rows, rows, strict=True)]
         self._days = days
@@ -118,24 +115,11 @@ class Days(Dataset):
     def read_at(self, positions: np.ndarray) -> Batch:
         """Return the samples at `positions` [count] int64, modulo the number of samples.
 
-        Under `data.bad_rows: skip` the next good sample stands in for a bad one (see `_stand_in`), so all others keep
-        their positions, and every rank finds the same one at a position.
-
         Raises:
-            InputError: naming the day, the sample and the value of a bad one, unless another stands in for it: a label
-                other than 0 or 1, a dense feature that is not finite, or an id that is no row of its table.
+            InputError: naming the day, the sample and the value of a bad one: a label other than 0 or 1, a dense
+                feature that is not finite, or an id that is no row of its table.
         """
-        positions = positions % self.num_samples
-        try:
-            return self._gather(self._stretches(positions))
-        except InputError:
-            if not self._skips:
-                raise
-        stretches: list[_Stretch] = []
-        stand_ins = self._mend(positions, stretches)
-        batch = self._gather(stretches)
-        batch.stand_ins = stand_ins
-        return batch
+        return self._gather(self._stretches(positions % self.num_samples))
 
     def _gather(self, stretches: Sequence[_Stretch]) -> Batch:
         """Return the samples of `stretches` in a batch, and check them."""
@@ -154,39 +138,6 @@ class Days(Dataset):
             self._fold_and_check(t, values[start:end], lengths[t], stretches)
         labels = labels[:, 0] if labels.shape[1] == 1 else labels
         return Batch.from_tensors(*map(torch.from_numpy, (dense, lengths.reshape(-1), values, labels)))
-
-    def _mend(self, positions: np.ndarray, stretches: list[_Stretch]) -> int:
-        """Append good samples that take these positions; return how many others stand in.
-
-        Where they are not all good, each half of them is looked at, until the bad ones are found.
-        """
-        found = self._stretches(positions)
-        try:
-            self._gather(found)
-            stretches += found
-            return 0
-        except InputError as error:
-            if len(positions) == 1:
-                stretches.append(self._stand_in(int(positions[0]), error))
-                return 1
-        return sum(self._mend(half, stretches) for half in np.array_split(positions, 2))
-
-    def _stand_in(self, position: int, error: InputError) -> _Stretch:
-        """Return the sample that stands in for the bad one at `position`: the next good one, or else the one before.
-
-        It is at most 1000 samples away. Where all of these are bad, the file or the tables' rows are wrong: then this
-        raises `error`, that of the bad one.
-        """
-        after = range(position + 1, min(self.num_samples, position + _STAND_IN_REACH))
-        before = range(position - 1, max(0, position - _STAND_IN_REACH) - 1, -1)
-        for candidate in (*after, *before):
-            found = self._stretches(np.array([candidate]))
-            with contextlib.suppress(InputError):
-                self._gather(found)
-                return found[0]
-        raise InputError(
-            f"{error}; data.bad_rows: skip does not help, since no sample within {_STAND_IN_REACH} of it is good"
-        ) from None
 
     def _stretches(self, positions: np.ndarray) -> list[_Stretch]:
         """Return the samples at `positions`, day by day; successive ones are a slice, which is not copied."""

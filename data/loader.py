@@ -7,20 +7,17 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 import torch
 
-from dlrm_overlap.config import CRITEO_TABLES, HELD_BATCHES, DataConfig, InputError
+from dlrm_overlap.config import HELD_BATCHES, DataConfig, InputError
 from dlrm_overlap.data.batch import Batch, Dataset, Records
 from dlrm_overlap.data.criteo import CriteoArrays, CriteoMultihot
-from dlrm_overlap.data.days import cap_rows
 from dlrm_overlap.data.prepared import Prepared
 from dlrm_overlap.data.records import Unpacker
 from dlrm_overlap.data.ring import Ring
-from dlrm_overlap.data.schema import criteo_schema, read_schema, require_pyarrow
 from dlrm_overlap.data.slot import SlotShape
 from dlrm_overlap.data.synthetic import Synthetic
 
@@ -36,7 +33,7 @@ class Slice(Dataset):
         self.rows, self.pooling, self.bag_sizes = dataset.rows, dataset.pooling, dataset.bag_sizes
         self.max_ids, self.dense_features = dataset.max_ids, dataset.dense_features
         self.num_samples: int = num_samples
-        self.skipped, self.packed = dataset.skipped, dataset.packed
+        self.packed = dataset.packed
         self.label_names, self.label_weights = dataset.label_names, dataset.label_weights
         self._dataset, self._start, self._shuffle, self._seed = dataset, start, shuffle, seed
 
@@ -79,13 +76,11 @@ def open_datasets(config: DataConfig, device: torch.device = _CPU) -> tuple[Data
     """Open the samples to train on and those to evaluate on, and return both in this order.
 
     Raises:
-        InputError: if files are missing or malformed, if no sample would be held out, if the two differ in their
-            tables' rows, or if samples are to be made on a GPU in a run on a CPU.
+        InputError: if files are missing or malformed, if no sample would be held out, or if the two differ in their
+            tables' rows.
     """
-    if config.generate == "gpu" and device.type != "cuda":
-        raise InputError("data.generate: gpu needs a GPU, and this run is on a CPU; set --data.generate auto")
     if config.kind == "synthetic":
-        if config.generate != "cpu" and device.type == "cuda":
+        if device.type == "cuda":
             from dlrm_overlap.data.synthetic_device import DeviceSynthetic  # loads Triton, which a CPU may lack
 
             return DeviceSynthetic(config, "train", device), DeviceSynthetic(config, "eval", device)
@@ -135,23 +130,11 @@ def open_files(config: DataConfig, path: str) -> tuple[Dataset, Dataset | None]:
     """
     tables = config.tables
     if config.kind == "criteo_multihot":
-        return CriteoMultihot(path, tables, config.bad_rows), None
+        return CriteoMultihot(path, tables), None
     if config.kind == "criteo_npy":
-        return CriteoArrays(path, tables, config.bad_rows), None
-    if config.kind == "prepared":
-        dataset = Prepared(path, tables)
-        return dataset, Prepared(path, tables, held_out=True) if dataset.holds_out else None
-    require_pyarrow()
-    from dlrm_overlap.data.tables import read_table
-
-    if config.kind == "table":
-        schema = read_schema(Path(config.schema or ""))
-    elif tables.rows is None:
-        raise InputError("data.tables.rows: null, but text names no rows; set data.tables.rows, say to 100000")
-    else:
-        rows = [tables.rows] * CRITEO_TABLES if isinstance(tables.rows, int) else tables.rows
-        schema = criteo_schema(cap_rows(rows, tables.max_rows))
-    return read_table(path, schema, tables.max_rows, config.bad_rows)
+        return CriteoArrays(path, tables), None
+    dataset = Prepared(path, tables)
+    return dataset, Prepared(path, tables, held_out=True) if dataset.holds_out else None
 
 
 class Loader(Iterator[Batch]):
@@ -167,16 +150,12 @@ class Loader(Iterator[Batch]):
         """greatest number of batches that are read before `next` asks for them"""
         self.wait_s = 0.0
         """seconds that the host has spent in `next` so far, waiting for a batch"""
-        self.stand_ins = 0
-        """samples so far that stood in for bad ones"""
 
     def __next__(self) -> Batch:
         """Return the next batch, on the CPU or, where the data set makes its samples there, ready for this stream."""
         start = time.perf_counter()
         try:
-            batch = next(self._source)
-            self.stand_ins += batch.stand_ins
-            return batch
+            return next(self._source)
         finally:
             self.wait_s += time.perf_counter() - start
 

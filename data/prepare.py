@@ -6,14 +6,12 @@ vocabulary.npz beside the days (`encoder`). Days that another run prepares have 
 evaluate on must be held out of the same days.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from dlrm_overlap.config import InputError
 from dlrm_overlap.data.columns import Raw
@@ -39,8 +37,8 @@ def prepare(
     out, and counted in meta.json.
 
     Started again, it keeps each day whose source has the same name, size and time of modification, and whose files are
-    whole. Where something is learnt, a change of any source makes all days anew. Files appear whole or not at all. On a
-    terminal, a bar on standard error shows the bytes read.
+    whole. Where something is learnt, a change of any source makes all days anew. Files appear whole or not at all.
+    Standard error names each file as it is read.
 
     Raises:
         InputError: if there are no files or a bad row, or if `target` cannot be written to, is being written to by
@@ -75,21 +73,21 @@ def _make(files: Sequence[Path], target: Path, meta: Meta, schema: Schema, skip:
     if not pending:
         return meta
     write_meta(target, meta)
-    with _progress_bar() as bar:
-        if meta.rows is None:
-            on_read = _watch(bar, "counting values", meta.days)
-            learnt = learn(
-                (raw for file in files for raw in read_rows(file, schema, skip, block_bytes, on_read)), schema
-            )
-            learnt.write(target)
-            meta = replace(meta, rows=Encoder(schema, learnt).rows)
-            write_meta(target, meta)
-        encoder = Encoder(schema, Learnt.read(target, schema) if schema.learns else Learnt())
-        on_read = _watch(bar, "writing days", [meta.days[i] for i in pending])
-        for i in pending:
-            blocks = read_rows(files[i], schema, skip, block_bytes, on_read)
-            meta.days[i] = replace(meta.days[i], **_write_day(blocks, target, i, meta, encoder))
-            write_meta(target, meta)
+
+    def read(file: Path, purpose: str) -> Iterator[Raw]:
+        print(f"{file.name}: {purpose}", file=sys.stderr)
+        yield from read_rows(file, schema, skip, block_bytes)
+
+    if meta.rows is None:
+        learnt = learn((raw for file in files for raw in read(file, "counting values")), schema)
+        learnt.write(target)
+        meta = replace(meta, rows=Encoder(schema, learnt).rows)
+        write_meta(target, meta)
+    encoder = Encoder(schema, Learnt.read(target, schema) if schema.learns else Learnt())
+    for i in pending:
+        blocks = read(files[i], f"writing day {i}")
+        meta.days[i] = replace(meta.days[i], **_write_day(blocks, target, i, meta, encoder))
+        write_meta(target, meta)
     return meta
 
 
@@ -138,15 +136,3 @@ def _write_day(blocks: Iterator[Raw], target: Path, day: int, meta: Meta, encode
         for each in (written, held_out) if held_out is not None else (written,):
             each.finish()
     return {"samples": written.samples, "held_out": held_out.samples if held_out else 0, "skipped": skipped}
-
-
-def _progress_bar() -> Progress:
-    console = Console(stderr=True)
-    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
-    return Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal)
-
-
-def _watch(bar: Progress, what: str, days: Sequence[SourceDay]) -> Callable[[int], object]:
-    """Return a function that advances the bar by the bytes it is called with, as `read_rows` calls it."""
-    task = bar.add_task(what, total=sum(day.size_bytes for day in days))
-    return lambda size: bar.advance(task, size)

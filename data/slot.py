@@ -43,7 +43,6 @@ class Slot:
         self._memory, self._used = memory, 0
         b = shape.samples
         self.ids = self._take(1, torch.int64)
-        self.stand_ins = self._take(1, torch.int64)
         self.message = self._take(_MESSAGE_BYTES, torch.uint8)
         self.packed = self._take(b * shape.record_bytes, torch.uint8).view(b, -1) if shape.record_bytes else None
         if self.packed is not None:
@@ -59,7 +58,7 @@ class Slot:
         """Return the bytes that a slot needs, in whole pages."""
         unpacked = 4 * (shape.max_ids + shape.tables + shape.dense_features + shape.labels)
         per_sample = shape.record_bytes or unpacked
-        return -(-(16 + _MESSAGE_BYTES + shape.samples * per_sample) // _PAGE) * _PAGE
+        return -(-(8 + _MESSAGE_BYTES + shape.samples * per_sample) // _PAGE) * _PAGE
 
     def _take(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         start = self._used
@@ -79,7 +78,6 @@ class Slot:
         self.lengths.copy_(lengths)
         self.dense.copy_(batch.dense)
         self.labels.copy_(batch.labels)
-        self.stand_ins[0] = batch.stand_ins
         self.ids[0] = values.numel()
 
     def write_input_error(self, message: str) -> None:
@@ -106,8 +104,6 @@ class Slot:
         if ids >= 0 and self.packed is not None:
             return Records(self.packed)
         if ids >= 0:
-            batch = Batch.from_tensors(self.dense, self.lengths, self.values[:ids], self.labels)
-            batch.stand_ins = int(self.stand_ins[0])
-            return batch
+            return Batch.from_tensors(self.dense, self.lengths, self.values[:ids], self.labels)
         text = self.message.numpy().tobytes().rstrip(b"\0").decode(errors="replace")
         raise InputError(text) if ids == _INPUT_ERROR else RuntimeError(f"a loader process failed:\n{text}")

@@ -8,7 +8,7 @@ import csv
 import gzip
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ from dlrm_overlap.data.schema import Schema
 BLOCK_BYTES = 1 << 21  # small enough that a block's arrays stay near the caches
 _BATCH_ROWS = 1 << 16
 _MAX_LINE_BYTES = 1 << 16
-_CURE = "correct or remove it, or set bad_rows to skip, which leaves such rows out"
+_CURE = "correct or remove it, or give --bad_rows skip, which leaves such rows out"
 _SUFFIXES = {"csv": ("csv", "tsv", "txt"), "parquet": ("parquet",), "arrow": ("arrow", "feather")}
 _MOST_BAD = 0.5  # of a file's rows: more of them, and it is the schema that does not fit
 
@@ -78,24 +78,15 @@ def format_of(file: Path, schema: Schema) -> str:
     return found
 
 
-def read_rows(
-    file: Path,
-    schema: Schema,
-    skip: bool = False,
-    block_bytes: int = BLOCK_BYTES,
-    on_read: Callable[[int], object] = lambda size: None,
-) -> Iterator[Raw]:
-    """Yield the samples of a file in blocks.
-
-    `on_read` is called after each block with the bytes of the file that it took, compressed ones for a .gz. With
-    `skip`, bad rows are left out and counted in `Raw.skipped`.
+def read_rows(file: Path, schema: Schema, skip: bool = False, block_bytes: int = BLOCK_BYTES) -> Iterator[Raw]:
+    """Yield the samples of a file in blocks. With `skip`, bad rows are left out and counted in `Raw.skipped`.
 
     Raises:
         InputError: if the file cannot be read, lacks a column or holds no sample; if a row is bad: naming file, line or
             row, and column; or, with `skip`, if more than half of the rows are.
     """
     samples, skipped = 0, 0
-    for raw in _raw_blocks(file, schema, skip, block_bytes, on_read):
+    for raw in _raw_blocks(file, schema, skip, block_bytes):
         samples += len(raw.labels)
         skipped += raw.skipped
         yield raw
@@ -107,13 +98,10 @@ def read_rows(
         )
 
 
-def _raw_blocks(
-    file: Path, schema: Schema, skip: bool, block_bytes: int, on_read: Callable[[int], object]
-) -> Iterator[Raw]:
+def _raw_blocks(file: Path, schema: Schema, skip: bool, block_bytes: int) -> Iterator[Raw]:
     kind = format_of(file, schema)
     try:
         with file.open("rb") as stream:
-            size, before = file.stat().st_size, 0
             if kind == "csv":
                 tables: Iterable[_Table | InputError] = _Text(file, stream, schema, block_bytes)
             else:
@@ -132,10 +120,6 @@ def _raw_blocks(
                         where = f"{file}, {table.unit} {table.first + fault.row}, column {fault.column}"
                         raise InputError(f"{where}: {fault.value!r:.60} is not {fault.rule}; {_CURE}")
                     yield raw
-                if kind == "csv":
-                    on_read(stream.tell() - before)
-                    before = stream.tell()
-            on_read(size - before)
     except (OSError, EOFError, zlib.error, pa.ArrowException) as error:
         raise InputError(f"{file}: cannot be read ({in_one_line(error)}); replace the file") from error
 

@@ -1,4 +1,4 @@
-"""The command line: `dlrm-overlap train | eval | compare | profile | bench | ..`, see `usage`.
+"""The command line: `dlrm-overlap train | eval | compare | bench | ..`, see `usage`.
 
 Every command that takes a configuration takes its keys as dotted options. A user's mistake ends in one line on
 standard error and exit code 2, before a process group is made where that is possible.
@@ -82,8 +82,6 @@ def compare(argv: list[str]) -> int:
         parser.add_argument("--rtol", type=NonNegativeFloat, default=1e-4, help=text)
         text = "further runs of the reference: where it parts from itself, so may the others; auto: 2 on GPUs, else 0"
         parser.add_argument("--noise_runs", type=NonNegativeInt | Literal["auto"], default="auto", help=text)
-        text = "let the backends take turns of so many steps, all in memory at once; without it one follows the other"
-        parser.add_argument("--interleave", type=PositiveInt, help=text)
 
     def work(ranks: Ranks) -> int:
         from dlrm_overlap.observe.comparison import report
@@ -97,15 +95,10 @@ def compare(argv: list[str]) -> int:
             check_start(config, ranks.device)  # for every backend, before the first one trains
         if ranks.world.rank == 0:
             output.unlink(missing_ok=True)  # an earlier one would contradict the runs that this writes beside it
-        turn, done = ranks.values.interleave, {}
-        if turn:
-            together = {name: configs[name] for name in ranks.values.backends}
-            done = train_runs(together, ranks.trainer, turn)
-        done |= train_runs({name: config for name, config in configs.items() if name not in done}, ranks.trainer)
+        folders = train_runs(configs, ranks.trainer)
         if ranks.world.rank:
             return 0
-        folders = {name: done[name] for name in configs}
-        faults = report(folders, ranks.values.rtol, output, noise_runs, turn, _show)
+        faults = report(folders, ranks.values.rtol, output, noise_runs, _show)
         with reader_may_leave():
             _print_paths(output, folder, ranks.config.log.tensorboard)
         for fault in faults:
@@ -157,7 +150,7 @@ def bench(argv: list[str]) -> int:
     if kind in ("-h", "--help"):
         lines = [f"  {name:12} {figure.summary()}" for name, figure in FIGURES.items()]
         lines.append(f"  {'all':12} the figures of the pages, as many as so many minutes allow: bench all --minutes 25")
-        lines.append(f"  {'report':12} a plot of each file of rows in a folder: bench report DIR")
+        lines.append(f"  {'report':12} a plot of each file of steps or of a sweep in a folder: bench report DIR")
         print("\n".join(["usage: dlrm-overlap bench KIND ...", "", *lines]))
         return 0
     if not kind:
@@ -193,7 +186,7 @@ def bench(argv: list[str]) -> int:
 
 def _bench_report(argv: list[str]) -> int:
     """Draw the rows of a folder; takes no ranks and no GPU."""
-    parser = Parser("dlrm-overlap bench report", "Draw each file of rows in a folder as an SVG.")
+    parser = Parser("dlrm-overlap bench report", "Draw each file of steps or of a sweep in a folder as an SVG.")
     parser.add_argument("folder", metavar="DIR", help="folder of the CSV files that bench has written")
     parser.add_argument("--output", help="folder to write to (default DIR/report)")
     values = parser.read(argv)
@@ -295,24 +288,6 @@ def trace(argv: list[str]) -> int:
     return 0
 
 
-def profile(argv: list[str]) -> int:
-    """Profile any TorchRec program: where the time of its steps goes, and what a captured step would take."""
-    form = "dlrm-overlap profile [options] -- COMMAND ..., such as torchrun --nproc-per-node 8 train.py"
-    parser = Parser("dlrm-overlap profile", profile.__doc__ or "", usage=form)
-    parser.add_argument("--after", type=PositiveInt, default=20, help="steps before the first that is timed")
-    parser.add_argument("--steps", type=PositiveInt, default=10, help="steps to time by the clock, and to trace")
-    parser.add_argument("--output", help="folder for numbers and traces, which all hosts see; else they are dropped")
-    parser.add_argument("--to_end", type=bool, default=False, help="let the program run on after the traced steps")
-    end = argv.index("--") if "--" in argv else len(argv)
-    values, command = parser.read(argv[:end]), argv[end + 1 :]
-    if not command:
-        raise InputError("profile: no command; give one that starts your program after --, see --help")
-    from dlrm_overlap.train.profile_command import run_profiled
-
-    output = Path(values.output) if values.output else None
-    return run_profiled(command, values.steps, values.after, output, values.to_end)
-
-
 def checkpoint(argv: list[str]) -> int:
     """Show a checkpoint, check that it is whole, or export it for other tools or for inference."""
     parser = Parser("dlrm-overlap checkpoint", checkpoint.__doc__ or "")
@@ -323,8 +298,6 @@ def checkpoint(argv: list[str]) -> int:
     parser.add_argument("output", metavar="OUT", nargs="?", help="export: a new file, .safetensors, .pt or .pt2")
     text = "export: tensors, to .safetensors or .pt; inference, a program that torch alone runs, to .pt2"
     parser.add_argument("--format", choices=["tensors", "inference"], default="tensors", help=text)
-    text = "inference: int8 gives tables 8 bits a weight, and a scale and an offset a row"
-    parser.add_argument("--quantize", choices=["none", "int8"], default="none", help=text)
     parser.add_argument("--optimizer", type=bool, default=False, help="export: with the optimizers' states")
     values = parser.read(argv)
     path = Path(values.path)
@@ -334,7 +307,6 @@ def checkpoint(argv: list[str]) -> int:
     for option, value, default, needed in (
         ("--format", values.format, "tensors", "export"),
         ("--optimizer", values.optimizer, False, "export --format tensors"),
-        ("--quantize", values.quantize, "none", "export --format inference"),
     ):
         if value != default and not what.startswith(needed):
             raise InputError(f"{option}: {str(value).lower()} has no effect on checkpoint {what}; leave it out")
@@ -345,7 +317,7 @@ def checkpoint(argv: list[str]) -> int:
     if what == "export --format inference":
         from dlrm_overlap.train.inference.export import export_for_inference
 
-        signature = export_for_inference(path, Path(values.output), values.quantize)
+        signature = export_for_inference(path, Path(values.output))
         print(f"{values.output}: {signature['bytes']} bytes of weights; its inputs: {Path(values.output).stem}.json")
         return 0
     from dlrm_overlap.checkpoint.storage.tools import export, show, verify
@@ -380,7 +352,7 @@ def doctor(argv: list[str]) -> int:
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train": train,
     "eval": evaluate,
-    **{each.__name__: each for each in (compare, profile, bench, simulate, trace, checkpoint, prepare, doctor)},
+    **{each.__name__: each for each in (compare, bench, simulate, trace, checkpoint, prepare, doctor)},
 }
 
 

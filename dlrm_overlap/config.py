@@ -126,21 +126,14 @@ class TablesConfig:
 class DataConfig:
     """Where the samples come from."""
 
-    kind: Literal["synthetic", "table", "prepared", "criteo_tsv", "criteo_npy", "criteo_multihot"] = "synthetic"
-    """synthetic | table (CSV, Parquet, Arrow) | prepared (by `prepare`) | criteo_tsv (text) | criteo_npy (TorchRec's
-    day files) | criteo_multihot (MLPerf's npz)"""
-    schema: str | None = None
-    """table: YAML file that names the columns"""
+    kind: Literal["synthetic", "prepared", "criteo_npy", "criteo_multihot"] = "synthetic"
+    """synthetic | prepared (by `prepare`) | criteo_npy (TorchRec's day files) | criteo_multihot (MLPerf's npz)"""
     path: str | None = None
     """file or folder of the samples; needed by all kinds but synthetic"""
     eval_path: str | None = None
     """file or folder of the held-out samples; null holds out the last eval_fraction of path"""
     eval_fraction: NonNegativeFloat = 0.25
     """share of path's samples, the last ones, held out for evaluation"""
-    bad_rows: Literal["error", "skip"] = "error"
-    """files: reaction to a row that is no sample: a line that cannot be parsed, a label other than 0 and 1, a number
-    that is not finite, an id outside its table. error ends the run; skip counts it, and leaves out a line, or puts a
-    good sample near by in the place of an array's row"""
     shuffle: NonNegativeInt = 0
     """files: so many successive samples to train on are taken in an order drawn from seed, in each pass another; 0
     keeps the files' order"""
@@ -151,8 +144,6 @@ class DataConfig:
     tables: TablesConfig = field(default_factory=TablesConfig)
     seed: NonNegativeInt = 0
     """seed of synthetic samples, of the teacher that labels them, and of shuffle"""
-    generate: Literal["auto", "cpu", "gpu"] = "auto"
-    """synthetic: the device that makes the samples, with the same bits; auto takes the GPU if the run is on one"""
     distinct_steps: NonNegativeInt = 0
     """training batches repeat, from memory, after this many steps, for benchmarks; 0 never"""
     workers: NonNegativeInt = 2
@@ -167,7 +158,7 @@ class DataConfig:
         if self.kind.startswith("criteo") and self.dense_features != CRITEO_DENSE:
             raise InputError(
                 f"data.dense_features: {self.dense_features}, but a sample of data.kind {self.kind} has "
-                f"{CRITEO_DENSE}; leave the key out, or set data.kind table, for data of your own"
+                f"{CRITEO_DENSE}; leave the key out, or set data.kind prepared, for data of your own"
             )
 
     def require_source(self) -> None:
@@ -184,12 +175,10 @@ class DataConfig:
                 raise InputError(f"data.shuffle: {self.shuffle}, but synthetic samples have no order; leave it out")
         elif self.path is None:
             raise InputError(f"data.path: null, but data.kind {self.kind} reads files; set data.path")
-        elif self.kind == "table" and self.schema is None:
-            raise InputError("data.schema: null, but data.kind table needs to know the columns; set data.schema")
         elif self.kind.startswith("criteo") and (tables := self.tables.number(CRITEO_TABLES)) != CRITEO_TABLES:
             raise InputError(
                 f"data.tables: {tables} tables, but a sample of data.kind {self.kind} has {CRITEO_TABLES}; correct the "
-                f"lists, or, for other data, set data.kind table"
+                f"lists, or, for other data, set data.kind prepared"
             )
 
 
@@ -537,7 +526,6 @@ class Config:
             ("log.dir", self.log.dir),
             ("data.path", self.data.path),
             ("data.eval_path", self.data.eval_path),
-            ("data.schema", self.data.schema),
             ("checkpoint.resume", self.checkpoint.resume),
         ):
             if path and path.startswith("~"):
@@ -559,11 +547,10 @@ class Config:
             attends = model.sequence.history is not None
             yield f"model.sequence.{name}", attends, "while all tables are pooled; set model.sequence.history"
         reads_files = data.kind != "synthetic"
-        for name in ("path", "eval_path", "eval_fraction", "bad_rows"):
+        for name in ("path", "eval_path", "eval_fraction"):
             yield f"data.{name}", reads_files, "under data.kind synthetic; set data.kind to the files' format"
-        yield "data.seed", not reads_files, f"on the samples of data.kind {data.kind}; set data.kind synthetic"
-        yield "data.schema", data.kind == "table", f"under data.kind {data.kind}; set data.kind table"
-        yield "data.generate", not reads_files, "on samples that are read from files; set data.kind synthetic"
+        draws = not reads_files or data.shuffle > 0
+        yield "data.seed", draws, f"on the samples of data.kind {data.kind} in their order; set data.shuffle"
         yield "embedding.eps", embedding.optimizer != "sgd", "on sgd; set another embedding.optimizer"
         yield "embedding.cache_fraction", embedding.may_cache, "on tables on the GPU; set embedding.memory"
         yield "train.eps", train.optimizer != "sgd", "on sgd; set another train.optimizer"

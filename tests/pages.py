@@ -16,9 +16,7 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
 
-from dlrm_overlap.bench.report.concurrent import CLASSES, summarise
 from dlrm_overlap.bench.report.measured import milliseconds, runs, shape
 from dlrm_overlap.bench.report.plots import map_speedups, todays
 from dlrm_overlap.comm.calls import fastest_way
@@ -216,43 +214,6 @@ def table_of_collectives(name: str, operation: str, beside: str, captured: str, 
 _CARRIERS = {"nccl": "NCCL", "dma": "`dma`", "stores": "`stores`"}
 
 
-def table_of_strategies(name: str, *strategies: str) -> Lines:
-    lines = [line for line in summarise(read(name)) if line["strategy"] in strategies]
-    yield ["fraction of the ideal", *CLASSES, "all", "mean speedup", "fastest in"]
-    for line in lines:
-        cells = [f"{line[column]:.2f}" for column in (*CLASSES, "all", "mean_speedup")]
-        yield [f"`{line['strategy']}`", *cells, str(line["best"])]
-
-
-_CASE = ("computation", "calls", "communication", "megabytes")
-_COPY_GB_PER_S = 4200.0  # read and written by a copy on an H200
-_BOUND = 0.8
-
-
-def limit_by_memory(rows: Sequence[Mapping[str, Any]]) -> float:
-    """Return the mean fraction of the ideal that the bandwidth of the GPU's memory allows, over all cases.
-
-    A computation that moves bytes at more than `_BOUND` of a copy's rate counts as bound by memory: beside it, the
-    bytes that the communication must read and write take time of their own. Any other hides as many as it leaves room
-    for. An all-to-all reads and writes the row of the rank for itself, too; the other two may find it in place.
-
-    Example: c = 2 ms of a lookup and m = 1 ms of an all-gather that must move 0.84 GB: 2.2 ms at least at 4200 GB/s,
-    speedup 3 / 2.2 of an ideal 3 / 2: 0.73.
-    """
-    found = []
-    for row in {tuple(row[column] for column in _CASE): row for row in rows}.values():
-        c, m = float(row["computation_ms"]), float(row["communication_ms"])
-        moved_bytes = 2 * float(row["link_bytes"])  # read here, and as many written by the peers
-        if row["communication"] == "all_to_all":
-            moved_bytes *= int(row["world_size"]) / (int(row["world_size"]) - 1)
-        moved_ms = moved_bytes / _COPY_GB_PER_S / 1e6
-        computed_ms = float(row["hbm_bytes"]) / _COPY_GB_PER_S / 1e6
-        bound = computed_ms > _BOUND * c
-        least = max(c, m, (c if bound else computed_ms) + moved_ms)
-        found.append(((c + m) / least - 1) / ((c + m) / max(c, m) - 1))
-    return statistics.mean(found)
-
-
 def table_of_gemm(name: str, operator: str) -> Lines:
     """Return a line a shape, in us; the last columns are the part of the floor, and the speedups, of `auto`."""
     problems: dict[str, dict[str, Row]] = {}
@@ -355,7 +316,6 @@ TABLES: dict[str, Callable[..., Lines]] = {
     "backwards": table_of_backwards,
     "differences": table_of_differences,
     "collectives": table_of_collectives,
-    "strategies": table_of_strategies,
     "gemm": table_of_gemm,
     "headlines": table_of_headlines,
     "steps": table_of_steps,
@@ -446,8 +406,6 @@ def sentences() -> Iterator[tuple[str, str, Sequence[float]]]:
     now = mlperf[-1]
     floors = [100 * float(now[name]) / float(now["busy_ms"]) for name in ("floor_ms", "floor_sum_ms")]
     yield step, "`pgas_graph` reaches {:.0f}% of the former and {:.0f}% of the latter", floors
-    beside = read("concurrent_repeated.csv")
-    yield "docs/results/collectives.md", "on 2 GPUs memory alone allows {:.2f}", [limit_by_memory(beside)]
     yield from simulated_pages.sentences()
 
 

@@ -308,18 +308,6 @@ class CollectivesRequest(Request):
         return self.sizes_mb or _SIZES_MB[device_type]
 
 
-@dataclass(frozen=True)
-class ConcurrentRequest(Request):
-    """A computation beside a communication that does not depend on it, by each way to issue the two.
-
-    The configuration plays no part.
-    """
-
-    repetitions: int = option(15, "timed runs of each strategy in each pair")
-
-    needs_peers = True
-
-
 _GEMM_SHAPES = {
     "cuda": (
         *("1024x12288x49152", "4096x12288x49152", "8192x12288x49152", "8192x4096x4096", "32768x4096x4096"),
@@ -375,7 +363,6 @@ FIGURES: dict[str, type[Request]] = {
     "sweep": SweepRequest,
     "backward": BackwardRequest,
     "collectives": CollectivesRequest,
-    "concurrent": ConcurrentRequest,
     "gemm": GemmRequest,
     "input": InputRequest,
     "job": JobRequest,

@@ -1,8 +1,7 @@
 """`bench all`: the figures of the pages, those of README first, as many as the minutes and the GPUs allow.
 
-Each measurement is a command of its own, whose rows go to `NAME.csv` in the folder. It is done once `NAME.done` is
-there, so the same command goes on where an earlier one stopped. One that failed or was cut off (`NAME.tried`) comes
-last when the command is given again. In the end the rows are drawn, and `pending.md` lists the commands that are left.
+Each measurement is a command of its own, whose rows go to `NAME.part` in the folder, and get the name `NAME.csv` when
+they are whole: so the same command goes on where an earlier one stopped.
 
 Loads no torch but to count GPUs.
 """
@@ -22,10 +21,6 @@ from dlrm_overlap.launching.environment import commit
 from dlrm_overlap.launching.files import hold_folder, make_folder
 from dlrm_overlap.launching.parsing import Parser
 from dlrm_overlap.launching.process_group import visible_gpus
-from dlrm_overlap.launching.text_table import markdown_table
-from dlrm_overlap.observe.result_files import write_atomically
-
-_GRACE_S = 20.0  # for ranks that are asked to end
 
 
 class Measurement(NamedTuple):
@@ -69,7 +64,6 @@ _REHEARSED = {
     "weak": ("--iterations", "2", "--tables_per_rank", "2"),
     "strong": ("--iterations", "2"),
     "collectives": ("--iterations", "2"),
-    "concurrent": ("--repetitions", "1"),
     "gemm": ("--repetitions", "2"),
 }
 _STRONGEST = "--contenders torchrec drop_in drop_in_graph strongest pgas_graph"
@@ -101,7 +95,6 @@ MEASUREMENTS = (
     Measurement("strong", 3, "strong", "bench/strong"),
     Measurement("collectives", 4, "collectives", "bench/tiny", options="--operations all_to_all all_gather"),
     Measurement("gemm", 6, "gemm", "bench/tiny", options="--repetitions 8"),
-    Measurement("concurrent", 8, "concurrent", "quickstart"),
 )
 """In the order of README's needs."""
 
@@ -126,23 +119,34 @@ def run(argv: Sequence[str]) -> int:
     nproc = values.nproc or gpus or 2
     folder = Path(values.output or f"runs/bench/all_{nproc}_{'gpus' if gpus else 'cpu_ranks'}")
     make_folder(folder)
+    end, failed = time.monotonic() + 60 * values.minutes, False
     with hold_folder(folder, "--output"):
         _check_commit(folder)
         chosen = [each for each in MEASUREMENTS if each.name in values.only and each.is_possible(nproc)]
-        campaign = _Campaign(folder, nproc, rehearsed=not gpus, uncommitted=values.uncommitted)
-        end = time.monotonic() + 60 * values.minutes
-        left = [each for each in chosen if not campaign.is_done(each)]
-        for each in sorted(left, key=lambda each: campaign.tried(each) is not None):
+        for each in chosen:
             minutes = (end - time.monotonic()) / 60
-            if minutes < each.minutes and not (campaign.rehearsed and minutes > 0):
-                continue
-            campaign.measure(each, end)
-        return campaign.report(chosen)
+            if not _rows(folder, each).exists() and minutes >= (each.minutes if gpus else 0):
+                words = each.command(nproc, _part(folder, each), rehearsed=not gpus)
+                words += ["--uncommitted", "true"] * values.uncommitted
+                failed |= not _measure(each, words, folder, end)
+    left = [each for each in chosen if not _rows(folder, each).exists()]
+    print(f"{len(chosen) - len(left)} of {len(chosen)} measurements are done; draw them by `dlrm-overlap bench report`")
+    for each in left:
+        print(f"left: dlrm-overlap {shlex.join(each.command(nproc, _rows(folder, each)))}")
+    return int(failed)
+
+
+def _rows(folder: Path, each: Measurement) -> Path:
+    return folder / f"{each.name}.csv"
+
+
+def _part(folder: Path, each: Measurement) -> Path:
+    return folder / f"{each.name}.part"
 
 
 def _check_commit(folder: Path) -> None:
     ours = commit() or ""
-    for path in folder.glob("*.csv"):
+    for path in (*folder.glob("*.csv"), *folder.glob("*.part")):
         theirs = read_measured(path).rows[0].get("commit", "")
         if theirs != ours:
             raise InputError(
@@ -151,82 +155,24 @@ def _check_commit(folder: Path) -> None:
             )
 
 
-class _Campaign:
-    """The files of a folder, and the measurements that are run for it."""
-
-    def __init__(self, folder: Path, nproc: int, rehearsed: bool, uncommitted: bool) -> None:
-        self._folder, self._nproc, self.rehearsed, self._uncommitted = folder, nproc, rehearsed, uncommitted
-
-    def _file(self, each: Measurement, suffix: str) -> Path:
-        return self._folder / f"{each.name}.{suffix}"
-
-    def is_done(self, each: Measurement) -> bool:
-        return self._file(each, "done").exists()
-
-    def tried(self, each: Measurement) -> str | None:
-        """Return why an earlier try has not ended well, if there was one."""
-        path = self._file(each, "tried")
-        return path.read_text().strip() if path.exists() else None
-
-    def command(self, each: Measurement) -> list[str]:
-        words = each.command(self._nproc, self._file(each, "csv"), self.rehearsed)
-        return [*words, "--uncommitted", "true"] if self._uncommitted else words
-
-    def measure(self, each: Measurement, end: float) -> None:
-        """Run a measurement until it has ended, or until the moment `end` of the monotonic clock."""
-        rows, log = self._file(each, "csv"), self._file(each, "log")
-        command = self.command(each)
-        if "--resume" not in command:
-            rows.unlink(missing_ok=True)  # of a try that was cut off
-        before = rows.stat().st_size if rows.exists() else 0
-        began = time.monotonic()
-        print(f"{each.name}: dlrm-overlap {shlex.join(command)}", flush=True)
-        with log.open("w") as file:
-            started = subprocess.Popen(
-                [sys.executable, "-m", "dlrm_overlap", *command], stdout=file, stderr=subprocess.STDOUT
-            )
-            try:
-                code = started.wait(max(0.0, end - began))
-                reason = "" if code == 0 else f"ended with code {code}"
-            except subprocess.TimeoutExpired:
-                code, reason = -1, f"cut off after {(time.monotonic() - began) / 60:.1f} minutes"
-                started.terminate()
-            finally:
-                try:
-                    started.wait(_GRACE_S)
-                except subprocess.TimeoutExpired:
-                    started.kill()
-                    started.wait()
-        minutes = f"{(time.monotonic() - began) / 60:.1f} minutes"
-        if code in (0, 1) and rows.exists():  # 1: contenders disagree, which their rows say
-            self._file(each, "done").touch()
-            self._file(each, "tried").unlink(missing_ok=True)
-            print(f"{each.name}: {minutes}, rows in {rows}{f'; {reason}, see {log}' if reason else ''}", flush=True)
-        elif code == -1 and rows.exists() and rows.stat().st_size > before:
-            print(f"{each.name}: {reason}; rows of some contenders are in {rows}", flush=True)
-        else:
-            write_atomically(self._file(each, "tried"), reason + "\n")
-            tail = "\n".join(log.read_text(errors="replace").splitlines()[-12:])
-            print(f"{each.name}: {reason}; the end of {log}:\n{tail}", flush=True)
-
-    def report(self, chosen: Sequence[Measurement]) -> int:
-        """Draw the rows, write `pending.md`, and print both; return 1 if something was tried in vain."""
-        left = [each for each in chosen if not self.is_done(each)]
-        lines = [["what", "command", "minutes, or why not"]]
-        for each in left:
-            command = f"`dlrm-overlap {shlex.join(each.command(self._nproc, self._file(each, 'csv')))}`"
-            lines.append([each.name, command, self.tried(each) or f"{each.minutes:g}"])
-        pending = self._folder / "pending.md"
-        write_atomically(pending, markdown_table(lines) + "\n")
-        if any(self._folder.glob("*.csv")):
-            from dlrm_overlap.bench.report.plots import write_plots
-
-            try:
-                write_plots(self._folder, self._folder / "report")
-                print(f"plots: {self._folder / 'report'}")
-            except InputError as error:  # of rows that are no whole figure yet
-                print(f"no plots: {error}")
-        print(
-            f"{len(chosen) - len(left)} of {len(chosen)} measurements are done; {pending} has {len(left)} that are left"
-        )
-        return int(any(self.tried(each) for each in left))
+def _measure(each: Measurement, words: list[str], folder: Path, end: float) -> bool:
+    """Run a measurement until the moment `end` of the monotonic clock at most; return whether its rows are whole."""
+    part, log = _part(folder, each), folder / f"{each.name}.log"
+    if "--resume" not in words:
+        part.unlink(missing_ok=True)  # of a try that was cut off
+    print(f"{each.name}: dlrm-overlap {shlex.join(words)}", flush=True)
+    command, left_s = [sys.executable, "-m", "dlrm_overlap", *words], max(0.0, end - time.monotonic())
+    with log.open("w") as file:
+        try:
+            code = subprocess.run(
+                command, stdout=file, stderr=subprocess.STDOUT, timeout=left_s, check=False
+            ).returncode
+            how = f"ended with code {code}"
+        except subprocess.TimeoutExpired:
+            code, how = -1, "cut off"
+    if code in (0, 1) and part.exists():  # 1: contenders disagree, which their rows say
+        part.rename(_rows(folder, each))
+        return True
+    tail = "\n".join(log.read_text(errors="replace").splitlines()[-12:])
+    print(f"{each.name}: {how}; the end of {log}:\n{tail}", flush=True)
+    return False

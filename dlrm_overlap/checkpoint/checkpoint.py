@@ -38,7 +38,7 @@ from dlrm_overlap.launching.files import make_folder
 log = logging.getLogger("dlrm_overlap")
 
 _SEEN_WITHIN_S = 60.0  # for a while, a network file system may still answer that a new folder is not there
-_FREE = ("workers", "prefetch", "generate")  # keys of `data` that change no sample
+_FREE = ("workers", "prefetch")  # keys of `data` that change no sample
 _FREE_OF_MODEL = ("top_parallel", "cross_parallel")  # by which ranks share the model, whatever is stored
 
 
@@ -66,7 +66,7 @@ def trained_with(config: Config, global_batch: int) -> dict[str, Any]:
     """
     data = config.as_dict()["data"]
     tables = data.pop("tables")
-    for key in ("path", "eval_path", "schema"):
+    for key in ("path", "eval_path"):
         data[key] = data[key] and str(Path(data[key]).absolute())
     return {
         "train.global_batch_size": global_batch,

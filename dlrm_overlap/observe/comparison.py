@@ -14,24 +14,20 @@ from typing import Any
 
 from dlrm_overlap.launching.text_table import format_table
 from dlrm_overlap.observe.agreement import Losses, judge, loss_bound
-from dlrm_overlap.observe.bootstrap import speedup_interval
-from dlrm_overlap.observe.result_files import nan_as_none, read_step_ms, read_summary, write_atomically
+from dlrm_overlap.observe.result_files import nan_as_none, read_summary, write_atomically
 
 _RESULTS = ("train_loss", "eval_loss", "eval_auroc", "eval_ne", "samples_per_s", "step_ms_p50", "step_ms_p95")
 _SHARED = ("world_size", "device", "global_batch_size", "versions")
 _CPU_NOTE = "On CPUs plain PyTorch stands in for the kernels of pgas and fused: take speedups from GPUs."
 
 
-def compare_runs(
-    folders: Mapping[str, Path], rtol: float, noise_runs: int = 0, turn: int | None = None
-) -> dict[str, Any]:
+def compare_runs(folders: Mapping[str, Path], rtol: float, noise_runs: int = 0) -> dict[str, Any]:
     """Return the contents of `comparison.json` for the runs in `folders`.
 
     Args:
         folders: run -> its folder. The first backend is the reference, and the `noise_runs` after it train it again.
         rtol: greatest relative difference of a logged training loss that agrees, where noise does not widen it.
         noise_runs: runs of the reference that measure by how much it parts from itself.
-        turn: steps of a turn, if the backends took turns.
     """
     reference, *others = folders
     again, backends = others[:noise_runs], [reference, *others[noise_runs:]]
@@ -40,16 +36,12 @@ def compare_runs(
     shared = next((summary for summary in summaries.values() if summary), {})
     losses = {name: _read_losses(folder) for name, folder in folders.items()}
     reference_losses = [losses[name] for name in (reference, *again)]
-    reference_ms = read_step_ms(folders[reference])
     results = {}
     for backend in backends:
         summary, verdict = summaries[backend], judge(losses[backend], reference_losses, rtol)
         results[backend] = {
             **nan_as_none({key: summary.get(key) for key in _RESULTS}),
             "speedup": None if verdict.fault else summaries[reference]["step_ms_p50"] / summary["step_ms_p50"],
-            "speedup_interval": _interval(reference_ms, folders[backend], turn is not None)
-            if backend != reference and verdict.fault is None
-            else None,
             "max_relative_difference": verdict.max_difference,
             "max_relative_difference_step": verdict.max_difference_step,
             "agree": verdict.fault is None,
@@ -58,17 +50,11 @@ def compare_runs(
     return {
         "reference": reference,
         "rtol": rtol,
-        "interleave": turn,
         "noise": _noise(reference_losses, again, summaries, rtol) if again else None,
         "agree": all(result["agree"] for result in results.values()),
         **{key: shared.get(key) for key in _SHARED},
         "backends": results,
     }
-
-
-def _interval(reference_ms: Sequence[float], folder: Path, in_turns: bool) -> list[float] | None:
-    interval = speedup_interval(reference_ms, read_step_ms(folder), in_turns)
-    return list(interval) if interval else None
 
 
 def _noise(
@@ -97,10 +83,9 @@ def comparison_rows(comparison: Mapping[str, Any]) -> list[list[str]]:
 
     The ratios of these show how far two runs of the same thing are apart.
     """
-    rows = [["backend", "train loss", "AUROC", "samples/s", "p50, ms", "p95, ms", "speedup", "95% interval", "losses"]]
+    rows = [["backend", "train loss", "AUROC", "samples/s", "p50, ms", "p95, ms", "speedup", "losses"]]
     noise, reference = comparison["noise"], comparison["backends"][comparison["reference"]]
     for backend, result in comparison["backends"].items():
-        interval = result["speedup_interval"]
         rows.append(
             [
                 backend,
@@ -110,14 +95,13 @@ def comparison_rows(comparison: Mapping[str, Any]) -> list[list[str]]:
                 _show(result["step_ms_p50"]),
                 _show(result["step_ms_p95"]),
                 _show(result["speedup"], ".2f"),
-                f"{interval[0]:.2f} to {interval[1]:.2f}" if interval else "-",
                 _verdict(result, noise, backend == comparison["reference"]),
             ]
         )
     for name, run in noise["runs"].items() if noise else ():
         own_ms, known = run["step_ms_p50"], reference["step_ms_p50"] and run["step_ms_p50"]
         ratio = _show(reference["step_ms_p50"] / own_ms if known else None, ".2f")
-        rows.append([name, "-", "-", "-", _show(own_ms), "-", ratio, "-", "reference again"])
+        rows.append([name, "-", "-", "-", _show(own_ms), "-", ratio, "reference again"])
     return rows
 
 
@@ -148,14 +132,13 @@ def report(
     rtol: float,
     output: Path,
     noise_runs: int = 0,
-    turn: int | None = None,
     show: Callable[[str], None] = print,
 ) -> list[str]:
     """Write the comparison to the JSON file `output`, show its table, and return a line for each that disagrees.
 
     The other arguments are those of `compare_runs`; `show` prints a text.
     """
-    comparison = compare_runs(folders, rtol, noise_runs, turn)
+    comparison = compare_runs(folders, rtol, noise_runs)
     write_atomically(output, json.dumps(comparison, indent=1) + "\n")
     show(format_table(comparison_rows(comparison)) + f"\n{_CPU_NOTE}" * (comparison["device"] == "cpu"))
     return [result["fault"] for result in comparison["backends"].values() if result["fault"]]

@@ -89,7 +89,7 @@ class RankProfile:
     parts_ms: dict[str, float]
     """as `step_parts` returns"""
     tables: str | None = None
-    """of rank 0, if the model is known: each table, as `explain` prints it, or why it cannot"""
+    """if the model is known: each table, as `explain` prints it"""
 
 
 @dataclass(frozen=True)

@@ -7,19 +7,15 @@ import json
 import logging
 import math
 import os
-from io import BytesIO
 from itertools import count
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from dlrm_overlap.config import InputError
 from dlrm_overlap.launching.files import LOCK_NAME, replacing
 
 log = logging.getLogger("dlrm_overlap")
 
-STEP_TIMES = "step_ms.npy"
 _SHOWN = ("eval_auroc", "eval_ne", "samples_per_s", "step_ms_p50")  # of a summary, as the command ends
 _EARLIER = "earlier_"
 
@@ -152,29 +148,3 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
         log.warning("%s is not what was written, and left out", path)
         return None
     return {key: math.nan if value is None else value for key, value in content.items()}
-
-
-def read_step_ms(folder: Path) -> list[float]:
-    """Return the times of the steady steps of the finished run in `folder`, in ms; none without such a run."""
-    path = folder / STEP_TIMES
-    if not path.exists():
-        return []
-    try:
-        times = np.load(path)
-        if not (isinstance(times, np.ndarray) and times.ndim == 1 and times.dtype == np.float32):
-            raise ValueError
-    except Exception:  # NumPy raises many types, SyntaxError, TokenError and BadZipFile among them
-        log.warning("%s is not what was written, and left out", path)
-        return []
-    return times.tolist()
-
-
-def write_step_ms(folder: Path, times: list[float]) -> None:
-    """Write the times of a run's steady steps, in ms, for `read_step_ms`.
-
-    Raises:
-        InputError: if they cannot be written.
-    """
-    array = BytesIO()
-    np.save(array, np.array(times, dtype=np.float32))
-    write_atomically(folder / STEP_TIMES, array.getvalue())

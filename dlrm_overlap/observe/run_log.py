@@ -1,5 +1,5 @@
-"""The log of a run. Rank 0 writes log lines or a progress bar, `metrics.jsonl`, TensorBoard's events, the resolved
-configuration, `summary.json` and `step_ms.npy`; every rank writes its own trace.
+"""The log of a run. Rank 0 writes log lines, `metrics.jsonl`, TensorBoard's events, the resolved
+configuration and `summary.json`; every rank writes its own trace.
 """
 
 import errno
@@ -16,9 +16,6 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 import yaml
-from rich.console import Console
-from rich.logging import RichHandler
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torchrec.distributed.types import ShardingPlan
 
 from dlrm_overlap.checkpoint.storage.branches import newest_checkpoint, same_checkpoint
@@ -27,15 +24,9 @@ from dlrm_overlap.embedding.plan import describe_plan
 from dlrm_overlap.launching.environment import environment
 from dlrm_overlap.launching.files import LOCK_NAME, make_folder
 from dlrm_overlap.launching.launcher import World
-from dlrm_overlap.launching.text_table import count_of, markdown_table, plain
+from dlrm_overlap.launching.text_table import markdown_table, plain
 from dlrm_overlap.observe.metrics import memory_bytes, quantile, steady_ms
-from dlrm_overlap.observe.result_files import (
-    STEP_TIMES,
-    MetricsFile,
-    nan_as_none,
-    write_atomically,
-    write_step_ms,
-)
+from dlrm_overlap.observe.result_files import MetricsFile, nan_as_none, write_atomically
 from dlrm_overlap.observe.tensorboard import TensorBoard
 from dlrm_overlap.observe.tracing import StepTracer
 
@@ -52,15 +43,10 @@ class _PlainFormatter(logging.Formatter):
         return plain(super().formatMessage(record), kept="\n\t")
 
 
-def start_logging(rank: int, console: Console) -> None:
-    """Send the package's log to `console`: all of it on rank 0, warnings only on the others."""
-    handler: logging.Handler
-    if console.is_terminal:
-        handler = RichHandler(console=console, show_path=False, show_level=False, highlighter=None)
-        handler.setFormatter(_PlainFormatter("%(message)s"))
-    else:
-        handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(_PlainFormatter(f"%(asctime)s rank {rank}: %(message)s", "%H:%M:%S"))
+def start_logging(rank: int) -> None:
+    """Send the package's log to standard error: all of it on rank 0, warnings only on the others."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_PlainFormatter(f"%(asctime)s rank {rank}: %(message)s", "%H:%M:%S"))
     # TorchRec and DDP warn of their own use of deprecated names; errors still show.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torchrec|torch|dlrm_overlap")
     for library in ("torchrec", "torch.fx"):
@@ -105,7 +91,6 @@ class RunLog:
         device: torch.device,
         folder: Path,
         start: int,
-        steps: int,
         plan: ShardingPlan,
     ) -> None:
         self.config, self.world, self.device, self.folder, self.start = config, world, device, folder, start
@@ -113,18 +98,16 @@ class RunLog:
         self.step_ms: list[float] = []
         self.loss = math.nan
         self.waited_s = 0.0
-        self.bad_rows = 0
         self.asked_to_end = False
         self.versions = environment()
         self._tracer = StepTracer(config.log, folder, world.rank, device, start)
-        self._metrics = self._board = self._progress = None
+        self._metrics = self._board = None
         if world.rank:
             return
         make_folder(folder)
         self._lock = _inode(folder / LOCK_NAME)
         (folder / "summary.json").unlink(missing_ok=True)  # until this run has its own, or a resume would believe it
         if start == 0:  # an earlier run's would contradict what this run writes beside them
-            (folder / STEP_TIMES).unlink(missing_ok=True)
             shutil.rmtree(folder / "traces", ignore_errors=True)
         shown = config.as_dict()
         shown["log"]["replace"] = False  # a run of this file goes on with this one
@@ -139,43 +122,22 @@ class RunLog:
             self._board.text("plan", describe_plan(plan))
             about = self.versions | {"launch": world.describe()}
             self._board.text("environment", markdown_table([("key", "value"), *about.items()]))
-        console = Console(stderr=True)
-        if console.is_terminal:
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-            self._progress = Progress(*columns, console=console, transient=True)
-            self._task = self._progress.add_task("training", completed=start, total=steps)
-            start_logging(0, console)
 
     def __enter__(self) -> Self:
         self._tracer.begin()
-        if self._progress:
-            self._progress.start()
         return self
 
     def __exit__(self, error: object, *_: object) -> None:
         if error is None:
             self._tracer.end()  # not after an error, since it waits for the GPU
-        self.pause()
         if self._metrics:
             self._metrics.close()
         if self._board:
             self._board.close()
 
-    def pause(self) -> None:
-        """Remove the progress bar, while another run has its turn."""
-        if self._progress:
-            self._progress.stop()
-
-    def resume(self) -> None:
-        """Show the progress bar again."""
-        if self._progress:
-            self._progress.start()
-
     def advance(self) -> None:
         """Count one step."""
         self._tracer.advance()
-        if self._progress:
-            self._progress.advance(self._task)
 
     def training(
         self,
@@ -185,7 +147,6 @@ class RunLog:
         wait_s: float,
         lr_factor: float,
         metrics: Mapping[str, float],
-        bad_rows: int = 0,
         asked_to_end: bool = False,
     ) -> None:
         """Log the steps since the last call; a collective, in which the ranks also agree on whether to end early.
@@ -199,19 +160,17 @@ class RunLog:
             wait_s: seconds that this rank has waited for input since the start; the greatest of all ranks is logged.
             lr_factor: the factor by which the learning rates are multiplied.
             metrics: of all ranks' predictions, see `RunningMetrics`.
-            bad_rows: of this rank since the start; those of all ranks are added up.
             asked_to_end: whether this rank was asked to end; `self.asked_to_end` then is whether any was.
 
         Raises:
             InputError: on all ranks, if the folder that rank 0 holds was removed or replaced.
         """
         count = len(step_ms)
-        sums = torch.stack((loss_sum.double(), loss_sum.new_tensor(bad_rows, dtype=torch.float64)))
+        loss = loss_sum.double()
         gone = self.world.rank == 0 and _inode(self.folder / LOCK_NAME) not in (self._lock, -1)
         greatest = torch.tensor([wait_s, asked_to_end, gone], dtype=torch.float64, device=self.device)
-        dist.all_reduce(sums)
+        dist.all_reduce(loss)
         dist.all_reduce(greatest, dist.ReduceOp.MAX)  # one rank's wait holds up all
-        loss, bad = sums.tolist()
         waited_s, asked, gone = greatest.tolist()
         if gone:
             raise InputError(
@@ -219,12 +178,7 @@ class RunLog:
                 f"lost by step {step}; start again, in a folder that stays"
             )
         self.asked_to_end = bool(asked)
-        self.loss = loss / self.world.world_size / count
-        if int(bad) and not self.bad_rows:
-            so_far = count_of(int(bad), "bad row")
-            log.warning("step %d: %s so far, left out or replaced (data.bad_rows: skip)", step, so_far)
-        self.bad_rows = int(bad)
-        counted = {} if self.config.data.bad_rows == "error" else {"data/bad_rows": bad}
+        self.loss = loss.item() / self.world.world_size / count
         mean_ms, wait_ms = sum(step_ms) / count, (waited_s - self.waited_s) * 1e3 / count
         self.waited_s = waited_s
         self.step_ms += step_ms
@@ -239,13 +193,9 @@ class RunLog:
                 **{f"speed/step_ms_p{percent}": quantile(step_ms, percent / 100) for percent in (10, 50, 90)},
                 "speed/input_wait_ms": wait_ms,
                 "memory/peak_bytes": float(memory_bytes(self.device)),
-                **counted,
             },
         )
-        if self._progress:
-            self._progress.update(self._task, description=f"loss {self.loss:.4f}, {mean_ms:.1f} ms a step")
-        else:
-            log.info("step %d: loss %.4f, %.1f ms a step, %.1f ms of it input wait", step, self.loss, mean_ms, wait_ms)
+        log.info("step %d: loss %.4f, %.1f ms a step, %.1f ms of it input wait", step, self.loss, mean_ms, wait_ms)
 
     def evaluation(self, step: int, values: dict[str, float]) -> None:
         """Log an evaluation after `step`."""
@@ -255,10 +205,9 @@ class RunLog:
         )
 
     def summary(self, step: int, values: dict[str, float], trained: Mapping[str, float]) -> dict[str, Any]:
-        """Write `summary.json`, `step_ms.npy` and TensorBoard's hyperparameters, and return the summary; a collective.
+        """Write `summary.json` and TensorBoard's hyperparameters, and return the summary; a collective.
 
-        Times are those of this rank's `steady_ms`, which `step_ms.npy` holds as [steps] float32, in ms; memory is the
-        greatest of all ranks.
+        Times are those of this rank's `steady_ms`; memory is the greatest of all ranks.
 
         Args:
             step: the run's last step.
@@ -277,7 +226,6 @@ class RunLog:
             **{f"step_ms_p{percent}": quantile(times, percent / 100) for percent in (10, 50, 90, 95)},
             "input_wait_ms": self.waited_s * 1e3 / max(1, len(self.step_ms)),
             "peak_memory_bytes": int(memory.item()),
-            **({} if self.config.data.bad_rows == "error" else {"bad_rows": self.bad_rows}),
             "backend": self.config.embedding.backend,
             "world_size": self.world.world_size,
             "global_batch_size": self.global_batch,
@@ -285,7 +233,6 @@ class RunLog:
             "versions": self.versions,
         }
         if self.world.rank == 0:
-            write_step_ms(self.folder, times)
             write_atomically(self.folder / "summary.json", json.dumps(nan_as_none(summary), indent=1) + "\n")
         if self._board:
             order = [*_FIRST_RESULTS, *(key for key in summary if key not in _FIRST_RESULTS)]

@@ -4,13 +4,11 @@ import argparse
 import csv
 import itertools
 import json
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
-
-from rich.console import Console
-from rich.progress import track
 
 from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.launching.environment import commit
@@ -88,10 +86,13 @@ def _split(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def _simulate(configs: Sequence[SimulateConfig]) -> list[Simulated | SimulatedProduct]:
-    """Simulate in turn, with a bar on standard error, if that is a terminal."""
-    console = Console(stderr=True)
-    bar = track(configs, "simulating", console=console, disable=not console.is_terminal)
-    return [simulate_product(each) if each.what == "product" else simulate(each) for each in bar]
+    """Simulate in turn; standard error tells which of several comes next."""
+    found = list[Simulated | SimulatedProduct]()
+    for number, each in enumerate(configs, 1):
+        if len(configs) > 1:
+            print(f"simulating {number} of {len(configs)}", file=sys.stderr)
+        found.append(simulate_product(each) if each.what == "product" else simulate(each))
+    return found
 
 
 def _print(combinations: Sequence[dict[str, str]], rows: Sequence[dict[str, Any]]) -> None:

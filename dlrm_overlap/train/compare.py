@@ -1,4 +1,4 @@
-"""Trains one configuration with one backend after another, or with all in turns; `observe.comparison` judges them.
+"""Trains one configuration with one backend after another; `observe.comparison` judges them.
 
 On GPUs the reference is trained again, since it is not deterministic there: what it parts from itself widens the
 tolerance (`observe.agreement`).
@@ -65,45 +65,29 @@ def run_configs(config: Config, backends: Sequence[str], noise_runs: int = 0) ->
     return configs
 
 
-def train_runs(
-    configs: Mapping[str, Config], make_trainer: Callable[[Config], Trainer], turn: int = 0
-) -> dict[str, Path]:
+def train_runs(configs: Mapping[str, Config], make_trainer: Callable[[Config], Trainer]) -> dict[str, Path]:
     """Train each of `configs`, one after the other, and return run -> its folder; a collective.
 
-    With `turn`, all trainers are in memory at once and take turns of so many steps: a slow phase of the host slows all
-    of them. Rank 0 holds the lock of `log.dir` from when the first trainer has made the process group.
+    Rank 0 holds the lock of `log.dir` from when the first trainer has made the process group.
     """
     folders: dict[str, Path] = {}
     with ExitStack() as stack:
-        for together in [configs] if turn else [{name: config} for name, config in configs.items()]:
-            trainers: dict[str, Trainer] = {}
-            for name, config in together.items():
-                trainers[name] = make_trainer(config)
-                if not folders:
-                    stack.enter_context(hold_run_folder(Path(config.log.dir)))
-                folders[name] = config.folder
-                earlier = ", in place of the run that lay there" if has_results(config.folder) else ""
-                log.info("backend %s%s", config.folder.name, earlier)
-            _take_turns(trainers, turn)
-            del trainers
+        for name, config in configs.items():
+            trainer = make_trainer(config)
+            if not folders:
+                stack.enter_context(hold_run_folder(Path(config.log.dir)))
+            folders[name] = config.folder
+            earlier = ", in place of the run that lay there" if has_results(config.folder) else ""
+            log.info("backend %s%s", config.folder.name, earlier)
+            try:
+                trainer.fit(replace=True)
+            except NotFiniteError as error:  # on every rank, at one step; `judge` finds it in the run's losses
+                log.info("backend %s: %s", name, error)
+            trainer.close()
+            del trainer
             gc.unfreeze()  # saves beside training have left loaded objects out of collections
             gc.collect()  # the parts of a trainer refer to each other
             if torch.cuda.is_initialized():
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()
     return folders
-
-
-def _take_turns(trainers: Mapping[str, Trainer], turn: int) -> None:
-    left = {name: trainer.fit_in_turns(turn, replace=True) for name, trainer in trainers.items()}
-    while left:
-        for name, turns in list(left.items()):
-            try:
-                next(turns)
-            except StopIteration:
-                del left[name]
-            except NotFiniteError as error:  # on every rank, at one step; `judge` finds it in the run's losses
-                log.info("backend %s: %s", name, error)
-                del left[name]
-    for trainer in trainers.values():
-        trainer.close()

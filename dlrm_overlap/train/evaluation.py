@@ -4,10 +4,8 @@ The configuration is the one that the checkpoint keeps; options change its keys,
 Any number of ranks, backend and plan will do. Nothing is written but the file that `--output` names.
 """
 
-import math
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from dlrm_overlap.checkpoint.storage.branches import locate_checkpoint
@@ -41,23 +39,18 @@ def run(argv: list[str], description: str) -> int:
     def add_options(parser: Parser) -> None:
         text = "what to evaluate: a folder step_<N>, or that of a run, whose newest checkpoint is taken"
         parser.add_argument(_OPTION, metavar="PATH", help=text)
-        text = "evaluate, in one process, what checkpoint export --format inference makes of it with this --quantize"
-        parser.add_argument("--exported_as", choices=["none", "int8"], help=text)
         parser.add_argument("--output", help="file to write the results to, as JSON")
 
     def check(config: Config, values: Any) -> None:
         check_data(config.data)
         if named and values.output is not None:
             _check_output(Path(values.output), named)
-        if values.exported_as is not None and values.nproc not in (None, 1):
-            raise _one_process(values.exported_as)
 
     def work(ranks: Ranks) -> int:
         from dlrm_overlap.observe.result_files import nan_as_none
 
         assert named is not None, "--help has ended the process"
-        quantize = ranks.values.exported_as
-        results = evaluate(ranks, named) if quantize is None else evaluate_exported(ranks, named, quantize)
+        results = evaluate(ranks, named)
         if ranks.world.rank == 0:
             with reader_may_leave():
                 print(
@@ -91,72 +84,19 @@ def evaluate(ranks: Ranks, path: Path) -> dict[str, Any]:
     check_same_model(path, config, held_out)
     ranks.connect(eval_path=held_out.fingerprint())
     manifest, faults = agree_on(path, ranks.progress.tick)
-    step = _step_if_whole(manifest, faults)
+    if manifest is None or faults:
+        raise InputError(f"{_OPTION}: {faults[0]}; evaluate another checkpoint")
     stepper = Stepper(config, ranks.world, ranks.device, held_out, held_out, progress=ranks.progress)
     values = stepper.evaluate_checkpoint(path)
     stepper.close()
     return {
         "checkpoint": str(path.absolute()),
-        "step": step,
+        "step": manifest.step,
         **values,
         "samples": held_out.num_samples,
         "world_size": ranks.world.world_size,
         "global_batch_size": stepper.global_batch,
         "backend": config.embedding.backend,
-        "device": ranks.device.type,
-    }
-
-
-def evaluate_exported(ranks: Ranks, path: Path, quantize: str) -> dict[str, Any]:
-    """Return the results of `evaluate`, but of the export that `train.inference.export` makes of the checkpoint `path`.
-
-    Raises:
-        InputError: as `evaluate` does, and on several ranks.
-    """
-    import torch
-
-    from dlrm_overlap.checkpoint.storage.load import find_faults
-    from dlrm_overlap.data.loader import make_loader, open_held_out
-    from dlrm_overlap.observe.metrics import evaluation_metrics
-    from dlrm_overlap.train.inference.model import Scratch, build_for_inference
-
-    config, batch_size = ranks.config, ranks.config.train.samples_per_rank(1)
-    if ranks.world.world_size > 1:
-        raise _one_process(quantize)
-    held_out = open_held_out(config.data, ranks.device)
-    check_same_model(path, config, held_out)
-    ranks.connect()
-    manifest = _manifest(path)
-    step = _step_if_whole(manifest, find_faults(path, manifest))
-    samples = held_out.num_samples
-    assert samples is not None, "an endless data set cannot be evaluated"
-    logits, labels = [], []
-    with TemporaryDirectory() as folder:
-        try:
-            model, squares = build_for_inference(path, manifest, quantize, Scratch(Path(folder)))
-        except OSError as error:
-            raise InputError(
-                f"--exported_as: a table cannot be written to {folder} ({error.strerror}); set TMPDIR to a folder with "
-                f"room for the tables"
-            ) from None
-        model = model.to(ranks.device)
-        steps, prefetch = math.ceil(samples / batch_size), config.data.prefetch
-        with torch.no_grad(), make_loader(held_out, batch_size, 0, 1, 0, steps, 0, prefetch, False) as loader:
-            for batch in loader:
-                batch = batch.to(ranks.device)
-                lengths = batch.sparse.lengths().view(len(held_out.rows), -1).long()
-                values = list(batch.sparse.values().long().split(lengths.sum(1).tolist()))
-                logits.append(model.logits(batch.dense, values, lengths))
-                labels.append(batch.labels)
-    return {
-        "checkpoint": str(path.absolute()),
-        "step": step,
-        **evaluation_metrics(
-            torch.cat(logits)[:samples], torch.cat(labels)[:samples], held_out.label_names, held_out.label_weights
-        ),
-        "samples": samples,
-        "exported_as": quantize,
-        "relative_rms_error_of_weights": squares.relative_rms_error,
         "device": ranks.device.type,
     }
 
@@ -186,16 +126,6 @@ def for_evaluation(config: Config) -> Config:
     train = replace(config.train, optimizer="sgd", eps=TrainConfig.eps, steps=1, compile_dense=False, graph_dense=False)
     log = replace(config.log, trace_steps=0, trace_first=LogConfig.trace_first)
     return replace(config, embedding=embedding, train=train, log=log)
-
-
-def _one_process(quantize: str) -> InputError:
-    return InputError(f"--exported_as: {quantize} is evaluated by one process; leave --nproc out")
-
-
-def _step_if_whole(manifest: Manifest | None, faults: list[str]) -> int:
-    if manifest is None or faults:
-        raise InputError(f"{_OPTION}: {faults[0]}; evaluate another checkpoint")
-    return manifest.step
 
 
 def check_same_model(path: Path, config: Config, data: "Dataset") -> None:

@@ -1,6 +1,6 @@
 """Reasons to refuse a run before its ranks meet.
 
-Before a rank is started: too many processes, or a folder that nothing can be written to. On each rank, before the
+Before a rank is started: files that are not there, or a folder that nothing can be written to. On each rank, before the
 process group is made: what its device cannot do, and a data set that is too small. This file loads no torch, so that
 the first of these mistakes are reported at once.
 """
@@ -20,7 +20,6 @@ from dlrm_overlap.config import (
     DataConfig,
     InputError,
 )
-from dlrm_overlap.data.schema import read_schema, require_pyarrow
 from dlrm_overlap.launching.files import check_free
 
 if TYPE_CHECKING:
@@ -28,24 +27,7 @@ if TYPE_CHECKING:
 
     from dlrm_overlap.data.batch import Dataset
 
-_MOST_PROCESSES = 64  # no host has more GPUs, and each process takes some 0.5 GB before it has read a sample
-
 _ON_CPUS = ("sgd", "adagrad", "rowwise_adagrad")  # FBGEMM's optimizers
-
-
-def check_processes(nproc: int) -> None:
-    """Check that this host can run `nproc` processes: up to 4 a core and 64 in all, and 8 on any host.
-
-    Raises:
-        InputError: if they are more.
-    """
-    cores = len(os.sched_getaffinity(0))
-    most = min(_MOST_PROCESSES, max(8, 4 * cores))
-    if nproc > most:
-        raise InputError(
-            f"--nproc: {nproc} processes are above {most}, the most for the {cores} cores here (4 a core, up to "
-            f"{_MOST_PROCESSES}); start one a GPU, or two on a CPU"
-        )
 
 
 def check_resume(config: Config) -> None:
@@ -74,17 +56,13 @@ def check_data(data: DataConfig) -> None:
     Raises:
         InputError: naming the key.
     """
-    if data.kind in ("table", "criteo_tsv"):
-        require_pyarrow()
-    for key, path in (("data.path", data.path), ("data.eval_path", data.eval_path), ("data.schema", data.schema)):
+    for key, path in (("data.path", data.path), ("data.eval_path", data.eval_path)):
         if data.kind == "synthetic" or path is None:
             continue
         if re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", path):
             raise InputError(f"{key}: {path} is not on this machine, and only local files are read; copy them here")
         if not os.path.exists(path):
             raise InputError(f"{key}: {path}: no such file or folder; give one that is there")
-    if data.schema is not None:
-        read_schema(Path(data.schema))
 
 
 def check_runs(config: Config, names: Iterable[str]) -> None:

@@ -14,7 +14,7 @@ from dlrm_overlap.launching.lifetime import EndRequest, end_with_launcher, heed_
 from dlrm_overlap.launching.parsing import Parser, parse_config
 from dlrm_overlap.launching.spawn import spawn
 from dlrm_overlap.launching.watch import Progress
-from dlrm_overlap.train.preflight import check_processes, check_resume, check_start, total_steps
+from dlrm_overlap.train.preflight import check_resume, check_start, total_steps
 
 if TYPE_CHECKING:
     import torch
@@ -51,12 +51,11 @@ class Ranks:
             InputError: if the ranks do not meet, or are not alike in configuration, options, code or samples.
         """
         import torch.distributed as dist
-        from rich.console import Console
 
         from dlrm_overlap.observe.run_log import start_logging
 
         if not dist.is_initialized():
-            start_logging(self.world.rank, Console(stderr=True))
+            start_logging(self.world.rank)
             log.info("%s", self.world.describe())
             if line := self.config.train.overridden_batch_size:
                 log.info("%s", line)
@@ -162,7 +161,6 @@ def run_on_ranks(
 def _count_processes(nproc: int | str, config: Config) -> int:
     """Return the number of processes that `--nproc` asks for; for `auto`, print it on standard error too."""
     if nproc != "auto":
-        check_processes(int(nproc))
         return int(nproc)
     gpus = process_group.visible_gpus(config.train.device)
     text = f"{gpus} process{'es' * (gpus > 1)}, one a GPU" if gpus else "2 processes on the CPU"

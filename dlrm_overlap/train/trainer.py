@@ -5,7 +5,7 @@
 
 import logging
 import math
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -111,40 +111,14 @@ class Trainer(Stepper):
             NotFiniteError: if a loss or a weight is not finite.
             AskedToEndError: if a rank was asked to end. The state is saved, if this run saves at all.
         """
-        turns = self.fit_in_turns(0, replace)
-        while True:
-            try:
-                next(turns)
-            except StopIteration as end:
-                return end.value
-
-    def fit_in_turns(self, turn: int, replace: bool = False) -> Generator[int, None, dict[str, Any]]:
-        """Train as `fit` does, in turns: yield the step after each turn, and return the summary.
-
-        When it yields, no batch is in flight, so another trainer of these ranks may take steps. A turn is prolonged
-        until it holds all steps that are traced.
-
-        Args:
-            turn: steps of a turn; 0 makes all of them one.
-            replace: see `fit`, also for the errors.
-        """
         with hold_run_folder(self.folder):
             try:
-                return (yield from self._fit(replace, turn))
+                return self._fit(replace)
             except Exception as error:
                 self.saves.close(error)
                 raise
 
-    def _turn_end(self, step: int, turn: int) -> int:
-        """Return the step at which the turn of the step after `step` ends, or the last step."""
-        traced = self.config.log.traced
-        while step < self.steps:
-            step = (step // turn + 1) * turn
-            if not traced or not traced.start - 1 <= step <= traced.stop:
-                return step
-        return self.steps
-
-    def _fit(self, replace: bool, turn: int) -> Generator[int, None, dict[str, Any]]:
+    def _fit(self, replace: bool) -> dict[str, Any]:
         if not replace:
             if self.config.log.replace:
                 from_rank_0(self._replace)
@@ -157,15 +131,14 @@ class Trainer(Stepper):
         self.saves.prepare(self.world.local_world_size, self.progress)
         step, evaluated, values = self.start, -1, {}
         with (
-            RunLog(self.config, self.world, self.device, self.folder, self.start, self.steps, self.plan) as run_log,
+            RunLog(self.config, self.world, self.device, self.folder, self.start, self.plan) as run_log,
             self.loader(self.train_data, self.start, self.steps) as loader,
         ):
             batches = iter(loader)
             while step < self.steps:
-                # The next step after which the run evaluates, stops to save, ends or ends its turn.
-                turn_end = self._turn_end(step, turn) if turn else self.steps
+                # The next step after which the run evaluates, stops to save or ends.
                 stops = (every_eval, every_save if self.saves.stop_the_run else 0)
-                border = min([self.steps, turn_end, *((step // n + 1) * n for n in stops if n)])
+                border = min([self.steps, *((step // n + 1) * n for n in stops if n)])
                 step = self._train(step, border, batches, loader, run_log)
                 if run_log.asked_to_end and step < self.steps:
                     self._end_early(step, saves=bool(every_save or save_last))
@@ -178,10 +151,6 @@ class Trainer(Stepper):
                     if save_last:
                         self.save(step, values)
                     break
-                if step == turn_end < self.steps:
-                    run_log.pause()
-                    yield step
-                    run_log.resume()
             if evaluated != step:
                 values = self._evaluate(step, run_log)
             self._finish_save()
@@ -233,11 +202,10 @@ class Trainer(Stepper):
             if step % self.config.log.every == 0 or step == first + stretch.steps:
                 factor = self.learning_rate.factor(step - 1)
                 with self.raising_the_cause():
-                    bad_rows = loader.stand_ins + (0 if self.world.rank else self.train_data.skipped)
                     asked = self._end.asked or self.saves.failed
                     times = timer.take_ms()
                     metrics = self.running.take()
-                    run_log.training(step, loss_sum, times, loader.wait_s, factor, metrics, bad_rows, asked)
+                    run_log.training(step, loss_sum, times, loader.wait_s, factor, metrics, asked)
                 self.assembled.check()  # the loss was read, so the records of kernels are there
                 self._require_finite(run_log.loss, "the training loss is", step)
                 loss_sum.zero_()

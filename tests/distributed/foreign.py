@@ -426,14 +426,11 @@ _LONGER = {(6, 0): 4, (13, 1): 3}
 _NONE = "is none of torch.optim's SGD, Adagrad, Adam and AdamW"
 PROGRAMS: dict[str, Program] = {
     "split": Program(Split),
-    "split_fixed": Program(Split, bags=FIXED),
     "two_sets_fixed": Program(TwoSets, bags=FIXED),
     "permuted": Program(Permuted),
     "weighted": Program(Weighted),
-    "weighted_fixed": Program(Weighted, bags=FIXED),
     "weighted_in_host_memory": Program(WeightedInHostMemory),
     "by_keyword": Program(ByKeyword),
-    "offsets": Program(Offsets),
     "one_feature": Program(OneFeature),
     "frozen_batch": Program(batch=FrozenBatch),
     "slotted_batch": Program(batch=SlottedBatch),
@@ -450,7 +447,6 @@ PROGRAMS: dict[str, Program] = {
     "in_host_memory": Program(InHostMemory),
     "collection_in_host_memory": Program(CollectionInHostMemory),
     "data_parallel_collection": Program(DataParallelCollection),
-    "sequences": Program(Sequences),
     # Not evaluated: stock TorchRec's unpooled collections fail where ranks evaluate unlike samples.
     "longer_sequences": Program(Sequences, steps=15, longer=_LONGER, captured=(4, 3)),
     "longer_bags": Program(Offsets, steps=15, longer=_LONGER, evaluated={5: SAMPLES + 3, 14: 4}, captured=(4, 2)),

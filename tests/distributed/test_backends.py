@@ -70,8 +70,6 @@ def _train_on_two_ranks(folder: Path) -> None:
 
 def _train_more_on_two_ranks(folder: Path) -> None:
     _train_and_resume(folder, [name for name in LEARNING_RATE if name not in QUICK], RESUMED_MORE)
-    for backend in ("torchrec", *EXCHANGED):
-        _run(folder, f"columns_{backend}", backend, "sgd", *COLUMNS)
 
 
 def _train_variants(folder: Path) -> None:
@@ -84,7 +82,6 @@ def _train_variants(folder: Path) -> None:
 
 def _train_on_four_ranks(folder: Path) -> None:
     for backend in ("torchrec", *EXCHANGED):
-        _run(folder, f"sgd_{backend}", backend, "sgd")
         _run(folder, f"columns_{backend}", backend, "sgd", *COLUMNS)
 
 
@@ -135,16 +132,8 @@ def test_two_ranks_agree(request: pytest.FixtureRequest, backend: str, optimizer
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", EXCHANGED)
-def test_four_ranks_agree(four_ranks: Path, backend: str) -> None:
-    _assert_agrees(four_ranks / f"sgd_{backend}", four_ranks / "sgd_torchrec", LOSS_TOLERANCE["sgd"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", EXCHANGED)
-@pytest.mark.parametrize("ranks", ["two_ranks_more", "four_ranks"])
-def test_tables_cut_by_columns(request: pytest.FixtureRequest, ranks: str, backend: str) -> None:
-    folder = request.getfixturevalue(ranks)
-    _assert_agrees(folder / f"columns_{backend}", folder / "columns_torchrec", LOSS_TOLERANCE["sgd"])
+def test_four_ranks_agree_on_tables_cut_by_columns(four_ranks: Path, backend: str) -> None:
+    _assert_agrees(four_ranks / f"columns_{backend}", four_ranks / "columns_torchrec", LOSS_TOLERANCE["sgd"])
 
 
 @pytest.mark.slow

@@ -142,21 +142,6 @@ def test_step_measures_all_contenders(tmp_path: Path) -> None:
         assert float(row["speedup_over_torchrec"]) == pytest.approx(speedup, rel=1e-2)
 
 
-def test_concurrent_measures_both_alone_and_together(tmp_path: Path) -> None:
-    rows, result = _bench(tmp_path, "concurrent", "--repetitions", "3")
-    assert "best_of_all" in result.stdout
-    for row in rows:
-        copies = [] if row["communication"] == "all_reduce" else ["dma_apart"]
-        assert row["strategy"] in ("serial", "plain", *copies)
-    assert len(rows) == 24
-    for row in rows:
-        # Each rank sends half of its 0.25 MB to the other, an all-reduce twice.
-        sent = 30 * 1024 * 4
-        assert int(row["link_bytes"]) == (2 * sent if row["communication"] == "all_reduce" else sent)
-        both_ms = float(row["computation_ms"]) + float(row["communication_ms"])
-        assert float(row["speedup"]) == pytest.approx(both_ms / float(row["together_ms"]), rel=1e-2)
-
-
 def test_collectives_measures_all_that_can_take_part(tmp_path: Path) -> None:
     options = ["--sizes_mb", "1", "--iterations", "3", "--operations", "all_gather", "all_to_all"]
     rows, _ = _bench(tmp_path, "collectives", *options)

@@ -1,4 +1,4 @@
-"""Two ranks, or three, send each other rows into memory that they share, and multiply with that inside the product."""
+"""Three ranks send each other rows into memory that they share, and multiply with that inside the product."""
 
 from collections.abc import Callable
 
@@ -17,12 +17,7 @@ def _run(case: str) -> None:
     CASES[case]()
 
 
-two_ranks, three_ranks = (cases_on_ranks(world_size, _run, list(CASES)) for world_size in (2, 3))
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_two_ranks(two_ranks: Callable[[str], None], case: str) -> None:
-    two_ranks(case)
+three_ranks = cases_on_ranks(3, _run, list(CASES))
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -119,33 +119,6 @@ def test_runs_are_those_of_train(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_runs_in_turns_are_those_that_follow_each_other(folder: Path, tmp_path: Path) -> None:
-    """Turns of 6 steps, the last of 2; each run holds what the other must not touch."""
-    argv = [
-        *COMPARE,
-        "--backends",
-        "torchrec",
-        "fused",
-        "--interleave",
-        "6",
-        "--nproc",
-        "2",
-        "--log.dir",
-        str(tmp_path),
-    ]
-    result = run_cli(*argv)
-    assert result.returncode == 0, result.stderr
-    comparison = json.loads((tmp_path / "comparison.json").read_text())
-    assert (comparison["interleave"], list(comparison["backends"])) == (6, ["torchrec", "fused"])
-    for backend in ("torchrec", "fused"):
-        for key in ("train/loss", "eval/auroc"):
-            assert read_metrics(tmp_path / backend, key) == read_metrics(folder / backend, key), backend
-    lines = [line.split("rank 0: ")[1].split(":")[0] for line in result.stderr.splitlines() if "step " in line]
-    steps = [int(line.removeprefix("step ")) for line in lines if line.startswith("step ")]
-    assert steps[:13] == [1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5, 6, 7], "the second backend's turn comes behind step 6"
-
-
-@pytest.mark.slow
 def test_another_seed_is_found_and_gets_no_speedup(tmp_path: Path) -> None:
     """The whole command, with the second backend started from other weights, as a broken one would go astray."""
     script = f"""
@@ -169,7 +142,7 @@ raise SystemExit(cli.main({[*COMPARE, "--backends", "torchrec", "pgas", "--log.d
     assert line.endswith("tolerance 0.0001")
     _, _, row, *_ = result.stdout.splitlines()
     assert row.split()[0] == "pgas"
-    assert row.split()[-3:] == ["-", "-", "DISAGREE"]
+    assert row.split()[-2:] == ["-", "DISAGREE"]
     comparison = json.loads((tmp_path / "comparison.json").read_text())
     assert comparison["backends"]["pgas"]["speedup"] is None
     assert comparison["agree"] is False

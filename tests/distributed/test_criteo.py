@@ -25,16 +25,3 @@ def test_prepare_and_train_on_the_kaggle_sample(tmp_path: Path) -> None:
     assert trained.returncode == 0, trained.stderr
     (auroc,) = read_metrics(tmp_path / "runs" / "torchrec", "eval/auroc").values()
     assert auroc >= 0.66  # on the last quarter, held out; one epoch of the other three
-
-
-@pytest.mark.slow
-def test_train_on_the_text_itself(tmp_path: Path) -> None:
-    assert FOLDER is not None
-    text = str(Path(FOLDER) / "criteo_kaggle_1999.tsv")
-    trained = run_cli(
-        *["train", "--config", "configs/criteo_kaggle.yaml", "--data.kind", "criteo_tsv", "--data.path", text],
-        *["--data.tables.rows", "1000", "--train.device", "cpu", "--log.dir", str(tmp_path)],
-    )
-    assert trained.returncode == 0, trained.stderr
-    (auroc,) = read_metrics(tmp_path / "torchrec", "eval/auroc").values()
-    assert auroc >= 0.64

@@ -210,7 +210,7 @@ def test_a_disk_that_fills_up_while_logging(tmp_path: Path) -> None:
     full = (tmp_path / "full").read_text()
     assert result.returncode == 2, result.stderr + full
     assert full.count("the run goes on without these lines") == 1
-    assert "step_ms.npy cannot be written (No space left on device)" in full.splitlines()[-1]
+    assert "summary.json cannot be written (No space left on device)" in full.splitlines()[-1]
     assert 2 < max(read_metrics_of(tmp_path / "metrics.jsonl")) < 150
     assert list(read_metrics_of(tmp_path / "whole.jsonl")) == list(range(1, 151))
 

@@ -1,4 +1,4 @@
-"""Eleven programs of TorchRec's users give stock's losses once two of their lines are changed."""
+"""Programs of TorchRec's users give stock's losses once two of their lines are changed."""
 
 from collections.abc import Callable
 
@@ -18,7 +18,7 @@ BY_GRAPHS = ", captured"
 def _compare(case: str) -> None:
     name = case.removesuffix(BY_GRAPHS)
     if name == case:
-        compare(name, steps=200)
+        compare(name, steps=80)
         return
     with captures() as taken:
         compare(name, CAPTURED[name])

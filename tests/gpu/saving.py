@@ -27,11 +27,11 @@ from dlrm_overlap.checkpoint.storage.save import gather
 from dlrm_overlap.launching import launcher
 from dlrm_overlap.launching.parsing import Parser
 from dlrm_overlap.observe.metrics import quantile
-from dlrm_overlap.observe.result_files import read_step_ms
+from dlrm_overlap.observe.run_log import RunLog
 from dlrm_overlap.train.ranks import Ranks, run_on_ranks
 from dlrm_overlap.train.trainer import Trainer
 
-_WARMUP_STEPS = 10  # which step_ms.npy leaves out
+_WARMUP_STEPS = 10  # whose times are left out
 _MLPERF = ["--config", "configs/bench/step_mlperf.yaml", "--embedding.backend", "pgas", "--train.compile_dense", "true"]
 _ROOM_BYTES = 60e9
 _LOG_EVERY = 50  # steps
@@ -45,6 +45,8 @@ class Moments:
         self.bytes = 0
         self.expected: dict[str, torch.Tensor] = {}
         self.saved: dict[str, torch.Tensor] = {}
+        self.step_ms: list[float] = []
+        """times of the steps on the device"""
         self.gaps: list[tuple[float, int]] = []
         """of each step the ms from its issue to that of the next, and its number"""
         self.collections: list[tuple[float, int, str]] = []
@@ -80,6 +82,12 @@ class Moments:
             last = now
             return take_step(*args)
 
+        summarise = RunLog.summary
+
+        def noting_summary(run_log: RunLog, *args: Any) -> Any:
+            self.step_ms = run_log.step_ms[_WARMUP_STEPS:]
+            return summarise(run_log, *args)
+
         begun = 0.0
 
         def note_collection(phase: str, _: Any) -> None:
@@ -92,6 +100,7 @@ class Moments:
 
         gc.callbacks.append(note_collection)
         setattr(Trainer, "step", noting_step)  # noqa: B010
+        setattr(RunLog, "summary", noting_summary)  # noqa: B010
         setattr(saving.Saves, "_begin", noting_begin)  # noqa: B010
         setattr(Checkpointer, "write", noting_write)  # noqa: B010
 
@@ -133,7 +142,7 @@ def work(ranks: Ranks) -> int:
             print(f"rank {rank}: {len(unlike)} of {len(moments.expected)} tensors differ from a copy at once: {unlike}")
         print(f"rank {rank}: stores {gigabytes:.2f} GB; longest host gaps (ms, step): {gaps}")
         print(f"rank {rank}: longest collections (ms, step, thread): {collections}")
-    times, found = read_step_ms(trainer.folder), moments.found
+    times, found = moments.step_ms, moments.found
     at = ("behind_step", "copied_in_step", "done_in_step")
     first, copied, last = (int(found[name]) - _WARMUP_STEPS for name in at)
     parts = {"before": times[:first], "copied beside": times[first:copied], "written beside": times[copied:last]}

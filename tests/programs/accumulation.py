@@ -9,12 +9,10 @@ from torchrec.datasets.utils import Batch
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper, OptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-from tests.programs.clicks import clicks, start
+from tests.programs.clicks import clicks, collection, start
 
 ROWS = {f"f_{i}": 20_000 for i in range(5)}
 DIM, DENSE, EVERY = 8, 4, 4
@@ -43,11 +41,7 @@ class Ranker(nn.Module):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
-        tables = [
-            EmbeddingBagConfig(name=f"t_{key}", embedding_dim=DIM, num_embeddings=rows, feature_names=[key])
-            for key, rows in ROWS.items()
-        ]
-        self.collection = EmbeddingBagCollection(tables=tables, device=torch.device("meta"))
+        self.collection = collection(ROWS, DIM)
         inputs = DENSE + DIM * len(ROWS)
         self.over = nn.Sequential(nn.Linear(inputs, 32), nn.Tanh(), nn.Linear(32, 1)).to(device)
 
@@ -75,7 +69,3 @@ def main(steps: int = 200) -> list[torch.Tensor]:
     for _ in range(steps):
         losses.append(pipeline.progress(batches).clone())
     return losses
-
-
-if __name__ == "__main__":
-    main()

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 import torch
 import torch.distributed as dist
 from torchrec.datasets.utils import Batch
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 
@@ -17,6 +19,15 @@ def start() -> torch.device:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group("nccl" if on_gpu else "gloo")
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+
+def collection(rows: Mapping[str, int], dim: int) -> EmbeddingBagCollection:
+    """Return a collection of a table for each feature."""
+    tables = [
+        EmbeddingBagConfig(name=f"t_{key}", embedding_dim=dim, num_embeddings=count, feature_names=[key])
+        for key, count in rows.items()
+    ]
+    return EmbeddingBagCollection(tables=tables, device=torch.device("meta"))
 
 
 def clicks(

@@ -8,12 +8,10 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.modules.deepfm import DeepFM, FactorizationMachine
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-from tests.programs.clicks import clicks, start
+from tests.programs.clicks import clicks, collection, start
 
 ROWS = {f"f_{i}": 20_000 for i in range(6)}
 DIM, DENSE = 8, 5
@@ -43,11 +41,7 @@ class Click(nn.Module):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
-        tables = [
-            EmbeddingBagConfig(name=f"t_{key}", embedding_dim=DIM, num_embeddings=rows, feature_names=[key])
-            for key, rows in ROWS.items()
-        ]
-        self.collection = EmbeddingBagCollection(tables=tables, device=torch.device("meta"))
+        self.collection = collection(ROWS, DIM)
         self.logits = torch.compile(Interaction(device), backend=COMPILER)
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
@@ -77,7 +71,3 @@ def main(steps: int = 200) -> list[torch.Tensor]:
         losses.append(loss.clone())
         scheduler.step()
     return losses
-
-
-if __name__ == "__main__":
-    main()

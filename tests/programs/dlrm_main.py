@@ -11,13 +11,11 @@ from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.models.dlrm import DLRM_DCN, DLRMTrain
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-from tests.programs.clicks import clicks, start
+from tests.programs.clicks import clicks, collection, start
 
 ROWS = {f"cat_{i}": 100 * (i + 1) for i in range(6)}
 WARMUP, DECAY_START, DECAY = 20, 60, 100
@@ -53,12 +51,7 @@ def main(steps: int = 200) -> list[torch.Tensor]:
     """Train two epochs with validations within, and return the losses of training and validation."""
     device = start()
     torch.manual_seed(1)
-    tables = [
-        EmbeddingBagConfig(name=f"t_{key}", embedding_dim=16, num_embeddings=rows, feature_names=[key])
-        for key, rows in ROWS.items()
-    ]
-    collection = EmbeddingBagCollection(tables=tables, device=torch.device("meta"))
-    model = DLRMTrain(DLRM_DCN(collection, 8, [32, 16], [32, 16, 1], 2, 8, dense_device=device))
+    model = DLRMTrain(DLRM_DCN(collection(ROWS, 16), 8, [32, 16], [32, 16, 1], 2, 8, dense_device=device))
     apply_optimizer_in_backward(torch.optim.Adagrad, model.model.sparse_arch.parameters(), {"lr": 0.05})
     sharders = get_default_sharders()
     topology = Topology(dist.get_world_size(), device.type, local_world_size=get_local_size())
@@ -90,7 +83,3 @@ def main(steps: int = 200) -> list[torch.Tensor]:
                 break
         losses.append(evaluate(val_pipeline, 4))
     return losses
-
-
-if __name__ == "__main__":
-    main()

@@ -7,12 +7,10 @@ from torchrec.datasets.utils import Batch
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-from tests.programs.clicks import clicks, start
+from tests.programs.clicks import clicks, collection, start
 
 ROWS = {f"f_{i}": 20_000 for i in range(5)}
 DIM, DENSE = 8, 10
@@ -23,11 +21,7 @@ class OnTop(nn.Module):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
-        tables = [
-            EmbeddingBagConfig(name=f"t_{key}", embedding_dim=DIM, num_embeddings=rows, feature_names=[key])
-            for key, rows in ROWS.items()
-        ]
-        self.collection = EmbeddingBagCollection(tables=tables, device=torch.device("meta"))
+        self.collection = collection(ROWS, DIM)
         self.tower = nn.Sequential(nn.Linear(DENSE, 32), nn.BatchNorm1d(32), nn.GELU(), nn.Linear(32, DIM)).to(device)
         self.tower.requires_grad_(False)
         self.head = nn.Sequential(nn.Linear(DIM * (len(ROWS) + 1), 32), nn.Tanh(), nn.Linear(32, 1)).to(device)
@@ -67,7 +61,3 @@ def main(steps: int = 200) -> list[torch.Tensor]:
     for _ in range(steps):
         losses.append(pipeline.progress(batches).clone())
     return losses
-
-
-if __name__ == "__main__":
-    main()

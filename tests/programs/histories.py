@@ -77,7 +77,3 @@ def main(steps: int = 200) -> list[torch.Tensor]:
     for _ in range(steps):
         losses.append(pipeline.progress(batches).clone())
     return losses
-
-
-if __name__ == "__main__":
-    main()

@@ -1,8 +1,12 @@
-"""Two tasks with the experts of PLE (Tang et al., RecSys 2020), dropout, and a loss for each task with a weight."""
+"""Two tasks with the experts of PLE (Tang et al., RecSys 2020), dropout, and a loss for each task with a weight.
+
+Beside it goes an average of the weights, as one evaluates with in the end.
+"""
 
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torchrec.datasets.utils import Batch
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -55,7 +59,6 @@ class MultiTask(nn.Module):
             )
             for (key, n), pooling in zip(ROWS.items(), 4 * [PoolingType.SUM] + [PoolingType.MEAN], strict=True)
         ]
-        tables[-1].pooling = PoolingType.MEAN
         self.collection = EmbeddingBagCollection(tables=tables, device=torch.device("meta"))
         self.ple = PLE(DENSE + DIM * len(ROWS)).to(device)
 
@@ -73,12 +76,13 @@ class MultiTask(nn.Module):
 
 
 def main(steps: int = 200) -> list[torch.Tensor]:
-    """Train, and return the losses [2] of each step."""
+    """Train, and return the losses [2] of each step, and the norms of the averaged weights."""
     device = start()
     torch.manual_seed(1)
     params = {"optimizer": EmbOptimType.EXACT_ADAGRAD, "learning_rate": 0.05}
     sharder = EmbeddingBagCollectionSharder(params)
     model = DistributedModelParallel(MultiTask(device), device=device, sharders=[sharder])
+    average = AveragedModel(model.module.ple, multi_avg_fn=get_ema_multi_avg_fn(0.95))
     dense = dict(in_backward_optimizer_filter(model.named_parameters()))
     adam = KeyedOptimizerWrapper(dense, lambda parameters: torch.optim.Adam(parameters, lr=0.003))
     optimizer = CombinedOptimizer([model.fused_optimizer, ("dense", adam)])
@@ -89,8 +93,5 @@ def main(steps: int = 200) -> list[torch.Tensor]:
         try:
             losses.append(pipeline.progress(batches).clone())
         except StopIteration:
-            return losses
-
-
-if __name__ == "__main__":
-    main()
+            return [*losses, *(each.detach().norm() for each in average.parameters())]
+        average.update_parameters(model.module.ple)

@@ -45,7 +45,3 @@ def main(steps: int = 200) -> list[torch.Tensor]:
         if step % 100 == 0:
             print(f"step {step}: loss {loss.item():.4f}")
     return losses
-
-
-if __name__ == "__main__":
-    main()

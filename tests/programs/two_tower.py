@@ -12,14 +12,12 @@ from torchrec.datasets.utils import Batch
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.modules.mlp import MLP
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from tests.programs.clicks import clicks, start
+from tests.programs.clicks import clicks, collection, start
 
 ROWS = {"user": 500, "history": 300, "item": 300, "words": 200}
 DIM, SAMPLES, TEMPERATURE = 16, 16, 0.2
@@ -41,13 +39,7 @@ class TwoTower(nn.Module):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
-        self.collection = EmbeddingBagCollection(
-            tables=[
-                EmbeddingBagConfig(name=f"t_{key}", embedding_dim=DIM, num_embeddings=rows, feature_names=[key])
-                for key, rows in ROWS.items()
-            ],
-            device=torch.device("meta"),
-        )
+        self.collection = collection(ROWS, DIM)
         self.query = MLP(2 * DIM, [32, DIM], activation=torch.tanh, device=device)
         self.candidate = MLP(2 * DIM, [32, DIM], activation=torch.tanh, device=device)
         self.loss = InBatchLoss()
@@ -87,7 +79,3 @@ def main(steps: int = 200) -> list[torch.Tensor]:
     for _ in range(steps):
         losses.append(pipeline.progress(batches).clone())
     return losses
-
-
-if __name__ == "__main__":
-    main()

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 ROUNDS = int(os.environ.get("SOAK_ROUNDS", "4"))
 SECONDS = float(os.environ.get("SOAK_SECONDS", "25"))
 FOREVER = "1000000"
-EVERY_STEP = ["--embedding.backend", "pgas", "--log.every", "1", "--checkpoint.every", "3", "--checkpoint.keep", "3"]
+EVERY_STEP = ["--embedding.backend", "pgas", "--log.every", "1", "--checkpoint.every", "1", "--checkpoint.keep", "3"]
 EVERY_STEP += ["--train.eval_every", "7", "--data.eval_samples", "1024", "--train.batch_size", "64"]
 _MOST_GROWTH = 0.02
 

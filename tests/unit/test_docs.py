@@ -109,7 +109,6 @@ def test_readme_names_the_backends_of_the_registry() -> None:
 def test_the_page_of_figures_has_a_command_of_every_kind() -> None:
     named = set(re.findall(r"\bbench (\w+)", Path("docs/figures.md").read_text()))
     assert set(FIGURES) <= named, "a figure without a line"
-    assert set(FIGURES) - {"input", "job"} <= set(PLOTS), "and each has a plot, but those of two times"
 
 
 def test_the_default_put_is_as_fast_as_the_best() -> None:

@@ -11,12 +11,12 @@ contender's. Beside a product the time is that of both, and `product_ms` that of
 
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from typing import Any, get_args
 
 import torch
 
 from dlrm_overlap.bench.harness.communications import Communication, Payload, PeerMemory, by_collective, wrong
-from dlrm_overlap.bench.harness.computations import make_product
 from dlrm_overlap.bench.harness.timing import Turns, capture, counted
 from dlrm_overlap.bench.report.rows import report
 from dlrm_overlap.bench.request import CollectivesRequest
@@ -40,8 +40,8 @@ def run(request: CollectivesRequest, ranks: Ranks) -> int:
     group, device = ranks.connect(), ranks.device
     sizes_mb = request.sizes_on(device.type)
     memory = PeerMemory(group, device, max(sizes_mb) * _MB // 4 * group.size())
-    turns, size = Turns(group, device), _PRODUCT[device.type]
-    product = make_product(size, size, size, device).call
+    turns = Turns(group, device)
+    product = _make_product(_PRODUCT[device.type], device)
     rows, faults = list[dict[str, Any]](), list[str]()
     for operation in request.operations:
         for mb in counted(f"sizes of {operation}", sizes_mb):
@@ -68,7 +68,7 @@ def _measure(
     product: Callable[[], object] | None,
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Return the rows of all contenders at one size, and a line for each whose output is wrong."""
-    made = {"nccl": by_collective(payload, payload.group, beside=True)}
+    made = {"nccl": by_collective(payload)}
     made |= {way: memory.call(payload, way, columns["beside"]) for way in get_args(Way)}
     calls = {name: (each, _with(each, product)) for name, each in made.items()}
     if columns["captured"]:
@@ -89,6 +89,14 @@ def _measure(
         for name, times in zip(pieces, timed, strict=False)
     ]
     return rows, faults
+
+
+def _make_product(size: int, device: torch.device) -> Callable[[], object]:
+    """Return a function that issues a product of two matrices [size, size] in bf16."""
+    generator = torch.Generator(device).manual_seed(0)
+    make = partial(torch.randn, generator=generator, device=device, dtype=torch.bfloat16)
+    left, right = make(size, size), make(size, size)
+    return partial(torch.mm, left, right, out=torch.empty_like(left))
 
 
 def _with(communication: Communication, product: Callable[[], object] | None) -> Callable[[], object]:

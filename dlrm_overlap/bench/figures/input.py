@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from dlrm_overlap.bench.harness.timing import Timing, counted, greatest
+from dlrm_overlap.bench.harness.timing import Timing, greatest
 from dlrm_overlap.bench.report.rows import report
 from dlrm_overlap.bench.request import InputRequest
 from dlrm_overlap.data.batch import Batch
@@ -99,7 +99,7 @@ def _measure(trainer: Trainer, steps: int) -> dict[str, Any]:
         cached = next(batches).clone()  # its own memory: the loader's is lent
         if trainer.device.type == "cuda":
             cached = cached.pin_memory()
-        for _ in counted("rounds", range(_ROUNDS)):
+        for _ in range(_ROUNDS):
             cached_ms += _time_steps(trainer, itertools.repeat(cached), per_round, _WARMUP_STEPS)
             waited_s -= loader.wait_s
             loaded_ms += _time_steps(trainer, batches, per_round, loader_warmup)

@@ -89,14 +89,12 @@ def run(request: StepRequest, ranks: Ranks) -> int:
     reference: dict[str, list[float]] = {}
     wrong = False
     for heat in heats(names, request.at_once):
-        runs = [
-            TrainingRun(name, build(ranks, name, configs[name]), batches) for name in counted("trainers to build", heat)
-        ]
-        losses = reference | {each.name: each.losses(CHECKED_STEPS) for each in counted("contenders to check", runs)}
+        runs = [TrainingRun(name, build(ranks, name, configs[name]), batches) for name in counted("trainers", heat)]
+        losses = reference | {each.name: each.losses(CHECKED_STEPS) for each in runs}
         reference = {names[0]: losses[names[0]]}
         agreements, faults = judge(ranks.config.train.precision, losses, again)
         timings = dict(zip(heat, take_turns([each.time for each in runs], request.steps, ranks.device), strict=True))
-        traced = {each.name: _trace(each) for each in counted("contenders to trace", runs)}
+        traced = {each.name: _trace(each) for each in runs}
         rows = [
             {"kind": request.kind, "contender": each.name}
             | describe_run(each, request.batches)

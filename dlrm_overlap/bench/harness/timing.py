@@ -18,8 +18,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from rich.logging import RichHandler
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from dlrm_overlap.bench.harness.contenders import Contender
 from dlrm_overlap.bench.harness.workload import Workload
@@ -54,22 +52,10 @@ def greatest(values: list[float], device: torch.device, group: dist.ProcessGroup
 
 
 def counted(noun: str, items: Sequence[T]) -> Iterator[T]:
-    """Yield `items`; on rank 0 a terminal shows how many are done and how much time is left.
-
-    This thread draws the bar anew after each item, so nothing of it runs beside a measurement.
-
-    Args:
-        noun: names the items in the plural, such as "shapes".
-        items: measured one after the other, each taking about as long.
-    """
-    # The terminal of the log keeps its lines and the bar apart.
-    console = next((each.console for each in log.handlers if isinstance(each, RichHandler)), None)
-    if console is None or (dist.is_initialized() and dist.get_rank()):
-        yield from items
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, auto_refresh=False) as bar:
-        yield from bar.track(items, description=noun)
+    """Yield `items`, and log on rank 0 which one comes next; `noun` names them in the plural, such as "shapes"."""
+    for number, item in enumerate(items, 1):
+        log.info("%s: %d of %d", noun, number, len(items))
+        yield item
 
 
 def capture(piece: Callable[[], object], device: torch.device) -> Callable[[], object]:
@@ -141,7 +127,7 @@ def take_turns(
     per_round = math.ceil(steps / _ROUNDS)
     step_ms: list[list[float]] = [[] for _ in turns]
     host_ms: list[list[float]] = [[] for _ in turns]
-    for i, turn in counted("turns of contenders", list(enumerate(turns)) * _ROUNDS):
+    for i, turn in list(enumerate(turns)) * _ROUNDS:
         on_device, on_host = turn(per_round)
         step_ms[i] += on_device
         host_ms[i] += on_host

@@ -1,10 +1,9 @@
-"""`dlrm-overlap bench report`: an SVG of each CSV file of a folder, as bars, lines or a map."""
+"""`dlrm-overlap bench report`: an SVG of each CSV file of steps, as bars, or of a sweep, as a map."""
 
 import io
 import math
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from itertools import cycle, product
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 
-from dlrm_overlap.bench.report.concurrent import CLASSES, summarise
 from dlrm_overlap.bench.report.measured import (
     Measured,
     Row,
@@ -22,7 +20,6 @@ from dlrm_overlap.bench.report.measured import (
     milliseconds,
     read_measured,
     runs,
-    shape,
     trusted,
 )
 from dlrm_overlap.config import InputError
@@ -100,75 +97,42 @@ def draw_bars(
     label: Callable[[Row], str],
     *,
     value: str = "median_ms",
-    limit: str | None = None,
-    over: str | None = None,
     unit: str = "ms, median",
 ) -> Figure:
     """Draw a group of bars for each run, a bar a contender; one whose results were not the reference's has none.
+
+    A line across a group is the floor of its times.
 
     Args:
         groups: the runs.
         label: names a group by its first row.
         value: column of a bar's height.
-        limit: column of the line across the bars of a group.
-        over: contender by whose value the others' and the limit are divided.
-        unit: of the axis, where nothing is divided.
+        unit: of the axis.
     """
     firsts = [next(iter(run.values())) for run in groups]
     heights = [{name: float(row[value]) for name, row in run.items() if trusted(row) and row[value]} for run in groups]
-    bases = np.array([each[over] if over else 1.0 for each in heights])
     contenders = list(dict.fromkeys(name for run in heights for name in run))
     bars, width = len(groups) * len(contenders), 0.84 / len(contenders)
     figure, (axes,) = _panels(1, 3.2, width=max(9.0, 0.16 * bars))
     places = np.arange(len(groups))
     for i, (name, (colour, hatch)) in enumerate(zip(contenders, cycle(_LOOKS), strict=False)):
-        drawn = np.array([each.get(name, math.nan) for each in heights]) / bases
+        drawn = np.array([each.get(name, math.nan) for each in heights])
         look: dict[str, Any] = {"facecolor": colour, "hatch": hatch, "edgecolor": "black", "linewidth": 0.5}
         own = axes.bar(places - 0.42 + (i + 0.5) * width, drawn, width, label=name, **look)
         text = ["" if math.isnan(each) else milliseconds(each) for each in drawn]
         axes.bar_label(own, text, fontsize=6, rotation=90 if bars > 31 else 0, padding=1.5)
-    if limit:
-        bounds = np.array([float(first[limit] or "nan") for first in firsts]) / bases
-        axes.hlines(bounds, places - 0.42, places + 0.42, color="black", linewidth=1.4, label=limit)
-    names = [label(first) for first in firsts]
-    if over:
-        names = [f"{name}\n{over} {milliseconds(base)} ms" for name, base in zip(names, bases, strict=True)]
-    axes.set_xticks(places, names, fontsize=6)
-    axes.set_ylabel(f"time / {over}'s" if over else unit)
+    floors = [float(first["floor_ms"] or "nan") for first in firsts]
+    axes.hlines(floors, places - 0.42, places + 0.42, color="black", linewidth=1.4, label="floor_ms")
+    axes.set_xticks(places, [label(first) for first in firsts], fontsize=6)
+    axes.set_ylabel(unit)
     _legend(figure, axes)
     return figure
-
-
-def grouped(rows: Rows, *columns: str) -> list[Run]:
-    """Return the rows as runs, those of a run agreeing in `columns`."""
-    found: dict[tuple[str, ...], dict[str, Row]] = {}
-    for row in rows:
-        found.setdefault(tuple(row[each] for each in columns), {})[row["contender"]] = row
-    return [*found.values()]
 
 
 def _columns_as_bars(rows: Iterable[Mapping[str, Any]], columns: Mapping[str, str]) -> list[Run]:
     """Return each row as a run whose contenders are columns, by name -> column."""
     text = [{key: "" if value is None else str(value) for key, value in row.items()} for row in rows]
     return [{name: {**row, "value": row[column]} for name, column in columns.items()} for row in text]
-
-
-def draw_collectives(rows: Rows) -> Figure:
-    """Draw a line for each contender over the sizes, its time over NCCL's; a panel for each way to be called."""
-    panels: dict[tuple[str, ...], dict[str, dict[float, float]]] = {}
-    for row in todays(rows):
-        lines = panels.setdefault((row["operation"], row["beside"], row["captured"]), {})
-        lines.setdefault(row["contender"], {})[float(row["mb_per_peer"])] = float(row["median_ms"])
-    figure, every = _panels(len(panels), 1.3, sharex=True, sharey=True)
-    for axes, (key, lines) in zip(every, panels.items(), strict=True):
-        for (name, times), marker in zip(lines.items(), "osDv^Px", strict=False):
-            ratios = [times[size] / lines["nccl"][size] for size in sorted(times)]
-            axes.plot(sorted(times), ratios, label=name, color="black", markersize=4, linewidth=0.8, marker=marker)
-        axes.set_title("{}, beside {}, captured {}".format(*key), fontsize=7)
-        axes.set(ylabel="time / nccl's", xscale="log", ylim=(0, 1.6))
-    every[-1].set_xlabel("MB to each peer")
-    _legend(figure, every[0])
-    return figure
 
 
 def map_axes(rows: Iterable[Row]) -> list[str]:
@@ -216,42 +180,18 @@ def _step_label(row: Row) -> str:
 
 def _draw_step(rows: Rows) -> Figure:
     if not any(row.get("busy_ms") for row in rows):  # earlier rows, and those of CPUs
-        return draw_bars(runs(rows), _step_label, limit="floor_ms")
+        return draw_bars(runs(rows), _step_label)
     every = [row for run in runs(rows) for row in run.values()]
     times = {"the GPU's own time": "busy_ms", "by the clock": "median_ms"}
     found = _columns_as_bars(every, times)
     unit = f"ms, {_step_label(every[0])}"
-    return draw_bars(found, lambda row: row["contender"].replace("_", "\n"), value="value", limit="floor_ms", unit=unit)
-
-
-def _draw_strategies(rows: Rows) -> Figure:
-    found = _columns_as_bars(summarise(rows), {name: name for name in CLASSES})
-    unit = "mean fraction of the ideal speedup"
-    return draw_bars(found, lambda row: row["strategy"].replace("_", "\n"), value="value", unit=unit)
-
-
-def _draw_gemm(rows: Rows) -> Figure:
-    label = partial("{operator}\n{m} x {k} x {n}".format_map)
-    return draw_bars(grouped(rows, "operator", "m", "k", "n"), label, limit="floor_ms", over="serial")
-
-
-def _draw_scaling(rows: Rows) -> Figure:
-    return draw_bars(runs(rows), lambda row: f"{row['world_size']} GPUs", limit="limit_ms")
+    return draw_bars(found, lambda row: row["contender"].replace("_", "\n"), value="value", unit=unit)
 
 
 PLOTS: dict[str, Callable[[Rows], Figure]] = {
     "step": _draw_step,
-    "stage": lambda rows: draw_bars(runs(rows), shape, limit="limit_ms", over="baseline"),
-    "backward": lambda rows: draw_bars(
-        runs(rows), lambda row: f"{shape(row)}\n{row['optimizer']}", limit="limit_ms", over="baseline"
-    ),
-    "weak": _draw_scaling,
-    "strong": _draw_scaling,
     "sweep": draw_map,
     "grid": draw_map,  # of earlier rows: a sweep of tables and batches
-    "collectives": draw_collectives,
-    "concurrent": _draw_strategies,
-    "gemm": _draw_gemm,
 }
 """The figure that rows of `dlrm-overlap bench KIND` are drawn as."""
 

@@ -15,18 +15,17 @@ from dlrm_overlap.checkpoint.storage.tools import verify
 from dlrm_overlap.config import InputError
 from dlrm_overlap.data.batch import table_keys
 from dlrm_overlap.launching.files import replacing, write_json
-from dlrm_overlap.train.inference.model import InferenceModel, Scratch, Squares, build_for_inference
+from dlrm_overlap.train.inference.model import InferenceModel, Scratch, build_for_inference
 
 _EXAMPLE_BATCH, _EXAMPLE_IDS = 5, 7  # of the batch that is traced; any other number of either will do later
 
 
-def export_for_inference(path: Path, output: Path, quantize: str = "none") -> dict[str, Any]:
+def export_for_inference(path: Path, output: Path) -> dict[str, Any]:
     """Write the checkpoint `path` as a program for inference to `output`, and its signature beside it.
 
     Args:
         path: of the checkpoint, whose files are checked first.
         output: a new file that ends in .pt2; the signature has the same name with .json.
-        quantize: none keeps the type of the tables; int8 gives them 8 bits a weight, a scale and an offset a row.
 
     Returns:
         The signature.
@@ -45,8 +44,8 @@ def export_for_inference(path: Path, output: Path, quantize: str = "none") -> di
     manifest = read_manifest(path)
     try:
         with TemporaryDirectory(dir=output.parent, prefix=f".{output.name}.") as folder:
-            model, squares = build_for_inference(path, manifest, quantize, Scratch(Path(folder)))
-            signature = _signature(model, manifest, output.name, quantize, squares)
+            model = build_for_inference(path, manifest, Scratch(Path(folder)))
+            signature = _signature(model, manifest, output.name)
             program = trace(model, manifest.shape["model.dense_features"])
             with replacing(output) as stream:
                 torch.export.save(program, stream)
@@ -72,12 +71,11 @@ def trace(model: InferenceModel, dense_features: int) -> torch.export.ExportedPr
     return torch.export.export(model, example, dynamic_shapes=sizes)
 
 
-def _signature(model: InferenceModel, manifest: Manifest, name: str, quantize: str, squares: Squares) -> dict[str, Any]:
+def _signature(model: InferenceModel, manifest: Manifest, name: str) -> dict[str, Any]:
     rows = manifest.shape["rows"]
     features = manifest.shape["model.dense_features"]
     tables = {key: {"rows": count} for key, count in zip(table_keys(len(rows)), rows, strict=True)}
     labels = manifest.shape["model.top_mlp"][-1]
-    cost = {} if quantize == "none" else {"relative_rms_error_of_weights": squares.relative_rms_error}
     return {
         "program": name,
         "torch": torch.__version__,
@@ -89,7 +87,5 @@ def _signature(model: InferenceModel, manifest: Manifest, name: str, quantize: s
         },
         "outputs": {"probability": {"dtype": "float32", "shape": ["batch", labels] if labels > 1 else ["batch"]}},
         "tables": tables,
-        "quantize": quantize,
-        **cost,
         "bytes": sum(tensor.nbytes for tensor in model.state_dict().values()),
     }

@@ -1,13 +1,12 @@
 """The model that is exported, put together from the files of a checkpoint.
 
 No table is held in memory. One that the checkpoint keeps in one piece is the mapped file itself; one that is put
-together of pieces, or quantised, is made chunk by chunk in a mapped file of its own.
+together of pieces is made in a mapped file of its own.
 """
 
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -17,10 +16,8 @@ from torch.nn.functional import pad
 from dlrm_overlap.checkpoint.storage.extents import Checkpoint, Extent, fill
 from dlrm_overlap.checkpoint.storage.manifest import Manifest
 from dlrm_overlap.config import ModelConfig, SequenceConfig
-from dlrm_overlap.train.inference.tables import FloatTable, Int8Table, NarrowTable, quantise_rows
+from dlrm_overlap.train.inference.tables import FloatTable, NarrowTable
 from dlrm_overlap.train.model import DLRM
-
-_CHUNK_ELEMENTS = 1 << 22  # of a table, that are read and quantised at a time
 
 
 class InferenceModel(nn.Module):
@@ -83,33 +80,12 @@ class Scratch:
         return torch.from_file(str(path), shared=True, size=elements, dtype=dtype).view(*shape)
 
 
-@dataclass
-class Squares:
-    """Sums over all weights that were quantised."""
-
-    of_errors: float = 0.0
-    of_weights: float = 0.0
-
-    def add(self, errors: torch.Tensor, weights: torch.Tensor) -> None:
-        """Add those of some rows."""
-        self.of_errors += errors.double().square().sum().item()
-        self.of_weights += weights.double().square().sum().item()
-
-    @property
-    def relative_rms_error(self) -> float:
-        """Root of the mean square error over that of the mean square weight."""
-        return math.sqrt(self.of_errors / self.of_weights) if self.of_weights else 0.0
-
-
-def build_for_inference(
-    path: Path, manifest: Manifest, quantize: str, scratch: Scratch
-) -> tuple[InferenceModel, Squares]:
-    """Return the model of the checkpoint `path`, which is whole, on the CPU, and the error of quantising.
+def build_for_inference(path: Path, manifest: Manifest, scratch: Scratch) -> InferenceModel:
+    """Return the model of the checkpoint `path`, which is whole, on the CPU.
 
     Args:
         path: of the checkpoint.
         manifest: of the checkpoint.
-        quantize: none or int8.
         scratch: for tables that are not a piece of one of the checkpoint's files.
 
     Raises:
@@ -126,23 +102,18 @@ def build_for_inference(
     for name, parameter in dlrm.named_parameters():
         if not parameter.is_meta:
             _read(f"model.dlrm.{name}", parameter.data, stored)
-    squares, tables = Squares(), []
+    tables = []
     for key, count in zip(dlrm.keys, rows, strict=True):
         place = "history.embeddings" if key == dlrm.history_key else "embedding.embedding_bags"
-        name, shape = f"model.dlrm.{place}.{key}.weight", (count, dlrm.dim)
-        if quantize == "int8":
-            step = max(1, _CHUNK_ELEMENTS // dlrm.dim)
-            tables.append(quantised_table(name, shape, step, stored, scratch, squares))
-        else:
-            weight = stored_table(name, shape, stored, scratch)
-            tables.append((FloatTable if weight.dtype == torch.float32 else NarrowTable)(weight))
-    return InferenceModel(tables, dlrm).eval(), squares
+        weight = stored_table(f"model.dlrm.{place}.{key}.weight", (count, dlrm.dim), stored, scratch)
+        tables.append((FloatTable if weight.dtype == torch.float32 else NarrowTable)(weight))
+    return InferenceModel(tables, dlrm).eval()
 
 
-def _read(name: str, into: torch.Tensor, stored: Checkpoint, shape: Sequence[int] = (), first_row: int = 0) -> None:
-    """Copy the tensor `name`, or, of one of `shape`, the rows from `first_row` on, into `into`."""
-    offsets = (first_row, *(0 for _ in into.shape[1:]))
-    fill(Extent(name, tuple(shape or into.shape), offsets, tuple(into.shape), into), stored)
+def _read(name: str, into: torch.Tensor, stored: Checkpoint) -> None:
+    """Copy the tensor `name` into `into`."""
+    shape = tuple(into.shape)
+    fill(Extent(name, shape, (0,) * len(shape), shape, into), stored)
 
 
 def stored_table(name: str, shape: tuple[int, int], stored: Checkpoint, scratch: Scratch) -> torch.Tensor:
@@ -155,18 +126,3 @@ def stored_table(name: str, shape: tuple[int, int], stored: Checkpoint, scratch:
     weight = scratch.empty(shape, first.dtype)
     _read(name, weight, stored)
     return weight
-
-
-def quantised_table(
-    name: str, shape: tuple[int, int], step: int, stored: Checkpoint, scratch: Scratch, squares: Squares
-) -> Int8Table:
-    """Return the table `name` in 8 bits, `step` rows of which are read at a time."""
-    rows, dim = shape
-    table = Int8Table(scratch.empty(shape, torch.uint8), scratch.empty((rows, 2), torch.float32))
-    for first in range(0, rows, step):
-        weight = torch.empty(min(step, rows - first), dim)
-        _read(name, weight, stored, shape, first)
-        here = slice(first, first + len(weight))
-        table.codes[here], table.scales[here] = codes, scales = quantise_rows(weight)
-        squares.add(codes * scales[:, :1] + scales[:, 1:] - weight, weight)
-    return table

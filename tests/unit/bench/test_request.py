@@ -78,8 +78,8 @@ def test_a_sweep_has_all_values_of_its_axes_and_the_configurations_where_there_i
     assert {(each.data.tables.count, each.train.samples_per_rank(4)) for each in points} == {(8, 16)}
     asked = SweepRequest("sweep", OUTPUT, tables=(1, 2)).shapes(points[0], 4)
     assert [(each.data.tables.count, each.model.dim) for each in asked] == [(4, 8), (8, 8)]
-    criteo = configuration("--data.kind", "criteo_tsv", "--data.path", "x")
-    with pytest.raises(InputError, match=r"data\.kind: criteo_tsv, but bench sweep takes shapes that no file has"):
+    criteo = configuration("--data.kind", "criteo_npy", "--data.path", "x")
+    with pytest.raises(InputError, match=r"data\.kind: criteo_npy, but bench sweep takes shapes that no file has"):
         sweep.check_ranks(criteo, 4, "cuda")
 
 

@@ -8,20 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dlrm_overlap.config import InputError, TablesConfig
-from dlrm_overlap.data.days import Days, cap_rows
+from dlrm_overlap.config import InputError
 from dlrm_overlap.data.prepare import prepare
 from dlrm_overlap.data.prepared import Meta
 from dlrm_overlap.data.schema import criteo_schema
-from dlrm_overlap.data.tables import read_table
 
 ROWS = [3 + 5 * t for t in range(26)]
-
-
-def criteo_text(path: Path, tables: TablesConfig, *args: Any, **options: Any) -> Days:
-    rows = [tables.rows] * 26 if isinstance(tables.rows, int) else tables.rows
-    assert rows is not None
-    return read_table(path, criteo_schema(cap_rows(rows, tables.max_rows)), None, *args, **options)[0]
 
 
 def prepare_criteo(

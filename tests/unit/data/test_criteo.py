@@ -1,4 +1,4 @@
-"""Criteo's three formats: reading by position, and every way their files are wrong."""
+"""Criteo's text, prepared, and its two forms of arrays: reading by position, and every way their files are wrong."""
 
 import gzip
 import math
@@ -13,9 +13,16 @@ import torch
 from dlrm_overlap.config import DataConfig, InputError, TablesConfig
 from dlrm_overlap.data.batch import Dataset
 from dlrm_overlap.data.criteo import CriteoArrays, CriteoMultihot
-from dlrm_overlap.data.days import Days
 from dlrm_overlap.data.loader import Slice, open_files
-from tests.unit.data.criteo_lines import ROWS, assert_one_line, criteo_text, hash_plainly, parse_plainly, random_lines
+from dlrm_overlap.data.prepared import Prepared
+from tests.unit.data.criteo_lines import (
+    ROWS,
+    assert_one_line,
+    hash_plainly,
+    parse_plainly,
+    prepare_criteo,
+    random_lines,
+)
 
 HOT = [1 + t % 4 for t in range(26)]
 
@@ -24,25 +31,23 @@ def test_text_is_read_by_position(tmp_path: Path) -> None:
     lines = random_lines(25)
     (tmp_path / "day_0").write_bytes(b"\n".join(lines[:10]))
     (tmp_path / "day_1.gz").write_bytes(gzip.compress(b"\n".join(lines[10:])))
-    data = criteo_text(tmp_path, TablesConfig(rows=ROWS, max_rows=50), block_bytes=700)
-    capped = [min(rows, 50) for rows in ROWS]
-    assert (data.num_samples, data.rows, data.pooling) == (25, capped, [1.0] * 26)
+    prepare_criteo(tmp_path, tmp_path / "days", rows=50, block_bytes=700)
+    data = Prepared(tmp_path / "days", TablesConfig())
+    assert (data.num_samples, data.rows, data.pooling) == (25, [50] * 26, [1.0] * 26)
     labels, dense, categories, missing = parse_plainly(lines)
-    ids = np.array(
-        [[0 if missing[i, t] else hash_plainly(int(categories[i, t]), capped[t]) for t in range(26)] for i in range(25)]
-    )
+    ids = np.where(missing, 0, np.vectorize(hash_plainly)(categories, 50))
     assert_reads(data, labels, dense, [ids[:, t : t + 1] for t in range(26)])
 
 
 def test_fingerprints_tell_other_samples_wherever_they_lie(tmp_path: Path) -> None:
-    lines = random_lines(25)
-    changed = [bytes([ord("0") + ord("1") - lines[-1][0]]) + lines[-1][1:]]
-    samples = {"here": lines, "elsewhere": lines, "one less": lines[1:], "another": [*lines[:-1], *changed]}
     found = {}
-    for name, each in samples.items():
+    for name, samples in (("here", 25), ("elsewhere", 25), ("one less", 24), ("another", 25)):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "day_0").write_bytes(b"\n".join(each))
-        data = criteo_text(tmp_path / name, TablesConfig(rows=ROWS))
+        arrays = write_day(tmp_path / name, 0, samples)
+        if name == "another":
+            arrays["labels"][-1] ^= 1
+            np.save(tmp_path / name / "day_0_labels.npy", arrays["labels"])
+        data = CriteoArrays(tmp_path / name, TablesConfig(rows=ROWS))
         found[name] = data.fingerprint()
         assert Slice(data, 3, 4).fingerprint() == found[name]
     assert found["here"] == found["elsewhere"]
@@ -65,12 +70,13 @@ def assert_reads(data: Dataset, labels: np.ndarray, dense: np.ndarray, tables: S
         np.testing.assert_array_equal(batch.labels.numpy(), labels[positions])
 
 
-def test_sample_of_real_text() -> None:
+def test_sample_of_real_text(tmp_path: Path) -> None:
     folder = os.environ.get("DLRM_OVERLAP_SAMPLE_DATA")
     if not folder:
         pytest.skip("set DLRM_OVERLAP_SAMPLE_DATA to the folder of criteo_kaggle_1999.tsv")
     file = Path(folder) / "criteo_kaggle_1999.tsv"
-    data = criteo_text(file, TablesConfig(rows=1000))
+    prepare_criteo(file, tmp_path / "days", rows=1000)
+    data = Prepared(tmp_path / "days", TablesConfig())
     assert data.num_samples == 1999
     batch = data.read(0, 1999)
     assert batch.labels.mean().item() == pytest.approx(0.209, abs=5e-4)
@@ -273,21 +279,18 @@ def test_wrong_npz_files_are_named(tmp_path: Path, how: str, rule: str) -> None:
 
 
 def write_kind(folder: Path, kind: str) -> str:
-    if kind == "criteo_tsv":
-        (folder / "train.txt").write_bytes(b"\n".join(random_lines(12)))
-    else:
-        write_day(folder, 0, 12, HOT if kind == "criteo_multihot" else None)
+    write_day(folder, 0, 12, HOT if kind == "criteo_multihot" else None)
     return str(folder)
 
 
-KINDS = pytest.mark.parametrize("kind", ["criteo_tsv", "criteo_npy", "criteo_multihot"])
+KINDS = pytest.mark.parametrize("kind", ["criteo_npy", "criteo_multihot"])
 
 
 @KINDS
 def test_open_files_dispatches_on_the_kind(tmp_path: Path, kind: str) -> None:
     path = write_kind(tmp_path, kind)
     config = DataConfig(kind=kind, path=path, tables=TablesConfig(rows=ROWS))  # pyright: ignore[reportArgumentType]
-    classes = {"criteo_tsv": Days, "criteo_npy": CriteoArrays, "criteo_multihot": CriteoMultihot}
+    classes = {"criteo_npy": CriteoArrays, "criteo_multihot": CriteoMultihot}
     data, _ = open_files(config, path)
     assert type(data) is classes[kind]
     assert data.num_samples == 12

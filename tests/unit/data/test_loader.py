@@ -3,7 +3,6 @@ import multiprocessing
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Literal
 
 import pytest
@@ -210,48 +209,14 @@ def test_synthetic_datasets_are_the_two_splits():
     assert tensors(held_out.read(7, 9)) == tensors(Synthetic(config, "eval").read(7, 9))
 
 
-@pytest.mark.parametrize(
-    ("generate", "device", "made_on_gpu"),
-    [
-        ("auto", "cpu", False),
-        ("cpu", "cpu", False),
-        ("auto", "cuda", True),
-        ("gpu", "cuda", True),
-        ("cpu", "cuda", False),
-    ],
-)
-def test_synthetic_samples_are_made_on_the_runs_gpu(
-    monkeypatch: pytest.MonkeyPatch, generate: Literal["auto", "cpu", "gpu"], device: str, made_on_gpu: bool
-):
+def test_synthetic_samples_are_made_on_the_runs_device(monkeypatch: pytest.MonkeyPatch):
     def make(config: DataConfig, split: Literal["train", "eval"], device: torch.device) -> tuple[str, str]:
         return split, device.type  # making it would need the GPU
 
     monkeypatch.setattr(synthetic_device, "DeviceSynthetic", make)
-    config = DataConfig(tables=TablesConfig(count=2, rows=10), generate=generate)
-    datasets = open_datasets(config, torch.device(device))
-    if made_on_gpu:
-        assert datasets == (("train", "cuda"), ("eval", "cuda"))
-    else:
-        assert [type(dataset) for dataset in datasets] == [Synthetic, Synthetic]
-
-
-def test_a_run_on_a_cpu_makes_no_samples_on_a_gpu():
-    config = DataConfig(tables=TablesConfig(count=2, rows=10), generate="gpu")
-    with pytest.raises(InputError, match=r"^data\.generate: gpu needs .* on a CPU; set --data\.generate auto$"):
-        open_datasets(config, torch.device("cpu"))
-
-
-def test_last_samples_of_a_file_are_held_out(tmp_path: Path):
-    lines = ["\t".join([str(i % 2), *[str(i)] * 13, *["0a"] * 26]) + "\n" for i in range(10)]
-    (tmp_path / "train.txt").write_text("".join(lines))
-    config = DataConfig(
-        kind="criteo_tsv", path=str(tmp_path / "train.txt"), eval_fraction=0.25, tables=TablesConfig(rows=100)
-    )
-    train, held_out = open_datasets(config)
-    assert (train.num_samples, held_out.num_samples) == (8, 2)
-    assert train.read(8, 1).dense.equal(train.read(0, 1).dense)
-    rows = torch.cat([train.read(0, 8).dense, held_out.read(0, 2).dense])
-    assert rows[:, 0].tolist() == sorted(set(rows[:, 0].tolist()))
+    config = DataConfig(tables=TablesConfig(count=2, rows=10))
+    assert open_datasets(config, torch.device("cuda")) == (("train", "cuda"), ("eval", "cuda"))
+    assert [type(dataset) for dataset in open_datasets(config)] == [Synthetic, Synthetic]
 
 
 @pytest.fixture
@@ -265,6 +230,12 @@ def file_config(monkeypatch: pytest.MonkeyPatch) -> Callable[..., DataConfig]:
 
     monkeypatch.setattr(loader_module, "open_files", open_numbered)
     return lambda **keys: DataConfig(kind="criteo_npy", **keys)
+
+
+def test_the_last_samples_of_a_path_are_held_out(file_config: Callable[..., DataConfig]):
+    train, held_out = open_datasets(file_config(path="10"))
+    assert (train.num_samples, held_out.num_samples) == (8, 2)
+    assert torch.cat([train.read(0, 8).dense, held_out.read(0, 2).dense]).flatten().tolist() == [*range(10)]
 
 
 def test_eval_path_leaves_the_training_samples_whole(file_config: Callable[..., DataConfig]):

@@ -14,17 +14,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from dlrm_overlap.config import InputError, TablesConfig
 from dlrm_overlap.data import prepare as module
-from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.data.columns import Raw
 from dlrm_overlap.data.encoder import ValueCounter
 from dlrm_overlap.data.prepared import Prepared
 from dlrm_overlap.data.table_files import read_rows
 from tests.conftest import ROOT, run_cli
-from tests.unit.data.criteo_lines import criteo_text, prepare_criteo
+from tests.unit.data.criteo_lines import prepare_criteo
 
 BLOCK = 2000
 
@@ -54,13 +52,6 @@ def target(tmp_path: Path) -> Path:
     return tmp_path / "deep" / "arrays"
 
 
-def assert_equal(one: Batch, other: Batch) -> None:
-    assert torch.equal(one.dense, other.dense)
-    assert torch.equal(one.labels, other.labels)
-    assert torch.equal(one.sparse.values(), other.sparse.values())
-    assert torch.equal(one.sparse.lengths(), other.sparse.lengths())
-
-
 def snapshot(folder: Path) -> dict[str, tuple[int, int]]:
     """Inode and time of modification of every file: a rewritten file changes at least one."""
     return {file.name: ((stat := file.stat()).st_ino, stat.st_mtime_ns) for file in folder.iterdir()}
@@ -79,14 +70,13 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("block_bytes", [BLOCK, 1 << 20])
-def test_prepared_arrays_equal_the_text(source: Path, target: Path, block_bytes: int) -> None:
+def test_each_file_becomes_a_day(source: Path, target: Path, block_bytes: int) -> None:
     meta = prepare_criteo(source, target, rows=13, block_bytes=block_bytes)
     assert [(day.name, day.samples) for day in meta.days] == [("day_0", 40), ("day_1.gz", 25), ("day_10", 30)]
     assert {file.name for file in target.iterdir()} == parts(0, 1, 2) | {"meta.json"}
-    arrays, samples = Prepared(target, TablesConfig()), criteo_text(source, TablesConfig(rows=13))
-    assert arrays.rows == samples.rows == meta.rows == [13] * 26
-    assert arrays.num_samples == samples.num_samples == 95
-    assert_equal(arrays.read(30, 100), samples.read(30, 100))
+    arrays = Prepared(target, TablesConfig())
+    assert arrays.rows == meta.rows == [13] * 26
+    assert arrays.num_samples == 95
     records = np.load(target / "day_1_records.npy")
     assert (records.dtype, records.shape) == (np.uint8, (25, 4 * 13 + 1 + 26))
     assert (target / "day_1_records.npy").stat().st_size == 4096 + records.size
@@ -228,14 +218,13 @@ def test_two_at_once_do_not_write_into_one_folder(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", [["--rows", "13"], ["--min_count", "2"]])
 def test_killed_at_random_and_beside_another_it_ends_with_the_same_bytes(
-    source: Path, target: Path, tmp_path: Path, mode: list[str]
+    source: Path, target: Path, tmp_path: Path
 ) -> None:
     for day in (0, 10):
         (source / f"day_{day}").write_bytes(text(2000, day))
-    assert run_cli("prepare", "criteo", str(source), str(tmp_path / "alone"), *mode).returncode == 0
-    argv = [sys.executable, "-c", _SLOW_PREPARE, str(source), str(target), *mode]
+    assert run_cli("prepare", "criteo", str(source), str(tmp_path / "alone"), "--min_count", "2").returncode == 0
+    argv = [sys.executable, "-c", _SLOW_PREPARE, str(source), str(target)]
     rng = np.random.default_rng(0)
     started, refusals, done = time.monotonic(), 0, False
     while not done:
@@ -255,7 +244,7 @@ def test_killed_at_random_and_beside_another_it_ends_with_the_same_bytes(
         for process, said in zip(both, ends, strict=True):
             assert process.returncode in (0, -signal.SIGKILL) or "is in use by process" in said, said
     assert refusals, "never two at once"
-    assert run_cli("prepare", "criteo", str(source), str(target), *mode).returncode == 0
+    assert run_cli("prepare", "criteo", str(source), str(target), "--min_count", "2").returncode == 0
     assert contents(target) == contents(tmp_path / "alone")
     assert not list(target.glob(".*.tmp"))
 
@@ -268,15 +257,13 @@ from dlrm_overlap.config import InputError
 from dlrm_overlap.data import prepare as module
 from dlrm_overlap.data.schema import criteo_schema
 parse = module.read_rows
-def pausing(file, schema, skip, block_bytes, on_read):
-    for rows in parse(file, schema, skip, 1 << 15, on_read):
+def pausing(file, schema, skip, block_bytes):
+    for rows in parse(file, schema, skip, 1 << 15):
         time.sleep(0.05)
         yield rows
 module.read_rows = pausing
-hashed = sys.argv[3] == "--rows"
-schema = criteo_schema([int(sys.argv[4])] * 26 if hashed else None, None if hashed else int(sys.argv[4]))
 try:
-    module.prepare(Path(sys.argv[1]), Path(sys.argv[2]), schema)
+    module.prepare(Path(sys.argv[1]), Path(sys.argv[2]), criteo_schema(None, min_count=2))
 except InputError as error:
     sys.exit(str(error))
 """

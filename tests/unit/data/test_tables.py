@@ -17,12 +17,10 @@ from pyarrow import feather, parquet
 
 from dlrm_overlap.config import DataConfig, InputError, TablesConfig
 from dlrm_overlap.data.batch import Batch, table_keys
-from dlrm_overlap.data.days import Days
 from dlrm_overlap.data.loader import make_loader, open_datasets
 from dlrm_overlap.data.prepare import prepare
 from dlrm_overlap.data.prepared import Prepared
 from dlrm_overlap.data.schema import Schema, read_schema
-from dlrm_overlap.data.tables import read_table
 from tests.unit.data.criteo_lines import assert_one_line, hash_plainly
 
 N = 120
@@ -192,6 +190,13 @@ def bags_of(batch: Batch) -> list[list[list[int]]]:
     return [[bag.long().tolist() for bag in bags] for bags in tables]
 
 
+def prepared(source: Path, schema: Schema, **options: Any) -> tuple[Prepared, Prepared | None]:
+    """Prepare the samples of `source`, in the folder beside it; return them, and those that their time holds out."""
+    days = source.parent / "days"
+    prepare(source, days, schema, **options)
+    return Prepared(days, TablesConfig()), Prepared(days, TablesConfig(), held_out=True) if schema.time else None
+
+
 def held_out(schema: Schema, columns: dict[str, Any]) -> list[bool]:
     if schema.time is None:
         return [False] * N
@@ -203,8 +208,7 @@ def held_out(schema: Schema, columns: dict[str, Any]) -> list[bool]:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_format_gives_the_samples_of_plain_python(tmp_path: Path, layout: str, kind: str) -> None:
     source, schema, columns = write(tmp_path, layout, kind)
-    parts = read_table(source, schema, block_bytes=1000)
-    assert (parts[1] is None) == (schema.time is None)
+    parts = prepared(source, schema, block_bytes=1000)
     for wanted, data in zip((False, True), parts, strict=True):
         samples = [i for i, held in enumerate(held_out(schema, columns)) if held == wanted]
         if data is None:
@@ -227,29 +231,21 @@ def assert_same(one: Batch, other: Batch) -> None:
 
 
 @pytest.mark.parametrize("layout", ["movies", "ccp"])
-def test_prepared_days_hold_the_same_samples(tmp_path: Path, layout: str) -> None:
+def test_days_that_are_whole_are_kept(tmp_path: Path, layout: str) -> None:
     source, schema, _ = write(tmp_path, layout, "parquet")
-    meta = prepare(source, tmp_path / "days", schema)
-    table = read_table(source, schema)
-    days = [Prepared(tmp_path / "days", TablesConfig())]
-    days += [Prepared(tmp_path / "days", TablesConfig(), held_out=True)] if schema.time else []
-    assert sum((day.samples or 0) + day.held_out for day in meta.days) == N
-    for one, other in zip(days, table, strict=False):
-        assert other is not None
-        assert (one.rows, one.bag_sizes, one.label_names) == (other.rows, other.bag_sizes, other.label_names)
-        assert_same(one.read(0, one.num_samples), other.read(0, one.num_samples))
+    first = prepared(source, schema)[0].read(0, 90)
     before = {file: file.stat().st_mtime_ns for file in (tmp_path / "days").rglob("*.npy")}
     prepare(source, tmp_path / "days", schema)
     assert before == {file: file.stat().st_mtime_ns for file in (tmp_path / "days").rglob("*.npy")}
     next(file for file in before if "list_0" in file.name and "day_1" in file.name).write_bytes(b"")
     prepare(source, tmp_path / "days", schema)
-    assert_same(Prepared(tmp_path / "days", TablesConfig()).read(0, 90), table[0].read(0, 90))
+    assert_same(Prepared(tmp_path / "days", TablesConfig()).read(0, 90), first)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_run_may_begin_at_any_sample_on_any_number_of_ranks(tmp_path: Path, workers: int) -> None:
     source, schema, _ = write(tmp_path, "ccp", "arrow")
-    data, _ = read_table(source, schema)
+    data, _ = prepared(source, schema)
     whole = data.read(0, 2 * N)
     pieces = [data.read(first, 7) for first in range(0, 2 * N - 6, 7)]
     joined = Batch.join(pieces)
@@ -269,8 +265,6 @@ def test_what_is_learnt_of_the_samples_to_train_on(tmp_path: Path) -> None:
     text = text.replace("rows: 50", "min_count: 2").replace("rows: 20", "min_count: 9").replace("rows: 30", "rows: 7")
     (tmp_path / "schema.yaml").write_text(text)
     schema = read_schema(tmp_path / "schema.yaml")
-    with pytest.raises(InputError, match=r"data\.schema: has a min_count .* learnt of all samples; run"):
-        read_table(source, schema)
     prepare(source, tmp_path / "days", schema)
     held = held_out(schema, columns)
     trained = [i for i in range(N) if not held[i]]
@@ -316,26 +310,23 @@ def test_bad_rows_are_named_or_counted(tmp_path: Path, kind: str) -> None:
         parquet.write_table(pa.table(columns), file)
     where = "line 5" if kind == "csv" else "row 4"
     with pytest.raises(InputError, match=rf"part_0.{kind}, {where}, column rating: None is not a number") as error:
-        read_table(source, schema)
+        prepare(source, tmp_path / "bad", schema)
     assert_one_line(error)
-    data, later = read_table(source, schema, bad_rows="skip")
-    assert later is not None
-    assert data.skipped == 3 + (kind == "csv")
-    assert data.num_samples + later.num_samples == N - data.skipped
-    meta = prepare(source, tmp_path / "days", schema, skip_bad_rows=True)
-    assert (meta.days[0].skipped, meta.days[0].samples) == (data.skipped, data.num_samples)
+    (day,) = prepare(source, tmp_path / "days", schema, skip_bad_rows=True).days
+    assert day.skipped == 3 + (kind == "csv")
+    assert (day.samples or 0) + day.held_out == N - day.skipped
     columns["rating"] = [None if i % 3 else 1.0 for i in range(N)]
     write_csv(file, columns, schema) if kind == "csv" else parquet.write_table(pa.table(columns), file)
     with pytest.raises(InputError, match=rf"part_0.{kind}: \d+ of 120 rows are no samples; correct the schema"):
-        read_table(source, schema, bad_rows="skip")
+        prepare(source, tmp_path / "worse", schema, skip_bad_rows=True)
 
 
 def test_a_time_holds_out_and_a_share_does_where_there_is_none(tmp_path: Path) -> None:
     for layout, kind in (("avazu", "csv"), ("ccp", "parquet")):
         source, schema, columns = write(tmp_path, layout, kind)
         held = sum(held_out(schema, columns)) or N // 4
-        config = DataConfig(kind="table", path=str(source), schema=str(tmp_path / "schema.yaml"))
-        train, evaluated = open_datasets(config)
+        prepare(source, days := tmp_path / f"days_{layout}", schema)
+        train, evaluated = open_datasets(DataConfig(kind="prepared", path=str(days)))
         assert 0 < held < N
         assert (train.num_samples, evaluated.num_samples) == (N - held, held)
 
@@ -396,7 +387,7 @@ def test_files_that_a_schema_does_not_fit_are_refused(tmp_path: Path, text: str,
     source, _, _ = write(tmp_path, "movies", "parquet")
     (tmp_path / "schema.yaml").write_text(text)
     with pytest.raises(InputError, match=rule) as error:
-        read_table(source, read_schema(tmp_path / "schema.yaml"))
+        prepare(source, tmp_path / "days", read_schema(tmp_path / "schema.yaml"))
     assert_one_line(error)
 
 
@@ -407,7 +398,6 @@ def test_arrays_of_lists_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     np.save(file, np.load(file)[:-1])
     with pytest.raises(InputError, match=r"day_0: list_0 has \d+ ids, not the \d+ of ends; replace"):
         Prepared(tmp_path / "days", TablesConfig())
-    assert isinstance(read_table(source, schema)[0], Days)
 
 
 def test_large_dense_columns_are_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -415,6 +405,6 @@ def test_large_dense_columns_are_named_once(tmp_path: Path, caplog: pytest.LogCa
     (tmp_path / "schema.yaml").write_text(schema)
     lines = [f"{i % 2},{100 + i},{i / 50},{100 + i},x" for i in range(50)]
     (tmp_path / "t.csv").write_text("\n".join(["l,price,share,count,c", *lines]))
-    read_table(tmp_path / "t.csv", read_schema(tmp_path / "schema.yaml"), block_bytes=200)
+    prepare(tmp_path / "t.csv", tmp_path / "days", read_schema(tmp_path / "schema.yaml"), block_bytes=200)
     (message,) = caplog.messages
     assert message.startswith("schema: dense columns price have a root mean square above 10, on which losses may grow")

@@ -1,20 +1,15 @@
 import json
 import math
 import re
-from io import BytesIO
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
-from dlrm_overlap.config import InputError
 from dlrm_overlap.observe.metrics import WARMUP_STEPS, StepTimer, evaluation_metrics, steady_ms
 from dlrm_overlap.observe.result_files import (
     MetricsFile,
-    read_step_ms,
     read_summary,
-    write_step_ms,
 )
 from dlrm_overlap.observe.running import RunningMetrics
 from dlrm_overlap.train.model import Loss
@@ -150,27 +145,6 @@ def test_a_full_disk_loses_whole_lines_and_only_those(tmp_path: Path, caplog: py
     full, missing = caplog.messages
     assert "the run goes on without these lines" in full
     assert "2 lines could not be written" in missing
-
-
-def test_times_are_whole_or_left_out_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = tmp_path / "step_ms.npy"
-    write_step_ms(tmp_path, [1.0, 2.0] * 100)
-    whole = path.read_bytes()
-    with file_limit(100), pytest.raises(InputError, match=r"step_ms\.npy cannot be written \(File too large\)"):
-        write_step_ms(tmp_path, [3.0] * 200)
-    assert read_step_ms(tmp_path) == [1.0, 2.0] * 100
-    assert list(tmp_path.iterdir()) == [path]
-    assert not caplog.messages
-    archive, pickled = BytesIO(), BytesIO()
-    np.savez(archive, np.zeros(3, dtype=np.float32))
-    np.save(pickled, np.array([{}], dtype=object))
-    unclosed, no_type = whole.replace(b"), }", b"),  "), whole.replace(b"<f4", b",f4")
-    damaged = [whole[:cut] for cut in (0, 5, 200)] + [unclosed, no_type, pickled.getvalue()]
-    for content in (*damaged, archive.getvalue(), archive.getvalue()[:-30]):
-        path.write_bytes(content)
-        assert read_step_ms(tmp_path) == []
-        assert caplog.messages.pop().endswith("step_ms.npy is not what was written, and left out")
-        caplog.clear()
 
 
 @pytest.mark.parametrize("key", ["steps", "eval_auroc", "eval_ne", "samples_per_s", "step_ms_p50"])

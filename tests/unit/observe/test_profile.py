@@ -1,8 +1,5 @@
-"""Where the time of a step goes, on traces whose times are known, and in programs that torch alone runs."""
+"""Where the time of a step goes, on traces whose times are known, and of steps that torch alone takes."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from textwrap import indent
 from typing import Any
@@ -12,7 +9,6 @@ import torch
 
 from dlrm_overlap import profile_steps
 from dlrm_overlap.observe.profile import Profile, RankProfile, step_parts
-from tests.conftest import PYTHON_PATH
 
 
 def _event(name: str, begin: float, end: float, cat: str = "kernel", thread: int = 7) -> dict[str, Any]:
@@ -71,49 +67,3 @@ def test_steps_of_ones_own_are_profiled_and_go_on() -> None:
     assert (own.rank, own.world_size, own.device) == (0, 1, "cpu")
     assert 0 < own.parts_ms["step"] < 1000
     assert own.parts_ms["step while traced"] > 0
-
-
-PROGRAM = """
-import os, sys
-import torch
-assert os.environ.pop("FOUND") == "the sitecustomize that was hidden"
-model = torch.nn.Linear(4, 1)
-optimizers = [torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.Adam(model.parameters())]
-for step in range(int(sys.argv[1])):
-    print("step", step)
-    model(torch.ones(2, 4)).sum().backward()
-    for optimizer in optimizers:
-        optimizer.step()
-"""
-
-
-def test_a_loop_without_a_pipeline_is_profiled_by_the_steps_of_its_optimizer(tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text(PROGRAM)
-    hidden = tmp_path / "hidden"
-    hidden.mkdir()
-    hidden.joinpath("sitecustomize.py").write_text(
-        "'the sitecustomize that was hidden'\nimport os\nos.environ['FOUND'] = __doc__\n"
-    )
-
-    def profiled(steps: str, *options: str) -> subprocess.CompletedProcess[str]:
-        command = ["profile", "--after", "2", "--steps", "3", *options, "--", sys.executable, "program.py", steps]
-        return subprocess.run(
-            [sys.executable, "-m", "dlrm_overlap", *command],
-            cwd=tmp_path,
-            env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": f"{hidden}{os.pathsep}{PYTHON_PATH}"},
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-
-    kept = tmp_path / "kept"
-    done = profiled("20", "--output", str(kept))
-    assert done.returncode == 0, done.stderr
-    assert "step 8\n" in done.stdout, "two before those timed, three timed, one skipped, three traced"
-    assert "step 9\n" not in done.stdout, "then it ends"
-    assert "3 steps by the clock and as many traced, 1 of 1 rank, cpu" in done.stdout
-    assert {file.name for file in kept.iterdir()} == {"rank_0.json", "trace_rank_0.json.gz"}
-    done = profiled("8")
-    assert done.returncode == 2
-    assert "ended with exit code 0 before a rank had taken 9 steps" in done.stderr

@@ -100,7 +100,7 @@ def test_all_that_differs_is_reported(checkpoint: Path, caplog: pytest.LogCaptur
 def test_what_may_change_on_the_way(checkpoint: Path) -> None:
     free = "--embedding.backend pgas --embedding.plan table_wise --embedding.lr 1 --train.lr 1 --train.steps 9"
     free += " --train.warmup_steps 5 --train.eval_every 3 --train.precision bf16 --train.pipeline graph"
-    free += " --log.name x --log.every 2 --checkpoint.every 1 --data.workers 1 --data.prefetch 1 --data.generate cpu"
+    free += " --log.name x --log.every 2 --checkpoint.every 1 --data.workers 1 --data.prefetch 1"
     free += " --model.top_parallel tensor"
     assert _find(checkpoint, *free.split()) == checkpoint
 

@@ -2,11 +2,9 @@
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -40,8 +38,6 @@ def _config(folder: Path, *options: str) -> Config:
 def test_comparison_of_runs_that_agree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     slow = _run(tmp_path / "torchrec", {**REFERENCE}, 10.0)
     fast = _run(tmp_path / "pgas", {**REFERENCE, 60: 0.2 * (1 + 5e-5)}, 4.0)
-    for folder, ms in ((slow, 10.0), (fast, 4.0)):
-        np.save(folder / "step_ms.npy", np.array([ms - 1, ms, ms + 1] * 40, np.float32))
     assert report({"torchrec": slow, "pgas": fast}, 1e-4, tmp_path / "comparison.json") == []
     comparison = json.loads((tmp_path / "comparison.json").read_text())
     assert (comparison["reference"], comparison["rtol"], comparison["agree"]) == ("torchrec", 1e-4, True)
@@ -51,12 +47,10 @@ def test_comparison_of_runs_that_agree(tmp_path: Path, capsys: pytest.CaptureFix
     assert (result["agree"], result["fault"], result["max_relative_difference_step"]) == (True, None, 60)
     assert result["max_relative_difference"] == pytest.approx(5e-5)
     assert result["speedup"] == 2.5
-    low, high = result["speedup_interval"]
-    assert 2.0 <= low <= 2.5 <= high <= 3.0
     assert comparison["backends"]["torchrec"]["speedup"] == 1.0
     _, reference, faster, note = capsys.readouterr().out.splitlines()
-    assert reference.split()[-3:] == ["1.00", "-", "reference"]
-    assert faster.endswith(f"2.50  {low:.2f} to {high:.2f}  agree to 5.0e-05")
+    assert reference.split()[-2:] == ["1.00", "reference"]
+    assert faster.endswith("2.50  agree to 5.0e-05")
     assert note.startswith("On CPUs")
 
 
@@ -73,7 +67,7 @@ def test_no_speedup_where_losses_disagree(tmp_path: Path, capsys: pytest.Capture
     assert [result["agree"] for result in comparison["backends"].values()] == [True, True, False]
     assert [result["speedup"] for result in comparison["backends"].values()] == [1.0, 2.0, None]
     _, _, agreeing, broken, _ = capsys.readouterr().out.splitlines()
-    assert agreeing.split()[-3:] == ["2.00", "-", "identical"]
+    assert agreeing.split()[-2:] == ["2.00", "identical"]
     assert broken.split()[-2:] == ["-", "DISAGREE"]
 
 
@@ -128,11 +122,11 @@ def test_differences_within_the_references_own_noise_agree(tmp_path: Path, capsy
     assert again["max_relative_difference_step"] == 200
     assert again["step_ms_p50"] == 10.0
     assert comparison["noise"]["bound"]["400"] == pytest.approx(15 * (4 / 3) ** 0.5 * 1e-3)
-    assert comparison_rows(comparison)[-1][4:] == ["10", "-", "1.00", "-", "reference again"]
+    assert comparison_rows(comparison)[-1][4:] == ["10", "-", "1.00", "reference again"]
     table = capsys.readouterr().out.splitlines()
     assert max(map(len, table)) <= 120
-    assert table[1].endswith("-  reference (noise 1.0e-3)")
-    assert "-  agree to " in table[2]
+    assert table[1].endswith("1.00  reference (noise 1.0e-3)")
+    assert "2.00  agree to " in table[2]
     assert table[3].endswith("-  DISAGREE")
 
 
@@ -167,14 +161,13 @@ class _Trainer:
     def __init__(self, config: Config, losses: dict[int, float | None]) -> None:
         self.folder, self.losses = config.folder, losses
 
-    def fit_in_turns(self, turn: int, replace: bool) -> Iterator[int]:
-        assert (turn, replace) == (0, True)
+    def fit(self, replace: bool) -> None:
+        assert replace
         shutil.rmtree(self.folder, ignore_errors=True)
         _run(self.folder, self.losses)
         if None in self.losses.values():
             (self.folder / "summary.json").unlink()
             raise NotFiniteError("step 40: the training loss is nan")
-        yield from ()
 
     def close(self) -> None:
         pass

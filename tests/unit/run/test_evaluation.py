@@ -10,7 +10,7 @@ from dlrm_overlap.checkpoint.storage.manifest import MANIFEST, Manifest, dump_ma
 from dlrm_overlap.cli import main
 from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.launching.parsing import parse_config
-from dlrm_overlap.train.evaluation import evaluate, evaluate_exported, stored_config
+from dlrm_overlap.train.evaluation import evaluate, stored_config
 from tests.conftest import read_metrics
 from tests.distributed.workers import make_trainer, quickstart, ranks_here
 
@@ -49,13 +49,6 @@ def test_gives_what_the_run_logged_at_that_step(run: Path, stored: Config, step:
     assert {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in run.rglob("*") if path.is_file()} == before
 
 
-@pytest.mark.parametrize(("quantize", "tolerance"), [("none", 1e-6), ("int8", 1e-3)])
-def test_as_exported_it_differs_by_rounding(run: Path, stored: Config, quantize: str, tolerance: float) -> None:
-    found = evaluate_exported(ranks_here(stored), run / "checkpoints" / "step_4", quantize)
-    assert found["loss"] == pytest.approx(read_metrics(run, "eval/loss")[4], rel=tolerance)
-    assert (found["samples"], found["relative_rms_error_of_weights"] > 0) == (250, quantize == "int8")
-
-
 def test_another_model_is_refused_with_all_that_differs(run: Path, stored: Config) -> None:
     data = replace(stored.data, tables=replace(stored.data.tables, max_rows=500))
     config = replace(stored, model=replace(stored.model, dim=8, bottom_mlp=[8]), data=data)
@@ -87,7 +80,6 @@ def test_a_damaged_checkpoint_is_refused(run: Path, stored: Config, tmp_path: Pa
         ("--checkpoint {newer}", "embedding.colour is not a key"),
         ("--checkpoint {wrong}", "train.steps: abc is not a whole number above 0 or null"),
         ("--checkpoint {tmp_path}", "step_12/checkpoint.json is not what was written"),
-        ("--checkpoint {run} --exported_as int8 --nproc 2", "int8 is evaluated by one process; leave --nproc out"),
     ],
 )
 def test_mistakes_are_one_line(

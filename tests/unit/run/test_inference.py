@@ -18,8 +18,7 @@ from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.data.loader import open_datasets
 from dlrm_overlap.train.inference.export import export_for_inference
-from dlrm_overlap.train.inference.model import Scratch, Squares, build_for_inference, quantised_table, stored_table
-from dlrm_overlap.train.inference.tables import Int8Table, quantise_rows
+from dlrm_overlap.train.inference.model import Scratch, build_for_inference, stored_table
 from dlrm_overlap.train.trainer import Trainer
 from tests.conftest import ROOT
 from tests.distributed.workers import make_trainer, quickstart
@@ -74,36 +73,15 @@ def _batches(config: Config) -> list[Batch]:
 )
 def test_predicts_what_the_trainer_does(tmp_path: Path, options: list[str]) -> None:
     trainer, path = _train(tmp_path, *TINY, *options)
-    for quantize, tolerance in (("none", TOLERANCE), ("int8", 0.1)):
-        model, squares = build_for_inference(path, read_manifest(path), quantize, Scratch(tmp_path))
-        for batch in _batches(trainer.config):
-            wanted = _logits(trainer, batch)
-            found = model.logits(*_inputs(batch))
-            torch.testing.assert_close(found, wanted, rtol=0, atol=tolerance)
-        assert (squares.relative_rms_error > 0) == (quantize == "int8")
-
-
-def test_rows_in_8_bits_are_off_by_half_a_step_at_most() -> None:
-    weight = torch.randn(50, 12) * torch.logspace(-6, 3, 50)[:, None]
-    weight[3] = 0.7  # all alike
-    codes, scales = quantise_rows(weight)
-    ids, offsets = torch.tensor([3, 1, 1]), torch.tensor([0, 0, 1, 3])
-    pooled = Int8Table(codes, scales)(ids, offsets)
-    assert torch.equal(pooled[0], torch.zeros(12))
-    assert torch.equal(pooled[1], weight[3])
-    rows = codes * scales[:, :1] + scales[:, 1:]
-    steps = (weight.amax(1) - weight.amin(1)) / 255
-    assert ((rows - weight).abs().amax(1) <= 0.501 * steps + 1e-6 * weight.abs().amax(1)).all()
-    torch.testing.assert_close(pooled[2], 2 * rows[1])
+    model = build_for_inference(path, read_manifest(path), Scratch(tmp_path))
+    for batch in _batches(trainer.config):
+        torch.testing.assert_close(model.logits(*_inputs(batch)), _logits(trainer, batch), rtol=0, atol=TOLERANCE)
 
 
 def test_tables_are_put_together_from_pieces(tmp_path: Path) -> None:
     path, wanted = write_new(tmp_path, make_table([0, 2, 6])), torch.arange(float(ROWS * D)).view(ROWS, D)
     stored = Checkpoint(path, read_manifest(path))
     assert torch.equal(stored_table(NAME, (ROWS, D), stored, Scratch(tmp_path)), wanted)
-    for step in (2, ROWS):
-        table = quantised_table(NAME, (ROWS, D), step, stored, Scratch(tmp_path), Squares())
-        assert torch.equal(table.codes, quantise_rows(wanted)[0])
     with pytest.raises(InputError, match=r"has model\.t\.weight of shape \[5, 8\]"):
         stored_table(NAME, (ROWS + 1, D), stored, Scratch(tmp_path))
 
@@ -114,7 +92,6 @@ def test_tables_are_put_together_from_pieces(tmp_path: Path) -> None:
         ("export {path} {path}/x.pt --format inference", "must end in .pt2"),
         ("export {path} --format inference {path}/there.pt2", "there.json is there already"),
         ("export {path} --format inference {path}/nowhere/x.pt2", "cannot be written (No such file or directory)"),
-        ("export {path} {path}/x.pt --quantize int8", "int8 has no effect on checkpoint export --format tensors"),
         ("export {path} {path}/x.pt2 --format inference --optimizer true", "--optimizer: true has no effect on"),
     ],
 )
@@ -138,7 +115,7 @@ for name in sys.argv[2:]:
     for inputs, wanted in torch.load(name + ".cases"):
         found = program(*inputs)
         assert found.shape == inputs[0].shape[:1] and inputs[0].shape[1:] == (signature["inputs"]["dense"]["shape"][1],)
-        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6 if signature["quantize"] == "none" else 0.02)
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
     try:
         rows = [table["rows"] for table in signature["tables"].values()]
         program(inputs[0], [ids + count for ids, count in zip(inputs[1], rows)], inputs[2])
@@ -164,11 +141,10 @@ def test_a_program_runs_in_a_process_with_torch_alone(tmp_path: Path) -> None:
         trainer, path = _train(tmp_path / str(number), *TINY, *options)
         batches = _batches(trainer.config)[:-1]  # the last has no ids that could lie outside their tables
         cases = [(_inputs(batch), _logits(trainer, batch).sigmoid()) for batch in batches]
-        for kind in ("none", "int8"):
-            names.append(str(tmp_path / f"{number}_{kind}"))
-            signature = export_for_inference(path, Path(names[-1] + ".pt2"), kind)
-            assert json.loads(Path(names[-1] + ".json").read_text()) == signature
-            torch.save(cases, names[-1] + ".cases")
+        names.append(str(tmp_path / f"model_{number}"))
+        signature = export_for_inference(path, Path(names[-1] + ".pt2"))
+        assert json.loads(Path(names[-1] + ".json").read_text()) == signature
+        torch.save(cases, names[-1] + ".cases")
     export_for_inference(_train(tmp_path / "quickstart")[1], tmp_path / "dlrm.pt2")
     program = (ROOT / "docs/serving.md").read_text().partition("```python\n")[2].partition("```")[0]
     (tmp_path / "serving.py").write_text(program)

@@ -57,18 +57,6 @@ def info(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
         yield
 
 
-def test_a_run_yields_behind_each_turn_but_the_last_and_not_among_traced_steps(tmp_path: Path) -> None:
-    traced = make_trainer(quickstart(tmp_path, "traced", *SMALL, "--log.trace_first", "3", "--log.trace_steps", "1"))
-    assert [traced._turn_end(step, 1) for step in range(4)] == [1, 4, 4, 4], "2 to 4 are set up, traced and written"
-    trainer = make_trainer(quickstart(tmp_path, "run", *SMALL))
-    turns = trainer.fit_in_turns(3)
-    assert next(turns) == 3
-    assert list(read_metrics(trainer.folder, "train/loss")) == [1, 2, 3]
-    with pytest.raises(StopIteration) as end:
-        next(turns)
-    assert end.value.value["steps"] == 4
-
-
 def test_steps_of_the_graphs_pipeline_learn_the_same_without_flat_dense_parameters(tmp_path: Path) -> None:
     losses = []
     for is_flat in ("true", "false"):

@@ -365,7 +365,7 @@ CHECKS = (
     | {"graph_learning_rates": Check(_check_learning_rates)}
     | {f"program_{name}": Check(partial(_check_program, name=name), 240.0) for name in two_lines.PROGRAMS}
     | {f"foreign_{name}": Check(partial(_check_foreign, name=name)) for name in PROGRAMS}
-    | {"foreign_sequences_in_blocks": Check(partial(_check_foreign, name="sequences", least_block=1))}
+    | {"foreign_sequences_in_blocks": Check(partial(_check_foreign, name="longer_sequences", least_block=1))}
 )
 LOST = {
     f"graph_overflow_{'known' if known else 'ranges'}": Check(partial(_check_overflow, known=known), alone=True)
