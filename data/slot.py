@@ -9,6 +9,7 @@ import torch
 from dlrm_overlap.config import InputError
 from dlrm_overlap.data.batch import Batch, Records
 
+_NUMBER_BYTES = 16  # of which 8 are the number, so that records begin where a kernel reads 16 bytes at a time
 _MESSAGE_BYTES = 4096
 _INPUT_ERROR, _FAILURE = -1, -2  # stored instead of a batch's number of ids
 _PAGE = mmap.PAGESIZE
@@ -42,7 +43,7 @@ class Slot:
     def __init__(self, memory: torch.Tensor, shape: SlotShape) -> None:
         self._memory, self._used = memory, 0
         b = shape.samples
-        self.ids = self._take(1, torch.int64)
+        self.ids = self._take(_NUMBER_BYTES // 8, torch.int64)[:1]
         self.message = self._take(_MESSAGE_BYTES, torch.uint8)
         self.packed = self._take(b * shape.record_bytes, torch.uint8).view(b, -1) if shape.record_bytes else None
         if self.packed is not None:
@@ -58,7 +59,7 @@ class Slot:
         """Return the bytes that a slot needs, in whole pages."""
         unpacked = 4 * (shape.max_ids + shape.tables + shape.dense_features + shape.labels)
         per_sample = shape.record_bytes or unpacked
-        return -(-(8 + _MESSAGE_BYTES + shape.samples * per_sample) // _PAGE) * _PAGE
+        return -(-(_NUMBER_BYTES + _MESSAGE_BYTES + shape.samples * per_sample) // _PAGE) * _PAGE
 
     def _take(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         start = self._used
