@@ -276,11 +276,14 @@ def table_of_steps(*names: str) -> Lines:
     files = [read(name) for name in names]
     archs = (rows[0]["arch"] for rows in files)
     yield ["ms", *(f"{arch}: {time}" for arch in archs for time in ("GPU's own", "by the clock"))]
-    for contender in dict.fromkeys(row["contender"] for row in files[0]):
+    for contender in dict.fromkeys(row["contender"] for rows in files for row in rows):
         cells = list[str]()
         for rows in files:
             own = [row for row in rows if row["contender"] == contender]
             for time in _BOTH:
+                if not own:
+                    cells.append("-")
+                    continue
                 ms, ratio = _ends([float(row[time]) for row in own]), f"{over(rows, own[0], time):.2f}x"
                 if own[0]["agrees"] == "False":
                     ratio = f"losses differ by {float(own[0]['max_difference']):.1e}"
@@ -354,15 +357,15 @@ def origin(name: str) -> str:
 def sentences() -> Iterator[tuple[str, str, Sequence[float]]]:
     """Yield a page, a part of a sentence with braces in the place of its numbers, and these."""
     readme, step, stage = "README.md", "docs/results/step.md", "docs/results/stage.md"
-    mlperf, dot = read("two_h100/step_mlperf.csv"), read("two_h100/step_dot.csv")
-    gpu, clock = ([over_strongest(rows, time) for rows in (mlperf, dot)] for time in _BOTH)
+    mlperf, latest = read("two_h100/step_mlperf.csv"), [read(f"two_h200/step_{name}.csv") for name in ("mlperf", "dot")]
+    gpu, clock = ([over_strongest(rows, time) for rows in latest] for time in _BOTH)
     yield readme, "is {:.2f} times as fast as TorchRec's at its strongest[^strongest], and", gpu[:1]
     yield readme, "dot products {:.2f} times", gpu[1:]
     yield readme, "By the clock it was {:.1f} and {:.1f} times as fast", clock
     earlier, earlier_ms = earlier_clock(), earlier_busy_ms()
     text = "the step was {:.1f} to {:.1f} times as fast by the clock, and {:.1f} times by"
     yield readme, text, [min(earlier), max(earlier), earlier_ms[0] / earlier_ms[1]]
-    yield readme, "of {} [contenders]", [len({row["contender"] for row in mlperf if "strongest" in row["contender"]})]
+    yield readme, "Of {} [contenders]", [len({row["contender"] for row in mlperf if "strongest" in row["contender"]})]
     as_run, drop_in, *_ = mlperf
     found = [float(as_run[time]) / float(drop_in[time]) for time in _BOTH]
     yield readme, "makes MLPerf's step {:.2f} times as fast as TorchRec's as users run it, and {:.2f} times by", found
@@ -403,7 +406,7 @@ def sentences() -> Iterator[tuple[str, str, Sequence[float]]]:
     times = [float(row[time]) for row in both for time in reversed(_BOTH)]
     yield "docs/architecture.md", text + "which it is busy for {:.2f}", times
     yield step, "the GPU was busy for {:.2f} ms, and for {:.2f} in one of `pgas_graph`", earlier_ms
-    now = mlperf[-1]
+    now = latest[0][-1]
     floors = [100 * float(now[name]) / float(now["busy_ms"]) for name in ("floor_ms", "floor_sum_ms")]
     yield step, "`pgas_graph` reaches {:.0f}% of the former and {:.0f}% of the latter", floors
     yield from simulated_pages.sentences()
