@@ -40,12 +40,8 @@ def ms_of(row: Row) -> float:
 
 
 def label(row: Row) -> str:
-    """Return the shape of a row: of a step its model and samples, of a stage its tables, batch and ids."""
-    if "arch" not in row:
-        return shape(row).replace(" x ", "x").replace("\n", ", ")
-    gpus = int(row["world_size"])
-    text = f"{row['arch']}, {int(row['global_batch']) // gpus} samples a GPU, {gpus} GPUs"
-    return f"{text}, pinned" if row.get("pinned_host") == "True" else text
+    """Return the shape of a row: its tables, batch and ids."""
+    return shape(row).replace(" x ", "x").replace("\n", ", ")
 
 
 # Tables
@@ -54,15 +50,14 @@ def label(row: Row) -> str:
 def table_of_runs(*arguments: str) -> Lines:
     """Return a line a run of the files among the arguments, with a cell for each other argument.
 
-    A contender's name gives its median; `A/B` how many times as long A takes as B, `A%B` the same in percent; `limit`
-    is the hardware's, `strongest` the fastest baseline, `chunked` that in chunks, `ours` the faster of pgas and fused.
-    `NAME:gpu_ms` is the GPU's own time.
+    A contender's name gives its median; `A/B` how many times as long A takes as B; `limit` is the hardware's,
+    `strongest` the fastest baseline, `chunked` that in chunks. `NAME:gpu_ms` is the GPU's own time.
     """
     files, columns = _split(arguments)
-    found = [run for run in runs_of(*files) if all(_has(run, each) for each in columns if not re.search("[/%]", each))]
+    found = [run for run in runs_of(*files) if all(_has(run, each) for each in columns if "/" not in each)]
     shapes = [next(iter(run.values())) for run in found]
-    several = len({row["world_size"] for row in shapes}) > 1 and "arch" not in shapes[0]
-    yield ["ms", *(["GPUs"] if several else []), *(re.sub("[/%]", " / ", _head(each)) for each in columns)]
+    several = len({row["world_size"] for row in shapes}) > 1
+    yield ["ms", *(["GPUs"] if several else []), *(_head(each).replace("/", " / ") for each in columns)]
     for run, first in zip(found, shapes, strict=True):
         ranks = [first["world_size"]] if several else []
         yield [label(first), *ranks, *(_cell(run, each) for each in columns)]
@@ -78,17 +73,14 @@ def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _has(run: Run, name: str) -> bool:
-    return name.partition(":")[0] in (*run, *_SPECIAL, "torchrec_strongest")
+    return name.partition(":")[0] in (*run, *_SPECIAL)
 
 
 def _cell(run: Run, name: str) -> str:
-    try:
-        if "/" in name or "%" in name:
-            a, b = (_value(run, each) for each in re.split("[/%]", name))
-            return f"{a / b:.2f}x" if "/" in name else f"{a / b:.0%}"
-        return milliseconds(_value(run, name))
-    except KeyError:
-        return "-"
+    if "/" in name:
+        a, b = (_value(run, each) for each in name.split("/"))
+        return f"{a / b:.2f}x"
+    return milliseconds(_value(run, name))
 
 
 def _value(run: Run, name: str) -> float:
@@ -120,7 +112,6 @@ _SPECIAL: dict[str, Callable[[Run, str], float]] = {
     "limit": lambda run, _: limit_ms(next(iter(run.values()))),
     "strongest": lambda run, time: _fastest(run, time, "baseline", "torchrec", "nccl_chunked"),
     "chunked": lambda run, time: _fastest(run, time, "nccl_chunked"),
-    "ours": lambda run, time: min(float(run[name][time]) for name in ("pgas", "fused")),
 }
 
 
@@ -295,15 +286,6 @@ def _ends(values: Sequence[float]) -> str:
     return " to ".join(dict.fromkeys([milliseconds(min(values)), milliseconds(max(values))]))
 
 
-def earlier_clock() -> list[float]:
-    """Return TorchRec's strongest over ours by the clock, 8192 samples on four GPUs, on a host that has time."""
-    wanted = {"world_size": "4", "arch": "dcn", "global_batch": "32768"}
-    found = [run for run in runs_of("step.csv", "ablation.csv") if "torchrec_strongest" in run]
-    found = [run for run in found if wanted.items() <= run["pgas_graph"].items()]
-    found = [run for run in found if run["torchrec"].get("pinned_host") != "True"]
-    return [ms_of(run["torchrec_strongest"]) / ms_of(run["pgas_graph"]) for run in found]
-
-
 def earlier_busy_ms() -> list[float]:
     """Return of TorchRec's strongest and of ours on four GPUs the ms that the rank which waits least is busy."""
     rows = read("timeline.csv")
@@ -362,18 +344,10 @@ def sentences() -> Iterator[tuple[str, str, Sequence[float]]]:
     yield readme, "is {:.2f} times as fast as TorchRec's at its strongest[^strongest], and", gpu[:1]
     yield readme, "dot products {:.2f} times", gpu[1:]
     yield readme, "By the clock it was {:.1f} and {:.1f} times as fast", clock
-    earlier, earlier_ms = earlier_clock(), earlier_busy_ms()
-    text = "the step was {:.1f} to {:.1f} times as fast by the clock, and {:.1f} times by"
-    yield readme, text, [min(earlier), max(earlier), earlier_ms[0] / earlier_ms[1]]
     yield readme, "Of {} [contenders]", [len({row["contender"] for row in mlperf if "strongest" in row["contender"]})]
     as_run, drop_in, *_ = mlperf
     found = [float(as_run[time]) / float(drop_in[time]) for time in _BOTH]
     yield readme, "makes MLPerf's step {:.2f} times as fast as TorchRec's as users run it, and {:.2f} times by", found
-    users = [*(float(row[time]) for time in reversed(_BOTH) for row in (as_run, drop_in)), *reversed(found)]
-    text = "from {:.2f} to {:.2f} ms by the clock, and from {:.2f} to {:.2f} by the GPU's own time: {:.2f} and {:.2f}"
-    yield "docs/torchrec.md", text, users
-    graph = next(row for row in mlperf if row["contender"] == "drop_in_graph")
-    yield "docs/torchrec.md", "to {:.2f} and {:.2f} ms", [float(graph[time]) for time in reversed(_BOTH)]
     (third,) = runs_of("two_h100/stage_dim128.csv")
     copied = _value(third, "pgas_copied")
     text = "takes {:.2f} ms on the third shape, {:.2f} times as fast as the strongest baseline"
@@ -399,13 +373,13 @@ def sentences() -> Iterator[tuple[str, str, Sequence[float]]]:
     text = "{:.3f} ms and {:.3f} by the GPU's own time, and {:.2f} and {:.3f} by the clock"
     yield step, text, [ms for pair in both for ms in pair]
     yield gemm, "took {:.2f} ms instead of {:.2f}, {:.2f} times as fast", [*wide, wide[1] / wide[0]]
-    text = (
-        "takes {:.2f} ms under TorchRec at its strongest, of which its GPU is busy for {:.2f}, and captured {:.2f}, of "
-    )
-    both = [strongest(mlperf, "median_ms"), mlperf[2]]
-    times = [float(row[time]) for row in both for time in reversed(_BOTH)]
-    yield "docs/architecture.md", text + "which it is busy for {:.2f}", times
-    yield step, "the GPU was busy for {:.2f} ms, and for {:.2f} in one of `pgas_graph`", earlier_ms
+    dcn, pinned, large, dot = [run for run in runs_of("step.csv") if "torchrec_strongest" in run]
+    theirs, ours = ([ms_of(run[name]) for run in (dcn, large, dot)] for name in ("torchrec_strongest", _OURS))
+    text = "takes {:.2f} ms and `pgas_graph` {:.2f}; with 16384 samples {:.2f} and {:.2f}; with dot products, 2048 "
+    yield step, text + "samples, {:.2f} and {:.3f}", [ms for pair in zip(theirs, ours, strict=True) for ms in pair]
+    yield step, "was aimed at, and it is {:.2f} times", [theirs[1] / ours[1]]
+    yield step, "`torchrec_strongest` takes {:.2f} ms, and", [ms_of(pinned["torchrec_strongest"])]
+    yield step, "the GPU was busy for {:.2f} ms, and for {:.2f} in one of `pgas_graph`", earlier_busy_ms()
     now = latest[0][-1]
     floors = [100 * float(now[name]) / float(now["busy_ms"]) for name in ("floor_ms", "floor_sum_ms")]
     yield step, "`pgas_graph` reaches {:.0f}% of the former and {:.0f}% of the latter", floors
