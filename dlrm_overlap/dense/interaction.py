@@ -6,14 +6,15 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from dlrm_overlap.kernels import reference
+from dlrm_overlap.kernels.dense.arguments import product_block
 
 _MOST_FEATURES, _MOST_ELEMENTS = 128, 1 << 15
-"""of a sample, whose embeddings and products a kernel's program holds in registers"""
+"""of a sample, whose embeddings and products a kernel's program holds; elements are those of its blocks"""
 
 
 def fits(features: int, dim: int) -> bool:
     """Return whether `interact` takes so many embeddings of that dim; more are left to torch.compile."""
-    return features <= _MOST_FEATURES and features * dim <= _MOST_ELEMENTS
+    return features <= _MOST_FEATURES and product_block(features) * product_block(dim) <= _MOST_ELEMENTS
 
 
 def interact(embeddings: torch.Tensor, features: int, width: int) -> torch.Tensor:
@@ -25,7 +26,7 @@ def interact(embeddings: torch.Tensor, features: int, width: int) -> torch.Tenso
     Args:
         embeddings: [b, F * D], contiguous. Its content must stay until the backward.
         features: F.
-        width: N >= D + F * (F - 1) / 2.
+        width: N, at least D + F * (F - 1) / 2 and at most 16 more.
     """
     return _Interact.apply(embeddings, features, width)  # type: ignore[no-any-return]
 

@@ -26,7 +26,7 @@ _KINDS = {
     "lookup": r"split_embedding\w*_forward|_store_pooled|_put_slices|_expand_rows",
     "exchange": r"^nccl(?!\w*AllReduce)|_push_gradients|_raise_flags|_await_flags|_store_to_peers|PtoP"
     r"|_begin_call",
-    "update": r"split_embedding\w*_backward|_update_rows|_add_to_rows",
+    "update": r"split_embedding\w*_backward|_update_rows",
     "all-reduce": r"AllReduce|_average_share",
     "ids": r"_pull_ids|_place_ids|permute_\dD|bucketize|bounds_check|cumsum",
     "sort": r"[Rr]adix|RunLength|ReduceByKey|DeviceScan|DeviceCompact|linearize"

@@ -228,7 +228,8 @@ def _mlp_with_casts(
 
     Its input may have columns of zeros after those that the first layer knows.
     """
-    if compiled and (layers := _relu_layers(mlp)) is not None:
+    layers = _relu_layers(mlp) if compiled else None
+    if layers is not None and layers[-1].out_features > 1:  # which else would count as logits, without ReLU
         return _layers_with_casts(layers, names, casts)
     compute, columns = _with_casts(mlp, names, casts, compiled), next(mlp.parameters()).shape[1]
     return lambda x: compute(x if x.shape[1] == columns else x[:, :columns])

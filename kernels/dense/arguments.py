@@ -4,6 +4,8 @@ from typing import NamedTuple
 
 import torch
 
+from dlrm_overlap.kernels.arguments import power_of_2
+
 BLOCK = 1024
 """elements a program updates; flat tensors have a multiple of it, so that the kernel needs no mask"""
 
@@ -87,6 +89,11 @@ class CrossGradient(NamedTuple):
     """[b, N], written for layer 0: the gradient of x_0 without p_0"""
     sums: torch.Tensor
     """[ceil(b / GROUP), N] float32, written: du summed, before it is rounded, over each `GROUP` rows"""
+
+
+def product_block(size: int) -> int:
+    """Return the rows or columns of the block that has `size` of them in a program's product: 16 are the fewest."""
+    return max(16, power_of_2(size))
 
 
 def stack(layers: int, like: torch.Tensor) -> torch.Tensor:

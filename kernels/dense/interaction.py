@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from dlrm_overlap.kernels.compiled import INTERPRETED, CompiledKernel
+from dlrm_overlap.kernels.dense.arguments import product_block
 
 
 @triton.jit
@@ -95,7 +96,7 @@ def _gradient_of_interaction(
 
 @lru_cache
 def _compiled(forward: bool, features: int, dim: int, width: int) -> CompiledKernel:
-    block_f, block_d = (max(16, 1 << (n - 1).bit_length()) for n in (features, dim))
+    block_f, block_d = product_block(features), product_block(dim)
     constants = {"FEATURES": features, "DIM": dim, "WIDTH": width, "BLOCK_F": block_f, "BLOCK_D": block_d}
     constants["INTERPRETED"] = INTERPRETED
     kernel, names = (_interact, ()) if forward else (_gradient_of_interaction, ("gradient",))
@@ -109,7 +110,7 @@ def interact(embeddings: torch.Tensor, features: int, out: torch.Tensor) -> None
     Args:
         embeddings: [b, F * D] contiguous.
         features: F.
-        out: [b, N] contiguous, of the type of `embeddings`, N >= D + F * (F - 1) / 2.
+        out: [b, N] contiguous, of the type of `embeddings`; N is at least D + F * (F - 1) / 2 and at most 16 more.
     """
     assert all(each.is_contiguous() for each in (embeddings, out)), "pass contiguous rows"
     kernel = _compiled(True, features, embeddings.shape[1] // features, out.shape[1])

@@ -56,3 +56,4 @@ def test_more_embeddings_than_registers_hold_are_left_out() -> None:
     assert fits(128, 256)
     assert not fits(129, 16)
     assert not fits(64, 1024)
+    assert not fits(2, 8192)  # a block has 16 features at least

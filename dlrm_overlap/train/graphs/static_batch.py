@@ -115,10 +115,11 @@ class StaticBatch:
                 f"{', '.join(self._leaves)}, and captured steps are all alike; give each batch the same tensors"
             )
         pairs = [(self._leaves[place], leaf) for place, leaf in leaves.items()]
-        return all(
+        taken = [  # of each: ids that are refused are so whatever stands before them
             static.takes(leaf) if isinstance(static, StaticIds) else leaf.shape == static.shape
             for static, leaf in pairs
-        )
+        ]
+        return all(taken)
 
     def fill(self, leaves: Leaves) -> None:
         """Copy a batch that `takes` accepts, from the host or from the device, on the current stream."""

@@ -16,7 +16,7 @@ import torch
 from dlrm_overlap.config import InputError
 from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.data.ring import Ring
-from dlrm_overlap.data.slot import SlotShape
+from dlrm_overlap.data.slot import Slot, SlotShape
 from tests.conftest import wait_until
 
 SHAPE = SlotShape(samples=64, dense_features=3, tables=2, max_ids=5)
@@ -173,3 +173,11 @@ def test_copies_to_the_gpu_end_before_their_memory_is_lent_again(run_ahead: int)
             wrong += (arrived.dense != step).sum() + (arrived.sparse.values() != step).sum()
     ring.close()
     assert wrong.item() == 0
+
+
+def test_records_begin_where_a_kernel_reads_16_bytes_at_a_time() -> None:
+    shape = SlotShape(samples=500, record_bytes=20)
+    packed = Slot(torch.empty(Slot.size_bytes(shape), dtype=torch.uint8), shape).packed
+    assert packed is not None
+    assert packed.shape == (500, 20)
+    assert packed.storage_offset() % 16 == 0

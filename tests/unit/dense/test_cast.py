@@ -13,7 +13,7 @@ from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.optimizer import FlatOptimizer
 from dlrm_overlap.train.dense_part import cast_once
 from dlrm_overlap.train.model import TrainTask, build_model
-from tests.agreement import assert_same
+from tests.agreement import assert_near, assert_same
 
 LR, FEATURES, TABLES, SAMPLES = 0.1, 5, 3, 9
 
@@ -21,8 +21,8 @@ LR, FEATURES, TABLES, SAMPLES = 0.1, 5, 3, 9
 class Dense:
     """A DLRM's dense part under bfloat16, with a flat optimizer; with or without cast weights, compiled or not."""
 
-    def __init__(self, arch: str, casts: bool, compiled: bool = False) -> None:
-        config = ModelConfig(arch=arch, dim=8, bottom_mlp=[12, 8], top_mlp=[16, 1], cross_layers=2, cross_rank=4)  # type: ignore[arg-type]
+    def __init__(self, arch: str, casts: bool, compiled: bool = False, top: tuple[int, int] = (16, 1)) -> None:
+        config = ModelConfig(arch=arch, dim=8, bottom_mlp=[12, 8], top_mlp=[*top], cross_layers=2, cross_rank=4)  # type: ignore[arg-type]
         dlrm = build_model(config, EmbeddingConfig(), [7] * TABLES, FEATURES, seed=0)
         self.task = TrainTask(dlrm, "cpu", bf16=True)
         parameters = {n: p for n, p in self.task.named_parameters() if "embedding" not in n}
@@ -119,6 +119,14 @@ def test_a_compiled_interaction_is_as_near_as_autocast(arch: str) -> None:
             assert written[name] == first | top, "they are told of, and may travel, before the others are computed"
         places.clear()
         autocast.flat.weights.tensor.copy_(ours.flat.weights.tensor)
+
+
+@pytest.mark.usefixtures("_not_compiled")
+def test_a_hidden_layer_of_one_neuron_has_its_relu() -> None:
+    ours, autocast = (Dense("dot", casts=each, compiled=each, top=(1, 3)) for each in (True, False))
+    found, expected = ours.logits(0), autocast.logits(0)
+    assert_near(found.float(), expected.float(), 5e-2, "logits")
+    assert not torch.equal(expected[0], expected[1]), "the neuron is not at rest"
 
 
 @pytest.mark.usefixtures("_not_compiled")

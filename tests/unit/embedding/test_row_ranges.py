@@ -1,4 +1,4 @@
-"""Gradients as kernels and copy engines read them: which are taken as they are, and which are copied before."""
+"""Gradients as kernels read them: which are taken as they are, and which are copied before."""
 
 import pytest
 import torch

@@ -255,9 +255,10 @@ def test_weights_unlike_those_of_the_first_batch_are_refused(
 )
 def test_ids_that_no_step_could_take_are_refused(ids: KeyedJaggedTensor, refused: str) -> None:
     static = StaticBatch(_batch(FIRST), CPU, RANGES)
-    with pytest.raises(InputError, match=f"GraphTrainPipeline: .*{refused}") as raised:
-        static.takes(Leaves(_batch(ids)))
-    assert "\n" not in str(raised.value)
+    for batch in _batch(ids), replace(_batch(ids), dense=torch.zeros(1, 3)):
+        with pytest.raises(InputError, match=f"GraphTrainPipeline: .*{refused}") as raised:
+            static.takes(Leaves(batch))
+        assert "\n" not in str(raised.value)
 
 
 def test_ids_with_other_inverse_indices_are_none_like_the_first() -> None:

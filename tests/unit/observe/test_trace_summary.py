@@ -89,7 +89,7 @@ def test_work_of_the_step_before_does_not_count(tmp_path: Path) -> None:
         ("_await_flags", "exchange"),
         ("_begin_call", "exchange"),
         ("split_embedding_backward_codegen_rowwise_adagrad_unweighted_kernel_warp_per_row_1<float>", "update"),
-        ("_add_to_rows", "update"),
+        ("_update_rows", "update"),
         ("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "all-reduce"),
         ("_average_share", "all-reduce"),
         ("ncclKernel_AllReduce_RING_LL_Sum_float(ncclWorkElem)", "all-reduce"),
