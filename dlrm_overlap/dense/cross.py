@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from dlrm_overlap.kernels import reference
+from dlrm_overlap.dense.functions import kernels_on, product_into
 from dlrm_overlap.kernels.dense.arguments import GROUP, CrossGradient, stack
 
 
@@ -73,7 +73,7 @@ class _Cross(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x0: torch.Tensor, later: Later | None, *parameters: torch.Tensor) -> torch.Tensor:
         layers = _layers(parameters)
-        kernels = _kernels_on(x0.device)
+        kernels = kernels_on(x0.device, "cross")
         inputs, products = stack(len(layers) - 1, x0), stack(len(layers), x0)  # x_1 .., w_0 ..
         narrow = x0.new_empty(len(layers), len(x0), len(layers[0].v))
         output = torch.empty_like(x0)
@@ -93,7 +93,7 @@ class _Cross(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x0, inputs, products, narrow, *parameters = ctx.saved_tensors
         layers = _layers(parameters)
-        kernels = _kernels_on(x0.device)
+        kernels = kernels_on(x0.device, "cross")
         through, du = stack(len(layers) - 1, x0), stack(len(layers), x0)  # p_1 .., du_0 ..
         dx, dv = torch.empty_like(x0), torch.empty_like(narrow)
         bias = torch.stack([layer.bias for layer in layers])
@@ -152,12 +152,8 @@ def _products_into(out: Sequence[torch.Tensor], left: torch.Tensor, right: torch
     if together is None:
         for index, each in enumerate(out):
             _products_into([each], left[index : index + 1], right[index : index + 1])
-    elif together.dtype == left.dtype:
-        torch.bmm(left, right, out=together)
-    elif together.is_cuda:
-        torch.bmm(left, right, out_dtype=together.dtype, out=together)
-    else:  # CPUs have no product with an output of another type
-        torch.bmm(left.to(together.dtype), right.to(together.dtype), out=together)
+    else:
+        product_into(together, left, right)
 
 
 def _together(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
@@ -172,12 +168,3 @@ def _together(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     if len(storages) > 1 or offsets != expected:
         return None
     return first.as_strided((len(tensors), *first.shape), (apart, *first.stride()))
-
-
-def _kernels_on(device: torch.device) -> Any:
-    """Return the module of the kernels for a GPU, and for a CPU that of their twins."""
-    if device.type != "cuda":
-        return reference
-    from dlrm_overlap.kernels.dense import cross as kernels  # a CPU needs no Triton
-
-    return kernels

@@ -1,13 +1,13 @@
 """The steps of an optimizer of torch.optim over flat parameters, by one kernel."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 
 from dlrm_overlap.config import InputError
 from dlrm_overlap.dense.flat import FlatParameters
+from dlrm_overlap.dense.functions import kernels_on
 from dlrm_overlap.kernels.dense.arguments import LINE, STATES, FlatUpdate
 
 _KINDS = {
@@ -96,7 +96,7 @@ class FlatSteps:
             factors=torch.zeros(rows, 8, device=flat.device),
         )
         """what the kernel is given"""
-        self._kernels = _kernels_of(flat.device)
+        self._kernels = kernels_on(flat.device, "update")
         self._known: list[tuple[Any, ...]] = [(0.0,) * 7] * len(self._groups)
         self._laid_out: Any = None
         self._made: set[str] = set()
@@ -245,12 +245,3 @@ def _numbers(kind: str, group: Mapping[str, Any]) -> tuple[Any, ...]:
 
 def _clone(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
-
-
-def _kernels_of(device: torch.device) -> ModuleType:
-    """Return the module of the kernels of a GPU, and for a CPU that of their twins."""
-    if device.type == "cuda":
-        from dlrm_overlap.kernels.dense import update as kernels  # a CPU needs no Triton
-    else:
-        from dlrm_overlap.kernels import reference as kernels
-    return kernels

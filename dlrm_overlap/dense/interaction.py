@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from dlrm_overlap.kernels import reference
+from dlrm_overlap.dense.functions import kernels_on
 from dlrm_overlap.kernels.dense.arguments import product_block
 
 _MOST_FEATURES, _MOST_ELEMENTS = 128, 1 << 15
@@ -39,7 +39,7 @@ class _Interact(torch.autograd.Function):
         ctx.features = features
         ctx.save_for_backward(embeddings)
         output = embeddings.new_empty(len(embeddings), width)
-        _kernels_on(embeddings.device).interact(embeddings, features, output)
+        kernels_on(embeddings.device, "interaction").interact(embeddings, features, output)
         return output
 
     @staticmethod
@@ -47,15 +47,6 @@ class _Interact(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (embeddings,) = ctx.saved_tensors
         output = torch.empty_like(embeddings)
-        kernels = _kernels_on(embeddings.device)
+        kernels = kernels_on(embeddings.device, "interaction")
         kernels.gradient_of_interaction(gradients[0].contiguous(), embeddings, ctx.features, output)
         return output, None, None
-
-
-def _kernels_on(device: torch.device) -> Any:
-    """Return the module of the kernels for a GPU, and for a CPU that of their twins."""
-    if device.type != "cuda":
-        return reference
-    from dlrm_overlap.kernels.dense import interaction as kernels  # a CPU needs no Triton
-
-    return kernels

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from dlrm_overlap.kernels import reference
+from dlrm_overlap.dense.functions import kernels_on, product_into
 from dlrm_overlap.kernels.dense.arguments import GROUP
 
 
@@ -61,7 +61,7 @@ class _ReluLayers(torch.autograd.Function):
         if last is None:
             return outputs[-1]
         logits = x.new_empty(len(x))
-        _kernels_on(x.device).logits(outputs[-1], *last, logits)
+        kernels_on(x.device, "layers").logits(outputs[-1], *last, logits)
         return logits
 
     @staticmethod
@@ -69,7 +69,7 @@ class _ReluLayers(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None]:
         x, *saved = ctx.saved_tensors
         outputs, weights = saved[: len(saved) // 2], saved[len(saved) // 2 :]
-        places, kernels = ctx.places(), _kernels_on(x.device)
+        places, kernels = ctx.places(), kernels_on(x.device, "layers")
         gradient: torch.Tensor | None = gradients[0].contiguous()
         # Sums of all biases' gradients, and of the last weight's, lie side by side, so that one pass adds them up.
         summed = [place.bias for place in places]
@@ -86,31 +86,18 @@ class _ReluLayers(torch.autograd.Function):
                 kernels.gradient_of_logits(gradient, outputs[index], weights[-1], masked, last)
             else:
                 kernels.mask_and_sum(gradient, outputs[index], masked, parts[index])
-            _product_into(places[index].weight, masked.t(), outputs[index - 1] if index > 0 else x)
+            _columns_into(places[index].weight, masked.t(), outputs[index - 1] if index > 0 else x)
             needed = index > 0 or ctx.needs_input_grad[0]
             gradient = torch.mm(masked, weights[index]) if needed else None
         torch._foreach_copy_(summed, list(sums.sum(0).split(widths)))  # type: ignore[no-untyped-call]
         return gradient, None, None, None
 
 
-def _product_into(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """Write left @ right, or its first columns, to `out`, which is float32 where the factors may not be."""
-    if right.shape[1] > out.shape[1]:  # rows of a product begin at multiples of 16 bytes
-        wide = out.new_empty(len(out), right.shape[1])
-        _product_into(wide, left, right)
-        out.copy_(wide[:, : out.shape[1]])
-    elif out.dtype == left.dtype:
-        torch.mm(left, right, out=out)
-    elif out.is_cuda:
-        torch.mm(left, right, out_dtype=out.dtype, out=out)
-    else:  # CPUs have no product with an output of another type
-        torch.mm(left.to(out.dtype), right.to(out.dtype), out=out)
-
-
-def _kernels_on(device: torch.device) -> Any:
-    """Return the module of the kernels for a GPU, and for a CPU that of their twins."""
-    if device.type != "cuda":
-        return reference
-    from dlrm_overlap.kernels.dense import layers as kernels  # a CPU needs no Triton
-
-    return kernels
+def _columns_into(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """Write left @ right to `out`, or its first columns where `right` has more, to have rows of whole 16 bytes."""
+    if right.shape[1] == out.shape[1]:
+        product_into(out, left, right)
+        return
+    wide = out.new_empty(len(out), right.shape[1])
+    product_into(wide, left, right)
+    out.copy_(wide[:, : out.shape[1]])
