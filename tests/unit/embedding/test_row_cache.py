@@ -159,7 +159,7 @@ def test_the_kernels_find_the_slots_that_the_reference_does(features: int, slots
 def test_the_kernel_swaps_as_the_reference_does(dtype: torch.dtype, dim: int) -> None:
     shape = (dim,) if dim else ()
     home, cached = torch.rand(31, *shape).to(dtype)[1:], torch.rand(9, *shape).to(dtype)
-    slots, leaving, entering = [8, 0, 3, 5, 1], [7, -1, 0, -1, 9], [2, 4, -1, -1, 9]
+    slots, leaving, entering = [0, 3, 8, 5, 1], [-1, 0, 7, -1, 9], [4, -1, 2, -1, 9]
     swaps = Swaps(torch.tensor(slots), torch.tensor(leaving), torch.tensor(entering), torch.tensor([4]))
     found, expected = (home.clone(), cached.clone()), (home.clone(), cached.clone())
     for swap, tensors in ((swap_rows, found), (reference.swap_rows, expected)):
