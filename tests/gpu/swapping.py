@@ -104,7 +104,7 @@ def _alone(cache: RowCache, rows: int) -> list[float]:
     back = there._replace(leaving=there.entering, entering=there.leaving)
     stored, read = there._replace(entering=none), there._replace(leaving=none, entering=there.leaving)
     row_bytes = sum(each[0].nbytes for each in cache.rows)
-    both, left, came = [_gb_per_s(cache._swap, turns, row_bytes) for turns in ([there, back], [stored], [read])]
+    both, left, came = [_gb_per_s(cache.swap, turns, row_bytes) for turns in ([there, back], [stored], [read])]
     return [both, came, left]
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.embedding import cache as cache_module
-from dlrm_overlap.embedding.cache import HomeTable, RowCache, make_caches
+from dlrm_overlap.embedding.cache import HomeTable, RowCache, bring_in, make_caches
 from dlrm_overlap.kernels import reference
 from dlrm_overlap.kernels.arguments import STATES, CacheState, Numbers, Swaps
 from dlrm_overlap.kernels.find_slots import Blocks, find_slots
@@ -37,7 +37,7 @@ class Tables:
         """Return the slots of the ids of a step that comes next. What is at home of rows in the cache is poisoned."""
         slots = torch.tensor(ids, dtype=torch.int32)
         bags = KeyedJaggedTensor(["ids"], slots, offsets=torch.tensor([0, len(ids)], dtype=torch.int32), stride=1)
-        self.cache.bring_in(bags, torch.tensor([0, -1]))
+        bring_in([(self.cache, torch.tensor([0, -1]))], bags)
         for home in self.homes:
             home[self.held()] = torch.nan
         return slots
