@@ -81,16 +81,14 @@ class Pages(NamedTuple):
     is_empty: torch.Tensor
     """[b, 1, K * C] bool: which of a sample's places have no row"""
 
-    def of_rows(self, each: torch.Tensor) -> torch.Tensor:
-        """Return numbers [b, H, K * C], and 0 where there is no row."""
-        return each.masked_fill(self.is_empty, 0)
-
     def to_samples(self, each: torch.Tensor) -> torch.Tensor:
-        """Return [b, H, K * C] of numbers [m, H, C] of places; any where there is no row."""
-        return each[self.page].transpose(1, 2).flatten(2)
+        """Return [b, H, K * C] of numbers [m, H, C] of places, 0 where there is no row."""
+        found = embedding(self.page, each.flatten(1)).unflatten(2, each.shape[1:])
+        return found.transpose(1, 2).flatten(2).masked_fill_(self.is_empty, 0)
 
     def to_pages(self, each: torch.Tensor) -> torch.Tensor:
-        """Return [m, H, C] of numbers [b, H, K * C] that are 0 where there is no row."""
+        """Return [m, H, C] of numbers [b, H, K * C], 0 where there is no row."""
+        each = each.masked_fill(self.is_empty, 0)
         return each.unflatten(2, (self.page.shape[1], -1))[self.sample, :, self.number]
 
     def sums(self, each: torch.Tensor) -> torch.Tensor:
@@ -153,13 +151,13 @@ class AttendToRows(torch.autograd.Function):
         if not rows.shape[0]:
             rows = rows.new_zeros(1, rows.shape[1])
         keys = embedding(pages.rows, rows)
-        of_rows = pages.to_samples(torch.bmm(queries[pages.sample], keys.mT))
+        of_rows = pages.to_samples(torch.bmm(queries.index_select(0, pages.sample), keys.mT))
         precise = torch.promote_types(queries.dtype, torch.float32)
         ctx.scale = rows.shape[1] ** -0.5
-        scores = (scores.to(precise) + pages.of_rows(of_rows)) * ctx.scale
-        weights = scores.masked_fill(is_masked, -torch.inf).softmax(2)
+        scores = (scores.to(precise) + of_rows) * ctx.scale
+        weights = scores.masked_fill_(is_masked, -torch.inf).softmax(2)
         rounded = weights.to(queries.dtype)
-        found = pages.sums(torch.bmm(pages.to_pages(pages.of_rows(rounded)), keys))
+        found = pages.sums(torch.bmm(pages.to_pages(rounded), keys))
         ctx.save_for_backward(queries, keys, weights)
         ctx.pages = pages
         return found, rounded
@@ -171,11 +169,11 @@ class AttendToRows(torch.autograd.Function):
         of_found, of_weights = gradients
         queries, keys, weights = ctx.saved_tensors
         pages, heads = ctx.pages, queries.shape[1]
-        of_rows = pages.to_samples(torch.bmm(of_found[pages.sample], keys.mT))
-        of_weights = of_weights.to(weights.dtype) + pages.of_rows(of_rows)
+        of_rows = pages.to_samples(torch.bmm(of_found.index_select(0, pages.sample), keys.mT))
+        of_weights = of_weights.to(weights.dtype) + of_rows
         of_scores = weights * (of_weights - (weights * of_weights).sum(2, keepdim=True)) * ctx.scale
-        both = pages.to_pages(pages.of_rows(torch.cat((weights, of_scores), 1).to(keys.dtype)))
+        both = pages.to_pages(torch.cat((weights, of_scores), 1).to(keys.dtype))
         of_queries = pages.sums(torch.bmm(both[:, heads:], keys))
-        of_keys = torch.bmm(both.mT, torch.cat((of_found, queries), 1)[pages.sample])
+        of_keys = torch.bmm(both.mT, torch.cat((of_found, queries), 1).index_select(0, pages.sample))
         of_rows = of_keys.flatten(0, 1).index_select(0, pages.place)
         return of_queries, of_rows, of_scores.to(keys.dtype), None, None
