@@ -1,8 +1,8 @@
 """Tables larger than the GPU: rows at home in the host's memory, and a cache of them on the GPU.
 
-The ids of a step are at the owners of their rows one step ahead. Where they have arrived, `RowCache.bring_in` sees that
-each of their rows is in a slot of the cache, and replaces the ids by the numbers of the slots. So lookup, sort and
-update are those of a table of as many rows as there are slots, in GPU memory, and nothing else knows of the cache.
+The ids of a step are at the owners of their rows one step ahead. Where they have arrived, `bring_in` sees that each of
+their rows is in a slot of a cache, and replaces the ids by the numbers of the slots. So lookup, sort and update are
+those of a table of as many rows as there are slots, in GPU memory, and nothing else knows of the cache.
 
     step i - 1     lookup, update ----
     step i         lookup, update of slots that were brought in during step i - 1 ----
@@ -90,8 +90,8 @@ class RowCache:
         self.brought = torch.zeros(1, dtype=torch.int64, device=device)
         """rows that have come to the cache in all steps so far"""
 
-    def bring_in(self, ids: KeyedJaggedTensor, first_rows: torch.Tensor) -> None:
-        """See that the rows of a step are in the cache, and replace its ids by their slots; on the current stream.
+    def find(self, ids: KeyedJaggedTensor, first_rows: torch.Tensor) -> Swaps:
+        """Find slots for the rows of a step, and replace its ids by them; on the current stream.
 
         Steps come in the order of their calls, and the step before the last is done.
 
@@ -99,10 +99,18 @@ class RowCache:
             ids: of the step, int32, within their tables.
             first_rows: [F + 1] int64, by feature: the number of the first row of its table; below 0 leaves its ids as
                 they are. The last is of ids after all bags.
+
+        Returns:
+            The rows that are to be brought to their slots by `swap`, before those are read.
         """
         swaps = find_slots(self._state, ids.values(), ids.offsets(), ids.stride(), first_rows)
-        self._swap(swaps)
         self.brought.add_(swaps.count)
+        return swaps
+
+    def swap(self, swaps: Swaps) -> None:
+        """Store rows that leave their slots to their tables, and bring others to the slots; on the current stream."""
+        for home, cached in zip(self.homes, self.rows, strict=True):
+            swap_rows(home, cached, swaps)
 
     def write_back(self) -> None:
         """Store all rows of the cache to their tables, and keep them; on the current stream."""
@@ -118,11 +126,22 @@ class RowCache:
 
     def _move(self, leaving: torch.Tensor, entering: torch.Tensor) -> None:
         count = torch.full((1,), self.slots, dtype=torch.int64, device=leaving.device)
-        self._swap(Swaps(torch.arange(self.slots, device=leaving.device), leaving, entering, count))
+        self.swap(Swaps(torch.arange(self.slots, device=leaving.device), leaving, entering, count))
 
-    def _swap(self, swaps: Swaps) -> None:
-        for home, cached in zip(self.homes, self.rows, strict=True):
-            swap_rows(home, cached, swaps)
+
+def bring_in(caches: Sequence[tuple[RowCache, torch.Tensor]], ids: KeyedJaggedTensor) -> None:
+    """Bring the rows of a step to their caches, and replace its ids by slots; on the current stream.
+
+    Slots of all caches are found before rows of any move, since that takes until the step's products have begun, which
+    fill the multiprocessors that finding slots would wait for.
+
+    Args:
+        caches: each with its `first_rows`, see `RowCache.find`.
+        ids: of the step.
+    """
+    found = [cache.find(ids, first_rows) for cache, first_rows in caches]
+    for (cache, _), swaps in zip(caches, found, strict=True):
+        cache.swap(swaps)
 
 
 class CachedTable(NamedTuple):

@@ -13,7 +13,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 )
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dlrm_overlap.embedding.cache import CachedTable, HomeTable, RowCache, make_caches
+from dlrm_overlap.embedding.cache import CachedTable, HomeTable, RowCache, bring_in, make_caches
 from dlrm_overlap.embedding.layout import FeatureShard, FusedLookup
 from dlrm_overlap.embedding.steps import UpdateRule
 
@@ -218,8 +218,7 @@ class LocalTables:
     def bring_in(self, ids: KeyedJaggedTensor) -> None:
         """Bring the rows of the next step to the caches, and replace its ids by slots; on the current stream."""
         self.read_again()
-        for cache, first in self._cached_features:
-            cache.bring_in(ids, first)
+        bring_in(self._cached_features, ids)
 
     def write_back(self) -> None:
         """Store the rows of the caches to their tables, and keep them; on the current stream."""

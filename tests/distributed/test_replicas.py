@@ -1,5 +1,6 @@
 """2D parallelism on four CPU ranks: two sharding groups of two, whose rows `DMPCollection.sync` averages."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,9 @@ SHARDS: dict[str, Any] = {"whole": [1], "columns": [0, 1], "rows": row_wise(comp
 WAYS = {"nccl": "sparse_dist", "pgas": "sparse_dist", "fused": "none", "pgas_graph": "graph", "fused_graph": "graph"}
 """by name the pipeline; the backend comes first"""
 STOCK = "sparse_dist"
+ADAGRAD: dict[str, Any] = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.5, "eps": 1e-3}
+SGD: dict[str, Any] = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 1024.0}
+"""a power of two so large that rows before and after a step give their gradient almost exactly"""
 
 
 class CpuCollection(DMPCollection):
@@ -89,7 +93,35 @@ def _lookups(model: nn.Module) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
     return [m for lookup in modules for m in lookup.modules() if isinstance(m, SplitTableBatchedEmbeddingBagsCodegen)]
 
 
-def _train(sharder: Any, pipeline: str) -> dict[str, Any]:
+class ScaledAdagrad:
+    """Row-wise Adagrad whose sum of squares is divided by the number of groups (arXiv 2508.03854), written out.
+
+    It comes after each step of plain SGD, by which it finds the gradients, and updates the rows from where they were.
+    """
+
+    def __init__(self, model: CpuCollection) -> None:
+        self._average = model._average
+        self._rows = [rows for lookup in _lookups(model) for rows in lookup.split_embedding_weights()]
+        self.sums = [torch.zeros(len(rows)) for rows in self._rows]
+        self._note()
+
+    def _note(self) -> None:
+        self._before = [rows.clone() for rows in self._rows]
+
+    def __call__(self) -> None:
+        """Update the rows, and average them and the sums over the groups."""
+        for rows, before, sums in zip(self._rows, self._before, self.sums, strict=True):
+            gradient = (before - rows) / SGD["learning_rate"]
+            sums += gradient.square().mean(1)
+            root = (sums / (RANKS // GROUP)).sqrt() + ADAGRAD["eps"]
+            rows.copy_(before - ADAGRAD["learning_rate"] * gradient / root[:, None])
+        self._average([*self._rows, *self.sums])
+        self._note()
+
+
+def _train(
+    sharder: Any, pipeline: str, after_step: Callable[[CpuCollection], ScaledAdagrad] | None = None
+) -> dict[str, Any]:
     model = _shard(sharder)
     generator = torch.Generator().manual_seed(0)
     for lookup in _lookups(model):
@@ -102,13 +134,17 @@ def _train(sharder: Any, pipeline: str) -> dict[str, Any]:
     optimizer = CombinedOptimizer([model.fused_optimizer, ("dense", keyed)])
     batches = _batches()
     steps, remaining = open_pipeline(pipeline, model, optimizer), iter(batches)
+    written_out = after_step(model) if after_step is not None else None
     outputs = []
     for _ in batches:
         outputs.append(steps.progress(remaining))
         if pipeline == "none":
-            model.sync()
+            (written_out or model.sync)()
     rows = [rows.clone() for lookup in _lookups(model) for rows in lookup.split_embedding_weights()]
-    states = [state["sum"].clone() for lookup in _lookups(model) for state in lookup.get_optimizer_state()]
+    if written_out is not None:
+        states = written_out.sums
+    else:
+        states = [state["sum"].clone() for lookup in _lookups(model) for state in lookup.get_optimizer_state()]
     every = rows + states + [parameter.detach().clone() for parameter in dense.values()]
     used = [exchange.options.backend for exchange in exchanges(model)]
     for exchange in exchanges(model):
@@ -118,11 +154,14 @@ def _train(sharder: Any, pipeline: str) -> dict[str, Any]:
 
 def _train_all(folder: Path) -> None:
     messages = logged_messages()
-    params = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.5, "eps": 1e-3}
-    saved = {"stock": _train(EmbeddingBagCollectionSharder(dict(params)), STOCK)}
+    saved = {"stock": _train(EmbeddingBagCollectionSharder(dict(ADAGRAD)), STOCK)}
     for way, pipeline in WAYS.items():
-        sharder = OverlapEmbeddingBagCollectionSharder(dict(params), backend=way.partition("_")[0], slice_bags=4)
+        sharder = OverlapEmbeddingBagCollectionSharder(dict(ADAGRAD), backend=way.partition("_")[0], slice_bags=4)
         saved[way] = _train(sharder, pipeline)
+    root = (RANKS // GROUP) ** 0.5
+    scaled = ADAGRAD | {name: ADAGRAD[name] * root for name in ("learning_rate", "eps")}
+    saved["scaled"] = _train(OverlapEmbeddingBagCollectionSharder(scaled), WAYS["pgas_graph"])
+    saved["written out"] = _train(EmbeddingBagCollectionSharder(dict(SGD)), "none", ScaledAdagrad)
     saved["log"] = {"messages": messages}
     sharded: Any = _shard(OverlapEmbeddingBagCollectionSharder()).module.embedding
     sharded._env.sharding_strategy = ShardingStrategy.FULLY_SHARDED  # whose lookups can be made on GPUs alone
@@ -149,6 +188,14 @@ def test_outputs_rows_and_states(saved: list[dict[str, Any]], way: str) -> None:
         assert_all_near(ours["trained"], stock["trained"], tolerance, f"rank {rank}, trained")
         assert ours["used"] == [way.partition("_")[0]] * 2
         assert not saved[rank]["log"]["messages"], "everything is exchanged, and taken by the pipeline"
+
+
+def test_adagrad_scaled_by_the_number_of_groups(saved: list[dict[str, Any]]) -> None:
+    """By its square root times the learning rate and epsilon."""
+    for rank in range(RANKS):
+        scaled, expected, stock = (saved[rank][name]["trained"] for name in ("scaled", "written out", "stock"))
+        assert_all_near(scaled, expected, WEIGHT_TOLERANCE["fp32"], f"rank {rank}, trained")
+        assert not torch.allclose(scaled[0], stock[0], rtol=1e-2), "the factor makes a difference"
 
 
 def test_fully_sharded_rows_stay_with_torchrec(saved: list[dict[str, Any]]) -> None:

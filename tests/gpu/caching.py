@@ -5,8 +5,8 @@ rows, through evaluations, states that are read and written to between two steps
 states must have the same bits. `--part time` prints, of MLPerf's step on this many GPUs, a step's time with the tables
 on the device, with a cache of a tenth of the six largest ones' rows, and with FBGEMM's cache in TorchRec's
 `PrefetchTrainPipelineSparseDist`; with ids of the skew in the configuration, and uniform; the rows that came in a step,
-the rate at which they did, and that of a copy of page-locked memory. `--ids` takes one of the two streams of ids alone,
-`--programs 8 16 64` times the cache with as many programs that swap rows. `--part baseline` compares the losses of
+the rate at which they did, and that of a copy of page-locked memory. `--ids` takes one of the two streams of ids alone;
+`tests/gpu/swapping.py` times the kernel that swaps rows. `--part baseline` compares the losses of
 TorchRec's pipelines with tables on the device and in FBGEMM's cache, FBGEMM's sums being in a fixed order. Options are
 those of `dlrm-overlap train`.
 """
@@ -33,7 +33,6 @@ from dlrm_overlap.checkpoint.checkpoint import Checkpointer, extents_to_store
 from dlrm_overlap.config import Config, TableOptimizer
 from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.embedding.sharded_module import exchanges
-from dlrm_overlap.kernels import swap_rows
 from dlrm_overlap.launching.parsing import Parser
 from dlrm_overlap.train import assembly
 from dlrm_overlap.train.preflight import _ON_CPUS
@@ -215,23 +214,23 @@ def _largest_cached(config: Config) -> Config:
     return _with(config, memory=memory, cache_fraction=0.1)
 
 
+def _uniform(config: Config) -> Config:
+    """Return the configuration with uniform ids."""
+    tables = replace(config.data.tables, zipf_alpha=0.0)
+    return replace(config, data=replace(config.data, tables=tables))
+
+
 def _time_all(ranks: Ranks) -> None:
-    uniform = replace(
-        ranks.config, data=replace(ranks.config.data, tables=replace(ranks.config.data.tables, zipf_alpha=0.0))
-    )
     found: dict[str, dict[str, float]] = {}
-    for ids, config in (("skewed", ranks.config), ("uniform", uniform)):
+    for ids, config in (("skewed", ranks.config), ("uniform", _uniform(ranks.config))):
         if ranks.values.ids not in (None, ids):
             continue
         ours = _with(config, backend="pgas")
         contenders = {"on the device": ours, "cached": _largest_cached(ours)}
-        contenders |= {f"cached, {each} programs": _largest_cached(ours) for each in ranks.values.programs}
         contenders["FBGEMM's cache"] = _largest_cached(_with(config, backend="torchrec"))
         for name, each in contenders.items():
-            programs = [int(word) for word in name.split() if word.isdecimal()] or [swap_rows._PROGRAMS]
             try:
-                with patch.object(swap_rows, "_PROGRAMS", *programs):
-                    found[f"{ids}, {name}"] = _time(ranks, each)
+                found[f"{ids}, {name}"] = _time(ranks, each)
                 if dist.get_rank() == 0:
                     rounded = {key: round(value, 4) for key, value in found[f"{ids}, {name}"].items()}
                     print(f"{ids}, {name}: {json.dumps(rounded)}", flush=True)
@@ -324,7 +323,6 @@ def main() -> int:
     def add_options(parser: Parser) -> None:
         parser.add_argument("--part", choices=["check", "time", "baseline"], default="check", help="what is run")
         parser.add_argument("--ids", choices=["skewed", "uniform"], help="of time: these ids alone")
-        parser.add_argument("--programs", type=int, nargs="+", default=[], help="of time: as many that swap rows")
 
     options = sys.argv[1:]
     given = next((given for part, given in (("time", _TIME), ("baseline", _BASELINE)) if part in options), _CHECK)

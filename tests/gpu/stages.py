@@ -3,10 +3,11 @@
     torchrun --nproc-per-node 2 -m tests.gpu.stages --config configs/bench/dim128.yaml --output stages.csv
 
 Under both sharders the stage begins with the ids and ends when rows are updated. `rows`: every table is cut by rows
-over all ranks, and the ids are at their owners before a step begins. Where a kernel can be issued ahead, `gpu_ms` is
-the GPU's own time; outputs and rows must agree first. `unpooled`: one table of sequences, cut by rows, whose ids travel
-within the step, under TorchRec's with its index dedup, at several shares of ids that repeat; `ms` is as it ran, and
-`busy_ms` the sum of its kernels' times, those of NCCL included, which wait for peers.
+over all ranks, and the ids are at their owners before a step begins, ours as captured steps send them. Where a kernel
+can be issued ahead, `gpu_ms` is the GPU's own time; outputs and rows must agree first. `unpooled`: one table of
+sequences, cut by rows, whose ids travel within the step, under TorchRec's with its index dedup, at several shares of
+ids that repeat; `ms` is as it ran, and `busy_ms` the sum of its kernels' times, those of NCCL included, which wait for
+peers.
 """
 
 import itertools
@@ -38,14 +39,17 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.bench.figures.backward import GradientBatch, make_batches
 from dlrm_overlap.bench.harness.agreement import check_outputs, check_rows, disagreements
-from dlrm_overlap.bench.harness.contenders import Contender, Overlap, TorchRec, close_all
+from dlrm_overlap.bench.harness.contenders import Contender, TorchRec, close_all
 from dlrm_overlap.bench.harness.timing import Turns, greatest
-from dlrm_overlap.bench.harness.workload import Workload, collect_garbage, make_workload, read_ids
+from dlrm_overlap.bench.harness.workload import Ids, Workload, collect_garbage, make_workload, read_ids
 from dlrm_overlap.bench.report.rows import append_rows, print_table
 from dlrm_overlap.config import Config, PositiveInt
 from dlrm_overlap.data.batch import Batch
+from dlrm_overlap.embedding.backends.ids import ArrivedIds
 from dlrm_overlap.embedding.exchange import Exchange
+from dlrm_overlap.embedding.id_layout import BatchBound
 from dlrm_overlap.embedding.sharder import OverlapEmbeddingCollectionSharder, exchanges
+from dlrm_overlap.embedding.steps import Step
 from dlrm_overlap.embedding.weights import initialise_tables
 from dlrm_overlap.launching.parsing import Parser
 from dlrm_overlap.train.graphs.train_pipeline import GraphTrainPipeline
@@ -67,23 +71,52 @@ class _WholeTorchRec(TorchRec):
             pooled.backward(batch.gradient.to(pooled.dtype))
 
 
-class _WholeOverlap(Contender):
-    """Our exchange's forward and backward."""
+class _Captured(Contender):
+    """Our exchange as captured steps take it: the ids were published, so empty bags of shares travel neither way."""
 
-    def __init__(self, workload: Workload, config: Config, backend: str) -> None:
+    def __init__(self, workload: Workload, config: Config, backend: str, sparse: Sequence[KeyedJaggedTensor]) -> None:
+        """Open the exchange and send the ids `sparse` of the workload's batches to their owners; a collective."""
         super().__init__(backend, workload)
         options = replace(workload.exchange_options(config.embedding, backend), backward="push")
         self._exchange = Exchange(workload.layout, workload.tables, options, workload.group, workload.device)
+        keys, samples = sparse[0].keys(), sparse[0].stride()
+        most = sparse[0].lengths().view(len(keys), samples).amax(1).tolist()
+        sizes = {key: (size, size) for key, size in zip(keys, most, strict=True)}
+        self._exchange.take_ids(keys, BatchBound(samples, sizes))
+        self._arrived: dict[int, ArrivedIds] = {}
+        """by the batch of the workload; copies, since later ids take their memory"""
+        for batch, features in zip(workload.batches, sparse, strict=True):
+            self._exchange.send_ids(features.to(workload.device))
+            _, arrived = self._exchange._sent.pop()
+            assert arrived.own_offsets is not None, "tables that are cut by rows"
+            self._arrived[id(batch)] = arrived._replace(
+                ids=_copied(arrived.ids), own_offsets=arrived.own_offsets.clone()
+            )
 
-    def step(self, batch: GradientBatch) -> None:
-        """Pool, and update the rows."""
-        with torch.enable_grad():
-            pooled = self._exchange.start(list(batch.ids.inputs), self.workload.batch_sizes).wait()
-            pooled.backward(batch.gradient.to(pooled.dtype))
+    def step(self, batch: Ids) -> torch.Tensor:
+        """Pool."""
+        arrived = self._arrived[id(batch)]
+        step = Step([arrived.ids], arrived.batch)
+        step.own_offsets = arrived.own_offsets
+        return self._exchange._start(step).wait()
 
     def close(self) -> None:
         """Free the windows."""
         self._exchange.close()
+
+
+def _copied(ids: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    return KeyedJaggedTensor(ids.keys(), ids.values().clone(), offsets=ids.offsets().clone(), stride=ids.stride())
+
+
+class _WholeCaptured(_Captured):
+    """The same, forward and backward."""
+
+    def step(self, batch: GradientBatch) -> None:  # type: ignore[override]
+        """Pool, and update the rows."""
+        with torch.enable_grad():
+            pooled = super().step(batch.ids)
+            pooled.backward(batch.gradient.to(pooled.dtype))
 
 
 def _measure_rows(config: Config, ranks: Ranks, group: dist.ProcessGroup, ids_a_bag: int) -> list[dict[str, Any]]:
@@ -92,9 +125,9 @@ def _measure_rows(config: Config, ranks: Ranks, group: dist.ProcessGroup, ids_a_
     workload = make_workload(config, sparse, group, ranks.device, size, optimizer=_OPTIMIZER, cut_rows=True)
     batches = make_batches(workload)
     pooling: list[Contender] = [TorchRec(workload)]
-    pooling += [Overlap(workload, workload.exchange_options(config.embedding, name)) for name in ("pgas", "fused")]
+    pooling += [_Captured(workload, config, name, sparse) for name in ("pgas", "fused")]
     whole: list[Contender] = [_WholeTorchRec(workload)]
-    whole += [_WholeOverlap(workload, config, name) for name in ("pgas", "fused")]
+    whole += [_WholeCaptured(workload, config, name, sparse) for name in ("pgas", "fused")]
     faults = disagreements(pooling, check_outputs(pooling, workload))
     faults += disagreements(whole, check_rows(whole, workload, batches, _OPTIMIZER), "rows or states")
     rows = []

@@ -1,9 +1,11 @@
 """The command: `python -m tests.kernels.vectors`, without TRITON_INTERPRET; needs no GPU.
 
-Compiles kernels of the dense part, of collectives and of products with communication inside for an H200, and checks the
-instructions that they are made of: words of 16 bytes a lane where rows allow them, no lesser ones, and tensor cores.
+Compiles kernels of the dense part, of collectives, of caches and of products with communication inside for an H200, and
+checks the instructions that they are made of: words of 16 bytes a lane where rows allow them, no lesser ones, and
+tensor cores.
 """
 
+import re
 from itertools import product
 
 import torch
@@ -11,7 +13,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16
 
-from dlrm_overlap.kernels import flags, peer_copy
+from dlrm_overlap.kernels import flags, peer_copy, swap_rows
 from dlrm_overlap.kernels.dense import all_reduce, update
 from dlrm_overlap.kernels.dense.arguments import BLOCK, STATES
 from dlrm_overlap.kernels.gemm import product as products
@@ -30,6 +32,8 @@ _UPDATE: dict[str, str] = dict.fromkeys(("weights", "gradients", "state", "squar
 _UPDATE |= {"shadow": "*bf16", "rows": "*i32"}
 _PRODUCT = {"out": "*bf16", "bias": "*bf16", "done": "*i32", "owners": "*i32", "timeout": "i64"}
 _PRODUCT |= dict.fromkeys(("targets", "peers_ready", "ready", "clock", "status"), "*i64")
+_SWAPS = {"cached": "*i32", "address": "i64"} | dict.fromkeys(("slots", "leaving", "entering", "count"), "*i64")
+_ROWS = re.compile(r"(?:tt\.load|tt\.store|ttg\.async_copy_global_to_local).* tensor<\d+x\d+x!tt\.ptr<i32>, (#\w+)>")
 _ORDERS = {"gather": "own_first", "scatter": "balanced"}
 
 
@@ -42,6 +46,19 @@ def check_peer_copy() -> None:
         assert text.count(f"st.global.{instruction}") == turns + (word == 4), f"word {word}\n{text}"  # one sets a count
         assert text.count("st.global") == turns + 1, f"word {word}\n{text}"
     assert "atom" in compile_for_h200(flags._meeting(4), _COPY)["ptx"]
+
+
+def check_swap_rows() -> None:
+    """Rows that are swapped are read ahead, in whole words, and the threads that have read a slot store to it."""
+    for words, alignment in ((128, 16), (12, 16), (10, 8), (1, 4)):
+        stages = compile_for_h200(swap_rows._compiled(words, alignment), _SWAPS)
+        text, layouts = stages["ptx"], _ROWS.findall(stages["ttgir"])
+        assert len(layouts) >= 4, f"{words} words\n{stages['ttgir']}"
+        assert len(set(layouts)) == 1, f"{words} words: {layouts}"
+        assert "cp.async.wait_group" in text, f"{words} words\n{text}"
+        if alignment == 16:
+            assert "cp.async.cg.shared.global" in text, f"{words} words\n{text}"
+            assert text.count("st.global.v4.b32") == text.count("st.global"), text
 
 
 def check_all_reduce() -> None:
@@ -97,5 +114,5 @@ def check_products() -> None:
 
 
 if __name__ == "__main__":
-    for check in (check_peer_copy, check_all_reduce, check_update, check_products):
+    for check in (check_peer_copy, check_swap_rows, check_all_reduce, check_update, check_products):
         check()

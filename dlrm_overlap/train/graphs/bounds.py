@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from dlrm_overlap.comm.maxima import Maxima, Work
 from dlrm_overlap.comm.order import CurrentStream
 from dlrm_overlap.embedding.id_layout import BatchBound
 from dlrm_overlap.kernels import reference
@@ -29,7 +30,7 @@ _LOOK = timedelta(seconds=1)  # at what kernels have recorded, while an answer i
 
 
 class Answer:
-    """The greatest of some numbers over the ranks, found by gloo beside the steps.
+    """The greatest of some numbers over the ranks, found beside the steps.
 
     Of a batch on a GPU kernels write the numbers. The ranks are asked once they are there, at the latest with the next
     question: the CPU never waits for a step that has just been issued.
@@ -46,7 +47,7 @@ class Answer:
         """
         self._agreement, self._before, self._is_asked = agreement, before, False
         self._numbers, self._written = numbers, written
-        self._work: Any = None
+        self._work: Work | None = None
         if written is None:
             self._ask()
 
@@ -57,22 +58,23 @@ class Answer:
             self._before._ask()
         if self._written is not None:
             self._written.synchronize()
-        self._work = self._agreement.reduce(self._numbers)
+        if (maxima := self._agreement.maxima) is not None:
+            self._work = maxima.begin(self._numbers)
         self._before, self._is_asked = None, True
 
     def wait(self) -> np.ndarray:
         """Return the greatest numbers, [n] int64.
 
         Raises:
-            RuntimeError: that kernels have recorded meanwhile, or of gloo, if a rank does not answer.
+            RuntimeError: that kernels have recorded meanwhile, or if a rank has ended or does not answer.
         """
         self._ask()
-        while self._work is not None:
+        while (work := self._work) is not None:
             try:
-                self._work.wait(_LOOK)
+                work.wait(_LOOK)
                 self._work = None
             except RuntimeError:
-                if self._work.is_completed():
+                if work.is_completed():
                     raise
                 self._agreement.check()
         return self._numbers.numpy()
@@ -82,7 +84,7 @@ class Agreement:
     """The CPUs of a group's ranks, which put the same questions to each other in the same order."""
 
     def __init__(self, group: dist.ProcessGroup, check: Callable[[], None], device: torch.device = _CPU) -> None:
-        """Take the ranks; a collective, which makes a group of gloo for them.
+        """Take the ranks; a collective.
 
         Args:
             check: raises what kernels have recorded; called while an answer is late.
@@ -91,17 +93,8 @@ class Agreement:
         on_gpu = device.type == "cuda"
         self._current = CurrentStream(torch.cuda.current_stream(device).device) if on_gpu else None
         self.check, self.is_first = check, group.rank() == 0
-        self._group: Any = group
-        if group.size() > 1:  # another order among the collectives of `group` itself would mix up two of them
-            ranks = dist.get_process_group_ranks(group)
-            self._group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        self.maxima = Maxima(group) if group.size() > 1 else None
         self._last: Answer | None = None
-
-    def reduce(self, numbers: torch.Tensor) -> Any:
-        """Begin to put the greatest numbers of all ranks in place of these; return the work, None where it is done."""
-        if self._group.size() == 1:
-            return None
-        return dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self._group, async_op=True)
 
     def ask(self, numbers: torch.Tensor, are_pending: bool = False) -> Answer:
         """Ask for the greatest of each number over the ranks, see `Answer`; the current stream may have to write some.

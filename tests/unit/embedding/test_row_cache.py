@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.embedding import cache as cache_module
-from dlrm_overlap.embedding.cache import HomeTable, RowCache, make_caches
+from dlrm_overlap.embedding.cache import HomeTable, RowCache, bring_in, make_caches
 from dlrm_overlap.kernels import reference
 from dlrm_overlap.kernels.arguments import STATES, CacheState, Numbers, Swaps
 from dlrm_overlap.kernels.find_slots import Blocks, find_slots
@@ -37,7 +37,7 @@ class Tables:
         """Return the slots of the ids of a step that comes next. What is at home of rows in the cache is poisoned."""
         slots = torch.tensor(ids, dtype=torch.int32)
         bags = KeyedJaggedTensor(["ids"], slots, offsets=torch.tensor([0, len(ids)], dtype=torch.int32), stride=1)
-        self.cache.bring_in(bags, torch.tensor([0, -1]))
+        bring_in([(self.cache, torch.tensor([0, -1]))], bags)
         for home in self.homes:
             home[self.held()] = torch.nan
         return slots
@@ -159,7 +159,7 @@ def test_the_kernels_find_the_slots_that_the_reference_does(features: int, slots
 def test_the_kernel_swaps_as_the_reference_does(dtype: torch.dtype, dim: int) -> None:
     shape = (dim,) if dim else ()
     home, cached = torch.rand(31, *shape).to(dtype)[1:], torch.rand(9, *shape).to(dtype)
-    slots, leaving, entering = [8, 0, 3, 5, 1], [7, -1, 0, -1, 9], [2, 4, -1, -1, 9]
+    slots, leaving, entering = [0, 3, 8, 5, 1], [-1, 0, 7, -1, 9], [4, -1, 2, -1, 9]
     swaps = Swaps(torch.tensor(slots), torch.tensor(leaving), torch.tensor(entering), torch.tensor([4]))
     found, expected = (home.clone(), cached.clone()), (home.clone(), cached.clone())
     for swap, tensors in ((swap_rows, found), (reference.swap_rows, expected)):

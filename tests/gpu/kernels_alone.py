@@ -1,0 +1,41 @@
+"""Tests of `tests/kernels` on one GPU, in one process, whose kernels are compiled where they are interpreted elsewhere.
+
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --report-api-errors no python -m tests.gpu.kernels_alone \
+        tests/kernels -k "divide_ids or pull_ids or add_partials"
+
+Arguments are pytest's. Ranks are windows of one memory, so no peer is needed, and without a cache every tensor is an
+allocation of its own, beyond whose ends the sanitizer sees a kernel read or write. Random numbers are those of a CPU.
+A test may fail here, where it makes tensors on a named device, or compares bits with a twin whose sums on a GPU are in
+no order.
+"""
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+
+def main() -> int:
+    """Let tests make their tensors on the GPU, and run them."""
+    if not torch.cuda.is_available():
+        sys.exit(
+            "tests.gpu.kernels_alone: needs an NVIDIA GPU; without one, pytest tests/kernels interprets the kernels"
+        )
+    gpu = torch.device("cuda")
+    torch.set_default_device(gpu)
+    for name in ("rand", "randint", "randn", "randperm"):
+        setattr(torch, name, _moved(getattr(torch, name), gpu))
+    from tests.kernels import emulation  # which makes tensors, too
+
+    emulation.interpreted, emulation.CPU = pytest.mark.filterwarnings("default"), gpu
+    emulation.to_wire = lambda pooled, wire: pooled.to(wire)  # a GPU rounds to the nearest
+    return pytest.main(["-q", "-m", "not slow", *sys.argv[1:]])
+
+
+def _moved(draw: Any, device: torch.device) -> Any:
+    return lambda *args, **options: draw(*args, **{**options, "device": "cpu"}).to(device)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
