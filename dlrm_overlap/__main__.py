@@ -1,4 +1,4 @@
-"""`python -m dlrm_overlap` is `dlrm-overlap`: the command line; no signal that comes while it is loaded is lost."""
+"""`python -m dlrm_overlap` is `dlrm-overlap`: the command line."""
 
 import os
 import signal
@@ -17,7 +17,6 @@ def run() -> None:
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
         os.environ["MPLBACKEND"] = "agg"  # pictures go to files; matplotlib does not load where it knows no such name
     try:
-        lifetime.hold_asks()
         from dlrm_overlap import cli
     except KeyboardInterrupt:
         print("dlrm-overlap: interrupted", file=sys.stderr, flush=True)

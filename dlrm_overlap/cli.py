@@ -21,7 +21,7 @@ from dlrm_overlap.config import CRITEO_TABLES, Config, InputError, NonNegativeFl
 from dlrm_overlap.launching import process_group
 from dlrm_overlap.launching.files import check_free
 from dlrm_overlap.launching.launcher import announced_rank
-from dlrm_overlap.launching.lifetime import SAVED, let_asks_come, report_missing, say
+from dlrm_overlap.launching.lifetime import SAVED, report_missing, say
 from dlrm_overlap.launching.parsing import Parser, parse_config, reader_may_leave, suggest
 from dlrm_overlap.launching.text_table import count_of, plain
 from dlrm_overlap.train.preflight import check_data, check_output, check_runs, check_start
@@ -374,8 +374,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if argv[0] not in COMMANDS:
             raise InputError(f"{argv[0]}: not a command; {suggest(argv[0], list(COMMANDS))}")
-        if argv[0] != "train":  # which can save before it ends, and lets them come once it can
-            let_asks_come()
         return COMMANDS[argv[0]](argv[1:])
     except InputError as error:
         rank = announced_rank()  # rank 0 speaks for all that find the same

@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import IO
 
 START_METHOD = "forkserver"
 _CONTEXT = multiprocessing.get_context(START_METHOD)
@@ -101,9 +100,7 @@ def _begin(
     def fork(*args: object, **options: object) -> _Rank:
         return _Rank(rank_main, *args, **options)  # type: ignore[arg-type]
 
-    spawn.subprocess = SimpleNamespace(  # type: ignore[assignment]
-        Popen=fork, DEVNULL=subprocess.DEVNULL, STDOUT=subprocess.STDOUT
-    )
+    spawn.subprocess = SimpleNamespace(Popen=fork, DEVNULL=subprocess.DEVNULL)  # type: ignore[assignment]
     _go_on(argv, environ, _run)
 
 
@@ -128,12 +125,9 @@ class _Rank:
         *,
         env: Mapping[str, str],
         stdin: int,
-        stdout: IO[bytes] | None,
-        stderr: int | None,
         start_new_session: bool,
     ) -> None:
         assert (list(command[1:3]), stdin, start_new_session) == (["-m", "dlrm_overlap"], subprocess.DEVNULL, True)
-        assert stderr == (stdout and subprocess.STDOUT)
         self._code: int | None = None
         sys.stdout.flush()
         sys.stderr.flush()
@@ -142,9 +136,6 @@ class _Rank:
             return
         try:
             os.setsid()
-            if stdout is not None:
-                os.dup2(stdout.fileno(), 1)
-                os.dup2(stdout.fileno(), 2)
             _go_on(command[3:], env, main)
         finally:
             os._exit(1)

@@ -79,7 +79,7 @@ _SHAPES = (
 )
 _SWEPT = "--tables_per_rank 16 --dims 128 32 512 256 --global_batches 2048 16384 --pooling_factors 1 8 32 128"
 MEASUREMENTS = (
-    Measurement("step_mlperf", 3, "step", "bench/step_mlperf", options=_STRONGEST),
+    Measurement("step_mlperf", 3, "step", "bench/step_mlperf", options=_STRONGEST + " pgas_graph_default_plan"),
     *(Measurement(f"stage_{name}", 1.5, "stage", f"bench/{name}", shape) for name, shape in _SHAPES),
     *(
         Measurement(f"backward_{name}", 2, "backward", f"bench/{name}", shape, "--iterations 40")

@@ -40,24 +40,10 @@ def end_with_launcher(environ: Mapping[str, str] = os.environ) -> None:
         end_with_parent(int(environ[LAUNCHER_PID]))
 
 
-def hold_asks() -> None:
-    """Block SIGTERM and SIGUSR1, here and in processes started from now on, until each calls `let_asks_come`.
-
-    So none is lost between the start of a process and the moment from which it can save. Call it from the main thread.
-    """
-    signal.pthread_sigmask(signal.SIG_BLOCK, _ASKS)
-
-
-def let_asks_come() -> None:
-    """End what `hold_asks` has begun, here or in the process that has started this one."""
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _ASKS)
-
-
 def heed_asks() -> None:
-    """Let SIGTERM and SIGUSR1 end this process from now on, those that have waited too: it has nothing left to save."""
+    """Let SIGTERM and SIGUSR1 end this process from now on: it has nothing left to save."""
     for number in _ASKS:
         signal.signal(number, signal.SIG_DFL)
-    let_asks_come()
 
 
 def say(text: str) -> None:
@@ -94,7 +80,7 @@ class EndRequest:
         self.asked = False
 
     def listen(self, answers: bool = True) -> None:
-        """Take the signals from now on, and those that have waited. Call it from the main thread.
+        """Take the signals from now on. Call it from the main thread.
 
         A SIGINT that is ignored, as in a background job of a script, stays so. One process `answers` it by a line.
         """
@@ -106,7 +92,6 @@ class EndRequest:
         # A handler runs in the main thread, which may be in a call that does not return; this thread hears of it still.
         signal.set_wakeup_fd(theirs, warn_on_full_buffer=False)
         threading.Thread(target=self._hear, args=(ours, answers), name="signals", daemon=True).start()
-        let_asks_come()
 
     def _hear(self, pipe: int, answers: bool) -> None:
         first: dict[int, float] = {}

@@ -5,22 +5,19 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO
 
 from dlrm_overlap.config import InputError
 from dlrm_overlap.launching.launcher import LOOPBACK, NPROC_MARKER, free_port, mpi_task, slurm_task
-from dlrm_overlap.launching.lifetime import ENDED_AT_ONCE, LAUNCHER_PID, SAVED, hold_asks, let_asks_come, say
+from dlrm_overlap.launching.lifetime import ENDED_AT_ONCE, LAUNCHER_PID, SAVED, say
 
 # Passed on to the ranks, which may save before they end.
 _ASKS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)
 _ENDS = (signal.SIGQUIT,)
 _POLL_S = 0.05
 _USER_ERROR = 2
-_TAIL_LINES, _TAIL_BYTES = 15, 1 << 16
 _REASONS = {
     signal.SIGKILL: "most often by the kernel's out-of-memory killer, which `dmesg` tells",
     signal.SIGBUS: "most often since /dev/shm or a disk is full, or a mapped file was cut off",
@@ -30,9 +27,8 @@ _REASONS = {
 def spawn(argv: Sequence[str], nproc: int) -> int:
     """Run `python -m dlrm_overlap ARGV` as `nproc` ranks on this host and return the first failing exit code, or 0.
 
-    Rank 0's output passes through untouched, so a terminal stays a terminal. The output of each other rank goes to a
-    file without a name. When a rank fails, the others are killed; standard error names that rank, shows its last lines,
-    and names a temporary folder to which the files are copied.
+    What the ranks write passes through untouched. When a rank fails, the others are killed, and standard error names
+    that rank.
 
     SIGTERM, SIGUSR1, and as SIGTERM also SIGHUP and SIGINT, are passed on to the ranks, which may save before they end;
     a second one and SIGQUIT end all at once. Then the exit code is theirs if all have saved (`lifetime.SAVED`), else
@@ -43,8 +39,7 @@ def spawn(argv: Sequence[str], nproc: int) -> int:
     processes. Call it from the main thread.
 
     Raises:
-        InputError: inside another launcher that started several processes; if a rank cannot be started, or nothing can
-            be written to the temporary folder.
+        InputError: inside another launcher that started several processes.
     """
     _refuse_nesting(os.environ)
     caught: list[int] = []
@@ -52,65 +47,20 @@ def spawn(argv: Sequence[str], nproc: int) -> int:
     for number, handler in previous.items():
         if handler is not signal.SIG_IGN:  # under nohup, or as a background job of a script, it stays ignored
             signal.signal(number, lambda number, frame: caught.append(number))
-    port, logs = free_port(), _make_logs(nproc)
+    port = free_port()
     workers: list[subprocess.Popen[bytes]] = []
-    code = 0
     try:
-        let_asks_come()
-        if caught:
-            name = signal.Signals(caught[0]).name
-            say(f"dlrm-overlap: {name}: no rank was started yet; the same command begins anew")
-            return SAVED if caught[0] in _ASKS else 128 + caught[0]
-        hold_asks()
         for rank in range(nproc):
-            try:
-                workers.append(_start(argv, rank, nproc, port, logs[rank - 1] if rank else None))
-            except OSError as error:
-                raise InputError(
-                    f"--nproc: rank {rank} of {nproc} cannot be started ({error.strerror}); start fewer, or raise what "
-                    f"this user may have (`ulimit -a`)"
-                ) from None
-        let_asks_come()
-        code = _wait(workers, caught, logs)
-        return code
+            workers.append(_start(argv, rank, nproc, port))
+        return _wait(workers, caught)
     finally:
-        let_asks_come()
         for worker in workers:
             _kill_group(worker)
-        for log in logs:
-            log.close()
         for number, handler in previous.items():
             signal.signal(number, handler)
 
 
-def _make_logs(nproc: int) -> list[IO[bytes]]:
-    """Return new files without a name for the output of the ranks above 0."""
-    try:
-        return [tempfile.TemporaryFile() for _ in range(1, nproc)]  # which `spawn` closes
-    except OSError as error:
-        raise InputError(
-            f"--nproc: no file for what the ranks write ({error.strerror}); make room in the temporary folder, or set "
-            f"TMPDIR to another"
-        ) from None
-
-
-def _read(log: IO[bytes]) -> bytes:
-    """Return a rank's output so far, without moving the offset at which it writes on."""
-    return os.pread(log.fileno(), os.fstat(log.fileno()).st_size, 0)
-
-
-def _keep(logs: Sequence[IO[bytes]]) -> str:
-    """Copy the output of the ranks above 0 to a new folder, and return a line that names it."""
-    try:
-        folder = Path(tempfile.mkdtemp(prefix="dlrm_overlap_ranks_"))
-        for rank, log in enumerate(logs, 1):
-            (folder / f"rank_{rank}.log").write_bytes(_read(log))
-    except OSError as error:
-        return f"dlrm-overlap: what the ranks above 0 wrote cannot be kept ({error.strerror})"
-    return f"dlrm-overlap: what the ranks above 0 wrote is in {folder}"
-
-
-def _wait(workers: Sequence[subprocess.Popen[bytes]], caught: Sequence[int], logs: Sequence[IO[bytes]]) -> int:
+def _wait(workers: Sequence[subprocess.Popen[bytes]], caught: Sequence[int]) -> int:
     """Wait until all workers have ended well, one has failed, or a signal ends them; return the exit code."""
     passed_on = 0
     while True:
@@ -120,7 +70,7 @@ def _wait(workers: Sequence[subprocess.Popen[bytes]], caught: Sequence[int], log
             return 128 + caught[0]
         if failed:
             code, rank = min(failed)  # a signal's is below 0, and the cause of other exits
-            _report(rank, workers[rank].pid, code, logs)
+            _report(rank, workers[rank].pid, code)
             return code if code > 0 else 128 - code
         if None not in codes:
             return SAVED if SAVED in codes else 0
@@ -138,26 +88,16 @@ def _wait(workers: Sequence[subprocess.Popen[bytes]], caught: Sequence[int], log
         time.sleep(_POLL_S)
 
 
-def _report(rank: int, pid: int, code: int, logs: Sequence[IO[bytes]]) -> None:
-    """Say on standard error which rank has failed and how, and show the last lines that it wrote."""
-    output = _read(logs[rank - 1])[-_TAIL_BYTES:] if rank else b""  # rank 0's is there already
-    wrote = output.decode(errors="replace").splitlines()[-_TAIL_LINES:]
-    if code == _USER_ERROR:
-        for line in wrote:
-            if line.startswith("dlrm-overlap: "):
-                say(line)
-        return
-    if rank == 0 and code > 0 and not any(b"Traceback" in _read(log) for log in logs):
-        return  # rank 0 has said all there is, such as backends that disagree
+def _report(rank: int, pid: int, code: int) -> None:
+    """Write to standard error which rank has failed and how, unless its own last line is enough."""
     if code < 0:
         reason = _REASONS.get(signal.Signals(-code))
         how = f"was killed by {signal.Signals(-code).name}" + (f", {reason}" if reason else "")
-    else:
+    elif rank and code != _USER_ERROR:
         how = f"ended with exit code {code}"
-    lines = [f"dlrm-overlap: rank {rank} (pid {pid}) {how}"] if rank or code < 0 else []
-    lines += [f"  rank {rank}: {line}" for line in wrote]
-    lines.append(_keep(logs))
-    say("\n".join(lines))
+    else:
+        return
+    say(f"dlrm-overlap: rank {rank} (pid {pid}) {how}")
 
 
 def _refuse_nesting(environ: Mapping[str, str]) -> None:
@@ -185,21 +125,14 @@ def import_path() -> dict[str, str]:
     return {"PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))}
 
 
-def _start(argv: Sequence[str], rank: int, nproc: int, port: int, log: IO[bytes] | None) -> subprocess.Popen[bytes]:
+def _start(argv: Sequence[str], rank: int, nproc: int, port: int) -> subprocess.Popen[bytes]:
     world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc, "MASTER_PORT": port}
     environ = os.environ | {name: str(value) for name, value in world.items()}
     environ |= {"MASTER_ADDR": LOOPBACK, NPROC_MARKER: str(nproc), LAUNCHER_PID: str(os.getpid())}
     environ |= import_path()
     environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // nproc)))
     command = [sys.executable, "-m", "dlrm_overlap", *argv]
-    return subprocess.Popen(
-        command,
-        env=environ,
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=log and subprocess.STDOUT,
-        start_new_session=True,
-    )
+    return subprocess.Popen(command, env=environ, stdin=subprocess.DEVNULL, start_new_session=True)
 
 
 def _kill_group(worker: subprocess.Popen[bytes]) -> None:

@@ -48,62 +48,19 @@ def test_an_error_is_reported_and_ends_the_process_at_once(
     assert "RuntimeError: CUDA error: an illegal memory access" in capsys.readouterr().err
 
 
-# Gets the signal argv[1] while the command line is loaded. `train` waits until it is asked to end.
-LOADING = """
-import os, signal, sys, time
-from importlib.abc import MetaPathFinder
-from types import SimpleNamespace
-
-class Signals(MetaPathFinder):
-    def find_spec(self, name, path, target=None):
-        if name == "dlrm_overlap.launching.parsing":
-            os.kill(os.getpid(), int(sys.argv.pop(1)))
-
-def train(*_, **__):
-    from dlrm_overlap.launching.lifetime import EndRequest
-    end, deadline = EndRequest(), time.monotonic() + 20
-    end.listen()
-    while not end.asked and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return 75 if end.asked else 0
-
-for number in (signal.SIGTERM, signal.SIGUSR1):
-    signal.signal(number, signal.SIG_DFL)
-sys.meta_path.insert(0, Signals())
-sys.modules["dlrm_overlap.train.ranks"] = SimpleNamespace(Ranks=object, run_on_ranks=train)
-from dlrm_overlap.__main__ import run
-run()
-"""
-
-
-@pytest.mark.parametrize(
-    ("number", "command", "code", "told"),
-    [
-        (signal.SIGTERM, "train", 75, ""),
-        (signal.SIGUSR1, "train", 75, ""),
-        (signal.SIGTERM, "compare", -signal.SIGTERM, ""),
-    ],
-)
-def test_a_signal_while_the_command_line_is_loaded(number: int, command: str, code: int, told: str) -> None:
-    argv = [sys.executable, "-c", LOADING, str(int(number)), command]
-    result = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
-    assert (result.returncode, result.stdout, result.stderr) == (code, "", told)
-
-
 @pytest.mark.parametrize(
     ("rank", "code", "told"),
     [("0", 2, "dlrm-overlap: --config: nowhere.yaml: No such file"), ("1", -signal.SIGTERM, "")],
 )
 def test_a_rank_that_holds_its_report_back_can_be_ended(rank: str, code: int, told: str) -> None:
-    """As torchrun ends the ranks above 0, whose rank 0 has reported: by SIGTERM, which a training keeps waiting."""
+    """As torchrun ends the ranks above 0, whose rank 0 has reported: by SIGTERM, at which a training saves."""
     script = """
-import signal, sys
+import os, signal, sys, time
 from dlrm_overlap import cli
-from dlrm_overlap.launching.lifetime import hold_asks
-for number in (signal.SIGTERM, signal.SIGUSR1):
-    signal.signal(number, signal.SIG_DFL)
-hold_asks()
-signal.raise_signal(signal.SIGTERM)
+from dlrm_overlap.launching.lifetime import EndRequest
+sleep = time.sleep
+time.sleep = lambda seconds: (os.kill(os.getpid(), signal.SIGTERM), sleep(seconds))
+EndRequest().listen()
 sys.exit(cli.main(["train", "--config", "nowhere.yaml"]))
 """
     environ = os.environ | {"RANK": rank}
