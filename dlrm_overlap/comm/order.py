@@ -142,15 +142,14 @@ class Streams:
         """
         return self._copies(parity, later) if self._on_gpu else nullcontext()
 
-    @contextmanager
-    def _beside(self) -> Any:
-        self._ids.wait_stream(self.main_stream)
-        with self._on_ids:
-            yield
+    def fork_ids(self) -> None:
+        """Let the work of `ids` begin where the steps' stream is now."""
+        if self._on_gpu:
+            self._ids.wait_stream(self.main_stream)
 
     def ids(self) -> AbstractContextManager[Any]:
-        """Return a context for work beside the step, until `join_ids`."""
-        return self._beside() if self._on_gpu else nullcontext()
+        """Return a context for work beside the step, between `fork_ids` and `join_ids`."""
+        return self._on_ids if self._on_gpu else nullcontext()
 
     def join_ids(self) -> None:
         """Make the steps' stream wait for the work beside it."""

@@ -47,7 +47,8 @@ class ExchangeOptions:
     """backends that store to peers: return a copy of the pooled embeddings. Else the window itself is returned, which
     its user must let go of before the next forward"""
     output_dtype: torch.dtype = torch.float32
-    """type in which pooled embeddings are returned and their gradient is taken: float32, or that of the wire"""
+    """type in which pooled embeddings are returned and their gradient is taken: float32, or that of the wire; of
+    unpooled tables any where the wire has float32"""
     max_gradient: float | None = None
     """the bound to which each element of the gradient of pooled embeddings is clipped, once it is divided by the number
     of ranks; None clips nothing"""
@@ -63,7 +64,8 @@ class ExchangeOptions:
     tensors that its user joins with them. No rank stores there, and nothing reads them"""
 
     def __post_init__(self) -> None:
-        assert self.output_dtype in (torch.float32, self.wire_dtype), "the wire would round what is then widened"
+        narrow = {self.output_dtype, self.wire_dtype} - {torch.float32}
+        assert len(narrow) < 2, "two roundings"
 
     @property
     def casts_output(self) -> bool:

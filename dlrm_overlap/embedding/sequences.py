@@ -27,7 +27,9 @@ def to_sequences(
         ids: Sequence[torch.Tensor | None] = [None] * len(rooms)
         if need_indices:
             ids = distinct.padded(features, rooms).split(list(rooms))
-        parts = zip(distinct.sequences, rows.split(list(rooms)), ids, strict=True)
+        # The backward of a split copies gradients to one tensor, which that of a single sequence is.
+        each = rows.split(list(rooms)) if len(rooms) > 1 else [rows]
+        parts = zip(distinct.sequences, each, ids, strict=True)
         return {
             sequence.name: JaggedTensor(values, weights, lengths=lengths[keys.index(sequence.feature)])
             for sequence, values, weights in parts

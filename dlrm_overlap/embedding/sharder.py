@@ -212,6 +212,8 @@ class OverlapEmbeddingCollectionSharder(EmbeddingCollectionSharder):
             dedup: whether each distinct id of a batch travels once, or as often as it is there; auto does the former
                 unless more than 0.9 of the ids of the first batch are distinct.
             backend: that stores into the peers' memory: pgas or fused.
+            output_dtype: type of the rows of exchanged tables, and of their gradients: "fp32", that of the wire or,
+                where this is fp32, any of its types.
 
         Raises:
             InputError: if a value breaks a rule.
@@ -232,6 +234,7 @@ class OverlapEmbeddingCollectionSharder(EmbeddingCollectionSharder):
             gradient_parts=gradient_parts,
             hosts=hosts,
             output_dtype=output_dtype,
+            is_pooled=False,
         )
 
     def shard(
@@ -278,11 +281,14 @@ def _check_known(name: str, value: str, known: Sequence[str]) -> None:
         raise InputError(f"{name}: {value!r} is not known; take one of {', '.join(known)}")
 
 
-def make_options(asked: set[str], *, wire_dtype: str, output_dtype: str, **given: Any) -> ExchangeOptions:
+def make_options(
+    asked: set[str], *, wire_dtype: str, output_dtype: str, is_pooled: bool = True, **given: Any
+) -> ExchangeOptions:
     """Return the options of an exchange, once their values are checked.
 
     Args:
         asked: precisions that codecs ask for; one that the wire has becomes the wire's.
+        is_pooled: whether the tables are pooled; the rows of others are narrowed where they have arrived.
         given: others of `ExchangeOptions`.
 
     Raises:
@@ -303,7 +309,8 @@ def make_options(asked: set[str], *, wire_dtype: str, output_dtype: str, **given
         raise InputError(f"wire_dtype: {wire_dtype!r}, but qcomm_codecs_registry has {found}; give one of the two")
     if len(asked) == 1 and asked <= WIRE_DTYPES.keys():
         (wire_dtype,) = asked
-    if output_dtype not in ("fp32", wire_dtype):
+    _check_known("output_dtype", output_dtype, tuple(WIRE_DTYPES))
+    if output_dtype not in ("fp32", wire_dtype) and (is_pooled or wire_dtype != "fp32"):
         raise InputError(f"output_dtype: {output_dtype!r}, but the wire's type is {wire_dtype}; take fp32 or that")
     for name, least, cure in (("programs_per_sm", 1, None), ("gradient_parts", 1, None), ("leading_columns", 0, 0)):
         count = given.get(name)
@@ -352,23 +359,25 @@ def build_sharders(
     """Return the sharders of pooled and of unpooled tables, see `build_sharder`."""
     return [
         build_sharder(config, precision, leading_columns, fused_params),
-        _build_sequence_sharder(config, fused_params),  # of histories, which are not pooled
+        _build_sequence_sharder(config, precision, fused_params),  # of histories, which are not pooled
     ]
 
 
 def _build_sequence_sharder(
-    config: EmbeddingConfig, fused_params: Mapping[str, Any] | None
+    config: EmbeddingConfig, precision: str, fused_params: Mapping[str, Any] | None
 ) -> EmbeddingCollectionSharder:
     """Return the sharder of tables that are not pooled, with the optimizer of `build_sharder`.
 
     It is TorchRec's own, unless the backend stores into the peers' memory. Rows travel in `config.wire_dtype`, as fp32
-    under auto.
+    under auto; ours are then returned in the type of the dense part, fp32 or bf16 by `precision`.
     """
     wire_dtype = "fp32" if config.wire_dtype == "auto" else config.wire_dtype
     if BACKENDS[config.backend].stores_to_peers:
         keys = ("backend", "schedule", "slice_bags", "programs_per_sm", "wait_timeout_s", "gradient_parts", "hosts")
         own = {name: getattr(config, name) for name in keys}
-        return OverlapEmbeddingCollectionSharder(fused_params_of(config, fused_params), wire_dtype=wire_dtype, **own)
+        dense_dtype = "bf16" if precision == "bf16" and wire_dtype in ("fp32", "bf16") else "fp32"
+        about_tables = fused_params_of(config, fused_params)
+        return OverlapEmbeddingCollectionSharder(about_tables, wire_dtype=wire_dtype, output_dtype=dense_dtype, **own)
     return EmbeddingCollectionSharder(fused_params_of(config, fused_params), _codecs(wire_dtype))
 
 

@@ -7,6 +7,7 @@ backward      gradients summed by slot --------------------------> owners, which
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -42,7 +43,10 @@ class UnpooledExchange(Exchange):
         dim: int,
     ) -> None:
         """Take an exchange's arguments, of a layout that names tables, and the columns of each table."""
-        super().__init__(layout, tables, options, group, device)
+        # Rows are narrowed as they are expanded: so sums of gradients are sent as precisely as they travel.
+        widest = torch.promote_types(options.wire_dtype, options.output_dtype)
+        super().__init__(layout, tables, replace(options, output_dtype=widest), group, device)
+        self._expanded_dtype = options.output_dtype
         self.names, self.dim = list(layout.names), dim
         """the tables in the order of the output"""
         self._sums = RowSums(dim, self.device) if self.device.type == "cuda" else None
@@ -196,8 +200,8 @@ class UnpooledExchange(Exchange):
         return RowsAwaitable(self, awaitable, distinct)
 
     def expand(self, rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        """Return the rows that the places name, and zeros where there is none."""
-        return (reference.expand_rows if self._sums is None else expand_rows)(rows, places)
+        """Return the rows that the places name, and zeros where there is none; of the options' `output_dtype`."""
+        return (reference.expand_rows if self._sums is None else expand_rows)(rows.to(self._expanded_dtype), places)
 
     def sum(self, gradient: torch.Tensor, distinct: Distinct, rows: int) -> torch.Tensor:
         """Return the sums [rows, D] float32 of the gradients of each place, which are clipped as FBGEMM would."""
@@ -221,7 +225,7 @@ class ExpandRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, slots: torch.Tensor, exchange: UnpooledExchange, distinct: Distinct) -> torch.Tensor:
         """Return [P, D] of the slots [b, F * D]."""
-        ctx.exchange, ctx.distinct, ctx.shape = exchange, distinct, slots.shape
+        ctx.exchange, ctx.distinct, ctx.shape, ctx.dtype = exchange, distinct, slots.shape, slots.dtype
         return exchange.expand(slots.reshape(-1, exchange.dim), distinct.places)
 
     @staticmethod
@@ -230,7 +234,7 @@ class ExpandRows(torch.autograd.Function):
         (gradient,) = gradients
         exchange = ctx.exchange
         sums = exchange.sum(gradient, ctx.distinct, ctx.shape.numel() // exchange.dim)
-        return sums.view(ctx.shape).to(gradient.dtype), None, None
+        return sums.view(ctx.shape).to(ctx.dtype), None, None
 
 
 class RowsAwaitable(Awaitable[torch.Tensor]):
@@ -242,7 +246,7 @@ class RowsAwaitable(Awaitable[torch.Tensor]):
 
     @uncompiled
     def wait(self) -> torch.Tensor:
-        """Return [P, D], of the exchange's `output_dtype`; P as in `Distinct`."""
+        """Return [P, D], of the options' `output_dtype`; P as in `Distinct`."""
         return ExpandRows.apply(self._slots.wait(), self._exchange, self._distinct)  # type: ignore[no-any-return]
 
     _wait_impl = wait

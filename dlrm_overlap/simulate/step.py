@@ -38,8 +38,8 @@ _BUCKETS = 4  # in which the collective backward sums dense gradients
 _FORWARD, _BACKWARD, _LOSS = 2, 5, 9
 # Of a history, counted in operators of PyTorch and the bytes that each reads and writes, not measured: those by which
 # `DistinctIds` finds the distinct ids, for each id, the passes of a radix sort among them; those of `TargetAttention`,
-# forward and backward, for each element of its keys, in bf16.
-_FIND, _ATTEND, _ATTEND_BACK = (61, 592), (26, 35), (23, 52)
+# forward and backward, for each element of the rows that it is given, float32 that it reads as bf16.
+_FIND, _ATTEND, _ATTEND_BACK = (61, 592), (73, 18), (47, 21)
 
 
 class DenseSeconds(NamedTuple):
@@ -169,9 +169,9 @@ def _add_step(sim: Simulation, none: list[list[int]]) -> None:
         send_all(sim, received, found, "ids", collective)
     embeddings = forward(sim, begun)
     bottom = products("bottom MLP", dense.bottom_forward, begun, dense.bottom_forward_kernels)
-    keys, front = work.samples * (config.model.sequence.positions + 1) * config.model.dim, each(embeddings, bottom)
+    rows, front = work.history_ids * config.model.dim, each(embeddings, bottom)
     if work.history_ids:
-        front = each_alone(_add_passes(sim, "attention", _ATTEND, keys, front))
+        front = each_alone(_add_passes(sim, "attention", _ATTEND, rows, front))
     head = products("head", dense.head_forward, front, dense.head_forward_kernels)
     buckets = _BUCKETS if collective else 1
     back, ready = head, []
@@ -180,7 +180,7 @@ def _add_step(sim: Simulation, none: list[list[int]]) -> None:
         back = products("head's backward", dense.head_backward / buckets, each(back), kernels)
         ready.append(each(back))
     if work.history_ids:
-        back = _add_passes(sim, "attention's backward", _ATTEND_BACK, keys, each(back))
+        back = _add_passes(sim, "attention's backward", _ATTEND_BACK, rows, each(back))
     first, weights = back, back
     if dense.weights:
         layers = config.model.cross_layers

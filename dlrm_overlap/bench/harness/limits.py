@@ -199,8 +199,8 @@ def count_update(
         gradient_bytes=gradient_dtype.itemsize,
         optimizer=optimizer,
     )
-    ids, touched = (int(sum(column)) for column in list(zip(*own.tables, strict=True))[:2])
-    return UpdateCounts(int(counted.hbm), int(counted.link), int(counted.compulsory), ids, touched)
+    ids, touched = sum(each.ids for each in own.tables), sum(each.touched_rows for each in own.tables)
+    return UpdateCounts(int(counted.hbm), int(counted.link), int(counted.compulsory), int(ids), int(touched))
 
 
 def find_limit(

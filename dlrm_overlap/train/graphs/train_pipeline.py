@@ -398,20 +398,25 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
 
     def _step(self, parity: int, following: bool) -> Any:
         """Issue the step on batch i, which is at `parity`; with `following`, batch i + 1 is brought in beside it."""
-        if following:
+        self._streams.fork_ids()
+        loss, output = self._forward(self._ahead.batch(parity))
+        if following:  # whose ids take their turn among the waits here, and are found from the fork on
             with self._streams.ids():
                 self._ahead.bring_in(1 - parity)
-        output = self._eager(self._ahead.batch(parity))
+        self._backward(loss)
         self._streams.join_ids()
         return output
 
     def _eager(self, batch: Any) -> Any:
         loss, output = self._forward(batch)
+        self._backward(loss)
+        return output
+
+    def _backward(self, loss: torch.Tensor) -> None:
         loss.backward()
         self._dense.update()
         for exchange in self._ahead.exchanges:
             exchange.finish_rows()
-        return output
 
     def _forward(self, batch: Any) -> tuple[torch.Tensor, Any]:
         self._dense.begin()

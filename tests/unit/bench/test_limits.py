@@ -46,6 +46,14 @@ def test_bytes_of_a_hand_computed_backward(optimizer: str, state_of_4: int, stat
     assert (counts.ids, counts.touched_rows) == (7, 4)
 
 
+def test_a_rank_without_a_table_sends_gradients_alone() -> None:
+    """Rank 0: 2 samples, a table of dim 4; rank 1: 1 sample, no table; wire bf16."""
+    layout = Layout([_shard(0, 4)], ["t_0_0"], world_size=2)
+    none = KeyedJaggedTensor([], torch.arange(0), lengths=torch.arange(0), stride=3)
+    counts = count_update(RankIds(layout, 1, (2, 1), [none]), torch.bfloat16, "sgd")
+    assert counts == (1 * 4 * 4, 1 * 4 * 2, 1 * 4 * 4, 0, 0)
+
+
 def test_the_slower_of_memory_and_links_is_the_limit() -> None:
     assert Limit(4_000_000, 1_000_000, hbm_gb_per_s=4.0, link_gb_per_s=0.5).ms == pytest.approx(2.0)
     assert Limit(4_000_000, 1_000_000, hbm_gb_per_s=1.0, link_gb_per_s=0.5).ms == pytest.approx(4.0)

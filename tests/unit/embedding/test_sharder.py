@@ -43,6 +43,8 @@ def test_a_value_that_breaks_a_rule(arguments: dict[str, Any], told: str) -> Non
     [
         ({"backend": "nccl"}, "backend: 'nccl' is not known; take one of pgas, fused"),
         ({"dedup": "some"}, "dedup: 'some' is not known; take True, False or auto"),
+        ({"output_dtype": "bf16", "wire_dtype": "fp16"}, "output_dtype: 'bf16', but the wire's type is fp16"),
+        ({"output_dtype": "fp8"}, "output_dtype: 'fp8' is not known; take one of fp32, bf16, fp16"),
     ],
 )
 def test_a_value_that_breaks_a_rule_of_unpooled_tables(arguments: dict[str, Any], told: str) -> None:
@@ -50,13 +52,14 @@ def test_a_value_that_breaks_a_rule_of_unpooled_tables(arguments: dict[str, Any]
         OverlapEmbeddingCollectionSharder(**arguments)
 
 
-def _unpooled(group: dist.ProcessGroup, rows: Mapping[str, int]) -> Any:
+def _unpooled(group: dist.ProcessGroup, rows: Mapping[str, int], **options: Any) -> Any:
     """Return a sharded collection of tables t_x, each of a feature x."""
     configs = [
         EmbeddingConfig(name=f"t_{feature}", num_embeddings=count, embedding_dim=4, feature_names=[feature])
         for feature, count in rows.items()
     ]
-    module, sharder = EmbeddingCollection(configs, device=torch.device("meta")), OverlapEmbeddingCollectionSharder()
+    module = EmbeddingCollection(configs, device=torch.device("meta"))
+    sharder = OverlapEmbeddingCollectionSharder({"learning_rate": 1.0}, **options)
     ways = {config.name: table_wise(0, compute_kernel="fused") for config in configs}
     plan = construct_module_sharding_plan(module, ways, sharder, 1, 1, "cpu")  # type: ignore[arg-type]
     sharded = sharder.shard(module, dict(plan), ShardingEnv.from_process_group(group), CPU)
@@ -77,6 +80,24 @@ def test_a_batch_beyond_the_bound_of_its_distinct_ids(world_of_one: dist.Process
             ValueError, match="has 3 distinct ids of table t_f, beyond the 2 of its bound; raise the bound"
         ):
             sharded(more)
+    sharded.exchange.close()
+
+
+@pytest.mark.parametrize("takes_ids", [False, True], ids=["ids by TorchRec", "ids by the exchange"])
+def test_rows_are_narrowed_where_they_arrive(world_of_one: dist.ProcessGroup, takes_ids: bool) -> None:
+    """Sums of their gradients are not: 1 + 2^-8 is no number of bf16, in which gradients come."""
+    sharded = _unpooled(world_of_one, {"f": 9}, output_dtype="bf16", dedup=True)
+    if takes_ids:
+        sharded.take_ids(["f"], BatchBound(2, {"f": (0, 4)}))
+    (shard,) = sharded.state_dict()["embeddings.t_f.weight"].local_shards()
+    wanted, ids = shard.tensor.clone(), KeyedJaggedTensor(["f"], torch.tensor([8, 0, 8]), lengths=torch.tensor([2, 1]))
+    rows = sharded(ids)["f"].values()
+    assert_same(rows[:3], wanted[ids.values()].bfloat16(), "rows")
+    gradient = torch.zeros_like(rows)
+    gradient[0], gradient[2] = 1, 2**-8
+    rows.backward(gradient)
+    wanted[8] -= 1 + 2**-8
+    assert_same(shard.tensor, wanted, "updated rows")
     sharded.exchange.close()
 
 

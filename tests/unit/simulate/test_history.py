@@ -61,8 +61,8 @@ def _find(ids: int) -> list[_Passes]:
 
 
 def _attend(positions: int) -> list[_Passes]:
-    attention = TargetAttention(SequenceConfig(history=1, positions=positions - 1, heads=2), 64)
-    rows, candidates = torch.randn(8 * positions, 64, requires_grad=True), torch.randn(8, 64, requires_grad=True)
+    attention = TargetAttention(SequenceConfig(history=1, positions=positions - 1, heads=4), 512)
+    rows, candidates = torch.randn(8 * positions, 512, requires_grad=True), torch.randn(8, 512, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16), _Passes() as forward:
         attended = attention(candidates, rows, torch.full((8,), positions)).float().sum()
     with _Passes() as backward:
@@ -74,9 +74,9 @@ def _attend(positions: int) -> list[_Passes]:
     ("work", "sizes", "elements", "taken", "hidden"),
     [
         # A sort reads and writes keys of 4 bytes and numbers of 8 four times, of which a count sees one, and the keys
-        # are read for its histogram. Keys and values are one tensor, which the attention reads twice.
+        # are read for its histogram.
         (_find, (1 << 14, 1 << 15), 1, [step._FIND], 16 * -1 + 4 * 24 + 4),
-        (_attend, (128, 256), 8 * 64, [step._ATTEND, step._ATTEND_BACK], 2),
+        (_attend, (128, 256), 8 * 512, [step._ATTEND, step._ATTEND_BACK], 0),
     ],
     ids=["distinct ids", "attention"],
 )
