@@ -93,7 +93,8 @@ class Pages(NamedTuple):
 
     def sums(self, each: torch.Tensor) -> torch.Tensor:
         """Return the sums [b, H, D] over each sample's pages of [m, H, D], which are 0 of a page without rows."""
-        return embedding(self.page, each.flatten(1)).sum(1).unflatten(1, each.shape[1:])
+        of_pages = embedding(self.page, each.flatten(1))
+        return of_pages.sum(1, dtype=each.dtype).unflatten(1, each.shape[1:])  # else autocast makes it float32 on GPUs
 
 
 def pages_of(lengths: torch.Tensor, rows: int, positions: int, places: int) -> Pages:
