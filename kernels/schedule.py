@@ -73,10 +73,6 @@ class TaskGrid:
         """Yield all tasks in the order of `schedule`."""
         return (self.task_at(position, schedule) for position in range(len(self)))
 
-    def slice_of(self, task: Task) -> int:
-        """Return the index of the task's slice among all that this rank sends to the task's destination."""
-        return task.feature * self.slices + task.block // (self.slice_bags // self.task_bags)
-
 
 def staggered_peers(rank: int, world_size: int) -> list[int]:
     """Return the peers of `rank` from the next one on: at each turn no two ranks send to one peer.
