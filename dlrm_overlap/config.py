@@ -225,9 +225,6 @@ class ModelConfig:
     """dcn: cross layers"""
     cross_rank: PositiveInt = 512
     """dcn: rank of each cross layer"""
-    cross_parallel: Literal["data", "tensor"] = "data"
-    """dcn: how ranks share the cross layers; tensor divides their rank, which pays only where a rank has fewer samples
-    than cross_rank over the number of ranks"""
     sequence: SequenceConfig = field(default_factory=SequenceConfig)
 
     def __post_init__(self) -> None:
@@ -541,7 +538,7 @@ class Config:
         of data, and keys that another one overrides by its meaning, as train.steps overrides train.epochs.
         """
         model, data, embedding, train, log = self.model, self.data, self.embedding, self.train, self.log
-        for name in ("cross_layers", "cross_rank", "cross_parallel"):
+        for name in ("cross_layers", "cross_rank"):
             yield f"model.{name}", model.arch == "dcn", f"under model.arch {model.arch}; set model.arch dcn"
         for name in ("candidate", "positions", "heads"):
             attends = model.sequence.history is not None

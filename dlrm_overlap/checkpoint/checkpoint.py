@@ -39,15 +39,14 @@ log = logging.getLogger("dlrm_overlap")
 
 _SEEN_WITHIN_S = 60.0  # for a while, a network file system may still answer that a new folder is not there
 _FREE = ("workers", "prefetch")  # keys of `data` that change no sample
-_FREE_OF_MODEL = ("top_parallel", "cross_parallel")  # by which ranks share the model, whatever is stored
 
 
 def checkpoint_shape(config: Config, rows: list[int], dense_features: int) -> dict[str, Any]:
     """Return the facts that two runs must share for one to load the other's checkpoint."""
     history = config.model.sequence.history
     model = flatten(config.as_dict()["model"], "model.")
-    free = {f"model.{key}" for key in _FREE_OF_MODEL}
-    free |= {key for key in model if key.startswith("model.sequence.") and history is None}
+    # By the first, ranks share the model, whatever is stored.
+    free = {"model.top_parallel", *(key for key in model if key.startswith("model.sequence.") and history is None)}
     return {
         **{key: value for key, value in model.items() if key not in free},
         "model.sequence.history": history,

@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
-from torchrec.modules.crossnet import LowRankCrossNet
 from torchrec.modules.mlp import MLP, Perceptron
 
 from dlrm_overlap.dense.gemm.operators import all_gather_matmul, matmul_reduce_scatter
@@ -64,16 +63,28 @@ class LayerRanks:
         return self
 
 
-class DividedLayer(nn.Module):
-    """Of whose parameters this rank has parts, under the names that they have in the whole layer."""
+class DividedPerceptron(nn.Module):
+    """One of a pair of `Perceptron`s: the first has some neurons, the second some inputs of each neuron.
 
-    def __init__(self, ranks: LayerRanks) -> None:
+    Its parameters have the names that they have in the whole layer.
+    """
+
+    def __init__(self, whole: Perceptron, ranks: LayerRanks, is_first: bool) -> None:
         super().__init__()
         self.ranks = ranks
         self.shards: dict[str, Shard] = {}
         """parameter -> which part of the whole it is, of those that are not all of it"""
+        self._is_first, linear = is_first, whole._linear
+        has_bias = linear.bias is not None
+        self._linear = nn.Linear(linear.in_features, linear.out_features, has_bias, device="meta")
+        self._linear.weight = self._part("_linear.weight", linear.weight, 0 if is_first else 1)
+        if has_bias:
+            self._linear.bias = self._part("_linear.bias", linear.bias, 0 if is_first else None)
+        # The product's epilogue has no other activation; the rest comes after it.
+        self._epilogue: Activation = "relu" if whole._activation_fn is torch.relu else "none"
+        self._rest = nn.Identity() if self._epilogue == "relu" else whole._activation_fn
 
-    def part(self, name: str, whole: torch.Tensor, dim: int | None) -> nn.Parameter:
+    def _part(self, name: str, whole: torch.Tensor, dim: int | None) -> nn.Parameter:
         """Return this rank's part of a parameter along `dim`, or a copy of all of it; it takes a gradient as that does.
 
         Args:
@@ -88,71 +99,20 @@ class DividedLayer(nn.Module):
         self.shards[name] = Shard(tuple(whole.shape), tuple(first if i == dim else 0 for i in range(whole.dim())))
         return nn.Parameter(whole.detach().narrow(dim, first, size).clone(), whole.requires_grad)
 
-    def gathered(
-        self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: Activation
-    ) -> torch.Tensor:
-        """Map this rank's samples [b, K] to its neurons [B, N / W] of all ranks' samples, rank r's from row r b on."""
-        ranks, products = self.ranks, self.ranks.products_on(input.device)
-        input = _scale_gradient(input, ranks.world_size)
-        return all_gather_matmul(input, weight, bias, activation, products=products, way=ranks.way, order=ranks.order)
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Map this rank's samples to its neurons of all ranks' samples, or, the second one, from these to all neurons.
 
-    def scattered(
-        self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: Activation
-    ) -> torch.Tensor:
-        """Map this rank's inputs [B, N / W] of all ranks' samples to all neurons [b, M] of its own samples.
-
-        The gradient of the result has to be divided by the number of ranks, by `_scale_gradient`.
+        The first one maps [b, K] to [B, N / W], rank r's samples from row r b on, the second one [B, N / W] to [b, M].
         """
-        ranks, products = self.ranks, self.ranks.products_on(input.device)
+        ranks, weight, bias = self.ranks, self._linear.weight, self._linear.bias
+        how: Any = {"products": ranks.products_on(input.device), "way": ranks.way, "order": ranks.order}
+        if self._is_first:
+            input = _scale_gradient(input, ranks.world_size)
+            return self._rest(all_gather_matmul(input, weight, bias, self._epilogue, **how))
         if bias is not None:  # its gradient is over this rank's samples alone, and reduced as any whole parameter's
             bias = _scale_gradient(bias, ranks.world_size)
-        return matmul_reduce_scatter(
-            input, weight, bias, activation, products=products, way=ranks.way, order=ranks.order
-        )
-
-
-class DividedPerceptron(DividedLayer):
-    """One of a pair of `Perceptron`s: the first has some neurons, the second some inputs of each neuron."""
-
-    def __init__(self, whole: Perceptron, ranks: LayerRanks, is_first: bool) -> None:
-        super().__init__(ranks)
-        self._is_first, linear = is_first, whole._linear
-        has_bias = linear.bias is not None
-        self._linear = nn.Linear(linear.in_features, linear.out_features, has_bias, device="meta")
-        self._linear.weight = self.part("_linear.weight", linear.weight, 0 if is_first else 1)
-        if has_bias:
-            self._linear.bias = self.part("_linear.bias", linear.bias, 0 if is_first else None)
-        # The product's epilogue has no other activation; the rest comes after it.
-        self._epilogue: Activation = "relu" if whole._activation_fn is torch.relu else "none"
-        self._rest = nn.Identity() if self._epilogue == "relu" else whole._activation_fn
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Map [b, K] to [B, N / W], or, the second one, [B, N / W] to [b, M]."""
-        operands = input, self._linear.weight, self._linear.bias, self._epilogue
-        if self._is_first:
-            return self._rest(self.gathered(*operands))
-        return _scale_gradient(self._rest(self.scattered(*operands)), 1 / self.ranks.world_size)
-
-
-class DividedCrossNet(DividedLayer):
-    """A `LowRankCrossNet` in which each rank has a part of each layer's rank R: rows of V_l and columns of W_l."""
-
-    def __init__(self, whole: LowRankCrossNet, ranks: LayerRanks) -> None:
-        super().__init__(ranks)
-        self.W_kernels = self._parts("W_kernels", whole.W_kernels, 1)
-        self.V_kernels = self._parts("V_kernels", whole.V_kernels, 0)
-        self.bias = self._parts("bias", whole.bias, None)
-
-    def _parts(self, name: str, whole: nn.ParameterList, dim: int | None) -> nn.ParameterList:
-        return nn.ParameterList([self.part(f"{name}.{i}", each, dim) for i, each in enumerate(whole)])
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Map x_0 [b, N] of this rank's samples to x_L, by x_{l+1} = x_0 * (W_l (V_l x_l) + b_l) + x_l."""
-        x = input
-        for w, v, bias in zip(self.W_kernels, self.V_kernels, self.bias, strict=True):
-            product = self.scattered(self.gathered(x, v, None, "none"), w, bias, "none")
-            x = input * _scale_gradient(product, 1 / self.ranks.world_size) + x
-        return x
+        output = self._rest(matmul_reduce_scatter(input, weight, bias, self._epilogue, **how))
+        return _scale_gradient(output, 1 / ranks.world_size)
 
 
 class _ScaleGradient(torch.autograd.Function):
@@ -196,9 +156,9 @@ def divide_pairs(mlp: MLP, ranks: LayerRanks) -> list[tuple[int, int]]:
     return pairs
 
 
-def divided_layers(model: nn.Module) -> list[DividedLayer]:
+def divided_layers(model: nn.Module) -> list[DividedPerceptron]:
     """Return the layers of `model` that are divided over the ranks."""
-    return [module for module in model.modules() if isinstance(module, DividedLayer)]
+    return [module for module in model.modules() if isinstance(module, DividedPerceptron)]
 
 
 def products_of(model: nn.Module) -> list[ParallelProducts]:

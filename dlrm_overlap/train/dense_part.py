@@ -20,14 +20,14 @@ from torchrec.modules.crossnet import LowRankCrossNet
 from torchrec.modules.mlp import MLP, Perceptron
 from torchrec.optim.keyed import CombinedOptimizer
 
-from dlrm_overlap.config import ModelConfig, TrainConfig
+from dlrm_overlap.config import TrainConfig
 from dlrm_overlap.dense.cast import CastWeights
 from dlrm_overlap.dense.cross import CrossLayer, Write, cross
 from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.interaction import fits, interact
 from dlrm_overlap.dense.layers import Layer, relu_layers
 from dlrm_overlap.dense.optimizer import FlatOptimizer
-from dlrm_overlap.dense.tensor_parallel import DividedCrossNet, LayerRanks, divide_pairs, divided_layers
+from dlrm_overlap.dense.tensor_parallel import LayerRanks, divide_pairs, divided_layers
 from dlrm_overlap.embedding.sharded_module import output_dtype
 from dlrm_overlap.train.graphs.capturable import innermost
 from dlrm_overlap.train.model import DotInteraction, Head, Part, TrainTask, concatenated
@@ -35,34 +35,23 @@ from dlrm_overlap.train.model import DotInteraction, Head, Part, TrainTask, conc
 log = logging.getLogger("dlrm_overlap")
 
 
-def divide_head(head: Head, group: dist.ProcessGroup, model: ModelConfig, train: TrainConfig) -> None:
-    """Divide layers of the head over the ranks of `group` as `model.top_parallel` and `model.cross_parallel` say.
+def divide_head(head: Head, group: dist.ProcessGroup, train: TrainConfig) -> None:
+    """Divide pairs of layers of the top MLP over the ranks of `group`, for `model.top_parallel` tensor.
 
     Comes before the model gets its optimizer and is compiled. One rank has all of each layer as it is. The log
     names keys of `train` that a divided head leaves without effect.
     """
-    ranks, divided = LayerRanks(group, group.rank(), group.size()), []
+    ranks = LayerRanks(group, group.rank(), group.size())
     if ranks.world_size == 1:
         return
-    if model.top_parallel == "tensor":
-        pairs = divide_pairs(head.top, ranks)
-        divided += [f"layers {first + 1} and {second + 1} of the top MLP" for first, second in pairs]
-        if not pairs:
-            _log_once(
-                logging.WARNING, f"model.top_parallel: data, since {ranks.world_size} ranks divide no inner width"
-            )
-    if model.cross_parallel == "tensor" and isinstance(head.interaction, LowRankCrossNet):
-        if model.cross_rank % ranks.world_size:
-            _log_once(
-                logging.WARNING, f"model.cross_parallel: data, since {ranks.world_size} ranks do not divide the rank"
-            )
-        else:
-            head.interaction = DividedCrossNet(head.interaction, ranks)
-            divided.append("the cross layers")
-    if divided:
-        _log_once(logging.INFO, f"divided over {ranks.world_size} ranks: {', '.join(divided)}")
+    pairs = divide_pairs(head.top, ranks)
+    if not pairs:
+        _log_once(logging.WARNING, f"model.top_parallel: data, since {ranks.world_size} ranks divide no inner width")
+        return
+    names = ", ".join(f"layers {first + 1} and {second + 1} of the top MLP" for first, second in pairs)
+    _log_once(logging.INFO, f"divided over {ranks.world_size} ranks: {names}")
     for key, does in {"compile_dense": "compiled", "graph_dense": "captured by themselves"}.items():
-        if divided and getattr(train, key):
+        if getattr(train, key):
             _log_once(logging.INFO, f"train.{key}: layers in which ranks exchange activations are not {does}")
 
 

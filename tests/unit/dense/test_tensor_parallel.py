@@ -6,12 +6,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torchrec.modules.crossnet import LowRankCrossNet
 from torchrec.modules.mlp import MLP
 
 from dlrm_overlap.dense import tensor_parallel
 from dlrm_overlap.dense.tensor_parallel import (
-    DividedCrossNet,
     LayerRanks,
     Shard,
     divide_pairs,
@@ -53,26 +51,10 @@ def test_each_rank_has_its_part_under_the_whole_ones_name() -> None:
             assert_same(part, state[name][box], name)
 
 
-def _cross_net() -> LowRankCrossNet:
-    torch.manual_seed(0)
-    net = LowRankCrossNet(5, num_layers=1, low_rank=6)
-    nn.init.normal_(net.bias[0])
-    return net
-
-
-def _part_of(whole: nn.Module, rank: int) -> nn.Module:
-    ranks = LayerRanks(None, rank, RANKS)
-    if isinstance(whole, LowRankCrossNet):
-        return DividedCrossNet(whole, ranks)
-    assert isinstance(whole, MLP)
-    return _divided(whole, rank)[0]
-
-
 PAIRS = {
     "relu": (lambda: MLP(5, [6, 5]), "_mlp.1._linear.bias"),
     "no bias": (lambda: MLP(5, [6, 5], bias=False), ""),
     "gelu": (lambda: MLP(5, [6, 5], activation=nn.functional.gelu), "_mlp.1._linear.bias"),
-    "cross layer": (_cross_net, "bias.0"),
 }
 
 
@@ -105,7 +87,7 @@ def test_gradients_are_parts_of_the_mean_over_the_ranks(pair: str, monkeypatch: 
     for rank in range(RANKS):
         partial: list[torch.Tensor] = []
         for other in [*(r for r in range(RANKS) if r != rank), rank]:
-            part = _part_of(whole, other)
+            part, _ = _divided(whole, other)
             output = part(samples)
         assert_near(output, whole(samples), TOLERANCE, "output")
         (output * weights).sum().div(SAMPLES).backward()
