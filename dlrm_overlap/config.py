@@ -475,8 +475,6 @@ class CheckpointConfig:
     """save after the last step, also that of an early stop"""
     keep: PositiveInt = 2
     """newest checkpoints to keep, of those that led to the last one"""
-    keep_best: NonNegativeInt = 0
-    """checkpoints to keep besides: those whose evaluation had the greatest AUROC"""
     asynchronous: bool = False
     """save while training goes on: a copy of the state is written, which takes as much memory again as the tables and
     their optimizer's state, on the GPU if half of its free memory suffices, else on the CPU"""
@@ -553,11 +551,6 @@ class Config:
         yield "train.eps", train.optimizer != "sgd", "on sgd; set another train.optimizer"
         yield "train.decay_start_step", train.decay_steps > 0, "without a decay; set train.decay_steps"
         yield "train.target_auroc", train.eval_every > 0, "while train.eval_every is 0; set train.eval_every"
-        yield (
-            "checkpoint.keep_best",
-            train.eval_every > 0 and self.checkpoint.every > 0,
-            "unless train.eval_every and checkpoint.every are set; set both, one a multiple of the other",
-        )
         resumes = not log.replace or self.checkpoint.resume == "never"
         yield "checkpoint.resume", resumes, "under log.replace, which begins anew; set log.replace false"
         saves = self.checkpoint.every > 0

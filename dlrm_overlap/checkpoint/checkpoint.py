@@ -89,20 +89,13 @@ def extents_to_store(model: DistributedModelParallel, optimizer: CombinedOptimiz
 class Checkpointer:
     """Writes the checkpoints of one run to a folder, keeps the newest few, and finds where to go on."""
 
-    def __init__(
-        self,
-        folder: Path,
-        keep: int,
-        shape: dict[str, Any],
-        settings: dict[str, Any] | None = None,
-        keep_best: int = 0,
-    ) -> None:
-        """Keep the newest `keep` checkpoints that led to the last one in `folder`, and the `keep_best` of best AUROC.
+    def __init__(self, folder: Path, keep: int, shape: dict[str, Any], settings: dict[str, Any] | None = None) -> None:
+        """Keep the newest `keep` checkpoints that led to the last one in `folder`.
 
         `shape` is this run's `checkpoint_shape`, `settings` its `trained_with`: see `check_fits`.
         """
         self.folder = folder
-        self.keep, self.keep_best = keep, keep_best
+        self.keep = keep
         self.shape = shape
         self.settings = settings or {}
         self.about: dict[str, Any] = {}  # of this run, for readers of manifests
@@ -213,7 +206,7 @@ class Checkpointer:
         if dist.get_rank() == 0:
             broken.pop(final, None)
             manifests[final] = read_manifest(final)
-            for old in surplus(manifests, list(broken), self.keep, self.keep_best):
+            for old in surplus(manifests, list(broken), self.keep):
                 remove_checkpoint(old)
         dist.barrier(group)
         return final

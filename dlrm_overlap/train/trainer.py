@@ -76,7 +76,6 @@ class Trainer(Stepper):
             config.checkpoint.keep,
             checkpoint_shape(config, list(train.rows), train.dense_features),
             trained_with(config, self.global_batch),
-            config.checkpoint.keep_best,
         )
         self.checkpointer.tick = self.progress.tick
         self.checkpointer.about = {

@@ -53,17 +53,14 @@ def line(manifests: Mapping[Path, Manifest]) -> list[Path]:
     return sorted(led, key=lambda path: _order(manifests[path]), reverse=True)
 
 
-def surplus(manifests: Mapping[Path, Manifest], damaged: list[Path], keep: int, keep_best: int) -> list[Path]:
+def surplus(manifests: Mapping[Path, Manifest], damaged: list[Path], keep: int) -> list[Path]:
     """Return the checkpoints to remove after a save.
 
-    Of the line the newest `keep` stay, and the `keep_best` of the greatest AUROC. Abandoned and damaged ones stay until
-    the line has `keep` checkpoints that were written after those abandoned.
+    Of the line the newest `keep` stay. Abandoned and damaged ones stay until the line has `keep` checkpoints that were
+    written after those abandoned.
     """
     order = line(manifests)
-    rated = [path for path in order if "auroc" in manifests[path].metrics]
-    best = sorted(rated, key=lambda path: manifests[path].metrics["auroc"], reverse=True)[:keep_best]
-    kept = {*order[:keep], *best}
-    removed = [path for path in order if path not in kept]
+    removed = order[keep:]
     abandoned = [path for path in manifests if path not in order]
     last = max((manifests[path].saved for path in abandoned), default=-1)
     if sum(manifests[path].saved > last for path in order) >= keep:

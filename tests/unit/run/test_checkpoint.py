@@ -149,8 +149,8 @@ def test_a_runs_own_checkpoints_alone_are_gone_on_from(tmp_path: Path) -> None:
         check_folder(_run(tmp_path, "--checkpoint.resume", str(tmp_path / "gone")))
 
 
-def _save(folder: Path, saved: int, *line: int, **metrics: float) -> None:
-    _describe(folder / f"step_{line[-1]}", Manifest(line[-1], {}, {}, saved, line, metrics=metrics))
+def _save(folder: Path, saved: int, *line: int) -> None:
+    _describe(folder / f"step_{line[-1]}", Manifest(line[-1], {}, {}, saved, line))
 
 
 def _names(paths: list[Path]) -> list[str]:
@@ -175,7 +175,7 @@ def test_what_a_branch_came_from_is_kept_until_it_has_enough(tmp_path: Path) -> 
 
     def removed(keep: int) -> list[str]:
         manifests, faults = read_manifests(tmp_path)
-        return _names(surplus(manifests, list(faults), keep, 0))
+        return _names(surplus(manifests, list(faults), keep))
 
     _save(tmp_path, 4, 10, 20, 25)
     assert removed(1) == ["step_20", "step_10", "step_30", "step_40"]
@@ -183,14 +183,6 @@ def test_what_a_branch_came_from_is_kept_until_it_has_enough(tmp_path: Path) -> 
     _save(tmp_path, 5, 10, 20, 25, 30)  # in the place of the abandoned one
     assert removed(2) == ["step_20", "step_10", "step_40"]
     assert removed(3) == ["step_10", "step_40"]
-
-
-def test_the_best_are_kept(tmp_path: Path) -> None:
-    for saved, (step, auroc) in enumerate({10: 0.7, 20: 0.9, 30: 0.8, 40: 0.9, 50: 0.6, 60: 0.5}.items(), 1):
-        _save(tmp_path, saved, *range(10, step + 1, 10), auroc=auroc)
-    manifests = read_manifests(tmp_path)[0]
-    assert _names(surplus(manifests, [], 1, 1)) == ["step_50", "step_30", "step_20", "step_10"], "of equals the newer"
-    assert _names(surplus(manifests, [], 2, 3)) == ["step_10"]
 
 
 def test_the_newest_that_is_whole_is_found(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
