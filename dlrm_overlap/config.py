@@ -258,8 +258,6 @@ class EmbeddingConfig:
     backward: BackwardName = "auto"
     """pgas, fused: the gradients' way. push: stored at their owners, each touched row updated once. collective:
     All-to-All, then FBGEMM's update. auto is push"""
-    gradient_parts: PositiveInt | None = None
-    """push: the most parts, each some tables, in which a rank's gradients travel; null takes what pays, up to six"""
     hosts: PositiveInt | Literal["auto"] = "auto"
     """pgas, fused: auto finds out which ranks reach each other by stores; the others get messages. A number emulates so
     many hosts of consecutive ranks, for tests; 1 has all ranks store to each other"""

@@ -62,7 +62,6 @@ _ABLATION: Mapping[str, Mapping[str, Any]] = {
     "data_parallel": _SMALL,
     "collective": {"train.dense_reduce": "collective"},
     "no_balance": _WHOLE,
-    "one_part": {"embedding.gradient_parts": 1},
 }
 _OTHERS: Mapping[str, Mapping[str, Any]] = {
     "default_plan": _DEFAULT,

@@ -299,17 +299,15 @@ class GradientLayout:
         samples_per_rank: int,
         wire_dtype: torch.dtype,
         bag_ids: Mapping[str, float] | None = None,
-        most_parts: int | None = None,
     ) -> None:
         """Lay out the gradients of up to `samples_per_rank` samples a rank.
 
         Args:
             bag_ids: feature -> ids of a bag, alike on all ranks; None where nobody knows.
-            most_parts: None takes up to six.
         """
         self._layout, self._wire_dtype, self._bag_ids = layout, wire_dtype, bag_ids or {}
         self._elements = max(layout.owner_dims) * samples_per_rank * layout.world_size
-        parts = min(most_parts or _MOST_PARTS, self._elements * wire_dtype.itemsize // _PART_BYTES)
+        parts = min(_MOST_PARTS, self._elements * wire_dtype.itemsize // _PART_BYTES)
         self.parts = max(1, parts) if self._elements else 0
         """none where nothing is exchanged: no kernel would raise a part's flag"""
 

@@ -35,8 +35,6 @@ class ExchangeOptions:
     """backends with slices: bags in a slice"""
     programs_per_sm: int | None = None
     """backends with slices: programs that a multiprocessor runs; None takes as many as fit"""
-    gradient_parts: int | None = None
-    """push: the most parts in which a rank's gradients travel; None takes as many as pay"""
     wire_dtype: torch.dtype = torch.float32
     """type of pooled embeddings and their gradients between ranks, and so of the windows"""
     wait_timeout_s: float = EmbeddingConfig.wait_timeout_s

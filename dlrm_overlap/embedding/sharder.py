@@ -46,8 +46,8 @@ _OPTIMIZERS = {name: optimizer for optimizer, name in OPTIMIZERS.items()}
 
 
 _KEYS = (
-    "backend", "schedule", "put", "slice_bags", "programs_per_sm", "wait_timeout_s", "backward", "gradient_parts",
-    "hosts", "between_hosts", "aggregate_bytes",
+    "backend", "schedule", "put", "slice_bags", "programs_per_sm", "wait_timeout_s", "backward", "hosts",
+    "between_hosts", "aggregate_bytes",
 )  # fmt: skip
 """Keys of the section `embedding` that the sharder takes as they are."""
 
@@ -78,7 +78,6 @@ class OverlapEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
         wire_dtype: str = "fp32",
         wait_timeout_s: float = EmbeddingConfig.wait_timeout_s,
         backward: str = "auto",
-        gradient_parts: int | None = None,
         hosts: int | Literal["auto"] = "auto",
         between_hosts: str = "messages",
         aggregate_bytes: int = EmbeddingConfig.aggregate_bytes,
@@ -118,7 +117,6 @@ class OverlapEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
             wire_dtype=wire_dtype,
             wait_timeout_s=wait_timeout_s,
             backward=backward,
-            gradient_parts=gradient_parts,
             hosts=hosts,
             between_hosts=between_hosts,
             aggregate_bytes=aggregate_bytes,
@@ -201,7 +199,6 @@ class OverlapEmbeddingCollectionSharder(EmbeddingCollectionSharder):
         programs_per_sm: int | None = None,
         wire_dtype: str = "fp32",
         wait_timeout_s: float = EmbeddingConfig.wait_timeout_s,
-        gradient_parts: int | None = None,
         hosts: int | Literal["auto"] = "auto",
         output_dtype: str = "fp32",
     ) -> None:
@@ -231,7 +228,6 @@ class OverlapEmbeddingCollectionSharder(EmbeddingCollectionSharder):
             programs_per_sm=programs_per_sm,
             wire_dtype=wire_dtype,
             wait_timeout_s=wait_timeout_s,
-            gradient_parts=gradient_parts,
             hosts=hosts,
             output_dtype=output_dtype,
             is_pooled=False,
@@ -312,7 +308,7 @@ def make_options(
     _check_known("output_dtype", output_dtype, tuple(WIRE_DTYPES))
     if output_dtype not in ("fp32", wire_dtype) and (is_pooled or wire_dtype != "fp32"):
         raise InputError(f"output_dtype: {output_dtype!r}, but the wire's type is {wire_dtype}; take fp32 or that")
-    for name, least, cure in (("programs_per_sm", 1, None), ("gradient_parts", 1, None), ("leading_columns", 0, 0)):
+    for name, least, cure in (("programs_per_sm", 1, None), ("leading_columns", 0, 0)):
         count = given.get(name)
         if count is not None and not (isinstance(count, int) and count >= least):
             raise InputError(f"{name}: {count!r} must be a whole number from {least} on; take {cure}")
@@ -373,7 +369,7 @@ def _build_sequence_sharder(
     """
     wire_dtype = "fp32" if config.wire_dtype == "auto" else config.wire_dtype
     if BACKENDS[config.backend].stores_to_peers:
-        keys = ("backend", "schedule", "slice_bags", "programs_per_sm", "wait_timeout_s", "gradient_parts", "hosts")
+        keys = ("backend", "schedule", "slice_bags", "programs_per_sm", "wait_timeout_s", "hosts")
         own = {name: getattr(config, name) for name in keys}
         dense_dtype = "bf16" if precision == "bf16" and wire_dtype in ("fp32", "bf16") else "fp32"
         about_tables = fused_params_of(config, fused_params)

@@ -265,7 +265,6 @@ def describe_run(run: TrainingRun, batches: int) -> dict[str, Any]:
         "backend": config.embedding.backend,
         "extras": " ".join(sorted(STEP_CONTENDERS[run.name].extras)),
         "plan": config.embedding.plan,
-        "gradient_parts": config.embedding.gradient_parts,
         "pipeline": config.train.pipeline,
         "capture": config.train.capture,
         "flat_dense": config.train.flat_dense,

@@ -248,10 +248,7 @@ class WindowBackward(Backward):
     @staticmethod
     def _gradient_layout(context: ExchangeContext) -> GradientLayout:
         bag_ids = context.ids.bound.mean_bag_sizes if context.ids is not None else None
-        options = context.options
-        return GradientLayout(
-            context.layout, context.samples_per_rank, options.wire_dtype, bag_ids, options.gradient_parts
-        )
+        return GradientLayout(context.layout, context.samples_per_rank, context.options.wire_dtype, bag_ids)
 
     @classmethod
     def window_spec(cls, context: ExchangeContext) -> WindowSpec:

@@ -66,7 +66,6 @@ def test_only_large_windows_are_cut() -> None:
     assert GradientLayout(LAYOUT, samples, torch.float32).parts == 2
     assert GradientLayout(LAYOUT, samples, torch.bfloat16).parts == 1, "half the bytes"
     assert GradientLayout(LAYOUT, 1000 * samples, torch.float32).parts == layouts._MOST_PARTS
-    assert GradientLayout(LAYOUT, 1000 * samples, torch.float32, most_parts=2).parts == 2
 
 
 def test_an_arena_has_windows_for_the_most_columns_and_a_flag_a_part(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,8 +27,7 @@ from tests.distributed.models import CPU, SUM, table_configs
         ({"slice_bags": 3}, "slice_bags: 3 must be a power of two from 4 on"),
         ({"output_dtype": "bf16"}, "output_dtype: 'bf16', but the wire's type is fp32"),
         ({"programs_per_sm": 0}, "programs_per_sm: 0 must be a whole number from 1 on; take None"),
-        ({"gradient_parts": 0}, "gradient_parts: 0 must be a whole number from 1 on; take None"),
-        ({"gradient_parts": 1.5}, "gradient_parts: 1.5 must be a whole number from 1 on; take None"),
+        ({"programs_per_sm": 1.5}, "programs_per_sm: 1.5 must be a whole number from 1 on; take None"),
         ({"leading_columns": -4}, "leading_columns: -4 must be a whole number from 0 on; take 0"),
     ],
 )
