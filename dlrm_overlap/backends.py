@@ -29,8 +29,8 @@ class Backend(NamedTuple):
     """in a line"""
     forward: Implementation | None
     """None: TorchRec's own lookup and exchange"""
-    backwards: tuple[str, ...]
-    """the values of `embedding.backward` that it takes, auto aside; the first is what auto stands for"""
+    backward: str | None
+    """the one of `BACKWARDS` by which gradients return; None: TorchRec's own"""
     stores_to_peers: bool = False
     """it stores into the peers' memory, within a host or NVLink domain; there `GraphTrainPipeline` captures its steps.
     Between hosts it sends messages"""
@@ -41,23 +41,23 @@ class Backend(NamedTuple):
 
 
 BACKENDS = {
-    "torchrec": Backend("FBGEMM lookup, then an All-to-All of NCCL (gloo on CPU)", None, ()),
+    "torchrec": Backend("FBGEMM lookup, then an All-to-All of NCCL (gloo on CPU)", None, None),
     "nccl": Backend(
         "our lookup, then the same",
         Implementation(cpu="collective:CpuCollectiveForward", cuda="collective:DeviceCollectiveForward"),
-        ("collective",),
+        "collective",
     ),
     "pgas": Backend(
         "pooled rows stored straight into the peers' memory",
         Implementation(cpu="cpu:CpuZeroCopyForward", cuda="pgas:ZeroCopyForward"),
-        ("push", "collective"),
+        "push",
         stores_to_peers=True,
         forward_across=Implementation(cpu="cpu_across:CpuZeroCopyAcross", cuda="across:ZeroCopyAcross"),
     ),
     "fused": Backend(
         "one persistent kernel that stores pooled rows in place, or puts slices as they are done",
         Implementation(cpu="cpu:CpuZeroCopyForward", cuda="fused:SlicedForward"),
-        ("push", "collective"),
+        "push",
         stores_to_peers=True,
         has_slices=True,
         forward_across=Implementation(cpu="cpu_across:CpuZeroCopyAcross", cuda="across:SlicedAcross"),

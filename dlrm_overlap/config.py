@@ -14,7 +14,7 @@ from functools import reduce
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-from dlrm_overlap.backends import BACKENDS, BACKWARDS
+from dlrm_overlap.backends import BACKENDS
 
 
 class Rule(NamedTuple):
@@ -41,7 +41,6 @@ def _one_of(names: Collection[str]) -> Rule:
 
 
 BackendName = Annotated[str, _one_of(BACKENDS)]
-BackwardName = Annotated[str, _one_of(("auto", *BACKWARDS))]
 
 CRITEO_DENSE, CRITEO_TABLES = 13, 26
 HELD_BATCHES = 3  # that loader processes keep beyond those read ahead: copies of so many may be under way at once
@@ -255,9 +254,6 @@ class EmbeddingConfig:
     """fused, put stores: bags of a table in a slice; a power of two from 4 on"""
     programs_per_sm: PositiveInt | None = None
     """fused: programs of the persistent kernel a multiprocessor; null takes as many as fit"""
-    backward: BackwardName = "auto"
-    """pgas, fused: the gradients' way. push: stored at their owners, each touched row updated once. collective:
-    All-to-All, then FBGEMM's update. auto is push"""
     hosts: PositiveInt | Literal["auto"] = "auto"
     """pgas, fused: auto finds out which ranks reach each other by stores; the others get messages. A number emulates so
     many hosts of consecutive ranks, for tests; 1 has all ranks store to each other"""
@@ -319,10 +315,10 @@ class EmbeddingConfig:
         if self.memory == []:
             raise InputError("embedding.memory: an empty list, but a model has a table; give one value a table")
         caches = self.backend == "torchrec" or BACKENDS[self.backend].stores_to_peers
-        if self.may_cache and (not caches or self.backward == "collective"):
+        if self.may_cache and not caches:
             raise InputError(
-                f"embedding.memory: {self.memory}, but backend {self.backend} with backward {self.backward} updates "
-                f"rows on the GPU alone; take backend pgas with backward auto, or torchrec"
+                f"embedding.memory: {self.memory}, but backend {self.backend} updates rows on the GPU alone; take "
+                f"backend pgas, fused or torchrec"
             )
 
     def resolved_wire_dtype(self, precision: str) -> str:
@@ -335,11 +331,6 @@ class EmbeddingConfig:
     def may_cache(self) -> bool:
         """Whether a table may be cached."""
         return any(each != "gpu" for each in ([self.memory] if isinstance(self.memory, str) else self.memory))
-
-    @property
-    def has_backward(self) -> bool:
-        """Whether the backend takes this backward: torchrec has its own, and nccl the collective."""
-        return self.backward in ("auto", *BACKENDS[self.backend].backwards)
 
 
 @dataclass(frozen=True)

@@ -122,8 +122,6 @@ def heats(names: Sequence[str], at_once: int) -> list[tuple[str, ...]]:
 def contender_config(config: Config, contender: StepContender, device_type: str) -> Config:
     """Return `config` with the contender's keys; on a CPU without CUDA graphs of the dense part.
 
-    A backend that does not have the backward of `config` takes its own.
-
     Raises:
         InputError: if the keys do not go together with the others.
     """
@@ -132,5 +130,4 @@ def contender_config(config: Config, contender: StepContender, device_type: str)
         section, name = key.split(".")
         needs_gpu = key == "train.graph_dense"
         sections.setdefault(section, {})[name] = False if needs_gpu and device_type == "cpu" else value
-    made = replace(config, **{section: replace(getattr(config, section), **keys) for section, keys in sections.items()})
-    return made if made.embedding.has_backward else replace(made, embedding=replace(made.embedding, backward="auto"))
+    return replace(config, **{section: replace(getattr(config, section), **keys) for section, keys in sections.items()})

@@ -23,7 +23,7 @@ from torchrec.distributed.types import (
 )
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
-from dlrm_overlap.backends import BACKENDS, BACKWARDS, EXCHANGED
+from dlrm_overlap.backends import BACKENDS, EXCHANGED
 from dlrm_overlap.config import EmbeddingConfig, InputError
 from dlrm_overlap.embedding.codecs import precisions
 from dlrm_overlap.embedding.options import PUTS, WIRE_DTYPES, ExchangeOptions
@@ -46,8 +46,8 @@ _OPTIMIZERS = {name: optimizer for optimizer, name in OPTIMIZERS.items()}
 
 
 _KEYS = (
-    "backend", "schedule", "put", "slice_bags", "programs_per_sm", "wait_timeout_s", "backward", "hosts",
-    "between_hosts", "aggregate_bytes",
+    "backend", "schedule", "put", "slice_bags", "programs_per_sm", "wait_timeout_s", "hosts", "between_hosts",
+    "aggregate_bytes",
 )  # fmt: skip
 """Keys of the section `embedding` that the sharder takes as they are."""
 
@@ -77,7 +77,6 @@ class OverlapEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
         programs_per_sm: int | None = None,
         wire_dtype: str = "fp32",
         wait_timeout_s: float = EmbeddingConfig.wait_timeout_s,
-        backward: str = "auto",
         hosts: int | Literal["auto"] = "auto",
         between_hosts: str = "messages",
         aggregate_bytes: int = EmbeddingConfig.aggregate_bytes,
@@ -116,7 +115,6 @@ class OverlapEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
             programs_per_sm=programs_per_sm,
             wire_dtype=wire_dtype,
             wait_timeout_s=wait_timeout_s,
-            backward=backward,
             hosts=hosts,
             between_hosts=between_hosts,
             aggregate_bytes=aggregate_bytes,
@@ -294,7 +292,6 @@ def make_options(
         ("backend", EXCHANGED),
         ("schedule", SCHEDULES),
         ("put", PUTS),
-        ("backward", ("auto", *BACKWARDS)),
         ("between_hosts", ("messages", "puts", "auto")),
     ):
         if name in given:

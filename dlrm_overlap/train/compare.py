@@ -41,7 +41,7 @@ def run_configs(config: Config, backends: Sequence[str], noise_runs: int = 0) ->
     Each backend has a run of its name; after the first, the reference, come `noise_runs` more of it.
 
     A comparison that went on where an earlier one ended would compare nothing, and one that saved checkpoints would
-    leave them for a later run to go on from. A backend that does not have the backward of `config` takes its own.
+    leave them for a later run to go on from.
 
     Raises:
         InputError: if the folder of one of the runs holds a checkpoint, and so a run that could go on.
@@ -52,8 +52,6 @@ def run_configs(config: Config, backends: Sequence[str], noise_runs: int = 0) ->
     for name in [backends[0], *again, *backends[1:]]:
         backend = backends[0] if name in again else name
         embedding = dataclasses.replace(config.embedding, backend=backend)
-        if not embedding.has_backward:
-            embedding = dataclasses.replace(embedding, backward="auto")
         run_log = dataclasses.replace(config.log, name=name if name in again else None)
         configs[name] = dataclasses.replace(config, embedding=embedding, checkpoint=checkpoint, log=run_log)
         folder = configs[name].folder

@@ -110,8 +110,7 @@ def check_output(path: Path) -> None:
 
 
 def check_start(config: Config, device: "torch.device") -> None:
-    """Check that no key asks a CPU for features of GPUs or for a compiler that is missing, nor a backend for a
-    backward that it does not have.
+    """Check that no key asks a CPU for features of GPUs or for a compiler that is missing.
 
     Raises:
         InputError: naming the key.
@@ -135,11 +134,6 @@ def check_start(config: Config, device: "torch.device") -> None:
         raise InputError(
             f"train.compile_dense: true needs a C++ compiler, and {compiler} is not found; install it, set CXX to "
             f"another, or set --train.compile_dense false"
-        )
-    if not config.embedding.has_backward:
-        raise InputError(
-            f"embedding.backward: {config.embedding.backward}, but backend {config.embedding.backend} has a backward "
-            f"of its own; set --embedding.backward auto, or --embedding.backend pgas or fused"
         )
 
 

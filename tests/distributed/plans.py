@@ -47,7 +47,6 @@ class Way(NamedTuple):
     """How the drop-in trains."""
 
     backend: str
-    backward: str
     pipeline: str
     """none, sparse_dist, graph or, by a stand-in for CUDA graphs, captured"""
     hosts: int | str
@@ -124,7 +123,7 @@ def drawn_plans(draw_from: st.DrawFn, ranks: int, local: int) -> Drawn:
     pipelines = ["graph"] * 7 + ["captured"] if by_graph else ["none", "sparse_dist"]
     ways = [_way(draw, pipelines, ranks // local) for _ in range(2)]
     # The planner knows no caches on a CPU, and only what stores to peers has some.
-    if not planner and all(way.backend != "nccl" and way.backward == "auto" for way in ways):
+    if not planner and all(way.backend != "nccl" for way in ways):
         tables, others = (
             {name: t._replace(cached=t.kind != "data_parallel" and happens(draw, 0.4)) for name, t in each.items()}
             for each in (tables, others)
@@ -231,7 +230,6 @@ def _way(draw: random.Random, pipelines: Sequence[str], hosts: int) -> Way:
     stores = pipeline in ("graph", "captured")
     return Way(
         draw.choice(["pgas", "fused"] if stores else ["nccl", "pgas", "fused"]),
-        "auto" if stores else draw.choice(["auto", "collective"]),
         pipeline,
         draw.choice(["auto", hosts]) if hosts > 1 else "auto",
         draw.choice(["in_place", "stores"]),
@@ -302,9 +300,7 @@ def _sharder(drawn: Drawn, way: Way | None) -> Any:
     # The epsilon is so large that no gradient is divided by itself.
     params = {"optimizer": optimizer, "learning_rate": 0.5 if drawn.optimizer == "sgd" else 0.05, "eps": 1e-3}
     if way is not None:
-        options = {
-            name: getattr(way, name) for name in ("backend", "backward", "hosts", "put", "schedule", "slice_bags")
-        }
+        options = {name: getattr(way, name) for name in ("backend", "hosts", "put", "schedule", "slice_bags")}
         return OverlapEmbeddingBagCollectionSharder(params, wire_dtype=drawn.wire, **options)
     wire, codecs = CommType(drawn.wire), None
     if drawn.wire != "fp32":

@@ -55,7 +55,6 @@ class Case:
 
     optimizer: str
     backend: str
-    backward: str = "push"
     wire_dtype: str = "fp32"
     part_bytes: int = layouts._PART_BYTES
 
@@ -67,7 +66,7 @@ CASES = {
     "rowwise_adagrad": Case("rowwise_adagrad", "fused"),
     "bf16_wire": Case("sgd", "pgas", wire_dtype="bf16"),
     "rowwise_adagrad_bf16_wire": Case("rowwise_adagrad", "fused", wire_dtype="bf16"),
-    "collective": Case("rowwise_adagrad", "fused", backward="collective"),
+    "collective": Case("rowwise_adagrad", "nccl"),
     "rowwise_adagrad_again": Case("rowwise_adagrad", "fused"),
     "rowwise_adagrad_in_parts": Case("rowwise_adagrad", "fused", part_bytes=FEW_BYTES),
 }
@@ -102,7 +101,7 @@ def _train_stock(optimizer: str, wire_dtype: str) -> dict[str, Any]:
 
 
 def _train_ours(case: Case) -> dict[str, Any]:
-    options = {"backend": case.backend, "backward": case.backward, "wire_dtype": case.wire_dtype, "slice_bags": 4}
+    options: Any = {"backend": case.backend, "wire_dtype": case.wire_dtype, "slice_bags": 4}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layouts, "_PART_BYTES", case.part_bytes)
         return _train(OverlapEmbeddingBagCollectionSharder(dict(OPTIMIZERS[case.optimizer]), **options))
@@ -131,7 +130,7 @@ def _load(folder: Path, name: str, rank: int) -> tuple[dict[str, Any], dict[str,
 
 def _assert_agrees(folder: Path, name: str, world_size: int) -> None:
     case = CASES[name]
-    exact = case.backward == "collective"
+    exact = case.backend == "nccl"
     tolerance = 0.0 if exact else WEIGHT_TOLERANCE["fp32" if case.wire_dtype == "fp32" else "bf16_wire"]
     for rank in range(world_size):
         ours, stock = _load(folder, name, rank)
@@ -172,5 +171,5 @@ def test_each_goes_its_own_way(two_ranks: Path) -> None:
     for name, case in CASES.items():
         for backend, backward, parts in _load(two_ranks, name, 0)[0]["exchanged"]:
             assert (backend, backward) == (case.backend, "CpuPush" if parts else "CollectiveBackward"), name
-            assert (parts > 0) == (case.backward != "collective"), name
+            assert (parts > 0) == (case.backend != "nccl"), name
             assert (parts > 2) == (case.part_bytes == FEW_BYTES), name  # more than rank 1 has tables

@@ -657,7 +657,6 @@ def test_columns_that_fbgemm_does_not_take_are_told_on_every_rank(dim: int, way:
         ("schedule", "x"),
         ("put", "x"),
         ("wire_dtype", "x"),
-        ("backward", "x"),
         ("slice_bags", 3),
         ("output_order", "x"),
         ("output_dtype", "bf16"),

@@ -201,7 +201,7 @@ def run(request: BackwardRequest, ranks: Ranks) -> int:
 
 def make_contenders(config: EmbeddingConfig, workload: Workload, batches: Sequence[GradientBatch]) -> list[Contender]:
     """Return who takes part, the baseline first."""
-    options = replace(exchange_options(config, "pgas"), backward="push")
+    options = exchange_options(config, "pgas")
     return [
         CollectiveBaseline(workload),
         Push("push", workload, options, batches),

@@ -133,7 +133,7 @@ def make_workload(
     if ours.output_dtype == torch.bfloat16 and device.type == "cuda":  # FBGEMM has no such output on CPUs
         about_tables["output_dtype"] = SparseType.BF16
         wire_dtype = "fp32"  # TorchRec's own casts on both sides of the wire would have nothing to do
-    keys: dict[str, Any] = {"backend": "torchrec", "backward": "auto", "optimizer": optimizer, "wire_dtype": wire_dtype}
+    keys: dict[str, Any] = {"backend": "torchrec", "optimizer": optimizer, "wire_dtype": wire_dtype}
     sharder: Any = build_sharder(replace(config.embedding, **keys), fused_params=about_tables)
     places = {
         table.name: row_wise() if cut_rows else table_wise(rank=t * world_size // tables)

@@ -47,12 +47,8 @@ def test_a_contender_is_the_configuration_with_its_own_keys(tmp_path: Path, name
     assert rehearsed == replace(made, train=replace(made.train, graph_dense=False))
 
 
-def test_int32_ids_are_told_to_torchrec_alone_and_a_backward_is_left_to_those_who_have_it(tmp_path: Path) -> None:
+def test_int32_ids_are_told_to_torchrec_alone() -> None:
     assert expand(["strongest"]) == tuple(n for n, each in STEP_CONTENDERS.items() if "int32_ids" in each.extras)
-    config = quickstart(tmp_path, "run", "--embedding.backend", "pgas", "--embedding.backward", "collective")
-    names = ("torchrec", "torchrec_strongest", "pgas", "drop_in")
-    backwards = [contender_config(config, STEP_CONTENDERS[name], "cuda").embedding.backward for name in names]
-    assert backwards == ["auto", "auto", "collective", "collective"]
 
 
 @pytest.mark.usefixtures("world_of_one")

@@ -85,10 +85,9 @@ def test_stores_to_peers_are_captured(world_of_one: dist.ProcessGroup, backend: 
     ("options", "reason"),
     [
         ({"backend": "nccl"}, "backend nccl with backward collective waits for the host"),
-        ({"backward": "collective"}, "backend pgas with backward collective waits for the host"),
         ({"fused_params": {"weight_decay": 0.1, "gradient_clipping": True}}, "no dense parameter takes a gradient"),
     ],
-    ids=["nccl", "collective", "weight_decay_is_captured"],
+    ids=["nccl", "weight_decay_is_captured"],
 )
 def test_collectives_are_not_captured(world_of_one: dist.ProcessGroup, options: dict[str, Any], reason: str) -> None:
     assert why_not_captured(_shard(OverlapEmbeddingBagCollectionSharder(**options), world_of_one, FUSED)) == reason

@@ -61,7 +61,6 @@ def refusal(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (f"{TRAIN} --train.batch_size abc", ["train.batch_size: abc is not a whole number above 0"]),
         (f"{TRAIN} --train.lr nan", ["train.lr: nan is not a finite number above 0"]),
         (f"{TRAIN} --train.lr 1e300", ["train.lr: 1e+300 is above 3.4"]),
-        (f"{TRAIN} --embedding.backward push", ["embedding.backward: push", "torchrec", "auto"]),
         (f"{TRAIN} --train.steps", ["train.steps: expected one argument"]),
         (f"{TRAIN} --train.graph_dense maybe", ["train.graph_dense: maybe is not true or false"]),
         (f"{TRAIN} --embedding.backend magic", ["embedding.backend: magic is not one of 'torchrec', 'nccl'"]),

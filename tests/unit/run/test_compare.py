@@ -6,13 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from dlrm_overlap.checkpoint.saving import NotFiniteError
 from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.observe.comparison import compare_runs, comparison_rows, report
 from dlrm_overlap.train.compare import run_configs, train_runs
-from dlrm_overlap.train.preflight import check_start
 from tests.conftest import configuration
 
 REFERENCE = {20: 0.5, 40: 0.4, 60: 0.2}
@@ -138,14 +136,6 @@ def test_a_further_reference_run_that_is_not_finite_agrees_with_nothing(tmp_path
     assert [result["agree"] for result in comparison["backends"].values()] == [False, False]
     assert comparison["noise"]["runs"]["torchrec_again"]["step_ms_p50"] is None
     assert "DISAGREE" in str(comparison_rows(comparison))
-
-
-def test_a_backward_is_for_the_backends_that_have_it(tmp_path: Path) -> None:
-    config = _config(tmp_path, "--embedding.backward", "collective")
-    configs = run_configs(config, ["torchrec", "nccl", "pgas"])
-    assert [config.embedding.backward for config in configs.values()] == ["auto", "collective", "collective"]
-    for config in configs.values():
-        check_start(config, torch.device("cpu"))
 
 
 def test_a_run_that_could_go_on_is_not_replaced(tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def test_tables_refuse(arguments: dict, message: str) -> None:
     ("options", "message"),
     [
         ("--embedding.memory cached --embedding.backend nccl", "memory: cached, but backend nccl .* take backend pgas"),
-        ("--embedding.memory [gpu,auto] --embedding.backend pgas --embedding.backward collective", "memory: .*'auto'"),
+        ("--embedding.memory [gpu,auto] --embedding.backend nccl", "memory: .*'auto'"),
         ("--embedding.memory []", "memory: an empty list"),
         ("--embedding.memory auto --embedding.cache_fraction 1.5", "cache_fraction: 1.5 must be at most 1"),
     ],
@@ -205,21 +205,6 @@ def test_floats_must_be_finite(key: str, value: str) -> None:
 def test_a_runs_name_is_one_folder(name: str) -> None:
     with pytest.raises(InputError, match=r"log\.name: .* must be the name of one folder"):
         _quickstart("--log.name", name)
-
-
-@pytest.mark.parametrize(
-    ("backend", "known"),
-    [
-        ("torchrec", ["auto"]),
-        ("nccl", ["auto", "collective"]),
-        ("pgas", ["auto", "collective", "push"]),
-        ("fused", ["auto", "collective", "push"]),
-    ],
-)
-def test_backwards_of_a_backend(backend: Any, known: list[str]) -> None:
-    backwards: list[Any] = ["auto", "collective", "push"]
-    taken = [b for b in backwards if EmbeddingConfig(backend=backend, backward=b, optimizer="sgd").has_backward]
-    assert taken == known
 
 
 def test_the_wire_has_the_dense_parts_type_unless_it_is_told_another() -> None:

@@ -120,26 +120,26 @@ def _check_losses(place: Place, optimizer: str, known: bool, data_parallel: bool
 def _check_row_shards(place: Place, known: bool) -> None:
     """Tables that are cut by rows train as whole ones do: step by step, captured, and captured under delays."""
 
-    def run(plan: str, backend: str, put: str, backward: str, pipeline: str, late: bool) -> list[list[float]]:
+    def run(plan: str, backend: str, put: str, pipeline: str, late: bool) -> list[list[float]]:
         config = graph_config(place, backend, "sgd", known)
-        embedding = replace(config.embedding, plan=plan, put=put, backward=backward)  # type: ignore[arg-type]
+        embedding = replace(config.embedding, plan=plan, put=put)  # type: ignore[arg-type]
         train = replace(config.train, pipeline=pipeline)  # type: ignore[arg-type]
         *found, trainer = train_in_segments(place, replace(config, embedding=embedding, train=train), late)
         _close(place, trainer)
         return found
 
-    expected = run("table_wise", "pgas", "in_place", "push", "torchrec", late=False)
+    expected = run("table_wise", "pgas", "in_place", "torchrec", late=False)
     ways = [
-        ("nccl", "in_place", "auto", "torchrec"),
-        ("pgas", "in_place", "push", "torchrec"),
-        ("pgas", "in_place", "push", "graph"),
+        ("nccl", "in_place", "torchrec"),
+        ("pgas", "in_place", "torchrec"),
+        ("pgas", "in_place", "graph"),
     ]
-    ways += [("fused", put, "push", "graph") for put in PUTS]
-    for backend, put, backward, pipeline in ways:
+    ways += [("fused", put, "graph") for put in PUTS]
+    for backend, put, pipeline in ways:
         for late in (False, True) if (backend, pipeline) == ("pgas", "graph") else (False,):
-            found = run("row_wise", backend, put, backward, pipeline, late)
+            found = run("row_wise", backend, put, pipeline, late)
             for what, losses, wanted in zip(("trained", "evaluated"), found, expected, strict=True):
-                name = f"{backend}, put {put}, backward {backward}, pipeline {pipeline}, {what}"
+                name = f"{backend}, put {put}, pipeline {pipeline}, {what}"
                 assert_agree(losses, wanted, LOSS_TOLERANCE["sgd"], name)
 
 

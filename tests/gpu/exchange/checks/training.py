@@ -122,8 +122,8 @@ def _run(
     trainer = make_trainer(place, small_config(place, backend, optimizer, plan, graph_dense))
     used = [exchange.options.backend for exchange in exchanges(trainer.model)]
     assert used == ([] if backend == "torchrec" else [backend]), f"exchanged by {used}"
-    backward = BACKENDS[backend].backwards[:1]
-    assert all((exchange.options.resolved_backward,) == backward for exchange in exchanges(trainer.model))
+    backward = BACKENDS[backend].backward
+    assert all(exchange.options.resolved_backward == backward for exchange in exchanges(trainer.model))
     before = rows_of(trainer)
     losses = train_steps(place, trainer, 0, _STEPS)
     after = rows_of(trainer)
