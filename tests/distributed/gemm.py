@@ -35,30 +35,33 @@ CASES = [
 ]
 
 
+def _products() -> ParallelProducts:
+    return ParallelProducts(world(), torch.device("cpu"))
+
+
 def check_serial() -> None:
     """Every case by the serial way, which auto takes on a CPU."""
     for case in CASES:
-        check_operators(case, (dist.get_rank(), dist.get_world_size()), torch.device("cpu"))
+        place = dist.get_rank(), dist.get_world_size()
+        check_operators(case, place, torch.device("cpu"), products=_products())
 
 
 def check_autocast() -> None:
     """Under autocast the product is bfloat16, and gradients have the types of their tensors."""
     x, weight = torch.ones(2, 3, requires_grad=True), torch.ones(4, 3, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
-        out = all_gather_matmul(x, weight)
+        out = all_gather_matmul(x, weight, products=_products())
     out.float().sum().backward()
     assert out.dtype == torch.bfloat16
     assert x.grad is not None
     assert weight.grad is not None
     assert x.grad.dtype == weight.grad.dtype == torch.float32
     assert x.grad.eq(4 * dist.get_world_size()).all()
-    with torch.autocast("cpu", torch.bfloat16), pytest.raises(InputError, match="float64: must be all float16"):
-        all_gather_matmul(x.double(), weight.double())
 
 
 def check_kept() -> None:
     """Gathered rows are kept where a backward may ask for them, not in an evaluation."""
-    products, kept = ParallelProducts(world(), torch.device("cpu")), list[bool]()
+    products, kept = _products(), list[bool]()
     gather = products.all_gather_matmul
 
     def noted(x_shard: torch.Tensor, layer: Layer, way: str, keep: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -74,21 +77,10 @@ def check_kept() -> None:
     assert kept == [True, False, False, False]
 
 
-def check_twice() -> None:
-    """To differentiate a gradient again is an error, also where only the weights would have a part in it."""
-    x, weight = torch.ones(2, 3, requires_grad=True), torch.ones(4, 3, requires_grad=True)
-    rows = torch.ones(2 * dist.get_world_size(), 3, requires_grad=True)
-    for operator, input in ((all_gather_matmul, x), (matmul_reduce_scatter, rows)):
-        out = operator(input, weight)
-        (gradient,) = torch.autograd.grad(out.sum(), input, create_graph=True)
-        with pytest.raises(RuntimeError, match="differentiate twice"):
-            gradient.square().sum().backward()
-
-
 def check_compiled() -> None:
     """A function that is compiled leaves the operators as they are, and the code around them is compiled."""
     x, weight = torch.ones(2, 3), torch.full((4, 3), 2.0, requires_grad=True)
-    graphs = []
+    graphs, products = [], _products()
 
     def counted(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> Callable[..., Any]:
         graphs.append(graph)
@@ -96,7 +88,10 @@ def check_compiled() -> None:
 
     @torch.compile(backend=counted)
     def pair(x: torch.Tensor) -> torch.Tensor:
-        return matmul_reduce_scatter(all_gather_matmul(x * 2, weight), weight.t()) + 1
+        return (
+            matmul_reduce_scatter(all_gather_matmul(x * 2, weight, products=products), weight.t(), products=products)
+            + 1
+        )
 
     out, ranks = pair(x), dist.get_world_size()
     assert graphs, "nothing was compiled"
@@ -114,17 +109,10 @@ def _told(call: Callable[[], Any]) -> str:
 def check_mistakes() -> None:
     """A mistake of one rank in a new call is an error on all, and the next call is as good as any."""
     wrong, ranks = dist.get_rank() == CULPRIT, dist.get_world_size()
-    products = ParallelProducts(world(), torch.device("cpu"))
+    products = _products()
     gather = partial(all_gather_matmul, products=products)
     scatter = partial(matmul_reduce_scatter, products=products)
     x, weight = torch.zeros(2 * ranks, 3), torch.zeros(4, 3)
-    assert "must be [rows, K] and [N, K]" in _told(lambda: gather(x, weight.t() if wrong else weight))
-    assert "x (), weight" in _told(lambda: gather(x[0, 0] if wrong else x, weight))
-    told = _told(lambda: gather(x, weight, torch.zeros(3 if wrong else 4)))
-    assert "bias (3,): must be [4]" in told, told
-    told = _told(lambda: gather(x, weight.bfloat16() if wrong else weight))
-    assert "all_gather_matmul: torch.float32, torch.bfloat16: must be all float16" in told, told
-    assert "must be all float16" in _told(lambda: gather(x.double(), weight.double()))
     told = _told(lambda: scatter(x[: -1 if wrong else None], weight))
     assert "pad x to a multiple" in told, told
     told = _told(lambda: gather(x[: 1 if wrong else None], weight))
@@ -161,7 +149,7 @@ def _between_gpus(timeout_s: float = 60.0) -> Iterator[ParallelProducts]:
         patch.setattr(CopyEngine, "wait_counter", counted)
         for tiled in (TiledGather, TiledScatter, TriggeredScatter):
             patch.setattr(tiled, "tiling", Tiling(block_m=16, block_n=16, block_k=16, group=2))
-        products = ParallelProducts(world(), torch.device("cpu"))
+        products = _products()
         products.wait_timeout_s = timeout_s
         products.fault = lambda *_: ""  # type: ignore[method-assign]
         yield products
@@ -234,7 +222,6 @@ QUICK: dict[str, Callable[[], None]] = {
     "serial": check_serial,
     "autocast": check_autocast,
     "kept": check_kept,
-    "twice": check_twice,
     "compiled": check_compiled,
     "mistakes": check_mistakes,
 }

@@ -34,7 +34,7 @@ from dlrm_overlap.bench.report.rows import report
 from dlrm_overlap.bench.request import GemmRequest
 from dlrm_overlap.config import InputError
 from dlrm_overlap.dense.gemm.problem import Layer
-from dlrm_overlap.dense.gemm.products import ParallelProducts, parallel_products
+from dlrm_overlap.dense.gemm.products import ParallelProducts
 from dlrm_overlap.train.ranks import Ranks
 
 Call = Callable[[], torch.Tensor]
@@ -140,7 +140,7 @@ def run(request: GemmRequest, ranks: Ranks) -> int:
     group, device = ranks.connect(), ranks.device
     shapes = [Shape(*map(int, text.split("x"))) for text in request.shapes_on(device.type)]
     link_gb_per_s = measure_ceilings(group, device)[1]
-    products, turns = parallel_products(group, device), Turns(group, device)
+    products, turns = ParallelProducts(group, device), Turns(group, device)
     products.wait_timeout_s = 60.0
     rows, faults = list[dict[str, Any]](), list[str]()
     with torch.no_grad():

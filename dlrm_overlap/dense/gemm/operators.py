@@ -16,15 +16,13 @@ forward, [M, K], if the weight needs a gradient: to gather again would put M x K
 reduce-scatter fills at that time. `matmul_reduce_scatter` keeps its input, which is not gathered. Under `no_grad` and
 in `inference_mode` nothing is kept.
 
-**Limits.** Autograd refuses to differentiate these gradients again. `torch.compile` leaves both operators as they are
-and compiles the code around them; with `fullgraph=True` it refuses.
+**Limits.** Gradients cannot be differentiated again. `torch.compile` leaves both operators as they are and compiles the
+code around them; with `fullgraph=True` it refuses.
 
 Source: Flux (Chang et al.), and tensor parallelism by columns and rows (Shoeybi et al., Megatron-LM, arXiv 1909.08053).
 """
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +30,7 @@ from torch.autograd.function import once_differentiable
 
 from dlrm_overlap.comm.order import uncompiled
 from dlrm_overlap.dense.gemm.problem import Activation, Layer
-from dlrm_overlap.dense.gemm.products import ParallelProducts, parallel_products
+from dlrm_overlap.dense.gemm.products import ParallelProducts
 
 
 @uncompiled
@@ -42,7 +40,7 @@ def all_gather_matmul(
     bias: torch.Tensor | None = None,
     activation: Activation = "none",
     *,
-    products: ParallelProducts | None = None,
+    products: ParallelProducts,
     way: str = "auto",
     order: AbstractContextManager[object] | None = None,
 ) -> torch.Tensor:
@@ -57,8 +55,7 @@ def all_gather_matmul(
         weight: [N, K], this rank's own.
         bias: [N], this rank's own, or None.
         activation: none | relu.
-        products: run it between the W ranks of their group, in their memory. None takes those of all ranks,
-            `parallel_products(None, device)`, which the caller closes.
+        products: run it between the W ranks of their group, in their memory.
         way: auto | serial | copies | tiles | triggered, see `products`.
         order: entered around all communication, forward and back, to order it among the other communication of a
             captured step, as a `comm.order.CommunicationOrder` does.
@@ -68,13 +65,13 @@ def all_gather_matmul(
         type, unless `torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction` is off.
 
     Raises:
-        InputError: on every rank, if these are not such tensors, or not alike on all ranks, or the way cannot run them.
+        InputError: on every rank, if calls are not alike on all ranks, or the way cannot run them.
 
     Example:
         W = 2, rank 0 has x_shard [[1, 2]], rank 1 [[3, 4]]. weight [[1, 1]] on rank 0 gives [[3], [7]] there, and
         [[1, -1]] on rank 1 gives [[-1], [-1]] there.
     """
-    run = _run(x_shard, products, way, order)
+    run = _Run(products, way, order or nullcontext(), torch.is_grad_enabled())
     return _AllGatherMatmul.apply(*_cast(x_shard, weight, bias), activation, run)
 
 
@@ -85,7 +82,7 @@ def matmul_reduce_scatter(
     bias: torch.Tensor | None = None,
     activation: Activation = "none",
     *,
-    products: ParallelProducts | None = None,
+    products: ParallelProducts,
     way: str = "auto",
     order: AbstractContextManager[object] | None = None,
 ) -> torch.Tensor:
@@ -111,7 +108,7 @@ def matmul_reduce_scatter(
     Example:
         W = 2, x [[1], [2]] and weight [[10]] on both ranks, bias [1]: 10 + 10 + 1 = [[21]] on rank 0, [[41]] on rank 1.
     """
-    run = _run(x, products, way, order)
+    run = _Run(products, way, order or nullcontext(), torch.is_grad_enabled())
     return _MatmulReduceScatter.apply(*_cast(x, weight, bias), activation, run)
 
 
@@ -125,42 +122,15 @@ class _Run(NamedTuple):
     """whether the caller's autograd records; within a `Function` it never does"""
 
 
-def _run(
-    x: torch.Tensor, products: ParallelProducts | None, way: str, order: AbstractContextManager[object] | None
-) -> _Run:
-    products = products or parallel_products(None, x.device)
-    return _Run(products, way, order or nullcontext(), torch.is_grad_enabled())
-
-
 def _cast(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    """Return the tensors in autocast's type where that is on, float64 as it is; autograd casts the gradients back."""
+    """Return the tensors in autocast's type where that is on; autograd casts the gradients back."""
     if not torch.is_autocast_enabled(x.device.type):
         return x, weight, bias
     dtype = torch.get_autocast_dtype(x.device.type)
-    cast = [each if each is None or each.dtype == torch.float64 else each.to(dtype) for each in (x, weight, bias)]
-    return tuple(cast)
+    return tuple(each if each is None else each.to(dtype) for each in (x, weight, bias))
 
 
 Gradients = tuple[torch.Tensor | None, ...]
-
-
-def _differentiable_once(
-    backward: Callable[[Any, torch.Tensor], Gradients],
-) -> Callable[[Any, torch.Tensor], Gradients]:
-    """Make an attempt to differentiate the gradients that `backward` returns an error.
-
-    `once_differentiable` does so where the gradient that it is given can be differentiated. That of a plain sum cannot,
-    but the weights can, and would be taken for constants.
-    """
-    once = once_differentiable(backward)
-
-    @wraps(backward)
-    def run(ctx: Any, gradient: torch.Tensor) -> Gradients:
-        if torch.is_grad_enabled() and not gradient.requires_grad:
-            gradient = gradient.detach().requires_grad_()
-        return once(ctx, gradient)
-
-    return run
 
 
 def _through(gradient: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
@@ -186,7 +156,7 @@ class _AllGatherMatmul(torch.autograd.Function):
         return out
 
     @staticmethod
-    @_differentiable_once
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Gradients:
         x, weight, out = ctx.saved_tensors
         dz = _through(gradient.contiguous(), out)
@@ -223,7 +193,7 @@ class _MatmulReduceScatter(torch.autograd.Function):
         return out
 
     @staticmethod
-    @_differentiable_once
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Gradients:
         x, weight, out = ctx.saved_tensors
         dz = _through(gradient.contiguous(), out)

@@ -11,7 +11,6 @@ raise an error that names both calls, where the call is new to all of them.
 """
 
 import logging
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("dlrm_overlap")
 
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32)  # sums are float32, which would cut float64
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 WAYS = ("serial", "copies", "tiles", "triggered")
 _TILED = ("tiles", "triggered")
 _ALIGNED = 8  # elements that must divide N and K of these two, see `kernels.gemm.product`
@@ -68,10 +67,6 @@ class ParallelProducts:
     """Both operators on the tensors of one device between the ranks of one group, without autograd.
 
     All ranks make the same calls in the same order, on one stream or on streams that are ordered one after the other.
-
-    Example:
-        products = parallel_products(None, device)
-        out, _ = products.all_gather_matmul(x_shard, Layer(weight), "auto", keep=False)
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -99,14 +94,14 @@ class ParallelProducts:
         return self.run("reduce_scatter", choice.way)(*_as_kernels_read(x, layer), choice.parts)
 
     def _choose(self, operator: str, x: torch.Tensor, layer: Layer, way: str, keep: bool = False) -> Choice:
-        fault, shards = _fault(x, layer, self.device), self.group.size() if operator == "all_gather" else 1
-        rows, columns, inner = (0, 0, 0) if fault else (x.shape[0] * shards, *layer.weight.shape)
+        assert x.dtype in _DTYPES, "sums are float32, which would cut float64"
+        rows = x.shape[0] * (self.group.size() if operator == "all_gather" else 1)
+        columns, inner = layer.weight.shape
         problem = Problem(operator, rows, columns, inner, x.dtype, layer.bias is not None, layer.activation, keep)
-        choice = self._known.get((problem, way)) if not fault else None
-        return choice or self._agree(problem, way, fault)
+        return self._known.get((problem, way)) or self._agree(problem, way)
 
     @torch.inference_mode(False)  # memory that is made here serves training, too
-    def _agree(self, problem: Problem, way: str, fault: str) -> Choice:
+    def _agree(self, problem: Problem, way: str) -> Choice:
         """Check a problem on all ranks, choose its way and prepare that; a collective on the host.
 
         Raises:
@@ -119,8 +114,6 @@ class ParallelProducts:
             )
 
         def chosen() -> Choice:
-            if fault:
-                raise InputError(f"{problem.call}: {fault}")
             if problem.operator == "reduce_scatter" and problem.rows % self.group.size():
                 raise InputError(
                     f"{problem}: {self.group.size()} ranks do not divide {problem.rows} rows; pad x to a multiple"
@@ -238,39 +231,9 @@ class ParallelProducts:
         self.windows, self._runs, self._known = None, {}, {}
 
 
-def _fault(x: torch.Tensor, layer: Layer, device: torch.device) -> str:
-    """Return the mistake in an operator's arguments on this rank, or an empty text."""
-    weight, bias, activation = layer
-    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
-        return f"x {tuple(x.shape)}, weight {tuple(weight.shape)}: must be [rows, K] and [N, K]; reshape them"
-    if bias is not None and bias.shape != weight.shape[:1]:
-        return f"bias {tuple(bias.shape)}: must be [{weight.shape[0]}], as weight has rows; cut it as the weight"
-    tensors = [x, weight] + ([] if bias is None else [bias])
-    if any(tensor.dtype != x.dtype for tensor in tensors) or x.dtype not in _DTYPES:
-        types = ", ".join(str(tensor.dtype) for tensor in tensors)
-        return f"{types}: must be all float16, all bfloat16 or all float32; cast them"
-    if any(tensor.device != device for tensor in tensors):
-        return f"a tensor is not on {device}; move it there"
-    if activation not in ("none", "relu"):
-        return f"activation {activation}: not known; take none or relu"
-    return ""
-
-
 def _as_kernels_read(x: torch.Tensor, layer: Layer) -> tuple[torch.Tensor, Layer]:
     """Return rows that are contiguous from a multiple of 16 bytes on, and a layer whose bias is contiguous."""
     x = x.contiguous()
     if x.data_ptr() % 16:  # a view; a kernel for it might have to be loaded within a capture
         x = x.clone()
     return x, layer if layer.bias is None else layer._replace(bias=layer.bias.contiguous())
-
-
-@lru_cache
-def _made(group: dist.ProcessGroup, device: torch.device) -> ParallelProducts:
-    return ParallelProducts(group, device)
-
-
-def parallel_products(group: dist.ProcessGroup | None, device: torch.device) -> ParallelProducts:
-    """Return the object of a group (all ranks if None) and a device, the same at every call."""
-    world = group or dist.group.WORLD
-    assert world is not None
-    return _made(world, device)

@@ -1,13 +1,13 @@
 """Products with their communication inside: every way against float64, under any delays, captured, lost peers."""
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from dlrm_overlap.dense.gemm.operators import all_gather_matmul, matmul_reduce_scatter
-from dlrm_overlap.dense.gemm.products import ParallelProducts, parallel_products
+from dlrm_overlap.dense.gemm.products import ParallelProducts
 from dlrm_overlap.observe.trace_summary import gpu_work, read_events
 from tests.agreement import assert_same
 from tests.distributed.products import Case, check_operators
@@ -38,6 +38,10 @@ _CALLS = ("copies/1", "copies/4", "tiles/4", "triggered/4")
 _KEEPS = ("copies/4", "tiles/4")  # ways by which gathered rows are kept, too, for the weight's gradient
 
 
+_products_of = cache(ParallelProducts)
+"""one object a group and a device, whose windows may outlive a check"""
+
+
 def _poison(place: Place, products: ParallelProducts) -> None:
     """Fill all windows with NaN while nobody is in a call."""
     place.meet()
@@ -48,7 +52,7 @@ def _poison(place: Place, products: ParallelProducts) -> None:
 
 def _check_equal(place: Place, way: str) -> None:
     """Outputs and gradients at odd sizes, whatever was in the windows."""
-    products = parallel_products(place.group, place.device)
+    products = _products_of(place.group, place.device)
     looser = 3 if way.startswith(("auto", "serial")) else 1  # NCCL adds up in the type, not in float32
     for case in _TILED if way.startswith(("tiles", "triggered")) else _CASES:
         for _ in range(2):
@@ -65,7 +69,7 @@ class _Steps:
 
     def __init__(self, place: Place, timeout_s: float = 20.0) -> None:
         self.place, device, ranks = place, place.device, place.world_size
-        self.products = parallel_products(place.group, device)
+        self.products = _products_of(place.group, device)
         self.products.wait_timeout_s = timeout_s
         drawn = place.generator(place.rank)
 
@@ -138,7 +142,7 @@ def _check_any_delays(place: Place, mode: str) -> None:
 
 def _check_nothing(place: Place) -> None:
     """Without rows, or without anything to sum up, the output is the bias, or nothing."""
-    products, ranks = parallel_products(place.group, place.device), place.world_size
+    products, ranks = _products_of(place.group, place.device), place.world_size
     for rows, inner in ((0, 16), (8, 0)):
         x = torch.ones(rows, inner, device=place.device, dtype=_BRAIN)
         weight, bias = x.new_ones(8, inner), x.new_ones(8)
@@ -152,7 +156,7 @@ def _check_nothing(place: Place) -> None:
 
 def _check_compiled(place: Place) -> None:
     """A function that is compiled leaves the operators as they are."""
-    products = parallel_products(place.group, place.device)
+    products = _products_of(place.group, place.device)
     x, weight = (torch.ones(n, 32, device=place.device, dtype=_BRAIN) for n in (64, 16))
 
     def pair(x: torch.Tensor) -> torch.Tensor:
@@ -168,7 +172,7 @@ def _check_compiled(place: Place) -> None:
 def _check_in_a_capture(place: Place) -> None:
     """The first call of its kind is refused there, with the cure."""
     x, weight = torch.ones(16, 8, device=place.device, dtype=_HALF), torch.ones(4, 8, device=place.device, dtype=_HALF)
-    products = parallel_products(place.group, place.device)
+    products = _products_of(place.group, place.device)
     told = told_in_a_capture(place, lambda: all_gather_matmul(x, weight, products=products), x)
     assert "make one such call before the capture" in told, told
     out = all_gather_matmul(x, weight, products=products)
@@ -205,7 +209,7 @@ def _check_inference_first(place: Place) -> None:
     case, ranks = Case(1024, 264, 520, _HALF, activation="none"), place.world_size
     x = torch.ones(case.rows * ranks, case.inner, device=place.device, dtype=case.dtype)
     weight = x.new_ones(case.columns, case.inner)
-    products = parallel_products(place.group, place.device)
+    products = _products_of(place.group, place.device)
     for way in ("copies/2", "tiles/2", "triggered/2"):
         with torch.inference_mode():
             all_gather_matmul(x[: case.rows], weight, products=products, way=way)
@@ -217,7 +221,7 @@ def _check_inference_first(place: Place) -> None:
 
 def _check_auto_is_serial(place: Place) -> None:
     """Where rows are few `auto` takes serial, and the GPU then runs the same kernels and copies, eager or captured."""
-    products = parallel_products(place.group, place.device)
+    products = _products_of(place.group, place.device)
     x, weight = (torch.ones(n, 1024, device=place.device, dtype=_BRAIN) for n in (32 * place.world_size, 4096))
     for operator in (all_gather_matmul, matmul_reduce_scatter):
 
@@ -251,7 +255,7 @@ def _device_work(place: Place, call: Callable[[], None]) -> list[str]:
 
 def _check_lost_peer(place: Place, operator: str, how: str, way: str) -> None:
     """All ranks but the culprit raise an error in time that names the peer."""
-    products, ranks = parallel_products(place.group, place.device), place.world_size
+    products, ranks = _products_of(place.group, place.device), place.world_size
     products.wait_timeout_s = TIMEOUT_S
     x, weight = (torch.ones(n, 64, device=place.device, dtype=_BRAIN) for n in (64 * ranks, 32))
 
