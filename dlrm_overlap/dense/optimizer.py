@@ -1,17 +1,14 @@
 """An optimizer that updates all dense parameters by one kernel."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from dlrm_overlap.config import InputError
 from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.flat_steps import FlatSteps, take_steps
 
-_KINDS = ("sgd", "adagrad", "adam")
-_NOT_IMPLEMENTED = ("weight_decay", "momentum", "lr_decay", "amsgrad", "maximize")
-"""settings of torch.optim's optimizers that change an update, unless they are 0 or False"""
+_BETAS = 0.9, 0.999  # of Adam
 
 
 class FlatOptimizer(torch.optim.Optimizer):
@@ -32,27 +29,19 @@ class FlatOptimizer(torch.optim.Optimizer):
         flat: FlatParameters,
         kind: str,
         lr: float,
-        eps: float | None = None,
-        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float,
         shadow_dtype: torch.dtype | None = None,
     ) -> None:
         """Make the state of the parameters of `flat`, which others may share.
 
         Args:
             kind: sgd | adagrad | adam.
-            eps: of Adagrad and Adam; None takes torch.optim's: 1e-10 and 1e-8.
-            betas: of Adam.
+            eps: of Adagrad and Adam.
             shadow_dtype: float16 or bfloat16 of a copy of the weights that each step writes along, see `shadow`.
-
-        Raises:
-            InputError: if there is no such kind.
         """
-        if kind not in _KINDS:
-            raise InputError(f"flat optimizer: {kind!r} is not known; take one of {', '.join(_KINDS)}")
-        eps = {"adagrad": 1e-10}.get(kind, 1e-8) if eps is None else eps
         self.flat = flat
         """the parameters that `step` updates"""
-        super().__init__(list(flat.named.values()), {"lr": lr, "eps": eps, "betas": betas})
+        super().__init__(list(flat.named.values()), {"lr": lr, "eps": eps, "betas": _BETAS})
         self.steps = FlatSteps(flat, self, kind, shadow_dtype)
         """how it updates them"""
         self.cast_shadows()
@@ -62,15 +51,10 @@ class FlatOptimizer(torch.optim.Optimizer):
         self.steps.refresh()
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update all parameters, and the shadows, by the gradients as they are on the current stream."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
         self.flat.adopt_gradients()
         self.step_in_ranges([(0, self.flat.weights.tensor.numel())])
-        return loss
 
     def step_in_ranges(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Update all parameters range by range, so that one range may be updated while gradients of the next arrive.
@@ -96,30 +80,9 @@ class FlatOptimizer(torch.optim.Optimizer):
         if self.steps.shadow is not None:
             self.steps.shadow.tensor.copy_(self.flat.weights.tensor)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Take the parameters of `flat`, once.
-
-        Raises:
-            InputError: for any others.
-        """
-        if self.param_groups:
-            raise InputError("flat optimizer: it updates its flat parameters; give others an optimizer of their own")
-        super().add_param_group(param_group)
-
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Copy the state of this optimizer or of torch.optim's of the same kind into the flat tensors.
-
-        Raises:
-            InputError: if its settings are others than those that this optimizer has; nothing is loaded then.
-        """
-        for group in state_dict["param_groups"]:
-            for name in _NOT_IMPLEMENTED:
-                if group.get(name):
-                    raise InputError(
-                        f"flat optimizer: a state dict with {name} {group[name]}, which it does not have; load it into "
-                        f"torch.optim's own optimizer, or set {name} to {type(group[name])()} in it"
-                    )
+        """Copy the state of this optimizer or of torch.optim's of the same kind into the flat tensors."""
         super().load_state_dict(state_dict)
         for name, value in self.defaults.items():  # which torch.optim's optimizers have in part
             self.param_groups[0].setdefault(name, value)

@@ -129,7 +129,7 @@ def _check_updates(kind: type[StoreReduction]) -> None:
     theirs = nn.Parameter(torch.zeros(ELEMENTS))
     reference = torch.optim.Adagrad([theirs], lr=0.1)
     flat = FlatParameters({"weight": nn.Parameter(torch.zeros(ELEMENTS))})
-    optimizer = FlatOptimizer(flat, "adagrad", 0.1)
+    optimizer = FlatOptimizer(flat, "adagrad", 0.1, 1e-10)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gradients, "HostStores", kind)
         buckets = GradientBuckets(flat, world(), stores=StoreOptions(piece_elements=1500, programs=2))

@@ -124,7 +124,7 @@ CASES: dict[str, Callable[[], None]] = {
     "bfloat16": partial(_check_mean, torch.bfloat16, learns=False),
     "bfloat16 learnt": partial(_check_mean, torch.bfloat16, learns=True),
     "other parts on each rank": _check_parts,
-    "as under DDP": partial(_check_ddp, lambda flat: FlatOptimizer(flat, "adagrad", 0.1), torch.optim.Adagrad),
+    "as under DDP": partial(_check_ddp, lambda flat: FlatOptimizer(flat, "adagrad", 0.1, 1e-10), torch.optim.Adagrad),
     "as under DDP, with decay": partial(
         _check_ddp, lambda flat: torch.optim.AdamW(flat.parameters.values(), lr=0.1), torch.optim.AdamW
     ),

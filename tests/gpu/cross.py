@@ -198,7 +198,7 @@ class HeadStep:
         dlrm.bottom.to(DEVICE)
         parameters = {n: p for n, p in self.task.named_parameters() if "embedding" not in n}
         flat = FlatParameters(parameters)
-        optimizer = FlatOptimizer(flat, "sgd", 0.1, shadow_dtype=torch.bfloat16)
+        optimizer = FlatOptimizer(flat, "sgd", 0.1, 1e-8, shadow_dtype=torch.bfloat16)
         if ours:
             keyed = KeyedOptimizerWrapper(parameters, lambda _: optimizer)
             self.casts = cast_once(self.task, flat, CombinedOptimizer([("dense", keyed)]), compiled=True)

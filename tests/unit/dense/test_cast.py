@@ -27,7 +27,7 @@ class Dense:
         self.task = TrainTask(dlrm, "cpu", bf16=True)
         parameters = {n: p for n, p in self.task.named_parameters() if "embedding" not in n}
         self.flat = FlatParameters(parameters)
-        self.optimizer = FlatOptimizer(self.flat, "sgd", LR, shadow_dtype=torch.bfloat16)
+        self.optimizer = FlatOptimizer(self.flat, "sgd", LR, 1e-8, shadow_dtype=torch.bfloat16)
         keyed = KeyedOptimizerWrapper(parameters, lambda _: self.optimizer)
         combined = CombinedOptimizer([("dense", keyed)])
         self.casts = cast_once(self.task, self.flat, combined, compiled) if casts else None
@@ -149,7 +149,7 @@ class Branches(nn.Module):
         self.scale = nn.Parameter(torch.tensor(3.0))
         self.first, self.second = (nn.Parameter(torch.randn(4, 4)) for _ in range(2))
         self.flat = FlatParameters(dict(self.named_parameters()))
-        self.optimizer = FlatOptimizer(self.flat, "sgd", LR, shadow_dtype=torch.bfloat16)
+        self.optimizer = FlatOptimizer(self.flat, "sgd", LR, 1e-8, shadow_dtype=torch.bfloat16)
         self.casts = CastWeights(self.flat, self.optimizer, ["first", "second"])
 
     def backward(self, *used: str) -> None:

@@ -231,7 +231,7 @@ def test_slices_stay_slices_of_what_is_moved() -> None:
         assert flat.gradients.views["two"].flatten().tolist() == list(range(12, 22))
         assert given["one"].grad is not None
         assert given["one"].grad.data_ptr() == flat.gradients.views["one"].data_ptr()
-    optimizer = FlatOptimizer(flat, "adagrad", lr=1.0)
+    optimizer = FlatOptimizer(flat, "adagrad", 1.0, 1e-10)
     optimizer.step()
     assert_same(optimizer.state[given["two"]]["sum"], torch.arange(12.0, 22.0).square().view(2, 5), "state")
     assert_near(given["two"].data, torch.arange(11.0, 21.0).view(2, 5), 1e-6, "updated")

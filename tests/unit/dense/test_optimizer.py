@@ -11,7 +11,6 @@ import torch.distributed.checkpoint.state_dict_saver as dcp_saver
 from torch import nn
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
-from dlrm_overlap.config import InputError
 from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.optimizer import FlatOptimizer
 from tests.agreement import assert_same
@@ -108,32 +107,6 @@ def test_checkpoints_go_both_ways(kind: str, written: bool, read: bool, tmp_path
     other.train(7, first=7).assert_same(whole.train(7, first=7))
 
 
-@pytest.mark.parametrize(
-    ("kind", "settings", "told"),
-    [
-        ("sgd", {"momentum": 0.9}, "momentum 0.9, .* set momentum to 0.0 in it"),
-        ("adagrad", {"lr_decay": 0.1}, "lr_decay 0.1, "),
-        ("adagrad", {"maximize": True}, "maximize True, .* set maximize to False in it"),
-        ("adam", {"weight_decay": 0.01}, "weight_decay 0.01, "),
-        ("adam", {"amsgrad": True}, "amsgrad True, "),
-    ],
-)
-def test_settings_that_it_does_not_have_are_refused(kind: str, settings: dict[str, Any], told: str) -> None:
-    run, twin = Run(kind, flat=True).train(3), Run(kind, flat=True).train(3)
-    written = Run(kind, flat=False).train(1).optimizer.state_dict()
-    written["param_groups"][0] |= settings
-    with pytest.raises(InputError, match=f"^flat optimizer: a state dict with {told}"):
-        run.optimizer.load_state_dict(written)
-    twin.assert_same(run)
-
-
-@pytest.mark.parametrize(("kind", "stock"), [("adagrad", torch.optim.Adagrad), ("adam", torch.optim.Adam)])
-def test_epsilon_is_torch_optims_unless_given(kind: str, stock: Callable[..., torch.optim.Optimizer]) -> None:
-    parameters = {"weight": nn.Parameter(torch.ones(2))}
-    ours = FlatOptimizer(FlatParameters(parameters), kind, lr=0.1)
-    assert ours.param_groups[0]["eps"] == stock(parameters.values()).param_groups[0]["eps"]
-
-
 def test_shadows_follow_the_weights() -> None:
     run = Run("adagrad", flat=True, shadow=torch.bfloat16)
 
@@ -190,27 +163,3 @@ def test_the_learning_rate_is_read_where_refresh_has_put_it(monkeypatch: pytest.
     run.ours.refresh()
     run.ours.step()
     assert run.parameters["scale"].item() == pytest.approx(before - LR - 1.0)
-
-
-def test_the_loss_of_a_closure_is_returned() -> None:
-    run = Run("sgd", flat=True)
-
-    def closure() -> torch.Tensor:
-        loss = run.parameters["scale"] * 2
-        loss.backward()
-        return loss
-
-    before = run.parameters["scale"].item()
-    assert run.ours.step(closure).item() == pytest.approx(2 * before)
-    assert run.parameters["scale"].item() == pytest.approx(before - 2 * LR)
-
-
-def test_a_second_group_of_parameters_is_refused() -> None:
-    with pytest.raises(InputError, match="it updates its flat parameters; give others an optimizer of their own"):
-        Run("sgd", flat=True).ours.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
-
-
-def test_an_unknown_kind_is_refused() -> None:
-    flat = FlatParameters({"weight": nn.Parameter(torch.ones(2))})
-    with pytest.raises(InputError, match="flat optimizer: 'adamw' is not known; take one of sgd, adagrad, adam"):
-        FlatOptimizer(flat, "adamw", lr=0.1)

@@ -163,7 +163,9 @@ def test_a_flat_optimizer_of_other_flat_parameters_is_refused(wrapped: int) -> N
     """The model's parameters would move to the pipeline's, and the optimizer's steps change nothing."""
     parameters = dict(nn.Linear(2, 3).named_parameters())
     flat = FlatParameters(parameters)
-    optimizer = _around(KeyedOptimizerWrapper(parameters, lambda _: FlatOptimizer(flat, "adagrad", lr=0.1)))[wrapped]
+    optimizer = _around(KeyedOptimizerWrapper(parameters, lambda _: FlatOptimizer(flat, "adagrad", 0.1, 1e-10)))[
+        wrapped
+    ]
     for other, given in ((None, "flat is left out"), (FlatParameters(parameters), "flat is another one")):
         with pytest.raises(InputError, match=f"{given}, and steps of the FlatOptimizer .* give as flat the"):
             check_updates_reach(other, optimizer)
@@ -178,7 +180,7 @@ def test_a_flat_optimizer_beside_another_one_is_refused() -> None:
     flat = FlatParameters(every)
 
     def ours(parameters: dict[str, nn.Parameter]) -> KeyedOptimizerWrapper:
-        return KeyedOptimizerWrapper(parameters, lambda _: FlatOptimizer(flat, "sgd", lr=0.1))
+        return KeyedOptimizerWrapper(parameters, lambda _: FlatOptimizer(flat, "sgd", 0.1, 1e-8))
 
     cure = "give it all dense parameters, or take optimizers of torch.optim and leave flat out"
     for optimizers in ([ours(first), _sgd(second)], [ours(every), _sgd({"again": every["1.weight"]})], [ours(first)]):
@@ -197,7 +199,7 @@ def test_a_pipeline_without_the_flat_parameters_of_its_optimizer_is_refused(worl
     model.init_data_parallel = lambda: None
     flat = FlatParameters(dense_parameters(model))
     with pytest.raises(InputError, match="flat is left out"):
-        GraphTrainPipeline(model, FlatOptimizer(flat, "sgd", lr=0.1), CPU)
+        GraphTrainPipeline(model, FlatOptimizer(flat, "sgd", 0.1, 1e-8), CPU)
 
 
 @pytest.mark.parametrize("returned", [torch.zeros(()), torch.zeros(2), (1, 2, 3), {"loss": 1, "output": 2}])

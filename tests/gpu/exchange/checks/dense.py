@@ -33,7 +33,7 @@ class _Steps:
         self.order = CommunicationOrder()
         parameters = {name: nn.Parameter(torch.zeros(s, device=place.device)) for name, s in SHAPES.items()}
         self.flat = FlatParameters(parameters)
-        self.optimizer = FlatOptimizer(self.flat, "sgd", 1.0)
+        self.optimizer = FlatOptimizer(self.flat, "sgd", 1.0, 1e-8)
         self.buckets = GradientBuckets(self.flat, place.group, dtype, bucket_bytes, self.order, stores)
         self.source = torch.zeros_like(self.flat.gradients.tensor)
         self.used = torch.zeros_like(self.source)
