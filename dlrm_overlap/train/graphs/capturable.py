@@ -1,7 +1,6 @@
 """Whether a model's training step can be captured, and of which parameters and optimizers it is made."""
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -13,9 +12,7 @@ from torchrec.optim.fused import FusedOptimizer
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-from dlrm_overlap.config import InputError
-from dlrm_overlap.dense.flat import FlatParameters, why_not_flat
-from dlrm_overlap.dense.optimizer import FlatOptimizer
+from dlrm_overlap.dense.flat import why_not_flat
 from dlrm_overlap.dense.tensor_parallel import shards_of
 from dlrm_overlap.embedding.exchanging_module import ExchangingModule
 from dlrm_overlap.embedding.sharded_module import exchanges
@@ -79,48 +76,6 @@ def frozen_parameters(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for name, parameter in every if not parameter.requires_grad and name not in divided]
 
 
-def check_all_held(flat: FlatParameters, trained: Mapping[str, nn.Parameter]) -> None:
-    """Check that every parameter that is trained is in the flat tensor; no other gradients are summed over the ranks.
-
-    Raises:
-        InputError: if one is not.
-    """
-    held = {id(parameter) for parameter in flat.named.values()}
-    if missing := [name for name, parameter in trained.items() if id(parameter) not in held]:
-        raise InputError(
-            f"GraphTrainPipeline: flat has no {', '.join(missing)}, whose gradients it would not sum over the ranks; "
-            f"give it all dense parameters that take a gradient, or leave it out"
-        )
-
-
-def check_updates_reach(flat: FlatParameters | None, optimizer: Any) -> None:
-    """Check that a flat optimizer is of `flat`, all of which it updates, and the only one that updates it.
-
-    Where parameters move once more, the steps of a flat optimizer of others change nothing.
-
-    Raises:
-        InputError: if one is of other flat parameters, or was not given all of them, or another optimizer has some.
-    """
-    leaves = list(_leaves(optimizer))
-    times = Counter(id(parameter) for _, given in leaves for parameter in given)
-    for each, given in leaves:
-        if not isinstance(each, FlatOptimizer):
-            continue
-        if each.flat is not flat:
-            how = "flat is left out" if flat is None else "flat is another one"
-            raise InputError(
-                f"GraphTrainPipeline: {how}, and steps of the FlatOptimizer would not reach the model's parameters; "
-                f"give as flat the FlatParameters that the optimizer was made of"
-            )
-        own = {id(parameter) for parameter in given}
-        if wrong := [name for name, p in each.flat.named.items() if id(p) not in own or times[id(p)] > 1]:
-            raise InputError(
-                f"GraphTrainPipeline: a FlatOptimizer updates all of flat, but {', '.join(wrong)} are another "
-                f"optimizer's too, or were not given to it; give it all dense parameters, or take optimizers of "
-                f"torch.optim and leave flat out"
-            )
-
-
 def leave_ddp(model: DistributedModelParallel) -> None:
     """Take the model out of DDP, which would keep the nodes of autograd where it was made, a stream of no capture.
 
@@ -154,17 +109,10 @@ def innermost(optimizer: Any) -> Any:
 
 def parameters_of(optimizer: Any) -> list[torch.Tensor]:
     """Return the parameters of an optimizer, within whatever wrappers."""
-    return [parameter for _, given in _leaves(optimizer) for parameter in given]
-
-
-def _leaves(optimizer: Any) -> Iterator[tuple[Any, list[torch.Tensor]]]:
-    """Yield the optimizers that combined ones and TorchRec's wrappers hold, each with the parameters it was given."""
     if isinstance(optimizer, CombinedOptimizer):
-        for _, each in optimizer.optimizers:
-            yield from _leaves(each)
-    elif isinstance(optimizer, KeyedOptimizerWrapper):
-        yield optimizer._optimizer, list(optimizer.params.values())
-    elif hasattr(optimizer, "_optimizer"):
-        yield from _leaves(optimizer._optimizer)
-    else:
-        yield optimizer, [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        return [parameter for _, each in optimizer.optimizers for parameter in parameters_of(each)]
+    if isinstance(optimizer, KeyedOptimizerWrapper):
+        return list(optimizer.params.values())
+    if hasattr(optimizer, "_optimizer"):
+        return parameters_of(optimizer._optimizer)
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -41,8 +41,6 @@ from dlrm_overlap.embedding.sharded_module import exchanges
 from dlrm_overlap.train.explain import explain
 from dlrm_overlap.train.graphs.bounds import Agreement, DistinctCounts, LearntBound
 from dlrm_overlap.train.graphs.capturable import (
-    check_all_held,
-    check_updates_reach,
     dense_parameters,
     frozen_parameters,
     leave_ddp,
@@ -103,7 +101,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
             torchrecs: arguments of `TrainPipelineSparseDist` that follow the device.
             bound: of the batches at first; None learns it from the first one.
             group: the model's ranks; None is the default group.
-            flat: the dense parameters, where the optimizer is a `FlatOptimizer`; None moves them into one tensor here.
+            flat: the dense parameters that a `FlatOptimizer` updates; None moves them into one tensor here.
             casts: the object from which the model gets its weights in bfloat16, if there is one.
             gradient_dtype: type in which dense gradients are sent, float32 or bfloat16.
             dense_reduce: how dense gradients are summed, see `dense.reduction`: collective, stores, or auto, which is
@@ -112,9 +110,8 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
             stock: arguments of `TrainPipelineSparseDist`, by name.
 
         Raises:
-            InputError: if `dense_reduce` or an argument of `stock` is not known, the model is no
-                `DistributedModelParallel`, a dense parameter that is trained is not in `flat`, or a `FlatOptimizer` is
-                of another one or does not have all of it to itself.
+            InputError: if `dense_reduce` or an argument of `stock` is not known, or the model is no
+                `DistributedModelParallel`.
         """
         if dense_reduce not in _DENSE_REDUCE:
             raise InputError(f"dense_reduce: {dense_reduce!r} must be one of {', '.join(_DENSE_REDUCE)}; leave it out")
@@ -182,7 +179,6 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         if (before := _holder(self._model)) is not None:
             before._let_go()
         dense, fused = split_optimizer(self._optimizer)
-        check_updates_reach(self._flat, self._optimizer)
         leave_ddp(self._model)
         for layer in divided_layers(self._model):
             layer.ranks.order = self._order
@@ -207,7 +203,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         """Return the step of the dense parameters, of which all ranks then have rank 0's; a collective."""
         trained, group = dense_parameters(self._model), self._group
         flat = self._flat or FlatParameters(trained, shards_of(self._model))
-        check_all_held(flat, trained)
+        assert trained.keys() <= flat.named.keys(), "gradients of others would not be summed over the ranks"
         if group.size() > 1:
             for parameter in frozen_parameters(self._model):
                 dist.broadcast(parameter.data, group=group, group_src=0)

@@ -34,14 +34,11 @@ from dlrm_overlap.bench.harness.timing import greatest
 from dlrm_overlap.comm.order import CommunicationOrder, Streams
 from dlrm_overlap.config import Config, DataConfig, InputError, TablesConfig, TrainConfig
 from dlrm_overlap.dense.flat import FlatParameters
-from dlrm_overlap.dense.optimizer import FlatOptimizer
 from dlrm_overlap.embedding.replicated import ReplicatedTables
 from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder
 from dlrm_overlap.train import assembly
 from dlrm_overlap.train.assembly import takes_graph
 from dlrm_overlap.train.graphs.capturable import (
-    check_all_held,
-    check_updates_reach,
     dense_parameters,
     leave_ddp,
     split_optimizer,
@@ -142,66 +139,6 @@ def test_what_cannot_be_one_flat_tensor_is_not_captured(world_of_one: dist.Proce
     assert why_not_captured(model) == "no dense parameter takes a gradient"
 
 
-def test_a_flat_tensor_that_is_not_of_all_is_refused() -> None:
-    """Gradients of the others would not be summed over the ranks."""
-    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
-    every = dict(model.named_parameters())
-    some = {name: parameter for name, parameter in every.items() if not name.startswith("0")}
-    with pytest.raises(InputError, match=r"flat has no 0.weight, 0.bias, .* give it all dense .* or leave it out"):
-        check_all_held(FlatParameters(some), every)
-    check_all_held(FlatParameters(every), every)
-
-
-def _around(dense: Any) -> list[Any]:
-    """Return the optimizer itself, and within TorchRec's wrappers."""
-    combined = CombinedOptimizer([("dense", dense)])
-    return [dense, combined, WarmupOptimizer(combined, [WarmupStage(WarmupPolicy.LINEAR, max_iters=4)])]
-
-
-@pytest.mark.parametrize("wrapped", range(3), ids=["alone", "combined", "warm_up"])
-def test_a_flat_optimizer_of_other_flat_parameters_is_refused(wrapped: int) -> None:
-    """The model's parameters would move to the pipeline's, and the optimizer's steps change nothing."""
-    parameters = dict(nn.Linear(2, 3).named_parameters())
-    flat = FlatParameters(parameters)
-    optimizer = _around(KeyedOptimizerWrapper(parameters, lambda _: FlatOptimizer(flat, "adagrad", 0.1, 1e-10)))[
-        wrapped
-    ]
-    for other, given in ((None, "flat is left out"), (FlatParameters(parameters), "flat is another one")):
-        with pytest.raises(InputError, match=f"{given}, and steps of the FlatOptimizer .* give as flat the"):
-            check_updates_reach(other, optimizer)
-    check_updates_reach(flat, optimizer)
-    check_updates_reach(None, _around(_sgd(parameters))[wrapped])
-
-
-def test_a_flat_optimizer_beside_another_one_is_refused() -> None:
-    """It updates all of its flat parameters, whatever it is given, so those of the other would be updated twice."""
-    every = dict(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)).named_parameters())
-    first, second = ({name: p for name, p in every.items() if name[0] == layer} for layer in "01")
-    flat = FlatParameters(every)
-
-    def ours(parameters: dict[str, nn.Parameter]) -> KeyedOptimizerWrapper:
-        return KeyedOptimizerWrapper(parameters, lambda _: FlatOptimizer(flat, "sgd", 0.1, 1e-8))
-
-    cure = "give it all dense parameters, or take optimizers of torch.optim and leave flat out"
-    for optimizers in ([ours(first), _sgd(second)], [ours(every), _sgd({"again": every["1.weight"]})], [ours(first)]):
-        with pytest.raises(
-            InputError, match=f"FlatOptimizer updates all of flat, but 1.weight.* are another .*; {cure}"
-        ):
-            check_updates_reach(flat, CombinedOptimizer([(f"{i}", each) for i, each in enumerate(optimizers)]))
-    check_updates_reach(flat, ours(every))
-    check_updates_reach(None, CombinedOptimizer([_sgd(first), _sgd(second)]))
-
-
-def test_a_pipeline_without_the_flat_parameters_of_its_optimizer_is_refused(world_of_one: dist.ProcessGroup) -> None:
-    model: Any = nn.Module()
-    model.embedding = _shard(OverlapEmbeddingBagCollectionSharder(), world_of_one, FUSED)
-    model.dense = nn.Linear(2, 3)
-    model.init_data_parallel = lambda: None
-    flat = FlatParameters(dense_parameters(model))
-    with pytest.raises(InputError, match="flat is left out"):
-        GraphTrainPipeline(model, FlatOptimizer(flat, "sgd", 0.1, 1e-8), CPU)
-
-
 @pytest.mark.parametrize("returned", [torch.zeros(()), torch.zeros(2), (1, 2, 3), {"loss": 1, "output": 2}])
 def test_a_forward_must_return_losses_and_output(returned: Any) -> None:
     with pytest.raises(
@@ -252,12 +189,13 @@ def test_optimizers_that_a_graph_cannot_hold_have_a_reason(world_of_one: dist.Pr
     )
     rmsprop = KeyedOptimizerWrapper(parameters, torch.optim.RMSprop)
     more = _sgd(parameters | {"other": nn.Parameter(torch.ones(2))})
+    warm_up = [WarmupStage(WarmupPolicy.LINEAR, max_iters=4)]
     for optimizer, reason in (
-        (_around(_sgd(parameters))[2], None),
+        (WarmupOptimizer(CombinedOptimizer([("dense", _sgd(parameters))]), warm_up), None),
         (GradientClippingOptimizer(_sgd(parameters), GradientClipping.NORM), None),
         (torch.optim.AdamW(model.parameters()), None),
         (Wrapper(_sgd(parameters)), "Wrapper is none of torch.optim's SGD, Adagrad, Adam and AdamW"),
-        (_around(rmsprop)[1], "RMSprop is none of torch.optim's SGD, Adagrad, Adam and AdamW"),
+        (CombinedOptimizer([("dense", rmsprop)]), "RMSprop is none of torch.optim's SGD, Adagrad, Adam and AdamW"),
         (hooked, "SGD has hooks of its steps"),
         (over_ranks, "GradientClippingOptimizer adds norms up over ranks"),
         (more, "SGD has parameters that the model does not train"),
