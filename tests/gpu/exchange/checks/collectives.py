@@ -12,7 +12,7 @@ from dlrm_overlap.comm.copy_engine import CopyEngine
 from tests.agreement import assert_same
 from tests.distributed.collectives import Rows, check_rows
 from tests.gpu.exchange.checks.faults import CULPRIT, TIMEOUT_S, flag_told_of
-from tests.gpu.exchange.checks.stress import capture, take_late, told_in_a_capture
+from tests.gpu.exchange.checks.stress import capture, take_late
 from tests.gpu.exchange.place import Check, Place
 
 _WAYS = ("auto", "dma", "stores")
@@ -120,20 +120,6 @@ def _check_any_delays(place: Place, mode: str) -> None:
     steps.collectives.close()
 
 
-def _check_in_a_capture(place: Place) -> None:
-    """The first call of its kind is refused there, with the cure."""
-    collectives = PeerCollectives(place.group, place.device, 1 << 20, 60.0)
-    output = collectives.empty((place.world_size, 8), torch.float32)
-    sent = torch.zeros_like(output)
-    told = told_in_a_capture(place, lambda: collectives.all_to_all(output, sent), sent)
-    assert "make one such call before the capture" in told, told
-    collectives.all_to_all(output, sent.fill_(place.rank)).wait()
-    expected = torch.arange(place.world_size, device=place.device).float()[:, None].expand_as(output).contiguous()
-    assert_same(output, expected, "a call behind the capture")
-    place.meet()
-    collectives.close()
-
-
 def _check_engine(place: Place) -> None:
     """Copies to a peer after a counter that a kernel raises: eager, captured, replayed."""
     arena = open_arena({"rows": Region((64, 32), torch.int32)}, place.group, place.device)
@@ -198,7 +184,6 @@ def _check_lost_peer(place: Place, how: str) -> None:
 CHECKS = {f"collectives_{way}": Check(partial(_check_rows, way=way)) for way in _WAYS} | {
     "collectives_of_nothing": Check(_check_nothing, gpu_only=True),
     "collectives_engine": Check(_check_engine, gpu_only=True),
-    "collectives_in_a_capture": Check(_check_in_a_capture, gpu_only=True),
 }
 CHECKS |= {
     f"collectives_delays_{mode}": Check(partial(_check_any_delays, mode=mode), gpu_only=True)
