@@ -48,7 +48,7 @@ class Measurement(NamedTuple):
             words += ["--config", self.config, *self.shape.split(), *options]
         words += ["--output", str(output), "--nproc", str(1 if self.alone else nproc)]
         if issubclass(figure, StepRequest):
-            words += ["--at_once", str(min(nproc + 1, 4)), "--resume", "true"]  # so many models fit 80 GB a GPU
+            words += ["--at_once", str(min(nproc + 1, 6)), "--resume", "true"]  # so many models fit 80 GB a GPU
         return words
 
     def is_possible(self, nproc: int) -> bool:
@@ -79,16 +79,16 @@ _SHAPES = (
 )
 _SWEPT = "--tables_per_rank 16 --dims 128 32 512 256 --global_batches 2048 16384 --pooling_factors 1 8 32 128"
 MEASUREMENTS = (
-    Measurement("step_mlperf", 3, "step", "bench/step_mlperf", options=_STRONGEST),
-    *(Measurement(f"stage_{name}", 1.5, "stage", f"bench/{name}", shape) for name, shape in _SHAPES),
+    Measurement("step_mlperf", 2.5, "step", "bench/step_mlperf", options=_STRONGEST),
+    *(Measurement(f"stage_{name}", 1, "stage", f"bench/{name}", shape) for name, shape in _SHAPES),
     *(
-        Measurement(f"backward_{name}", 2, "backward", f"bench/{name}", shape, "--iterations 40")
+        Measurement(f"backward_{name}", 1, "backward", f"bench/{name}", shape, "--iterations 40")
         for name, shape in (*_SHAPES[:4], ("mlperf", ""))
     ),
-    Measurement("step_dot", 3, "step", "bench/step_dot", options=_STRONGEST),
-    Measurement("step_sequence", 4, "step", "bench/step_sequence", options=_SEQUENCE),
-    Measurement("step_mlperf_16384", 3, "step", "bench/step_mlperf", "--train.batch_size 16384", _LARGE),
-    Measurement("quickstart", 1.5, "step", "quickstart", options="--contenders torchrec pgas_graph", alone=True),
+    Measurement("step_dot", 2, "step", "bench/step_dot", options=_STRONGEST),
+    Measurement("step_sequence", 1.5, "step", "bench/step_sequence", options=_SEQUENCE),
+    Measurement("step_mlperf_16384", 1.5, "step", "bench/step_mlperf", "--train.batch_size 16384", _LARGE),
+    Measurement("quickstart", 0.5, "step", "quickstart", options="--contenders torchrec pgas_graph", alone=True),
     Measurement(
         "wide", 3, "step", "wide_mlp", "--model.top_parallel data", "--contenders pgas_graph pgas_graph_tensor"
     ),

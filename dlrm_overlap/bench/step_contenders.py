@@ -51,6 +51,9 @@ _STRONGEST: Mapping[str, tuple[Mapping[str, Any], str]] = {
     "_default_plan": (_DEFAULT, ""),
     "_fused_optimizer": ({}, "fused_optimizer"),
     "_fused_pipeline": ({}, "fused_pipeline"),
+}
+# Of a model with tables that are not pooled.
+_DEDUP: Mapping[str, tuple[Mapping[str, Any], str]] = {
     "_index_dedup": ({}, "index_dedup"),
     "_bf16_index_dedup": (_BF16, "index_dedup"),
 }
@@ -78,7 +81,7 @@ STEP_CONTENDERS = {
     "torchrec_row_wise": StepContender(_TORCHREC | {"embedding.plan": "row_wise"}),
     **{
         f"torchrec_strongest{name}": StepContender(_keys("torchrec") | keys, frozenset({"int32_ids", extra} - {""}))
-        for name, (keys, extra) in _STRONGEST.items()
+        for name, (keys, extra) in (_STRONGEST | _DEDUP).items()
     },
     "drop_in": StepContender(_EAGER | {"embedding.wire_dtype": "fp32"}, frozenset({"drop_in"})),
     "drop_in_graph": StepContender(

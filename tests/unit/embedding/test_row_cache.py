@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,9 +13,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dlrm_overlap.embedding import cache as cache_module
 from dlrm_overlap.embedding.cache import HomeTable, RowCache, bring_in, make_caches
 from dlrm_overlap.kernels import reference
+from dlrm_overlap.kernels import swap_rows as swapping
 from dlrm_overlap.kernels.arguments import STATES, CacheState, Numbers, Swaps
 from dlrm_overlap.kernels.find_slots import Blocks, find_slots
-from dlrm_overlap.kernels.swap_rows import swap_rows
 from tests.kernels.emulation import CPU, interpreted
 
 IDS, ROWS, DIM = 6, 20, 4
@@ -162,8 +163,12 @@ def test_the_kernel_swaps_as_the_reference_does(dtype: torch.dtype, dim: int) ->
     slots, leaving, entering = [0, 3, 8, 5, 1], [-1, 0, 7, -1, 9], [4, -1, 2, -1, 9]
     swaps = Swaps(torch.tensor(slots), torch.tensor(leaving), torch.tensor(entering), torch.tensor([4]))
     found, expected = (home.clone(), cached.clone()), (home.clone(), cached.clone())
-    for swap, tensors in ((swap_rows, found), (reference.swap_rows, expected)):
-        swap(*tensors, swaps)
+    # Of several blocks, and so few rows that a program has none.
+    with patch.multiple(swapping, _BLOCK_WORDS=32, _BLOCK_ROWS=2, _SHARE_WORDS=16):
+        swapping._compiled.cache_clear()
+        swapping.swap_rows(*found, swaps)
+    swapping._compiled.cache_clear()
+    reference.swap_rows(*expected, swaps)
     assert torch.equal(found[0], expected[0])
     assert torch.equal(found[1], expected[1])
     assert not torch.equal(found[0], home)
