@@ -20,7 +20,7 @@ MEASURED: dict[str, tuple[str, ...]] = {
         _STAGE,
     ),
     **dict.fromkeys(
-        ("ablation", "quickstart", "step", "timeline", "wide"),
+        ("ablation", "job", "quickstart", "step", "timeline", "wide"),
         _STEP,
     ),
 }

@@ -442,21 +442,22 @@ def _traced_updates(rows: Sequence[Row], contender: str, kind: str) -> list[Meas
 def predict_four(folder: Path, gpu: GpuConfig) -> dict[str, list[Prediction]]:
     """Return the predictions of rows on four GPUs, of the stage, the step and the backward.
 
-    Rows that the host bounds are left out, and those of `fused` alone: they put staged slices, as no exchange does by
-    itself now. The rows of the backward have ids without skew, and `gpu` has the rates of MLPerf's.
+    Rows that the host bounds are left out, and of a captured step the GPU's own time is predicted. The rows of the
+    backward have ids without skew, and `gpu` has the rates of MLPerf's.
     """
-    stage, step = [], []
-    for row in (row for name in ("weak", "strong", "stage", "schedule") for row in read_rows(folder / f"{name}.csv")):
-        if row["world_size"] == "4" and row["contender"] in set(BACKENDS) - {"fused"}:
-            name = f"{row['kind']} {row['contender']} {row['schedule']}, {row['multi_hot']} x {row['dim']}"
+    rows = folder / "four_h200"
+    stage, step, backward = [], [], []
+    for row in (row for file in sorted(rows.glob("stage_*.csv")) for row in read_rows(file)):
+        if row["contender"] in BACKENDS:
+            name = f"{row['kind']} {row['contender']}, {row['multi_hot']} x {row['dim']}"
             prediction = Prediction(name, measured_ms(row), stage_ms(row, gpu))
             stage += [] if _host_bounds(row, prediction) else [prediction]
-    for row in read_rows(folder / "step.csv"):
-        if row["world_size"] == "4" and row["contender"] in _CONTENDERS and row["pinned_host"] == "False":
-            name = f"step {row['contender']} {row['arch']}, {int(row['global_batch']) // 4} samples"
-            prediction = Prediction(name, measured_ms(row), simulate(step_config(row, gpu)).ms)
-            step += [] if _host_bounds(row, prediction) else [prediction]
-    backward = predict_backward(read_rows(folder / "backward.csv"), gpu)
+    for model in ("mlperf", "dot"):
+        row = read_rows(rows / f"step_{model}.csv")[-1]  # of pgas_graph
+        name = f"step {row['contender']} {row['arch']}, {int(row['global_batch']) // 4} samples"
+        step.append(Prediction(name, float(row["busy_ms"]), simulate(step_config(row, gpu)).ms))
+    for file in sorted(rows.glob("backward_*.csv")):
+        backward += predict_backward(read_rows(file), gpu)
     return {"four GPUs: stage": stage, "four GPUs: step": step, "four GPUs: backward": backward}
 
 

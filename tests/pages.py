@@ -10,6 +10,7 @@ stands which rows it is made of. `sentences` gives the numbers of single sentenc
 changes nothing.
 """
 
+import json
 import os
 import re
 import statistics
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
+from dlrm_overlap.bench.figures.job import RECORDS
 from dlrm_overlap.bench.report.measured import milliseconds, runs, shape
 from dlrm_overlap.bench.report.plots import map_speedups, todays
 from dlrm_overlap.comm.calls import fastest_way
@@ -181,10 +183,6 @@ def table_of_differences(name: str) -> Lines:
             yield [f"`{row['contender']}`", ms[0], f"`{reference}`", ms[1], f"{less:.2f}"]
 
 
-def _busy_ms(row: Row) -> float:
-    return float(row["step_ms"]) - float(row["idle_ms"])
-
-
 def table_of_collectives(name: str, operation: str, beside: str, captured: str, *sizes: str) -> Lines:
     """Return a line a size, in us: the medians, what `auto` takes, and the shortest median over that of it."""
     rows = [
@@ -243,13 +241,21 @@ def table_of_headlines(*names: str) -> Lines:
 
 def _title(row: Row) -> str:
     model = "MLPerf's DLRM-DCNv2, rows capped at 4M" if row["arch"] == "dcn" else "the same tables, dot products"
+    model = "a history of up to 2048 ids, 98% of them repeated, of dim 512" if _has_history(row) else model
     return f"{model}, {int(row['global_batch']) // int(row['world_size'])} samples a GPU, {row['precision']}"
+
+
+def _has_history(row: Row) -> bool:
+    return "0..2048" in row["multi_hot"]
 
 
 def strongest(rows: Sequence[Row], time: str) -> Row:
     """Return the row of TorchRec that is fastest by a time, of those whose losses agree."""
-    theirs = [row for row in rows if row["contender"].startswith("torchrec") and row["agrees"] == "True"]
-    return min(theirs, key=lambda row: float(row[time]))
+    return min(_theirs(rows), key=lambda row: float(row[time]))
+
+
+def _theirs(rows: Sequence[Row]) -> list[Row]:
+    return [row for row in rows if row["contender"].startswith("torchrec") and row["agrees"] == "True"]
 
 
 def over(rows: Sequence[Row], row: Row, time: str) -> float:
@@ -259,14 +265,15 @@ def over(rows: Sequence[Row], row: Row, time: str) -> float:
 
 
 def over_strongest(rows: Sequence[Row], time: str) -> float:
-    return over(rows, strongest(rows, time), time)
+    """Return the least of how many times as long as `pgas_graph` a row of TorchRec takes, of those that agree."""
+    return min(over(rows, row, time) for row in _theirs(rows))
 
 
 def table_of_steps(*names: str) -> Lines:
     """Return a line a contender: both times in each file, and in brackets how many times those of `pgas_graph`."""
     files = [read(name) for name in names]
-    archs = (rows[0]["arch"] for rows in files)
-    yield ["ms", *(f"{arch}: {time}" for arch in archs for time in ("GPU's own", "by the clock"))]
+    models = ("history" if _has_history(rows[0]) else rows[0]["arch"] for rows in files)
+    yield ["ms", *(f"{model}: {time}" for model in models for time in ("GPU's own", "by the clock"))]
     for contender in dict.fromkeys(row["contender"] for rows in files for row in rows):
         cells = list[str]()
         for rows in files:
@@ -286,11 +293,18 @@ def _ends(values: Sequence[float]) -> str:
     return " to ".join(dict.fromkeys([milliseconds(min(values)), milliseconds(max(values))]))
 
 
-def earlier_busy_ms() -> list[float]:
-    """Return of TorchRec's strongest and of ours on four GPUs the ms that the rank which waits least is busy."""
-    rows = read("timeline.csv")
-    names = ("torchrec_strongest", _OURS)
-    return [min(_busy_ms(row) for row in rows if row["contender"] == name) for name in names]
+def table_of_jobs(name: str) -> Lines:
+    """Return a line a run of `bench job`, its rows uncapped, then one for each public record."""
+    yield ["a step of training", "samples in it", "ms", "samples a second and GPU"]
+    for row in read(name):
+        title = f"`pgas`, {row['gpu'].replace('NVIDIA ', '')}, rows up to {max(json.loads(row['rows'])) // 10**6}M"
+        yield [title, row["global_batch"], *_step(float(row["step_ms"]), row["global_batch"], row["world_size"])]
+    for each in RECORDS:
+        yield [f"HugeCTR, {each.name}", str(each.global_batch), *_step(each.step_ms, each.global_batch, each.gpus)]
+
+
+def _step(ms: float, samples: object, gpus: object) -> list[str]:
+    return [f"{ms:.3f}", f"{int(str(samples)) / int(str(gpus)) / ms / 1e3:.2f}M"]
 
 
 TABLES: dict[str, Callable[..., Lines]] = {
@@ -304,6 +318,7 @@ TABLES: dict[str, Callable[..., Lines]] = {
     "gemm": table_of_gemm,
     "headlines": table_of_headlines,
     "steps": table_of_steps,
+    "jobs": table_of_jobs,
     "ages": ages.table_of_ages,
     **simulated_pages.TABLES,
 }
@@ -339,16 +354,16 @@ def origin(name: str) -> str:
 def sentences() -> Iterator[tuple[str, str, Sequence[float]]]:
     """Yield a page, a part of a sentence with braces in the place of its numbers, and these."""
     readme, step, stage = "README.md", "docs/results/step.md", "docs/results/stage.md"
-    mlperf, latest = read("two_h100/step_mlperf.csv"), [read(f"two_h200/step_{name}.csv") for name in ("mlperf", "dot")]
+    mlperf, dot, history = latest = [read(f"four_h200/step_{name}.csv") for name in ("mlperf", "dot", "sequence")]
     gpu, clock = ([over_strongest(rows, time) for rows in latest] for time in _BOTH)
-    yield readme, "is {:.2f} times as fast as TorchRec's at its strongest[^strongest], and", gpu[:1]
-    yield readme, "dot products {:.2f} times", gpu[1:]
-    yield readme, "By the clock it was {:.1f} and {:.1f} times as fast", clock
+    yield readme, "is {:.2f} times as fast as TorchRec's at its strongest[^strongest], a step", gpu[:1]
+    yield readme, "dot products {:.2f} times, and one with histories {:.2f} times", gpu[1:]
+    yield readme, "By the clock it was {:.1f}, {:.1f} and {:.1f} times as fast", clock
     yield readme, "Of {} [contenders]", [len({row["contender"] for row in mlperf if "strongest" in row["contender"]})]
     as_run, drop_in, *_ = mlperf
     found = [float(as_run[time]) / float(drop_in[time]) for time in _BOTH]
     yield readme, "makes MLPerf's step {:.2f} times as fast as TorchRec's as users run it, and {:.2f} times by", found
-    (third,) = runs_of("two_h100/stage_dim128.csv")
+    (third,) = runs_of("four_h200/stage_dim128.csv")
     copied = _value(third, "pgas_copied")
     text = "takes {:.2f} ms on the third shape, {:.2f} times as fast as the strongest baseline"
     yield readme, text, [copied, _value(third, "strongest") / copied]
@@ -360,31 +375,30 @@ def sentences() -> Iterator[tuple[str, str, Sequence[float]]]:
     grid = speedups(read("grid.csv"), "gpu_ms")
     text = "it is {:.2f}x to {:.2f}x as fast, {:.2f}x in the mean, over {} shapes"
     yield stage, text, [min(grid), max(grid), statistics.geometric_mean(grid), len(grid)]
-    backward = [row for path in sorted(FOLDER.glob("two_h100/backward_*.csv")) for row in read_rows(path)]
+    backward = [row for path in sorted(FOLDER.glob("four_h200/backward_*.csv")) for row in read_rows(path)]
     exposed, hidden = (
         [float(row["speedup"]) for row in backward if row["contender"] == name] for name in ("push_exposed", "push")
     )
     text = "is {:.2f} to {:.2f} times as fast as NCCL and FBGEMM's update, and {:.1f} to {:.1f} times"
     yield readme, text, [min(exposed), max(exposed), min(hidden), max(hidden)]
-    four = [ms_of(run["baseline"]) / ms_of(run["pgas"]) for run in runs_of("stage.csv")]
-    yield stage, "is {:.2f}, {:.2f}, {:.2f}, {:.2f} and {:.2f} times as fast as the baseline on 4 x H200", four
     wide = sorted(map(ms_of, read("wide.csv")))
     gemm = "docs/results/gemm.md"
-    small = {row["contender"]: row for row in read("two_h100/quickstart.csv")}
+    small = {row["contender"]: row for row in read("four_h200/quickstart.csv")}
     both = [[float(small[name][time]) for name in ("torchrec", _OURS)] for time in _BOTH]
     text = "{:.3f} ms and {:.3f} by the GPU's own time, and {:.2f} and {:.3f} by the clock"
     yield step, text, [ms for pair in both for ms in pair]
     yield gemm, "took {:.2f} ms instead of {:.2f}, {:.2f} times as fast", [*wide, wide[1] / wide[0]]
-    dcn, pinned, large, dot = [run for run in runs_of("step.csv") if "torchrec_strongest" in run]
-    theirs, ours = ([ms_of(run[name]) for run in (dcn, large, dot)] for name in ("torchrec_strongest", _OURS))
-    text = "takes {:.2f} ms and `pgas_graph` {:.2f}; with 16384 samples {:.2f} and {:.2f}; with dot products, 2048 "
-    yield step, text + "samples, {:.2f} and {:.3f}", [ms for pair in zip(theirs, ours, strict=True) for ms in pair]
-    yield step, "was aimed at, and it is {:.2f} times", [theirs[1] / ours[1]]
-    yield step, "`torchrec_strongest` takes {:.2f} ms, and", [ms_of(pinned["torchrec_strongest"])]
-    yield step, "the GPU was busy for {:.2f} ms, and for {:.2f} in one of `pgas_graph`", earlier_busy_ms()
-    now = latest[0][-1]
+    now = mlperf[-1]
     floors = [100 * float(now[name]) / float(now["busy_ms"]) for name in ("floor_ms", "floor_sum_ms")]
     yield step, "`pgas_graph` reaches {:.0f}% of the former and {:.0f}% of the latter", floors
+    large = read("step_16384.csv")
+    both = [(float(strongest(large, time)[time]), float(large[-1][time])) for time in _BOTH]
+    text = "takes {:.2f} ms and `pgas_graph` {:.2f} by the GPU's own time, and {:.2f} and {:.2f} by the clock"
+    yield step, text, [ms for pair in both for ms in pair]
+    plans = [float(row["median_ms"]) for row in mlperf if row["contender"] == "pgas_graph_default_plan"]
+    yield step, "takes {:.2f} ms, {:.2f} times as long as under ours", [plans[0], plans[0] / float(now["median_ms"])]
+    capped, uncapped = (float(row["step_ms"]) for row in read("four_h200/job.csv"))
+    yield step, "takes {:.3f} ms, and {:.3f} where they are capped at 4M", [uncapped, capped]
     yield from simulated_pages.sentences()
 
 

@@ -85,7 +85,7 @@ MEASUREMENTS = (
         Measurement(f"backward_{name}", 1, "backward", f"bench/{name}", shape, "--iterations 40")
         for name, shape in (*_SHAPES[:4], ("mlperf", ""))
     ),
-    Measurement("step_dot", 2, "step", "bench/step_dot", options=_STRONGEST),
+    Measurement("step_dot", 4, "step", "bench/step_dot", options=_STRONGEST),
     Measurement("step_sequence", 1.5, "step", "bench/step_sequence", options=_SEQUENCE),
     Measurement("step_mlperf_16384", 1.5, "step", "bench/step_mlperf", "--train.batch_size 16384", _LARGE),
     Measurement("quickstart", 0.5, "step", "quickstart", options="--contenders torchrec pgas_graph", alone=True),

@@ -48,7 +48,7 @@ def test_held_out_rows_do_not_change_the_calibration(gpu: GpuConfig, tmp_path: P
     assert calibrate(tmp_path) == gpu
 
 
-@pytest.mark.parametrize("name", ["weak", "strong", "stage"])
+@pytest.mark.parametrize("name", ["weak", "strong", "four_h200/stage_dim128"])
 def test_the_mean_batch_has_the_bytes_of_the_measured_ones(name: str, gpu: GpuConfig) -> None:
     for row in read_rows(RESULTS / f"{name}.csv"):
         dim = int(row["dim"])
