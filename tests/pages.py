@@ -354,7 +354,7 @@ def origin(name: str) -> str:
 def sentences() -> Iterator[tuple[str, str, Sequence[float]]]:
     """Yield a page, a part of a sentence with braces in the place of its numbers, and these."""
     readme, step, stage = "README.md", "docs/results/step.md", "docs/results/stage.md"
-    mlperf, dot, history = latest = [read(f"four_h200/step_{name}.csv") for name in ("mlperf", "dot", "sequence")]
+    mlperf, *_ = latest = [read(f"four_h200/step_{name}.csv") for name in ("mlperf", "dot", "sequence")]
     gpu, clock = ([over_strongest(rows, time) for rows in latest] for time in _BOTH)
     yield readme, "is {:.2f} times as fast as TorchRec's at its strongest[^strongest], a step", gpu[:1]
     yield readme, "dot products {:.2f} times, and one with histories {:.2f} times", gpu[1:]
