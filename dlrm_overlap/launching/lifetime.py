@@ -15,8 +15,8 @@ from collections.abc import Mapping
 LAUNCHER_PID = "DLRM_OVERLAP_LAUNCHER_PID"  # set by `spawn` in its workers
 SAVED = 75
 """exit code of a run that was asked to end, and can go on from what it has saved: EX_TEMPFAIL of sysexits.h"""
-ENDS_SOON = "SIGINT: the run saves and ends behind its next log line; a second one ends it at once"
-ENDED_AT_ONCE = "interrupted: what was trained behind the newest checkpoint is lost"
+ENDS_SOON = "SIGINT: the run saves and ends after its next log line; a second one ends it at once"
+ENDED_AT_ONCE = "interrupted: what was trained after the newest checkpoint is lost"
 _ASKS = (signal.SIGTERM, signal.SIGUSR1)
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _SAME_S = 2.0  # in which a second SIGTERM is the first one, come by another way

@@ -69,7 +69,7 @@ def _poison(output: torch.Tensor) -> None:
 def check_rows(open_: Opened, way: Way = "auto", rows: Rows = ROWS, device: torch.device = CPU) -> None:
     """Calls of either kind and every shape in turns, each output held against what the ranks have sent.
 
-    Where its input lies is each rank's own affair, in a first call and in later ones, which ask nobody. On GPUs, too.
+    Where its input lies is each rank's own affair. On GPUs, too.
     """
     rank, ranks, late = dist.get_rank(), dist.get_world_size(), random.Random(dist.get_rank())
     collectives = open_(60.0)
