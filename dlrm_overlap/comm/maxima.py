@@ -1,7 +1,8 @@
 """The greatest of some numbers over ranks, found by their CPUs beside the steps.
 
 On one machine ranks send each other their numbers by sockets of the kernel: on a host with 4 x H200 all have them after
-50 us, where gloo's all-reduce takes 560, which is longer than a small step. Between machines gloo finds them.
+50 us, where gloo's all-reduce takes 560, which is longer than a small step. Between machines gloo finds them, and where
+they are more than sockets hold, as of models with hundreds of features, whose steps are longer.
 """
 
 import socket
@@ -10,6 +11,7 @@ from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
 from datetime import timedelta
+from functools import cached_property
 from typing import Any, Protocol
 from uuid import uuid4
 
@@ -21,6 +23,10 @@ from torch.distributed.constants import default_pg_timeout
 from dlrm_overlap.comm.every_rank import gathered
 from dlrm_overlap.comm.patience import Patience
 from dlrm_overlap.comm.reach import place_of
+
+# Of a question's numbers. A rank may be four questions ahead of a peer that does not read, and no send may wait: Linux
+# has room for seven of so many bytes in a socket of its default size, for one of 70 KB, and for none of 213 KB.
+_MOST_BYTES = 4096
 
 
 class Work(Protocol):
@@ -44,20 +50,15 @@ class Maxima:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         """Take the ranks, two or more; a collective."""
-        self._sockets = _connected(group)
-        self._group: Any = None
-        if self._sockets is None:
-            ranks = dist.get_process_group_ranks(group)
-            # Another order among the collectives of `group` itself would mix up two of them.
-            self._group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        self._ranks, self._sockets = group, _connected(group)
         self._asked = deque[_Question]()
         if self._sockets is not None:
             weakref.finalize(self, _close, self._sockets)
 
     def begin(self, numbers: torch.Tensor) -> Work:
-        """Begin to find the greatest of each of `numbers`, [n] int64 on the CPU."""
-        if self._sockets is None:
-            work = dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        """Begin to find the greatest of each of `numbers`, [n] int64 on the CPU; n is the same on all ranks."""
+        if self._sockets is None or numbers.nbytes > _MOST_BYTES:
+            work = dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self._gloo, async_op=True)
             assert work is not None
             return work
         array = numbers.numpy()
@@ -66,6 +67,13 @@ class Maxima:
                 each.send(array.data)
         self._asked.append(_Question(array, self._sockets, self._asked))
         return self._asked[-1]
+
+    @cached_property
+    def _gloo(self) -> Any:
+        """A group of the ranks; the first access is a collective."""
+        ranks = dist.get_process_group_ranks(self._ranks)
+        # Another order among the collectives of the ranks' own group would mix up two of them.
+        return dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
 
 
 class _Question:
@@ -89,21 +97,32 @@ class _Question:
         peer, theirs = self._late[-1], np.empty_like(self._numbers)
         peer.settimeout(timeout_s)
         try:
-            size = peer.recv_into(theirs.data)
+            size = _receive(peer, theirs)
         except TimeoutError as error:
-            self._has_failed = self._patience.is_over()
+            if self._patience.is_over():
+                self._fail()
             waited_s = self._patience.waited_s
             raise RuntimeError(f"a rank of this machine has not answered for {waited_s:.0f} s") from error
-        except ConnectionResetError:
-            size = 0
         if size != theirs.nbytes:
-            for each in self._asked:
-                each._has_failed = True
+            self._fail()
             raise RuntimeError(f"a rank of this machine has ended: {size} bytes came from it, not {theirs.nbytes}")
         np.maximum(self._numbers, theirs, out=self._numbers)
         self._late.pop()
         if not self._late:
             self._asked.popleft()
+
+    def _fail(self) -> None:
+        """Complete all questions: later ones get no answer before this one does."""
+        for each in self._asked:
+            each._has_failed = True
+
+
+def _receive(peer: socket.socket, numbers: np.ndarray) -> int:
+    """Receive a peer's next numbers, and return their bytes, 0 if it has ended."""
+    try:
+        return peer.recv_into(numbers.data)
+    except ConnectionResetError:  # once, of one that has ended before it read all of ours: its last numbers follow
+        return peer.recv_into(numbers.data)
 
 
 def _connected(group: dist.ProcessGroup) -> list[socket.socket] | None:

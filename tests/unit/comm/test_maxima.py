@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from dlrm_overlap.comm import maxima
 from dlrm_overlap.comm.maxima import Maxima
 from tests.unit.comm.threads import Rank, Threads
 
@@ -40,10 +41,36 @@ def test_a_late_rank_can_be_waited_for_again_and_one_that_has_ended_cannot(monke
         late.wait(timedelta(seconds=0.05))
     assert not late.is_completed()
     other.begin(torch.tensor([3]))
+    here.begin(torch.tensor([1]))  # which the other rank does not read
+    del other  # the sockets close
     late.wait(_SOON)
     assert numbers.tolist() == [3]
-    del other  # the sockets close
     lost = here.begin(torch.tensor([1]))
     with pytest.raises(RuntimeError, match="has ended"):
         lost.wait(_SOON)
     assert lost.is_completed()
+
+
+def test_a_later_question_fails_with_an_earlier_one_that_nobody_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(maxima, "default_pg_timeout", timedelta(0))
+    here, _other = _opened(2, monkeypatch)
+    _, later = (here.begin(torch.tensor([1])) for _ in range(2))
+    with pytest.raises(RuntimeError, match="has not answered"):
+        later.wait(timedelta(seconds=0.05))
+    assert later.is_completed()
+
+
+def test_a_peer_that_does_not_read_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A socket has room for few questions of many numbers, and for none of 30,000: gloo takes these."""
+    asked_gloo = list[int]()
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: range(group.size()))
+    monkeypatch.setattr(dist, "new_group", lambda *_, **__: "gloo")
+    monkeypatch.setattr(dist, "all_reduce", lambda numbers, *_, group, **__: asked_gloo.append(len(numbers)) or group)
+    here, _other = _opened(2, monkeypatch)
+    for size in (maxima._MOST_BYTES // 8, 30_000):
+        for _ in range(6):
+            work = here.begin(torch.zeros(size, dtype=torch.int64))
+            if not asked_gloo:
+                with pytest.raises(RuntimeError, match="has not answered"):
+                    work.wait(timedelta(seconds=0.01))  # and sends have the socket's bound from here on
+    assert asked_gloo == [30_000] * 6
