@@ -19,7 +19,7 @@ from dlrm_overlap.kernels.compiled import INTERPRETED, CompiledKernel
 # each way while it stores 16.
 _PROGRAMS = 2 if INTERPRETED else 16  # at most
 _FEWEST = 1 if INTERPRETED else 4
-_SHARE_WORDS = 4 << 20  # of 4 bytes, for each of which there is a program
+_SHARE_WORDS = 4 << 20  # of 4 bytes, that a program swaps before there is another one
 _NUM_WARPS = 8
 _BLOCK_WORDS, _BLOCK_ROWS = 4096, 512  # at most, that a program stores at a time
 _STAGES = 4  # of a block: its numbers are read, then its rows, which are under way for two turns, and stored

@@ -105,7 +105,8 @@ class _Question:
             raise RuntimeError(f"a rank of this machine has not answered for {waited_s:.0f} s") from error
         if size != theirs.nbytes:
             self._fail()
-            raise RuntimeError(f"a rank of this machine has ended: {size} bytes came from it, not {theirs.nbytes}")
+            what = f"sends {size} bytes, not {theirs.nbytes}: it has other features" if size else "has ended"
+            raise RuntimeError(f"a rank of this machine {what}")
         np.maximum(self._numbers, theirs, out=self._numbers)
         self._late.pop()
         if not self._late:
@@ -118,11 +119,11 @@ class _Question:
 
 
 def _receive(peer: socket.socket, numbers: np.ndarray) -> int:
-    """Receive a peer's next numbers, and return their bytes, 0 if it has ended."""
+    """Receive a peer's next numbers, and return their bytes, all that it has sent of them; 0 if it has ended."""
     try:
-        return peer.recv_into(numbers.data)
+        return peer.recv_into(numbers.data, 0, socket.MSG_TRUNC)
     except ConnectionResetError:  # once, of one that has ended before it read all of ours: its last numbers follow
-        return peer.recv_into(numbers.data)
+        return peer.recv_into(numbers.data, 0, socket.MSG_TRUNC)
 
 
 def _connected(group: dist.ProcessGroup) -> list[socket.socket] | None:

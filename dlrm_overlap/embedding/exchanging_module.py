@@ -168,7 +168,7 @@ class ExchangingModule(nn.Module, Generic[Served]):
             return reason
         options = self._resolved
         if not BACKENDS[options.backend].stores_to_peers or options.resolved_backward == "collective":
-            return f"backend {options.backend} with backward {options.resolved_backward} waits for the host"
+            return f"backend {options.backend} waits for the host"
         if self.post_lookup_tracker_fn or self.post_odist_tracker_fn:
             return "a tracker is registered"
         return None

@@ -225,7 +225,7 @@ def test_outputs_weights_and_states(folder: Path, name: str, way: str) -> None:
 
 def _why_not_captured(way: str) -> str | None:
     backend = WAYS[way]["backend"]
-    return None if way in PUSHING else f"backend {backend} with backward collective waits for the host"
+    return None if way in PUSHING else f"backend {backend} waits for the host"
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -230,8 +230,8 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         Raises:
             StopIteration: if there is no batch left.
             InputError: if a batch has other tensors or features than the first one, if the forward returns no
-                (losses, output), if other dense parameters get a gradient than in the
-                first step, or if rows or windows were moved or given back since a capture.
+                (losses, output), if other dense parameters get a gradient than in the first step, or if rows or windows
+                were moved or given back since a capture.
             RuntimeError: that kernels have recorded, such as of a wait for a peer that has expired.
         """
         if self._fallback is not None:

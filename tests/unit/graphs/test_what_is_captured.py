@@ -81,7 +81,7 @@ def test_stores_to_peers_are_captured(world_of_one: dist.ProcessGroup, backend: 
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"backend": "nccl"}, "backend nccl with backward collective waits for the host"),
+        ({"backend": "nccl"}, "backend nccl waits for the host"),
         ({"fused_params": {"weight_decay": 0.1, "gradient_clipping": True}}, "no dense parameter takes a gradient"),
     ],
     ids=["nccl", "weight_decay_is_captured"],
@@ -369,7 +369,7 @@ def test_what_cannot_be_captured_is_told_by_rank_0_alone(
         assert [record.getMessage() for record in caplog.records if record.name == "dlrm_overlap"] == told
 
 
-_NCCL = "backend nccl with backward collective waits for the host"
+_NCCL = "backend nccl waits for the host"
 
 
 def test_an_unknown_way_to_reduce_is_refused() -> None:
