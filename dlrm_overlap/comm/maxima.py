@@ -105,8 +105,8 @@ class _Question:
             raise RuntimeError(f"a rank of this machine has not answered for {waited_s:.0f} s") from error
         if size != theirs.nbytes:
             self._fail()
-            what = f"sends {size} bytes, not {theirs.nbytes}: it has other features" if size else "has ended"
-            raise RuntimeError(f"a rank of this machine {what}")
+            other = f"a rank of this machine has other features: it sends {size} bytes, not {theirs.nbytes}"
+            raise RuntimeError(other if size else "a rank of this machine has ended")
         np.maximum(self._numbers, theirs, out=self._numbers)
         self._late.pop()
         if not self._late:

@@ -73,7 +73,7 @@ class Pages(NamedTuple):
     sample: torch.Tensor
     """[m] int64: of each page, the sample"""
     number: torch.Tensor
-    """[m] int64: of each page, its number among the K of the sample; of one without rows, that of a place without one"""
+    """[m] int64: of each page, its number among the K of the sample; without rows, that of places without any"""
     page: torch.Tensor
     """[b, K] int64: of each of a sample's K times C places, the page; m - 1 if there is none"""
     place: torch.Tensor
