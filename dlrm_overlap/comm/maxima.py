@@ -63,7 +63,7 @@ class Maxima:
             return work
         array = numbers.numpy()
         for each in self._sockets:
-            with suppress(BrokenPipeError, ConnectionResetError):  # who waits for its answer is told that it has ended
+            with suppress(BrokenPipeError, ConnectionResetError):  # a wait for its answer reports that it has ended
                 each.send(array.data)
         self._asked.append(_Question(array, self._sockets, self._asked))
         return self._asked[-1]

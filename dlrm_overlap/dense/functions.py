@@ -1,4 +1,4 @@
-"""What the functions of the dense part share: where their kernels are, and products that write float32."""
+"""Shared by the functions of the dense part: the place of their kernels, and products that write float32."""
 
 from importlib import import_module
 from typing import Any

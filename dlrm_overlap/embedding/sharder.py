@@ -329,7 +329,7 @@ def build_sharder(
     `fused_params` are extra ones that TorchRec passes to FBGEMM; they override those of the keys.
     """
     about_tables = fused_params_of(config, fused_params)
-    wire_dtype, dense_dtype = config.resolved_wire_dtype(precision), "bf16" if precision == "bf16" else "fp32"
+    wire_dtype, dense_dtype = config.resolved_wire_dtype(precision), _dense_dtype(precision)
     if BACKENDS[config.backend].forward is not None:
         return OverlapEmbeddingBagCollectionSharder(
             about_tables,
@@ -368,10 +368,19 @@ def _build_sequence_sharder(
     if BACKENDS[config.backend].stores_to_peers:
         keys = ("backend", "schedule", "slice_bags", "programs_per_sm", "wait_timeout_s", "hosts")
         own = {name: getattr(config, name) for name in keys}
-        dense_dtype = "bf16" if precision == "bf16" and wire_dtype in ("fp32", "bf16") else "fp32"
-        about_tables = fused_params_of(config, fused_params)
-        return OverlapEmbeddingCollectionSharder(about_tables, wire_dtype=wire_dtype, output_dtype=dense_dtype, **own)
+        dense_dtype = _dense_dtype(precision)
+        return OverlapEmbeddingCollectionSharder(
+            fused_params_of(config, fused_params),
+            wire_dtype=wire_dtype,
+            output_dtype=dense_dtype if wire_dtype in ("fp32", dense_dtype) else "fp32",
+            **own,
+        )
     return EmbeddingCollectionSharder(fused_params_of(config, fused_params), _codecs(wire_dtype))
+
+
+def _dense_dtype(precision: str) -> str:
+    """Return the type in which the dense part takes embeddings."""
+    return "bf16" if precision == "bf16" else "fp32"
 
 
 def fused_params_of(config: EmbeddingConfig, fused_params: Mapping[str, Any] | None = None) -> dict[str, Any]:

@@ -27,8 +27,8 @@ _REASONS = {
 def spawn(argv: Sequence[str], nproc: int) -> int:
     """Run `python -m dlrm_overlap ARGV` as `nproc` ranks on this host and return the first failing exit code, or 0.
 
-    What the ranks write passes through untouched. When a rank fails, the others are killed, and standard error names
-    that rank.
+    The ranks' output passes through untouched. When a rank fails, the others are killed, and standard error names that
+    rank.
 
     SIGTERM, SIGUSR1, and as SIGTERM also SIGHUP and SIGINT, are passed on to the ranks, which may save before they end;
     a second one and SIGQUIT end all at once. Then the exit code is theirs if all have saved (`lifetime.SAVED`), else

@@ -44,12 +44,12 @@ class _PlainFormatter(logging.Formatter):
 
 
 def start_logging(rank: int) -> None:
-    """Send the package's log to standard error: all of it on rank 0, warnings only on the others, and those ours."""
+    """Send the package's log to standard error: all of it on rank 0, its warnings alone on the others."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_PlainFormatter(f"%(asctime)s rank {rank}: %(message)s", "%H:%M:%S"))
     # TorchRec and DDP warn of their own use of deprecated names; errors still show.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torchrec|torch|dlrm_overlap")
-    if rank > 0:  # what a library warns of rank 0 says
+    if rank > 0:  # rank 0 shows the same warnings of libraries
         warnings.filterwarnings("ignore", category=UserWarning, module="torchrec|torch")
     for library in ("torchrec", "torch.fx"):
         logging.getLogger(library).setLevel(logging.ERROR)

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import count, pairwise
+from itertools import count
 from pathlib import Path
 from typing import Any, get_args
 from unittest.mock import patch
@@ -32,8 +32,10 @@ from torchrec.distributed.train_pipeline import PrefetchTrainPipelineSparseDist,
 from dlrm_overlap.checkpoint.checkpoint import Checkpointer, extents_to_store
 from dlrm_overlap.config import Config, TableOptimizer
 from dlrm_overlap.data.batch import Batch
+from dlrm_overlap.embedding.cache import RowCache
 from dlrm_overlap.embedding.sharded_module import exchanges
 from dlrm_overlap.launching.parsing import Parser
+from dlrm_overlap.observe.metrics import StepTimer
 from dlrm_overlap.train import assembly
 from dlrm_overlap.train.preflight import _ON_CPUS
 from dlrm_overlap.train.ranks import Ranks, run_on_ranks
@@ -139,14 +141,13 @@ def _time(ranks: Ranks, config: Config) -> dict[str, float]:
         for _ in range(_WARMUP_STEPS):
             trainer.step(batches)
         torch.cuda.synchronize()
-        caches = [cache for each in exchanges(trainer.model) for cache, _ in each._tables._cached_features]
-        before = [int(cache.brought) for cache in caches]
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(_STEPS + 1)]
+        caches = _caches(trainer)
+        before, timer = [int(cache.brought) for cache in caches], StepTimer(trainer.device)
         begin = time.perf_counter()
-        for event in events[:-1]:
-            event.record()
+        timer.mark()
+        for _ in range(_STEPS):
             loss = trainer.step(batches)
-        events[-1].record()
+            timer.mark()
         torch.cuda.synchronize()
         took_ms = (time.perf_counter() - begin) * 1e3 / _STEPS
         came = [(int(c.brought) - b) / _STEPS for c, b in zip(caches, before, strict=True)]
@@ -155,7 +156,7 @@ def _time(ranks: Ranks, config: Config) -> dict[str, float]:
     row_bytes = [sum(rows[0].nbytes for rows in cache.rows) for cache in caches]
     found = {
         "mean_ms": took_ms,
-        "median_ms": statistics.median(a.elapsed_time(b) for a, b in pairwise(events)),
+        "median_ms": statistics.median(timer.take_ms()),
         "slots": sum(cache.slots for cache in caches),
         "rows_brought": sum(came),
         "gb_each_way": sum(n * size for n, size in zip(came, row_bytes, strict=True)) / 1e9,
@@ -170,6 +171,10 @@ def _time(ranks: Ranks, config: Config) -> dict[str, float]:
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     return found
+
+
+def _caches(trainer: Trainer) -> list[RowCache]:
+    return [cache for each in exchanges(trainer.model) for cache, _ in each._tables._cached_features]
 
 
 def _kernels_ms(step: Callable[[], Any]) -> dict[str, float]:

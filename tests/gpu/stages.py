@@ -77,7 +77,7 @@ class _Captured(Contender):
     def __init__(self, workload: Workload, config: Config, backend: str, sparse: Sequence[KeyedJaggedTensor]) -> None:
         """Open the exchange and send the ids `sparse` of the workload's batches to their owners; a collective."""
         super().__init__(backend, workload)
-        options = replace(workload.exchange_options(config.embedding, backend), backward="push")
+        options = workload.exchange_options(config.embedding, backend)
         self._exchange = Exchange(workload.layout, workload.tables, options, workload.group, workload.device)
         keys, samples = sparse[0].keys(), sparse[0].stride()
         most = sparse[0].lengths().view(len(keys), samples).amax(1).tolist()

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
-from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
 
@@ -21,14 +20,14 @@ import torch
 
 from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.embedding.cache import RowCache
-from dlrm_overlap.embedding.sharded_module import exchanges
 from dlrm_overlap.kernels import swap_rows
 from dlrm_overlap.kernels.arguments import Swaps
 from dlrm_overlap.launching.parsing import Parser
 from dlrm_overlap.launching.text_table import format_table
+from dlrm_overlap.observe.metrics import StepTimer
 from dlrm_overlap.train.ranks import Ranks, run_on_ranks
 from dlrm_overlap.train.trainer import Trainer
-from tests.gpu.caching import _TIME, _copy_rates, _kernels_ms, _largest_cached, _uniform, _with
+from tests.gpu.caching import _TIME, _caches, _copy_rates, _kernels_ms, _largest_cached, _uniform, _with
 
 _VARIANTS = {
     "skewed": "16x8x16x1 own 2x8x16x6 2x16x32x4 4x8x16x3 4x8x16x4 4x8x16x6 4x16x32x4 4x32x64x1 6x8x16x4 8x8x16x4",
@@ -62,13 +61,12 @@ def _steps_ms(trainer: Trainer, batches: Iterator[Batch], steps: int) -> list[fl
     pipeline._forget_captured()
     for _ in range(_WARMUP):
         trainer.step(batches)
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
-    for event in events[:-1]:
-        event.record()
+    timer = StepTimer(trainer.device)
+    timer.mark()
+    for _ in range(steps):
         trainer.step(batches)
-    events[-1].record()
-    torch.cuda.synchronize()
-    return [begin.elapsed_time(end) for begin, end in pairwise(events)]
+        timer.mark()
+    return timer.take_ms()
 
 
 def _swaps(cache: RowCache, rows: int) -> Swaps:
@@ -87,14 +85,13 @@ def _gb_per_s(swap: Callable[[Swaps], None], turns: list[Swaps], row_bytes: int)
     """Return the rate each way of swaps that leave the rows as they were."""
     for swaps in turns:
         swap(swaps)
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
+    timer = StepTimer(turns[0].count.device)
+    timer.mark()
     for _ in range(_ALONE):
         for swaps in turns:
             swap(swaps)
-    end.record()
-    torch.cuda.synchronize()
-    return sum(int(swaps.count) for swaps in turns) * _ALONE * row_bytes / begin.elapsed_time(end) / 1e6
+    timer.mark()
+    return sum(int(swaps.count) for swaps in turns) * _ALONE * row_bytes / sum(timer.take_ms()) / 1e6
 
 
 def _alone(cache: RowCache, rows: int) -> list[float]:
@@ -120,7 +117,7 @@ def _time(ranks: Ranks) -> int:
         loaders = [stack.enter_context(each.loader(each.train_data, 0, 100_000)) for each in trainers]
         plain, cached = map(iter, loaders)
         _steps_ms(trainers[1], cached, _FILLING)
-        caches = [cache for each in exchanges(trainers[1].model) for cache, _ in each._tables._cached_features]
+        caches = _caches(trainers[1])
         before = [int(cache.brought) for cache in caches]
         _steps_ms(trainers[1], cached, steps)
         came = [(int(c.brought) - b) // (steps + _WARMUP + 1) for c, b in zip(caches, before, strict=True)]
@@ -154,7 +151,7 @@ def _time(ranks: Ranks) -> int:
 
 
 def main() -> int:
-    """Add to the options what is timed."""
+    """Time the variants that the options name."""
 
     def add_options(parser: Parser) -> None:
         parser.add_argument("--ids", choices=[*_VARIANTS], default="skewed", help="the configuration's, or uniform")

@@ -48,8 +48,8 @@ def test_a_contender_is_the_configuration_with_its_own_keys(tmp_path: Path, name
 
 
 def test_int32_ids_are_told_to_torchrec_alone() -> None:
-    told = [name for name, each in STEP_CONTENDERS.items() if "int32_ids" in each.extras]
-    assert expand(["strongest"]) == tuple(name for name in told if not name.endswith("index_dedup"))
+    with_int32 = [name for name, each in STEP_CONTENDERS.items() if "int32_ids" in each.extras]
+    assert expand(["strongest"]) == tuple(name for name in with_int32 if not name.endswith("index_dedup"))
 
 
 @pytest.mark.usefixtures("world_of_one")

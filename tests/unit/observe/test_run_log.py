@@ -1,4 +1,4 @@
-"""What ranks write to standard error."""
+"""The warnings that ranks write to standard error."""
 
 import logging
 import warnings
@@ -20,7 +20,7 @@ def _unchanged() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_unchanged")
 @pytest.mark.parametrize(("rank", "shown"), [(0, 2), (1, 1)])
-def test_what_a_library_warns_of_rank_0_says(rank: int, shown: int, recwarn: pytest.WarningsRecorder) -> None:
+def test_rank_0_alone_shows_the_warnings_of_libraries(rank: int, shown: int, recwarn: pytest.WarningsRecorder) -> None:
     warnings.simplefilter("always")
     start_logging(rank)
     for module in ("torchrec.distributed.types", "dlrm_overlap.cli"):
