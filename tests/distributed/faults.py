@@ -11,6 +11,7 @@ import sys
 import time
 import uuid
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,11 @@ def children_of(pid: int) -> list[int]:
 def sockets_of(pid: int) -> list[str]:
     """Return the sockets that `pid` has open, beyond its standard streams."""
     links = [link for link in Path(f"/proc/{pid}/fd").iterdir() if int(link.name) > 2]
-    return [name for link in links if (name := os.readlink(link)).startswith("socket:")]
+    found = list[str]()
+    for link in links:
+        with suppress(FileNotFoundError):  # closed since the folder was read
+            found.append(os.readlink(link))
+    return [name for name in found if name.startswith("socket:")]
 
 
 class Run:
