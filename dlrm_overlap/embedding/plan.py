@@ -21,14 +21,13 @@ from torchrec.distributed.sharding_plan import (
     table_row_wise,
     table_wise,
 )
-from torchrec.distributed.types import CacheParams, ModuleSharder, ShardingPlan, ShardingType
+from torchrec.distributed.types import CacheParams, ModuleSharder, ShardingPlan
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig, data_type_to_dtype
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from dlrm_overlap.config import EmbeddingConfig, InputError, in_one_line
 from dlrm_overlap.data.batch import table_keys
 from dlrm_overlap.embedding.balance import TableLoad, balance
-from dlrm_overlap.embedding.traffic import partial_sums
 from dlrm_overlap.kernels.arguments import looks_at_rows, state_bytes
 
 log = logging.getLogger("dlrm_overlap")
@@ -131,18 +130,7 @@ def build_plan(
         InputError: if the tables do not fit.
     """
     unsharded = Unsharded(module, sharders, topology, config, pooling, group)
-    plan = unsharded.balanced() if config.plan == "auto" else unsharded.planned_by_torchrec(dim, batch_size)
-    memory, links = fullest_rank(plan, unsharded.pooling, group.size(), unsharded.unpooled)
-    if group.rank() == 0:
-        kinds = [s.sharding_type for tables in plan.plan.values() for s in tables.values()]  # type: ignore[attr-defined]
-        whole = kinds.count(ShardingType.DATA_PARALLEL.value)
-        log.info(
-            "plan: no rank reads more than %.2f times the mean of rows, nor has more than %.2f times that of columns%s",
-            memory,
-            links,
-            f"; {whole} tables are on every rank" if whole else "",
-        )
-    return plan
+    return unsharded.balanced() if config.plan == "auto" else unsharded.planned_by_torchrec(dim, batch_size)
 
 
 def torchrecs_planner(
@@ -312,6 +300,14 @@ class Unsharded:
             held = sum(load.bytes for load in loads)
             text = f"{held} bytes of tables on {world_size} ranks with room for {self._capacity} each"
             raise _does_not_fit("auto", text)
+        if self._group.rank() == 0:
+            log.info(
+                "plan: no rank reads more than %.2f times the mean of rows, nor has more than %.2f times that of "
+                "columns; %d tables are on every rank",
+                placed.memory,
+                placed.links,
+                len(everywhere),
+            )
         shardings: dict[str, ParameterShardingGenerator] = {name: data_parallel() for name in sorted(self.replicated)}
         for number, (name, ranks) in enumerate(zip(divided, placed.ranks, strict=True)):
             if number in placed.by_rows:
@@ -371,39 +367,6 @@ def data_parallel_tables(config: EmbeddingConfig, rows: Sequence[int], unpooled:
     return small if len(small) < len(pooled) else []
 
 
-def fullest_rank(
-    plan: ShardingPlan, pooling: Mapping[str, float], world_size: int, unpooled: Collection[str] = ()
-) -> tuple[float, float]:
-    """Return the row elements that the fullest rank reads, and the columns it sends, each over the mean of the ranks.
-
-    The mean of columns is that of whole tables, to which partial sums of tables cut by rows only add. Data-parallel
-    tables, which are work to all ranks alike, are left out.
-
-    Args:
-        pooling: mean number of ids in a bag, by table.
-        unpooled: the tables all of whose rows travel.
-
-    Example: 2 ranks, tables of 16 columns, one of 3 ids a bag on rank 0, one of 1 id on rank 1: (1.5, 1.0). The first
-    cut by rows: rank 0 reads 24 elements, rank 1 40; rank 0 sends 14 columns, rank 1 30, where the mean is 16.
-    """
-    memory, links, columns = [0.0] * world_size, [0.0] * world_size, 0
-    for tables in plan.plan.values():
-        for table, sharding in tables.items():  # type: ignore[attr-defined]
-            if sharding.sharding_type == ShardingType.DATA_PARALLEL.value:
-                continue
-            shards = [shard for shard in sharding.sharding_spec.shards if shard.shard_sizes[0]]
-            cut = [shard for shard in shards if shard.shard_offsets[1] == 0]
-            rows = sum(shard.shard_sizes[0] for shard in cut)
-            ids, travels = pooling[table], pooling[table] if table in unpooled else 1.0
-            sent = ids if table in unpooled else partial_sums(ids, len(cut))
-            columns += travels * sum(shard.shard_sizes[1] for shard in shards if shard.shard_offsets[0] == 0)
-            for shard in shards:
-                rank = shard.placement.rank()
-                memory[rank] += ids * shard.shard_sizes[1] * shard.shard_sizes[0] / rows
-                links[rank] += shard.shard_sizes[1] * sent / len(cut)
-    return max(memory) * world_size / (sum(memory) or 1.0), max(links) * world_size / (columns or 1)
-
-
 def _does_not_fit(kind: str, reason: str) -> InputError:
     return InputError(
         f"embedding.plan: no plan of kind {kind} fits ({reason:.200}...); cache tables with --embedding.memory auto, "
@@ -424,17 +387,3 @@ def plan_record(plan: ShardingPlan) -> dict[str, Any]:
         for module in plan.plan.values()
         for table, sharding in sorted(module.items())  # type: ignore[attr-defined]
     }
-
-
-def describe_plan(plan: ShardingPlan) -> str:
-    """Return the plan as a Markdown table: table, sharding type, ranks of its shards and their sizes."""
-    lines = ["| table | sharding | ranks | shards |", "|---|---|---|---|"]
-    for module in plan.plan.values():
-        for table, sharding in sorted(module.items()):  # type: ignore[attr-defined]
-            if sharding.sharding_type == ShardingType.DATA_PARALLEL.value:
-                lines.append(f"| {table} | {sharding.sharding_type} | all | whole |")
-                continue
-            shards = " ".join("x".join(map(str, shard.shard_sizes)) for shard in sharding.sharding_spec.shards)
-            ranks = " ".join(map(str, sharding.ranks))
-            lines.append(f"| {table} | {sharding.sharding_type} | {ranks} | {shards} |")
-    return "\n".join(lines)

@@ -20,7 +20,6 @@ from torchrec.distributed.types import ShardingPlan
 
 from dlrm_overlap.checkpoint.storage.branches import newest_checkpoint, same_checkpoint
 from dlrm_overlap.config import Config, InputError, flatten
-from dlrm_overlap.embedding.plan import describe_plan
 from dlrm_overlap.launching.environment import environment
 from dlrm_overlap.launching.files import LOCK_NAME, make_folder
 from dlrm_overlap.launching.launcher import World
@@ -121,7 +120,7 @@ class RunLog:
         if config.log.tensorboard:
             self._board = TensorBoard(folder, start)
             self._board.text("config", f"```yaml\n{resolved}```")
-            self._board.text("plan", describe_plan(plan))
+            self._board.text("plan", f"```\n{plan}\n```")
             about = self.versions | {"launch": world.describe()}
             self._board.text("environment", markdown_table([("key", "value"), *about.items()]))
 

@@ -44,7 +44,7 @@ from dlrm_overlap.bench.request import StepRequest
 from dlrm_overlap.bench.step_contenders import STEP_CONTENDERS, contender_config, heats
 from dlrm_overlap.config import Config, EmbeddingConfig
 from dlrm_overlap.data.batch import Batch
-from dlrm_overlap.embedding.plan import describe_plan
+from dlrm_overlap.embedding.plan import plan_record
 from dlrm_overlap.embedding.sharder import (
     OverlapEmbeddingBagCollectionSharder,
     OverlapEmbeddingCollectionSharder,
@@ -98,7 +98,7 @@ def run(request: StepRequest, ranks: Ranks) -> int:
         rows = [
             {"kind": request.kind, "contender": each.name}
             | describe_run(each, request.batches)
-            | {"own_plan": describe_plan(each.trainer.plan) != plan}
+            | {"own_plan": plan_record(each.trainer.plan) != plan}
             | _times(each, timings[each.name], traced[each.name], floor)
             | _agreement(agreements[each.name])
             for each in runs
@@ -207,7 +207,7 @@ def _train_apart(
     trainer = build(ranks, name, replace(config, train=replace(config.train, compile_dense=compiled)))
     batches = read_batches(trainer, request.batches)
     floor = find_floor(trainer, batches, measure_ceilings(ranks.connect(), ranks.device), request.dense_tflop_per_s)
-    plan = describe_plan(trainer.plan)
+    plan = plan_record(trainer.plan)
     apart = TrainingRun(name, trainer, batches)
     losses = apart.losses(CHECKED_STEPS)
     apart.close()
