@@ -78,8 +78,8 @@ class ExchangingModule(nn.Module, Generic[Served]):
         """Return an exchange of `Exchange`'s arguments."""
         raise NotImplementedError
 
-    def _exchanged_names(self) -> Mapping[str, str]:
-        """Return the names of the exchange's output in its order, each with TorchRec's."""
+    def _exchanged_names(self) -> Collection[str]:
+        """Return the names of the exchange's output in its order."""
         raise NotImplementedError
 
     def take_ids(

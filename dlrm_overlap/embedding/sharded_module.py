@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial, reduce
+from itertools import chain
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torchrec.distributed.embeddingbag import (
 )
 from torchrec.distributed.types import Awaitable, LazyAwaitable, NoWait
 from torchrec.modules.embedding_configs import PoolingType
+from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
@@ -31,7 +33,6 @@ from dlrm_overlap.embedding.shardings import (
     exchanging_group,
     hosts_of,
     in_rank_order,
-    model_order,
     names_of,
     output_types,
 )
@@ -73,24 +74,21 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
     def _new_exchange(self, *arguments: Any) -> Exchange:
         return Exchange(*arguments)
 
-    def _exchanged_names(self) -> dict[str, str]:
-        """Return the names of the pooled embeddings that the exchange brings, in the order of its output.
-
-        Returns:
-            Name in the layout -> TorchRec's name, see `names_of`.
-        """
+    def _exchanged_names(self) -> list[str]:
+        """Return the names of the pooled embeddings that the exchange brings, in the order of its output."""
         every: list[Any] = self._embedding_shardings
         names = names_of([every[i] for i in self._ours])
         if self._output_order == "plan":
             return names
-        return {name: names[name] for name in model_order(self._embedding_bag_configs) if name in names}
+        in_order = chain.from_iterable(get_embedding_names_by_table(self._embedding_bag_configs))
+        return [name for name in in_order if name in names]
 
     def _order_output(self, layout: Layout) -> None:
         """Find the order of all pooled embeddings, of which those of `layout` are the exchange's."""
         self._output_names, self._output_dims = self._embedding_names, self._embedding_dims
         if self._output_order == "model":
             others = self._others
-            self._output_names = [*self._exchanged_names().values(), *names_of(others).values()]
+            self._output_names = [*self._exchanged_names(), *names_of(others)]
             self._output_dims = layout.dims + [dim for each in others for dim in each.embedding_dims()]
 
     @property
