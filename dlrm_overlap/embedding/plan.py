@@ -1,4 +1,4 @@
-"""The sharding plan: tables balanced over the ranks, or TorchRec's planner with this machine's figures."""
+"""The sharding plan: tables balanced over the ranks, or the plan of TorchRec's planner."""
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
@@ -32,17 +32,6 @@ from dlrm_overlap.kernels.arguments import looks_at_rows, state_bytes
 
 log = logging.getLogger("dlrm_overlap")
 
-# Datasheet figures, bytes/s: (memory, links out of one GPU to its peers). Looked up rather than measured at start,
-# so that two runs of one configuration get one plan.
-_GPU_BYTES_PER_S = {
-    "B200": (8.0e12, 900e9),
-    "H200": (4.8e12, 450e9),
-    "H100": (3.35e12, 450e9),
-    "A100": (2.0e12, 300e9),
-    "V100": (0.9e12, 150e9),
-}
-_PCIE_BYTES_PER_S = 25e9
-_NETWORK_BYTES_PER_S = 50e9  # a 400 Gb/s adapter a GPU
 _RESERVED = 0.2  # of a device's memory: all but tables
 _REPLICATED_BYTES = 4 * 4  # of an element of a data-parallel table: weight, gradient, up to two states of the optimizer
 
@@ -75,36 +64,12 @@ def constraints(model: nn.Module, bag_sizes: Mapping[str, float] | None = None) 
 
 
 def build_topology(device: torch.device, world_size: int, local_world_size: int) -> Topology:
-    """Describe the machine to the planner: memory of this device, and bandwidths in bytes/ms as the planner wants them.
-
-    GPUs that the table does not know keep the planner's own bandwidths. Memory is all of the device's, since
-    the planner runs before anything is allocated.
-    """
+    """Describe the machine to TorchRec's planner: all memory of this device, since nothing is allocated yet."""
     if device.type == "cpu":
-        return Topology(
-            world_size,
-            "cpu",
-            ddr_cap=psutil.virtual_memory().total // local_world_size,
-            local_world_size=local_world_size,
-        )
-    bandwidths: dict[str, Any] = {"inter_host_bw": _NETWORK_BYTES_PER_S / 1e3}
-    name = torch.cuda.get_device_name(device)
-    for gpu, (memory, links) in _GPU_BYTES_PER_S.items():
-        if gpu in name:
-            reachable = all(
-                torch.cuda.can_device_access_peer(device.index or 0, peer)
-                for peer in range(local_world_size)
-                if peer != (device.index or 0)
-            )
-            bandwidths["hbm_mem_bw"] = memory / 1e3
-            bandwidths["intra_host_bw"] = (links if reachable else _PCIE_BYTES_PER_S) / 1e3
-    return Topology(
-        world_size,
-        "cuda",
-        hbm_cap=torch.cuda.get_device_properties(device).total_memory,
-        local_world_size=local_world_size,
-        **bandwidths,
-    )
+        room: dict[str, int] = {"ddr_cap": psutil.virtual_memory().total // local_world_size}
+    else:
+        room = {"hbm_cap": torch.cuda.get_device_properties(device).total_memory}
+    return Topology(world_size, device.type, local_world_size=local_world_size, **room)
 
 
 def build_plan(
