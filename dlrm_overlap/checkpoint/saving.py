@@ -205,7 +205,7 @@ class Saves:
         self._find_extents(snapshot)
         self._reader.begin()
         for exchange in exchanges(self._model):
-            exchange.write_back()
+            exchange.tables.write_back()
         snapshot.take()
         begun = snapshot, step, metrics, dict(self._checkpointer.about), time.perf_counter() - begin
         self._thread = threading.Thread(target=self._write, args=begun, name="save", daemon=True)

@@ -108,11 +108,13 @@ class Exchange:
         self._replicated: ReplicatedTables | None = None
         self.order = CommunicationOrder()
         """of captured steps; set before the first step where several exchanges are captured together"""
-        self._tables, self._group = tables, group
+        self.tables = tables
+        """this rank's rows; `write_back` and `note_writes` store those in caches to their tables"""
+        self._group = group
         self._halves: Halves | None = None
         self._closed = 0  # how often
         self._capacity = 0
-        self._copies = options.copy_output and not options.casts_output  # else the cast is a copy
+        self._copies = options.copy_output and options.output_dtype == options.wire_dtype  # else the cast is a copy
         self._counts_epochs = device.type == "cuda" and BACKENDS[options.backend].stores_to_peers
         self._pending: Step | None = None
         self.failure: str | None = None
@@ -150,7 +152,7 @@ class Exchange:
     def addresses(self) -> tuple[int, ...]:
         """Addresses of rows, and how often windows were given back: captured steps are valid while it is the same."""
         replicated = self._replicated.storage() if self._replicated is not None else ()
-        return self._closed, *self._tables.storage(), *replicated
+        return self._closed, *self.tables.storage(), *replicated
 
     def take_ids(
         self,
@@ -208,8 +210,8 @@ class Exchange:
         ids = self._require(self._ids.bound.samples).ids
         assert ids is not None
         arrived = ids.send(features, samples, count)
-        if self._tables.fractions:
-            self._tables.bring_in(arrived.ids)
+        if self.tables.fractions:
+            self.tables.bring_in(arrived.ids)
         return arrived
 
     def forget_sent_ids(self) -> None:
@@ -280,7 +282,7 @@ class Exchange:
             InputError: if this exchange takes ids, and has caches of rows for them; nothing has begun.
             RuntimeError: within a graph's capture, or if an earlier step has failed on this rank.
         """
-        if self._tables.fractions:
+        if self.tables.fractions:
             if self._ids is not None:
                 raise InputError(
                     "exchange: ids that TorchRec has sent, but the rows of cached tables wait for those that "
@@ -306,7 +308,7 @@ class Exchange:
             step.trains_weights = bool(trained)
             return PooledAwaitable(self, step, StartExchange.apply(self._anchor, self, step, *trained))
         self.start_forward(step)
-        if self._tables.count_evaluation():
+        if self.tables.count_evaluation():
             self.follow_rules()
         return PooledAwaitable(self, step, None)
 
@@ -316,7 +318,7 @@ class Exchange:
         if self._pending is not None:  # its flags must be awaited before the next step
             self._set_aside(self._pending)
         halves = self._require(step.batch.most)
-        self.read_again()
+        self.tables.read_again()
         if self._ids is not None and self.device.type == "cuda":  # ids that were checked when they arrived
             step.ids_ready = torch.cuda.current_stream(self.device).record_event()
         with self._beside():
@@ -336,7 +338,7 @@ class Exchange:
             self._capacity = max(1, samples)
             context = ExchangeContext(
                 self.layout,
-                self._tables,
+                self.tables,
                 self.options,
                 self._group,
                 self.device,
@@ -352,7 +354,7 @@ class Exchange:
             if self._ids is not None:
                 rank, ranks = self._group.rank(), self._group.size()
                 room = [self._ids.arriving([feature], ranks) for feature in self._ids.features(rank)]
-                self._tables.open_caches(self.layout.by_owner[rank], room, self.device)
+                self.tables.open_caches(self.layout.by_owner[rank], room, self.device)
         return self._halves
 
     def _set_aside(self, step: Step) -> None:
@@ -363,14 +365,15 @@ class Exchange:
 
     @fails_for_good
     def finish_forward(self, step: Step, copy: bool | None = None) -> torch.Tensor:
-        """Return the pooled embeddings of a step, once.
+        """Return the pooled embeddings [b, D_total] of a step, of the options' `output_dtype`, once.
 
         Args:
             copy: return a copy, not the window that they are in; None does as the options say.
         """
         if step is self._pending:
             self._pending = None
-            return self._open().forward.finish(step, self._copies if copy is None else copy)
+            pooled = self._open().forward.finish(step, self._copies if copy is None else copy)
+            return pooled.to(self.options.output_dtype)
         pooled, step.set_aside = step.set_aside, None
         if pooled is None:
             raise RuntimeError(
@@ -444,11 +447,6 @@ class Exchange:
         assert self._halves is not None, "a step begins with its forward"
         return self._halves
 
-    def read_again(self) -> None:
-        """Read the rows in caches again, if others may have written to their tables; before each captured step."""
-        if self._tables.fractions:
-            self._tables.read_again()
-
     def keep_rules_in_place(self) -> None:
         """Write the optimizers' numbers that have changed to where captured steps read them; on the current stream."""
         if self._halves is not None:
@@ -458,14 +456,6 @@ class Exchange:
         """Overwrite those numbers if captured steps read some; on the current stream."""
         if self._halves is not None:
             self._halves.backward.follow_rules()
-
-    def write_back(self) -> None:
-        """Store rows that are in caches to their tables; on the current stream, after all steps that are issued."""
-        self._tables.write_back()
-
-    def note_writes(self) -> None:
-        """Do so for others that read the tables, and may write to them until the next step."""
-        self._tables.note_writes()
 
     def skip(self, counter: Counter) -> None:
         """Take an epoch of the windows that `counter` counts, in which nothing is stored; all ranks do so alike."""
@@ -501,7 +491,7 @@ class Exchange:
         finally:
             self._halves, self._capacity = None, 0
             self._closed += 1
-            self._tables.close_caches(write_back=stopped is None and self.failure is None)
+            self.tables.close_caches(write_back=stopped is None and self.failure is None)
             if stopped is None:
                 halves.close()
         if stopped is not None:
@@ -541,7 +531,7 @@ class FinishExchange(torch.autograd.Function):
     def forward(ctx: Any, token: torch.Tensor, exchange: Exchange, step: Step) -> torch.Tensor:
         """Return the pooled embeddings [b, D_total], of the exchange's `output_dtype`."""
         ctx.exchange, ctx.step, ctx.token = exchange, step, token.shape
-        return finish_in_type(exchange, step)
+        return exchange.finish_forward(step)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
@@ -549,12 +539,6 @@ class FinishExchange(torch.autograd.Function):
         (gradient,) = gradients
         ctx.exchange.start_backward(ctx.step, gradient)
         return gradient.new_empty(ctx.token, dtype=torch.float32), None, None
-
-
-def finish_in_type(exchange: Exchange, step: Step) -> torch.Tensor:
-    """Return the pooled embeddings [b, D_total], of the exchange's `output_dtype`."""
-    pooled, dtype = exchange.finish_forward(step), exchange.options.output_dtype
-    return pooled if pooled.dtype == dtype else pooled.to(dtype)
 
 
 class PooledAwaitable(Awaitable[torch.Tensor]):
@@ -571,7 +555,7 @@ class PooledAwaitable(Awaitable[torch.Tensor]):
         """Return the pooled embeddings [b, D_total], of the exchange's `output_dtype`."""
         # Without Awaitable's profiler range: TorchRec puts its own around all shardings.
         if self._token is None:  # no gradient will come: autograd's bookkeeping would only take time
-            pooled = finish_in_type(self._exchange, self._step)
+            pooled = self._exchange.finish_forward(self._step)
         else:
             pooled = FinishExchange.apply(self._token, self._exchange, self._step)
         return pooled if self.samples in (None, pooled.shape[0]) else pooled[: self.samples]

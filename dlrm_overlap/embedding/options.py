@@ -66,11 +66,6 @@ class ExchangeOptions:
         assert len(narrow) < 2, "two roundings"
 
     @property
-    def casts_output(self) -> bool:
-        """Whether pooled embeddings that have arrived are cast, and their gradient before it is sent."""
-        return self.output_dtype != self.wire_dtype
-
-    @property
     def resolved_backward(self) -> str:
         """The backward that is taken."""
         return self.backward or BACKENDS[self.backend].backward or ""

@@ -66,7 +66,7 @@ def constraints(model: nn.Module, bag_sizes: Mapping[str, float] | None = None) 
 def build_topology(device: torch.device, world_size: int, local_world_size: int) -> Topology:
     """Describe the machine to TorchRec's planner: all memory of this device, since nothing is allocated yet."""
     if device.type == "cpu":
-        room: dict[str, int] = {"ddr_cap": psutil.virtual_memory().total // local_world_size}
+        room: dict[str, Any] = {"ddr_cap": psutil.virtual_memory().total // local_world_size}
     else:
         room = {"hbm_cap": torch.cuda.get_device_properties(device).total_memory}
     return Topology(world_size, device.type, local_world_size=local_world_size, **room)

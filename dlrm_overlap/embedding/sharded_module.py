@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial, reduce
-from itertools import chain
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from torchrec.distributed.embeddingbag import (
 )
 from torchrec.distributed.types import Awaitable, LazyAwaitable, NoWait
 from torchrec.modules.embedding_configs import PoolingType
-from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
@@ -33,6 +31,7 @@ from dlrm_overlap.embedding.shardings import (
     exchanging_group,
     hosts_of,
     in_rank_order,
+    model_order,
     names_of,
     output_types,
 )
@@ -71,17 +70,13 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
         """TorchRec's shardings, by number."""
         return self._embedding_shardings
 
-    def _new_exchange(self, *arguments: Any) -> Exchange:
-        return Exchange(*arguments)
-
     def _exchanged_names(self) -> list[str]:
         """Return the names of the pooled embeddings that the exchange brings, in the order of its output."""
         every: list[Any] = self._embedding_shardings
         names = names_of([every[i] for i in self._ours])
         if self._output_order == "plan":
             return names
-        in_order = chain.from_iterable(get_embedding_names_by_table(self._embedding_bag_configs))
-        return [name for name in in_order if name in names]
+        return [name for name in model_order(self._embedding_bag_configs) if name in names]
 
     def _order_output(self, layout: Layout) -> None:
         """Find the order of all pooled embeddings, of which those of `layout` are the exchange's."""
@@ -257,7 +252,7 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
     def note_writes(self) -> None:
         """Store rows that are in caches to their tables, which may be read, and written to, until the next step."""
         if self.exchange is not None:
-            self.exchange.note_writes()
+            self.exchange.tables.note_writes()
 
     def update_shards(self, *args: Any, **kwargs: Any) -> None:
         """Reshard as TorchRec does, then lay out the exchange anew."""

@@ -1,6 +1,5 @@
 """The drop-in: TorchRec's sharder with the embedding exchange of a backend."""
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -27,20 +26,11 @@ from dlrm_overlap.backends import BACKENDS, EXCHANGED
 from dlrm_overlap.config import EmbeddingConfig, InputError
 from dlrm_overlap.embedding.codecs import precisions
 from dlrm_overlap.embedding.options import PUTS, WIRE_DTYPES, ExchangeOptions
-from dlrm_overlap.embedding.sharded_module import OverlapShardedEmbeddingBagCollection, exchanges
+from dlrm_overlap.embedding.sharded_module import OverlapShardedEmbeddingBagCollection
 from dlrm_overlap.embedding.sharded_unpooled import OverlapShardedEmbeddingCollection
 from dlrm_overlap.embedding.shardings import cached_shares, check_columns, exchanging_group
 from dlrm_overlap.embedding.tables import OPTIMIZERS
 from dlrm_overlap.kernels.schedule import SCHEDULES
-
-__all__ = [
-    "OverlapEmbeddingBagCollectionSharder",
-    "OverlapEmbeddingCollectionSharder",
-    "OverlapShardedEmbeddingBagCollection",
-    "build_sharder",
-    "build_sharders",
-    "exchanges",
-]
 
 _OPTIMIZERS = {name: optimizer for optimizer, name in OPTIMIZERS.items()}
 
@@ -49,7 +39,9 @@ _KEYS = (
     "backend", "schedule", "put", "slice_bags", "programs_per_sm", "wait_timeout_s", "hosts", "between_hosts",
     "aggregate_bytes",
 )  # fmt: skip
-"""Keys of the section `embedding` that the sharder takes as they are."""
+"""Keys of the section `embedding` that the sharders take as they are."""
+_POOLED_KEYS = "put", "between_hosts", "aggregate_bytes"
+"""those that the sharder of unpooled tables does not take"""
 
 
 class OverlapEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
@@ -138,16 +130,12 @@ class OverlapEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
         """
         check_columns(params)
         require_same_plan(params, env)
-        # The replicas of 2D parallelism are averaged where FBGEMM keeps the rows.
-        caches = self._caches and not isinstance(env, ShardingEnv2D)
-        cached = cached_shares(params) if caches else {}
+        # Other tables stay with TorchRec, and FBGEMM caches them; the replicas of 2D parallelism are averaged there.
+        caches = BACKENDS[self.options.backend].stores_to_peers and self.options.resolved_backward == "push"
+        cached = cached_shares(params) if caches and not isinstance(env, ShardingEnv2D) else {}
+        at_home: dict[str, Any] = {"compute_kernel": EmbeddingComputeKernel.FUSED_UVM.value, "cache_params": None}
         if cached:
-            params = {
-                name: replace(each, compute_kernel=EmbeddingComputeKernel.FUSED_UVM.value, cache_params=None)
-                if name in cached
-                else each
-                for name, each in params.items()
-            }
+            params = params | {name: replace(params[name], **at_home) for name in cached}
         return OverlapShardedEmbeddingBagCollection(
             module,
             params,
@@ -161,11 +149,6 @@ class OverlapEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
             output_order=self.output_order,
             cached=cached,
         )
-
-    @property
-    def _caches(self) -> bool:
-        """Whether the exchange caches rows; otherwise such tables stay with TorchRec, and FBGEMM caches them."""
-        return BACKENDS[self.options.backend].stores_to_peers and self.options.resolved_backward == "push"
 
     @property
     def sharded_module_type(self) -> type[OverlapShardedEmbeddingBagCollection]:
@@ -349,33 +332,24 @@ def build_sharders(
     leading_columns: int,
     fused_params: Mapping[str, Any] | None = None,
 ) -> list[ModuleSharder[Any]]:
-    """Return the sharders of pooled and of unpooled tables, see `build_sharder`."""
-    return [
-        build_sharder(config, precision, leading_columns, fused_params),
-        _build_sequence_sharder(config, precision, fused_params),  # of histories, which are not pooled
-    ]
+    """Return the sharders of pooled and of unpooled tables, see `build_sharder`.
 
-
-def _build_sequence_sharder(
-    config: EmbeddingConfig, precision: str, fused_params: Mapping[str, Any] | None
-) -> EmbeddingCollectionSharder:
-    """Return the sharder of tables that are not pooled, with the optimizer of `build_sharder`.
-
-    It is TorchRec's own, unless the backend stores into the peers' memory. Rows travel in `config.wire_dtype`, as fp32
-    under auto; ours are then returned in the type of the dense part, fp32 or bf16 by `precision`.
+    That of unpooled tables is TorchRec's own, unless the backend stores into the peers' memory. Rows travel in
+    `config.wire_dtype`, as fp32 under auto; ours are then returned in the type of the dense part.
     """
+    pooled = build_sharder(config, precision, leading_columns, fused_params)
+    about_tables = fused_params_of(config, fused_params)
     wire_dtype = "fp32" if config.wire_dtype == "auto" else config.wire_dtype
-    if BACKENDS[config.backend].stores_to_peers:
-        keys = ("backend", "schedule", "slice_bags", "programs_per_sm", "wait_timeout_s", "hosts")
-        own = {name: getattr(config, name) for name in keys}
-        dense_dtype = _dense_dtype(precision)
-        return OverlapEmbeddingCollectionSharder(
-            fused_params_of(config, fused_params),
-            wire_dtype=wire_dtype,
-            output_dtype=dense_dtype if wire_dtype in ("fp32", dense_dtype) else "fp32",
-            **own,
-        )
-    return EmbeddingCollectionSharder(fused_params_of(config, fused_params), _codecs(wire_dtype))
+    if not BACKENDS[config.backend].stores_to_peers:
+        return [pooled, EmbeddingCollectionSharder(about_tables, _codecs(wire_dtype))]
+    dense_dtype = _dense_dtype(precision)
+    unpooled = OverlapEmbeddingCollectionSharder(
+        about_tables,
+        wire_dtype=wire_dtype,
+        output_dtype=dense_dtype if wire_dtype in ("fp32", dense_dtype) else "fp32",
+        **{name: getattr(config, name) for name in _KEYS if name not in _POOLED_KEYS},
+    )
+    return [pooled, unpooled]
 
 
 def _dense_dtype(precision: str) -> str:
@@ -425,16 +399,13 @@ def require_same_plan(plan: Mapping[str, ParameterSharding], env: ShardingEnv) -
     """
     group = exchanging_group(env)
     mine = {name: f"{each.sharding_type} by {each.compute_kernel} on ranks {each.ranks}" for name, each in plan.items()}
-    digests = [b""] * group.size()
-    dist.all_gather_object(digests, hashlib.sha256(repr(sorted(mine.items())).encode()).digest(), group)
-    if len(set(digests)) == 1:
-        return
     plans = [mine] * group.size()
     dist.all_gather_object(plans, mine, group)
-    rank = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
-    name = next(name for name in sorted({*plans[0], *plans[rank]}) if plans[0].get(name) != plans[rank].get(name))
-    ways = [each.get(name, "in no way") for each in (plans[0], plans[rank])]
-    raise InputError(
-        f"plan: rank 0 shards table {name} {ways[0]}, rank {rank} {ways[1]}; give all ranks one plan, as the planner's "
-        f"collective_plan does"
-    )
+    for rank, plan_there in enumerate(plans):
+        for name in sorted({*plans[0], *plan_there}):
+            first, other = (each.get(name, "in no way") for each in (plans[0], plan_there))
+            if first != other:
+                raise InputError(
+                    f"plan: rank 0 shards table {name} {first}, rank {rank} {other}; give all ranks one plan, as the "
+                    f"planner's collective_plan does"
+                )

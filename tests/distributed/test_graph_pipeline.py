@@ -283,12 +283,12 @@ def _check_cached(*options: str) -> None:
         _assert_same(losses[1], losses[0], "loss")
         _assert_same(losses[2], losses[0], "loss, slots for all rows")
         (exchange,) = exchanges(cached.model)
-        caches = [cache for cache, _ in exchange._tables._cached_features]
+        caches = [cache for cache, _ in exchange.tables._cached_features]
         assert caches
         assert all(cache.slots < cache.homes[0].shape[0] for cache in caches), "none is put out"
         stale = [name for name, rows in held[1].items() if not torch.equal(rows, held[0][name])]
         assert stale, "rows that are in the cache are not at home yet"
-        exchange.write_back()  # as a save beside training does
+        exchange.tables.write_back()  # as a save beside training does
         assert_all_near(held[1], held[0], 0.0, "written back")
         if first == 0:  # ids are sent ahead
             for trainer in trainers:
@@ -488,7 +488,7 @@ def _check_moved_behind_the_capture() -> None:
     """Graphs are not launched any more once what they use has been moved or given back."""
 
     def move_rows(exchange: Exchange) -> None:
-        lookups: list[Any] = exchange._tables.lookups
+        lookups: list[Any] = exchange.tables.lookups
         for lookup in lookups:
             lookup.weights_host = torch.nn.Parameter(lookup.weights_host.detach().clone())
 

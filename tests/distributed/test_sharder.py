@@ -637,7 +637,5 @@ def test_a_wire_type_beside_codecs_of_another_is_refused() -> None:
     told = "wire_dtype: 'bf16', but qcomm_codecs_registry has fp16; give one of the two"
     with pytest.raises(InputError, match=told):
         OverlapEmbeddingBagCollectionSharder(None, _codecs(FP16, FP16), wire_dtype="bf16")
-    assert (
-        OverlapEmbeddingBagCollectionSharder(None, _codecs(FP16, FP16), output_dtype="fp16").options.casts_output
-        is False
-    )
+    options = OverlapEmbeddingBagCollectionSharder(None, _codecs(FP16, FP16), output_dtype="fp16").options
+    assert options.output_dtype == options.wire_dtype

@@ -102,8 +102,8 @@ def _check(ranks: Ranks, optimizer: Any) -> None:
         for losses in others:
             _same(losses, expected, f"turn {turn}")
         for (exchange,) in (exchanges(small.model), exchanges(whole.model)):
-            assert exchange._tables._cached_features, "no table is cached"
-        assert all(c.slots < c.homes[0].shape[0] for c, _ in exchanges(small.model)[0]._tables._cached_features)
+            assert exchange.tables._cached_features, "no table is cached"
+        assert all(c.slots < c.homes[0].shape[0] for c, _ in exchanges(small.model)[0].tables._cached_features)
         for trainer in (small, whole):
             _same_rows(trainer, plain)
         if turn == 0:  # with ids sent ahead
@@ -174,7 +174,7 @@ def _time(ranks: Ranks, config: Config) -> dict[str, float]:
 
 
 def _caches(trainer: Trainer) -> list[RowCache]:
-    return [cache for each in exchanges(trainer.model) for cache, _ in each._tables._cached_features]
+    return [cache for each in exchanges(trainer.model) for cache, _ in each.tables._cached_features]
 
 
 def _kernels_ms(step: Callable[[], Any]) -> dict[str, float]:

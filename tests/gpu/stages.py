@@ -48,7 +48,8 @@ from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.embedding.backends.ids import ArrivedIds
 from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.embedding.id_layout import BatchBound
-from dlrm_overlap.embedding.sharder import OverlapEmbeddingCollectionSharder, exchanges
+from dlrm_overlap.embedding.sharded_module import exchanges
+from dlrm_overlap.embedding.sharder import OverlapEmbeddingCollectionSharder
 from dlrm_overlap.embedding.steps import Step
 from dlrm_overlap.embedding.weights import initialise_tables
 from dlrm_overlap.launching.parsing import Parser

@@ -383,7 +383,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         """Take a captured step by numbers as they are now, between lookup and update of tables of TorchRec's."""
         self._dense.refresh()
         for exchange in self._ahead.exchanges:
-            exchange.read_again()
+            exchange.tables.read_again()
         stock = self._ahead.stock_tables(parity)
         for tables, ids in stock:
             tables.look_up(ids)
