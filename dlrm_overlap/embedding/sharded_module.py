@@ -12,7 +12,7 @@ from torchrec.distributed.embeddingbag import (
     EmbeddingBagCollectionContext,
     ShardedEmbeddingBagCollection,
 )
-from torchrec.distributed.types import Awaitable, LazyAwaitable, NoWait
+from torchrec.distributed.types import Awaitable, LazyAwaitable
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
@@ -36,7 +36,6 @@ from dlrm_overlap.embedding.shardings import (
     output_types,
 )
 from dlrm_overlap.embedding.steps import with_float_weights
-from dlrm_overlap.embedding.stock import StockTables
 
 
 class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEmbeddingBagCollection):
@@ -112,16 +111,12 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
         Args:
             order: of the step that this one's ids are captured in; None leaves the exchange's own.
         """
-        stock = self._stock()
-        self.stock = StockTables(self, stock) if stock else None
-        if self._replicated:
-            self.exchange = self.exchange or self._make_exchange()
-        if self.exchange is not None:
-            if order is not None:
-                self.exchange.order = order
-            layout, replicated = self._with_replicated(self.exchange.layout)
-            self.exchange.take_ids(keys, bound, layout, replicated, weighted)
-            self._order_output(layout)
+        self.exchange = self.exchange or self._make_exchange()
+        if order is not None:
+            self.exchange.order = order
+        layout, replicated = self._with_replicated(self.exchange.layout)
+        self.exchange.take_ids(keys, bound, layout, replicated, weighted)
+        self._order_output(layout)
         self._takes_ids = True
         if self._has_mean_pooling_callback:
             self._divided_by = self._rows_of_divisor(keys).to(self._device)
@@ -156,13 +151,8 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
         (features,) = (*input, *kwargs.values())
         if features.variable_stride_per_key():
             features = with_even_batches(features)
-        exchanged, others = None, {}
-        if self.exchange is not None:
-            exchanged = self.exchange.start_sent(features)
-        if self.stock is not None:
-            pooled = zip(self.stock.numbers, self.stock.pooled(features), strict=True)
-            others = {number: NoWait(each) for number, each in pooled}
-        awaitable = self._awaitable(self._in_order(exchanged, others))
+        assert self.exchange is not None
+        awaitable = self._awaitable([self.exchange.start_sent(features)])
         if self._has_mean_pooling_callback:
             awaitable.callbacks.append(partial(self._divide, divisor=self._divisor(features)))
         if (inverse := features.inverse_indices_or_none()) is not None:
@@ -226,15 +216,13 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
         return True
 
     def _in_order(
-        self, exchanged: PooledAwaitable | None, others: Mapping[int, Awaitable[torch.Tensor]]
+        self, exchanged: PooledAwaitable, others: Mapping[int, Awaitable[torch.Tensor]]
     ) -> list[Awaitable[torch.Tensor]]:
         """Return the awaitables of the columns of the output, in their order.
 
         Args:
             others: by sharding, of those that are not exchanged.
         """
-        if exchanged is None:
-            return list(others.values())
         if self._output_order == "model" or not others:
             return [exchanged, *others.values()]
         every: list[Any] = self._embedding_shardings
