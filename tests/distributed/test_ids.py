@@ -23,8 +23,7 @@ from dlrm_overlap.embedding.id_layout import BatchBound, IdLayout, joined
 from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions, StepCounters
 from dlrm_overlap.embedding.windows import WindowPair
 from dlrm_overlap.kernels.compiled import INTERPRETED
-from tests.agreement import WEIGHT_TOLERANCE, assert_near, assert_same
-from tests.distributed.interpreted import without_streams
+from tests.agreement import assert_same
 from tests.distributed.models import world
 from tests.distributed.tiny_stage import CPU, ROWS, Stage
 from tests.distributed.workers import cases_on_ranks
@@ -227,85 +226,8 @@ def _check_refusals(kind: type[IdExchange]) -> None:
     _assert_arrived(exchange.send(ids, SAMPLES), stage, batches, "the batch after")
 
 
-def _check_steps(backend: str, sizes: Sizes) -> None:
-    """A whole exchange that takes ids trains the rows that one does which is given them."""
-    rank = dist.get_rank()
-    stage, given = Stage(BOTH, rank), Stage(BOTH, rank)
-    ours, theirs = stage.exchange(world(), backend), given.exchange(world(), backend)
-    ours.take_ids(_keys(stage), _bound(stage, sizes))
-    every = [[_batch(stage, sizes, step, r, SAMPLES, torch.int32) for r in range(2)] for step in range(6)]
-    mine, sent = list(map(_mine, every)), 0
-    for step, batches in enumerate(every):
-        while sent <= min(step + (step % 3 > 0), len(every) - 1):  # ahead, or as late as can be
-            ours.send_ids(mine[sent])
-            sent += 1
-        pooled = ours.start_sent(mine[step]).wait()
-        expected = theirs.start(_as_inputs(given, batches), (SAMPLES,) * 2).wait()
-        assert_same(pooled.detach(), expected.detach(), f"{backend}, step {step}")
-        gradient = torch.randn(pooled.shape, generator=torch.Generator().manual_seed(10 * step + rank))
-        pooled.backward(gradient)
-        expected.backward(gradient)
-        del pooled, expected
-    _assert_same_rows(stage, given)
-    # An evaluation: nothing was sent ahead, or what was is not wanted any more; and its batches are smaller.
-    ours.send_ids(_mine(every[0]))
-    ours.forget_sent_ids()
-    for step, samples in ((7, 2), (8, 2), (9, SAMPLES)):
-        batches = [_batch(stage, sizes, step, r, samples, torch.int64) for r in range(2)]
-        with torch.no_grad():
-            pooled = ours.start_sent(_mine(batches)).wait()
-            expected = theirs.start(_as_inputs(given, batches), (samples,) * 2).wait()
-        assert_same(pooled, expected, f"{backend}, evaluation {step}")
-        del pooled, expected
-    dist.barrier()
-    for exchange in (ours, theirs):
-        exchange.close()
-
-
-def _as_inputs(stage: Stage, batches: Sequence[KeyedJaggedTensor]) -> list[KeyedJaggedTensor]:
-    """Return what TorchRec would give the owner for these batches."""
-    names = [shard.feature_name for shard in stage.layout.by_owner[stage.rank]]
-    bags = [batch[name] for name in names for batch in batches]
-    values, lengths = (torch.cat([getattr(bag, part)() for bag in bags]) for part in ("values", "lengths"))
-    return [KeyedJaggedTensor(names, values, lengths=lengths)]
-
-
-def _assert_same_rows(stage: Stage, expected: Stage) -> None:
-    for shard in stage.layout.by_owner[stage.rank]:
-        rows = stage.tables.weight(shard)
-        assert not torch.equal(rows, stage.weights[shard.name])
-        assert_near(rows, expected.tables.weight(shard), WEIGHT_TOLERANCE["fp32"], shard.name)
-
-
-def _check_rows_at_the_end_of_a_captured_step() -> None:
-    """Under a capture the rows of all exchanges are updated by `finish_rows`, in the order of the backwards."""
-    stage = Stage(BOTH, dist.get_rank())
-    exchange = stage.exchange(world(), "pgas")
-    sizes = (SAMPLES,) * 2
-    rows = {shard.name: stage.tables.weight(shard) for shard in stage.layout.by_owner[stage.rank]}
-    with without_streams():
-        exchange.order.begin()
-        exchange.start(stage.inputs(0, sizes)[0], sizes).wait().sum().backward()
-        for name, weight in rows.items():
-            assert_same(weight, stage.weights[name], f"{name} before")
-        exchange.finish_rows()
-        exchange.order.end()
-    for name, weight in rows.items():
-        assert not torch.equal(weight, stage.weights[name]), name
-    after = {name: weight.clone() for name, weight in rows.items()}
-    exchange.finish_rows()
-    for name, weight in rows.items():
-        assert_same(weight, after[name], f"{name}: nothing is left to finish")
-    dist.barrier()
-    exchange.close()
-
-
 HOST, DEVICE = CpuIdExchange, DeviceIdExchange
-CASES: dict[str, Callable[[], None]] = {
-    **{f"steps of {backend}": partial(_check_steps, backend, RANGES) for backend in ("pgas", "fused")},
-    "steps with known lengths": partial(_check_steps, "pgas", KNOWN),
-    "rows at the end": _check_rows_at_the_end_of_a_captured_step,
-}
+CASES: dict[str, Callable[[], None]] = {}
 for _kind in (HOST, DEVICE) if INTERPRETED else (HOST,):
     _name = "host" if _kind is HOST else "device"
     CASES[f"{_name}: refusals"] = partial(_check_refusals, _kind)

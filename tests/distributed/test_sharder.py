@@ -254,34 +254,6 @@ def test_steps_that_are_tracked_stay_with_torchrec(
     assert lines == ["backend pgas: steps stay with TorchRec: a tracker is registered"]
 
 
-def test_steps_of_features_with_batches_of_their_own_are_exchanged(
-    world_of_one: dist.ProcessGroup, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Three samples have two different bags of x, and three of y."""
-    tables: Tables = {"a": (5, 4, ["x"], SUM), "b": (5, 8, ["y"], SUM)}
-    module = EmbeddingBagCollection(table_configs(tables), device=torch.device("meta"))
-    found = []
-    ours: Any = OverlapEmbeddingBagCollectionSharder()
-    stock: Any = EmbeddingBagCollectionSharder()
-    for sharder in (ours, stock):
-        plan = construct_module_sharding_plan(module, dict.fromkeys(tables, FUSED), sharder, 1, 1, "cpu")
-        sharded = sharder.shard(module, dict(plan), ShardingEnv.from_process_group(world_of_one), CPU)
-        initialise_tables(sharded, seed=0)
-        ids = KeyedJaggedTensor(
-            ["x", "y"],
-            torch.tensor([1, 2, 3, 0, 4, 2]),
-            lengths=torch.tensor([2, 1, 1, 1, 1]),
-            stride_per_key_per_rank=[[2], [3]],
-            inverse_indices=(["x", "y"], torch.tensor([[0, 1, 0], [0, 1, 2]])),
-        )
-        pooled = sharded(ids).wait()
-        (pooled.values() * torch.arange(36).view(3, 12)).sum().backward()
-        found.append(dict(sorted(pooled.to_dict().items())) | dict(local_tensors(sharded.state_dict())))
-    assert_all_near(found[0], found[1], WEIGHT_TOLERANCE["fp32"], "output or row")
-    lines = [record.getMessage() for record in caplog.records if record.name == "dlrm_overlap"]
-    assert lines == []
-
-
 @pytest.mark.parametrize("backend", ["pgas", "nccl"])
 def test_weights_of_ids_are_trained(
     world_of_one: dist.ProcessGroup, caplog: pytest.LogCaptureFixture, backend: str
@@ -524,27 +496,6 @@ def test_lookups_called_apart_stay_with_torchrec(
     assert lines == ["backend pgas: steps stay with TorchRec: another module looks up and sends apart"]
 
 
-@pytest.mark.parametrize("backend", ["nccl", "pgas", "fused"])
-def test_evaluation_in_inference_mode_before_training(world_of_one: dist.ProcessGroup, backend: str) -> None:
-    """Stock FBGEMM has no lookup in this mode on a CPU, so rows are compared with those of an evaluation without it."""
-    ids = KeyedJaggedTensor(["f5"], torch.tensor([1, 2, 7]), lengths=torch.tensor([2, 0, 1]))
-    trained: list[torch.Tensor] = []
-    for mode in (torch.inference_mode, torch.no_grad):
-        sharder: Any = OverlapEmbeddingBagCollectionSharder({"learning_rate": 1.0}, backend=backend)
-        sharded = _shard_alone(sharder, FUSED, world_of_one)
-        initialise_tables(sharded, seed=0)
-        with mode():
-            evaluated = sharded(ids).values().clone()
-        pooled = sharded(ids).values()
-        assert_same(pooled.detach(), evaluated, "pooled embeddings")
-        pooled.square().sum().backward()
-        shards = sharded.state_dict()["embedding_bags.other.weight"].local_shards()
-        trained += [shard.tensor.clone() for shard in shards]
-        del pooled
-        sharded.exchange.close()
-    assert_same(trained[0], trained[1], "rows")
-
-
 def _codecs(forward: CommType, backward: CommType, scale: float | None = None) -> dict[str, QuantizedCommCodecs] | None:
     return get_qcomm_codecs_registry(QCommsConfig(forward, backward, backward_loss_scale=scale))
 
@@ -613,24 +564,6 @@ def test_columns_that_fbgemm_does_not_take_are_told_on_every_rank(dim: int, way:
         plan = construct_module_sharding_plan(module, {"odd": way}, sharder, 2, 2, "cpu")
         with pytest.raises(InputError, match="table odd: a shard of 6 columns, but FBGEMM takes multiples of 4; give"):
             sharder.shard(module, dict(plan), ShardingEnv.from_local(world_size=2, rank=rank), CPU)
-
-
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [
-        ("backend", "x"),
-        ("schedule", "x"),
-        ("put", "x"),
-        ("wire_dtype", "x"),
-        ("slice_bags", 3),
-        ("output_order", "x"),
-        ("output_dtype", "bf16"),
-    ],
-)
-def test_wrong_arguments_are_told_in_one_line(option: str, value: Any) -> None:
-    with pytest.raises(InputError, match=f"{option}.*{value}") as raised:
-        OverlapEmbeddingBagCollectionSharder(**{option: value})
-    assert "\n" not in str(raised.value)
 
 
 def test_a_wire_type_beside_codecs_of_another_is_refused() -> None:

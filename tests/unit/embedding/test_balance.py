@@ -63,13 +63,6 @@ def test_all_rows_of_a_table_that_is_not_pooled_travel() -> None:
     assert (placed.by_rows, placed.links) == (frozenset({0}), pytest.approx((4 + 2) / 5.5))
 
 
-def test_many_small_tables_stay_whole() -> None:
-    tables = [TableLoad(1.0 + i % 7, 64, 256, 1 << 20) for i in range(256)]
-    placed = _placed(tables, 4)
-    assert placed.worst < 1.05
-    assert all(len(ranks) == 1 for ranks in placed.ranks)
-
-
 def test_rows_are_not_cut_shorter_than_memory_gives() -> None:
     (ranks,) = _placed([TableLoad(10.0, 64, 256, 1 << 20)], 8).ranks
     assert len(ranks) == 4, "rows of 64 bytes"
@@ -87,13 +80,6 @@ def test_room_comes_before_balance() -> None:
     assert balance([large] * 3, 2, 9 << 30) is None, "two of them share no rank"
 
 
-def test_large_tables_of_few_ids_find_room() -> None:
-    tables = [TableLoad(1.0, 16, 64, 60), *[TableLoad(20.0, 16, 64, 30)] * 4]  # by work alone, the first comes last
-    placed = _placed(tables, 2, room=112)
-    _, _, held = _work(tables, placed, 2)
-    assert sorted(held) == [90, 90]
-
-
 @pytest.mark.parametrize("world_size", [4, 8, 16])
 def test_rows_are_cut_where_columns_do_not_balance(world_size: int) -> None:
     """Row-wise Adagrad's state forbids cuts of columns; the rows of the table of most ids are cut then."""
@@ -107,13 +93,6 @@ def test_rows_are_cut_where_columns_do_not_balance(world_size: int) -> None:
     memory, links, _ = _work(tables, placed, world_size)
     assert max(memory) * world_size / sum(memory) == pytest.approx(placed.memory)
     assert max(links) * world_size / (26 * 128) == pytest.approx(placed.links), "over the mean of whole tables"
-
-
-@pytest.mark.parametrize("world_size", [4, 8, 16])
-def test_columns_that_balance_leave_rows_alone(world_size: int) -> None:
-    placed = _placed(_mlperf(), world_size)
-    assert placed.worst <= 1.1
-    assert not placed.by_rows
 
 
 def test_of_several_hosts_rows_are_cut_within_one() -> None:

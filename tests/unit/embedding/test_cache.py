@@ -82,22 +82,3 @@ def test_making_may_forget_what_was_made_before() -> None:
         made = known.get(2, make)
     assert known.get(2, _Made) is made
     assert len(known) == 1
-
-
-def test_no_capture_is_asked_for_where_cuda_is_not() -> None:
-    with patch.object(steps, "is_initialized", lambda: False):
-        assert not steps.is_capturing()
-
-
-def test_what_is_made_is_made_of_the_arguments_of_its_first_request() -> None:
-    known = StepCache[str, int]()
-    assert known.get("sum", sum, [1, 2]) == 3
-    assert known.get("sum", sum, [3, 4]) == 3, "made once"
-
-
-def test_a_value_that_cannot_be_made_is_asked_for_anew() -> None:
-    known = StepCache[str, float]()
-    with pytest.raises(ValueError, match="could not convert"):
-        known.get("rate", float, "a")
-    assert len(known) == 0
-    assert known.get("rate", float, "1") == 1.0

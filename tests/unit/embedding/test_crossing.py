@@ -41,14 +41,6 @@ def test_what_is_sent_is_what_is_received(way: str) -> None:
             assert [m.start for m in each] == [sum(m.elements for m in each[:i]) for i in range(len(each))]
 
 
-def test_the_messages_of_an_example() -> None:
-    # Rank 1 owns 12 columns. Rank 3 takes its message for ranks 2 and 3, who own 4 and 12; rank 4 that for itself.
-    one = _crossings()[1]
-    assert one.pooled(BATCH).sent == [Message(3, HOSTS[1], 0, 4 + 0, 12), Message(4, HOSTS[2], 48, 5, 12)]
-    assert one.gradients(BATCH).sent == [Message(3, HOSTS[1], 0, 2, 16), Message(4, HOSTS[2], 32, 2, 20)]
-    assert [m.peer for m in one.pooled(BATCH).received] == [3]
-
-
 def test_a_table_that_is_cut_by_rows_over_a_host_leaves_it_as_one_sum() -> None:
     crossings = _crossings(cut=[1, 2, 3])
     first, second, third = crossings[1], crossings[2], crossings[3]
@@ -64,10 +56,3 @@ def test_a_table_that_is_cut_by_rows_over_a_host_leaves_it_as_one_sum() -> None:
     # Its gradient is sent once: 4 columns of rank 2, 12 of rank 3, and these 4.
     assert first.gradients(BATCH).sent[0] == Message(3, HOSTS[1], 0, 2, 20)
     assert len(first.output_columns(HOSTS[1])) == len(set(first.output_columns(HOSTS[1]).tolist())) == 20
-
-
-def test_rows_are_filled_up_to_16_bytes() -> None:
-    crossing = _crossings(torch.bfloat16)[0]
-    assert [crossing.pitch(crossing.pooled_columns[rank]) for rank in range(5)] == [0, 16, 8, 16, 24]
-    columns = crossing.output_columns(HOSTS[0])
-    assert columns.tolist() == [*range(36, 48), 47, 47, 47, 47], "padding repeats the last column"

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from dlrm_overlap.comm.arena import Region
 from dlrm_overlap.embedding import layout as layouts
 from dlrm_overlap.embedding.layout import GradientLayout, Layout
 from tests.unit.embedding.shards import make_shard
@@ -30,11 +29,6 @@ def _in_parts(patch: pytest.MonkeyPatch, parts: int, layout: Layout = LAYOUT) ->
     made = GradientLayout(layout, 5, torch.float32)
     assert made.parts == parts
     return made
-
-
-def test_shards_lie_side_by_side() -> None:
-    starts = GradientLayout(LAYOUT, 5, torch.float32).starts
-    assert [starts[shard] for shard in SHARDS] == [0, 8, 16, 28, 32, 36, 0, 16]
 
 
 @pytest.mark.parametrize("parts", range(1, 9))
@@ -68,13 +62,6 @@ def test_only_large_windows_are_cut() -> None:
     assert GradientLayout(LAYOUT, 1000 * samples, torch.float32).parts == layouts._MOST_PARTS
 
 
-def test_an_arena_has_windows_for_the_most_columns_and_a_flag_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    window = Region((80 * 5 * 3,), torch.float32)
-    flags = Region((3, 2), torch.int64)
-    regions = {"gradients0": window, "gradients1": window, "gradients_ready": flags}
-    assert _in_parts(monkeypatch, 2).windows.regions(world_size=3) == regions
-
-
 def _weighted(patch: pytest.MonkeyPatch, parts: int, bag_ids: dict[str, float]) -> GradientLayout:
     """Return the layout of five tables of one size on rank 0, and one on rank 1, cut in parts."""
     shards = [make_shard(name, 0, 4, feature=i, table=i) for i, name in enumerate("abcde")]
@@ -95,23 +82,3 @@ def test_heavy_tables_travel_first(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _names(made) == ["b", "ad", "ce"], "b, d, then a, c, e: half a part, then twos, each in order of the shards"
     assert _names(made, rank=1) == ["f", "", ""]
     assert _names(_weighted(monkeypatch, 5, ids)) == ["b", "d", "a", "c", "e"]
-
-
-def test_a_table_of_a_quarter_of_the_ids_is_not_heavy(monkeypatch: pytest.MonkeyPatch) -> None:
-    ids = {"a": 1.0, "b": 1.0, "c": 0.0, "d": 1.0, "e": 1.0}
-    assert _names(_weighted(monkeypatch, 5, ids)) == ["a", "b", "c", "d", "e"]
-    assert _names(_weighted(monkeypatch, 5, {})) == ["a", "b", "c", "d", "e"], "nobody knows"
-    assert _names(_weighted(monkeypatch, 5, dict.fromkeys("abcdef", 0.0))) == ["a", "b", "c", "d", "e"], "no ids at all"
-
-
-def test_features_of_one_table_are_heavy_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    shards = [make_shard("a", 0, 4), make_shard("b", 0, 4, feature=1, table=1)]
-    shards += [make_shard("c", 0, 4, feature=2, table=1), make_shard("d", 0, 4, feature=3, table=2)]
-    monkeypatch.setattr(layouts, "_MOST_PARTS", 3)
-    monkeypatch.setattr(layouts, "_PART_BYTES", 1)
-    ids = {"a": 3.5, "b": 1.0, "c": 1.0, "d": 3.5}
-    made = GradientLayout(Layout(shards, list("abcd"), world_size=1), 5, torch.float32, ids)
-    assert made._in_order(0) == [[shards[0]], [shards[3]], [shards[1], shards[2]]]
-    ids |= {"b": 2.0, "c": 2.0, "d": 1.0}
-    made = GradientLayout(Layout(shards, list("abcd"), world_size=1), 5, torch.float32, ids)
-    assert made._in_order(0) == [[shards[0]], [shards[1], shards[2]], [shards[3]]]

@@ -3,10 +3,9 @@
 from dataclasses import replace
 
 import pytest
-import torch
 
 from dlrm_overlap.embedding.id_layout import BatchBound, IdLayout
-from dlrm_overlap.embedding.layout import FeatureShard, Layout
+from dlrm_overlap.embedding.layout import Layout
 from tests.unit.embedding.shards import make_shard
 
 # The model's order. Rank 0 holds `wide` in two shards of its four, a table of two features, in two lookups; rank 1
@@ -35,37 +34,6 @@ def test_the_output_lies_in_the_models_order(layout: Layout) -> None:
     assert layout.dims == [12, 16, 8, 8]
     assert layout.total_dim == 44
     assert [layout.column(shard) for shard in SHARDS] == [28, 36, 16, 24, 20, 12, 0]
-
-
-def test_pieces_tile_the_output(layout: Layout) -> None:
-    columns = torch.cat([layout.owner_columns(rank) for rank in range(3)])
-    assert columns.sort().values.tolist() == list(range(44))
-
-
-def test_owners_keep_their_own_order(layout: Layout) -> None:
-    assert layout.owner_dims == [24, 0, 20]
-    assert layout.owner_columns(0).tolist() == [*range(28, 36), *range(36, 44), *range(16, 20), *range(24, 28)]
-    assert layout.owner_columns(1).tolist() == []
-    assert layout.owner_columns(2).tolist() == [*range(20, 24), *range(12, 16), *range(12)]
-    assert [shards for shards in layout.by_owner if shards] == [SHARDS[:4], SHARDS[4:]]
-
-
-def test_groups_are_the_lookups(layout: Layout) -> None:
-    def found(rank: int) -> list[tuple[int, int, int, int, int]]:
-        groups = layout.lookups(rank)
-        return [(group.number, group.input, group.first_feature, len(group.shards), group.dim) for group in groups]
-
-    assert found(0) == [(0, 0, 0, 2, 16), (1, 1, 0, 2, 8)]
-    assert found(1) == []
-    assert found(2) == [(0, 1, 0, 2, 8), (1, 0, 0, 1, 12)]
-
-
-def test_a_launch_has_one_input_dim_and_type(layout: Layout) -> None:
-    assert list(layout.pooled_together(0).values()) == [SHARDS[:2], SHARDS[2:4]]
-    assert layout.pooled_together(1) == {}
-    half = [make_shard("a", 0, 4), FeatureShard("b", 0, 0, 1, 0, 1, 0, 4, True, torch.float16, "b")]
-    both = Layout(half, ["a", "b"], world_size=1).pooled_together(0)
-    assert both == {(0, 4, torch.float32): half[:1], (0, 4, torch.float16): half[1:]}
 
 
 def test_partial_sums_of_a_table_that_is_cut_by_rows() -> None:

@@ -58,22 +58,6 @@ def test_captured_steps_read_one_memory() -> None:
     assert all(device.numbers(_rules(9.0, 9.0), lookup, 0) is place for lookup, place in enumerate(places))
 
 
-def test_only_what_has_changed_is_written() -> None:
-    device = _device_rules()
-    device.keep_in_place(_rules(0.25, 0.75), 0)
-    with patch.object(device, "_write") as write:
-        device.keep_in_place(_rules(0.25, 0.75), 0)
-        write.assert_not_called()
-        device.keep_in_place(_rules(0.25, 1.0), 0)
-        write.assert_called_once_with(device.numbers([], 1, 0), (1.0, 0.5, *REST))
-
-
-def test_a_rank_without_tables_has_no_numbers() -> None:
-    device = _device_rules()
-    device.keep_in_place([], 0)
-    device.keep_in_place([], 0)
-
-
 def test_the_count_is_that_of_step_0() -> None:
     """Which kernels add to the step's number, so that neither eager nor captured steps need other numbers each."""
     device, count = _device_rules(), Numbers._fields.index("count")

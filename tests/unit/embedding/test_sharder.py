@@ -24,6 +24,10 @@ from tests.distributed.models import CPU, SUM, table_configs
     ("arguments", "told"),
     [
         ({"backend": "torchrec"}, "backend: 'torchrec' is not known; take one of nccl, pgas, fused"),
+        ({"schedule": "x"}, "schedule: 'x' is not known; take one of linear, remote_first, balanced"),
+        ({"put": "x"}, "put: 'x' is not known; take one of in_place, stores"),
+        ({"wire_dtype": "x"}, "wire_dtype: 'x' is not known; take one of fp32, bf16, fp16"),
+        ({"output_order": "x"}, "output_order: 'x' is not known; take one of plan, model"),
         ({"slice_bags": 3}, "slice_bags: 3 must be a power of two from 4 on"),
         ({"output_dtype": "bf16"}, "output_dtype: 'bf16', but the wire's type is fp32"),
         ({"programs_per_sm": 0}, "programs_per_sm: 0 must be a whole number from 1 on; take None"),

@@ -83,13 +83,6 @@ def test_partial_rowwise_adam_and_lamb_by_hand() -> None:
         assert_near(weight, torch.tensor([[3.0, -4.0]]) - 0.5 * ratio * direction, WEIGHT_TOLERANCE["fp32"], name)
 
 
-def test_without_ids_nothing_changes() -> None:
-    weight, states = torch.ones(3, 4), [torch.ones(3, 4), torch.ones(3)]
-    update_rows(weight, states, torch.empty(0, dtype=torch.int64), torch.empty(0, 4), "partial_rowwise_adam", NUMBERS)
-    for tensor in (weight, *states):
-        assert_same(tensor, torch.ones_like(tensor), "weight or state")
-
-
 def test_only_lookups_that_clip_have_a_bound() -> None:
     assert max_gradients([{"gradient_clipping": True, "max_gradient": 0.5}, {"gradient_clipping": True}]) == {0.5, 1.0}
     assert max_gradients([{"max_gradient": 0.5}, {}]) == {None}
