@@ -7,8 +7,6 @@ Example: 3 samples; f has the bags [5], [7], the samples' are number 0, 1, 0; g 
 [5] [7] [], and of its pooled embeddings, rows 5, 7 and 0, the samples get 5, 7, 5.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
@@ -31,11 +29,13 @@ def with_even_batches(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
             "ids: features have batches of their own, but the KeyedJaggedTensor has no inverse_indices; give it those "
             "of every sample"
         )
-    sizes = features.stride_per_key()
-    samples = max(*sizes, inverse[1].shape[1])
-    lengths = _lengths(features, sizes, [samples] * len(sizes))
+    sizes, lengths = torch.tensor(features.stride_per_key(), device="cpu"), features.lengths()
+    samples = max(int(sizes.max()), inverse[1].shape[1])
+    first = torch.arange(len(sizes), device="cpu") * samples - (sizes.cumsum(0) - sizes)
+    bags = torch.arange(len(lengths), device="cpu") + first.repeat_interleave(sizes)
+    even = lengths.new_zeros(len(sizes) * samples).index_copy_(0, bags.to(lengths.device, non_blocking=True), lengths)
     tensors = features.values(), features.weights_or_none()
-    return KeyedJaggedTensor(features.keys(), *tensors, lengths=lengths, stride=samples, inverse_indices=inverse)
+    return KeyedJaggedTensor(features.keys(), *tensors, lengths=even, stride=samples, inverse_indices=inverse)
 
 
 def with_bags_of_samples(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
@@ -52,22 +52,6 @@ def with_bags_of_samples(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
     tensors = features.lengths(), features.values(), features.weights_or_none()
     lengths, values, weights = torch.ops.fbgemm.permute_1D_sparse_data(order, *tensors)
     return KeyedJaggedTensor(keys, values, weights, lengths=lengths, stride=bags.shape[1])
-
-
-def with_even_batches_of_ranks(ids: KeyedJaggedTensor, batch_sizes: Sequence[int]) -> KeyedJaggedTensor:
-    """Return an owner's ids with as many bags of a rank for each feature, `batch_sizes` in their order of ranks."""
-    sizes = [size for of_ranks in ids.stride_per_key_per_rank() for size in of_ranks]
-    lengths = _lengths(ids, sizes, [*batch_sizes] * len(ids.keys()))
-    return KeyedJaggedTensor(ids.keys(), ids.values(), ids.weights_or_none(), lengths=lengths, stride=sum(batch_sizes))
-
-
-def _lengths(ids: KeyedJaggedTensor, sizes: Sequence[int], rooms: Sequence[int]) -> torch.Tensor:
-    """Return the lengths of bags in blocks of `sizes`, after which empty bags are added up to `rooms`."""
-    here, there = (torch.tensor(each, dtype=torch.int64, device="cpu") for each in (sizes, rooms))
-    moves = (there.cumsum(0) - there) - (here.cumsum(0) - here)
-    places = torch.arange(int(here.sum()), device="cpu") + moves.repeat_interleave(here)
-    lengths = ids.lengths()
-    return lengths.new_zeros(sum(rooms)).index_copy_(0, places.to(lengths.device, non_blocking=True), lengths)
 
 
 def of_samples(pooled: KeyedTensor, inverse: InverseIndices) -> KeyedTensor:

@@ -1,6 +1,7 @@
 """The drop-in's sharded module: TorchRec's own, whose shards an `Exchange` serves."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache, partial, reduce
 from typing import Any
 
@@ -18,17 +19,14 @@ from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from dlrm_overlap.backends import BACKENDS
-from dlrm_overlap.comm.every_rank import gathered
 from dlrm_overlap.comm.order import CommunicationOrder
 from dlrm_overlap.embedding.exchange import Exchange, PooledAwaitable
 from dlrm_overlap.embedding.exchanging_module import ExchangingModule
 from dlrm_overlap.embedding.id_layout import BatchBound
 from dlrm_overlap.embedding.layout import Layout
 from dlrm_overlap.embedding.options import ExchangeOptions
-from dlrm_overlap.embedding.own_batches import of_samples, with_even_batches, with_even_batches_of_ranks
+from dlrm_overlap.embedding.own_batches import of_samples, with_even_batches
 from dlrm_overlap.embedding.shardings import (
-    by_place_in_host,
-    exchanging_group,
     hosts_of,
     in_rank_order,
     model_order,
@@ -36,6 +34,13 @@ from dlrm_overlap.embedding.shardings import (
     output_types,
 )
 from dlrm_overlap.embedding.steps import with_float_weights
+
+
+@dataclass
+class PaddedContext(EmbeddingBagCollectionContext):
+    """TorchRec's context of a step, and whether empty bags were added to its features, see `own_batches`."""
+
+    is_padded: bool = False
 
 
 class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEmbeddingBagCollection):
@@ -159,42 +164,46 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
             awaitable.callbacks.append(partial(of_samples, inverse=inverse))
         return awaitable
 
+    def create_context(self) -> "PaddedContext":
+        """Return the context of a step."""
+        return PaddedContext()
+
+    def input_dist(self, ctx: EmbeddingBagCollectionContext, features: Any) -> Awaitable[Awaitable[KJTList]]:
+        """Send ids as TorchRec does; those of features with batches of their own once these have a bag a sample."""
+        own_batches = isinstance(features, KeyedJaggedTensor) and features.variable_stride_per_key()
+        if own_batches and self.exchange is not None and isinstance(ctx, PaddedContext):
+            features, ctx.is_padded = with_even_batches(features), True
+        return super().input_dist(ctx, features)
+
     def compute_and_output_dist(self, ctx: EmbeddingBagCollectionContext, input: KJTList) -> LazyAwaitable[KeyedTensor]:
         """Look up and exchange; TorchRec's train pipelines call this with ids that are already at their owners."""
-        if self.exchange is None or not self._exchanged or self._falls_back(ctx, input):
+        if self.exchange is None or not self._exchanged:
             return super().compute_and_output_dist(ctx, input)
-        batch_sizes = self._batch_sizes(ctx)
-        exchanged = self.exchange.start(self._in_rank_order(ctx, input, tuple(batch_sizes)), batch_sizes)
+        if (reason := self._why_falls_back()) is not None:
+            self._tell_once(reason)
+            return _of_samples(ctx, super().compute_and_output_dist(ctx, input))
+        first: Any = ctx.sharding_contexts[self._exchanged[0]]
+        batch_sizes = first.batch_size_per_rank
+        exchanged = self.exchange.start(self._in_rank_order(input, batch_sizes), batch_sizes)
         others = {
             i: output_dist(lookup(input[i]), ctx.sharding_contexts[i])
             for i, (lookup, output_dist) in enumerate(zip(self._lookups, self._output_dists, strict=True))
             if i not in self._exchanged
         }
         awaitable = self._awaitable(self._in_order(exchanged, others))
-        if ctx.variable_batch_per_feature:
-            assert ctx.inverse_indices is not None, "TorchRec's input_dist asks for them"
-            awaitable.callbacks.append(partial(of_samples, inverse=ctx.inverse_indices))
         if self._has_mean_pooling_callback:
             assert ctx.divisor is not None
             awaitable.callbacks.append(partial(self._divide, divisor=ctx.divisor))
-        return awaitable
+        return _of_samples(ctx, awaitable)
 
-    def _batch_sizes(self, ctx: EmbeddingBagCollectionContext) -> Sequence[int]:
-        """Return the samples of each rank; where features have batches of their own, the largest of these."""
-        contexts: list[Any] = [ctx.sharding_contexts[i] for i in self._exchanged]
-        if not ctx.variable_batch_per_feature:
-            return contexts[0].batch_size_per_rank
-        most = max(size for each in contexts for size in each.batch_size_per_feature_pre_a2a)
-        return gathered(most, exchanging_group(self._env))
+    def output_dist(self, ctx: EmbeddingBagCollectionContext, output: list[torch.Tensor]) -> LazyAwaitable[KeyedTensor]:
+        """Send as TorchRec does, for a module that calls `compute` and this itself."""
+        return _of_samples(ctx, super().output_dist(ctx, output))
 
-    def _in_rank_order(
-        self, ctx: EmbeddingBagCollectionContext, input: KJTList, batch_sizes: tuple[int, ...]
-    ) -> list[KeyedJaggedTensor]:
+    def _in_rank_order(self, input: KJTList, batch_sizes: Sequence[int]) -> list[KeyedJaggedTensor]:
         """Return the ids of the shardings that are exchanged, each with the bags of rank 0's samples first."""
         ids = [(with_float_weights(input[i]), hosts_of(self._embedding_shardings[i])) for i in self._exchanged]
-        if ctx.variable_batch_per_feature:
-            ids = [(with_even_batches_of_ranks(each, by_place_in_host(batch_sizes, n)), n) for each, n in ids]
-        return [each if hosts == 1 else in_rank_order(each, batch_sizes, hosts) for each, hosts in ids]
+        return [each if hosts == 1 else in_rank_order(each, tuple(batch_sizes), hosts) for each, hosts in ids]
 
     def _awaitable(self, parts: list[Awaitable[torch.Tensor]]) -> EmbeddingBagCollectionAwaitable:
         return EmbeddingBagCollectionAwaitable(
@@ -203,17 +212,6 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
             embedding_names=self._output_names,
             module_fqn=self._module_fqn,
         )
-
-    def _falls_back(self, ctx: EmbeddingBagCollectionContext, input: KJTList) -> bool:
-        """Return whether TorchRec must take this step, alike on all ranks; the first time, the log says why."""
-        if ctx.variable_batch_per_feature and self._others:
-            reason = "features have batches of different sizes, and some tables stay with TorchRec"
-        elif (why := self._why_falls_back()) is not None:
-            reason = why
-        else:
-            return False
-        self._tell_once(reason)
-        return True
 
     def _in_order(
         self, exchanged: PooledAwaitable, others: Mapping[int, Awaitable[torch.Tensor]]
@@ -249,6 +247,14 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
             self.exchange = None
         super().update_shards(*args, **kwargs)
         self._set_up()
+
+
+def _of_samples(ctx: EmbeddingBagCollectionContext, pooled: LazyAwaitable[KeyedTensor]) -> LazyAwaitable[KeyedTensor]:
+    """Have the samples' pooled embeddings taken from those of their features' bags, where bags were added."""
+    if isinstance(ctx, PaddedContext) and ctx.is_padded:
+        assert ctx.inverse_indices is not None, "`with_even_batches` asks for them"
+        pooled.callbacks.append(partial(of_samples, inverse=ctx.inverse_indices))
+    return pooled
 
 
 class _TableOptimizer(CombinedOptimizer):

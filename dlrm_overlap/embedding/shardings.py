@@ -225,19 +225,14 @@ def in_rank_order(ids: KeyedJaggedTensor, batch_sizes: tuple[int, ...], hosts: i
     return KeyedJaggedTensor(ids.keys(), values, weights, lengths=lengths, stride=sum(batch_sizes))
 
 
-def by_place_in_host(of_ranks: Sequence[int], hosts: int) -> list[int]:
-    """Return numbers of the ranks, given in their order, in that of an input: those of each host's first rank first."""
-    local = len(of_ranks) // hosts
-    return [number for first in range(local) for number in of_ranks[first::local]]
-
-
 @lru_cache
 def _rank_order(features: int, batch_sizes: tuple[int, ...], hosts: int, device: torch.device) -> torch.Tensor:
     """Return [features * B] int32: for each bag in the order of the ranks, its place before."""
-    starts, begin = {}, 0
-    for rank in by_place_in_host(range(len(batch_sizes)), hosts):
-        starts[rank] = begin
-        begin += batch_sizes[rank]
+    starts, begin, local = {}, 0, len(batch_sizes) // hosts
+    for first in range(local):
+        for rank in range(first, len(batch_sizes), local):
+            starts[rank] = begin
+            begin += batch_sizes[rank]
     bags = torch.cat([torch.arange(starts[rank], starts[rank] + size) for rank, size in enumerate(batch_sizes)])
     return (torch.arange(features)[:, None] * begin + bags).flatten().to(device, torch.int32)
 

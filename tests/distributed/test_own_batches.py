@@ -17,7 +17,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from dlrm_overlap.config import InputError
 from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.embedding.id_layout import BatchBound
-from dlrm_overlap.embedding.own_batches import of_samples, with_even_batches, with_even_batches_of_ranks
+from dlrm_overlap.embedding.own_batches import of_samples, with_even_batches
 from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder
 from tests.agreement import WEIGHT_TOLERANCE, assert_all_near, assert_same
 from tests.distributed.captured import captures
@@ -122,18 +122,6 @@ def test_empty_bags_are_added_and_not_taken() -> None:
     pooled = KeyedTensor(["f", "g@t"], [1, 1], torch.tensor([[5, 1], [7, 2], [0, 3]]))
     assert_same(of_samples(pooled, inverse).values(), torch.tensor([[5, 1], [7, 2], [5, 3]]), "pooled")
     assert with_even_batches(even) is even
-
-
-def test_bags_of_ranks_stay_with_their_rank() -> None:
-    ids = KeyedJaggedTensor(
-        ["f", "g"],
-        torch.arange(6),
-        lengths=torch.tensor([1, 2, 1, 2]),
-        stride_per_key_per_rank=[[1, 1], [0, 2]],
-    )
-    even = with_even_batches_of_ranks(ids, [2, 2])
-    assert_same(even.lengths(), torch.tensor([1, 0, 2, 0, 0, 0, 1, 2]), "lengths")
-    assert even.stride() == 4
 
 
 def test_without_inverse_indices_they_are_refused() -> None:
