@@ -144,9 +144,13 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
     def _divisor(self, features: KeyedJaggedTensor) -> torch.Tensor:
         """Return the divisors [b, D_total] of the columns in TorchRec's order, as its `ctx.divisor`.
 
-        It is the bag's number of ids, not quite 0, or 1 for features that are pooled to sums of partial sums.
+        It is the bag's number of ids or, if they have weights, the sum of these, not quite 0; or 1 for features that
+        are pooled to sums of partial sums.
         """
-        lengths = features.lengths().view(len(features.keys()), -1)
+        lengths, weights = features.lengths(), features.weights_or_none()
+        if weights is not None:
+            lengths = torch.ops.fbgemm.segment_sum_csr(1, features.offsets().int(), weights)
+        lengths = lengths.view(len(features.keys()), -1)
         return torch.cat([lengths, torch.ones_like(lengths[:1])]).index_select(0, self._divided_by).T + 1e-6
 
     def forward(self, *input: Any, **kwargs: Any) -> LazyAwaitable[KeyedTensor]:

@@ -339,13 +339,16 @@ def test_an_id_outside_a_table_that_is_cut_by_rows(world_of_one: dist.ProcessGro
         sharded(KeyedJaggedTensor(["f"], torch.tensor([4, bad, 1]), lengths=torch.tensor([2, 1]))).wait()
 
 
-@pytest.mark.parametrize("output_order", ["plan", "model"])
-def test_means_of_row_wise_tables_are_divided(world_of_one: dist.ProcessGroup, output_order: str) -> None:
+@pytest.mark.parametrize(("output_order", "takes_ids"), [("plan", False), ("model", False), ("model", True)])
+def test_means_of_row_wise_tables_are_divided(
+    world_of_one: dist.ProcessGroup, output_order: str, takes_ids: bool
+) -> None:
     """TorchRec divides all means behind the exchange where one table is row-wise, whose shards hold parts of them."""
     tables: Tables = {"a": (5, 4, ["x"], MEAN), "b": (5, 8, ["y"], MEAN), "c": (5, 4, ["z"], SUM)}
-    module = EmbeddingBagCollection(table_configs(tables), device=torch.device("meta"))
+    module = EmbeddingBagCollection(table_configs(tables), is_weighted=True, device=torch.device("meta"))
     ways = {"a": row_wise(compute_kernel="fused"), "b": FUSED, "c": FUSED}
-    ids = KeyedJaggedTensor(["x", "y", "z"], torch.tensor([1, 2, 2, 3, 4]), lengths=torch.tensor([2, 2, 1]))
+    values, weights = torch.tensor([1, 2, 2, 3, 4]), torch.tensor([0.5, 2.0, 1.0, 4.0, 0.25])
+    ids = KeyedJaggedTensor(["x", "y", "z"], values, weights, lengths=torch.tensor([2, 2, 1]))
     ours: Any = OverlapEmbeddingBagCollectionSharder(output_order=output_order)
     found = []
     stock: Any = EmbeddingBagCollectionSharder()
@@ -353,6 +356,8 @@ def test_means_of_row_wise_tables_are_divided(world_of_one: dist.ProcessGroup, o
         plan = construct_module_sharding_plan(module, ways, sharder, 1, 1, "cpu")
         sharded = sharder.shard(module, plan, ShardingEnv.from_process_group(world_of_one), CPU)
         initialise_tables(sharded, seed=0)
+        if takes_ids and sharder is ours:
+            sharded.take_ids(["x", "y", "z"], BatchBound(1, dict.fromkeys("xyz", (0, 2))), weighted=True)
         found.append(dict(sorted(sharded(ids).to_dict().items())))
     assert_all_near(found[0], found[1], 0.0, "output")
     assert all(pooled.any() for pooled in found[0].values())
