@@ -130,15 +130,6 @@ class Exchange:
         self._steady_samples: int | None = None
         self._told_uncached = False
 
-    @property
-    def steps(self) -> int:
-        """Steps that had a backward; a run that resumes sets it, so that stochastic rounding does not repeat itself."""
-        return self.counters.steps.value
-
-    @steps.setter
-    def steps(self, steps: int) -> None:
-        self.counters.steps.value = steps
-
     @cached_property
     def reach(self) -> Reach:
         """Which ranks this one reaches by stores; the first access is a collective."""
@@ -389,10 +380,10 @@ class Exchange:
 
     def expect_gradient(self, step: Step) -> None:
         """Note that the step, whose forward has just been started, will have a backward."""
-        step.number = self.steps
+        step.number = self.counters.steps.value
         with self._beside():
             self._open().backward.note_forward(step)
-        self.steps += 1
+        self.counters.steps.value += 1
 
     @fails_for_good
     def start_backward(self, step: Step, gradient: torch.Tensor) -> None:
@@ -402,7 +393,7 @@ class Exchange:
         does so.
         """
         step.gradient = gradient  # held while it is read, since autograd adds in place to tensors without other owners
-        step.sent = step.number == self.steps - 1
+        step.sent = step.number == self.counters.steps.value - 1
         if step.sent:
             self._start_backward(step)
         if (local := self._open().local) is not None:

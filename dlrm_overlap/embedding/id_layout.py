@@ -182,13 +182,9 @@ class IdLayout:
         """First word of the ids in shares."""
         return -(-self.values // _ALIGNMENT) * _ALIGNMENT
 
-    @cached_property
-    def _sample_ids(self) -> int:
-        return sum(self.bound.bag_sizes[key][1] for key in self.keys)
-
     def known_total(self, samples: int) -> int:
         """Return the ids of a rank's batch of `samples`, where lengths are known beforehand."""
-        return samples * self._sample_ids
+        return samples * sum(self.bound.bag_sizes[key][1] for key in self.keys)
 
     @cached_property
     def weights_at(self) -> int:

@@ -1,9 +1,9 @@
 """Which rank pools which feature, and where pooled embeddings and their gradients are; all ranks know all of it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torchrec.modules.embedding_configs import PoolingType
@@ -12,6 +12,7 @@ from dlrm_overlap.comm.arena import Region
 from dlrm_overlap.embedding.windows import WindowSpec
 
 EVERY_RANK = -1
+Key = TypeVar("Key")
 SLOTS_FROM = " slots from "
 """in the name of a feature of slots, between its table and the first slot, unless that is 0"""
 
@@ -199,11 +200,8 @@ class Layout:
     @cached_property
     def partial_sums(self) -> Sequence[PartialSums]:
         """The columns of the output that are sums of the partial sums of several ranks."""
-        together: dict[int, list[FeatureShard]] = {}
-        for shards in self.by_owner:
-            for shard in shards:
-                if not shard.slots:
-                    together.setdefault(self.output_column(shard), []).append(shard)
+        summed = [shard for shards in self.by_owner for shard in shards if not shard.slots]
+        together = _grouped(summed, self.output_column)
         return [
             PartialSums(tuple(self.column(s) for s in shards), shards[0].dim, tuple(shards))
             for _, shards in sorted(together.items())
@@ -241,24 +239,25 @@ class Layout:
 
     def tables(self, rank: int) -> list[list[FeatureShard]]:
         """Return the rank's feature shards in order, those that share a table's rows together."""
-        together: dict[tuple[int, int], list[FeatureShard]] = {}
-        for shard in self.by_owner[rank]:
-            together.setdefault((shard.lookup, shard.table), []).append(shard)
-        return list(together.values())
+        return list(_grouped(self.by_owner[rank], lambda shard: (shard.lookup, shard.table)).values())
 
     def lookups(self, rank: int) -> list[FusedLookup]:
         """Return the rank's fused lookups in order."""
-        together: dict[int, list[FeatureShard]] = {}
-        for shard in self.by_owner[rank]:
-            together.setdefault(shard.lookup, []).append(shard)
+        together = _grouped(self.by_owner[rank], lambda shard: shard.lookup)
         return [FusedLookup(number, shards) for number, shards in together.items()]
 
     def pooled_together(self, rank: int) -> Mapping[tuple[int, int, torch.dtype], list[FeatureShard]]:
         """Return the shards of a rank, or EVERY_RANK's, by kernel that pools them: (input, dim, type of the rows)."""
-        together: dict[tuple[int, int, torch.dtype], list[FeatureShard]] = {}
-        for shard in self.replicated if rank == EVERY_RANK else self.by_owner[rank]:
-            together.setdefault((shard.input, shard.dim, shard.dtype), []).append(shard)
-        return together
+        shards = self.replicated if rank == EVERY_RANK else self.by_owner[rank]
+        return _grouped(shards, lambda shard: (shard.input, shard.dim, shard.dtype))
+
+
+def _grouped(shards: Iterable[FeatureShard], key: Callable[[FeatureShard], Key]) -> dict[Key, list[FeatureShard]]:
+    """Return the shards by key, in their order; keys in the order of their first shards."""
+    together: dict[Key, list[FeatureShard]] = {}
+    for shard in shards:
+        together.setdefault(key(shard), []).append(shard)
+    return together
 
 
 def column_numbers(ranges: Sequence[tuple[int, int]]) -> torch.Tensor:

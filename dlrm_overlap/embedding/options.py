@@ -72,7 +72,10 @@ class ExchangeOptions:
 
 
 class StepCounters(Counters):
-    """The counters of an exchange: the epochs of its windows, and its steps."""
+    """The counters of an exchange: the epochs of its windows, and its steps that had a backward.
+
+    A run that resumes sets the latter, so that stochastic rounding does not repeat itself.
+    """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device, 4)

@@ -111,11 +111,7 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
         order: CommunicationOrder | None = None,
         weighted: bool = False,
     ) -> None:
-        """From now on, send ids to the owners of their rows by the exchange; a collective, see `Exchange.take_ids`.
-
-        Args:
-            order: of the step that this one's ids are captured in; None leaves the exchange's own.
-        """
+        """From now on, send ids to the owners of their rows by the exchange; a collective, see `Exchange.take_ids`."""
         self.exchange = self.exchange or self._make_exchange()
         if order is not None:
             self.exchange.order = order

@@ -24,11 +24,10 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 
 from dlrm_overlap.backends import BACKENDS, EXCHANGED
 from dlrm_overlap.config import EmbeddingConfig, InputError
-from dlrm_overlap.embedding.codecs import precisions
 from dlrm_overlap.embedding.options import PUTS, WIRE_DTYPES, ExchangeOptions
 from dlrm_overlap.embedding.sharded_module import OverlapShardedEmbeddingBagCollection
 from dlrm_overlap.embedding.sharded_unpooled import OverlapShardedEmbeddingCollection
-from dlrm_overlap.embedding.shardings import cached_shares, check_columns, exchanging_group
+from dlrm_overlap.embedding.shardings import cached_shares, check_columns, exchanging_group, precisions
 from dlrm_overlap.embedding.tables import OPTIMIZERS
 from dlrm_overlap.kernels.schedule import SCHEDULES
 
@@ -298,63 +297,44 @@ def make_options(
     return ExchangeOptions(wire_dtype=WIRE_DTYPES[wire_dtype], output_dtype=WIRE_DTYPES[output_dtype], **given)
 
 
-def build_sharder(
+def build_sharders(
     config: EmbeddingConfig,
     precision: str = "fp32",
     leading_columns: int = 0,
     fused_params: Mapping[str, Any] | None = None,
-) -> EmbeddingBagCollectionSharder:
-    """Return the sharder of the configured backend, with the table optimizer fused into the backward.
+) -> list[ModuleSharder[Any]]:
+    """Return the sharders of pooled and of unpooled tables for the configured backend.
 
-    Where pooled embeddings travel in the type of the dense part, fp32 or bf16 by `precision`, they are returned in it,
-    after `leading_columns` columns for tensors that the model joins with them. Else they are float32.
+    The table optimizer is fused into the backward. Where pooled embeddings travel in the type of the dense part, fp32
+    or bf16 by `precision`, they are returned in it, after `leading_columns` columns for tensors that the model joins
+    with them; else they are float32. Rows of unpooled tables travel in `config.wire_dtype`, as fp32 under auto.
 
     `fused_params` are extra ones that TorchRec passes to FBGEMM; they override those of the keys.
     """
-    about_tables = fused_params_of(config, fused_params)
-    wire_dtype, dense_dtype = config.resolved_wire_dtype(precision), _dense_dtype(precision)
-    if BACKENDS[config.backend].forward is not None:
-        return OverlapEmbeddingBagCollectionSharder(
+    about_tables, backend = fused_params_of(config, fused_params), BACKENDS[config.backend]
+    pooled_wire = config.resolved_wire_dtype(precision)
+    unpooled_wire = "fp32" if config.wire_dtype == "auto" else config.wire_dtype
+    dense_dtype = "bf16" if precision == "bf16" else "fp32"
+    pooled = EmbeddingBagCollectionSharder(dict(about_tables), _codecs(pooled_wire))
+    unpooled = EmbeddingCollectionSharder(dict(about_tables), _codecs(unpooled_wire))
+    if backend.forward is not None:
+        pooled = OverlapEmbeddingBagCollectionSharder(
             about_tables,
-            wire_dtype=wire_dtype,
+            wire_dtype=pooled_wire,
             **{name: getattr(config, name) for name in _KEYS},
             copy_output=False,  # our model lets go of it in its forward, and reads it in the model's order
             output_order="model",
-            output_dtype=dense_dtype if dense_dtype == wire_dtype else "fp32",
-            leading_columns=leading_columns if dense_dtype == wire_dtype else 0,
+            output_dtype=dense_dtype if dense_dtype == pooled_wire else "fp32",
+            leading_columns=leading_columns if dense_dtype == pooled_wire else 0,
         )
-    return EmbeddingBagCollectionSharder(fused_params=about_tables, qcomm_codecs_registry=_codecs(wire_dtype))
-
-
-def build_sharders(
-    config: EmbeddingConfig,
-    precision: str,
-    leading_columns: int,
-    fused_params: Mapping[str, Any] | None = None,
-) -> list[ModuleSharder[Any]]:
-    """Return the sharders of pooled and of unpooled tables, see `build_sharder`.
-
-    That of unpooled tables is TorchRec's own, unless the backend stores into the peers' memory. Rows travel in
-    `config.wire_dtype`, as fp32 under auto; ours are then returned in the type of the dense part.
-    """
-    pooled = build_sharder(config, precision, leading_columns, fused_params)
-    about_tables = fused_params_of(config, fused_params)
-    wire_dtype = "fp32" if config.wire_dtype == "auto" else config.wire_dtype
-    if not BACKENDS[config.backend].stores_to_peers:
-        return [pooled, EmbeddingCollectionSharder(about_tables, _codecs(wire_dtype))]
-    dense_dtype = _dense_dtype(precision)
-    unpooled = OverlapEmbeddingCollectionSharder(
-        about_tables,
-        wire_dtype=wire_dtype,
-        output_dtype=dense_dtype if wire_dtype in ("fp32", dense_dtype) else "fp32",
-        **{name: getattr(config, name) for name in _KEYS if name not in _POOLED_KEYS},
-    )
+    if backend.stores_to_peers:
+        unpooled = OverlapEmbeddingCollectionSharder(
+            dict(about_tables),
+            wire_dtype=unpooled_wire,
+            output_dtype=dense_dtype if unpooled_wire in ("fp32", dense_dtype) else "fp32",
+            **{name: getattr(config, name) for name in _KEYS if name not in _POOLED_KEYS},
+        )
     return [pooled, unpooled]
-
-
-def _dense_dtype(precision: str) -> str:
-    """Return the type in which the dense part takes embeddings."""
-    return "bf16" if precision == "bf16" else "fp32"
 
 
 def fused_params_of(config: EmbeddingConfig, fused_params: Mapping[str, Any] | None = None) -> dict[str, Any]:

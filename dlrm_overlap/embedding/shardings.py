@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from fbgemm_gpu.quantize_comm import QuantizedCommCodec
 from fbgemm_gpu.split_embedding_configs import SparseType
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.sharding.cw_sequence_sharding import CwSequenceEmbeddingSharding
@@ -19,13 +20,19 @@ from torchrec.distributed.sharding.tw_sequence_sharding import TwSequenceEmbeddi
 from torchrec.distributed.sharding.tw_sharding import TwPooledEmbeddingSharding
 from torchrec.distributed.sharding.twcw_sharding import TwCwPooledEmbeddingSharding
 from torchrec.distributed.sharding.twrw_sharding import TwRwPooledEmbeddingSharding
-from torchrec.distributed.types import CommOp, ParameterSharding, ShardingEnv, ShardingEnv2D
+from torchrec.distributed.types import (
+    CommOp,
+    NoOpQuantizedCommCodec,
+    ParameterSharding,
+    QuantizedCommCodecs,
+    ShardingEnv,
+    ShardingEnv2D,
+)
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType, data_type_to_dtype
 from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.config import EmbeddingConfig, InputError
-from dlrm_overlap.embedding.codecs import precisions
 from dlrm_overlap.embedding.layout import FeatureShard, Layout, names_a_feature_twice, outputs_of
 from dlrm_overlap.embedding.options import WIRE_DTYPES
 from dlrm_overlap.embedding.replicated import MOST_COLUMNS
@@ -50,6 +57,8 @@ _CUT_BY_ROWS = (
 )
 # TorchRec reduces the partial sums of these within a host first.
 _BY_HOST = TwRwPooledEmbeddingSharding, GridPooledEmbeddingSharding
+_UNPOOLED_OP = CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL
+_POOLED_OPS = CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL, CommOp.POOLED_EMBEDDINGS_REDUCE_SCATTER
 _OUTPUT_TYPES = (SparseType.FP32, SparseType.BF16, SparseType.FP16)
 
 
@@ -120,6 +129,36 @@ def _why_not_sent(sharding: Any, wire_dtype: torch.dtype) -> str | None:
     if outputs := output_types(sharding) - {SparseType.FP32}:  # which TorchRec's codecs decode to float32
         return f"quantised communication of output of type {outputs.pop().value}"
     return None
+
+
+def precisions(registry: Mapping[str, QuantizedCommCodecs] | None, used: Sequence[CommOp] = ()) -> set[str]:
+    """Return in which precisions collectives send pooled embeddings and gradients; none without codecs for any.
+
+    Args:
+        registry: the sharder's `qcomm_codecs_registry`.
+        used: the collectives that are asked for; by default those that have codecs.
+
+    Example: {"fp16"} for float16 both ways, {"fp16 forward, bf16 backward"}, {"int8"}, {"fp16 with loss scale 8.0"}.
+    """
+    registry = registry or {}
+    kind = (_UNPOOLED_OP,) if _UNPOOLED_OP in used else _POOLED_OPS
+    if not (known := [op for op in kind if op.name in registry]):
+        return set()
+    return {_precision(registry.get(op.name, QuantizedCommCodecs())) for op in used or known}
+
+
+def _precision(codecs: QuantizedCommCodecs) -> str:
+    forward, backward = _of_one(codecs.forward), _of_one(codecs.backward)
+    return forward if forward == backward else f"{forward} forward, {backward} backward"
+
+
+def _of_one(codec: Any) -> str:
+    if isinstance(codec, NoOpQuantizedCommCodec):
+        return "fp32"
+    if type(codec) is not QuantizedCommCodec:  # a class of the user's, which may do anything
+        return type(codec).__name__
+    scale = codec._loss_scale
+    return codec._comm_precision.value + ("" if scale is None else f" with loss scale {scale}")
 
 
 def _collectives(sharding: Any) -> list[CommOp]:

@@ -168,7 +168,8 @@ def count_dense(model: ModelConfig, tables: int, dense_features: int, samples: i
         outputs.
     """
     features = tables + 1
-    width, pairs = _interaction_width(model, tables), features * (features - 1) // 2
+    pairs = features * (features - 1) // 2
+    width = model.dim + pairs if model.arch == "dot" else features * model.dim  # numbers that the top MLP gets
     bottom = list(pairwise([dense_features, *model.bottom_mlp]))
     if model.arch == "dot":
         products, parameters, outputs = pairs * model.dim, 0, pairs
@@ -189,9 +190,3 @@ def count_dense(model: ModelConfig, tables: int, dense_features: int, samples: i
         parameters=parameters + sum((inputs + 1) * neurons for inputs, neurons in layers),
         outputs=(outputs + sum(neurons for _, neurons in layers)) * samples,
     )
-
-
-def _interaction_width(model: ModelConfig, tables: int) -> int:
-    """Return how many numbers of a sample the top MLP gets."""
-    features = tables + 1
-    return model.dim + features * (features - 1) // 2 if model.arch == "dot" else features * model.dim

@@ -261,7 +261,7 @@ class Trainer(Stepper):
             self.checkpointer.load(checkpoint, self.model, self.optimizer)
         self.optimizer.set_optimizer_step(self.start)  # FBGEMM's count, by which Adam's means are corrected
         for exchange in exchanges(self.model):
-            exchange.steps = self.start  # stochastic rounding depends on the step
+            exchange.counters.steps.value = self.start  # stochastic rounding depends on the step
         self.running.load(read_manifest(checkpoint).about.get("trained_metrics", []))
         log.info("resume: %s, after step %d", checkpoint, self.start)
         return None

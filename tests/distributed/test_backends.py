@@ -1,6 +1,6 @@
 """Every backend trains as stock TorchRec does: the same losses, step by step, on two and four processes."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +14,13 @@ from tests.agreement import EVAL_TOLERANCE, LOSS_TOLERANCE
 from tests.conftest import assert_losses_agree, read_metrics
 from tests.distributed.workers import quickstart, run_ranks, train
 
-LEARNING_RATE = {"sgd": "20", "adagrad": "0.05", "rowwise_adagrad": "0.1"}
+LEARNING_RATE = {"sgd": "20", "rowwise_adagrad": "0.1"}
 COMMON = ["--train.global_batch_size", "256", "--train.steps", "20", "--train.eval_every", "7"]
 COMMON += ["--train.warmup_steps", "5", "--data.eval_samples", "500"]  # the last batch goes past the end
 COLUMNS = ["--embedding.plan", "column_wise"]
 BF16 = ["--embedding.wire_dtype", "bf16"]
 SAVING = ["--checkpoint.every", "10"]
 RESUMED = [("rowwise_adagrad", "torchrec", "pgas"), ("rowwise_adagrad", "fused", "torchrec")]
-RESUMED_MORE = [("adagrad", "torchrec", "fused")]
-QUICK = ("sgd", "rowwise_adagrad")  # optimizers of what every `make test` runs
 
 
 def _run(folder: Path, name: str, backend: str, optimizer: str, *options: str) -> None:
@@ -46,25 +44,17 @@ def _load_without_states(load: Callable[..., int]) -> Callable[..., int]:
     return load_and_forget
 
 
-def _train_and_resume(folder: Path, optimizers: Iterable[str], resumed: Iterable[tuple[str, str, str]]) -> None:
-    for backend in ("torchrec", *EXCHANGED):
-        for optimizer in optimizers:
-            _run(folder, f"{optimizer}_{backend}", backend, optimizer, *SAVING)
-    for each in resumed:
-        _resume(folder, "_then_".join(each), *each)
-
-
 def _train_on_two_ranks(folder: Path) -> None:
-    _train_and_resume(folder, QUICK, RESUMED)
+    for backend in ("torchrec", *EXCHANGED):
+        for optimizer in LEARNING_RATE:
+            _run(folder, f"{optimizer}_{backend}", backend, optimizer, *SAVING)
+    for each in RESUMED:
+        _resume(folder, "_then_".join(each), *each)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Checkpointer, "load", _load_without_states(Checkpointer.load))
         _resume(folder, "forgotten", "rowwise_adagrad", "torchrec", "pgas")
     comm_ops.set_gradient_division(False)
     _run(folder, "undivided", "pgas", "sgd")
-
-
-def _train_more_on_two_ranks(folder: Path) -> None:
-    _train_and_resume(folder, [name for name in LEARNING_RATE if name not in QUICK], RESUMED_MORE)
 
 
 def _train_variants(folder: Path) -> None:
@@ -82,11 +72,6 @@ def _train_on_four_ranks(folder: Path) -> None:
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return _train_all(_train_on_two_ranks, 2, tmp_path_factory)
-
-
-@pytest.fixture(scope="module")
-def two_ranks_more(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return _train_all(_train_more_on_two_ranks, 2, tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
@@ -113,13 +98,10 @@ def _assert_agrees(run: Path, reference: Path, rtol: float) -> None:
 
 
 @pytest.mark.parametrize("backend", EXCHANGED)
-@pytest.mark.parametrize(
-    "optimizer", [o if o in QUICK else pytest.param(o, marks=pytest.mark.slow) for o in LEARNING_RATE]
-)
-def test_two_ranks_agree(request: pytest.FixtureRequest, backend: str, optimizer: str) -> None:
-    folder: Path = request.getfixturevalue("two_ranks" if optimizer in QUICK else "two_ranks_more")
-    reference = folder / f"{optimizer}_torchrec"
-    _assert_agrees(folder / f"{optimizer}_{backend}", reference, LOSS_TOLERANCE[optimizer])
+@pytest.mark.parametrize("optimizer", LEARNING_RATE)
+def test_two_ranks_agree(two_ranks: Path, backend: str, optimizer: str) -> None:
+    reference = two_ranks / f"{optimizer}_torchrec"
+    _assert_agrees(two_ranks / f"{optimizer}_{backend}", reference, LOSS_TOLERANCE[optimizer])
     losses = read_metrics(reference, "train/loss")
     assert min(losses.values()) < 0.95 * losses[1], "a run that learns nothing agrees with anything"
 
@@ -158,12 +140,6 @@ def _assert_continues(folder: Path, name: str, optimizer: str) -> None:
 @pytest.mark.parametrize(("optimizer", "writer", "reader"), RESUMED)
 def test_checkpoints_interchange(two_ranks: Path, optimizer: str, writer: str, reader: str) -> None:
     _assert_continues(two_ranks, f"{optimizer}_then_{writer}_then_{reader}", optimizer)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("optimizer", "writer", "reader"), RESUMED_MORE)
-def test_more_checkpoints_interchange(two_ranks_more: Path, optimizer: str, writer: str, reader: str) -> None:
-    _assert_continues(two_ranks_more, f"{optimizer}_then_{writer}_then_{reader}", optimizer)
 
 
 def test_a_state_that_does_not_cross_is_caught(two_ranks: Path) -> None:

@@ -20,7 +20,7 @@ from dlrm_overlap.data.loader import open_datasets
 from dlrm_overlap.embedding.layout import Layout
 from dlrm_overlap.embedding.opening import Halves, open_halves
 from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions, StepCounters
-from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder, build_sharder
+from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder, build_sharders
 from dlrm_overlap.embedding.shardings import build_layout, model_order
 from dlrm_overlap.embedding.tables import LocalTables
 from dlrm_overlap.embedding.weights import initialise_tables
@@ -134,7 +134,7 @@ def make_workload(
         about_tables["output_dtype"] = SparseType.BF16
         wire_dtype = "fp32"  # TorchRec's own casts on both sides of the wire would have nothing to do
     keys: dict[str, Any] = {"backend": "torchrec", "optimizer": optimizer, "wire_dtype": wire_dtype}
-    sharder: Any = build_sharder(replace(config.embedding, **keys), fused_params=about_tables)
+    sharder: Any = build_sharders(replace(config.embedding, **keys), fused_params=about_tables)[0]
     places = {
         table.name: row_wise() if cut_rows else table_wise(rank=t * world_size // tables)
         for t, table in enumerate(collection.embedding_bag_configs())
@@ -176,6 +176,6 @@ def exchange_options(config: EmbeddingConfig, backend: str, precision: str = "fp
     Args:
         precision: of the dense part, if there is one.
     """
-    sharder = build_sharder(replace(config, backend=backend), precision)
+    sharder = build_sharders(replace(config, backend=backend), precision)[0]
     assert isinstance(sharder, OverlapEmbeddingBagCollectionSharder)
     return sharder.options

@@ -189,7 +189,7 @@ def test_rows_are_updated_in_autograds_order(world_of_one: dist.ProcessGroup, mo
     monkeypatch.setattr(CpuPush, "start", lambda _, step, gradient: sent.append(step.number))
     monkeypatch.setattr(CpuPush, "finish", lambda _, step: sent.append(-step.number))
     (first, _), (second, _) = (stage.inputs(number, (5,)) for number in range(2))
-    exchange.steps = 7  # a run that resumes
+    exchange.counters.steps.value = 7  # a run that resumes
     awaitables = [exchange.start(inputs, (5,)) for inputs in (first, second)]
     outputs = [awaitables[i].wait() for i in (1, 0)]
     sum(output.square().sum() for output in outputs).backward()  # type: ignore[union-attr]

@@ -16,7 +16,7 @@ from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.embedding import plan
 from dlrm_overlap.embedding.balance import Balance, TableLoad
 from dlrm_overlap.embedding.plan import Unsharded, build_plan, build_topology, data_parallel_tables
-from dlrm_overlap.embedding.sharder import build_sharder, build_sharders
+from dlrm_overlap.embedding.sharder import build_sharders
 from dlrm_overlap.launching.parsing import parse_config
 from dlrm_overlap.train.model import build_model
 
@@ -88,7 +88,7 @@ def test_torchrecs_own_plan_has_shards_of_any_type(world_of_one: dist.ProcessGro
     assert isinstance(pooling, list)
     module = build_model(config.model, config.embedding, rows, 13, seed=0)
     topology, mean = Topology(4, "cuda", hbm_cap=141 * 10**9, local_world_size=4), [float(ids) for ids in pooling]
-    sharders: list[Any] = [build_sharder(config.embedding)]
+    sharders: list[Any] = build_sharders(config.embedding)[:1]
     unsharded = Unsharded(module, sharders, topology, config.embedding, mean, world_of_one)
     tables = unsharded.planned_by_torchrec(config.model.dim, 8192).plan["embedding"]
     kinds = {name: sharding.sharding_type for name, sharding in tables.items()}  # type: ignore[attr-defined]

@@ -2,12 +2,10 @@
 
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMode
 
-from dlrm_overlap.embedding import steps
 from dlrm_overlap.embedding.backends.rows import DeviceRules
 from dlrm_overlap.embedding.steps import UpdateRule
 from dlrm_overlap.kernels.arguments import Numbers
@@ -36,14 +34,6 @@ def test_an_eager_step_keeps_the_numbers_of_its_forward() -> None:
     assert first.tolist() == [0.75, 0.5, *REST], "a step under way reads it"
     assert device.numbers(_rules(0.75), 0, 0) is first, "the same numbers are made once"
     assert device.numbers(_rules(0.75, eps=0.25), 0, 0).tolist() == [0.75, 0.25, *REST]
-
-
-def test_a_schedule_does_not_fill_the_memory() -> None:
-    device = _device_rules()
-    with patch.object(steps, "_MOST", 3):
-        made = [device.numbers(_rules(float(rate)), 0, 0) for rate in range(10)]
-    assert [numbers.tolist() for numbers in made] == [[float(rate), 0.5, *REST] for rate in range(10)]
-    assert len(device._by_value) <= 3
 
 
 def test_captured_steps_read_one_memory() -> None:

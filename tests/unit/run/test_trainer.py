@@ -295,7 +295,7 @@ def test_stochastic_rounding_goes_on_from_the_step_of_the_checkpoint(tmp_path: P
     _fit(tmp_path, *options, "--train.steps", "2")
     trainer = make_trainer(quickstart(tmp_path, "run", *SMALL, *options))
     trainer.fit()
-    assert [exchange.steps for exchange in exchanges(trainer.model)] == [4]
+    assert [exchange.counters.steps.value for exchange in exchanges(trainer.model)] == [4]
 
 
 @pytest.mark.parametrize("backend", ["torchrec", "pgas"])
