@@ -171,7 +171,7 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
     def input_dist(self, ctx: EmbeddingBagCollectionContext, features: Any) -> Awaitable[Awaitable[KJTList]]:
         """Send ids as TorchRec does; those of features with batches of their own once these have a bag a sample."""
         own_batches = isinstance(features, KeyedJaggedTensor) and features.variable_stride_per_key()
-        if own_batches and self.exchange is not None and isinstance(ctx, PaddedContext):
+        if own_batches and self._exchanged and isinstance(ctx, PaddedContext):
             features, ctx.is_padded = with_even_batches(features), True
         return super().input_dist(ctx, features)
 
@@ -179,7 +179,8 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
         """Look up and exchange; TorchRec's train pipelines call this with ids that are already at their owners."""
         if self.exchange is None or not self._exchanged:
             return super().compute_and_output_dist(ctx, input)
-        if (reason := self._why_falls_back()) is not None:
+        own_batches = "features have batches of different sizes" if ctx.variable_batch_per_feature else None
+        if (reason := own_batches or self._why_falls_back()) is not None:
             self._tell_once(reason)
             return _of_samples(ctx, super().compute_and_output_dist(ctx, input))
         first: Any = ctx.sharding_contexts[self._exchanged[0]]
