@@ -125,11 +125,6 @@ def test_a_table_is_cut_to_fit() -> None:
     assert balance([few], 4, 3 << 30) is None, "so few rows that a rank might get none"
 
 
-def test_bags_that_are_all_empty() -> None:
-    placed = _placed([TableLoad(0.0, 16, 64, 1 << 20)] * 4, 2)
-    assert (placed.memory, placed.links) == (0.0, 1.0)
-
-
 def test_what_every_rank_holds_makes_less_of_the_rest() -> None:
     """Four ranks, five tables: one rank has two, which is worth a cut unless every rank has much else to do."""
     tables, much = [TableLoad(1.0, 64, 256, 1) for _ in range(5)], [TableLoad(1.0, 64, 256, 1)] * 40

@@ -68,17 +68,3 @@ def test_what_a_capture_has_used_stays_when_it_is_replaced() -> None:
     assert known.get(1, _Made) is not used(), "made anew"
     known.clear()
     assert not any(_is_there(used))
-
-
-def test_making_may_forget_what_was_made_before() -> None:
-    known = StepCache[int, _Made]()
-    _asked(known, 1)
-
-    def make() -> _Made:
-        known.forget()
-        return _Made()
-
-    with _capturing():
-        made = known.get(2, make)
-    assert known.get(2, _Made) is made
-    assert len(known) == 1

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from dlrm_overlap.comm.arena import Region, open_arena
 from dlrm_overlap.comm.counters import Counters
-from dlrm_overlap.embedding.windows import WindowHeldError, WindowPair, WindowSpec
+from dlrm_overlap.embedding.windows import WindowPair, WindowSpec
 
 
 @pytest.fixture
@@ -28,38 +28,11 @@ def _produce(windows: WindowPair) -> torch.Tensor:
     return windows.lend(3)
 
 
-def test_a_step_is_refused_while_an_output_is_held(windows: WindowPair) -> None:
-    lent = _produce(windows)
-    for _ in range(2):
-        with pytest.raises(WindowHeldError, match="give the sharder copy_output=True, or run its backward") as raised:
-            windows.begin()
-        assert "\n" not in str(raised.value)
-    assert windows.epoch == 1, "a refused step is no step"
-    assert (lent == 1).all()
-    del lent
-    assert windows.begin() == 2
-
-
 def test_garbage_in_a_cycle_does_not_hold(windows: WindowPair) -> None:
     cycle: dict[str, object] = {"lent": _produce(windows)}
     cycle["self"] = cycle
     del cycle
     assert windows.begin() == 2
-
-
-def test_what_is_kept_of_the_shapes_lent_holds_nothing(windows: WindowPair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dlrm_overlap.comm.arena._MOST_SHAPES", 2)
-    for rows, first_column in ((3, 0), (2, 0), (2, 1), (3, 0), (1, 2)):
-        for _ in windows.names:
-            epoch = windows.begin()
-            windows.local.fill_(epoch)
-            lent = windows.lend(rows, first_column)
-            assert tuple(lent.shape) == (rows, 6 - first_column)
-            assert lent.stride() == (6, 1)
-            assert (lent == epoch).all()
-            with pytest.raises(WindowHeldError):
-                windows.begin()
-            del lent
 
 
 def test_a_window_that_was_lent_in_inference_is_lent_to_training(windows: WindowPair) -> None:
