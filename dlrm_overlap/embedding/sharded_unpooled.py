@@ -62,15 +62,17 @@ class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], Shar
 
     _kind = "unpooled tables"
 
-    def __init__(self, *args: Any, options: ExchangeOptions, dedup: bool | str, **kwargs: Any) -> None:
-        """Take TorchRec's arguments, how to exchange, and whether each distinct id of a batch travels once."""
+    def __init__(
+        self, *args: Any, options: ExchangeOptions, dedup: bool | str, cached: Mapping[str, float], **kwargs: Any
+    ) -> None:
+        """Take TorchRec's arguments, how to exchange, whether each distinct id travels once, and `cached` tables."""
         super().__init__(*args, **kwargs)
         self.dedup = dedup
         """True, False or auto; of an exchange that takes ids True or False"""
         self._dedups = dedup is not False
         """whether this rank finds distinct ids, where TorchRec sends them"""
         self._is_measured = dedup != "auto"
-        self._begin(options)
+        self._begin(options, cached)
         self._configs = {config.name: config for config in self._embedding_configs}
         self.unpooled_features = {name for config in self._embedding_configs for name in config.feature_names}
         names = get_embedding_names_by_table(self._embedding_configs)

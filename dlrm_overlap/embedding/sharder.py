@@ -1,7 +1,7 @@
 """The drop-in: TorchRec's sharder with the embedding exchange of a backend."""
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -138,19 +138,10 @@ class OverlapEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
         """
         check_columns(params)
         require_same_plan(params, env)
-        # The replicas of 2D parallelism are averaged where FBGEMM keeps the rows.
-        caches = self._caches and not isinstance(env, ShardingEnv2D)
-        cached = cached_shares(params) if caches else {}
-        if cached:
-            params = {
-                name: replace(each, compute_kernel=EmbeddingComputeKernel.FUSED_UVM.value, cache_params=None)
-                if name in cached
-                else each
-                for name, each in params.items()
-            }
+        cached = _cached_by_exchange(params, env, self.options)
         return OverlapShardedEmbeddingBagCollection(
             module,
-            params,
+            _at_home(params, cached),
             env,
             self.fused_params,
             device,
@@ -161,11 +152,6 @@ class OverlapEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
             output_order=self.output_order,
             cached=cached,
         )
-
-    @property
-    def _caches(self) -> bool:
-        """Whether the exchange caches rows; otherwise such tables stay with TorchRec, and FBGEMM caches them."""
-        return BACKENDS[self.options.backend].stores_to_peers and self.options.resolved_backward == "push"
 
     @property
     def sharded_module_type(self) -> type[OverlapShardedEmbeddingBagCollection]:
@@ -246,9 +232,10 @@ class OverlapEmbeddingCollectionSharder(EmbeddingCollectionSharder):
         """
         check_columns(params)
         require_same_plan(params, env)
+        cached = _cached_by_exchange(params, env, self.options)
         return OverlapShardedEmbeddingCollection(
             module,
-            params,
+            _at_home(params, cached),
             env,
             self.fused_params,
             device,
@@ -257,12 +244,31 @@ class OverlapEmbeddingCollectionSharder(EmbeddingCollectionSharder):
             module_fqn=module_fqn,
             options=self.options,
             dedup=self.dedup,
+            cached=cached,
         )
 
     @property
     def sharded_module_type(self) -> type[OverlapShardedEmbeddingCollection]:
         """Return the type of the modules that `shard` returns."""
         return OverlapShardedEmbeddingCollection
+
+
+def _cached_by_exchange(
+    params: Mapping[str, ParameterSharding], env: ShardingEnv, options: ExchangeOptions
+) -> dict[str, float]:
+    """Return `cached_shares`, or none where such tables stay with TorchRec, and FBGEMM caches them."""
+    # The replicas of 2D parallelism are averaged where FBGEMM keeps the rows.
+    caches = BACKENDS[options.backend].stores_to_peers and options.resolved_backward == "push"
+    return cached_shares(params) if caches and not isinstance(env, ShardingEnv2D) else {}
+
+
+def _at_home(params: Mapping[str, ParameterSharding], cached: Collection[str]) -> dict[str, ParameterSharding]:
+    """Return a plan that keeps `cached` tables in the host's memory, without a cache of FBGEMM's."""
+    kernel = EmbeddingComputeKernel.FUSED_UVM.value
+    return {
+        name: replace(each, compute_kernel=kernel, cache_params=None) if name in cached else each
+        for name, each in params.items()
+    }
 
 
 def _check_known(name: str, value: str, known: Sequence[str]) -> None:

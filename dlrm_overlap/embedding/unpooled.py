@@ -172,9 +172,7 @@ class UnpooledExchange(Exchange):
         slots = self._blocks.slots
         distinct = self._keep(self._distinct.place(self._distinct.sort(features, rooms, self._dedup), self._blocks))
         bags = KeyedJaggedTensor(list(self._ids.keys), distinct.values, lengths=distinct.lengths, stride=slots)
-        ids = self._require(slots).ids
-        assert ids is not None
-        return ids.send(bags, slots)._replace(distinct=distinct)
+        return super()._send(bags, None)._replace(distinct=distinct)
 
     def start_rows(
         self, inputs: Sequence[KeyedJaggedTensor], batch_sizes: Sequence[int], distinct: Distinct

@@ -101,9 +101,9 @@ def _check(ranks: Ranks, optimizer: Any) -> None:
         expected, *others = [train(*each, _TURN) for each in zip(trainers, streams, strict=True)]
         for losses in others:
             _same(losses, expected, f"turn {turn}")
-        for (exchange,) in (exchanges(small.model), exchanges(whole.model)):
+        for exchange in exchanges(small.model) + exchanges(whole.model):
             assert exchange._tables._cached_features, "no table is cached"
-        assert all(c.slots < c.homes[0].shape[0] for c, _ in exchanges(small.model)[0]._tables._cached_features)
+        assert all(cache.slots < cache.homes[0].shape[0] for cache in _caches(small))
         for trainer in (small, whole):
             _same_rows(trainer, plain)
         if turn == 0:  # with ids sent ahead
