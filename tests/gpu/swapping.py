@@ -1,10 +1,11 @@
 """Kernels that swap rows, in turns, alone and in the step: `torchrun --nproc-per-node 1 -m tests.gpu.swapping`.
 
 Of MLPerf's step with a cache of a tenth of the six largest tables' rows, under each of `--variants`: programs, warps
-each, KB that a program moves at a time, and stages, such as 4x8x16x4; `own` is as the code has them, whose programs
-depend on the rows. Columns: rows of a step swapped alone, which came and left, came only and left only, in GB/s each
-way; the median step; and, in a step, the time of the kernels that swap. Then the kernels whose time in a step differs
-most between tables on the device and, under the first variant, cached ones. `--ids uniform` has more rows in a step.
+each, KB that a program moves at a time, stages and, if they are bounded, registers of a thread, such as 4x8x16x4 or
+132x1x1x3x32; `own` is as the code has them, whose programs depend on the rows. Columns: rows of a step swapped alone,
+which came and left, came only and left only, in GB/s each way; the median step; and, in a step, the time of the kernels
+that swap. Then the kernels whose time in a step differs most between tables on the device and, under the first variant,
+cached ones. `--ids uniform` has more rows in a step.
 Options are those of `dlrm-overlap train`.
 """
 
@@ -23,6 +24,7 @@ from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.embedding.cache import RowCache
 from dlrm_overlap.kernels import swap_rows
 from dlrm_overlap.kernels.arguments import Swaps
+from dlrm_overlap.kernels.compiled import CompiledKernel
 from dlrm_overlap.launching.parsing import Parser
 from dlrm_overlap.launching.text_table import format_table
 from dlrm_overlap.observe.metrics import StepTimer
@@ -44,9 +46,10 @@ def _as_variant(name: str) -> AbstractContextManager[Any]:
     swap_rows._compiled.cache_clear()
     if name == "own":
         return ExitStack()
-    programs, warps, kilobytes, stages = map(int, name.split("x"))
+    programs, warps, kilobytes, stages, *registers = map(int, name.split("x"))
     return patch.multiple(
         swap_rows,
+        CompiledKernel=partial(CompiledKernel, registers=registers[0] if registers else None),
         _PROGRAMS=programs,
         _FEWEST=programs,
         _NUM_WARPS=warps,
@@ -172,7 +175,7 @@ def main() -> int:
 
     def add_options(parser: Parser) -> None:
         parser.add_argument("--ids", choices=[*_VARIANTS], default="skewed", help="the configuration's, or uniform")
-        parser.add_argument("--variants", nargs="+", default=[], help="programs x warps x KB x stages, or own")
+        parser.add_argument("--variants", nargs="+", default=[], help="as 4x8x16x4, or own")
         parser.add_argument("--seconds", type=float, default=65.0, help="after which no variant is begun")
 
     options = [*_TIME, "--train.pipeline", "graph", "--log.tensorboard", "false", *sys.argv[1:]]
