@@ -1,7 +1,7 @@
 """The drop-in: TorchRec's sharder with the embedding exchange of a backend."""
 
 import hashlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -136,12 +136,10 @@ class OverlapEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
         Raises:
             InputError: if a shard's columns are no multiple of 4, or, on every rank, if ranks have unlike plans.
         """
-        check_columns(params)
-        require_same_plan(params, env)
-        cached = _cached_by_exchange(params, env, self.options)
+        params, cached = _checked(params, env, self.options)
         return OverlapShardedEmbeddingBagCollection(
             module,
-            _at_home(params, cached),
+            params,
             env,
             self.fused_params,
             device,
@@ -230,12 +228,10 @@ class OverlapEmbeddingCollectionSharder(EmbeddingCollectionSharder):
         Raises:
             InputError: if a shard's columns are no multiple of 4, or, on every rank, if ranks have unlike plans.
         """
-        check_columns(params)
-        require_same_plan(params, env)
-        cached = _cached_by_exchange(params, env, self.options)
+        params, cached = _checked(params, env, self.options)
         return OverlapShardedEmbeddingCollection(
             module,
-            _at_home(params, cached),
+            params,
             env,
             self.fused_params,
             device,
@@ -253,22 +249,26 @@ class OverlapEmbeddingCollectionSharder(EmbeddingCollectionSharder):
         return OverlapShardedEmbeddingCollection
 
 
-def _cached_by_exchange(
-    params: Mapping[str, ParameterSharding], env: ShardingEnv, options: ExchangeOptions
-) -> dict[str, float]:
-    """Return `cached_shares`, or none where such tables stay with TorchRec, and FBGEMM caches them."""
+def _checked(
+    params: dict[str, ParameterSharding], env: ShardingEnv, options: ExchangeOptions
+) -> tuple[dict[str, ParameterSharding], dict[str, float]]:
+    """Check a module's plan; a collective.
+
+    Returns:
+        The plan, with tables that the exchange caches in the host's memory, and the shares of their rows in a cache.
+        Where the exchange caches none, such tables stay with TorchRec, and FBGEMM caches them.
+
+    Raises:
+        InputError: see `check_columns` and `require_same_plan`.
+    """
+    check_columns(params)
+    require_same_plan(params, env)
     # The replicas of 2D parallelism are averaged where FBGEMM keeps the rows.
     caches = BACKENDS[options.backend].stores_to_peers and options.resolved_backward == "push"
-    return cached_shares(params) if caches and not isinstance(env, ShardingEnv2D) else {}
-
-
-def _at_home(params: Mapping[str, ParameterSharding], cached: Collection[str]) -> dict[str, ParameterSharding]:
-    """Return a plan that keeps `cached` tables in the host's memory, without a cache of FBGEMM's."""
+    cached = cached_shares(params) if caches and not isinstance(env, ShardingEnv2D) else {}
     kernel = EmbeddingComputeKernel.FUSED_UVM.value
-    return {
-        name: replace(each, compute_kernel=kernel, cache_params=None) if name in cached else each
-        for name, each in params.items()
-    }
+    at_home = {name: replace(params[name], compute_kernel=kernel, cache_params=None) for name in cached}
+    return params | at_home, cached
 
 
 def _check_known(name: str, value: str, known: Sequence[str]) -> None:
