@@ -7,7 +7,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -167,12 +167,12 @@ def _unlike(differs: str) -> InputError:
 
 
 def _choose_interface(world: World) -> None:
-    """Have gloo and NCCL listen where the ranks meet, if they would take another interface by themselves."""
+    """Have gloo listen where this host reaches rank 0, and gloo and NCCL on loopback alone if the ranks meet there."""
     if _is_loopback(world):
         if any(name == _LOOPBACK_INTERFACE for _, name in socket.if_nameindex()):
             for library in ("GLOO", "NCCL"):  # which would take the interface of the host's name
                 os.environ.setdefault(f"{library}_SOCKET_IFNAME", _LOOPBACK_INTERFACE)
-    elif not _gloo_is_reached() and (interface := _interface_to(world)):
+    elif interface := _interface_to(world):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
 
@@ -211,16 +211,14 @@ def _naming_the_cure(world: World, timeout_s: float) -> Iterator[None]:
         ) from None
 
 
-def watch_ranks(
-    world: World, timeout_s: float, progress: Progress, is_asked: Callable[[], bool] = lambda: False
-) -> Watch | None:
+def watch_ranks(world: World, timeout_s: float, progress: Progress) -> Watch | None:
     """Watch this thread's progress together with the other ranks; None in a world of one. The process group exists."""
     if world.world_size == 1:
         return None
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
     store = TCPStore(world.master_addr, world.master_port, is_master=False, wait_for_workers=False)
-    return Watch(_of_this_start(store), world.rank, world.world_size, timeout_s, progress, is_asked)
+    return Watch(_of_this_start(store), world.rank, world.world_size, timeout_s, progress)
 
 
 def _open_store(world: World, timeout_s: float) -> "Store":
@@ -267,19 +265,6 @@ def _addresses(world: World) -> list[tuple[Any, ...]]:
 
 def _is_loopback(world: World) -> bool:
     return all(ipaddress.ip_address(found[4][0]).is_loopback for found in _addresses(world))
-
-
-def _gloo_is_reached() -> bool:
-    """Return whether gloo, left to itself, listens where other hosts reach it.
-
-    It takes the first address of this host's name that is this host's, and loopback where there is none.
-    """
-    with contextlib.suppress(OSError):
-        for family, kind, _, _, address in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM):
-            with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
-                probe.bind(address)
-                return not ipaddress.ip_address(address[0]).is_loopback
-    return False
 
 
 def _interface_to(world: World) -> str | None:
