@@ -99,15 +99,13 @@ def init_process_group(
         os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")  # nor may collectives wait for kernels that give way
         backend, device_id = "cpu:gloo,cuda:nccl", device
     timeout = timedelta(seconds=LAST_RESORT * wait_timeout_s + _LAST_RESORT_S)
-    if world.world_size == 1:
-        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
-        with _naming_the_cure(world, timeout_s):
-            dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout, device_id=device_id)
-        return
     with _naming_the_cure(world, timeout_s):
-        _choose_interface(world)
-        store = _open_store(world, timeout_s)
-        _compare(store, world, dict(facts or {}))
+        if world.world_size == 1:
+            store: Store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+        else:
+            _choose_interface(world)
+            store = _open_store(world, timeout_s)
+            _compare(store, world, dict(facts or {}))
         dist.init_process_group(
             backend,
             store=store,
@@ -225,26 +223,21 @@ def _open_store(world: World, timeout_s: float) -> "Store":
     """Return the store of all ranks, which rank 0 serves unless torchrun's agent does already."""
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-    timeout = timedelta(seconds=timeout_s)
-    serves = world.rank == 0 and not _is_agents()
-    if not (serves and _is_loopback(world)):
-        # Ranks wait for each other in `_compare`, where those of another number of ranks are named.
-        store = TCPStore(
-            world.master_addr, world.master_port, world.world_size, serves, timeout, wait_for_workers=False
-        )
-        return _of_this_start(store)
-    family, _, _, _, address = _addresses(world)[0]
-    listener = socket.create_server(address[:2], family=family, backlog=1024)
-    # The store takes the descriptor over.
-    return TCPStore(
+    serves, listener = world.rank == 0 and not _is_agents(), None
+    if serves and _is_loopback(world):
+        family, _, _, _, address = _addresses(world)[0]
+        listener = socket.create_server(address[:2], family=family, backlog=1024).detach()  # the store takes it over
+    # Ranks wait for each other in `_compare`, where those of another number of ranks are named.
+    store = TCPStore(
         world.master_addr,
         world.master_port,
         world.world_size,
-        is_master=True,
-        timeout=timeout,
+        is_master=serves,
+        timeout=timedelta(seconds=timeout_s),
         wait_for_workers=False,
-        master_listen_fd=listener.detach(),
+        master_listen_fd=listener,
     )
+    return _of_this_start(store)
 
 
 def _is_agents() -> bool:
@@ -301,13 +294,16 @@ def shutdown() -> None:
 
 def finalise_mpi() -> None:
     """Finalise MPI, if it runs; a collective. A rank that ends without it has failed for mpirun."""
-    mpi = sys.modules.get("mpi4py.MPI")
-    if mpi and mpi.Is_initialized() and not mpi.Is_finalized():
+    if mpi := _running_mpi():
         mpi.Finalize()
 
 
 def abandon(code: int) -> None:
     """Have MPI, if it runs, end the other ranks: not every mpirun does so when a rank ends without MPI_Finalize."""
-    mpi = sys.modules.get("mpi4py.MPI")
-    if mpi and mpi.Is_initialized() and not mpi.Is_finalized():
+    if mpi := _running_mpi():
         mpi.COMM_WORLD.Abort(code)
+
+
+def _running_mpi() -> Any:
+    mpi = sys.modules.get("mpi4py.MPI")
+    return mpi if mpi and mpi.Is_initialized() and not mpi.Is_finalized() else None
