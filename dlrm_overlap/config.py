@@ -297,10 +297,6 @@ class EmbeddingConfig:
                 f"embedding.slice_bags: {self.slice_bags} must be a power of two from 4 on, so that a slice is made of "
                 f"whole tasks; take 32"
             )
-        if self.hosts != "auto" and not (isinstance(self.hosts, int) and self.hosts > 0):
-            raise InputError(f"embedding.hosts: {self.hosts!r} must be auto, or a number from 1 on; take auto")
-        if self.aggregate_bytes < 0:
-            raise InputError(f"embedding.aggregate_bytes: {self.aggregate_bytes} must be 0 or more; 0 gathers nothing")
         least, most = _WAIT_S
         if not least <= self.wait_timeout_s <= most:
             raise InputError(

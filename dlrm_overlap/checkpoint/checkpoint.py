@@ -171,9 +171,9 @@ class Checkpointer:
             step: number of steps taken.
             extents: `extents_to_store`, or a copy of it.
             metrics: of an evaluation after this step.
-            group: as `write_checkpoint` takes it, like `to_cpu` and `refusal`.
-            to_cpu: the same.
-            refusal: the same.
+            group: see `write_checkpoint`, like `to_cpu` and `refusal`.
+            to_cpu: see there.
+            refusal: see there.
             about: as it was when `extents` were copied; None takes that of now.
 
         Raises:

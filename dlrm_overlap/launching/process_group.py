@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from dlrm_overlap.config import InputError
 from dlrm_overlap.launching.environment import code_digest
-from dlrm_overlap.launching.launcher import World, launch_name
+from dlrm_overlap.launching.launcher import World
 from dlrm_overlap.launching.watch import Progress, Watch
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def init_process_group(
 ) -> None:
     """Make the default process group: gloo for CPU tensors, and NCCL, connected at once, where `device` is a GPU.
 
-    Before ranks connect they compare `facts`, their number, their launch and this package's code. Sets the current CUDA
+    Before ranks connect they compare `facts`, their number and this package's code. Sets the current CUDA
     device, and makes a stream of priority -1 the current one: the default stream has the lowest priority there is, so
     no kernel could give way to it. A world of one needs no address. Where the ranks meet at a loopback address, all
     that listens does so there.
@@ -124,7 +124,7 @@ def _compare(store: "Store", world: World, facts: dict[str, Any]) -> None:
     Raises:
         InputError: on all ranks of the run, if one differs; and on a second process that is the same rank.
     """
-    facts |= {"WORLD_SIZE": world.world_size, "launch": launch_name(world), "code": code_digest()}
+    facts |= {"WORLD_SIZE": world.world_size, "code": code_digest()}
     rank, others = world.rank, range(1, world.world_size)
     if store.add(f"meet/came/{rank}", 1) > 1:
         raise InputError(
@@ -194,18 +194,13 @@ def _naming_the_cure(world: World, timeout_s: float) -> Iterator[None]:
             f"a host and a free port that all reach"
         ) from None
     except RuntimeError as error:
-        named = os.environ.get("GLOO_SOCKET_IFNAME", "not set")
-        if "Unable to find address for" in str(error):
-            raise InputError(
-                f"GLOO_SOCKET_IFNAME: {named} is no interface with an address on this host, which has "
-                f"{', '.join(name for _, name in socket.if_nameindex())}; set it to one of these, or unset it"
-            ) from None
-        if "connectFullMesh" not in str(error):
+        if not any(text in str(error) for text in ("Unable to find address for", "connectFullMesh")):
             raise
+        named = os.environ.get("GLOO_SOCKET_IFNAME", "not set")
         raise InputError(
-            f"{world.source} launch: the ranks meet at {address}:{world.master_port}, but gloo cannot connect them "
-            f"({str(error).splitlines()[0]}); GLOO_SOCKET_IFNAME is {named}: set it on each host to the interface by "
-            f"which the others reach it"
+            f"{world.source} launch: gloo cannot connect the ranks ({str(error).splitlines()[0]}); GLOO_SOCKET_IFNAME "
+            f"is {named}: set it on each host to the interface by which the others reach it, of "
+            f"{', '.join(name for _, name in socket.if_nameindex())} here"
         ) from None
 
 

@@ -296,7 +296,7 @@ def test_a_time_holds_out_and_a_share_does_where_there_is_none(tmp_path: Path) -
         ("labels: {a: {}}\ncategorical: {b: {rows: 2}}\ntime: {column: t}", "time: .*held_out_from"),
         ("labels: {a: {}}\ncategorical: {b: {rows: 2}}\ndelimiter: ab", "delimiter: 'ab' is not one character"),
         ("labels: {a: {}}\ncategorical: {b: {rows: 2}}\nfiles: '('", "files: .* no regular expression"),
-        ("labels: a", "labels: 'a' must be columns by name"),
+        ("labels: a", "labels: 'a' must be sections by name"),
         ("- 1", "not a section of keys"),
         ("a: [", "no schema can be read"),
     ],
