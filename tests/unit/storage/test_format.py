@@ -15,7 +15,7 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
 from torch.distributed._shard.sharded_tensor.shard import Shard
 
-from dlrm_overlap.checkpoint.storage import load, save
+from dlrm_overlap.checkpoint.storage import save
 from dlrm_overlap.checkpoint.storage.extents import Checkpoint, Extent, fill, local_extents, whole
 from dlrm_overlap.checkpoint.storage.load import find_faults
 from dlrm_overlap.checkpoint.storage.manifest import MANIFEST, DamagedError, Manifest, read_manifest
@@ -164,14 +164,6 @@ def test_a_save_that_fails_leaves_what_there_is(tmp_path: Path, monkeypatch: pyt
     assert os.listdir(tmp_path) == ["step_3"]
     assert path.stat().st_mtime_ns == before
     assert find_faults(path, read_manifest(path)) == []
-
-
-def test_a_rank_that_sees_another_checkpoint_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write_new(tmp_path, make_table([0, 4]))
-    assert load.agree_on(path) == (read_manifest(path), [])
-    monkeypatch.setattr(load, "gather", lambda value: [value, value, "nothing"])
-    with pytest.raises(InputError, match=f"rank 2 does not see the same in {path} as rank 0"):
-        load.agree_on(path)
 
 
 def test_every_byte_of_every_file_counts(tmp_path: Path) -> None:
