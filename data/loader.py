@@ -14,7 +14,7 @@ import torch
 
 from dlrm_overlap.config import HELD_BATCHES, DataConfig, InputError
 from dlrm_overlap.data.batch import Batch, Dataset, Records
-from dlrm_overlap.data.criteo import CriteoArrays, CriteoMultihot
+from dlrm_overlap.data.criteo import Criteo
 from dlrm_overlap.data.prepared import Prepared
 from dlrm_overlap.data.records import Unpacker
 from dlrm_overlap.data.ring import Form, Ring
@@ -128,10 +128,8 @@ def open_files(config: DataConfig, path: str) -> tuple[Dataset, Dataset | None]:
         InputError: if they do not exist, are empty or break their format.
     """
     tables = config.tables
-    if config.kind == "criteo_multihot":
-        return CriteoMultihot(path, tables), None
-    if config.kind == "criteo_npy":
-        return CriteoArrays(path, tables), None
+    if config.kind in ("criteo_npy", "criteo_multihot"):
+        return Criteo(path, tables, multi_hot=config.kind == "criteo_multihot"), None
     dataset = Prepared(path, tables)
     return dataset, Prepared(path, tables, held_out=True) if dataset.holds_out else None
 

@@ -15,9 +15,9 @@ Samples held out by their time are days of the same numbers in the folder held_o
 import json
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,7 +30,6 @@ from dlrm_overlap.data.records import Layout, Packed, bytes_below, field_of_ids
 from dlrm_overlap.data.schema import schema_of
 from dlrm_overlap.launching.files import hold_folder, remove_temporaries, replacing
 
-_Made = TypeVar("_Made")
 _META = "meta.json"
 _PAGE = 4096  # bytes
 FORMAT = 2
@@ -103,7 +102,12 @@ def read_meta(folder: Path) -> Meta | None:
     file = folder / _META
     try:
         found = json.loads(file.read_text())
-        meta = _made_of(Meta, found | {"days": [_made_of(SourceDay, day) for day in found["days"]]})
+        if (version := found["format"]) != FORMAT:
+            raise InputError(
+                f"{folder}: was prepared in format {version}, and this version reads format {FORMAT}; make it anew, "
+                f"into another folder"
+            )
+        meta = Meta(**found | {"days": [SourceDay(**day) for day in found["days"]]})
         tables = len(schema_of(meta.schema, file).categorical)
         if meta.rows is None and any(day.samples is not None for day in meta.days):
             raise ValueError("days, but no rows")
@@ -113,20 +117,12 @@ def read_meta(folder: Path) -> Meta | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        if isinstance(error, InputError):
+            raise
         raise InputError(
             f"{file}: not what `dlrm-overlap prepare` writes ({error!r}); choose another folder"
         ) from error
-    if (version := found.get("format", 1)) != FORMAT:
-        raise InputError(
-            f"{folder}: was prepared in format {version}, and this version reads format {FORMAT}; make it anew, into "
-            f"another folder"
-        )
     return meta
-
-
-def _made_of(kind: type[_Made], found: dict[str, Any]) -> _Made:
-    """Return the dataclass `kind` with the fields that it has among those of a folder of another version."""
-    return kind(**{each.name: found[each.name] for each in fields(kind) if each.name in found})  # type: ignore[arg-type]
 
 
 def write_meta(target: Path, meta: Meta) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from dlrm_overlap.config import DataConfig, InputError, TablesConfig
 from dlrm_overlap.data.batch import Dataset
-from dlrm_overlap.data.criteo import CriteoArrays, CriteoMultihot
+from dlrm_overlap.data.criteo import Criteo
 from dlrm_overlap.data.loader import Slice, open_files
 from dlrm_overlap.data.prepared import Prepared
 from tests.unit.data.criteo_lines import (
@@ -46,7 +46,7 @@ def test_fingerprints_tell_other_samples_wherever_they_lie(tmp_path: Path) -> No
         if name == "another":
             arrays["labels"][-1] ^= 1
             np.save(tmp_path / name / "day_0_labels.npy", arrays["labels"])
-        data = CriteoArrays(tmp_path / name, TablesConfig(rows=ROWS))
+        data = Criteo(tmp_path / name, TablesConfig(rows=ROWS), multi_hot=False)
         found[name] = data.fingerprint()
         assert Slice(data, 3, 4).fingerprint() == found[name]
     assert found["here"] == found["elsewhere"]
@@ -94,7 +94,7 @@ def test_npy_days_are_read_by_position_in_numeric_order(tmp_path: Path) -> None:
     days = [write_day(tmp_path, day, n) for day, n in ((2, 9), (10, 4), (11, 12))]
     np.save(tmp_path / "day_10_labels.npy", days[1]["labels"][:, 0])  # both shapes of labels are in use
     np.save(tmp_path / "day_10_sparse_contig.npy", days[1]["sparse"])  # not one of ours
-    data = CriteoArrays(tmp_path, TablesConfig(rows=ROWS))
+    data = Criteo(tmp_path, TablesConfig(rows=ROWS), multi_hot=False)
     assert (data.num_samples, data.rows, data.pooling) == (25, ROWS, [1.0] * 26)
     labels, dense, sparse = (np.concatenate([day[part] for day in days]) for part in ("labels", "dense", "sparse"))
     assert_reads(data, labels[:, 0], dense, [sparse[:, t : t + 1] for t in range(26)])
@@ -105,7 +105,7 @@ def test_multihot_days_are_read_table_after_table(tmp_path: Path) -> None:
     # The members of a npz may be in Fortran order.
     tables = {f"{t}": np.asfortranarray(days[1][f"{t}"]) for t in range(26)}
     save_tables(tmp_path / "day_1_sparse_multi_hot.npz", tables)
-    data = CriteoMultihot(tmp_path, TablesConfig(rows=ROWS))
+    data = Criteo(tmp_path, TablesConfig(rows=ROWS), multi_hot=True)
     assert (data.num_samples, data.rows, data.pooling) == (23, ROWS, [float(hot) for hot in HOT])
     labels, dense = (np.concatenate([day[part] for day in days]) for part in ("labels", "dense"))
     merged = [np.concatenate([day[f"{t}"] for day in days]) for t in range(26)]
@@ -115,8 +115,7 @@ def test_multihot_days_are_read_table_after_table(tmp_path: Path) -> None:
 @pytest.mark.parametrize("hot", [None, HOT])
 def test_ids_of_capped_tables_are_folded(tmp_path: Path, hot: Sequence[int] | None) -> None:
     day = write_day(tmp_path, 0, 200, hot)
-    kind = CriteoArrays if hot is None else CriteoMultihot
-    data = kind(tmp_path, TablesConfig(rows=ROWS, max_rows=40))
+    data = Criteo(tmp_path, TablesConfig(rows=ROWS, max_rows=40), hot is not None)
     assert data.rows == [min(rows, 40) for rows in ROWS]
     tables = [day["sparse"][:, t : t + 1] if hot is None else day[f"{t}"] for t in range(26)]
     assert max(table.max() for table in tables) > 40
@@ -140,10 +139,9 @@ def write_id(folder: Path, hot: Sequence[int] | None, t: int, sample: int, value
 def test_an_id_out_of_range_is_named(tmp_path: Path, hot: Sequence[int] | None) -> None:
     write_day(tmp_path, 0, 30, hot)
     t = 25
-    kind = CriteoArrays if hot is None else CriteoMultihot
     for value in (ROWS[t], -1):
         write_id(tmp_path, hot, t, 17, value)
-        data = kind(tmp_path, TablesConfig(rows=ROWS))
+        data = Criteo(tmp_path, TablesConfig(rows=ROWS), hot is not None)
         data.read(0, 17)
         limit = "at least 0" if value < 0 else f"below {ROWS[t]}, .*; set data.tables.rows"
         rule = rf"day_0: table {t}, id of sample 17, column \d is {value}, not {limit}"
@@ -160,7 +158,7 @@ def test_a_wrong_label_or_dense_feature_is_named(tmp_path: Path, part: str, valu
     arrays = write_day(tmp_path, 1, 30)
     arrays[part][17, -1] = value
     np.save(tmp_path / f"day_1_{part}.npy", arrays[part])
-    data = CriteoArrays(tmp_path, TablesConfig(rows=ROWS))
+    data = Criteo(tmp_path, TablesConfig(rows=ROWS), multi_hot=False)
     data.read(0, 25)
     what = "label of sample 17 is" if part == "labels" else "dense feature of sample 17, column 12 is"
     with pytest.raises(InputError, match=f"day_1: {what} {value}.*not") as error:
@@ -207,7 +205,7 @@ def test_wrong_files_are_named(tmp_path: Path, hot: Sequence[int] | None, how: s
     write_day(tmp_path, 1, 30, hot)
     damage(tmp_path, how)
     with pytest.raises(InputError, match=rule) as error:
-        (CriteoArrays if hot is None else CriteoMultihot)(tmp_path, TablesConfig(rows=ROWS))
+        Criteo(tmp_path, TablesConfig(rows=ROWS), hot is not None)
     assert_one_line(error)
 
 
@@ -248,7 +246,7 @@ def test_wrong_npz_files_are_named(tmp_path: Path, how: str, rule: str) -> None:
     else:
         save_tables(file, {**tables, "4": changes[how]})
     with pytest.raises(InputError, match=rule) as error:
-        CriteoMultihot(tmp_path, TablesConfig(rows=ROWS))
+        Criteo(tmp_path, TablesConfig(rows=ROWS), multi_hot=True)
     assert_one_line(error)
 
 
@@ -275,6 +273,6 @@ def test_open_files_refuses(tmp_path: Path, kind: str, tables: TablesConfig, pat
 def test_a_data_set_without_samples_is_refused(tmp_path: Path) -> None:
     write_day(tmp_path, 0, 0)
     with pytest.raises(InputError, match="day_0: no samples"):
-        CriteoArrays(tmp_path, TablesConfig(rows=ROWS))
+        Criteo(tmp_path, TablesConfig(rows=ROWS), multi_hot=False)
     write_day(tmp_path, 1, 3)
-    assert CriteoArrays(tmp_path, TablesConfig(rows=ROWS)).read(0, 4).labels.numel() == 4
+    assert Criteo(tmp_path, TablesConfig(rows=ROWS), multi_hot=False).read(0, 4).labels.numel() == 4

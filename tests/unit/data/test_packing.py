@@ -90,7 +90,7 @@ def test_endless_samples_need_a_number(capsys: pytest.CaptureFixture[str], tmp_p
 def test_an_older_format_is_refused(tmp_path: Path) -> None:
     packed(tmp_path)
     meta = json.loads((tmp_path / "meta.json").read_text())
-    del meta["format"]
+    meta["format"] = 1
     (tmp_path / "meta.json").write_text(json.dumps(meta))
     with pytest.raises(InputError, match="was prepared in format 1, and this version reads format 2; make it anew"):
         Prepared(tmp_path, TablesConfig())

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from dlrm_overlap.config import Config, InputError, TablesConfig
-from dlrm_overlap.data.criteo import CriteoArrays, CriteoMultihot
+from dlrm_overlap.data.criteo import Criteo
 from dlrm_overlap.data.prepared import Prepared, read_meta
 from dlrm_overlap.launching.files import LOCK_NAME, check_free
 from dlrm_overlap.launching.parsing import parse_config
@@ -71,8 +71,9 @@ def test_arrays_execute_nothing(tmp_path: Path, mark: Path, part: str) -> None:
         np.save(folder / f"day_0_{name}.npy", array)
     np.save(folder / "day_0_sparse.npy", np.zeros((20, 26), np.int32))
     np.save(folder / f"day_0_{part}.npy", np.array([[_Evil(mark)]] * 20), allow_pickle=True)
+    rows = TablesConfig(rows=50)
     with pytest.raises(InputError, match=rf"day_0_{part}\.npy"):
-        (Prepared if part == "records" else CriteoArrays)(folder, TablesConfig(rows=50))
+        Prepared(folder, rows) if part == "records" else Criteo(folder, rows, multi_hot=False)
     assert not mark.exists()
     np.load(folder / f"day_0_{part}.npy", allow_pickle=True)
     assert mark.exists(), "the file would, if it were loaded otherwise"
@@ -85,7 +86,7 @@ def test_members_of_an_archive_execute_nothing(tmp_path: Path, mark: Path) -> No
     members["3"] = np.array([[_Evil(mark)]] * 20)
     np.savez(tmp_path / "day_0_sparse_multi_hot.npz", **members)
     with pytest.raises(InputError, match=r"day_0_sparse_multi_hot\.npz"):
-        CriteoMultihot(tmp_path, TablesConfig(rows=50))
+        Criteo(tmp_path, TablesConfig(rows=50), multi_hot=True)
     evil = f"{{'descr': __import__('os').mkdir('{mark}'), 'fortran_order': False, 'shape': (20, 1)}}"
     for header in (evil, evil[:-20]):  # an expression in place of a literal, whole and cut
         with zipfile.ZipFile(tmp_path / "day_0_sparse_multi_hot.npz", "w") as archive:
@@ -93,11 +94,11 @@ def test_members_of_an_archive_execute_nothing(tmp_path: Path, mark: Path) -> No
                 size = (len(header) + 1).to_bytes(2, "little")
                 archive.writestr(f"{t}.npy", b"\x93NUMPY\x01\x00" + size + header.encode() + b"\n" + bytes(80))
         with pytest.raises(InputError, match=r"day_0_sparse_multi_hot\.npz"):
-            CriteoMultihot(tmp_path, TablesConfig(rows=50))
+            Criteo(tmp_path, TablesConfig(rows=50), multi_hot=True)
         (tmp_path / "day_0_dense.npy").write_bytes(b"\x93NUMPY\x01\x00" + size + header.encode() + b"\n" + bytes(80))
         np.save(tmp_path / "day_0_sparse.npy", np.zeros((20, 26), np.int32))
         with pytest.raises(InputError, match=r"day_0_dense\.npy: not a whole numpy file"):
-            CriteoArrays(tmp_path, TablesConfig(rows=50))
+            Criteo(tmp_path, TablesConfig(rows=50), multi_hot=False)
     assert not mark.exists()
 
 
