@@ -75,17 +75,6 @@ def test_ranks_listen_on_loopback_alone_and_a_killed_launcher_leaves_nothing(tmp
     assert code == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_killed_rank_is_named_at_once(tmp_path: Path, rank: int) -> None:
-    run = train(tmp_path, *FOREVER, fault=fail_at(rank, 12, "kill"), launcher="forked")
-    run.wait_for("step 10:")
-    code, errors = run.end(10)
-    assert code == 128 + signal.SIGKILL
-    (line,) = re.findall(r"dlrm-overlap: rank .*", errors)
-    assert re.match(rf"dlrm-overlap: rank {rank} \(pid \d+\) was killed by SIGKILL, .*out-of-memory", line)
-    assert "Traceback" not in errors
-
-
 @pytest.mark.parametrize(
     ("rank", "how", "told"),
     [

@@ -191,17 +191,6 @@ def assert_same(one: Batch, other: Batch) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*pairs, strict=True))
 
 
-def test_days_that_are_whole_are_kept(tmp_path: Path) -> None:
-    source, schema, _ = write(tmp_path, "movies", "parquet")
-    first = prepared(source, schema)[0].read(0, 90)
-    before = {file: file.stat().st_mtime_ns for file in (tmp_path / "days").rglob("*.npy")}
-    prepare(source, tmp_path / "days", schema)
-    assert before == {file: file.stat().st_mtime_ns for file in (tmp_path / "days").rglob("*.npy")}
-    next(file for file in before if "list_0" in file.name and "day_1" in file.name).write_bytes(b"")
-    prepare(source, tmp_path / "days", schema)
-    assert_same(Prepared(tmp_path / "days", TablesConfig()).read(0, 90), first)
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_run_may_begin_at_any_sample_on_any_number_of_ranks(tmp_path: Path, workers: int) -> None:
     source, schema, _ = write(tmp_path, "ccp", "arrow")
