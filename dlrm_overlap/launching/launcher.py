@@ -46,11 +46,6 @@ class World:
                     f"{self.source} launch: {prefix}RANK {rank} must lie in 0 .. {prefix}WORLD_SIZE - 1, and "
                     f"{prefix}WORLD_SIZE is {size}; correct what starts the ranks"
                 )
-        if self.local_world_size > self.world_size:
-            raise InputError(
-                f"{self.source} launch: LOCAL_WORLD_SIZE {self.local_world_size} exceeds WORLD_SIZE "
-                f"{self.world_size}; correct what starts the ranks"
-            )
         if self.world_size > 1 and not (self.master_addr and 0 < self.master_port < 1 << 16):
             raise InputError(
                 f"{self.source} launch: {self.world_size} ranks cannot meet at {self.master_addr or 'no host'}:"

@@ -3,11 +3,12 @@
 import math
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 
 from dlrm_overlap.checkpoint.storage.extents import Extent
@@ -63,7 +64,7 @@ def write_checkpoint(
     try:
         on_all(lambda: None if rank else _make(temporary, needed))
         tensors = {extent.key: extent.tensor for extent in mine}
-        written = on_all(lambda: write_tensors(temporary / _file(rank), tensors, to_cpu))
+        written = on_all(lambda: _write_file(temporary / _file(rank), tensors, to_cpu))
         gathered = gather((written, _describe(mine, _file(rank)), refusal()), group)
         if refusals := [each for _, _, each in gathered if each]:
             raise refusals[0]
@@ -115,6 +116,14 @@ def _make(temporary: Path, needed_bytes: int) -> None:
     if needed_bytes > free:
         raise OSError(f"it takes {needed_bytes} bytes, and {free} are left on the disk")
     temporary.mkdir()
+
+
+def _write_file(path: Path, tensors: Mapping[str, torch.Tensor], to_cpu: ToCpu) -> StoredFile:
+    with path.open("xb") as file:
+        written = write_tensors(file, tensors, to_cpu)
+        file.flush()
+        os.fsync(file.fileno())
+    return written
 
 
 def _describe(extents: list[Extent], file: str) -> dict[str, StoredTensor]:

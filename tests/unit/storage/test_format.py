@@ -203,7 +203,8 @@ def test_files_of_tensors_are_safetensors(tmp_path: Path) -> None:
     dtypes = [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool]
     tensors = {str(dtype): torch.arange(6).view(2, 3).to(dtype) for dtype in dtypes}
     tensors |= {"scalar": torch.tensor(3.0), "empty": torch.empty(0, 4), "columns": torch.rand(4, 6)[:, 1:3]}
-    about = write_tensors(tmp_path / "file", tensors)
+    with (tmp_path / "file").open("wb") as file:
+        about = write_tensors(file, tensors)
     content = (tmp_path / "file").read_bytes()
     assert len(content) == about.bytes
     length = int.from_bytes(content[:8], "little")
