@@ -195,7 +195,7 @@ class Turns:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         """All ranks of `group` make the same calls."""
-        self._group, self._device, self._cuda = group, device, device.type == "cuda"
+        self.group, self.device, self._cuda = group, device, device.type == "cuda"
 
     @torch.no_grad()
     def time(self, pieces: Sequence[Callable[[], object]], repetitions: int) -> list[Timing]:
@@ -209,27 +209,27 @@ class Turns:
             for i, read in [(i, self._once(pieces[i], gate_ms)) for i in drawn]:
                 taken_ms[i].append(read())
         both = zip(taken_ms, host_ms, strict=True)
-        return [Timing.of(taken, [host], self._device, self._group) for taken, host in both]
+        return [Timing.of(taken, [host], self.device, self.group) for taken, host in both]
 
     def _warm_up(self, pieces: Sequence[Callable[[], object]]) -> list[float]:
         """Run each piece; return the ms that the host of the slowest rank takes to issue it, the device being idle."""
         host_ms = [0.0] * len(pieces)
         for _ in range(_WARMUP_RUNS):
             for i, piece in enumerate(pieces):
-                begin_together(self._group, self._device, lead_ms=0.0)
+                begin_together(self.group, self.device, lead_ms=0.0)
                 if self._cuda:
-                    torch.cuda.synchronize(self._device)
+                    torch.cuda.synchronize(self.device)
                 began = time.perf_counter()
                 piece()
                 host_ms[i] = (time.perf_counter() - began) * 1e3
         if self._cuda:
-            torch.cuda.synchronize(self._device)
-        return greatest(host_ms, self._device, self._group)
+            torch.cuda.synchronize(self.device)
+        return greatest(host_ms, self.device, self.group)
 
     def _once(self, piece: Callable[[], object], gate_ms: float) -> Callable[[], float]:
         """Run a piece; return a function that waits for it and returns its ms."""
-        begin_together(self._group, self._device, gate_ms)
-        timer = StepTimer(self._device)
+        begin_together(self.group, self.device, gate_ms)
+        timer = StepTimer(self.device)
         timer.mark()
         piece()
         timer.mark()
