@@ -36,7 +36,7 @@ from tests.gpu.exchange.checks.training import (
     small_config,
     train_steps,
 )
-from tests.gpu.exchange.place import Check, Place
+from tests.gpu.exchange.place import Check, Place, every
 from tests.programs import two_lines
 
 _STEPS = 40
@@ -185,11 +185,11 @@ def _check_delays(place: Place, backend: str, known: bool, data_parallel: bool =
         _close(place, trainer)
 
 
-def _check_checkpoint(place: Place, writer: str, reader: str, rows: int = 0) -> None:
+def _check_checkpoint(place: Place, pipelines: tuple[str, str], rows: int = 0) -> None:
     """A checkpoint of either pipeline is gone on from by the other; tables of at most `rows` are data-parallel."""
     config = small_config(place, "pgas", "adagrad")
     config = replace(config, embedding=replace(config.embedding, data_parallel_rows=rows))
-    first, second = (replace(config, train=replace(config.train, pipeline=each)) for each in (writer, reader))
+    first, second = (replace(config, train=replace(config.train, pipeline=each)) for each in pipelines)
     check_goes_on(place, first, second, _STEPS)
 
 
@@ -314,63 +314,27 @@ def _check_foreign(place: Place, name: str, least_block: int = distinct._LEAST_B
         compare(name, place.group, place.device)
 
 
+_KNOWN = {"ranges": False, "known": True}
+_PIPELINES = (("torchrec", "graph"), ("graph", "torchrec"))
+_resumed = {f"{writer}_{reader}": (writer, reader) for writer, reader in _PIPELINES}
+_divided = partial(_check_losses, optimizer="sgd", data_parallel=True)
 CHECKS = (
-    {
-        f"graph_losses_{optimizer}_{'known' if known else 'ranges'}": Check(
-            partial(_check_losses, optimizer=optimizer, known=known)
-        )
-        for optimizer in ("sgd", "adagrad")
-        for known in (False, True)
-    }
-    | {
-        f"graph_losses_{optimizer}_known": Check(partial(_check_losses, optimizer=optimizer, known=True), gpu_only=True)
-        for optimizer in COUNTING
-    }
-    | {
-        f"graph_rows_{'known' if known else 'ranges'}": Check(partial(_check_row_shards, known=known))
-        for known in (False, True)
-    }
-    | {
-        f"graph_losses_{arch}_bf16_{backend}": Check(partial(_check_bf16, backend=backend, arch=arch))
-        for arch in ("dot", "dcn")
-        for backend in _BACKENDS
-    }
-    | {
-        f"graph_delays_{backend}_{'known' if known else 'ranges'}": Check(
-            partial(_check_delays, backend=backend, known=known)
-        )
-        for backend in _BACKENDS
-        for known in (False, True)
-    }
-    | {
-        f"graph_checkpoint_{writer}_{reader}": Check(partial(_check_checkpoint, writer=writer, reader=reader))
-        for writer, reader in (("torchrec", "graph"), ("graph", "torchrec"))
-    }
-    | {
-        f"graph_{what}_data_parallel_{'known' if known else 'ranges'}": Check(
-            partial(check, known=known, data_parallel=True)
-        )
-        for what, check in (
-            ("losses", partial(_check_losses, optimizer="sgd")),
-            ("delays", partial(_check_delays, backend="pgas")),
-        )
-        for known in (False, True)
-    }
-    | {
-        f"graph_checkpoint_data_parallel_{writer}_{reader}": Check(
-            partial(_check_checkpoint, writer=writer, reader=reader, rows=1000)
-        )
-        for writer, reader in (("torchrec", "graph"), ("graph", "torchrec"))
-    }
+    every("graph_losses", _check_losses, optimizer=("sgd", "adagrad"), known=_KNOWN)
+    | every("graph_losses", _check_losses, optimizer=COUNTING, known={"known": True}, gpu_only=True)
+    | every("graph_rows", _check_row_shards, known=_KNOWN)
+    | every("graph_losses", _check_bf16, arch={"dot_bf16": "dot", "dcn_bf16": "dcn"}, backend=_BACKENDS)
+    | every("graph_delays", _check_delays, backend=_BACKENDS, known=_KNOWN)
+    | every("graph_checkpoint", _check_checkpoint, pipelines=_resumed)
+    | every("graph_losses_data_parallel", _divided, known=_KNOWN)
+    | every("graph_delays_data_parallel", partial(_check_delays, backend="pgas", data_parallel=True), known=_KNOWN)
+    | every("graph_checkpoint_data_parallel", partial(_check_checkpoint, rows=1000), pipelines=_resumed)
     | {"graph_learning_rates": Check(_check_learning_rates)}
-    | {f"program_{name}": Check(partial(_check_program, name=name), 240.0) for name in two_lines.PROGRAMS}
-    | {f"foreign_{name}": Check(partial(_check_foreign, name=name)) for name in PROGRAMS}
+    | every("program", _check_program, name=list(two_lines.PROGRAMS), timeout_s=240.0)
+    | every("foreign", _check_foreign, name=list(PROGRAMS))
     | {"foreign_sequences_in_blocks": Check(partial(_check_foreign, name="longer_sequences", least_block=1))}
 )
-LOST = {
-    f"graph_overflow_{'known' if known else 'ranges'}": Check(partial(_check_overflow, known=known), alone=True)
-    for known in (False, True)
-} | {
-    "graph_bad_id": Check(_check_bad_id, alone=True),
-    "graph_peer_stalls": Check(_check_stalled_peer, alone=True),
-}
+LOST = (
+    every("graph_overflow", _check_overflow, known=_KNOWN, alone=True)
+    | every("graph_bad_id", _check_bad_id, alone=True)
+    | every("graph_peer_stalls", _check_stalled_peer, alone=True)
+)

@@ -12,7 +12,7 @@ from dlrm_overlap.train.trainer import Trainer
 from tests.agreement import LOSS_TOLERANCE
 from tests.gpu.exchange.checks.graphs import delayed
 from tests.gpu.exchange.checks.training import assert_agree, make_trainer, small_config, train_steps
-from tests.gpu.exchange.place import Check, Place
+from tests.gpu.exchange.place import Place, every
 
 _BORDERS = (0, 5, 12, 40)  # of segments, with an evaluation behind each: eager steps between captured ones
 _RUNS = {"captured": ("graph", False), "delayed": ("graph", True), "eager": ("torchrec", False)}
@@ -57,8 +57,4 @@ def _check_losses(place: Place, precision: str, way: str) -> None:
     assert_agree(evaluated, expected_evaluated, _TOLERANCE[precision], f"{way}, evaluated")
 
 
-CHECKS = {
-    f"tensor_parallel_{way}_{precision}": Check(partial(_check_losses, precision=precision, way=way), timeout_s=40.0)
-    for way in _RUNS
-    for precision in _TOLERANCE
-}
+CHECKS = every("tensor_parallel", _check_losses, way=list(_RUNS), precision=list(_TOLERANCE), timeout_s=40.0)
