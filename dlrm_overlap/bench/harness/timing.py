@@ -11,7 +11,6 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -64,9 +63,6 @@ def capture(piece: Callable[[], object], device: torch.device) -> Callable[[], o
     All work of the piece begins and ends on the current stream, which may not be the default one. It runs before the
     capture, since a first call may load kernels and ask the other ranks. Where pieces wait for other ranks, all ranks
     call this alike.
-
-    Raises:
-        RuntimeError: if the piece cannot be captured.
     """
     if device.type != "cuda":
         return piece
@@ -75,12 +71,7 @@ def capture(piece: Callable[[], object], device: torch.device) -> Callable[[], o
     graph = torch.cuda.CUDAGraph()
     # By hand, for torch.cuda.graph collects garbage each time, which takes longer than all the rest.
     graph.capture_begin(capture_error_mode="thread_local")
-    try:
-        piece()
-    except BaseException:
-        with suppress(RuntimeError):  # of the capture, which the error has spoilt
-            graph.capture_end()
-        raise
+    piece()
     graph.capture_end()
     return graph.replay
 
