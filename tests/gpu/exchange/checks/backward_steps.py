@@ -223,7 +223,6 @@ def _check_silent_peer(place: Place, parts_sent: int) -> None:
             with _first_parts_alone(place, exchange, parts_sent), contextlib.suppress(RuntimeError):
                 output.sum().backward()
                 place.synchronize()  # it waits for its own other parts, too
-        place.leave()
     flag, told = flag_told_of(place, exchange.check, "part", lambda: output.sum().backward())
     assert flag == [place.rank, parts_sent, CULPRIT, GOOD_STEPS + 1, GOOD_STEPS], told
     place.leave()

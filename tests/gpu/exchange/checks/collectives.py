@@ -1,6 +1,5 @@
 """All-to-all and all-gather into the peers' memory: of all sizes, under any delays, captured, lost peers."""
 
-import time
 from typing import Any
 
 import torch
@@ -166,16 +165,15 @@ def _check_lost_peer(place: Place, how: str) -> None:
         replay()
     seen = 4 * (3 if replay else 2)
     place.meet()
-    if place.rank == CULPRIT:
-        if how == "stalls":  # it lets the others begin, and sends nothing
-            from dlrm_overlap.kernels.flags import meet
+    stalls = how == "stalls"
+    if stalls and place.rank == CULPRIT:  # it lets the others begin, and sends nothing
+        from dlrm_overlap.kernels.flags import meet
 
-            flow: Any = steps.collectives._flow
-            meet(flow._free, place.rank)
-            place.synchronize()
-            time.sleep(2.5 * TIMEOUT_S)
-        place.leave()
-    flag, told = flag_told_of(place, steps.collectives.check, "collective's flag", replay or steps.take)
+        flow: Any = steps.collectives._flow
+        meet(flow._free, place.rank)
+        place.synchronize()
+    stalls_s = 2.5 * TIMEOUT_S if stalls else 0.0
+    flag, told = flag_told_of(place, steps.collectives.check, "collective's flag", replay or steps.take, stalls_s)
     assert flag == [place.rank, 0, CULPRIT, seen + 1, seen], told
     place.leave()
 

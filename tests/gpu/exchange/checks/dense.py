@@ -1,7 +1,6 @@
 """Dense gradients reduced by stores, against the group's all-reduce: eager, captured, under any delays; lost peers."""
 
 import random
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -140,10 +139,7 @@ def _check_lost_peer(place: Place, captured: bool) -> None:
     take = steps.capture() if captured and place.on_gpu else steps.take
     steps.step(take)
     place.meet()
-    if place.rank == CULPRIT:
-        time.sleep(3 * TIMEOUT_S)
-        place.leave()
-    flag, told = flag_told_of(place, steps.buckets.check, "dense gradients' flag", take)
+    flag, told = flag_told_of(place, steps.buckets.check, "dense gradients' flag", take, 3 * TIMEOUT_S)
     assert flag == [place.rank, 0, CULPRIT, 5, 4], told
     place.leave()
 

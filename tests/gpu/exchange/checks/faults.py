@@ -96,11 +96,8 @@ def _check_lost_peer(
         place.meet()
         if wait_s != TIMEOUT_S:
             exchange.close()
-    if place.rank == CULPRIT:
-        if not dies:
-            time.sleep(2.5 * TIMEOUT_S)
-        place.leave()
-    flag, told = flag_told_of(place, exchange.check, what, lambda: _step(stage, exchange, batch, train))
+    stalls_s = 0.0 if dies else 2.5 * TIMEOUT_S
+    flag, told = flag_told_of(place, exchange.check, what, lambda: _step(stage, exchange, batch, train), stalls_s)
     rank, slot, peer, expected, seen = flag
     assert (rank, peer, expected, seen) == (place.rank, CULPRIT, GOOD_STEPS + 1, GOOD_STEPS), told
     assert slot < -(-_SAMPLES // exchange.options.slice_bags), told
@@ -108,9 +105,11 @@ def _check_lost_peer(
 
 
 def flag_told_of(
-    place: Place, check: Callable[[], None], what: str, work: Callable[[], object]
+    place: Place, check: Callable[[], None], what: str, work: Callable[[], object], stalls_s: float = 0.0
 ) -> tuple[list[int], str]:
     """Return the error's numbers of the flag that `work` waits for in vain, and its words.
+
+    The culprit sleeps `stalls_s` and ends, without work.
 
     The numbers are the waiting rank, the number of the `what` that the flag stands for, its rank, and the epochs
     expected and seen.
@@ -120,7 +119,11 @@ def flag_told_of(
         check: raises what kernels have recorded.
         what: a slot stands for.
         work: waits, for up to TIMEOUT_S.
+        stalls_s: of the culprit.
     """
+    if place.rank == CULPRIT:
+        time.sleep(stalls_s)
+        place.leave()
     told = told_in_time(place, check, work)
     wait = rf"rank (\d+) waited {TIMEOUT_S:g} s for {what} (\d+) of rank (\d+)"
     match = re.match(rf"{wait}: expected epoch (\d+), seen (\d+);", told)

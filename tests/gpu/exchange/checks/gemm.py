@@ -267,8 +267,6 @@ def _check_lost_peer(place: Place, operator: str, how: str, way: str) -> None:
         call()
     replay = capture(place, call) if how == "captured" else call
     place.meet()
-    if place.rank == CULPRIT:
-        place.leave()
     flag, told = flag_told_of(place, products.check, "product's part", replay)
     assert flag[:3] == [place.rank, 0, CULPRIT], told
     place.leave()
