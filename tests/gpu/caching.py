@@ -5,8 +5,8 @@ rows, through evaluations, states that are read and written to between two steps
 states must have the same bits. `--part time` prints, of MLPerf's step on this many GPUs, a step's time with the tables
 on the device, with a cache of a tenth of the six largest ones' rows, and with FBGEMM's cache in TorchRec's
 `PrefetchTrainPipelineSparseDist`; with ids of the skew in the configuration, and uniform; the rows that came in a step,
-the rate at which they did, and that of a copy of page-locked memory. `--ids` takes one of the two streams of ids alone.
-Options are those of `dlrm-overlap train`.
+the rate at which they did, and that of a copy of page-locked memory. `--ids` takes one of the two streams of ids alone;
+`tests/gpu/swapping.py` times the kernel that swaps rows. Options are those of `dlrm-overlap train`.
 """
 
 import gc
@@ -41,6 +41,7 @@ _CHECK = ["--config", "configs/quickstart.yaml", "--embedding.backend", "pgas", 
 _CHECK += ["--train.steps", "200", "--train.batch_size", "64", "--data.eval_samples", "512"]
 _TIME = ["--config", "configs/bench/step_mlperf.yaml", "--data.distinct_steps", "64", "--train.steps", "1000"]
 _CACHED_TABLES = 6
+_KERNELS = "_look_up", "_count", "_list", "_take", "_replace", "_swap_rows"
 _TURN = 9  # steps: three before the captures, two captured, and replays of each graph
 _WARMUP_STEPS, _STEPS = 40, 100
 
@@ -87,9 +88,9 @@ def _check(ranks: Ranks, optimizer: Any) -> None:
         expected, *others = [train(*each, _TURN) for each in zip(trainers, streams, strict=True)]
         for losses in others:
             _same(losses, expected, f"turn {turn}")
-        for (exchange,) in (exchanges(small.model), exchanges(whole.model)):
+        for exchange in exchanges(small.model) + exchanges(whole.model):
             assert exchange._tables._cached_features, "no table is cached"
-        assert all(c.slots < c.homes[0].shape[0] for c, _ in exchanges(small.model)[0]._tables._cached_features)
+        assert all(cache.slots < cache.homes[0].shape[0] for cache in _caches(small))
         for trainer in (small, whole):
             _same_rows(trainer, plain)
         if turn == 0:  # with ids sent ahead
@@ -138,7 +139,7 @@ def _time(ranks: Ranks, config: Config) -> dict[str, float]:
         took_ms = (time.perf_counter() - begin) * 1e3 / _STEPS
         came = [(int(c.brought) - b) / _STEPS for c, b in zip(caches, before, strict=True)]
         of_loss = float(loss)
-        kernels_ms = _kernels_ms(partial(trainer.step, batches)) if caches else {}
+        taken = _kernels_ms(partial(trainer.step, batches)) if caches else {}
     row_bytes = [sum(rows[0].nbytes for rows in cache.rows) for cache in caches]
     found = {
         "mean_ms": took_ms,
@@ -150,7 +151,7 @@ def _time(ranks: Ranks, config: Config) -> dict[str, float]:
         "gpu_gb": torch.cuda.max_memory_allocated() / 1e9,
     }
     found["gb_per_s_each_way"] = found["gb_each_way"] / found["mean_ms"] * 1e3
-    found |= kernels_ms
+    found |= {f"{name.strip('_')}_ms": taken[name] for name in _KERNELS if name in taken}
     trainer.close()
     del trainer, batches, loader, caches, loss
     gc.collect()
@@ -164,14 +165,12 @@ def _caches(trainer: Trainer) -> list[RowCache]:
 
 
 def _kernels_ms(step: Callable[[], Any]) -> dict[str, float]:
-    """Return the time in each kernel of the cache, in a step."""
+    """Return the time in each kernel, in a step."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(4):
             step()
         torch.cuda.synchronize()
-    names = "_look_up", "_count", "_list", "_take", "_replace", "_swap_rows"
-    taken = {each.key: each.self_device_time_total / 4e3 for each in profile.key_averages()}
-    return {f"{name.strip('_')}_ms": taken[name] for name in names if name in taken}
+    return {each.key: each.self_device_time_total / 4e3 for each in profile.key_averages()}
 
 
 def _copy_rates() -> dict[str, float]:
