@@ -187,6 +187,18 @@ def _value(text: str) -> Any:
     return ast.literal_eval(text) if text[0] == "[" or text.isdigit() else text
 
 
+def _work(row: Row, **more: Any) -> WorkConfig:
+    """Return the tables and the batch of a row."""
+    return WorkConfig(
+        tables=int(row["tables"]),
+        rows=_value(row["rows"]),
+        multi_hot=_value(row["multi_hot"]),
+        zipf_alpha=float(row["zipf_alpha"]),
+        global_batch=int(row["global_batch"]),
+        **more,
+    )
+
+
 def stage_config(row: Row, gpu: GpuConfig) -> SimulateConfig:
     """Return the simulation of what a row of the embedding stage has measured, over the links of its machine."""
     dim, world_size = int(row["dim"]), int(row["world_size"])
@@ -196,13 +208,7 @@ def stage_config(row: Row, gpu: GpuConfig) -> SimulateConfig:
         gpu=replace(gpu, link_gb_per_s=link),
         network=NetworkConfig(gpus_per_host=world_size),
         model=ModelConfig(dim=dim, bottom_mlp=[dim]),
-        work=WorkConfig(
-            tables=int(row["tables"]),
-            rows=_value(row["rows"]),
-            multi_hot=_value(row["multi_hot"]),
-            zipf_alpha=float(row["zipf_alpha"]),
-            global_batch=int(row["global_batch"]),
-        ),
+        work=_work(row),
         exchange=ExchangeConfig(
             backend=BACKENDS[row["contender"]],  # pyright: ignore[reportArgumentType]
             schedule=row.get("schedule") or "balanced",  # pyright: ignore[reportArgumentType]
@@ -345,19 +351,8 @@ def step_config(row: Row, gpu: GpuConfig) -> SimulateConfig:
         gpu=gpu,
         network=NetworkConfig(gpus_per_host=world_size),
         model=ModelConfig(row["arch"], dim, bottom, top),  # pyright: ignore[reportArgumentType]
-        work=WorkConfig(
-            tables=int(row["tables"]),
-            rows=ast.literal_eval(row["rows"]),
-            multi_hot=ast.literal_eval(row["multi_hot"]),
-            zipf_alpha=float(row["zipf_alpha"]),
-            global_batch=int(row["global_batch"]),
-            id_bytes=4,
-            wire_bytes=2 if row["precision"] == "bf16" else 4,
-            optimizer=row["optimizer"],  # pyright: ignore[reportArgumentType]
-        ),
-        exchange=ExchangeConfig(
-            backend=_CONTENDERS[row["contender"]],  # pyright: ignore[reportArgumentType]
-        ),
+        work=_work(row, id_bytes=4, wire_bytes=2 if row["precision"] == "bf16" else 4, optimizer=row["optimizer"]),
+        exchange=ExchangeConfig(_CONTENDERS[row["contender"]]),  # pyright: ignore[reportArgumentType]
     )
 
 

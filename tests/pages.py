@@ -14,13 +14,12 @@ import json
 import os
 import re
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
-from dlrm_overlap.bench.figures.job import RECORDS
-from dlrm_overlap.bench.report.measured import milliseconds, runs, shape
-from dlrm_overlap.bench.report.plots import map_speedups, todays
+from dlrm_overlap.bench.report.measured import milliseconds, runs
+from dlrm_overlap.bench.report.plots import map_speedups
 from dlrm_overlap.comm.calls import fastest_way
 from tests import ages, simulated_pages
 from tests.calibration import Row, read_rows
@@ -42,8 +41,18 @@ def ms_of(row: Row) -> float:
 
 
 def label(row: Row) -> str:
-    """Return the shape of a row: its tables, batch and ids."""
-    return shape(row).replace(" x ", "x").replace("\n", ", ")
+    """Return the shape of an embedding stage's row: tables, batch, ids, and its wire if that is not float32."""
+    gpus, rows = int(row["world_size"]), row["rows"]
+    size = f"{int(row['tables']) // gpus}x{int(rows) / 1e6:g}M" if rows.isdigit() else f"{row['tables']} unlike tables"
+    hot = "multi-hot" if row["multi_hot"].startswith("[") else row["multi_hot"]
+    skewed = f", zipf {row['zipf_alpha']}" if float(row.get("zipf_alpha") or 0) else ""
+    wire = f", {row['wire_dtype']}" if (row.get("wire_dtype") or "fp32") != "fp32" else ""
+    return f"{size}x{row['dim']}, {row['global_batch']}, {hot}{skewed}{wire}"
+
+
+def todays(rows: Iterable[Row]) -> list[Row]:
+    """Return the rows of `bench collectives` but earlier ones of stores by another number of programs than now."""
+    return [row for row in rows if row["contender"] != "stores" or row.get("store_programs", "64") == "64"]
 
 
 # Tables
@@ -299,8 +308,18 @@ def table_of_jobs(name: str) -> Lines:
     for row in read(name):
         title = f"`pgas`, {row['gpu'].replace('NVIDIA ', '')}, rows up to {max(json.loads(row['rows'])) // 10**6}M"
         yield [title, row["global_batch"], *_step(float(row["step_ms"]), row["global_batch"], row["world_size"])]
-    for each in RECORDS:
-        yield [f"HugeCTR, {each.name}", str(each.global_batch), *_step(each.step_ms, each.global_batch, each.gpus)]
+    for each, (gpus, batch, ms) in _RECORDS.items():
+        yield [f"HugeCTR, {each}", str(batch), *_step(ms, batch, gpus)]
+
+
+# Of MLPerf Training's `dlrm_dcnv2` by its logs (mlcommons/training_results_VERSION), training alone: GPUs, the global
+# batch, ms a step.
+_RECORDS = {
+    "4 x H200 NVL, Dell, v5.0": (4, 32_768, 3.957),
+    "8 x H200, HPE, v5.0": (8, 65_536, 3.710),
+    "8 x H100, v4.0": (8, 55_296, 3.505),
+    "8 x B200, v5.1": (8, 55_296, 2.13),
+}
 
 
 def _step(ms: float, samples: object, gpus: object) -> list[str]:

@@ -123,7 +123,7 @@ class InputRequest(Request):
 
 @dataclass(frozen=True)
 class JobRequest(Request):
-    """A whole run of the trainer, with evaluations and saves, beside MLPerf's public records."""
+    """A whole run of the trainer, with evaluations and saves."""
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,8 @@ the same seeds measure by how much, and `loss_bound` widens the tolerance accord
   chosen by training many copies of a small DLRM, of which fewer than 1 in 100 may be refused.
 - The bound is never below `rtol`, and noise never widens it beyond a tenth: losses so far apart show nothing.
 
-`judge` compares each loss, and the signed means of a fifth of the logged losses, whose bound is narrower where noise
-cancels. A fault of the first steps shows while the bound is still `rtol`; a small one of constant sign shows in the
-means. A fault below the noise is not found. A model in which one activation or row makes a difference parts by jumps,
-which may refuse a good run.
+A fault of the first steps shows while the bound is still `rtol`. A fault below the noise is not found. A model in which
+one activation or row makes a difference parts by jumps, which may refuse a good run.
 """
 
 import math
@@ -32,7 +30,6 @@ _FACTORS = {2: 40.0, 3: 15.0}  # by the number of reference runs
 _FACTOR_OF_MORE = 12.0
 _LOOK_AHEAD = 1.25
 _GREATEST_NOISE = 0.1
-_WINDOWS = 5
 _LEAST_LOSS = 1e-30  # below it, a relative difference means nothing and may overflow
 
 
@@ -48,8 +45,10 @@ class Verdict:
     """its step"""
 
 
-def loss_bound(reference: Sequence[Losses], rtol: float, window: int = 1) -> dict[int, float]:
+def loss_bound(reference: Sequence[Losses], rtol: float) -> dict[int, float]:
     """Return step -> greatest relative difference from the reference runs' mean loss that agrees.
+
+    It is of each step at which every run has a finite loss.
 
     Example: two runs whose losses are 0.99 and 1.01 times their mean at their only step have a standard deviation of
     0.014, one more run deviates by 0.017, and the bound is 40 times that, cut to a tenth.
@@ -57,21 +56,12 @@ def loss_bound(reference: Sequence[Losses], rtol: float, window: int = 1) -> dic
     Args:
         reference: the losses of each reference run. With one run, every bound is `rtol`.
         rtol: least bound.
-        window: bounds the mean of the relative differences of this many logged losses, the last of which is the step's.
-
-    Returns:
-        A bound for each step at which every run has a finite loss, but the first `window` - 1.
     """
     steps, losses = _table(reference)
-    steps, runs = steps[window - 1 :], len(reference)
+    runs = len(reference)
     if runs == 1 or not steps:
         return dict.fromkeys(steps, rtol)
-    deviations = _differences(losses, losses.mean(0))
-    variances = (deviations**2).sum(0) / (runs - 1)
-    if window > 1:
-        # The means of few runs may cancel by luck, hence at least those of independent deviations.
-        of_means = (_means(deviations, window) ** 2).sum(0) / (runs - 1)
-        variances = np.maximum(_means(variances, window) / window, of_means)
+    variances = (_differences(losses, losses.mean(0)) ** 2).sum(0) / (runs - 1)
     greatest = np.maximum.accumulate(np.sqrt(variances * (1 + 1 / runs)))
     ahead = np.minimum(np.ceil(np.arange(len(steps)) * _LOOK_AHEAD).astype(int) + 1, len(steps) - 1)
     bounds = np.minimum(_FACTORS.get(runs, _FACTOR_OF_MORE) * greatest[ahead], _GREATEST_NOISE)
@@ -87,18 +77,9 @@ def judge(losses: Losses, reference: Sequence[Losses], rtol: float) -> Verdict:
         rtol: greatest relative difference that agrees where no noise was measured.
     """
     steps, table = _table([losses, *reference])
-    signed = _differences(table[0], table[1:].mean(0))
-    differences = dict(zip(steps, np.abs(signed).tolist(), strict=True))
-    fault = _first_fault(losses, reference, differences, rtol)
-    if fault is None and len(reference) > 1:
-        window = max(2, len(steps) // _WINDOWS)
-        bound, means = loss_bound(reference, rtol, window), np.abs(_means(signed, window)).tolist()
-        for first, last, mean in zip(steps, steps[window - 1 :], means, strict=False):
-            if mean > bound[last]:
-                rule = _rule(bound[last], len(reference))
-                fault = f"steps {first} to {last}: losses differ by {mean:.1e} in the mean; {rule}"
-                break
+    differences = dict(zip(steps, np.abs(_differences(table[0], table[1:].mean(0))).tolist(), strict=True))
     widest = max(differences, key=lambda step: differences[step], default=None)
+    fault = _first_fault(losses, reference, differences, rtol)
     return Verdict(fault, None if widest is None else differences[widest], widest)
 
 
@@ -115,16 +96,13 @@ def _first_fault(
         elif step not in differences:
             fault = "not finite"
         elif differences[step] > bound[step]:
-            fault, rule = f"a relative difference of {differences[step]:.1e}", _rule(bound[step], len(reference))
+            fault, runs = f"a relative difference of {differences[step]:.1e}", len(reference)
+            rule = rule if runs == 1 else f"bound {bound[step]:.1e}, from {runs} reference runs"
         else:
             continue
         expected = sum(wanted) / len(wanted) if wanted else None
         return f"step {step}: loss {_show(loss)} against {_show(expected)}, {fault}; {rule}"
     return None
-
-
-def _rule(bound: float, runs: int) -> str:
-    return f"tolerance {bound:g}" if runs == 1 else f"bound {bound:.1e}, from {runs} reference runs"
 
 
 def _table(runs: Sequence[Losses]) -> tuple[list[int], np.ndarray]:
@@ -137,13 +115,6 @@ def _table(runs: Sequence[Losses]) -> tuple[list[int], np.ndarray]:
 def _differences(losses: np.ndarray, expected: np.ndarray) -> np.ndarray:
     """Return the signed relative differences of `losses` [.., steps] from `expected` [steps]."""
     return (losses - expected) / np.maximum(np.abs(expected), _LEAST_LOSS)
-
-
-def _means(values: np.ndarray, window: int) -> np.ndarray:
-    """Return the mean of each `window` consecutive values [.., steps]: 3, 5 for 2, 4, 6 and a window of 2."""
-    if values.shape[-1] < window:
-        return values[..., :0]
-    return np.lib.stride_tricks.sliding_window_view(values, window, axis=-1).mean(-1)
 
 
 def _show(loss: float | None) -> str:

@@ -110,17 +110,11 @@ def _verdict(result: Mapping[str, Any], noise: Mapping[str, Any] | None, is_refe
         return "DISAGREE"
     difference = result["max_relative_difference"]
     if is_reference:
-        return f"reference (noise {_short(_greatest_noise(noise))})" if noise else "reference"
+        if not noise:
+            return "reference"
+        greatest = max(run["max_relative_difference"] or 0.0 for run in noise["runs"].values())
+        return f"reference (noise {greatest:.1e})"
     return f"agree to {difference:.1e}" if difference else "identical"
-
-
-def _greatest_noise(noise: Mapping[str, Any]) -> float:
-    return max(run["max_relative_difference"] or 0.0 for run in noise["runs"].values())
-
-
-def _short(value: float) -> str:
-    """Return 3.1e-4 for 0.00031."""
-    return format(value, ".1e").replace("e-0", "e-").replace("e+00", "")
 
 
 def _show(value: float | None, spec: str = ".4g") -> str:

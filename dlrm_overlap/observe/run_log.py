@@ -16,10 +16,11 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 import yaml
+from torch.profiler import ProfilerActivity, profile, schedule
 from torchrec.distributed.types import ShardingPlan
 
 from dlrm_overlap.checkpoint.storage.branches import newest_checkpoint, same_checkpoint
-from dlrm_overlap.config import Config, InputError, flatten
+from dlrm_overlap.config import Config, InputError, LogConfig, flatten
 from dlrm_overlap.launching.environment import environment
 from dlrm_overlap.launching.files import LOCK_NAME, make_folder
 from dlrm_overlap.launching.launcher import World
@@ -27,7 +28,6 @@ from dlrm_overlap.launching.text_table import markdown_table, plain
 from dlrm_overlap.observe.metrics import memory_bytes, quantile, steady_ms
 from dlrm_overlap.observe.result_files import MetricsFile, nan_as_none, write_atomically
 from dlrm_overlap.observe.tensorboard import TensorBoard
-from dlrm_overlap.observe.tracing import StepTracer
 
 log = logging.getLogger("dlrm_overlap")
 
@@ -101,7 +101,7 @@ class RunLog:
         self.waited_s = 0.0
         self.asked_to_end = False
         self.versions = environment()
-        self._tracer = StepTracer(config.log, folder, world.rank, device, start)
+        self._tracer = _make_tracer(config.log, folder, world.rank, device, start)
         self._metrics = self._board = None
         if world.rank:
             return
@@ -125,12 +125,13 @@ class RunLog:
             self._board.text("environment", markdown_table([("key", "value"), *about.items()]))
 
     def __enter__(self) -> Self:
-        self._tracer.begin()
+        if self._tracer:
+            self._tracer.start()
         return self
 
     def __exit__(self, error: object, *_: object) -> None:
-        if error is None:
-            self._tracer.end()  # not after an error, since it waits for the GPU
+        if self._tracer and error is None:  # not after an error, since it waits for the GPU
+            self._tracer.stop()
         if self._metrics:
             self._metrics.close()
         if self._board:
@@ -138,7 +139,8 @@ class RunLog:
 
     def advance(self) -> None:
         """Count one step."""
-        self._tracer.advance()
+        if self._tracer:
+            self._tracer.step()
 
     def training(
         self,
@@ -254,3 +256,24 @@ def _inode(path: Path) -> int | None:
         return path.stat().st_ino
     except OSError as error:  # ESTALE: on NFS, of a folder that was removed
         return None if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE) else -1
+
+
+def _make_tracer(config: LogConfig, folder: Path, rank: int, device: torch.device, start: int) -> profile | None:
+    """Return what traces the steps `log.traced` after `start` into a file of this rank; None if it traces none.
+
+    The file is a Chrome trace, for ui.perfetto.dev or Meta's Holistic Trace Analysis. The profiler is set up during the
+    step before the first traced one, and writes the file during the step after the last.
+    """
+    traced = config.traced
+    if start >= traced.start or not traced:
+        return None
+    path = folder / "traces" / f"steps_{traced[0]}_{traced[-1]}_rank_{rank}.json.gz"
+
+    def write(profiler: profile) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(path))
+
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
+    before = traced.start - 1 - start
+    steps = schedule(skip_first=max(0, before - 1), wait=0, warmup=min(1, before), active=len(traced), repeat=1)
+    return profile(activities=activities, schedule=steps, on_trace_ready=write)

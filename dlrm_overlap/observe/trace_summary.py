@@ -157,7 +157,8 @@ def shares(work: Iterable[Work], window: Span) -> dict[str, float]:
     A kernel ran that computes; else one that communicates; else copies, within this GPU or from the host; else nothing:
     these four add up to its length. `exposed_most` takes kernels that look up and put at once for communication.
     """
-    inside = cut(work, window)
+    spans = [(each, Span(max(each.span.begin, window.begin), min(each.span.end, window.end))) for each in work]
+    inside = [each._replace(span=span) for each, span in spans if span.begin < span.end]
     compute = [each.span for each in inside if each.computes]
     communication = [each.span for each in inside if each.communicates]
     puts = [each.span for each in inside if each.puts]
@@ -167,46 +168,11 @@ def shares(work: Iterable[Work], window: Span) -> dict[str, float]:
     return parts | {"exposed_most": exclusive(most)["most"]}
 
 
-def cut(work: Iterable[Work], window: Span) -> list[Work]:
-    """Return the work in `window`, cut off at its begin and its end."""
-    spans = [(each, Span(max(each.span.begin, window.begin), min(each.span.end, window.end))) for each in work]
-    return [each._replace(span=span) for each, span in spans if span.begin < span.end]
-
-
-def whole(work: Iterable[Work]) -> Span:
-    """Return the stretch from the first begin to the last end of `work`, which is not empty."""
-    begins, ends = zip(*(each.span for each in work), strict=True)
-    return Span(min(begins), max(ends))
-
-
-def spans_by_kind(work: Iterable[Work]) -> dict[str, list[Span]]:
-    """Return the spans of each of `KINDS`, in its order."""
-    by_kind: dict[str, list[Span]] = {kind: [] for kind in KINDS}
-    for each in work:
-        by_kind[each.kind].append(each.span)
-    return by_kind
-
-
-def read_steps(path: Path) -> tuple[list[Work], int]:
-    """Return the work of the training steps in a trace, none if no GPU was traced, and their number, 1 at least.
-
-    A CPU that is ahead issued the step before while nothing was traced yet, and the GPU runs it when something is. Work
-    that no call in the trace has issued belongs to none of these steps.
-
-    Raises:
-        InputError: if the file is not a trace.
-    """
-    events = read_events(path)
-    try:
-        work = gpu_work(issued_work(events))
-    except LookupError as error:
-        raise InputError(f"{path}: work without {error}; give a file that log.trace_steps has written") from None
-    marks = [event for event in events if event.get("cat") == "user_annotation" and "ProfilerStep#" in event["name"]]
-    return work, max(1, len(marks))
-
-
 def issued_work(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return `events` without the work that none of them has issued; all where the host's calls are not among them."""
+    """Return `events` without the work that none of them has issued; all where the host's calls are not among them.
+
+    A CPU that is ahead issued the step before while nothing was traced yet, and the GPU runs it when something is.
+    """
     calls = {_call(event) for event in events if event.get("cat") in _HOST_CALLS} - {None}
     return [event for event in events if event.get("cat") not in _GPU_WORK or not calls or _call(event) in calls]
 
@@ -224,14 +190,20 @@ def summarise(path: Path) -> str:
     Raises:
         InputError: if the file is not a trace, or nothing in it ran on a GPU.
     """
-    work, steps = read_steps(path)
+    events = read_events(path)
+    try:
+        work = gpu_work(issued_work(events))
+    except LookupError as error:
+        raise InputError(f"{path}: work without {error}; give a file that log.trace_steps has written") from None
     if not work:
         raise InputError(f"{path}: nothing in it ran on a GPU; open a CPU's trace in ui.perfetto.dev")
-    ms, window = 1e-3 / steps, whole(work)
+    marks = [event for event in events if event.get("cat") == "user_annotation" and "ProfilerStep#" in event["name"]]
+    steps = max(1, len(marks))
+    ms, window = 1e-3 / steps, Span(min(each.span.begin for each in work), max(each.span.end for each in work))
     length_us, found = window.end - window.begin, shares(work, window)
     lines = [["work", "ms a step", "alone"]]
-    for kind, spans in spans_by_kind(work).items():
-        if spans:
+    for kind in KINDS:
+        if spans := [each.span for each in work if each.kind == kind]:
             alone = exclusive({"others": [each.span for each in work if each.kind != kind], "alone": spans})["alone"]
             lines.append([kind, f"{length(spans) * ms:.3f}", f"{alone * ms:.3f}"])
     text = (

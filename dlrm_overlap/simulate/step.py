@@ -38,8 +38,9 @@ _BUCKETS = 4  # in which the collective backward sums dense gradients
 _FORWARD, _BACKWARD, _LOSS = 2, 5, 9
 # Of a history, counted in operators of PyTorch and the bytes that each reads and writes, not measured: those by which
 # `DistinctIds` finds the distinct ids, for each id, the passes of a radix sort among them; those of `TargetAttention`,
-# forward and backward, for each element of the rows that it is given, float32 that it reads as bf16.
-_FIND, _ATTEND, _ATTEND_BACK = (61, 592), (73, 18), (47, 21)
+# forward and backward, for each element of the rows that it is given, in bf16, or in TorchRec's float32 that it casts.
+_FIND = (61, 592)
+_ATTEND = {"bfloat16": ((71, 12), (45, 15)), "float32": ((73, 18), (47, 21))}
 
 
 class DenseSeconds(NamedTuple):
@@ -160,6 +161,7 @@ def _add_step(sim: Simulation, none: list[list[int]]) -> None:
     def each(*numbers: list[int]) -> list[list[int]]:
         return [list(together) for together in zip(*numbers, strict=True)]
 
+    attend, attend_back = _ATTEND["float32" if collective else "bfloat16"]
     begun = each_alone([engine.add("step begins", {}, rank=r, delay_s=gpu.step_us / 1e6) for r in range(len(none))])
     found = none
     if work.history_ids and config.work.dedup:
@@ -171,7 +173,7 @@ def _add_step(sim: Simulation, none: list[list[int]]) -> None:
     bottom = products("bottom MLP", dense.bottom_forward, begun, dense.bottom_forward_kernels)
     rows, front = work.history_ids * config.model.dim, each(embeddings, bottom)
     if work.history_ids:
-        front = each_alone(_add_passes(sim, "attention", _ATTEND, rows, front))
+        front = each_alone(_add_passes(sim, "attention", attend, rows, front))
     head = products("head", dense.head_forward, front, dense.head_forward_kernels)
     buckets = _BUCKETS if collective else 1
     back, ready = head, []
@@ -180,7 +182,7 @@ def _add_step(sim: Simulation, none: list[list[int]]) -> None:
         back = products("head's backward", dense.head_backward / buckets, each(back), kernels)
         ready.append(each(back))
     if work.history_ids:
-        back = _add_passes(sim, "attention's backward", _ATTEND_BACK, rows, each(back))
+        back = _add_passes(sim, "attention's backward", attend_back, rows, each(back))
     first, weights = back, back
     if dense.weights:
         layers = config.model.cross_layers

@@ -136,6 +136,7 @@ def make_plan(
     sharder: ModuleSharder,
     local_size: int | None = None,
     world_size: int | None = None,
+    device_type: str = "cpu",
 ) -> ShardingPlan:
     world_size = world_size or world().size()
     return ShardingPlan(
@@ -146,20 +147,26 @@ def make_plan(
                 sharder,
                 local_size=local_size or world_size,
                 world_size=world_size,
-                device_type="cpu",
+                device_type=device_type,
             )
             for name, shards in {"embedding": tables, "other": others}.items()
         }
     )
 
 
-def open_pipeline(kind: str, model: DistributedModelParallel, optimizer: Any, bound: BatchBound | None = None) -> Any:
-    """Return TorchRec's pipeline that works ahead, its simplest one, or ours of captured steps, uncaptured here."""
+def open_pipeline(
+    kind: str,
+    model: DistributedModelParallel,
+    optimizer: Any,
+    bound: BatchBound | None = None,
+    device: torch.device = CPU,
+) -> Any:
+    """Return TorchRec's pipeline that works ahead, its simplest one, or ours of steps that are captured on GPUs."""
     if kind == "none":
-        return TrainPipelineBase(model, optimizer, CPU)
+        return TrainPipelineBase(model, optimizer, device)
     if kind == "sparse_dist":
-        return build_pipeline(model, optimizer, CPU)
-    return GraphTrainPipeline(model, optimizer, CPU, bound=bound)
+        return build_pipeline(model, optimizer, device)
+    return GraphTrainPipeline(model, optimizer, device, bound=bound)
 
 
 def train(
@@ -173,6 +180,7 @@ def train(
     before: Callable[[DistributedModelParallel, CombinedOptimizer], object] = lambda *_: None,
     after: Callable[[DistributedModelParallel, CombinedOptimizer], object] = lambda *_: None,
     bound: BatchBound | None = None,
+    device: torch.device = CPU,
 ) -> dict[str, Any]:
     """Return what a step on each of `batches` gives on this rank: outputs, weights and states, and what exchanged.
 
@@ -182,19 +190,20 @@ def train(
         before: called with the sharded model and the optimizer of all, before the first step.
         after: called with the same, after the last one.
         bound: of the batches, for captured steps; None is learnt.
+        device: of this rank.
     """
     sharded = DistributedModelParallel(
-        model, env=ShardingEnv.from_process_group(world()), device=CPU, plan=plan, sharders=[sharder]
+        model, env=ShardingEnv.from_process_group(world()), device=device, plan=plan, sharders=[sharder]
     )
     initialise_tables(sharded, seed=0)
     dense = dict(in_backward_optimizer_filter(sharded.named_parameters()))
     for parameter in dense.values():  # the data-parallel tables among them
-        nn.init.uniform_(parameter.data, 0.5, 1.0, generator=torch.Generator().manual_seed(0))
+        nn.init.uniform_(parameter.data, 0.5, 1.0, generator=torch.Generator(device).manual_seed(0))
     keyed = KeyedOptimizerWrapper(dense, lambda parameters: dense_optimizer(parameters, lr=0.1))
     combined = CombinedOptimizer([sharded.fused_optimizer, ("dense", keyed)])
     before(sharded, combined)
     optimizer = wrap(combined)
-    steps, remaining = open_pipeline(pipeline, sharded, optimizer, bound), iter(batches)
+    steps, remaining = open_pipeline(pipeline, sharded, optimizer, bound, device), iter(batches)
     outputs = []
     for _ in batches:
         outputs.append(steps.progress(remaining))

@@ -33,16 +33,13 @@ def test_input_appends_a_row(tmp_path: Path) -> None:
     assert float(row["cached_p10_ms"]) <= float(row["cached_median_ms"]) <= float(row["cached_p90_ms"])
 
 
-def test_a_job_stands_beside_the_records(tmp_path: Path) -> None:
+def test_a_job_has_the_times_of_its_parts(tmp_path: Path) -> None:
     options = ["--train.steps", "20", "--train.eval_every", "10", "--checkpoint.every", "10", "--log.every", "5"]
-    (row,), result = _bench(tmp_path, "job", *options, config="quickstart")
+    (row,), _ = _bench(tmp_path, "job", *options, config="quickstart")
     total_s, parts_s = float(row["total_s"]), float(row["evaluations_s"]) + float(row["saves_s"])
     assert 0 < parts_s < total_s
     assert float(row["all_ms"]) == pytest.approx(total_s * 1e3 / 20, rel=1e-2)
     assert float(row["step_ms"]) < float(row["all_ms"])
-    (line,) = [line for line in result.stdout.splitlines() if "4 x H200 NVL, Dell" in line]
-    assert "2.07e+06" in line
-    assert "a batch of 32768; Criteo's samples; evaluations of 89137319 samples" in line
 
 
 def _check_times(row: dict[str, str], baseline: dict[str, str], sizes: dict[str, str]) -> dict[str, float]:

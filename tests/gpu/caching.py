@@ -6,9 +6,7 @@ states must have the same bits. `--part time` prints, of MLPerf's step on this m
 on the device, with a cache of a tenth of the six largest ones' rows, and with FBGEMM's cache in TorchRec's
 `PrefetchTrainPipelineSparseDist`; with ids of the skew in the configuration, and uniform; the rows that came in a step,
 the rate at which they did, and that of a copy of page-locked memory. `--ids` takes one of the two streams of ids alone;
-`tests/gpu/swapping.py` times the kernel that swaps rows. `--part baseline` compares the losses of
-TorchRec's pipelines with tables on the device and in FBGEMM's cache, FBGEMM's sums being in a fixed order. Options are
-those of `dlrm-overlap train`.
+`tests/gpu/swapping.py` times the kernel that swaps rows. Options are those of `dlrm-overlap train`.
 """
 
 import gc
@@ -23,11 +21,9 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, get_args
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torchrec.distributed.train_pipeline import PrefetchTrainPipelineSparseDist, TrainPipelineSparseDist
 
 from dlrm_overlap.checkpoint.checkpoint import Checkpointer, extents_to_store
 from dlrm_overlap.config import Config, TableOptimizer
@@ -36,7 +32,6 @@ from dlrm_overlap.embedding.cache import RowCache
 from dlrm_overlap.embedding.sharded_module import exchanges
 from dlrm_overlap.launching.parsing import Parser
 from dlrm_overlap.observe.metrics import StepTimer
-from dlrm_overlap.train import assembly
 from dlrm_overlap.train.preflight import _ON_CPUS
 from dlrm_overlap.train.ranks import Ranks, run_on_ranks
 from dlrm_overlap.train.trainer import Trainer
@@ -45,16 +40,8 @@ from tests.gpu.one_gpu import run_parts
 _CHECK = ["--config", "configs/quickstart.yaml", "--embedding.backend", "pgas", "--train.pipeline", "graph"]
 _CHECK += ["--train.steps", "200", "--train.batch_size", "64", "--data.eval_samples", "512"]
 _TIME = ["--config", "configs/bench/step_mlperf.yaml", "--data.distinct_steps", "64", "--train.steps", "1000"]
-_BASELINE = [
-    *_TIME,
-    "--data.tables.max_rows",
-    "400000",
-    "--train.batch_size",
-    "2048",
-    "--embedding.backend",
-    "torchrec",
-]
 _CACHED_TABLES = 6
+_KERNELS = "_look_up", "_count", "_list", "_take", "_replace", "_swap_rows"
 _TURN = 9  # steps: three before the captures, two captured, and replays of each graph
 _WARMUP_STEPS, _STEPS = 40, 100
 
@@ -101,9 +88,9 @@ def _check(ranks: Ranks, optimizer: Any) -> None:
         expected, *others = [train(*each, _TURN) for each in zip(trainers, streams, strict=True)]
         for losses in others:
             _same(losses, expected, f"turn {turn}")
-        for (exchange,) in (exchanges(small.model), exchanges(whole.model)):
+        for exchange in exchanges(small.model) + exchanges(whole.model):
             assert exchange.tables._cached_features, "no table is cached"
-        assert all(c.slots < c.homes[0].shape[0] for c, _ in exchanges(small.model)[0].tables._cached_features)
+        assert all(cache.slots < cache.homes[0].shape[0] for cache in _caches(small))
         for trainer in (small, whole):
             _same_rows(trainer, plain)
         if turn == 0:  # with ids sent ahead
@@ -152,7 +139,7 @@ def _time(ranks: Ranks, config: Config) -> dict[str, float]:
         took_ms = (time.perf_counter() - begin) * 1e3 / _STEPS
         came = [(int(c.brought) - b) / _STEPS for c, b in zip(caches, before, strict=True)]
         of_loss = float(loss)
-        kernels_ms = _kernels_ms(partial(trainer.step, batches)) if caches else {}
+        taken = _kernels_ms(partial(trainer.step, batches)) if caches else {}
     row_bytes = [sum(rows[0].nbytes for rows in cache.rows) for cache in caches]
     found = {
         "mean_ms": took_ms,
@@ -164,7 +151,7 @@ def _time(ranks: Ranks, config: Config) -> dict[str, float]:
         "gpu_gb": torch.cuda.max_memory_allocated() / 1e9,
     }
     found["gb_per_s_each_way"] = found["gb_each_way"] / found["mean_ms"] * 1e3
-    found |= kernels_ms
+    found |= {f"{name.strip('_')}_ms": taken[name] for name in _KERNELS if name in taken}
     trainer.close()
     del trainer, batches, loader, caches, loss
     gc.collect()
@@ -178,14 +165,12 @@ def _caches(trainer: Trainer) -> list[RowCache]:
 
 
 def _kernels_ms(step: Callable[[], Any]) -> dict[str, float]:
-    """Return the time in each kernel of the cache, in a step."""
+    """Return the time in each kernel, in a step."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(4):
             step()
         torch.cuda.synchronize()
-    names = "_look_up", "_count", "_list", "_take", "_replace", "_swap_rows"
-    taken = {each.key: each.self_device_time_total / 4e3 for each in profile.key_averages()}
-    return {f"{name.strip('_')}_ms": taken[name] for name in names if name in taken}
+    return {each.key: each.self_device_time_total / 4e3 for each in profile.key_averages()}
 
 
 def _copy_rates() -> dict[str, float]:
@@ -256,67 +241,10 @@ def _time_all(ranks: Ranks) -> None:
         print(f"uniform, rate over that of copies both ways (0.85): {cached['gb_per_s_each_way'] / rates['both']:.3f}")
 
 
-class _Fenced(PrefetchTrainPipelineSparseDist[Any, Any]):
-    """TorchRec's prefetching pipeline, whose streams wait for each other and know the one of the steps."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._default_stream = torch.cuda.current_stream()  # which they take for another, that nothing runs on
-
-    def _fence(self) -> None:
-        assert self._data_dist_stream is not None
-        assert self._prefetch_stream is not None
-        self._data_dist_stream.wait_stream(self._prefetch_stream)
-        self._prefetch_stream.wait_stream(torch.cuda.current_stream())
-
-    def _start_sparse_data_dist(self, *args: Any) -> None:
-        self._fence()
-        super()._start_sparse_data_dist(*args)
-
-    def start_sparse_data_dist(self, *args: Any) -> None:
-        self._fence()
-        super().start_sparse_data_dist(*args)
-
-
-def _losses(ranks: Ranks, config: Config, pipeline: type) -> torch.Tensor:
-    """Return [steps] float64: the losses of TorchRec's steps, cached ones by `pipeline`."""
-    with patch.object(assembly, "PrefetchTrainPipelineSparseDist", pipeline):
-        trainer = ranks.trainer(config)
-    print("by", type(trainer.pipeline).__name__, flush=True)
-    with trainer.loader(trainer.train_data, 0, 10 * _STEPS) as loader:
-        batches = iter(loader)
-        losses = torch.stack([trainer.step(batches).detach().clone() for _ in range(_STEPS)]).double().cpu()
-    trainer.close()
-    del trainer, batches, loader
-    gc.collect()
-    torch.cuda.empty_cache()
-    return losses
-
-
-def _compare_losses(ranks: Ranks) -> None:
-    torch.use_deterministic_algorithms(True, warn_only=True)  # as which FBGEMM's backward adds up hot rows, too
-    torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
-    cached, usual, prefetching = _largest_cached(ranks.config), TrainPipelineSparseDist, PrefetchTrainPipelineSparseDist
-    expected = _losses(ranks, ranks.config, usual)
-    contenders = {
-        "on the device, again": (ranks.config, usual),
-        "FBGEMM's cache": (cached, usual),
-        "FBGEMM's cache, prefetched": (cached, prefetching),
-        "FBGEMM's cache, prefetched again": (cached, prefetching),
-        "FBGEMM's cache, prefetched with fences": (cached, _Fenced),
-    }
-    for name, (config, pipeline) in contenders.items():
-        losses = _losses(ranks, config, pipeline)
-        apart = (losses - expected).abs()
-        first = int((apart > 0).int().argmax()) if apart.any() else None
-        print(f"{name}: first other loss at step {first}, greatest difference {float(apart.max()):.3g}", flush=True)
-        print("    by ten steps:", " ".join(f"{float(part.max()):.2g}" for part in apart.split(10)), flush=True)
-
-
 def work(ranks: Ranks) -> int:
     """Run a part on this rank."""
-    if ranks.values.part != "check":
-        {"time": _time_all, "baseline": _compare_losses}[ranks.values.part](ranks)
+    if ranks.values.part == "time":
+        _time_all(ranks)
         return 0
     known = get_args(TableOptimizer) if ranks.device.type == "cuda" else _ON_CPUS
     return run_parts({name: partial(_check, ranks, name) for name in known})
@@ -326,11 +254,11 @@ def main() -> int:
     """Add to the options what each part has."""
 
     def add_options(parser: Parser) -> None:
-        parser.add_argument("--part", choices=["check", "time", "baseline"], default="check", help="what is run")
+        parser.add_argument("--part", choices=["check", "time"], default="check", help="what is run")
         parser.add_argument("--ids", choices=["skewed", "uniform"], help="of time: these ids alone")
 
     options = sys.argv[1:]
-    given = next((given for part, given in (("time", _TIME), ("baseline", _BASELINE)) if part in options), _CHECK)
+    given = _TIME if "time" in options else _CHECK
     return run_on_ranks(["train"], __doc__ or "", [*given, "--log.tensorboard", "false", *options], work, add_options)
 
 

@@ -1,13 +1,10 @@
 """The command: `python -m tests.gpu.cross`, on one GPU, in about a minute.
 
-Checks the cross network at the size of MLPerf's DLRM-DCNv2 against float64, beside autocast's error, and its kernels
-against their twins. Then times, in CUDA graphs and in turns, the network and the head, forward and backward, as
-torch.compile makes them from TorchRec's module and as they are here. Needs no pytest.
-
-    --samples    times the network with these numbers of samples (8192 16384)
+Checks the cross network at the size of MLPerf's DLRM-DCNv2 against float64, beside autocast's error. Then times, in
+CUDA graphs and in turns, the head, forward and backward, as torch.compile makes it from TorchRec's module and as it is
+here. Needs no pytest; `tests.gpu.kernels_alone tests/kernels/test_cross.py` holds the kernels against their twins.
 """
 
-import argparse
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -15,21 +12,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.func import functional_call
 from torchrec.modules.crossnet import LowRankCrossNet
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
 from dlrm_overlap.config import EmbeddingConfig, ModelConfig
 from dlrm_overlap.dense.cast import CastWeights
-from dlrm_overlap.dense.cross import CrossLayer, Write, cross
+from dlrm_overlap.dense.cross import CrossLayer, cross
 from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.optimizer import FlatOptimizer
-from dlrm_overlap.kernels import reference
-from dlrm_overlap.kernels.dense import cross as kernels
-from dlrm_overlap.kernels.dense.arguments import GROUP, CrossGradient, stack
 from dlrm_overlap.train.dense_part import _with_casts, cast_once
 from dlrm_overlap.train.model import TrainTask, build_model
-from tests.agreement import assert_near
 from tests.gpu.one_gpu import capture, run_parts, times_us
 
 WIDTH, RANK, LAYERS, SAMPLES = 3456, 512, 3, 8192  # MLPerf's DLRM-DCNv2
@@ -116,75 +108,6 @@ def check_network(samples: int, width: int, rank: int, layers: int) -> None:
         assert found < 1.5 * autocast + 1e-3, name
 
 
-def _kernel_tensors(samples: int, width: int, layers: int) -> CrossGradient:
-    x0 = bf16(samples, width)
-    later, w = stack(layers - 1, x0), stack(layers, x0)
-    for seed, each in enumerate((*later, *w)):
-        each.copy_(bf16(samples, width, seed=seed + 1))
-    du, dx = (torch.full_like(x0, torch.nan) for _ in range(2))
-    sums = torch.full((-(-samples // GROUP), width), torch.nan, device=DEVICE)
-    bias = torch.randn(layers, width, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(0))
-    return CrossGradient(bf16(samples, width, seed=9), later, x0, w, bias, du, dx, sums)
-
-
-def check_kernels(samples: int, width: int, layers: int) -> None:
-    """Hold both kernels against their twins: a bfloat16 may be rounded to its neighbour."""
-    ours, theirs = (_kernel_tensors(samples, width, layers) for _ in range(2))
-    w = theirs.w[0]
-    for first in (True, False):
-        x = theirs.x0 if first else theirs.gradient
-        reference.add_layer(theirs.x0, x, w, theirs.bias[0], theirs.dx)
-        ours.dx.fill_(torch.nan)
-        kernels.add_layer(theirs.x0, x, w, theirs.bias[0], ours.dx)
-        assert_near(ours.dx, theirs.dx, 2**-7, "output")
-    for layer in reversed(range(layers)):
-        reference.gradient_of_layer(theirs, layer, layers)
-        for tensor in (ours.du, ours.sums, ours.dx):
-            tensor.fill_(torch.nan)
-        kernels.gradient_of_layer(ours, layer, layers)
-        for name in ("du", "sums", "dx") if layer == 0 else ("du", "sums"):
-            tolerance = 1e-5 if name == "sums" else 2**-7
-            assert_near(getattr(ours, name), getattr(theirs, name), tolerance, f"{name} of layer {layer}")
-
-
-def time_network(samples: int) -> None:
-    """Print what the network takes, forward and backward, with gradients in float32 at the end."""
-    network = Network(WIDTH, RANK, LAYERS)
-    x0, gradient = bf16(samples, WIDTH).requires_grad_(), bf16(samples, WIDTH, seed=1)
-    layers = Network.layers(network.module, torch.bfloat16)
-    into = _places(layers)
-    weights = {
-        key: (p.detach() if key.startswith("bias") else p.detach().bfloat16()).requires_grad_()
-        for key, p in network.module.named_parameters()
-    }
-    gradients = [torch.empty(p.shape, device=DEVICE) for p in weights.values()]
-    stateless = LowRankCrossNet(*network.shape).to("meta")
-
-    def compute(weights: dict[str, torch.Tensor], x0: torch.Tensor) -> torch.Tensor:
-        with torch.autocast(DEVICE.type, torch.bfloat16, cache_enabled=False):
-            return functional_call(stateless, (weights,), (x0,)).bfloat16()
-
-    compiled = torch.compile(compute, fullgraph=True, dynamic=False)
-
-    def today() -> None:
-        found = torch.autograd.grad(compiled(weights, x0), [x0, *weights.values()], gradient)
-        torch._foreach_copy_(gradients, found[1:])  # type: ignore[no-untyped-call]
-
-    def write_now(name: str, write: Write) -> None:
-        write([getattr(layer, name) for layer in into])
-
-    def ours() -> None:
-        torch.autograd.grad(cross(x0, layers, write_now), x0, gradient)
-
-    names = ("compiled, forward", "ours, forward", "compiled, both", "ours, both")
-    steps = (lambda: compiled(weights, x0), lambda: cross(x0, layers, write_now), today, ours)
-    found = dict(zip(names, times_us([capture(step) for step in steps]), strict=True))
-    operations = 18 * 2 * samples * WIDTH * RANK * LAYERS / 3
-    for name, us in found.items():
-        print(f"network, {samples} samples, {name:18} {us:7.1f} us")
-    print(f"products at 790 TFLOP/s {operations / 790e6:7.1f} us")
-
-
 class HeadStep:
     """The head of MLPerf's DLRM-DCNv2 with its loss, forward and backward, with cast weights and compiled."""
 
@@ -239,28 +162,17 @@ def time_head(samples: int) -> None:
 
 
 def main() -> int:
-    """Run the checks, then the timings; return 1 if a check failed, 2 without a GPU."""
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    parser.add_argument("--samples", type=int, nargs="+", default=[SAMPLES, 2 * SAMPLES])
-    options = parser.parse_args()
+    """Run the checks, then time the head; return 1 if something failed, 2 without a GPU."""
     if not torch.cuda.is_available():
         print("tests.gpu.cross: no GPU is there, and one must be; run it where nvidia-smi shows one", file=sys.stderr)
         return 2
     torch.cuda.set_device(DEVICE)
-    checks: dict[str, Callable[[], Any]] = {
-        "kernels, MLPerf's size": partial(check_kernels, SAMPLES, WIDTH, LAYERS),
-        "kernels, odd size": partial(check_kernels, 1003, 27 * 92, 4),
+    parts: dict[str, Callable[[], Any]] = {
         "network, MLPerf's size": partial(check_network, SAMPLES, WIDTH, RANK, LAYERS),
         "network, odd size": partial(check_network, 1003, 11 * 92, 72, 2),
+        f"head, on {torch.cuda.get_device_name(DEVICE)}": partial(time_head, SAMPLES),
     }
-    timings: dict[str, Callable[[], Any]] = {
-        "head": partial(time_head, SAMPLES),
-    } | {f"network {samples}": partial(time_network, samples) for samples in options.samples}
-    failed = run_parts(checks)
-    if not failed:
-        print(f"on {torch.cuda.get_device_name(DEVICE)}:")
-        failed = run_parts(timings)
-    return int(failed > 0)
+    return int(run_parts(parts) > 0)
 
 
 if __name__ == "__main__":

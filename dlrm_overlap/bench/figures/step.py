@@ -94,13 +94,13 @@ def run(request: StepRequest, ranks: Ranks) -> int:
         reference = {names[0]: losses[names[0]]}
         agreements, faults = judge(ranks.config.train.precision, losses, again)
         timings = dict(zip(heat, take_turns([each.time for each in runs], request.steps, ranks.device), strict=True))
-        traced = {each.name: _trace(each) for each in runs}
         rows = [
             {"kind": request.kind, "contender": each.name}
             | describe_run(each, request.batches)
             | {"own_plan": plan_record(each.trainer.plan) != plan}
-            | _times(each, timings[each.name], traced[each.name], floor)
-            | _agreement(agreements[each.name])
+            | _times(each, timings[each.name], _trace(each), floor)
+            | {"checked_steps": CHECKED_STEPS}
+            | {name: getattr(agreements[each.name], name) for name in ("max_difference", "tolerance", "agrees")}
             for each in runs
         ]
         for each in runs:
@@ -292,15 +292,6 @@ def _times(run: TrainingRun, timing: Timing, traced: Mapping[str, Any], floor: M
         "samples_per_s": run.trainer.global_batch * 1e3 / median_ms,
         **floor,
         "fraction_of_floor": floor["floor_ms"] / median_ms,
-    }
-
-
-def _agreement(agreement: Agreement) -> dict[str, Any]:
-    return {
-        "checked_steps": CHECKED_STEPS,
-        "max_difference": agreement.max_difference,
-        "tolerance": agreement.tolerance,
-        "agrees": agreement.agrees,
     }
 
 

@@ -14,14 +14,13 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.bench.harness.timing import Timing, Turns, gather
 from dlrm_overlap.bench.harness.workload import BATCHES, Workload
-from dlrm_overlap.comm.arena import Arena, Region, open_arena
-from dlrm_overlap.comm.copy_engine import CopyEngine
+from dlrm_overlap.comm.calls import Way
+from dlrm_overlap.comm.collectives import PeerCollectives
 from dlrm_overlap.config import CRITEO_TABLES, Config, TablesConfig
 from dlrm_overlap.embedding.backends.cpu import lengths_and_ids
 from dlrm_overlap.embedding.layout import Layout
 from dlrm_overlap.embedding.options import WIRE_DTYPES
 from dlrm_overlap.embedding.traffic import ShardTraffic, pooling_bytes, update_bytes
-from dlrm_overlap.kernels.schedule import staggered_peers
 
 _CALLS, _REPEATS = 8, 5  # calls follow each other, so that no moment in which ranks differ counts
 _HBM_BYTES = {"cuda": 1 << 30, "cpu": 1 << 26}
@@ -221,9 +220,9 @@ def find_limit(
 def measure_ceilings(group: dist.ProcessGroup, device: torch.device) -> tuple[float, float]:
     """Return the GB/s of the slowest rank's memory, read and written, and links, out to all peers; 0 without peers.
 
-    The memory is measured by a copy within the device, the links by an All-to-All that all ranks take part in at once:
-    by copy engines, and by a kernel's stores, of which the faster one counts. On CPUs all are copies in memory. All
-    ranks of `group` call this.
+    The memory is measured by a copy within the device, the links by the All-to-All of `bench collectives`, by copy
+    engines and by a kernel's stores, of which the faster one counts. On CPUs all are copies in memory. All ranks of
+    `group` call this.
     """
 
     def call_ms(calls: Sequence[Callable[[], object]]) -> float:
@@ -234,17 +233,13 @@ def measure_ceilings(group: dist.ProcessGroup, device: torch.device) -> tuple[fl
     hbm_gb_per_s = 2 * source.numel() / call_ms([partial(torch.empty_like(source).copy_, source)]) / 1e6
     if group.size() == 1:
         return hbm_gb_per_s, 0.0
-    row_bytes = _LINK_BYTES[device.type]
-    send = torch.zeros(group.size(), row_bytes, dtype=torch.uint8, device=device)
-    regions = {
-        "landing": Region((group.size(), row_bytes), torch.uint8),
-        "flags": Region((group.size(), 1), torch.int64),
-    }
-    arena = open_arena(regions, group, device)
-    ms = call_ms(_senders(arena, send))
+    send = torch.zeros(group.size(), _LINK_BYTES[device.type], dtype=torch.uint8, device=device)
+    collectives = PeerCollectives(group, device, send.nbytes)
+    landing = collectives.empty(send.shape, send.dtype)
+    ms = call_ms([partial(_send, collectives, landing, send, way) for way in ("dma", "stores")])
     dist.barrier(group)
-    arena.close()
-    return hbm_gb_per_s, (group.size() - 1) * row_bytes / ms / 1e6
+    collectives.close()
+    return hbm_gb_per_s, (group.size() - 1) * send[0].nbytes / ms / 1e6
 
 
 def _repeat(call: Callable[[], object]) -> None:
@@ -252,26 +247,8 @@ def _repeat(call: Callable[[], object]) -> None:
         call()
 
 
-def _senders(arena: Arena, send: torch.Tensor) -> list[Callable[[], object]]:
-    """Return functions that carry row w of `send` to this rank's row of every peer w's region `landing`."""
-    peers = staggered_peers(arena.rank, arena.world_size)
-    landings = [(arena.view("landing", peer)[arena.rank], send[peer]) for peer in peers]
-    if arena.device.type == "cpu":
-        return [lambda: [landing.copy_(row) for landing, row in landings]]
-    from dlrm_overlap.kernels.peer_copy import RowFlags, Rows, store_rows  # needs Triton, which a CPU does not
-
-    engine, row_bytes = CopyEngine(arena.device), send.shape[1]
-    rows = Rows(send, row_bytes, row_bytes, arena.addresses("landing"), arena.rank * row_bytes, own=False)
-    counted = torch.zeros(1, dtype=torch.int32, device=arena.device)
-    flags = RowFlags(arena.addresses("flags"), counted, torch.zeros(2, dtype=torch.int64, device=arena.device)[:1])
-
-    def copy() -> None:
-        engine.follow()
-        for landing, row in landings:
-            engine.copy(landing, row)
-        engine.join()
-
-    return [copy, partial(store_rows, rows, flags, arena.rank)]
+def _send(collectives: PeerCollectives, landing: torch.Tensor, send: torch.Tensor, way: Way) -> None:
+    collectives.all_to_all(landing, send, way).wait()
 
 
 def describe(config: Config, workload: Workload) -> dict[str, Any]:

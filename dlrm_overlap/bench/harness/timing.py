@@ -11,7 +11,6 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -64,9 +63,6 @@ def capture(piece: Callable[[], object], device: torch.device) -> Callable[[], o
     All work of the piece begins and ends on the current stream, which may not be the default one. It runs before the
     capture, since a first call may load kernels and ask the other ranks. Where pieces wait for other ranks, all ranks
     call this alike.
-
-    Raises:
-        RuntimeError: if the piece cannot be captured.
     """
     if device.type != "cuda":
         return piece
@@ -75,12 +71,7 @@ def capture(piece: Callable[[], object], device: torch.device) -> Callable[[], o
     graph = torch.cuda.CUDAGraph()
     # By hand, for torch.cuda.graph collects garbage each time, which takes longer than all the rest.
     graph.capture_begin(capture_error_mode="thread_local")
-    try:
-        piece()
-    except BaseException:
-        with suppress(RuntimeError):  # of the capture, which the error has spoilt
-            graph.capture_end()
-        raise
+    piece()
     graph.capture_end()
     return graph.replay
 
@@ -195,7 +186,7 @@ class Turns:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         """All ranks of `group` make the same calls."""
-        self._group, self._device, self._cuda = group, device, device.type == "cuda"
+        self.group, self.device, self._cuda = group, device, device.type == "cuda"
 
     @torch.no_grad()
     def time(self, pieces: Sequence[Callable[[], object]], repetitions: int) -> list[Timing]:
@@ -209,27 +200,27 @@ class Turns:
             for i, read in [(i, self._once(pieces[i], gate_ms)) for i in drawn]:
                 taken_ms[i].append(read())
         both = zip(taken_ms, host_ms, strict=True)
-        return [Timing.of(taken, [host], self._device, self._group) for taken, host in both]
+        return [Timing.of(taken, [host], self.device, self.group) for taken, host in both]
 
     def _warm_up(self, pieces: Sequence[Callable[[], object]]) -> list[float]:
         """Run each piece; return the ms that the host of the slowest rank takes to issue it, the device being idle."""
         host_ms = [0.0] * len(pieces)
         for _ in range(_WARMUP_RUNS):
             for i, piece in enumerate(pieces):
-                begin_together(self._group, self._device, lead_ms=0.0)
+                begin_together(self.group, self.device, lead_ms=0.0)
                 if self._cuda:
-                    torch.cuda.synchronize(self._device)
+                    torch.cuda.synchronize(self.device)
                 began = time.perf_counter()
                 piece()
                 host_ms[i] = (time.perf_counter() - began) * 1e3
         if self._cuda:
-            torch.cuda.synchronize(self._device)
-        return greatest(host_ms, self._device, self._group)
+            torch.cuda.synchronize(self.device)
+        return greatest(host_ms, self.device, self.group)
 
     def _once(self, piece: Callable[[], object], gate_ms: float) -> Callable[[], float]:
         """Run a piece; return a function that waits for it and returns its ms."""
-        begin_together(self._group, self._device, gate_ms)
-        timer = StepTimer(self._device)
+        begin_together(self.group, self.device, gate_ms)
+        timer = StepTimer(self.device)
         timer.mark()
         piece()
         timer.mark()

@@ -78,19 +78,6 @@ def hardware(rows: Sequence[Row]) -> str:
     return ", ".join([*parts, *(f"commit {commit}" for commit in commits)])
 
 
-def shape(row: Row) -> str:
-    """Return two lines that name the shape of an embedding stage's row, and its wire if that is not float32."""
-    gpus = int(row["world_size"])
-    uniform = row["rows"].isdigit()
-    size = (
-        f"{int(row['tables']) // gpus} x {int(row['rows']) / 1e6:g}M" if uniform else f"{row['tables']} unlike tables"
-    )
-    hot = "multi-hot" if row["multi_hot"].startswith("[") else row["multi_hot"]
-    skewed = f", zipf {row['zipf_alpha']}" if float(row.get("zipf_alpha") or 0) else ""
-    wire = f", {row['wire_dtype']}" if (row.get("wire_dtype") or "fp32") != "fp32" else ""
-    return f"{size} x {row['dim']}\n{row['global_batch']}, {hot}{skewed}{wire}"
-
-
 def milliseconds(value: float | None) -> str:
     """Return a time in ms as the pages have it: two decimals, three below 1 ms; - for none."""
     if value is None:

@@ -3,8 +3,8 @@
 import io
 import math
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import cycle, product
+from collections.abc import Callable, Iterable, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +12,7 @@ import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 
-from dlrm_overlap.bench.report.measured import (
-    Measured,
-    Row,
-    Run,
-    hardware,
-    milliseconds,
-    read_measured,
-    runs,
-    trusted,
-)
+from dlrm_overlap.bench.report.measured import Measured, Row, hardware, milliseconds, read_measured, runs, trusted
 from dlrm_overlap.config import InputError
 from dlrm_overlap.observe.result_files import write_atomically
 
@@ -29,10 +20,8 @@ Rows = Sequence[Row]
 
 PAYS = 1.05
 """the speedup over the strongest baseline from which on a cell of a map is not in brackets"""
-_SETTINGS: Any = {"svg.fonttype": "none", "svg.hashsalt": "plot", "font.size": 8, "hatch.linewidth": 0.5}
-# In grey, any two that are near each other differ in lightness or in hatch. A hatch is black, so its bar is light.
-_LOOKS = (("#d4d9df", ""), ("#9aa5b1", "////"), ("#f2f2f2", "----"), ("#1f6f8b", ""), ("#f0b27a", "xxxx"))
-_LOOKS += (("#252525", ""), ("#c6dbef", "...."), ("#fdd0a2", "||||"), ("#bdbdbd", "++++"))
+_SETTINGS: Any = {"svg.fonttype": "none", "svg.hashsalt": "plot", "font.size": 8}
+_BARS = {"busy_ms": ("the GPU's own time", "#1f6f8b"), "median_ms": ("by the clock", "#d4d9df")}
 _AXES = {"tables_per_rank": "tables a GPU", "pooling_factor": "pooling factor", "dim": "dim", "global_batch": "batch"}
 _TIMES = {"gpu_ms": "the GPU's time alone", "median_ms": "as the host issues it"}
 
@@ -66,10 +55,8 @@ def draw(measured: Measured) -> bytes:
     commands = [command for row in measured.rows if (command := row.get("command"))]
     try:
         figure = PLOTS[measured.kind](measured.rows)
-    except KeyError as error:
-        raise InputError(f"{measured.name}.csv: no column or contender {error}, which the plot needs") from None
-    except (ValueError, IndexError) as error:
-        raise InputError(f"{measured.name}.csv: {error}; repair the row, or measure again") from None
+    except (KeyError, ValueError, IndexError) as error:
+        raise InputError(f"{measured.name}.csv: {error!r} in a row; repair it, or measure again") from None
     lines = [line for each in (hardware(measured.rows), *commands[:1]) for line in textwrap.wrap(each, 150)]
     figure.supxlabel("\n".join(lines), fontsize=6.5, family="monospace")
     file = io.BytesIO()
@@ -78,61 +65,35 @@ def draw(measured: Measured) -> bytes:
     return file.getvalue()
 
 
-def _panels(rows: int, height: float, columns: int = 1, width: float = 9.0, **shared: Any) -> tuple[Figure, list[Any]]:
+def _panels(rows: int, height: float, columns: int = 1, width: float = 9.0) -> tuple[Figure, list[Any]]:
     with matplotlib.rc_context(_SETTINGS):
         figure = Figure(figsize=(width, 0.8 + height * rows), layout="constrained")
-        axes = figure.subplots(rows, columns, squeeze=False, **shared).ravel().tolist()
+        axes = figure.subplots(rows, columns, squeeze=False).ravel().tolist()
     for each in axes:
         each.spines[["top", "right"]].set_visible(False)
     return figure, axes
 
 
-def _legend(figure: Figure, axes: Any) -> None:
-    handles, names = axes.get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside upper center", ncols=min(len(names), 6), frameon=False, fontsize=7)
-
-
-def draw_bars(
-    groups: Sequence[Run],
-    label: Callable[[Row], str],
-    *,
-    value: str = "median_ms",
-    unit: str = "ms, median",
-) -> Figure:
-    """Draw a group of bars for each run, a bar a contender; one whose results were not the reference's has none.
-
-    A line across a group is the floor of its times.
-
-    Args:
-        groups: the runs.
-        label: names a group by its first row.
-        value: column of a bar's height.
-        unit: of the axis.
-    """
-    firsts = [next(iter(run.values())) for run in groups]
-    heights = [{name: float(row[value]) for name, row in run.items() if trusted(row) and row[value]} for run in groups]
-    contenders = list(dict.fromkeys(name for run in heights for name in run))
-    bars, width = len(groups) * len(contenders), 0.84 / len(contenders)
-    figure, (axes,) = _panels(1, 3.2, width=max(9.0, 0.16 * bars))
-    places = np.arange(len(groups))
-    for i, (name, (colour, hatch)) in enumerate(zip(contenders, cycle(_LOOKS), strict=False)):
-        drawn = np.array([each.get(name, math.nan) for each in heights])
-        look: dict[str, Any] = {"facecolor": colour, "hatch": hatch, "edgecolor": "black", "linewidth": 0.5}
-        own = axes.bar(places - 0.42 + (i + 0.5) * width, drawn, width, label=name, **look)
-        text = ["" if math.isnan(each) else milliseconds(each) for each in drawn]
-        axes.bar_label(own, text, fontsize=6, rotation=90 if bars > 31 else 0, padding=1.5)
-    floors = [float(first["floor_ms"] or "nan") for first in firsts]
-    axes.hlines(floors, places - 0.42, places + 0.42, color="black", linewidth=1.4, label="floor_ms")
-    axes.set_xticks(places, [label(first) for first in firsts], fontsize=6)
-    axes.set_ylabel(unit)
-    _legend(figure, axes)
+def draw_steps(rows: Rows) -> Figure:
+    """Draw each run's contenders, by both times, above a line at their floor; one whose losses disagree is left out."""
+    every = runs(rows)
+    most = max(map(len, every))
+    figure, panels = _panels(len(every), 3.2, width=max(9.0, 0.5 * most))
+    for axes, run in zip(panels, every, strict=True):
+        drawn, first = [row for row in run.values() if trusted(row)], next(iter(run.values()))
+        places = np.arange(len(drawn))
+        for offset, (column, (label, colour)) in zip((-0.21, 0.21), _BARS.items(), strict=True):
+            # Rows of CPUs and earlier ones have no time of the GPU's own.
+            ms = np.array([float(row.get(column) or "nan") for row in drawn])
+            bars = axes.bar(places + offset, ms, 0.42, label=label, facecolor=colour, edgecolor="black", linewidth=0.5)
+            text = ["" if math.isnan(each) else milliseconds(each) for each in ms]
+            axes.bar_label(bars, text, fontsize=6, rotation=90 if most > 15 else 0, padding=1.5)
+        axes.axhline(float(first["floor_ms"] or "nan"), color="black", linewidth=1.4, label="floor_ms")
+        axes.set_xticks(places, [row["contender"].replace("_", "\n") for row in drawn], fontsize=6)
+        axes.set_ylabel(f"ms, {_step_label(first)}")
+    handles, names = panels[0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside upper center", ncols=len(names), frameon=False, fontsize=7)
     return figure
-
-
-def _columns_as_bars(rows: Iterable[Mapping[str, Any]], columns: Mapping[str, str]) -> list[Run]:
-    """Return each row as a run whose contenders are columns, by name -> column."""
-    text = [{key: "" if value is None else str(value) for key, value in row.items()} for row in rows]
-    return [{name: {**row, "value": row[column]} for name, column in columns.items()} for row in text]
 
 
 def map_axes(rows: Iterable[Row]) -> list[str]:
@@ -174,28 +135,12 @@ def draw_map(rows: Rows) -> Figure:
 
 def _step_label(row: Row) -> str:
     gpus, batch = int(row["world_size"]), int(row["global_batch"])
-    pinned = "\nhost short of time" if row.get("pinned_host") == "True" else ""  # in earlier rows
-    return f"{row['arch']}, {row['tables']} tables, {row['precision']}\n{gpus} x {batch // gpus} samples{pinned}"
-
-
-def _draw_step(rows: Rows) -> Figure:
-    if not any(row.get("busy_ms") for row in rows):  # earlier rows, and those of CPUs
-        return draw_bars(runs(rows), _step_label)
-    every = [row for run in runs(rows) for row in run.values()]
-    times = {"the GPU's own time": "busy_ms", "by the clock": "median_ms"}
-    found = _columns_as_bars(every, times)
-    unit = f"ms, {_step_label(every[0])}"
-    return draw_bars(found, lambda row: row["contender"].replace("_", "\n"), value="value", unit=unit)
+    return f"{row['arch']}, {row['tables']} tables, {row['precision']}\n{gpus} x {batch // gpus} samples"
 
 
 PLOTS: dict[str, Callable[[Rows], Figure]] = {
-    "step": _draw_step,
+    "step": draw_steps,
     "sweep": draw_map,
     "grid": draw_map,  # of earlier rows: a sweep of tables and batches
 }
 """The figure that rows of `dlrm-overlap bench KIND` are drawn as."""
-
-
-def todays(rows: Iterable[Row]) -> list[Row]:
-    """Return the rows of `bench collectives` but earlier ones of stores by another number of programs than now."""
-    return [row for row in rows if row["contender"] != "stores" or row.get("store_programs", "64") == "64"]

@@ -1,15 +1,17 @@
 """What a check is given: its rank's place among the others."""
 
+import itertools
 import json
 import os
 import sys
 import time
 import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -26,6 +28,32 @@ class Check:
     gpu_only: bool = False
     alone: bool = False
     """in processes of its own, since it ends its CUDA context or its peers"""
+
+
+def every(
+    name: str,
+    run: Callable[..., None],
+    /,
+    *,
+    timeout_s: float = 90.0,
+    gpu_only: bool = False,
+    alone: bool = False,
+    **axes: Iterable[Any],
+) -> dict[str, Check]:
+    """Return a check `run` for each combination of values of its arguments `axes`.
+
+    Its name is `name` with each value, or its key where an axis is a mapping, behind an underscore.
+
+    Example: every("losses", f, optimizer=("sgd", "adagrad"), known={"ranges": False}) has the names
+    losses_sgd_ranges and losses_adagrad_ranges.
+    """
+    values = [axis if isinstance(axis, Mapping) else {str(value): value for value in axis} for axis in axes.values()]
+    found = {}
+    for chosen in itertools.product(*(axis.items() for axis in values)):
+        arguments = dict(zip(axes, (value for _, value in chosen), strict=True))
+        full = "_".join([name, *(key for key, _ in chosen)])
+        found[full] = Check(partial(run, **arguments), timeout_s, gpu_only, alone)
+    return found
 
 
 @dataclass

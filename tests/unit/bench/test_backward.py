@@ -18,8 +18,6 @@ from dlrm_overlap.bench.harness.agreement import check_rows, rows_of
 from dlrm_overlap.bench.harness.contenders import Contender
 from dlrm_overlap.bench.harness.workload import Workload, make_workload, read_ids
 from dlrm_overlap.config import Config
-from dlrm_overlap.embedding.backends.cpu import CpuPush
-from dlrm_overlap.embedding.steps import Step
 from tests.agreement import assert_same
 
 CPU = torch.device("cpu")
@@ -98,28 +96,3 @@ def test_a_single_wrong_element_is_found(
     assert (right.equal, right.agrees) == (True, True)
     assert wrong.agrees == (error < right.tolerance)
     assert wrong.equal == (error == 0)
-
-
-def test_a_push_prepared_once_serves_every_step(
-    config: Config, workload: Workload, optimizer: str, batches: list[GradientBatch], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What a backward made of a batch's ids is handed to every step on that batch; exposed, each step makes it."""
-    handed: list[int] = []
-
-    def prepare(_: CpuPush, step: Step) -> None:
-        step.runs = [step.inputs]
-
-    def start(_: CpuPush, step: Step, gradient: torch.Tensor) -> None:
-        handed.append(len(step.runs))
-        step.runs = []  # used up
-
-    monkeypatch.setattr(CpuPush, "prepare", prepare)
-    monkeypatch.setattr(CpuPush, "start", start)
-    monkeypatch.setattr(CpuPush, "finish", lambda *_: None)
-    made = backward.make_contenders(config.embedding, workload, batches)
-    for push in made[1:3]:
-        for batch in (*batches, *batches):
-            push.step(batch)
-    for contender in made:
-        contender.close()
-    assert handed == [1] * 2 * len(batches) + [0] * 2 * len(batches)

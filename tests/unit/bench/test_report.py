@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from dlrm_overlap.bench.report.measured import Measured, read_measured, runs, shape
+from dlrm_overlap.bench.report.measured import Measured, read_measured, runs
 from dlrm_overlap.bench.report.plots import PLOTS, draw, map_speedups, write_plots
 from dlrm_overlap.bench.report.rows import append_rows
 from dlrm_overlap.cli import main
@@ -57,13 +57,6 @@ def test_published_rows_name_their_hardware_and_versions(path: Path) -> None:
         assert all(row["gpu"].startswith(f"{row['world_size']} x") for row in several)
 
 
-def test_a_shape_names_its_wire_where_it_is_narrow() -> None:
-    row = {"world_size": "2", "tables": "52", "rows": "500000", "dim": "128", "multi_hot": "0..16"}
-    row |= {"zipf_alpha": "0.0", "global_batch": "65536"}
-    assert shape(row | {"wire_dtype": "fp32"}) == shape(row) == "26 x 0.5M x 128\n65536, 0..16"
-    assert shape(row | {"wire_dtype": "bf16"}) == "26 x 0.5M x 128\n65536, 0..16, bf16"
-
-
 def _step(**changes: str) -> Measured:
     measured = read_measured(RESULTS / "step.csv")
     return measured._replace(rows=[{**row, **changes} for row in measured.rows])
@@ -93,8 +86,8 @@ def test_a_plot_says_which_hardware_and_command_measured_it() -> None:
 def test_a_contender_that_disagrees_has_no_bar() -> None:
     step = _step().rows
     wrong = [{**row, "agrees": str(row["contender"] != "fused_graph")} for row in step]
-    names = [PLOTS["step"](each).axes[0].get_legend_handles_labels()[1] for each in (step, wrong)]
-    assert set(names[0]) - set(names[1]) == {"fused_graph"}
+    names = [{text.get_text() for text in PLOTS["step"](each).axes[0].get_xticklabels()} for each in (step, wrong)]
+    assert names[0] - names[1] == {"fused\ngraph"}
 
 
 def test_a_run_ends_where_a_contender_comes_again() -> None:
@@ -130,8 +123,7 @@ def test_a_map_holds_the_fastest_of_ours_against_the_strongest_baseline() -> Non
     [
         ("", r"step\.csv: no rows"),
         ("kind,contender\nstep\n", r"step\.csv: no rows, or not as many cells"),
-        ("kind,contender\nstep,torchrec\n", r"step\.csv: no column or contender 'median_ms'"),
-        ("kind,contender,median_ms\nstep,torchrec,fast\n", r"step\.csv: could not convert string to float: .fast."),
+        ("kind,contender\nstep,torchrec\n", r"step\.csv: KeyError\('floor_ms'\) in a row"),
         ("kind\nother\n", "no CSV file of a figure"),
     ],
 )

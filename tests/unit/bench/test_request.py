@@ -13,7 +13,6 @@ from dlrm_overlap.bench.request import (
     StepRequest,
     SweepRequest,
 )
-from dlrm_overlap.cli import main
 from dlrm_overlap.config import Config, InputError
 from tests.conftest import configuration
 
@@ -111,22 +110,6 @@ def test_what_does_not_go_together_is_refused(
 ) -> None:
     with pytest.raises(InputError, match=message):
         _request(kind, per_rank).check_ranks(_config("tiny", *options), 2, "cpu")
-
-
-@pytest.mark.parametrize(
-    ("kind", "option"),
-    [
-        ("step", "--contenders pgsa"),
-        ("backward", "--optimizers adam"),
-        ("stage", "--schedules up"),
-        ("gemm", "--operators x"),
-    ],
-)
-def test_words_that_no_figure_knows_end_in_one_line(kind: str, option: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", kind, *option.split()]) == 2
-    error = capsys.readouterr().err
-    assert option.split()[1] in error
-    assert error.count("\n") == 1
 
 
 def test_emulated_hosts_are_measured_only_where_rows_say_so() -> None:

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from dlrm_overlap.bench.report.plots import todays
 from dlrm_overlap.comm.calls import COPIED_FROM_BYTES, fastest_way
 from tests.conftest import read_rows
+from tests.pages import todays
 
 
 @pytest.mark.parametrize(("case", "least"), COPIED_FROM_BYTES.items())

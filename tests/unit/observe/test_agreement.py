@@ -55,20 +55,6 @@ def test_the_bound_follows_the_noise_and_more_runs_narrow_it() -> None:
     assert loss_bound(_runs(-1e-9, 1e-9), RTOL) == dict.fromkeys(range(1, 41), RTOL)
 
 
-def test_a_mean_has_a_narrower_bound_where_noise_cancels() -> None:
-    signs = [1 if step % 2 else -1 for step in range(1, 41)]
-    runs = [{s + 1: 0.5 * (1 + d * sign) for s, sign in enumerate(signs)} for d in (-1e-3, 0.0, 1e-3)]
-    bound, of_means = loss_bound(runs, RTOL)[40], loss_bound(runs, RTOL, window=8)[40]
-    assert of_means < bound
-    between = (bound + loss_bound(runs, RTOL, window=8)[20]) / 2
-    shifted = {step: 0.5 * (1 + 0.7 * between * (step > 20)) for step in range(1, 41)}
-    assert max(abs(loss / 0.5 - 1) for loss in shifted.values()) < bound
-    fault = judge(shifted, runs, RTOL).fault
-    assert fault is not None
-    assert "in the mean; bound" in fault
-    assert fault.endswith("from 3 reference runs")
-
-
 def _refused(runs: Sequence[Losses], references: Sequence[Sequence[Losses]]) -> float:
     """Return the share of `runs` refused, over all `references`."""
     faults = [judge(run, reference, RTOL).fault for reference in references for run in runs]
@@ -104,7 +90,6 @@ def test_noise_is_taken_for_noise_and_faults_are_found_where_runs_part() -> None
 
 @pytest.mark.slow
 def test_rates_over_many_models() -> None:
-    """The rates that docs/configuration.md gives."""
     regimes = [CHAOTIC, Regime("adagrad", 0.5, 1e-5)]
     good: dict[int, list[float]] = {2: [], 3: [], 4: []}
     found: dict[str, list[float]] = {fault: [] for fault in FAULTS}

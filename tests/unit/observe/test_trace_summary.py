@@ -11,10 +11,7 @@ from dlrm_overlap.config import InputError
 from dlrm_overlap.observe.trace_summary import (
     Span,
     Work,
-    length,
-    merge,
     shares,
-    subtract,
     summarise,
 )
 
@@ -110,21 +107,6 @@ def test_work_of_the_step_before_does_not_count(tmp_path: Path) -> None:
 )
 def test_kernels_are_known_by_name(name: str, kind: str) -> None:
     assert Work(name, 7, Span(0, 1)).kind == kind
-
-
-def test_spans() -> None:
-    spans = [Span(5, 9), Span(0, 2), Span(1, 3), Span(6, 7), Span(9, 10)]
-    assert merge(spans) == [Span(0, 3), Span(5, 10)]
-    assert length(spans) == 8
-    assert length([*spans, Span(2, 6), Span(20, 30)]) == 8 + 14 - 2
-    assert length([]) == 0
-
-
-def test_subtract() -> None:
-    assert subtract([Span(0, 10)], [Span(2, 3), Span(8, 20)]) == [Span(0, 2), Span(3, 8)]
-    assert subtract([Span(5, 6), Span(0, 4), Span(9, 12)], [Span(3, 10)]) == [Span(0, 3), Span(10, 12)]
-    assert subtract([Span(0, 2), Span(4, 6)], [Span(2, 3), Span(7, 8)]) == [Span(0, 2), Span(4, 6)]
-    assert subtract([Span(1, 2)], [Span(0, 3)]) == subtract([], [Span(0, 1)]) == []
 
 
 def test_a_window_is_shared_among_computing_exposed_communication_copies_and_nothing() -> None:

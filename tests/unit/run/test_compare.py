@@ -123,7 +123,7 @@ def test_differences_within_the_references_own_noise_agree(tmp_path: Path, capsy
     assert comparison_rows(comparison)[-1][4:] == ["10", "-", "1.00", "reference again"]
     table = capsys.readouterr().out.splitlines()
     assert max(map(len, table)) <= 120
-    assert table[1].endswith("1.00  reference (noise 1.0e-3)")
+    assert table[1].endswith("1.00  reference (noise 1.0e-03)")
     assert "2.00  agree to " in table[2]
     assert table[3].endswith("-  DISAGREE")
 

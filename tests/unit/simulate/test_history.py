@@ -1,7 +1,7 @@
 """Steps with a history, whose rows are not pooled: bytes by distinct ids, and passes over memory, as counted."""
 
 import csv
-from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,6 @@ class _Passes(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.operators, self.bytes = 0, 0
-        self.names = Counter[str]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -60,9 +59,9 @@ def _find(ids: int) -> list[_Passes]:
     return [passes]
 
 
-def _attend(positions: int) -> list[_Passes]:
+def _attend(positions: int, dtype: torch.dtype = torch.float32) -> list[_Passes]:
     attention = TargetAttention(SequenceConfig(history=1, positions=positions - 1, heads=4), 512)
-    rows, candidates = torch.randn(8 * positions, 512, requires_grad=True), torch.randn(8, 512, requires_grad=True)
+    rows, candidates = (torch.randn(n, 512).to(dtype).requires_grad_() for n in (8 * positions, 8))
     with torch.autocast("cpu", torch.bfloat16), _Passes() as forward:
         attended = attention(candidates, rows, torch.full((8,), positions)).float().sum()
     with _Passes() as backward:
@@ -76,9 +75,10 @@ def _attend(positions: int) -> list[_Passes]:
         # A sort reads and writes keys of 4 bytes and numbers of 8 four times, of which a count sees one, and the keys
         # are read for its histogram.
         (_find, (1 << 14, 1 << 15), 1, [step._FIND], 16 * -1 + 4 * 24 + 4),
-        (_attend, (128, 256), 8 * 512, [step._ATTEND, step._ATTEND_BACK], 0),
+        (_attend, (128, 256), 8 * 512, step._ATTEND["float32"], 0),
+        (partial(_attend, dtype=torch.bfloat16), (128, 256), 8 * 512, step._ATTEND["bfloat16"], 0),
     ],
-    ids=["distinct ids", "attention"],
+    ids=["distinct ids", "attention", "attention to bf16"],
 )
 def test_passes_over_memory_are_those_of_the_operators(
     work: Any, sizes: tuple[int, int], elements: int, taken: list[tuple[int, int]], hidden: int

@@ -5,14 +5,13 @@ Every backward is given the same rows, states, ids and gradients: what is left t
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 
 import torch
 
 from dlrm_overlap.embedding.options import ExchangeOptions
 from tests.agreement import assert_all_near, assert_same
 from tests.gpu.exchange.checks.lookups import rows_at_borders
-from tests.gpu.exchange.place import Check, Place
+from tests.gpu.exchange.place import Check, Place, every
 from tests.gpu.exchange.stage_by_hand import Batch, Stage, Table
 
 _OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad")
@@ -257,14 +256,7 @@ def _check_large(place: Place) -> None:
 
 
 CHECKS = (
-    {
-        f"update_{optimizer}": Check(partial(_check_update, optimizer=optimizer), timeout_s=180)
-        for optimizer in _OPTIMIZERS
-    }
-    | {"update_wire": Check(_check_wire, timeout_s=180)}
-    | {
-        f"update_weights_fp16_{optimizer}": Check(partial(_check_half_precision, optimizer=optimizer))
-        for optimizer in _OPTIMIZERS
-    }
-    | {"update_large": Check(_check_large)}
+    every("update", _check_update, optimizer=_OPTIMIZERS, timeout_s=180)
+    | {"update_wire": Check(_check_wire, timeout_s=180), "update_large": Check(_check_large)}
+    | every("update_weights_fp16", _check_half_precision, optimizer=_OPTIMIZERS)
 )

@@ -18,7 +18,7 @@ from tests.gpu.exchange.checks.backward import Training, tables_of_all_kinds, un
 from tests.gpu.exchange.checks.faults import CULPRIT, GOOD_STEPS, TIMEOUT_S, flag_told_of
 from tests.gpu.exchange.checks.stress import dawdle
 from tests.gpu.exchange.checks.windows import used_bytes
-from tests.gpu.exchange.place import Check, Place
+from tests.gpu.exchange.place import Check, Place, every
 from tests.gpu.exchange.stage_by_hand import Batch, Stage, Table
 
 _OPTIONS = ExchangeOptions(wait_timeout_s=20.0)
@@ -223,7 +223,6 @@ def _check_silent_peer(place: Place, parts_sent: int) -> None:
             with _first_parts_alone(place, exchange, parts_sent), contextlib.suppress(RuntimeError):
                 output.sum().backward()
                 place.synchronize()  # it waits for its own other parts, too
-        place.leave()
     flag, told = flag_told_of(place, exchange.check, "part", lambda: output.sum().backward())
     assert flag == [place.rank, parts_sent, CULPRIT, GOOD_STEPS + 1, GOOD_STEPS], told
     place.leave()
@@ -236,7 +235,4 @@ CHECKS = {
     "update_memory": Check(_check_memory),
     "update_again": Check(_check_again),
 }
-LOST_PEERS = {
-    "update_peer_dies": Check(partial(_check_silent_peer, parts_sent=0), alone=True),
-    "update_peer_stops_after_a_part": Check(partial(_check_silent_peer, parts_sent=1), alone=True),
-}
+LOST_PEERS = every("update_peer", _check_silent_peer, parts_sent={"dies": 0, "stops_after_a_part": 1}, alone=True)

@@ -1,7 +1,5 @@
 """All-to-all and all-gather into the peers' memory: of all sizes, under any delays, captured, lost peers."""
 
-import time
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +11,7 @@ from tests.agreement import assert_same
 from tests.distributed.collectives import Rows, check_rows
 from tests.gpu.exchange.checks.faults import CULPRIT, TIMEOUT_S, flag_told_of
 from tests.gpu.exchange.checks.stress import capture, take_late
-from tests.gpu.exchange.place import Check, Place
+from tests.gpu.exchange.place import Check, Place, every
 
 _WAYS = ("auto", "dma", "stores")
 # Rows of odd sizes; of more than one block of the kernel; of what copy engines are for.
@@ -167,29 +165,23 @@ def _check_lost_peer(place: Place, how: str) -> None:
         replay()
     seen = 4 * (3 if replay else 2)
     place.meet()
-    if place.rank == CULPRIT:
-        if how == "stalls":  # it lets the others begin, and sends nothing
-            from dlrm_overlap.kernels.flags import meet
+    stalls = how == "stalls"
+    if stalls and place.rank == CULPRIT:  # it lets the others begin, and sends nothing
+        from dlrm_overlap.kernels.flags import meet
 
-            flow: Any = steps.collectives._flow
-            meet(flow._free, place.rank)
-            place.synchronize()
-            time.sleep(2.5 * TIMEOUT_S)
-        place.leave()
-    flag, told = flag_told_of(place, steps.collectives.check, "collective's flag", replay or steps.take)
+        flow: Any = steps.collectives._flow
+        meet(flow._free, place.rank)
+        place.synchronize()
+    stalls_s = 2.5 * TIMEOUT_S if stalls else 0.0
+    flag, told = flag_told_of(place, steps.collectives.check, "collective's flag", replay or steps.take, stalls_s)
     assert flag == [place.rank, 0, CULPRIT, seen + 1, seen], told
     place.leave()
 
 
-CHECKS = {f"collectives_{way}": Check(partial(_check_rows, way=way)) for way in _WAYS} | {
-    "collectives_of_nothing": Check(_check_nothing, gpu_only=True),
-    "collectives_engine": Check(_check_engine, gpu_only=True),
-}
-CHECKS |= {
-    f"collectives_delays_{mode}": Check(partial(_check_any_delays, mode=mode), gpu_only=True)
-    for mode in ("eager", "captured", "mixed")
-}
-LOST = {
-    f"collectives_peer_{how}": Check(partial(_check_lost_peer, how=how), gpu_only=True, alone=True)
-    for how in ("dies", "stalls", "captured")
-}
+CHECKS = (
+    every("collectives", _check_rows, way=_WAYS)
+    | {"collectives_of_nothing": Check(_check_nothing, gpu_only=True)}
+    | {"collectives_engine": Check(_check_engine, gpu_only=True)}
+    | every("collectives_delays", _check_any_delays, mode=("eager", "captured", "mixed"), gpu_only=True)
+)
+LOST = every("collectives_peer", _check_lost_peer, how=("dies", "stalls", "captured"), gpu_only=True, alone=True)

@@ -1,9 +1,7 @@
 """Dense gradients reduced by stores, against the group's all-reduce: eager, captured, under any delays; lost peers."""
 
 import random
-import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +15,7 @@ from dlrm_overlap.dense.optimizer import FlatOptimizer
 from dlrm_overlap.dense.reduction import StoreOptions
 from tests.gpu.exchange.checks.faults import CULPRIT, TIMEOUT_S, flag_told_of
 from tests.gpu.exchange.checks.stress import capture, dawdle
-from tests.gpu.exchange.place import Check, Place
+from tests.gpu.exchange.place import Place, every
 
 SHAPES = {"wide": (1000, 1301), "scale": (), "narrow": (3, 7), "bias": (100_003,), "last": (500, 700)}
 _BUCKETS = {"one": 1 << 30, "several": 1 << 20}  # bytes of a bucket, at least
@@ -141,22 +139,11 @@ def _check_lost_peer(place: Place, captured: bool) -> None:
     take = steps.capture() if captured and place.on_gpu else steps.take
     steps.step(take)
     place.meet()
-    if place.rank == CULPRIT:
-        time.sleep(3 * TIMEOUT_S)
-        place.leave()
-    flag, told = flag_told_of(place, steps.buckets.check, "dense gradients' flag", take)
+    flag, told = flag_told_of(place, steps.buckets.check, "dense gradients' flag", take, 3 * TIMEOUT_S)
     assert flag == [place.rank, 0, CULPRIT, 5, 4], told
     place.leave()
 
 
-CHECKS = {
-    f"dense_{str(dtype).removeprefix('torch.')}_{bucket}": Check(partial(_check_mean, dtype=dtype, bucket=bucket))
-    for dtype in (torch.float32, torch.bfloat16)
-    for bucket in _BUCKETS
-}
-LOST = {
-    f"dense_peer_stalls_{'captured' if captured else 'eager'}": Check(
-        partial(_check_lost_peer, captured=captured), alone=True
-    )
-    for captured in (False, True)
-}
+_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+CHECKS = every("dense", _check_mean, dtype=_TYPES, bucket=list(_BUCKETS))
+LOST = every("dense_peer_stalls", _check_lost_peer, captured={"eager": False, "captured": True}, alone=True)

@@ -14,7 +14,7 @@ from dlrm_overlap.comm.record import ExchangeTimeoutError
 from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.embedding.options import ExchangeOptions
 from tests.agreement import assert_same
-from tests.gpu.exchange.place import Check, Place
+from tests.gpu.exchange.place import Place, every
 from tests.gpu.exchange.stage_by_hand import Batch, Stage, Table, pool_exactly
 
 TIMEOUT_S = 3.0
@@ -96,11 +96,8 @@ def _check_lost_peer(
         place.meet()
         if wait_s != TIMEOUT_S:
             exchange.close()
-    if place.rank == CULPRIT:
-        if not dies:
-            time.sleep(2.5 * TIMEOUT_S)
-        place.leave()
-    flag, told = flag_told_of(place, exchange.check, what, lambda: _step(stage, exchange, batch, train))
+    stalls_s = 0.0 if dies else 2.5 * TIMEOUT_S
+    flag, told = flag_told_of(place, exchange.check, what, lambda: _step(stage, exchange, batch, train), stalls_s)
     rank, slot, peer, expected, seen = flag
     assert (rank, peer, expected, seen) == (place.rank, CULPRIT, GOOD_STEPS + 1, GOOD_STEPS), told
     assert slot < -(-_SAMPLES // exchange.options.slice_bags), told
@@ -108,9 +105,11 @@ def _check_lost_peer(
 
 
 def flag_told_of(
-    place: Place, check: Callable[[], None], what: str, work: Callable[[], object]
+    place: Place, check: Callable[[], None], what: str, work: Callable[[], object], stalls_s: float = 0.0
 ) -> tuple[list[int], str]:
     """Return the error's numbers of the flag that `work` waits for in vain, and its words.
+
+    The culprit sleeps `stalls_s` and ends, without work.
 
     The numbers are the waiting rank, the number of the `what` that the flag stands for, its rank, and the epochs
     expected and seen.
@@ -120,7 +119,11 @@ def flag_told_of(
         check: raises what kernels have recorded.
         what: a slot stands for.
         work: waits, for up to TIMEOUT_S.
+        stalls_s: of the culprit.
     """
+    if place.rank == CULPRIT:
+        time.sleep(stalls_s)
+        place.leave()
     told = told_in_time(place, check, work)
     wait = rf"rank (\d+) waited {TIMEOUT_S:g} s for {what} (\d+) of rank (\d+)"
     match = re.match(rf"{wait}: expected epoch (\d+), seen (\d+);", told)
@@ -174,21 +177,16 @@ def _what_is_told(check: Callable[[], None], error: RuntimeError) -> ExchangeTim
     raise AssertionError("nothing is recorded") from error
 
 
-CHECKS = {f"ids_outside_fatal_{backend}": Check(partial(_check_fatal, backend=backend)) for backend in _BACKENDS} | {
-    f"ids_outside_lenient_{backend}": Check(partial(_check_lenient, backend=backend)) for backend in _BACKENDS
-}
-LOST_PEERS = {
-    f"peer_{'dies' if dies else 'stalls'}_{'training' if train else 'eval'}_{backend}": Check(
-        partial(_check_lost_peer, backend=backend, dies=dies, train=train), alone=True
-    )
-    for backend in _BACKENDS[1:]
-    for dies, train in ((False, False), (True, False), (False, True))
-}
-LOST_PEERS["peer_stalls_eval_fused_of_four_warps"] = Check(
-    partial(_check_lost_peer, backend="fused", dies=False, train=False, dim=1024), gpu_only=True, alone=True
-)
+CHECKS = every("ids_outside_fatal", _check_fatal, backend=_BACKENDS)
+CHECKS |= every("ids_outside_lenient", _check_lenient, backend=_BACKENDS)
+_stalls = partial(_check_lost_peer, dies=False, train=False)
+_of_four_warps = partial(_stalls, backend="fused", dim=1024)
 # Of two ranks: a part of the culprit's message is awaited, and the flag that is raised behind it, for as long.
-_BETWEEN_TWO = {"hosts": 2, "between_hosts": "puts", "what": "(?:part|slice)"}
-LOST_PEERS["peer_stalls_hosts_puts"] = Check(
-    partial(_check_lost_peer, backend="pgas", dies=False, train=False, **_BETWEEN_TWO), gpu_only=True, alone=True
+_between_two = partial(_stalls, backend="pgas", hosts=2, between_hosts="puts", what="(?:part|slice)")
+LOST_PEERS = (
+    every("peer_stalls_eval", _stalls, backend=_BACKENDS[1:], alone=True)
+    | every("peer_dies_eval", partial(_stalls, dies=True), backend=_BACKENDS[1:], alone=True)
+    | every("peer_stalls_training", partial(_stalls, train=True), backend=_BACKENDS[1:], alone=True)
+    | every("peer_stalls_eval_fused_of_four_warps", _of_four_warps, gpu_only=True, alone=True)
+    | every("peer_stalls_hosts_puts", _between_two, gpu_only=True, alone=True)
 )

@@ -1,6 +1,5 @@
 """Groups whose rows many programs finish at once, under any delays: each is completed once, and whole."""
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ import triton.language as tl
 from dlrm_overlap.kernels.compiled import INTERPRETED
 from dlrm_overlap.kernels.forward.put_pooled import completes
 from dlrm_overlap.kernels.primitives import clock
-from tests.gpu.exchange.place import Check, Place
+from tests.gpu.exchange.place import Place, every
 
 _ROWS = 6000  # so that some thousand programs are under way
 _LONGEST_DELAY_NS = 20_000
@@ -57,4 +56,4 @@ def _check(place: Place, group_rows: int) -> None:
     assert not wrong.any(), f"{int(wrong)} numbers were not there when their group was completed"
 
 
-CHECKS = {f"gathering_{rows}": Check(partial(_check, group_rows=rows)) for rows in (1, 40, 280)}
+CHECKS = every("gathering", _check, group_rows=(1, 40, 280))

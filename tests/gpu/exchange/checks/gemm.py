@@ -13,7 +13,7 @@ from tests.agreement import assert_same
 from tests.distributed.products import Case, check_operators
 from tests.gpu.exchange.checks.faults import CULPRIT, TIMEOUT_S, flag_told_of
 from tests.gpu.exchange.checks.stress import capture, take_late, told_in_a_capture
-from tests.gpu.exchange.place import Check, Place
+from tests.gpu.exchange.place import Place, every
 
 _HALF, _BRAIN = torch.float16, torch.bfloat16
 _CASES = (
@@ -267,33 +267,27 @@ def _check_lost_peer(place: Place, operator: str, how: str, way: str) -> None:
         call()
     replay = capture(place, call) if how == "captured" else call
     place.meet()
-    if place.rank == CULPRIT:
-        place.leave()
     flag, told = flag_told_of(place, products.check, "product's part", replay)
     assert flag[:3] == [place.rank, 0, CULPRIT], told
     place.leave()
 
 
-CHECKS = {f"gemm_{way.replace('/', '_')}": Check(partial(_check_equal, way=way), gpu_only=True) for way in _WAYS} | {
-    "gemm_in_a_capture": Check(_check_in_a_capture, gpu_only=True),
-    "gemm_nothing": Check(_check_nothing, gpu_only=True),
-    "gemm_compiled": Check(_check_compiled, gpu_only=True),
-    "gemm_owners": Check(_check_owners, gpu_only=True),
-    "gemm_inference_first": Check(_check_inference_first, gpu_only=True),
-    "gemm_auto_is_serial": Check(_check_auto_is_serial, gpu_only=True),
-}
-CHECKS |= {
-    f"gemm_delays_{mode}": Check(partial(_check_any_delays, mode=mode), gpu_only=True)
-    for mode in ("eager", "captured", "mixed")
-}
+CHECKS = (
+    every("gemm", _check_equal, way={way.replace("/", "_"): way for way in _WAYS}, gpu_only=True)
+    | every("gemm_in_a_capture", _check_in_a_capture, gpu_only=True)
+    | every("gemm_nothing", _check_nothing, gpu_only=True)
+    | every("gemm_compiled", _check_compiled, gpu_only=True)
+    | every("gemm_owners", _check_owners, gpu_only=True)
+    | every("gemm_inference_first", _check_inference_first, gpu_only=True)
+    | every("gemm_auto_is_serial", _check_auto_is_serial, gpu_only=True)
+    | every("gemm_delays", _check_any_delays, mode=("eager", "captured", "mixed"), gpu_only=True)
+)
 LOST = {
-    f"gemm_{operator}_peer_{how}_{way[:-2]}": Check(
-        partial(_check_lost_peer, operator=operator, how=how, way=way), 60.0, True, True
-    )
-    for operator, how, way in (
-        ("gather", "dies", "tiles/1"),
-        ("gather", "captured", "copies/1"),
-        ("scatter", "dies", "tiles/1"),
-        ("scatter", "captured", "copies/1"),
-    )
-}
+    name: check
+    for operator in ("gather", "scatter")
+    for how, way in (("dies", "tiles"), ("captured", "copies"))
+    for name, check in every(
+        f"gemm_{operator}_peer_{how}_{way}", partial(_check_lost_peer, operator=operator, how=how, way=f"{way}/1"),
+        timeout_s=60.0, gpu_only=True, alone=True,
+    ).items()
+}  # fmt: skip

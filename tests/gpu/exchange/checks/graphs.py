@@ -2,12 +2,12 @@
 
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -15,6 +15,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.config import Config
 from dlrm_overlap.data.batch import Batch
+from dlrm_overlap.dense.tensor_parallel import shards_of
 from dlrm_overlap.embedding import distinct
 from dlrm_overlap.embedding.options import PUTS
 from dlrm_overlap.embedding.sharded_module import exchanges
@@ -36,7 +37,7 @@ from tests.gpu.exchange.checks.training import (
     small_config,
     train_steps,
 )
-from tests.gpu.exchange.place import Check, Place
+from tests.gpu.exchange.place import Check, Place, every
 from tests.programs import two_lines
 
 _STEPS = 40
@@ -58,20 +59,47 @@ def graph_config(place: Place, backend: str, optimizer: str, known: bool, data_p
     return replace(config, data=replace(config.data, tables=tables))
 
 
-def train_in_segments(place: Place, config: Config, delays: bool = False) -> tuple[list[float], list[float], Trainer]:
-    """Return the losses of a run in segments, those of the evaluations between them, and its trainer, still open."""
+class Run(NamedTuple):
+    """What a run in segments has given."""
+
+    losses: list[float]
+    evaluated: list[float]
+    """losses of the evaluations between the segments"""
+    rows: dict[Any, torch.Tensor]
+    """at the end"""
+    joins_in_place: bool
+    """whether pooled embeddings come where the dense features' output is joined with them"""
+
+    def assert_same(self, other: "Run", what: str) -> None:
+        """Check that losses and rows have the bits of another run's."""
+        assert self.losses == other.losses, f"{what}: losses {self.losses}, not {other.losses}"
+        assert self.evaluated == other.evaluated, f"{what}: evaluated {self.evaluated}, not {other.evaluated}"
+        assert_all_near(self.rows, other.rows, 0.0, f"{what}:")
+
+    def assert_near(self, other: "Run", tolerance: float, what: str) -> None:
+        """Check that losses are those of another run but for rounding."""
+        assert_agree(self.losses, other.losses, tolerance, what)
+        assert_agree(self.evaluated, other.evaluated, tolerance, f"{what}, evaluated")
+
+
+def train_in_segments(place: Place, config: Config, delays: bool = False, borders: Sequence[int] = _BORDERS) -> Run:
+    """Train in segments, with an evaluation behind each."""
     trainer = make_trainer(place, config)
     assert isinstance(trainer.pipeline, GraphTrainPipeline) == (config.train.pipeline == "graph")
+    assert bool(shards_of(trainer.model)) == (config.model.top_parallel == "tensor" and place.world_size > 1)
     losses: list[float] = []
     evaluated: list[float] = []
     with delayed(place, trainer.pipeline, delays):
-        for first, end in pairwise(_BORDERS):
+        for first, end in pairwise(borders):
             losses += train_steps(place, trainer, first, end)
             evaluated.append(trainer.evaluate()["loss"])
     place.synchronize()
-    for exchange in exchanges(trainer.model):
-        exchange.check()
-    return losses, evaluated, trainer
+    trainer.assembled.check()
+    models = [module for module in trainer.model.modules() if isinstance(module, DLRM)]
+    run = Run(losses, evaluated, rows_of(trainer), models[0].joins_in_place)
+    place.meet()
+    trainer.close()
+    return run
 
 
 @contextmanager
@@ -93,40 +121,24 @@ def delayed(place: Place, pipeline: Any, late: bool) -> Iterator[None]:
     del pipeline.progress
 
 
-def _close(place: Place, trainer: Trainer) -> None:
-    place.meet()
-    trainer.close()
-
-
 def _check_losses(place: Place, optimizer: str, known: bool, data_parallel: bool = False) -> None:
     config = graph_config(place, "pgas", optimizer, known, data_parallel)
-    uncaptured = replace(config, train=replace(config.train, pipeline="torchrec"))
-    expected, expected_evaluated, trainer = train_in_segments(place, uncaptured)
-    expected_rows = rows_of(trainer)
-    _close(place, trainer)
+    expected = train_in_segments(place, replace(config, train=replace(config.train, pipeline="torchrec")))
     for backend, put in (("pgas", "in_place"), *(("fused", put) for put in PUTS)):
         config = graph_config(place, backend, optimizer, known, data_parallel)
-        config = replace(config, embedding=replace(config.embedding, put=put))
-        losses, evaluated, trainer = train_in_segments(place, config)
-        what = f"{backend}, put {put}"
-        tolerance = LOSS_TOLERANCE.get(optimizer, LOSS_TOLERANCE["adagrad"])
-        assert_agree(losses, expected, tolerance, what)
-        assert_agree(evaluated, expected_evaluated, tolerance, f"{what}, evaluated")
-        rows = rows_of(trainer)
-        assert rows.keys() == expected_rows.keys()
-        _close(place, trainer)
+        run = train_in_segments(place, replace(config, embedding=replace(config.embedding, put=put)))
+        run.assert_near(expected, LOSS_TOLERANCE.get(optimizer, LOSS_TOLERANCE["adagrad"]), f"{backend}, put {put}")
+        assert run.rows.keys() == expected.rows.keys()
 
 
 def _check_row_shards(place: Place, known: bool) -> None:
     """Tables that are cut by rows train as whole ones do: step by step, captured, and captured under delays."""
 
-    def run(plan: str, backend: str, put: str, pipeline: str, late: bool) -> list[list[float]]:
+    def run(plan: str, backend: str, put: str, pipeline: str, late: bool) -> Run:
         config = graph_config(place, backend, "sgd", known)
         embedding = replace(config.embedding, plan=plan, put=put)  # type: ignore[arg-type]
         train = replace(config.train, pipeline=pipeline)  # type: ignore[arg-type]
-        *found, trainer = train_in_segments(place, replace(config, embedding=embedding, train=train), late)
-        _close(place, trainer)
-        return found
+        return train_in_segments(place, replace(config, embedding=embedding, train=train), late)
 
     expected = run("table_wise", "pgas", "in_place", "torchrec", late=False)
     ways = [
@@ -138,14 +150,7 @@ def _check_row_shards(place: Place, known: bool) -> None:
     for backend, put, pipeline in ways:
         for late in (False, True) if (backend, pipeline) == ("pgas", "graph") else (False,):
             found = run("row_wise", backend, put, pipeline, late)
-            for what, losses, wanted in zip(("trained", "evaluated"), found, expected, strict=True):
-                name = f"{backend}, put {put}, pipeline {pipeline}, {what}"
-                assert_agree(losses, wanted, LOSS_TOLERANCE["sgd"], name)
-
-
-def _joins_in_place(trainer: Trainer) -> bool:
-    (model,) = [module for module in trainer.model.modules() if isinstance(module, DLRM)]
-    return model.joins_in_place
+            found.assert_near(expected, LOSS_TOLERANCE["sgd"], f"{backend}, put {put}, pipeline {pipeline}")
 
 
 def _check_bf16(place: Place, backend: str, arch: str) -> None:
@@ -159,37 +164,24 @@ def _check_bf16(place: Place, backend: str, arch: str) -> None:
     for pipeline in ("graph", "torchrec"):
         in_place = replace(config, train=replace(config.train, pipeline=pipeline))
         rounded = replace(in_place, embedding=replace(config.embedding, wire_dtype="fp32"))
-        expected, expected_evaluated, trainer = train_in_segments(place, rounded)
-        assert not _joins_in_place(trainer)
-        expected_rows = rows_of(trainer)
-        _close(place, trainer)
-        losses, evaluated, trainer = train_in_segments(place, in_place)
-        assert _joins_in_place(trainer)
-        assert losses == expected, f"{pipeline}: losses {losses}, not {expected}"
-        assert evaluated == expected_evaluated, f"{pipeline}: evaluated {evaluated}, not {expected_evaluated}"
-        assert_all_near(rows_of(trainer), expected_rows, 0.0, f"{pipeline}:")
-        _close(place, trainer)
+        expected, run = (train_in_segments(place, each) for each in (rounded, in_place))
+        assert (expected.joins_in_place, run.joins_in_place) == (False, True)
+        run.assert_same(expected, pipeline)
 
 
 def _check_delays(place: Place, backend: str, known: bool, data_parallel: bool = False) -> None:
     """Whoever is late, and wherever, the bits are the same."""
     config = graph_config(place, backend, "rowwise_adagrad", known, data_parallel)
-    expected, expected_evaluated, trainer = train_in_segments(place, config)
-    expected_rows = rows_of(trainer)
-    _close(place, trainer)
-    for run in (1, 2):
-        losses, evaluated, trainer = train_in_segments(place, config, delays=True)
-        assert losses == expected, f"run {run}: losses {losses}, not {expected}"
-        assert evaluated == expected_evaluated
-        assert_all_near(rows_of(trainer), expected_rows, 0.0, f"run {run}:")
-        _close(place, trainer)
+    expected = train_in_segments(place, config)
+    for number in (1, 2):
+        train_in_segments(place, config, delays=True).assert_same(expected, f"run {number}")
 
 
-def _check_checkpoint(place: Place, writer: str, reader: str, rows: int = 0) -> None:
+def _check_checkpoint(place: Place, pipelines: tuple[str, str], rows: int = 0) -> None:
     """A checkpoint of either pipeline is gone on from by the other; tables of at most `rows` are data-parallel."""
     config = small_config(place, "pgas", "adagrad")
     config = replace(config, embedding=replace(config.embedding, data_parallel_rows=rows))
-    first, second = (replace(config, train=replace(config.train, pipeline=each)) for each in (writer, reader))
+    first, second = (replace(config, train=replace(config.train, pipeline=each)) for each in pipelines)
     check_goes_on(place, first, second, _STEPS)
 
 
@@ -200,7 +192,8 @@ def _check_learning_rates(place: Place) -> None:
     for pipeline in ("torchrec", "graph"):
         trainer = make_trainer(place, replace(config, train=replace(config.train, pipeline=pipeline, warmup_steps=30)))
         found[pipeline] = train_steps(place, trainer, 0, _STEPS)
-        _close(place, trainer)
+        place.meet()
+        trainer.close()
     assert_agree(found["graph"], found["torchrec"], LOSS_TOLERANCE["adagrad"], "graph")
 
 
@@ -314,63 +307,27 @@ def _check_foreign(place: Place, name: str, least_block: int = distinct._LEAST_B
         compare(name, place.group, place.device)
 
 
+_KNOWN = {"ranges": False, "known": True}
+_PIPELINES = (("torchrec", "graph"), ("graph", "torchrec"))
+_resumed = {f"{writer}_{reader}": (writer, reader) for writer, reader in _PIPELINES}
+_divided = partial(_check_losses, optimizer="sgd", data_parallel=True)
 CHECKS = (
-    {
-        f"graph_losses_{optimizer}_{'known' if known else 'ranges'}": Check(
-            partial(_check_losses, optimizer=optimizer, known=known)
-        )
-        for optimizer in ("sgd", "adagrad")
-        for known in (False, True)
-    }
-    | {
-        f"graph_losses_{optimizer}_known": Check(partial(_check_losses, optimizer=optimizer, known=True), gpu_only=True)
-        for optimizer in COUNTING
-    }
-    | {
-        f"graph_rows_{'known' if known else 'ranges'}": Check(partial(_check_row_shards, known=known))
-        for known in (False, True)
-    }
-    | {
-        f"graph_losses_{arch}_bf16_{backend}": Check(partial(_check_bf16, backend=backend, arch=arch))
-        for arch in ("dot", "dcn")
-        for backend in _BACKENDS
-    }
-    | {
-        f"graph_delays_{backend}_{'known' if known else 'ranges'}": Check(
-            partial(_check_delays, backend=backend, known=known)
-        )
-        for backend in _BACKENDS
-        for known in (False, True)
-    }
-    | {
-        f"graph_checkpoint_{writer}_{reader}": Check(partial(_check_checkpoint, writer=writer, reader=reader))
-        for writer, reader in (("torchrec", "graph"), ("graph", "torchrec"))
-    }
-    | {
-        f"graph_{what}_data_parallel_{'known' if known else 'ranges'}": Check(
-            partial(check, known=known, data_parallel=True)
-        )
-        for what, check in (
-            ("losses", partial(_check_losses, optimizer="sgd")),
-            ("delays", partial(_check_delays, backend="pgas")),
-        )
-        for known in (False, True)
-    }
-    | {
-        f"graph_checkpoint_data_parallel_{writer}_{reader}": Check(
-            partial(_check_checkpoint, writer=writer, reader=reader, rows=1000)
-        )
-        for writer, reader in (("torchrec", "graph"), ("graph", "torchrec"))
-    }
+    every("graph_losses", _check_losses, optimizer=("sgd", "adagrad"), known=_KNOWN)
+    | every("graph_losses", _check_losses, optimizer=COUNTING, known={"known": True}, gpu_only=True)
+    | every("graph_rows", _check_row_shards, known=_KNOWN, gpu_only=True)
+    | every("graph_losses", _check_bf16, arch={"dot_bf16": "dot", "dcn_bf16": "dcn"}, backend=_BACKENDS)
+    | every("graph_delays", _check_delays, backend=_BACKENDS, known=_KNOWN)
+    | every("graph_checkpoint", _check_checkpoint, pipelines=_resumed)
+    | every("graph_losses_data_parallel", _divided, known=_KNOWN)
+    | every("graph_delays_data_parallel", partial(_check_delays, backend="pgas", data_parallel=True), known=_KNOWN)
+    | every("graph_checkpoint_data_parallel", partial(_check_checkpoint, rows=1000), pipelines=_resumed)
     | {"graph_learning_rates": Check(_check_learning_rates)}
-    | {f"program_{name}": Check(partial(_check_program, name=name), 240.0) for name in two_lines.PROGRAMS}
-    | {f"foreign_{name}": Check(partial(_check_foreign, name=name)) for name in PROGRAMS}
+    | every("program", _check_program, name=list(two_lines.PROGRAMS), timeout_s=240.0)
+    | every("foreign", _check_foreign, name=list(PROGRAMS))
     | {"foreign_sequences_in_blocks": Check(partial(_check_foreign, name="longer_sequences", least_block=1))}
 )
-LOST = {
-    f"graph_overflow_{'known' if known else 'ranges'}": Check(partial(_check_overflow, known=known), alone=True)
-    for known in (False, True)
-} | {
-    "graph_bad_id": Check(_check_bad_id, alone=True),
-    "graph_peer_stalls": Check(_check_stalled_peer, alone=True),
-}
+LOST = (
+    every("graph_overflow", _check_overflow, known=_KNOWN, alone=True)
+    | every("graph_bad_id", _check_bad_id, alone=True)
+    | every("graph_peer_stalls", _check_stalled_peer, alone=True)
+)

@@ -4,11 +4,11 @@ Messages go from GPU to GPU of one machine, by NCCL or, where a check is named s
 is who sends what, where it is put, and when.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
-import pytest
 import torch
 
 from dlrm_overlap.comm.network import open_heap, start_puts
@@ -19,8 +19,8 @@ from tests.agreement import LOSS_TOLERANCE, WEIGHT_TOLERANCE, assert_all_near, a
 from tests.gpu.exchange.checks.backward import Training, tables_of_all_kinds, uneven_batches
 from tests.gpu.exchange.checks.graphs import graph_config, train_in_segments
 from tests.gpu.exchange.checks.stress import stress
-from tests.gpu.exchange.checks.training import make_trainer, rows_of, small_config, train_steps
-from tests.gpu.exchange.place import Check, Place
+from tests.gpu.exchange.checks.training import small_config
+from tests.gpu.exchange.place import Check, Place, every
 
 _BF16 = {"wire_dtype": torch.bfloat16, "output_dtype": torch.bfloat16, "leading_columns": 64}
 _WAIT_S = 90.0  # a peer may still compile kernels that are linked with NVSHMEM, each for 4 to 7 s
@@ -56,7 +56,8 @@ def _rows_after(place: Place, optimizer: str, options: ExchangeOptions) -> dict[
     return rows
 
 
-def _check_bits(place: Place, options: ExchangeOptions, optimizer: str, carrier: str) -> None:
+def _check_bits(place: Place, run: tuple[ExchangeOptions, str], carrier: str) -> None:
+    options, optimizer = run
     expected = _rows_after(place, optimizer, replace(options, hosts=1))
     for hosts in sorted({_two(place), place.world_size}):
         found = _rows_after(place, optimizer, _between(options, hosts, carrier))
@@ -88,18 +89,13 @@ def _check_signals(place: Place) -> None:
 
 def _check_losses(place: Place, backend: str, carrier: str) -> None:
     """A run between hosts has the losses and the rows of one on one host, to the last bit."""
-    runs = []
-    for hosts in (1, _two(place)):
-        config = small_config(place, backend, "adagrad")
-        trainer = make_trainer(
-            place, replace(config, embedding=replace(config.embedding, hosts=hosts, between_hosts=carrier))
-        )
-        runs.append((train_steps(place, trainer, 0, _STEPS), rows_of(trainer)))
-        place.meet()
-        trainer.close()
-    (expected, expected_rows), (losses, rows) = runs
-    assert losses == expected
-    assert all(torch.equal(rows[key], expected_rows[key]) for key in expected_rows)
+    config = small_config(place, backend, "adagrad")
+    apart = replace(config.embedding, hosts=_two(place), between_hosts=carrier)
+    expected, found = (
+        train_in_segments(place, replace(config, embedding=each), borders=(0, _STEPS))
+        for each in (replace(apart, hosts=1), apart)
+    )
+    found.assert_same(expected, "between hosts")
 
 
 def _check_captured(place: Place, backend: str, known: bool, carrier: str, plan: Literal["auto", "row_wise"]) -> None:
@@ -107,51 +103,43 @@ def _check_captured(place: Place, backend: str, known: bool, carrier: str, plan:
 
     Where tables are cut by rows over all ranks, a host's sums are made first, in another order than on one host.
     """
-    runs = []
-    for hosts in (1, _two(place)):
-        config = graph_config(place, backend, "rowwise_adagrad", known)
-        # Between hosts, dense gradients are summed by a collective.
-        train = replace(config.train, dense_reduce="collective")
-        embedding = replace(config.embedding, hosts=hosts, between_hosts=carrier, plan=plan)
-        config = replace(config, train=train, embedding=embedding)
-        losses, evaluated, trainer = train_in_segments(place, config, delays=hosts > 1)
-        runs.append((losses, evaluated, rows_of(trainer)))
-        place.meet()
-        trainer.close()
-    (expected, expected_evaluated, expected_rows), (losses, evaluated, rows) = runs
-    allowed = 0.0 if plan == "auto" else LOSS_TOLERANCE["rowwise_adagrad"]
-    assert losses == pytest.approx(expected, rel=allowed, abs=0.0)
-    assert evaluated == pytest.approx(expected_evaluated, rel=allowed, abs=0.0)
-    assert_all_near(rows, expected_rows, 0.0 if plan == "auto" else WEIGHT_TOLERANCE["fp32"], "captured:")
+    config = graph_config(place, backend, "rowwise_adagrad", known)
+    # Between hosts, dense gradients are summed by a collective.
+    config = replace(config, train=replace(config.train, dense_reduce="collective"))
+    apart = replace(config.embedding, hosts=_two(place), between_hosts=carrier, plan=plan)
+    expected = train_in_segments(place, replace(config, embedding=replace(apart, hosts=1)))
+    found = train_in_segments(place, replace(config, embedding=apart), delays=True)
+    if plan == "auto":
+        found.assert_same(expected, "captured")
+    else:
+        found.assert_near(expected, LOSS_TOLERANCE["rowwise_adagrad"], "captured")
+        assert_all_near(found.rows, expected.rows, WEIGHT_TOLERANCE["fp32"], "captured:")
 
 
 def _checks(carrier: str) -> dict[str, Check]:
     """Return the checks of one carrier; those of puts hold only where NVSHMEM is."""
     prefix, gpu_only = {"messages": ("hosts", False), "puts": ("hosts_puts", True)}[carrier]
-    checks = {
-        f"captured_{backend}{'_known' * known}": partial(_check_captured, backend=backend, known=known, plan="auto")
-        for backend, known in (("pgas", True), ("pgas", False), ("fused", True))
-    }
-    checks |= {f"stress_{name}": partial(_check_stress, options=_RUNS[name][0]) for name in ("pgas", "fused")}
-    checks |= {
-        f"bits_{name}": partial(_check_bits, options=options, optimizer=optimizer)
-        for name, (options, optimizer) in _RUNS.items()
-    }
-    checks |= {f"losses_{backend}": partial(_check_losses, backend=backend) for backend in ("pgas", "fused")}
+
+    def add(name: str, check: Callable[..., None], gpu_only: bool = gpu_only, **axes: Any) -> dict[str, Check]:
+        return every(f"{prefix}_{name}", partial(check, carrier=carrier), timeout_s=200, gpu_only=gpu_only, **axes)
+
+    captured, known = partial(_check_captured, plan="auto"), {"pgas_known": "pgas", "fused_known": "fused"}
+    made = (
+        add("captured", partial(captured, known=True), backend=known)
+        | add("captured", partial(captured, known=False), backend=["pgas"])
+        | add("stress", _check_stress, options={name: _RUNS[name][0] for name in ("pgas", "fused")})
+        | add("bits", _check_bits, run=_RUNS)
+        | add("losses", _check_losses, backend=("pgas", "fused"))
+        # TorchRec's planner cuts no table by rows on CPUs.
+        | add("sums_captured", partial(_check_captured, plan="row_wise", known=False), True, backend=("pgas", "fused"))
+    )
     if carrier == "puts":
-        for name, size in _GATHERED.items():
-            options = replace(_RUNS["pgas"][0], aggregate_bytes=size)
-            checks[f"bits_gathered_{name}"] = partial(_check_bits, options=options, optimizer="sgd")
-            checks[f"stress_gathered_{name}"] = partial(_check_stress, options=options)
-    made = {
-        f"{prefix}_{name}": Check(partial(check, carrier=carrier), timeout_s=200, gpu_only=gpu_only)
-        for name, check in checks.items()
-    }
-    for backend in ("pgas", "fused"):  # TorchRec's planner cuts no table by rows on CPUs
-        check = partial(_check_captured, backend=backend, known=False, carrier=carrier, plan="row_wise")
-        made[f"{prefix}_sums_captured_{backend}"] = Check(check, timeout_s=200, gpu_only=True)
+        gathered = {name: replace(_RUNS["pgas"][0], aggregate_bytes=size) for name, size in _GATHERED.items()}
+        made |= add("bits_gathered", _check_bits, run={name: (each, "sgd") for name, each in gathered.items()})
+        made |= add("stress_gathered", _check_stress, options=gathered)
     return made
 
 
-CHECKS = _checks("messages") | _checks("puts")
-CHECKS["hosts_puts_signals"] = Check(_check_signals, timeout_s=200, gpu_only=True)
+CHECKS = (
+    _checks("messages") | _checks("puts") | every("hosts_puts_signals", _check_signals, timeout_s=200, gpu_only=True)
+)

@@ -26,7 +26,7 @@ from dlrm_overlap.train.trainer import Trainer
 from tests.agreement import assert_all_near
 from tests.gpu.exchange.checks.graphs import graph_config
 from tests.gpu.exchange.checks.training import SAMPLES, make_trainer, rows_of, train_steps
-from tests.gpu.exchange.place import Check, Place
+from tests.gpu.exchange.place import Check, Place, every
 
 _BORDERS = (0, 5, 9, 10, 17, 20)  # of segments: one that ends with a single graph captured, one of a single step
 _BETWEEN = (3, 4, 6, 12, 13, 16)  # steps behind which there are evaluations: of one graph captured, and of both
@@ -245,17 +245,11 @@ def _across(place: Place, carrier: str) -> None:
 
 CHECKS = (
     {f"lifetimes_{name}": Check(partial(_check_sizes, **way)) for name, way in _WAYS.items()}
-    | {
-        f"lifetimes_hosts_{carrier}": Check(
-            partial(_across, carrier=carrier), timeout_s=200, gpu_only=carrier == "puts"
-        )
-        for carrier in ("messages", "puts")
-    }
-    | {f"lifetimes_reload_{each}": Check(partial(_check_reload, precision=each)) for each in ("fp32", "bf16")}
-    | {
-        "lifetimes_closed": Check(_check_closed),
-        "lifetimes_garbage": Check(_check_garbage),
-        "lifetimes_two_models": Check(_check_two_models),
-        "lifetimes_device_batches": Check(_check_device_batches),
-    }
+    | every("lifetimes_hosts", _across, carrier=["messages"], timeout_s=200)
+    | every("lifetimes_hosts", _across, carrier=["puts"], timeout_s=200, gpu_only=True)
+    | every("lifetimes_reload", _check_reload, precision=("fp32", "bf16"))
+    | every("lifetimes_closed", _check_closed)
+    | every("lifetimes_garbage", _check_garbage)
+    | every("lifetimes_two_models", _check_two_models)
+    | every("lifetimes_device_batches", _check_device_batches)
 )

@@ -11,7 +11,7 @@ import torch
 from dlrm_overlap.embedding.options import PUTS, ExchangeOptions
 from dlrm_overlap.train.model import JoinInPlace
 from tests.agreement import assert_same
-from tests.gpu.exchange.place import Check, Place
+from tests.gpu.exchange.place import Place, every
 from tests.gpu.exchange.stage_by_hand import Batch, Stage, Table, pool_exactly
 
 BACKENDS = ("nccl", "pgas", "fused")
@@ -90,11 +90,11 @@ def _check_ids(place: Place, backend: str) -> None:
     _assert_lookups(stage, ExchangeOptions(backend), batches)
 
 
-def _check_options(place: Place, backend: str, every: Sequence[Mapping[str, Any]]) -> None:
-    """Under each of `every` options, and each put."""
+def _check_options(place: Place, backend: str, changed: Sequence[Mapping[str, Any]]) -> None:
+    """Under each of the `changed` options, and each put."""
     stage = _stage(place)
     batches = _batches(stage, 2)
-    for changes, options in product(every, _by_put(backend)):
+    for changes, options in product(changed, _by_put(backend)):
         _assert_lookups(stage, replace(options, **changes), batches)
 
 
@@ -212,19 +212,17 @@ def _check_large_windows(place: Place, backend: str) -> None:
         exchange.close()
 
 
+_OURS = BACKENDS[1:]
 CHECKS = (
-    {f"dims_{backend}": Check(partial(_check_dims, backend=backend, mean=False), timeout_s=150) for backend in BACKENDS}
-    | {f"mean_{backend}": Check(partial(_check_dims, backend=backend, mean=True)) for backend in BACKENDS}
-    | {f"ids_{backend}": Check(partial(_check_ids, backend=backend)) for backend in BACKENDS}
-    | {f"wire_{backend}": Check(partial(_check_options, backend=backend, every=_WIRES)) for backend in BACKENDS}
-    | {f"wire_in_place_{backend}": Check(partial(_check_in_place, backend=backend)) for backend in ("pgas", "fused")}
-    | {
-        f"schedules_{backend}": Check(partial(_check_options, backend=backend, every=_SCHEDULES))
-        for backend in BACKENDS[1:]
-    }
-    | {"slices_fused": Check(partial(_check_options, backend="fused", every=_SLICES))}
-    | {f"sizes_{backend}": Check(partial(_check_sizes, backend=backend)) for backend in BACKENDS}
-    | {f"many_bags_{backend}": Check(partial(_check_many_bags, backend=backend)) for backend in BACKENDS}
-    | {f"large_tables_{backend}": Check(partial(_check_large_tables, backend=backend)) for backend in BACKENDS}
-    | {f"large_windows_{backend}": Check(partial(_check_large_windows, backend=backend)) for backend in BACKENDS[1:]}
+    every("dims", partial(_check_dims, mean=False), backend=BACKENDS, timeout_s=150)
+    | every("mean", partial(_check_dims, mean=True), backend=BACKENDS)
+    | every("ids", _check_ids, backend=BACKENDS)
+    | every("wire", partial(_check_options, changed=_WIRES), backend=BACKENDS)
+    | every("wire_in_place", _check_in_place, backend=_OURS)
+    | every("schedules", partial(_check_options, changed=_SCHEDULES), backend=_OURS)
+    | every("slices", partial(_check_options, changed=_SLICES), backend=["fused"])
+    | every("sizes", _check_sizes, backend=BACKENDS)
+    | every("many_bags", _check_many_bags, backend=BACKENDS)
+    | every("large_tables", _check_large_tables, backend=BACKENDS)
+    | every("large_windows", _check_large_windows, backend=_OURS)
 )

@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from dlrm_overlap.embedding.options import ExchangeOptions
 from dlrm_overlap.observe.trace_summary import Span, Work, gpu_work, length, read_events
-from tests.gpu.exchange.place import Check, Place
+from tests.gpu.exchange.place import Place, every
 from tests.gpu.exchange.stage_by_hand import Batch, Stage, Table
 
 _SAMPLES = 16384  # a rank
@@ -95,7 +95,4 @@ def _check_yields(place: Place) -> None:
     assert wait <= max(_LONGEST_WAIT * (end - dense_end), _LAUNCH_US), told
 
 
-CHECKS = {
-    "update_overlaps": Check(_check_overlaps, gpu_only=True),
-    "update_yields": Check(_check_yields, gpu_only=True),
-}
+CHECKS = every("update_overlaps", _check_overlaps, gpu_only=True) | every("update_yields", _check_yields, gpu_only=True)

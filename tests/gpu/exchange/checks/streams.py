@@ -1,6 +1,5 @@
 """Work on several streams, and models that use a collection in unusual ways."""
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -9,7 +8,7 @@ from dlrm_overlap.backends import EXCHANGED
 from dlrm_overlap.embedding.options import ExchangeOptions
 from tests.agreement import WEIGHT_TOLERANCE, assert_near, assert_same
 from tests.distributed.usages import COUNTING, LEARNING_RATES, ON_GPUS_ALONE, USAGES, compare, evaluate_in_pipeline
-from tests.gpu.exchange.place import Check, Place
+from tests.gpu.exchange.place import Place, every
 from tests.gpu.exchange.stage_by_hand import Batch, Stage, Table, pool_exactly
 
 _DELAY_CYCLES = 2_000_000  # about a millisecond
@@ -110,36 +109,15 @@ def _check_pipeline(place: Place, pipeline: str, copy_output: bool) -> None:
     evaluate_in_pipeline(pipeline, options, place.group, place.device)
 
 
+_COPIES = {"lends": False, "copies": True}
+_COUNTED = ("accumulation", "evaluation_between", "weights_unasked")
+_PIPELINES = ("EvalPipelineFusedSparseDist", "TrainPipelineFusedSparseDist")
 CHECKS = (
-    {
-        f"two_streams_{backend}_{'copies' if copies else 'lends'}": Check(
-            partial(_check_two_streams, backend=backend, copy_output=copies), gpu_only=True
-        )
-        for backend in EXCHANGED
-        for copies in (False, True)
-    }
-    | {"shared_gradient_while_pushed": Check(_check_shared_gradient, gpu_only=True)}
-    | {
-        f"capture_{backend}": Check(partial(_check_capture, backend=backend), gpu_only=True)
-        for backend in ("pgas", "fused")
-    }
-    | {
-        f"usage_{usage}_{optimizer}": Check(partial(_check_usage, usage=usage, optimizer=optimizer))
-        for usage in USAGES
-        for optimizer in LEARNING_RATES
-    }
-    | {
-        f"usage_{usage}_{optimizer}": Check(
-            partial(_check_usage, usage=usage, optimizer=optimizer), gpu_only=optimizer in ON_GPUS_ALONE
-        )
-        for usage in ("accumulation", "evaluation_between", "weights_unasked")
-        for optimizer in COUNTING
-    }
-    | {
-        f"pipeline_{pipeline}_{'copies' if copies else 'lends'}": Check(
-            partial(_check_pipeline, pipeline=pipeline, copy_output=copies), gpu_only=True
-        )
-        for pipeline in ("EvalPipelineFusedSparseDist", "TrainPipelineFusedSparseDist")
-        for copies in (False, True)
-    }
+    every("two_streams", _check_two_streams, backend=EXCHANGED, copy_output=_COPIES, gpu_only=True)
+    | every("shared_gradient_while_pushed", _check_shared_gradient, gpu_only=True)
+    | every("capture", _check_capture, backend=("pgas", "fused"), gpu_only=True)
+    | every("usage", _check_usage, usage=list(USAGES), optimizer=list(LEARNING_RATES))
+    | every("usage", _check_usage, usage=_COUNTED, optimizer=sorted({*COUNTING} - {*ON_GPUS_ALONE}))
+    | every("usage", _check_usage, usage=_COUNTED, optimizer=list(ON_GPUS_ALONE), gpu_only=True)
+    | every("pipeline", _check_pipeline, pipeline=_PIPELINES, copy_output=_COPIES, gpu_only=True)
 )

@@ -6,14 +6,13 @@ All numbers are integers small enough for float32 to hold, so that sums and upda
 import random
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 
 from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.embedding.options import ExchangeOptions
-from tests.gpu.exchange.place import Check, Place
+from tests.gpu.exchange.place import Place, every
 from tests.gpu.exchange.stage_by_hand import Batch, Stage, Table
 
 _LEARNING_RATE = 2.0
@@ -184,4 +183,4 @@ _RUNS = {
         "fused", "remote_first", put="stores", slice_bags=128, programs_per_sm=2
     ),
 }
-CHECKS = {f"stress_{name}": Check(partial(stress, options=options)) for name, options in _RUNS.items()}
+CHECKS = every("stress", stress, options=_RUNS)

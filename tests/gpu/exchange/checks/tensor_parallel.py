@@ -3,16 +3,12 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 
 from dlrm_overlap.config import Config
-from dlrm_overlap.dense.tensor_parallel import products_of, shards_of
-from dlrm_overlap.train.graphs.train_pipeline import GraphTrainPipeline
-from dlrm_overlap.train.trainer import Trainer
 from tests.agreement import LOSS_TOLERANCE
-from tests.gpu.exchange.checks.graphs import delayed
-from tests.gpu.exchange.checks.training import assert_agree, make_trainer, small_config, train_steps
-from tests.gpu.exchange.place import Check, Place
+from tests.gpu.exchange.checks.graphs import train_in_segments
+from tests.gpu.exchange.checks.training import small_config
+from tests.gpu.exchange.place import Place, every
 
 _BORDERS = (0, 5, 12, 40)  # of segments, with an evaluation behind each: eager steps between captured ones
 _RUNS = {"captured": ("graph", False), "delayed": ("graph", True), "eager": ("torchrec", False)}
@@ -29,36 +25,13 @@ def _config(place: Place, pipeline: str, precision: str, parallel: str) -> Confi
     return replace(config, model=model, train=train, embedding=replace(config.embedding, lr=1.0))
 
 
-def _train(place: Place, config: Config, late: bool = False) -> tuple[list[float], list[float]]:
-    """Return the losses of a run in segments, and those of the evaluations behind them."""
-    trainer: Trainer = make_trainer(place, config)
-    assert isinstance(trainer.pipeline, GraphTrainPipeline) == (config.train.pipeline == "graph")
-    assert bool(shards_of(trainer.model)) == (config.model.top_parallel == "tensor" and place.world_size > 1)
-    losses: list[float] = []
-    evaluated: list[float] = []
-    with delayed(place, trainer.pipeline, late):
-        for first, end in pairwise(_BORDERS):
-            losses += train_steps(place, trainer, first, end)
-            evaluated.append(trainer.evaluate()["loss"])
-    place.meet()
-    for products in products_of(trainer.model):
-        products.check()
-    trainer.close()
-    return losses, evaluated
-
-
 def _check_losses(place: Place, precision: str, way: str) -> None:
     run: Callable[[str, str], Config] = partial(_config, place, precision=precision)
-    expected, expected_evaluated = _train(place, run(pipeline="graph", parallel="data"))
-    assert min(expected) < 0.98 * expected[0], "a run that learns nothing agrees with anything"
+    expected = train_in_segments(place, run(pipeline="graph", parallel="data"), borders=_BORDERS)
+    assert min(expected.losses) < 0.98 * expected.losses[0], "a run that learns nothing agrees with anything"
     pipeline, late = _RUNS[way]
-    losses, evaluated = _train(place, run(pipeline=pipeline, parallel="tensor"), late)
-    assert_agree(losses, expected, _TOLERANCE[precision], way)
-    assert_agree(evaluated, expected_evaluated, _TOLERANCE[precision], f"{way}, evaluated")
+    found = train_in_segments(place, run(pipeline=pipeline, parallel="tensor"), late, _BORDERS)
+    found.assert_near(expected, _TOLERANCE[precision], way)
 
 
-CHECKS = {
-    f"tensor_parallel_{way}_{precision}": Check(partial(_check_losses, precision=precision, way=way), timeout_s=40.0)
-    for way in _RUNS
-    for precision in _TOLERANCE
-}
+CHECKS = every("tensor_parallel", _check_losses, way=list(_RUNS), precision=list(_TOLERANCE), timeout_s=40.0)

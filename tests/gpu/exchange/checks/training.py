@@ -1,6 +1,6 @@
 """Training through the sharder: the same losses as stock TorchRec's, for any plan, and across checkpoints."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -8,16 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
-from torch import nn
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torchrec.distributed import sharding_plan as plans
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.types import ShardingEnv, ShardingPlan
-from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
-from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
-from torchrec.optim.optimizers import in_backward_optimizer_filter
+from torchrec.distributed.sharding_plan import row_wise
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.backends import BACKENDS
@@ -35,11 +28,10 @@ from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.data.loader import open_datasets
 from dlrm_overlap.embedding.sharded_module import exchanges
 from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder
-from dlrm_overlap.embedding.weights import initialise_tables
-from dlrm_overlap.train.assembly import build_pipeline
 from dlrm_overlap.train.trainer import Trainer
 from tests.agreement import LOSS_TOLERANCE, assert_all_near, assert_same
-from tests.gpu.exchange.place import Check, Place
+from tests.distributed.models import MEAN, SUM, Model, Tables, make_plan, train
+from tests.gpu.exchange.place import Check, Place, every
 
 _BACKENDS = ("nccl", "pgas", "fused")
 # Adagrad's so small that losses fall steadily: at 0.1 they jump, and TorchRec's own, with its ranks' samples swapped,
@@ -187,7 +179,7 @@ def _check_checkpoint(place: Place, writer: str, reader: str) -> None:
 
 @dataclass(frozen=True)
 class _Case:
-    """A model of two collections, and the ways of its tables."""
+    """How two collections are exchanged."""
 
     backend: str
     row_wise: bool = False
@@ -195,92 +187,49 @@ class _Case:
     output: SparseType = SparseType.FP32
 
 
-def _table(t: int, dim: int, pooling: PoolingType) -> EmbeddingBagConfig:
-    return EmbeddingBagConfig(
-        name=f"table{t}", feature_names=[f"f{t}"], num_embeddings=40 + t, embedding_dim=dim, pooling=pooling
-    )
+def _shards(place: Place, case: _Case, tables: Tables) -> dict[str, Any]:
+    """Return tables in turn on each rank, one cut by columns, and, if asked for, one by rows."""
+    found: dict[str, Any] = {}
+    for t, (name, (_, dim, *_)) in enumerate(tables.items()):
+        columns = [(t + cut) % place.world_size for cut in range(2)]
+        if t == 2 and case.row_wise:
+            found[name] = row_wise(compute_kernel="fused")
+        # TorchRec's lookups of a rank without tables of a kind are float32, whatever the others' are.
+        elif (t == 1 and dim >= 32) or case.output != SparseType.FP32:
+            found[name] = columns
+        else:
+            found[name] = columns[:1]
+    return found
 
 
-class _Collections(nn.Module):
-    """Two collections that one batch feeds, and a loss whose gradient differs in every element."""
-
-    def __init__(self, weighted: bool) -> None:
-        super().__init__()
-        sums = [_table(t, (64, 16)[t % 2], PoolingType.SUM) for t in range(5)]
-        others = [_table(t, 32, PoolingType.SUM if weighted else PoolingType.MEAN) for t in range(5, 9)]
-        self.names = [name for table in sums + others for name in table.feature_names]
-        self.first, self.second = (
-            EmbeddingBagCollection(tables, is_weighted=weighted, device=torch.device("meta"))
-            for tables in (sums, others)
-        )
-        self.dense = nn.Linear(1, 1, bias=False)
-        nn.init.ones_(self.dense.weight)
-
-    def forward(self, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        first, second = self.first(batch.sparse), self.second(batch.sparse)
-        scale = self.dense(batch.dense)
-        outputs = first.to_dict() | second.to_dict()
-        losses = torch.stack([(outputs[name].square() * scale).sum() for name in self.names])
-        return losses.sum() * 0.01, {name: outputs[name].detach().clone() for name in self.names}
-
-
-def _plan(place: Place, case: _Case, model: _Collections, sharder: Any) -> ShardingPlan:
-    """Return tables in turn on each rank, cut by columns, and, if asked for, by rows."""
-    ranks = list(range(place.world_size))
-    modules: dict[str, Any] = {}
-    for name in ("first", "second"):
-        collection = getattr(model, name)
-        ways = {}
-        for t, table in enumerate(collection.embedding_bag_configs()):
-            columns = [ranks[t % len(ranks)], ranks[(t + 1) % len(ranks)]]
-            if t == 2 and case.row_wise:
-                ways[table.name] = plans.row_wise(compute_kernel="fused")
-            elif (t == 1 and table.embedding_dim >= 32) or case.output != SparseType.FP32:
-                # TorchRec's lookups of a rank without tables of a kind are float32, whatever the others' are.
-                ways[table.name] = plans.column_wise(columns, compute_kernel="fused")
-            else:
-                ways[table.name] = plans.table_wise(columns[0], compute_kernel="fused")
-        modules[name] = plans.construct_module_sharding_plan(
-            collection, ways, sharder, place.world.local_world_size, len(ranks), place.device.type
-        )
-    return ShardingPlan(modules)
-
-
-def _batches(place: Place, case: _Case, names: Sequence[str]) -> Iterator[Batch]:
-    generator = torch.Generator().manual_seed(place.rank)
+def _batches(place: Place, case: _Case) -> list[Batch]:
+    generator, found = torch.Generator().manual_seed(place.rank), []
     samples = SAMPLES + (0 if case.row_wise else place.rank)
     for _ in range(4):
-        lengths = torch.randint(0, 4, (len(names) * samples,), generator=generator)
+        lengths = torch.randint(0, 4, (9 * samples,), generator=generator)
         ids = torch.randint(0, 40, (int(lengths.sum()),), generator=generator)
-        weights = torch.rand(len(ids), generator=generator) if case.weighted else None
-        sparse = KeyedJaggedTensor(list(names), ids, weights=weights, lengths=lengths)
-        yield Batch(torch.rand(samples, 1, generator=generator), sparse, torch.zeros(samples))
+        # Products with powers of two are exact: FBGEMM on a CPU may round a product and a sum at once.
+        powers = torch.tensor([-2.0, -0.5, 0.0, 0.25, 1.0])
+        weights = powers[torch.randint(5, ids.shape, generator=generator)] if case.weighted else None
+        sparse = KeyedJaggedTensor([f"f{t}" for t in range(9)], ids, weights=weights, lengths=lengths)
+        found.append(Batch(torch.rand(samples, 1, generator=generator), sparse, torch.zeros(samples)))
+    return found
 
 
 def _outputs(place: Place, case: _Case, sharder: Any, expected_exchanges: int) -> list[dict[str, torch.Tensor]]:
-    """Train the collections and return the pooled embeddings of each step."""
-    model = _Collections(case.weighted)
-    sharded = DistributedModelParallel(
-        model,
-        env=ShardingEnv.from_process_group(place.group),
-        device=place.device,
-        plan=_plan(place, case, model, sharder),
-        sharders=[sharder],
-    )
-    initialise_tables(sharded, seed=0)
-    assert len(exchanges(sharded)) == expected_exchanges
-    dense = KeyedOptimizerWrapper(
-        dict(in_backward_optimizer_filter(sharded.named_parameters())), partial(torch.optim.SGD, lr=0.1)
-    )
-    optimizer = CombinedOptimizer([sharded.fused_optimizer, ("dense", dense)])
-    pipeline: Any = build_pipeline(sharded, optimizer, place.device)
-    batches = list(_batches(place, case, model.names))
-    segment = iter(batches)
-    outputs = [pipeline.progress(segment) for _ in batches]
-    place.meet()
-    for exchange in exchanges(sharded):
-        exchange.close()
-    return outputs
+    """Train two collections and return the pooled embeddings of each step."""
+    tables: Tables = {f"t{t}": (40 + t, (64, 16)[t % 2], [f"f{t}"], SUM) for t in range(5)}
+    others: Tables = {f"t{t}": (40 + t, 32, [f"f{t}"], SUM if case.weighted else MEAN) for t in range(5, 9)}
+    model, local_size = Model(tables, others, case.weighted), place.world.local_world_size
+    shards = _shards(place, case, tables), _shards(place, case, others)
+    plan = make_plan(model, *shards, sharder, local_size, device_type=place.device.type)
+
+    def meet(*_: Any) -> None:  # before windows are given back
+        place.meet()
+
+    found = train(model, plan, sharder, _batches(place, case), "sparse_dist", after=meet, device=place.device)
+    assert len(found["exchanged"]) == expected_exchanges
+    return found["outputs"]
 
 
 def _check_collections(place: Place, case: _Case) -> None:
@@ -301,38 +250,22 @@ def _check_collections(place: Place, case: _Case) -> None:
     assert not torch.equal(stock[0]["f0"][:SAMPLES], stock[1]["f0"][:SAMPLES]), "the batches are all the same"
 
 
+def _collections(name: str, gpu_only: bool = False, **case: Any) -> dict[str, Check]:
+    cases = {backend: _Case(backend, **case) for backend in _BACKENDS}
+    return every(name, _check_collections, case=cases, gpu_only=gpu_only)
+
+
 CHECKS = (
-    {
-        f"losses_{optimizer}": Check(partial(_check_losses, optimizer=optimizer, plan="auto"))
-        for optimizer in _LEARNING_RATE
-    }
-    | {
-        f"losses_{optimizer}": Check(partial(_check_losses, optimizer=optimizer, plan="auto"), gpu_only=True)
-        for optimizer in COUNTING
-    }
-    | {"losses_columns": Check(partial(_check_losses, optimizer="sgd", plan="column_wise"))}
-    | {"losses_rows": Check(partial(_check_losses, optimizer="sgd", plan="row_wise"), gpu_only=True)}
-    | {"losses_graphed": Check(_check_graphed, gpu_only=True)}
-    | {
-        f"checkpoint_{writer}_{reader}": Check(partial(_check_checkpoint, writer=writer, reader=reader))
-        for writer, reader in (("torchrec", "pgas"), ("pgas", "torchrec"), ("torchrec", "fused"))
-    }
-    | {f"collections_{backend}": Check(partial(_check_collections, case=_Case(backend))) for backend in _BACKENDS}
-    | {
-        f"collections_rows_{backend}": Check(
-            partial(_check_collections, case=_Case(backend, row_wise=True)), gpu_only=True
-        )
-        for backend in _BACKENDS
-    }
-    | {
-        f"collections_{output.value}_{backend}": Check(
-            partial(_check_collections, case=_Case(backend, output=output)), gpu_only=output == SparseType.BF16
-        )
-        for output in (SparseType.BF16, SparseType.FP16)
-        for backend in _BACKENDS
-    }
-    | {
-        f"collections_weighted_{backend}": Check(partial(_check_collections, case=_Case(backend, weighted=True)))
-        for backend in _BACKENDS
-    }
+    every("losses", partial(_check_losses, plan="auto"), optimizer=list(_LEARNING_RATE))
+    | every("losses", partial(_check_losses, plan="auto"), optimizer=COUNTING, gpu_only=True)
+    | every("losses_columns", partial(_check_losses, optimizer="sgd", plan="column_wise"))
+    | every("losses_rows", partial(_check_losses, optimizer="sgd", plan="row_wise"), gpu_only=True)
+    | every("losses_graphed", _check_graphed, gpu_only=True)
+    | every("checkpoint_torchrec", partial(_check_checkpoint, writer="torchrec"), reader=("pgas", "fused"))
+    | every("checkpoint", _check_checkpoint, writer=["pgas"], reader=["torchrec"])
+    | _collections("collections")
+    | _collections("collections_rows", gpu_only=True, row_wise=True)
+    | _collections("collections_bf16", gpu_only=True, output=SparseType.BF16)
+    | _collections("collections_fp16", output=SparseType.FP16)
+    | _collections("collections_weighted", weighted=True)
 )

@@ -5,7 +5,7 @@ from functools import partial
 
 from tests.agreement import WEIGHT_TOLERANCE, assert_all_near, assert_same
 from tests.distributed.unpooled import Case, our_sharders, stock_sharders, train
-from tests.gpu.exchange.place import Check, Place
+from tests.gpu.exchange.place import Place, every
 
 _CASES = {
     "mixed": Case(samples=(5, 3), pooled=True, need_indices=True),
@@ -30,13 +30,10 @@ def _check(place: Place, name: str, dedup: bool, backend: str = "pgas", pipeline
     assert_all_near(again, ours, 0, "a second run:")
 
 
-CHECKS = {
-    f"unpooled_{name}_{'distinct' if dedup else 'all'}": Check(partial(_check, name=name, dedup=dedup))
-    for name in _CASES
-    for dedup in (True, False)
-    if name != "rows_of_two_hosts"
-} | {
+_DEDUP = {"distinct": True, "all": False}
+CHECKS = (
+    every("unpooled", _check, name=[name for name in _CASES if name != "rows_of_two_hosts"], dedup=_DEDUP)
     # Its first steps, which are eager, of the pipeline that alone sends rows of several hosts.
-    "unpooled_rows_of_two_hosts": Check(partial(_check, name="rows_of_two_hosts", dedup=True, pipeline="graph")),
-    "unpooled_mixed_fused": Check(partial(_check, name="mixed", dedup=True, backend="fused")),
-}
+    | every("unpooled_rows_of_two_hosts", partial(_check, name="rows_of_two_hosts", dedup=True, pipeline="graph"))
+    | every("unpooled_mixed_fused", partial(_check, name="mixed", dedup=True, backend="fused"))
+)

@@ -9,7 +9,7 @@ import torch
 from dlrm_overlap.embedding.options import ExchangeOptions
 from dlrm_overlap.embedding.windows import WindowHeldError
 from tests.agreement import assert_same
-from tests.gpu.exchange.place import Check, Place
+from tests.gpu.exchange.place import Place, every
 from tests.gpu.exchange.stage_by_hand import Batch, Stage, Table, pool_exactly
 
 _BACKENDS = ("pgas", "fused")
@@ -124,8 +124,8 @@ def _check_memory(place: Place, backend: str, put: str = "in_place") -> None:
 
 
 CHECKS = (
-    {f"side_by_side_{backend}": Check(partial(_check_side_by_side, backend=backend)) for backend in _BACKENDS}
-    | {f"held_{backend}": Check(partial(_check_held, backend=backend)) for backend in _BACKENDS}
-    | {f"memory_{backend}": Check(partial(_check_memory, backend=backend)) for backend in _BACKENDS}
-    | {"memory_fused_stores": Check(partial(_check_memory, backend="fused", put="stores"))}
+    every("side_by_side", _check_side_by_side, backend=_BACKENDS)
+    | every("held", _check_held, backend=_BACKENDS)
+    | every("memory", _check_memory, backend=_BACKENDS)
+    | every("memory_fused_stores", partial(_check_memory, backend="fused", put="stores"))
 )
