@@ -1,6 +1,6 @@
 """`bench collectives`: how fast are rows carried between all ranks, alone and beside a product that fills the GPU?
 
-Contenders: NCCL as it comes; our copies, our stores, and what `auto` takes of the two; each called eagerly and as a
+Contenders: NCCL as it comes and, between GPUs, copies and stores into the peers' memory; each called eagerly and as a
 part of a CUDA graph, one call a launch. Every output is compared with the inputs of the ranks, element by element,
 before anything is timed.
 
@@ -12,21 +12,20 @@ contender's. Beside a product the time is that of both, and `product_ms` that of
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
-from typing import Any, get_args
+from typing import Any
 
 import torch
 
-from dlrm_overlap.bench.harness.communications import Communication, Payload, PeerMemory, by_collective, wrong
+from dlrm_overlap.bench.harness.communications import WAYS, Communication, Payload, PeerMemory, by_collective, wrong
 from dlrm_overlap.bench.harness.timing import Turns, capture, counted
 from dlrm_overlap.bench.report.rows import report
 from dlrm_overlap.bench.request import CollectivesRequest
-from dlrm_overlap.comm.calls import Beside, Way, fastest_way
 from dlrm_overlap.train.ranks import Ranks
 
 _MB = 1 << 20
 _PRODUCT = {"cuda": 8192, "cpu": 256}  # rows and columns of its matrices
 _SHOWN = (
-    "operation", "beside", "mb_per_peer", "captured", "contender", "way", "median_ms", "p10_ms", "p90_ms", "host_ms",
+    "operation", "beside", "mb_per_peer", "captured", "contender", "median_ms", "p10_ms", "p90_ms", "host_ms",
     "gb_per_s", "of_best", "product_ms",
 )  # fmt: skip
 
@@ -39,21 +38,22 @@ def run(request: CollectivesRequest, ranks: Ranks) -> int:
     """
     group, device = ranks.connect(), ranks.device
     sizes_mb = request.sizes_on(device.type)
-    memory = PeerMemory(group, device, max(sizes_mb) * _MB // 4 * group.size())
+    memory = PeerMemory(group, device, max(sizes_mb) * _MB // 4 * group.size()) if device.type == "cuda" else None
     turns = Turns(group, device)
     product = _make_product(_PRODUCT[device.type], device)
     rows, faults = list[dict[str, Any]](), list[str]()
     for operation in request.operations:
         for mb in counted(f"sizes of {operation}", sizes_mb):
             payload = Payload(operation, mb * _MB // 4, group, device)
-            for beside in get_args(Beside):
+            for beside in ("nothing", "compute"):
                 for captured in (False, True)[: 1 + (device.type == "cuda")]:
                     columns = {"kind": request.kind, "operation": operation, "beside": beside, "mb_per_peer": mb}
                     columns |= {"captured": captured, "world_size": group.size()}
                     beside_it = product if beside == "compute" else None
                     found, bad = _measure(payload, memory, turns, request.iterations, columns, beside_it)
                     rows, faults = rows + found, faults + bad
-    memory.close()
+    if memory is not None:
+        memory.close()
     if ranks.world.rank == 0:
         report(rows, faults, request.output, _SHOWN, "a call alone or beside a product")
     return 1 if faults else 0
@@ -61,7 +61,7 @@ def run(request: CollectivesRequest, ranks: Ranks) -> int:
 
 def _measure(
     payload: Payload,
-    memory: PeerMemory,
+    memory: PeerMemory | None,
     turns: Turns,
     repetitions: int,
     columns: dict[str, Any],
@@ -69,7 +69,8 @@ def _measure(
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Return the rows of all contenders at one size, and a line for each whose output is wrong."""
     made = {"nccl": by_collective(payload)}
-    made |= {way: memory.call(payload, way, columns["beside"]) for way in get_args(Way)}
+    if memory is not None:
+        made |= {way: memory.call(payload, way) for way in WAYS}
     calls = {name: (each, _with(each, product)) for name, each in made.items()}
     if columns["captured"]:
         calls = {name: (each, capture(call, payload.device)) for name, (each, call) in calls.items()}
@@ -78,11 +79,9 @@ def _measure(
     pieces = {name: call for name, (_, call) in calls.items() if name not in bad}
     timed = turns.time([*pieces.values(), *([product] if product else [])], repetitions)
     best = min(times.median_ms for times, _ in zip(timed, pieces, strict=False))
-    row_bytes = 4 * payload.part
-    auto = fastest_way(row_bytes, columns["beside"], columns["captured"])
     rows = [
         columns
-        | {"contender": name, "way": auto if name == "auto" else None if name == "nccl" else name}
+        | {"contender": name}
         | asdict(times)
         | {"gb_per_s": payload.link_bytes / times.median_ms / 1e6, "of_best": best / times.median_ms}
         | {"product_ms": timed[-1].median_ms if product else None}
