@@ -51,8 +51,8 @@ HOSTS = {
     "1 and 3": (range(1), range(1, 4)),
 }
 WIRES: Sequence[dict[str, Any]] = [
-    {"aggregate_bytes": 40},  # so that messages have groups
-    {"wire_dtype": torch.float16, "aggregate_bytes": 0},
+    {},
+    {"wire_dtype": torch.float16},
     {"wire_dtype": torch.bfloat16, "output_dtype": torch.bfloat16, "leading_columns": 8},
 ]
 
@@ -119,7 +119,7 @@ def check_a_rank_that_does_not_step_is_named(rank: int) -> None:
     forward: Any = exchange._open().forward
     told = pytest.raises(ExchangeTimeoutError, match=r"of rank [0-3]: expected epoch 2, seen 1;")
     # Messages stay where they have arrived.
-    with patch.object(forward, "pass_on", lambda step: step.work.wait()), told as raised:
+    with patch.object(forward, "pass_on", forward._carrier.receive), told as raised:
         exchange.start(inputs, sizes).wait()
     silent = (2, 3) if rank < 2 else (0, 1)
     assert any(f"of rank {peer}:" in str(raised.value) for peer in silent), "a rank of the other host"

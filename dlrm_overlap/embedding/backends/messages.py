@@ -1,7 +1,6 @@
-"""Messages between hosts by a collective: on GPUs each way of a step in one call, NCCL's grouped sends and receives;
-on CPUs group by group, by gloo, as groups are finished.
+"""Messages between hosts by a collective, each way of a step in one call: on GPUs NCCL's grouped sends and receives.
 
-A backend on GPUs has a carrier for each way: one of these, or one of `puts`, which has the same methods:
+A backend has a carrier for each way: one of these or, on GPUs, one of `puts`, which has the same methods:
 
     send        fills the messages on the current stream, and may send some
     receive     sends the rest and receives, on the current stream, which comes after `send`; every rank calls it
@@ -23,12 +22,6 @@ from dlrm_overlap.embedding.steps import BatchSizes, Step, StepCache
 from dlrm_overlap.embedding.windows import WindowPair
 from dlrm_overlap.kernels.arguments import FeatureTable, Windows
 from dlrm_overlap.kernels.forward.put_columns import PutColumns, put_columns
-from dlrm_overlap.kernels.grouping import group_rows, groups_of
-
-Fill = Callable[[Message, torch.Tensor, range], None]
-"""writes the rows `range` of a message; the tensor is where they belong"""
-
-_WAYS = 3  # forward, backward and sums, whose groups differ in their tags
 
 
 class MessageBuffers:
@@ -67,56 +60,6 @@ class MessageBuffers:
         return sizes
 
 
-class MessageGroups(MessageBuffers):
-    """Messages that go group by group: while one is on its way, the next one is made. For CPUs.
-
-    Groups are those of `kernels.grouping`: all but a message's last have at least `aggregate_bytes`. Both ends know
-    where they begin: each is asked for before it is sent, since gloo sends nothing before. That leaves no choice to a
-    clock.
-    """
-
-    def __init__(self, context: ExchangeContext, largest: Messages, way: int) -> None:
-        """Make room as `MessageBuffers`; `way` is the number of these among the `_WAYS` that cross at a time."""
-        super().__init__(context, largest)
-        self._aggregate_bytes, self._way = context.options.aggregate_bytes, way
-
-    def send(self, messages: Messages, fill: Fill) -> "GroupsOnTheirWay":
-        """Ask for all that is received, then fill and send group after group; return the work of both."""
-        work: list[Any] = []
-        for message in messages.received:
-            rows = message.within(self.received)
-            for tag, group in self._groups(message):
-                here = rows[group.start : group.stop]
-                work.append(dist.irecv(here, group=self._group, group_src=message.peer, tag=tag))
-        for message in messages.sent:
-            rows = message.within(self.sent)
-            for tag, group in self._groups(message):
-                here = rows[group.start : group.stop]
-                fill(message, here, group)
-                work.append(dist.isend(here, group=self._group, group_dst=message.peer, tag=tag))
-        return GroupsOnTheirWay(work)
-
-    def _groups(self, message: Message) -> list[tuple[int, range]]:
-        """Return the tag and the rows of each group of a message that has elements."""
-        if not message.elements:
-            return []
-        each = group_rows(message.pitch * self.sent.element_size(), self._aggregate_bytes)
-        groups = groups_of(message.rows, each)
-        return [(number * _WAYS + self._way, rows) for number, rows in enumerate(groups)]
-
-
-class GroupsOnTheirWay:
-    """Groups that are sent and received."""
-
-    def __init__(self, work: Sequence[Any]) -> None:
-        self._work = work
-
-    def wait(self) -> None:
-        """Wait until those that are received are here, and the memory of those that are sent may be written."""
-        for each in self._work:
-            each.wait()
-
-
 def send_window(windows: WindowPair, group: dist.ProcessGroup) -> None:
     """Send this rank's current window to the other hosts, and copy theirs to where this host's ranks read them.
 
@@ -139,7 +82,7 @@ def send_window(windows: WindowPair, group: dist.ProcessGroup) -> None:
 
 
 Pack = Callable[[Message, torch.Tensor], None]
-"""Fills a message [rows, pitch] of gradients or sums, on the current stream."""
+"""Fills a message [rows, pitch], on the current stream."""
 MessagesOf = Callable[[BatchSizes], Messages]
 """Returns the messages of a step, see `Crossing`."""
 
@@ -200,7 +143,7 @@ class PooledByCollective(_ByCollective):
 
 
 class PackedByCollective(_ByCollective):
-    """Gradients or sums in one call of the group's backend."""
+    """Messages of any kind in one call of the group's backend."""
 
     def __init__(self, context: ExchangeContext, messages_of: MessagesOf) -> None:
         self._messages_of = messages_of

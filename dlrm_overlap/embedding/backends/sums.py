@@ -13,7 +13,8 @@ step e. All of a host raise their flags before any of them waits.
 Source: the intra-host reduce-scatter in front of TorchRec's table-row-wise All-to-All; the sums are made by stores.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import accumulate
 from math import gcd
 
@@ -21,7 +22,7 @@ import torch
 
 from dlrm_overlap.comm.arena import HostArena
 from dlrm_overlap.embedding.backends.cpu import pool_on_cpu
-from dlrm_overlap.embedding.backends.messages import MessageGroups, PackedByCollective
+from dlrm_overlap.embedding.backends.messages import PackedByCollective
 from dlrm_overlap.embedding.backends.pgas import DeviceLookup
 from dlrm_overlap.embedding.backends.puts import PackedByPuts
 from dlrm_overlap.embedding.crossing import Crossing, Message
@@ -66,12 +67,13 @@ class HostSums:
         rows = self.crossing.reach.most_taken * self._most
         return window[: rows * self.pitch].view(rows, self.pitch)
 
-    def gathered_for(self, host: range, batch: BatchSizes) -> Iterator[torch.Tensor]:
-        """Yield the rows of this rank's window for the samples of each rank of `host` that it serves."""
-        rows, sources = self.rows_of(self.pair.local), self.crossing.reach.sources
-        for rank in self.crossing.served(self.rank, host):
-            first = self.first_row(sources.index(rank))
-            yield rows[first : first + batch.per_rank[rank]]
+    def pack(self, step: Step, message: Message, sent: torch.Tensor) -> None:
+        """Copy the sums for the ranks of a host that this rank serves into the message to it."""
+        rows, sources, end = self.rows_of(self.pair.local), self.crossing.reach.sources, 0
+        for rank in self.crossing.served(self.rank, message.host):
+            first, samples = self.first_row(sources.index(rank)), step.batch.per_rank[rank]
+            begin, end = end, end + samples
+            sent[begin:end].copy_(rows[first : first + samples, : message.pitch])
 
 
 class CpuHostSums(HostSums):
@@ -81,7 +83,7 @@ class CpuHostSums(HostSums):
         super().__init__(context, windows, crossing)
         assert isinstance(windows.arena, HostArena)
         self._arena, self._tables, self._timeout_s = windows.arena, context.tables, context.options.wait_timeout_s
-        self._buffers = MessageGroups(context, crossing.sums(context.largest_batch), way=2)
+        self._carrier = PackedByCollective(context, crossing.sums)
 
     def store(self, step: Step) -> None:
         """Pool for the samples of other hosts, at the ranks that gather, and raise this rank's flag at each."""
@@ -101,19 +103,10 @@ class CpuHostSums(HostSums):
         flags = one_flag_each(self.here, self._arena.world_size)
         self._arena.wait(self.pair.flags, flags, self.pair.epoch, self._timeout_s)
         reference.add_partials(self.rows_of(self.pair.local), self.sums)
-        messages = self.crossing.sums(step.batch)
-        whole = {
-            each.peer: torch.cat(list(self.gathered_for(each.host, step.batch)))[:, : each.pitch]
-            for each in messages.sent
-            if each.elements
-        }
-
-        def fill(message: Message, rows: torch.Tensor, group: range) -> None:
-            rows.copy_(whole[message.peer][group.start : group.stop])
-
-        self._buffers.send(messages, fill).wait()
-        for message in messages.received:
-            rows, end, host = message.within(self._buffers.received), 0, self.crossing.reach.host_of(message.peer)
+        self._carrier.send(step, partial(self.pack, step))
+        self._carrier.receive(step)
+        for slot, message in enumerate(self.crossing.sums(step.batch).received):
+            rows, end, host = self._carrier.arrived(step, slot), 0, self.crossing.reach.host_of(message.peer)
             columns = self.crossing.sum_columns[host]
             for rank in self.crossing.served(message.peer, self.here):
                 begin, end = end, end + step.batch.per_rank[rank]
@@ -186,14 +179,7 @@ class DeviceHostSums(HostSums):
         self._awaiting(self.pair.counter.argument)
         if self._table is not None:
             add_partials(self.rows_of(self.pair.local), self._table)
-
-        def pack(message: Message, sent: torch.Tensor) -> None:
-            end = 0
-            for rows in self.gathered_for(message.host, step.batch):
-                begin, end = end, end + len(rows)
-                sent[begin:end].copy_(rows[:, : message.pitch])
-
-        self._carrier.send(step, pack)
+        self._carrier.send(step, partial(self.pack, step))
 
     def receive(self, step: Step) -> None:
         """Wait, on the current stream, for messages that `put` does not await."""
