@@ -13,7 +13,6 @@ import os
 import threading
 import time
 import uuid
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
@@ -55,33 +54,22 @@ def _library(name: str) -> Path | None:
     return next((folder / name for folder in folders if (folder / name).exists()), None)
 
 
-class Heap(ABC):
-    """Memory alike on every rank of a group, into which kernels of all of them put. Making one is a collective."""
-
-    local: torch.Tensor
-    """[size] uint8: this rank's, zeros at first"""
-    network: Network
-    """the argument by which kernels put into it"""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Give the memory back. Nothing may put into it any more, here or at a peer."""
-
-
-class SharedHeap(Heap):
-    """A heap of processes of one machine, put into by stores."""
+class SharedHeap:
+    """A heap of processes of one machine, put into by stores. Making one is a collective."""
 
     def __init__(self, size_bytes: int, group: dist.ProcessGroup) -> None:
         self._arena = HostArena({"heap": Region((size_bytes,), torch.uint8)}, group, torch.device("cpu"))
         self.local = self._arena.local("heap")
+        """[size] uint8: this rank's, zeros at first"""
         self.network = Network("stores", self._arena.addresses("heap"), group.rank())
+        """the argument by which kernels put into it"""
 
     def close(self) -> None:
-        """Unmap it."""
+        """Unmap it. Nothing may put into it any more, here or at a peer."""
         self._arena.close()
 
 
-class NvshmemHeap(Heap):
+class NvshmemHeap:
     """A block of NVSHMEM's heap on GPUs, put into by its device functions.
 
     NVSHMEM allocates and frees on all ranks at once. Who closes an exchange since a peer has failed must not wait for
@@ -116,7 +104,7 @@ class NvshmemHeap(Heap):
         self._nvshmem.keep(self._size, self._address)
 
 
-def open_heap(size_bytes: int, group: dist.ProcessGroup, device: torch.device) -> Heap:
+def open_heap(size_bytes: int, group: dist.ProcessGroup, device: torch.device) -> SharedHeap | NvshmemHeap:
     """Make a heap of zeros on every rank of `group`, which all call this with the same size.
 
     Raises:

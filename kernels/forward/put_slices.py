@@ -210,9 +210,8 @@ _ARGUMENTS = (
 
 @lru_cache
 def _compiled(
-    put: Any, slice_bags: int, raises: bool, end_wait: bool, peers: int, fields: tuple[Any, ...]
+    put: Any, slice_bags: int, raises: bool, end_wait: bool, peers: int, shape: PoolingShape
 ) -> CompiledKernel:
-    shape = PoolingShape(*fields)
     tuning = shape.options.tuning
     constants = {
         "PUT": put,
@@ -273,9 +272,9 @@ class SlicedPut(NamedTuple):
 
     def _kernel(self) -> CompiledKernel:
         slices = self.slices
-        fields = PoolingShape.fields_of(self.features, self.windows, self.options)
+        shape = PoolingShape.of(self.features, self.windows, self.options)
         peers = power_of_2(self.windows.addresses.numel())
-        return _compiled(slices.put, slices.bags, slices.raises, slices.end_wait, peers, fields)
+        return _compiled(slices.put, slices.bags, slices.raises, slices.end_wait, peers, shape)
 
     def _arguments(self, epoch: int) -> tuple[Any, ...]:
         """Return the arguments in the order of `_ARGUMENTS`, line by line."""

@@ -23,8 +23,8 @@ import torch
 
 from dlrm_overlap.comm.network import open_heap
 from dlrm_overlap.comm.record import Record
-from dlrm_overlap.embedding.backends.messages import MessagesOf, Pack, rows_of_ranks
-from dlrm_overlap.embedding.backends.pgas import DeviceLookup
+from dlrm_overlap.embedding.backends.messages import MessagesOf, Pack
+from dlrm_overlap.embedding.backends.pgas import DeviceLookup, rows_of_ranks
 from dlrm_overlap.embedding.crossing import Crossing, Message, Messages, arriving_windows
 from dlrm_overlap.embedding.options import ExchangeContext
 from dlrm_overlap.embedding.steps import BatchSizes, Step, StepCache
@@ -125,20 +125,13 @@ class MessageHeap:
         groups = self.groups(rows, message.pitch)
         put_message(self.network, out, rows, message.pitch * self._item, groups, counter.word, counter.argument)
 
-    def await_run(self, slot: int, message: Message, rows: int) -> None:
-        """Make the current stream wait for a message of one run of `rows` rows, which `put` has sent."""
-        self._await(slot, message, rows, None)
-
-    def await_runs(self, slot: int, message: Message, longest: int, first_sample: torch.Tensor) -> None:
-        """Make the current stream wait for a message whose runs are the samples of this host's ranks.
+    def wait(self, slot: int, message: Message, rows: int, first_sample: torch.Tensor | None = None) -> None:
+        """Make the current stream wait for a message.
 
         Args:
-            longest: rows of the longest run of any message.
-            first_sample: [ranks + 1] int32 of these ranks.
+            rows: of the longest run of any message; of the message itself, if it is one run, which `put` has sent.
+            first_sample: [ranks + 1] int32 of this host's ranks, whose samples are the runs; None: it is one run.
         """
-        self._await(slot, message, longest, first_sample)
-
-    def _await(self, slot: int, message: Message, rows: int, first_sample: torch.Tensor | None) -> None:
         counter, arriving = self._windows.counter, self.incoming(slot, message, self.parity)
         groups, epoch = self.groups(rows, message.pitch), counter.argument
         await_message(self.network, arriving, rows, groups, self.waiting, counter.word, epoch, first_sample)
@@ -153,7 +146,7 @@ class MessageHeap:
             self.put(number, message, 0)
         raise_flags(flags, reach.rank, 0, pair.counter.argument)
         for slot, message in enumerate(messages.received):
-            self.await_run(slot, message, 0)
+            self.wait(slot, message, 0)
             raise_flags(flags, message.peer, 0, pair.counter.argument)
         wait_flags(flags, reach.rank, pair.counter.argument)
 
@@ -170,21 +163,23 @@ class MessageHeap:
         self._heap.close()
 
 
+def _no_samples(context: ExchangeContext) -> BatchSizes:
+    return BatchSizes.of((0,) * context.group.size())
+
+
 class _ByPuts:
     """The base of carriers by puts: a heap, and an epoch of signals alone."""
 
     _heap: MessageHeap
-
-    def _without_rows(self) -> Messages:
-        """Return the messages of an epoch in which nothing is sent."""
-        raise NotImplementedError
+    _without_rows: Messages
+    """of an epoch in which nothing is sent"""
 
     def receive(self, step: Step) -> None:
         """Do nothing: each message is awaited where it is passed on."""
 
     def skip(self, status: torch.Tensor) -> bool:
         """Take an epoch in which signals go alone."""
-        self._heap.skip(self._without_rows(), status)
+        self._heap.skip(self._without_rows, status)
         return True
 
     def check(self) -> None:
@@ -205,16 +200,14 @@ class PooledByPuts(_ByPuts):
         ranks = range(context.group.size())
         shapes = [(most * widest, crossing.pitch(crossing.pooled_columns[rank])) for rank in ranks]
         self._heap = MessageHeap(context, windows, widest, shapes, context.options.wire_dtype)
-        self._windows, self._crossing, self._lookup, self._device = windows, crossing, lookup, context.device
+        self._windows, self._crossing, self._lookup = windows, crossing, lookup
+        self._without_rows = crossing.pooled(_no_samples(context))
         self._features = sum(map(len, lookup.pooled_together))
         room = self._heap.most_groups
         self._counts = [torch.zeros(room, dtype=torch.int32, device=context.device) for _ in reach.others]
         """finished rows of each group of the message to each other host, see `put_pooled`"""
         self._tables = StepCache[BatchSizes, dict[tuple[int, int], Windows]]()
         """by number of the other host and parity, where its ranks' rows begin in the message to it"""
-
-    def _without_rows(self) -> Messages:
-        return self._crossing.pooled(BatchSizes.of((0,) * self._windows.arena.world_size))
 
     def send(self, step: Step, tables: list[FeatureTable]) -> None:
         """Pool for the other hosts, the next one first, and put groups as they are finished."""
@@ -260,9 +253,9 @@ class PooledByPuts(_ByPuts):
         """Await the message in `slot`, then store it into the windows of this host's ranks."""
         heap, message = self._heap, self._crossing.pooled(step.batch).received[slot]
         if not message.elements:
-            heap.await_run(slot, message, 0)
+            heap.wait(slot, message, 0)
             return
-        heap.await_runs(slot, message, step.batch.most, first_sample)
+        heap.wait(slot, message, step.batch.most, first_sample)
         rows = heap.arrived(slot, message, heap.parity)
         put_columns(rows, columns, windows.addresses, first_sample, windows.stride, step.batch.most, rank)
 
@@ -284,10 +277,7 @@ class PackedByPuts(_ByPuts):
     ) -> None:
         """Make the heap; a collective. `windows` and `shapes` are as `MessageHeap` takes them."""
         self._heap = MessageHeap(context, windows, 1, shapes, context.options.wire_dtype)
-        self._windows, self._messages_of = windows, messages_of
-
-    def _without_rows(self) -> Messages:
-        return self._messages_of(BatchSizes.of((0,) * self._windows.arena.world_size))
+        self._messages_of, self._without_rows = messages_of, messages_of(_no_samples(context))
 
     def send(self, step: Step, pack: Pack) -> None:
         """Let `pack` fill each message, and put it."""
@@ -299,7 +289,7 @@ class PackedByPuts(_ByPuts):
     def arrived(self, step: Step, slot: int) -> torch.Tensor:
         """Make the current stream wait for the message in `slot`, and return it."""
         message = self._messages_of(step.batch).received[slot]
-        self._heap.await_run(slot, message, message.rows if message.elements else 0)
+        self._heap.wait(slot, message, message.rows if message.elements else 0)
         return self._heap.arrived(slot, message, self._heap.parity)
 
 
@@ -317,14 +307,11 @@ class IdsByPuts(_ByPuts):
             return Message(peer, reach.host_of(peer), 0, rows, _ROW_WORDS)
 
         other_hosts = [host for host in reach.hosts if host != reach.here]
-        self._messages = Messages(
+        self._without_rows = self._messages = Messages(
             sent=[message(reach.relay(reach.rank, host)) for host in other_hosts],
             received=[message(source) for source in reach.sources],
         )
         self._heap = MessageHeap(context, windows, 1, [(rows, _ROW_WORDS)], torch.int32, staged_once=True)
-
-    def _without_rows(self) -> Messages:
-        return self._messages
 
     def bring(self) -> None:
         """Stage the window once, put it to each host, and copy arrivals, source by source."""
@@ -335,6 +322,6 @@ class IdsByPuts(_ByPuts):
             heap.put(number, message, message.rows)
         arriving = arriving_windows(self._windows.arena, self._windows.name)
         for slot, message in enumerate(received):
-            heap.await_run(slot, message, message.rows)
+            heap.wait(slot, message, message.rows)
             here = arriving[slot * words : (slot + 1) * words]
             here.copy_(heap.arrived(slot, message, parity).flatten()[:words])
