@@ -124,7 +124,12 @@ def start_puts(group: dist.ProcessGroup, device: torch.device, timeout_s: float)
     Raises:
         InputError: if rank 0 is not there any more.
     """
-    why = (missing_puts() or _damage()) if device.type == "cuda" else "CPUs have no kernels that put"
+    why = missing_puts() if device.type == "cuda" else "CPUs have no kernels that put"
+    try:
+        if not why:
+            _nvshmem()
+    except (OSError, AttributeError) as error:
+        why = f"NVSHMEM's {_HOST_LIBRARY} does not load ({in_one_line(error):.200})"
     found = faults(why and f"{why} (rank {group.rank()})", group)
     return found[0] if found else _start(_nvshmem(), group, device, timeout_s)
 
@@ -205,15 +210,6 @@ def start_together(
             f"{name}: the ranks' store does not answer while all ranks start it; see the log of rank 0, which serves it"
         ) from None
     return "" if verdict == "started" else verdict
-
-
-def _damage() -> str:
-    """Return why NVSHMEM's library, which is there, cannot be taken; empty if it can."""
-    try:
-        _nvshmem()
-    except (OSError, AttributeError) as error:
-        return f"NVSHMEM's {_HOST_LIBRARY} does not load ({in_one_line(error):.200})"
-    return ""
 
 
 def agree_on_puts(

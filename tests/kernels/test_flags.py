@@ -63,12 +63,6 @@ def test_a_wait_returns_when_all_flags_have_reached_the_epoch() -> None:
     assert _wait(ready, counts=[2, 0, 3], epoch=4) is None
 
 
-def test_a_rank_alone_waits_for_nothing() -> None:
-    records = Record(CPU)
-    wait_flags(_flags([torch.tensor([[0]])], 0, [0], records), 0, epoch=1)
-    assert records.empty
-
-
 @pytest.mark.parametrize("peer", [0, 1, 2])
 @pytest.mark.parametrize("slot", [0, 3, 699])  # 2,100 flags: three programs of 1,024
 def test_a_wait_that_expires_names_the_flag(peer: int, slot: int) -> None:
@@ -111,14 +105,6 @@ def test_a_wait_that_expires_after_a_bad_id_is_recorded_and_the_bad_id_too() -> 
         records.raise_expired(3, "part")
     _record_bad_id(records, 7, 8, 9)
     assert records.bad_id() == [4, 5, 6], "the first one stays"
-
-
-def test_a_bad_id_after_an_expired_wait_is_recorded_too() -> None:
-    records = Record(CPU)
-    wait_flags(_flags([torch.tensor([[3]])], 0, [1], records), 0, epoch=4)
-    assert (records.bad_id(), records.empty) == (None, False)
-    _record_bad_id(records, 4, 5, 6)
-    assert (records.bad_id(), records.expired()) == ([4, 5, 6], [0, 0, 0, 4, 3])
 
 
 @pytest.mark.slow

@@ -3,14 +3,10 @@
 from typing import Any
 
 import pytest
-import torch
-import triton
-import triton.language as tl
 
 from dlrm_overlap.kernels.arguments import Tuning
 from dlrm_overlap.kernels.forward.put_slices import put_by_stores
-from tests.agreement import assert_same
-from tests.kernels.emulation import GUARD, Case, SlicedWorld, every_case, interpreted
+from tests.kernels.emulation import Case, SlicedWorld, every_case, interpreted
 
 OTHER_SCHEDULES = ("linear", "remote_first")
 PUTS = {"stores": put_by_stores, "in_place": None}
@@ -54,16 +50,6 @@ def test_slices_of_any_size(schedule: str, slice_tasks: int, tuning: Tuning, put
     world.assert_ready_for_another_launch()
 
 
-@every_put
-@pytest.mark.parametrize("programs", [1, 3, 40])
-def test_any_number_of_programs(programs: int, put: Any) -> None:
-    world = SlicedWorld(Case((5, 3), (2, 1), dim=4))
-    _run(world, programs=programs, put=put)
-    world.assert_windows()
-    world.assert_flags(epoch=1)
-    world.assert_ready_for_another_launch()
-
-
 def test_launches_follow_each_other_without_a_reset() -> None:
     world = SlicedWorld(Case())
     for epoch in (41, 42, 43):
@@ -87,39 +73,6 @@ def test_an_id_outside_its_table_is_recorded_and_row_0_is_taken() -> None:
     assert values[-1] == 0
     world.assert_windows()
     world.assert_flags(epoch=1)
-
-
-@triton.jit
-def _put_and_count(
-    staged, window, first, end, column,
-    ROWS: tl.constexpr, STRIDE: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
-):  # fmt: skip
-    put_by_stores(staged, window, first, end, column, ROWS, STRIDE, DIM, BLOCK_DIM)
-    tl.atomic_add(window - STRIDE + column, 1.0)  # in the guard row
-
-
-def test_another_put_can_be_plugged_in() -> None:
-    world = SlicedWorld(Case((5, 9), (2, 1), dim=4))
-    _run(world, put=_put_and_count)
-    for rank, window in enumerate(world.windows):
-        puts = torch.full_like(window[0], GUARD)
-        for source, columns in enumerate(world.columns):
-            for column in columns:
-                puts[column] += world.grids[source].slices if source != rank else 0
-        assert_same(window[0], puts, f"puts to rank {rank}")
-        window[0] = GUARD
-    world.assert_windows()
-    world.assert_flags(epoch=1)
-
-
-def test_in_place_nothing_is_staged() -> None:
-    world = SlicedWorld(Case((5, 9), (2, 1), dim=4))
-    _run(world, put=None)
-    world.assert_windows()
-    world.assert_flags(epoch=1)
-    world.assert_ready_for_another_launch()
-    for state, _, _ in world.shared:
-        assert state.staging.isnan().all()
 
 
 def test_in_place_only_the_last_launch_raises_flags() -> None:

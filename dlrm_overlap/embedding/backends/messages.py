@@ -4,8 +4,7 @@ A backend has a carrier for each way: one of these or, on GPUs, one of `puts`, w
 
     send        fills the messages on the current stream, and may send some
     receive     sends the rest and receives, on the current stream, which comes after `send`; every rank calls it
-    put         of pooled embeddings: stores a message that has arrived into the windows of this host's ranks
-    arrived     of gradients and sums: returns a message that has arrived, for which the current stream waits
+    arrived     returns a message, for which the current stream waits
     skip        takes an epoch without messages, if messages have epochs; else it returns False
 """
 
@@ -21,7 +20,6 @@ from dlrm_overlap.embedding.options import ExchangeContext
 from dlrm_overlap.embedding.steps import BatchSizes, Step, StepCache
 from dlrm_overlap.embedding.windows import WindowPair
 from dlrm_overlap.kernels.arguments import FeatureTable, Windows
-from dlrm_overlap.kernels.forward.put_columns import PutColumns, put_columns
 
 
 def send_window(windows: WindowPair, group: dist.ProcessGroup) -> None:
@@ -124,13 +122,6 @@ class PooledByCollective(ByCollective):
     def receive(self, step: Step) -> None:
         """Send all messages and receive the other hosts', in one call."""
         self.exchange(self._messages_of(step.batch)).wait()
-
-    def put(
-        self, step: Step, slot: int, columns: PutColumns, windows: Windows, first_sample: torch.Tensor, rank: int
-    ) -> None:
-        """Store a message that has arrived into the windows of this host's ranks."""
-        rows = self.arrived(step, slot)
-        put_columns(rows, columns, windows.addresses, first_sample, windows.stride, step.batch.most, rank)
 
 
 class PackedByCollective(ByCollective):

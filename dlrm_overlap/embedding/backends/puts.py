@@ -31,7 +31,6 @@ from dlrm_overlap.embedding.steps import BatchSizes, Step, StepCache
 from dlrm_overlap.embedding.windows import WindowPair, one_flag_each, ready_flags
 from dlrm_overlap.kernels.arguments import FeatureTable, Windows, put_tuning_for
 from dlrm_overlap.kernels.flags import raise_flags, wait_flags
-from dlrm_overlap.kernels.forward.put_columns import PutColumns, put_columns
 from dlrm_overlap.kernels.forward.put_pooled import put_pooled
 from dlrm_overlap.kernels.messages import Groups, Incoming, Outgoing, Waiting, await_message, put_message
 
@@ -212,6 +211,7 @@ class PooledByPuts(_ByPuts):
     def send(self, step: Step, tables: list[FeatureTable]) -> None:
         """Pool for the other hosts, the next one first, and put groups as they are finished."""
         heap, counter, lookup = self._heap, self._windows.counter, self._lookup
+        lookup.first_samples(step.batch, heap.reach.here)  # for `arrived`: made, if it is new, on this stream
         messages, parity = self._crossing.pooled(step.batch), heap.parity
         for host in heap.reach.others:
             number = next(i for i, message in enumerate(messages.sent) if message.host == host)
@@ -247,17 +247,14 @@ class PooledByPuts(_ByPuts):
             if message.elements
         }
 
-    def put(
-        self, step: Step, slot: int, columns: PutColumns, windows: Windows, first_sample: torch.Tensor, rank: int
-    ) -> None:
-        """Await the message in `slot`, then store it into the windows of this host's ranks."""
+    def arrived(self, step: Step, slot: int) -> torch.Tensor:
+        """Make the current stream wait for the message in `slot`, and return it."""
         heap, message = self._heap, self._crossing.pooled(step.batch).received[slot]
-        if not message.elements:
+        if message.elements:
+            heap.wait(slot, message, step.batch.most, self._lookup.first_samples(step.batch, heap.reach.here))
+        else:
             heap.wait(slot, message, 0)
-            return
-        heap.wait(slot, message, step.batch.most, first_sample)
-        rows = heap.arrived(slot, message, heap.parity)
-        put_columns(rows, columns, windows.addresses, first_sample, windows.stride, step.batch.most, rank)
+        return heap.arrived(slot, message, heap.parity)
 
     def close(self) -> None:
         """Give the heap back."""

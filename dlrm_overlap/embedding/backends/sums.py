@@ -49,7 +49,7 @@ class HostSums:
         spec, reach = crossing.sum_windows(context.samples_per_rank), crossing.reach
         assert spec is not None, "a layout without such sums"
         self.pair = WindowPair(spec, windows.arena, windows.counter)
-        self.crossing, self.rank, self.here, self._most = crossing, reach.rank, reach.here, context.samples_per_rank
+        self.crossing, self.rank, self.here, self.most = crossing, reach.rank, reach.here, context.samples_per_rank
         self.columns = crossing.sum_columns[self.here]
         self.own = {shard: column for shard, column in self.columns.items() if shard.owner == self.rank}
         """of this rank's shards the first columns of their partial sums"""
@@ -58,20 +58,16 @@ class HostSums:
             Partials([self.columns[shard] for shard in shards], shards[0].dim) for shards in crossing.sums_on[self.here]
         ]
 
-    def first_row(self, slot: int) -> int:
-        """Return the first row of the samples of the rank that is number `slot` among those that a rank serves."""
-        return slot * self._most
-
     def rows_of(self, window: torch.Tensor) -> torch.Tensor:
-        """Return a window of this host as its rows [samples, pitch]."""
-        rows = self.crossing.reach.most_taken * self._most
+        """Return a window of this host as its rows [samples, pitch], `most` of each rank that is served."""
+        rows = self.crossing.reach.most_taken * self.most
         return window[: rows * self.pitch].view(rows, self.pitch)
 
     def pack(self, step: Step, message: Message, sent: torch.Tensor) -> None:
         """Copy the sums for the ranks of a host that this rank serves into the message to it."""
         rows, sources, end = self.rows_of(self.pair.local), self.crossing.reach.sources, 0
         for rank in self.crossing.served(self.rank, message.host):
-            first, samples = self.first_row(sources.index(rank)), step.batch.per_rank[rank]
+            first, samples = sources.index(rank) * self.most, step.batch.per_rank[rank]
             begin, end = end, end + samples
             sent[begin:end].copy_(rows[first : first + samples, : message.pitch])
 
@@ -92,7 +88,7 @@ class CpuHostSums(HostSums):
             gatherer, slot = self.crossing.gathered_at(rank)
             window = self.rows_of(self._arena.view(self.pair.name, gatherer))
             first, samples = step.batch.first_sample[rank], step.batch.per_rank[rank]
-            rows = window[self.first_row(slot) : self.first_row(slot) + samples]
+            rows = window[slot * self.most : slot * self.most + samples]
             for (shard, column), weight in zip(self.own.items(), weights, strict=True):
                 rows[:, column : column + shard.dim] = pool_on_cpu(shard, weight, step, first, first + samples)
         for peer in self.here:
@@ -164,7 +160,7 @@ class DeviceHostSums(HostSums):
     def _rows_at(self, host: range, windows: Windows, row_bytes: int) -> Windows:
         addresses = windows.addresses.tolist()
         places = [self.crossing.gathered_at(rank) for rank in host]
-        first = [addresses[self.here.index(rank)] + self.first_row(slot) * row_bytes for rank, slot in places]
+        first = [addresses[self.here.index(rank)] + slot * self.most * row_bytes for rank, slot in places]
         return Windows(torch.tensor(first, dtype=torch.int64, device=self._device), windows.stride, windows.dtype)
 
     def store(self, step: Step, tables: list[FeatureTable]) -> None:
