@@ -1,14 +1,12 @@
 """Flags and bounded waits under Triton's interpreter, where a wait's bound counts turns."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 import triton
 import triton.language as tl
 
 from dlrm_overlap.comm.record import ExchangeTimeoutError, Record
-from dlrm_overlap.kernels.flags import Flags, meet, raise_flags, wait_flags
+from dlrm_overlap.kernels.flags import Flags, raise_flags, wait_flags
 from dlrm_overlap.kernels.primitives import BAD_ID, record
 from tests.agreement import assert_same
 from tests.kernels.compiling import run_without_interpreter
@@ -31,21 +29,6 @@ def test_a_flag_is_raised_at_every_rank(world_size: int) -> None:
     expected[rank, slot] = epoch
     for peer, flags in enumerate(ready):
         assert_same(flags, expected, f"flags at rank {peer}")
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
-def test_a_meeting_begins_the_next_epoch(world_size: int) -> None:
-    ready = [torch.full((world_size, 1), 7) for _ in range(world_size)]
-    rank, clock, records = world_size // 2, torch.tensor([6]), Record(CPU)
-    ready[rank][rank] = 6  # all others are there
-    flags = replace(_flags(ready, rank, [1] * world_size, records), clock=clock)
-    meet(flags, rank)
-    assert (clock.item(), records.empty) == (7, True)
-    for peer, each in enumerate(ready):
-        assert_same(each, torch.full_like(each, 7), f"flags at rank {peer}")
-    if world_size > 1:
-        meet(flags, rank)
-        assert records.expired() == [rank, 0, 0, 8, 7]
 
 
 def _wait(ready: torch.Tensor, counts: list[int], epoch: int) -> list[int] | None:

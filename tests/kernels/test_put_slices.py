@@ -5,14 +5,13 @@ from typing import Any
 import pytest
 
 from dlrm_overlap.kernels.arguments import Tuning
-from dlrm_overlap.kernels.forward.put_slices import put_by_stores
 from tests.kernels.emulation import Case, SlicedWorld, every_case, interpreted
 
 OTHER_SCHEDULES = ("linear", "remote_first")
-PUTS = {"stores": put_by_stores, "in_place": None}
+PUTS = {"stores": False, "in_place": True}
 
 pytestmark = interpreted
-every_put = pytest.mark.parametrize("put", PUTS.values(), ids=PUTS)
+every_put = pytest.mark.parametrize("in_place", PUTS.values(), ids=PUTS)
 
 
 def _run(world: SlicedWorld, epoch: int = 1, **options: Any) -> None:
@@ -20,11 +19,11 @@ def _run(world: SlicedWorld, epoch: int = 1, **options: Any) -> None:
         world.put_slices(rank, epoch, **options)
 
 
-@pytest.mark.parametrize("put", [put_by_stores, pytest.param(None, marks=pytest.mark.slow)], ids=PUTS)
+@pytest.mark.parametrize("in_place", [False, pytest.param(True, marks=pytest.mark.slow)], ids=PUTS)
 @every_case
-def test_windows_and_flags(case: Case, put: Any) -> None:
+def test_windows_and_flags(case: Case, in_place: bool) -> None:
     world = SlicedWorld(case)
-    _run(world, put=put)
+    _run(world, in_place=in_place)
     world.assert_windows()
     world.assert_flags(epoch=1)
     world.assert_ready_for_another_launch()
@@ -41,10 +40,10 @@ def test_windows_and_flags(case: Case, put: Any) -> None:
         Tuning(4, unroll=1, num_warps=1, groups=2),
     ],
 )
-def test_slices_of_any_size(schedule: str, slice_tasks: int, tuning: Tuning, put: Any) -> None:
+def test_slices_of_any_size(schedule: str, slice_tasks: int, tuning: Tuning, in_place: bool) -> None:
     case = Case((5, 9, 2), (2, 1, 1), dim=4, schedule=schedule, longest=2, tuning=tuning)
     world = SlicedWorld(case, slice_tasks, first_slot=3, spare=2)
-    _run(world, put=put)
+    _run(world, in_place=in_place)
     world.assert_windows()
     world.assert_flags(epoch=1)
     world.assert_ready_for_another_launch()
@@ -77,7 +76,7 @@ def test_an_id_outside_its_table_is_recorded_and_row_0_is_taken() -> None:
 
 def test_in_place_only_the_last_launch_raises_flags() -> None:
     world = SlicedWorld(Case((3, 2), (1, 1), dim=4))
-    _run(world, put=None, raises=False)
+    _run(world, in_place=True, raises=False)
     world.assert_windows()
     world.assert_flags(epoch=0)
     world.assert_ready_for_another_launch()
@@ -89,7 +88,7 @@ def test_in_place_flags_follow_the_last_task_not_the_last_program(stored_elsewhe
     world = SlicedWorld(Case((5, 3), (2, 1), dim=4))
     ticket = world.shared[0][0].ticket
     ticket[0], ticket[2] = 3, stored_elsewhere
-    world.put_slices(0, epoch=1, programs=3, put=None)
+    world.put_slices(0, epoch=1, programs=3, in_place=True)
     assert [int(ready[0, 0]) for ready in world.ready] == [int(raised)] * 2
     assert ticket.tolist() == [0, 0, 0 if raised else len(world.grids[0]) - 1]
 
@@ -98,8 +97,8 @@ def test_in_place_the_end_wait_returns_where_one_program_runs_at_a_time() -> Non
     """The first program takes all tasks and waits; the others, which begin when it has ended, have none."""
     world = SlicedWorld(Case((3, 2), (1, 1), dim=4))
     world.ready[0][1, 0] = 5  # as rank 1 would have raised it
-    world.put_slices(0, epoch=5, programs=40, counts=[1, 1], put=None)
-    world.put_slices(1, epoch=5, programs=40, counts=[1, 1], put=None)
+    world.put_slices(0, epoch=5, programs=40, counts=[1, 1], in_place=True)
+    world.put_slices(1, epoch=5, programs=40, counts=[1, 1], in_place=True)
     world.assert_windows()
     world.assert_flags(epoch=5)
     world.assert_no_record()

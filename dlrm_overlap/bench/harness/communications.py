@@ -11,7 +11,7 @@ from dlrm_overlap.comm.arena import Region, open_arena
 from dlrm_overlap.comm.copy_engine import CopyEngine
 from dlrm_overlap.comm.record import Record, settle
 from dlrm_overlap.dense.gemm.serial import all_gather
-from dlrm_overlap.kernels.flags import Flags, meet, wait_flags
+from dlrm_overlap.kernels.flags import Flags, raise_flags, wait_flags
 from dlrm_overlap.kernels.peer_copy import RowFlags, Rows, store_rows
 from dlrm_overlap.kernels.schedule import staggered_peers
 
@@ -107,7 +107,7 @@ class PeerMemory:
     `dma`: copy engines write the rows and, after each, its flag; so no multiprocessor works, but for the two ends.
     `stores`: one kernel of a few programs stores the rows, and the program that ends last raises the flags.
 
-    The epoch e lies in one word of the device's memory. The hand-shake advances it, and all else reads it, so eager
+    The epoch e lies in one word of the device's memory. A call begins by advancing it, and all else reads it, so eager
     calls, captured ones and replays may follow each other, the same on every rank. FREE e of rank r is a release, on
     the stream that has read r's result of before, and its peers store rows of e only after they have acquired it.
     """
@@ -155,7 +155,9 @@ class PeerMemory:
             return source[peer] if kind == "all_to_all" else source
 
         def begin() -> Callable[[], object]:
-            meet(self._free, rank)
+            self._word.add_(1)
+            raise_flags(self._free, rank, 0, 0)
+            wait_flags(self._free, rank, 0)
             self._beside.follow()
             if way == "stores":
                 with torch.cuda.stream(self._beside.stream):

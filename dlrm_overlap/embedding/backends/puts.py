@@ -21,7 +21,7 @@ from collections.abc import Sequence
 
 import torch
 
-from dlrm_overlap.comm.network import open_heap
+from dlrm_overlap.comm.network import NvshmemHeap
 from dlrm_overlap.comm.record import Record
 from dlrm_overlap.embedding.backends.messages import MessagesOf, Pack
 from dlrm_overlap.embedding.backends.pgas import DeviceLookup, rows_of_ranks
@@ -72,7 +72,7 @@ class MessageHeap:
         self._first_sent = -(-signals // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         self._first_received = self._first_sent + 2 * self._staged * self._slot_bytes
         size_bytes = self._first_received + 2 * self._slots * self._slot_bytes
-        self._heap = open_heap(size_bytes, context.group, context.device)
+        self._heap = NvshmemHeap(size_bytes, context.group, context.device)
         self.network, self._begin = self._heap.network, self._heap.local.data_ptr()
         self._record = Record(context.device)
         self.waiting = Waiting(int(context.options.wait_timeout_s * 1e9), self._record.status)
