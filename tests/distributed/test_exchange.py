@@ -1,6 +1,5 @@
 """Arenas and exchanges across processes: what peers see, in what order, and what happens when one is silent."""
 
-import gc
 import os
 import time
 from collections.abc import Callable
@@ -68,32 +67,6 @@ def check_what_was_stored_before_a_flag_is_there_after_the_wait(rank: int, world
         arena.raise_flag("ready", following, slot=0, epoch=epoch)
 
 
-def check_a_wait_lasts_until_the_flag_is_there(rank: int, world_size: int) -> None:
-    arena = _open(ready=Region((world_size, 1), torch.int64))
-    dist.barrier()
-    if rank == 1:
-        time.sleep(0.3)
-        for peer in range(world_size):
-            arena.raise_flag("ready", peer, slot=0, epoch=3)
-        return
-    began = time.monotonic()
-    arena.wait("ready", torch.tensor([0, 1, 0]), epoch=3, timeout_s=20)
-    assert time.monotonic() - began > 0.2
-
-
-def check_a_silent_peer_is_named_in_time(rank: int, world_size: int) -> None:
-    arena = _open(ready=Region((world_size, 4), torch.int64))
-    for peer in range(world_size):
-        for slot in range(4 if rank != 2 else 3):
-            arena.raise_flag("ready", peer, slot, epoch=5)
-    dist.barrier()
-    began = time.monotonic()
-    with pytest.raises(ExchangeTimeoutError) as raised:
-        arena.wait("ready", torch.tensor([4] * world_size), epoch=5, timeout_s=0.3)
-    assert 0.3 <= time.monotonic() - began < 10
-    assert f"rank {rank} waited 0.3 s for slice 3 of rank 2: expected epoch 5, seen 0;" in str(raised.value)
-
-
 def check_what_one_rank_cannot_make_is_told_on_all(rank: int, world_size: int) -> None:
     def fail(*_: int) -> None:
         raise OSError(28, "No space left on device")
@@ -106,33 +79,6 @@ def check_what_one_rank_cannot_make_is_told_on_all(rank: int, world_size: int) -
         ):
             _open(window=Region((1000,), torch.int64))
     assert _open(window=Region((1,), torch.int64)).local("window").tolist() == [0]
-
-
-def check_arenas_side_by_side(rank: int, world_size: int) -> None:
-    arenas = [_open(window=Region((world_size,), torch.int64)) for _ in range(3)]
-    for i, arena in enumerate(arenas):
-        for peer in range(world_size):
-            arena.view("window", peer)[rank] = 100 * i + rank
-    dist.barrier()
-    arenas[1].close()
-    for i in (0, 2):
-        assert arenas[i].local("window").tolist() == [100 * i + peer for peer in range(world_size)]
-
-
-def check_nothing_stays_mapped_or_in_the_file_system(rank: int, world_size: int) -> None:
-    def mapped() -> set[str]:
-        lines = Path("/proc/self/maps").read_text().splitlines()
-        return {line.split(maxsplit=5)[5] for line in lines if "/dev/shm/" in line}
-
-    gc.collect()
-    before = mapped()
-    arena = _open(window=Region((1000,), torch.int64))
-    paths = mapped() - before
-    assert len(paths) == world_size
-    assert all(path.endswith("(deleted)") for path in paths), "the files have names"
-    arena.close()
-    gc.collect()
-    assert mapped() == before
 
 
 def check_outputs_of_batches_that_change(rank: int, world_size: int) -> None:

@@ -13,7 +13,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16
 
-from dlrm_overlap.kernels import flags, peer_copy, swap_rows
+from dlrm_overlap.kernels import peer_copy, swap_rows
 from dlrm_overlap.kernels.dense import all_reduce, update
 from dlrm_overlap.kernels.dense.arguments import BLOCK, STATES
 from dlrm_overlap.kernels.gemm import product as products
@@ -21,8 +21,8 @@ from dlrm_overlap.kernels.gemm.product import Tiling
 from tests.kernels.compiling import compile_for_h200
 
 _INSTRUCTIONS = {16: "v4.b32", 8: "v2.b32", 4: "b32", 2: "b16", 1: "b8"}
-_COPY = {"counted": "*i32", "counts": "*i32"} | dict.fromkeys(("source", "stride", "words", "offset", "timeout"), "i64")
-_COPY |= dict.fromkeys(("targets", "peers_ready", "clock", "ready", "status"), "*i64")
+_COPY = {"counted": "*i32"} | dict.fromkeys(("source", "stride", "words", "offset"), "i64")
+_COPY |= dict.fromkeys(("targets", "peers_ready", "clock"), "*i64")
 _SHARES = dict.fromkeys(("shares", "peers_ready", "clock"), "*i64") | {
     "counted": "*i32",
     "scale": "fp32",
@@ -38,14 +38,13 @@ _ORDERS = {"gather": "own_first", "scatter": "balanced"}
 
 
 def check_peer_copy() -> None:
-    """Rows are stored in whole words, and the ranks meet by atomics."""
+    """Rows are stored in whole words."""
     for word, instruction in _INSTRUCTIONS.items():
         made = peer_copy._storing(4, word)
         text, constants = compile_for_h200(made, _COPY)["ptx"], made.constants
         turns = constants["BLOCK"] // constants["VECTOR"] // (peer_copy._NUM_WARPS * 32)
         assert text.count(f"st.global.{instruction}") == turns + (word == 4), f"word {word}\n{text}"  # one sets a count
         assert text.count("st.global") == turns + 1, f"word {word}\n{text}"
-    assert "atom" in compile_for_h200(flags._meeting(4), _COPY)["ptx"]
 
 
 def check_swap_rows() -> None:

@@ -44,44 +44,6 @@ def test_steps_count_up_and_windows_take_turns(windows: WindowPair) -> None:
     assert tuple(windows.arena.local("window_ready").shape) == (1, 3)
 
 
-def test_a_step_is_refused_while_an_output_is_held(windows: WindowPair) -> None:
-    lent = _produce(windows)
-    for _ in range(2):
-        with pytest.raises(WindowHeldError, match="give the sharder copy_output=True, or run its backward") as raised:
-            windows.begin()
-        assert "\n" not in str(raised.value)
-    assert windows.epoch == 1, "a refused step is no step"
-    assert (lent == 1).all()
-    del lent
-    assert windows.begin() == 2
-
-
-def test_a_view_holds_and_a_clone_does_not(windows: WindowPair) -> None:
-    column = _produce(windows)[:, 0]
-    with pytest.raises(WindowHeldError):
-        windows.begin()
-    column = column.clone()
-    assert windows.begin() == 2
-    assert (column == 1).all()
-
-
-def test_backward_lets_go(windows: WindowPair) -> None:
-    weight = torch.ones(6, requires_grad=True)
-    loss = (_produce(windows) * weight).sum()
-    with pytest.raises(WindowHeldError):
-        windows.begin()
-    loss.backward()
-    assert windows.begin() == 2
-
-
-def test_without_gradients_nothing_is_held(windows: WindowPair) -> None:
-    weight = torch.ones(6, requires_grad=True)
-    with torch.no_grad():
-        pooled = _produce(windows) * weight
-    assert windows.begin() == 2
-    assert (pooled == 1).all()
-
-
 def test_garbage_in_a_cycle_does_not_hold(windows: WindowPair) -> None:
     cycle: dict[str, object] = {"lent": _produce(windows)}
     cycle["self"] = cycle
