@@ -6,11 +6,10 @@ from typing import Any
 import torch
 
 from dlrm_overlap.dense.flat import FlatParameters
-from dlrm_overlap.dense.optimizer import FlatOptimizer
 
 
 class CastWeights:
-    """Hands out a model's weights in the type of the optimizer's shadows, and takes their gradients.
+    """Hands out a model's weights in the type of their shadow, and takes their gradients.
 
     Under autocast every product casts its weights anew, casts their gradient back, and adds it to a gradient that was
     set to zero before. Here a product is given the shadow of a weight, and all gradients are written to the flat
@@ -22,9 +21,10 @@ class CastWeights:
     gradients of then are written beside the rest of the backward, and may be reduced over the ranks meanwhile.
     """
 
-    def __init__(self, flat: FlatParameters, optimizer: FlatOptimizer, names: Iterable[str]) -> None:
+    def __init__(self, flat: FlatParameters, names: Iterable[str]) -> None:
         """Take the parameters to cast, by their names in `flat`; the others keep their gradients' usual way."""
-        self._flat, self._optimizer, self._names = flat, optimizer, set(names)
+        self.flat, self._names = flat, set(names)
+        """the parameters, which have a shadow"""
         flat.unseen |= self._names
         self._others = [name for name in flat.parameters if name not in self._names]
         self._complete: Callable[[str], None] = lambda _: None
@@ -45,16 +45,16 @@ class CastWeights:
     def begin(self) -> None:
         """Begin a step: the gradients of the parameters that are not cast become zero."""
         self._taken, self._later, self._written = {}, [], set()
-        self._flat.zero(self._others)
+        self.flat.zero(self._others)
 
     def of(self, names: Mapping[str, str]) -> dict[str, torch.Tensor]:
         """Return weights to compute with, under the keys of `names`, whose values are their names in the flat tensor.
 
         Parameters that are not cast are returned as they are.
         """
-        parameters = self._flat.parameters
+        parameters = self.flat.parameters
         return {
-            key: _CastOnce.apply(self.anchor, self._optimizer.shadow(name), self, name)
+            key: _CastOnce.apply(self.anchor, self.shadow(name), self, name)
             if name in self._names
             else parameters[name]
             for key, name in names.items()
@@ -62,7 +62,8 @@ class CastWeights:
 
     def shadow(self, name: str) -> torch.Tensor:
         """Return the shadow of a parameter, without a way for autograd to its gradient."""
-        return self._optimizer.shadow(name)
+        assert self.flat.shadow is not None, "the parameters were made flat without shadow_dtype"
+        return self.flat.shadow.views[name]
 
     def later(self, names: Iterable[str], write: Callable[[list[torch.Tensor]], None]) -> None:
         """Have `write` called with where the optimizer reads the gradients of `names`, float32 and contiguous.
@@ -78,7 +79,7 @@ class CastWeights:
         """Return where the optimizer reads the gradients of `names`, for an autograd function to write them at once."""
         names = list(names)
         self.later(names, lambda _: None)
-        return [self._flat.gradients.views[name] for name in names]
+        return [self.flat.gradients.views[name] for name in names]
 
     def take(self, name: str, gradient: torch.Tensor) -> None:
         """Keep a parameter's gradient until `finish`."""
@@ -97,7 +98,7 @@ class CastWeights:
         if self._stream is None:
             self._write()
             return
-        self._stream.wait_stream(torch.cuda.current_stream(self._flat.device))
+        self._stream.wait_stream(torch.cuda.current_stream(self.flat.device))
         self._beside += [self._taken, self._later]
         with torch.cuda.stream(self._stream):
             self._write()
@@ -107,14 +108,14 @@ class CastWeights:
         """Write the gradients of a step's backward for the optimizer; parameters without one get zeros."""
         if self._beside:
             assert self._stream is not None
-            torch.cuda.current_stream(self._flat.device).wait_stream(self._stream)
+            torch.cuda.current_stream(self.flat.device).wait_stream(self._stream)
             self._beside = []
         self._write()
-        self._flat.zero(self._names - self._written)
+        self.flat.zero(self._names - self._written)
 
     def _write(self) -> None:
         """Write the gradients that have been taken to the flat tensor, and report each as complete."""
-        views = self._flat.gradients.views
+        views = self.flat.gradients.views
         for names, write in self._later:
             write([views[name] for name in names])
             self._report(names)

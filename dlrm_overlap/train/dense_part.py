@@ -18,7 +18,6 @@ from torch.func import functional_call
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.modules.crossnet import LowRankCrossNet
 from torchrec.modules.mlp import MLP, Perceptron
-from torchrec.optim.keyed import CombinedOptimizer
 
 from dlrm_overlap.config import TrainConfig
 from dlrm_overlap.dense.cast import CastWeights
@@ -26,10 +25,8 @@ from dlrm_overlap.dense.cross import CrossLayer, Write, cross
 from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.interaction import fits, interact
 from dlrm_overlap.dense.layers import Layer, relu_layers
-from dlrm_overlap.dense.optimizer import FlatOptimizer
 from dlrm_overlap.dense.tensor_parallel import LayerRanks, divide_pairs, divided_layers
 from dlrm_overlap.embedding.sharded_module import output_dtype
-from dlrm_overlap.train.graphs.capturable import innermost
 from dlrm_overlap.train.model import DotInteraction, Head, Part, TrainTask, concatenated
 
 log = logging.getLogger("dlrm_overlap")
@@ -146,8 +143,8 @@ def _graph_dense(task: TrainTask, samples: int, device: torch.device) -> list[No
     return nodes
 
 
-def cast_once(task: TrainTask, flat: FlatParameters, optimizer: CombinedOptimizer, compiled: bool) -> CastWeights:
-    """Let the dense part compute, while it trains, with the shadows that its `FlatOptimizer` writes.
+def cast_once(task: TrainTask, flat: FlatParameters, compiled: bool) -> CastWeights:
+    """Let the dense part compute, while it trains, with the shadow of its parameters.
 
     The biases of the cross network stay as they are: autocast, too, leaves it to compute its sums in float32.
 
@@ -157,15 +154,13 @@ def cast_once(task: TrainTask, flat: FlatParameters, optimizer: CombinedOptimize
     """
     names = {parameter: name for name, parameter in flat.parameters.items()}
     bottom, head = task.dlrm.bottom, task.dlrm.head
-    inner = innermost(dict(optimizer.optimizers)["dense"])
-    assert isinstance(inner, FlatOptimizer)
     crossed = head.interaction if compiled and isinstance(head.interaction, LowRankCrossNet) else None
     dotted = head.interaction if compiled and isinstance(head.interaction, DotInteraction) else None
     if dotted is not None and not fits(dotted.features, dotted.dim):
         dotted = None
     biases = {names[p] for key, p in head.named_parameters() if key.startswith("interaction.bias")}
     shadowed = [names[p] for part in (bottom, head) for p in part.parameters()]
-    casts = CastWeights(flat, inner, [name for name in shadowed if crossed or name not in biases])
+    casts = CastWeights(flat, [name for name in shadowed if crossed or name not in biases])
     computed = _mlp_with_casts(bottom, names, casts, compiled)
     # The gradient of the pooled embeddings leaves first, since their forward comes before the bottom MLP's.
     bottom.in_training = lambda input: casts.ahead_of(computed(input))

@@ -20,7 +20,7 @@ from dlrm_overlap.launching.launcher import World
 from dlrm_overlap.launching.watch import Progress
 from dlrm_overlap.observe.metrics import evaluation_metrics, gather_predictions
 from dlrm_overlap.train.assembly import MakeSharders, assemble
-from dlrm_overlap.train.graphs.capturable import split_optimizer
+from dlrm_overlap.train.graphs.optimizers import fused_optimizers
 from dlrm_overlap.train.preflight import total_steps
 
 
@@ -135,7 +135,7 @@ class Stepper:
         Adam's corrections and a counter's decay then depend on the steps alone: a run that goes on from a checkpoint,
         or is evaluated more often, takes the same ones.
         """
-        fused = split_optimizer(self.optimizer)[1]
+        fused = fused_optimizers(self.optimizer)
         for lookup in {each._emb_module for each in fused if hasattr(each, "_emb_module")}:
             if counts(lookup):
                 lookup.iter.sub_(forwards)

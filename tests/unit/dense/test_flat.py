@@ -1,7 +1,5 @@
 """Parameters in one flat tensor: where they are, that they stay what they were, and whose their gradients are."""
 
-from collections.abc import Mapping
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,9 +8,8 @@ from torchrec.distributed.composable.table_batched_embedding_slice import TableB
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
 
-from dlrm_overlap.config import InputError
-from dlrm_overlap.dense.flat import FlatParameters
-from dlrm_overlap.dense.optimizer import FlatOptimizer
+from dlrm_overlap.dense.flat import FlatParameters, why_not_flat
+from dlrm_overlap.dense.flat_steps import FlatSteps, take_steps
 from dlrm_overlap.kernels.dense.arguments import BLOCK
 from tests.agreement import assert_near, assert_same
 
@@ -164,24 +161,14 @@ class _Owned(nn.Parameter):
     """A parameter whose memory is another's, as FBGEMM's slices of tables are."""
 
 
-_SHARED = nn.Parameter(torch.ones(2))
-
-
-@pytest.mark.parametrize(
-    ("parameters", "message"),
-    [
-        ({}, "there are none"),
-        ({"a": nn.Parameter(torch.ones(1).half())}, "a is torch.float16 and must be torch.float32"),
-        ({"a": _SHARED, "b": nn.Parameter(torch.ones(1, device="meta"))}, "b is on meta and must be on cpu, as a is"),
-        ({"a": nn.Parameter(torch.ones(1), requires_grad=False)}, "a takes no gradient"),
-        ({"a": _SHARED, "b": _SHARED}, "b is a again"),
-        ({"a": _Owned(torch.ones(1))}, "a is a _Owned and must be a plain nn.Parameter"),
-    ],
-)
-def test_parameters_that_cannot_be_moved_are_refused(parameters: Mapping[str, nn.Parameter], message: str) -> None:
-    with pytest.raises(InputError, match=rf"^flat parameters: .*{message}.*; leave") as error:
-        FlatParameters(parameters)
-    assert "\n" not in str(error.value)
+def test_parameters_that_cannot_be_moved_have_a_reason() -> None:
+    plain, half = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(1).half())
+    elsewhere = nn.Parameter(torch.ones(1, device="meta"))
+    assert why_not_flat({"a": plain}) is None
+    assert why_not_flat({"a": half}) == "a is torch.float16 and must be torch.float32"
+    assert why_not_flat({"a": plain, "b": elsewhere}) == "b is on meta and must be on cpu, as a is"
+    owned = "a is a _Owned and must be a plain nn.Parameter, whose memory is its own"
+    assert why_not_flat({"a": _Owned(torch.ones(1))}) == owned
 
 
 @pytest.mark.parametrize("ddp", [True, False])
@@ -231,13 +218,8 @@ def test_slices_stay_slices_of_what_is_moved() -> None:
         assert flat.gradients.views["two"].flatten().tolist() == list(range(12, 22))
         assert given["one"].grad is not None
         assert given["one"].grad.data_ptr() == flat.gradients.views["one"].data_ptr()
-    optimizer = FlatOptimizer(flat, "adagrad", 1.0, 1e-10)
-    optimizer.step()
+    optimizer = torch.optim.Adagrad(given.values(), lr=1.0)
+    flat.adopt_gradients()
+    take_steps([FlatSteps(flat, optimizer)], [(0, flat.weights.tensor.numel())])
     assert_same(optimizer.state[given["two"]]["sum"], torch.arange(12.0, 22.0).square().view(2, 5), "state")
     assert_near(given["two"].data, torch.arange(11.0, 21.0).view(2, 5), 1e-6, "updated")
-
-
-def test_a_part_of_what_holds_slices_is_refused() -> None:
-    slices = _slices(nn.Parameter(torch.arange(22.0)))
-    with pytest.raises(InputError, match=r"^flat parameters: two are 10 of the 22 elements of one parameter"):
-        FlatParameters({"two": slices["two"]})

@@ -41,12 +41,11 @@ from dlrm_overlap.train.assembly import takes_graph
 from dlrm_overlap.train.graphs.capturable import (
     dense_parameters,
     leave_ddp,
-    split_optimizer,
     why_not_captured,
 )
 from dlrm_overlap.train.graphs.dense_step import DenseStep
 from dlrm_overlap.train.graphs.model_collectives import ModelCollectives
-from dlrm_overlap.train.graphs.optimizers import why_after_the_graph
+from dlrm_overlap.train.graphs.optimizers import dense_optimizers, fused_optimizers, why_after_the_graph
 from dlrm_overlap.train.graphs.train_pipeline import GraphTrainPipeline, losses_and_output
 from tests.agreement import assert_near, assert_same
 from tests.distributed.models import CPU, SUM, Tables, table_configs
@@ -164,12 +163,13 @@ def test_fused_optimizers_are_found_within_wrappers(world_of_one: dist.ProcessGr
     module: Any = _shard(OverlapEmbeddingBagCollectionSharder(), world_of_one, FUSED)
     fused, dense = module.fused_optimizer, _sgd(dict(nn.Linear(2, 2).named_parameters()))
     stages = [WarmupStage(WarmupPolicy.LINEAR, max_iters=4)]
-    leaves = split_optimizer(fused)[1]
+    leaves = fused_optimizers(fused)
     assert leaves
     of_all = WarmupOptimizer(CombinedOptimizer([fused, ("dense", dense)]), stages)
-    assert split_optimizer(of_all) == ([of_all], leaves)
+    assert (dense_optimizers(of_all), fused_optimizers(of_all)) == ([of_all], leaves)
     of_fused = WarmupOptimizer(fused, stages)
-    assert split_optimizer(CombinedOptimizer([("t", of_fused), ("d", dense)])) == ([of_fused, dense], leaves)
+    both = CombinedOptimizer([("t", of_fused), ("d", dense)])
+    assert (dense_optimizers(both), fused_optimizers(both)) == ([of_fused, dense], leaves)
 
 
 def test_optimizers_that_a_graph_cannot_hold_have_a_reason(world_of_one: dist.ProcessGroup) -> None:
