@@ -2,9 +2,8 @@
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,13 +17,10 @@ from dlrm_overlap.backends import BACKENDS
 from dlrm_overlap.config import Config, EmbeddingConfig, InputError, TrainConfig
 from dlrm_overlap.data.batch import Dataset
 from dlrm_overlap.dense.flat import FlatParameters
-from dlrm_overlap.dense.gemm.products import ParallelProducts
 from dlrm_overlap.dense.tensor_parallel import products_of, shards_of
-from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.embedding.id_layout import BatchBound
 from dlrm_overlap.embedding.options import WIRE_DTYPES
 from dlrm_overlap.embedding.plan import build_plan, build_topology
-from dlrm_overlap.embedding.sharded_module import exchanges
 from dlrm_overlap.embedding.sharder import build_sharders
 from dlrm_overlap.embedding.weights import initialise_tables
 from dlrm_overlap.launching.launcher import World
@@ -68,8 +64,7 @@ class LearningRate:
             self.current = factor
 
 
-@dataclass(frozen=True)
-class Assembled:
+class Assembled(NamedTuple):
     """A rank's model, optimizers and pipeline, which share memory with its peers."""
 
     model: DistributedModelParallel
@@ -79,21 +74,6 @@ class Assembled:
     pipeline: TrainPipeline[Any, Any]
     """whose `progress` takes a step with the model and the optimizer"""
     plan: ShardingPlan
-
-    def _sharers(self) -> "list[GraphTrainPipeline | ParallelProducts | Exchange]":
-        """Return all that has memory that peers see, in the order of release: graphs before their memory."""
-        pipelines = [self.pipeline] if isinstance(self.pipeline, GraphTrainPipeline) else []
-        return [*pipelines, *products_of(self.model), *exchanges(self.model)]
-
-    def check(self) -> None:
-        """Raise the error that this rank's kernels have recorded, of a wait that expired or an id outside its table."""
-        for sharer in self._sharers():
-            sharer.check()
-
-    def close(self) -> None:
-        """Release the memory that peers see, which outlives Python references. No rank may be in a step."""
-        for sharer in self._sharers():
-            sharer.close()
 
 
 def assemble(

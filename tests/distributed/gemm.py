@@ -4,14 +4,12 @@ import contextlib
 import random
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from dlrm_overlap.config import InputError
 from dlrm_overlap.dense.gemm.operators import all_gather_matmul, matmul_reduce_scatter
 from dlrm_overlap.dense.gemm.problem import Layer
 from dlrm_overlap.dense.gemm.products import ParallelProducts
@@ -20,8 +18,6 @@ from tests.agreement import assert_same
 from tests.distributed.interpreted import without_streams
 from tests.distributed.models import world
 from tests.distributed.products import Case, check_operators
-
-CULPRIT = 1
 
 CASES = [
     Case(5, 7, 3),
@@ -98,30 +94,6 @@ def check_compiled() -> None:
     assert_same(out.detach(), torch.full((2, 3), 4 * 12.0 * 2 * ranks + 1), "the pair")
     out.sum().backward()
     assert weight.grad is not None
-
-
-def _told(call: Callable[[], Any]) -> str:
-    with pytest.raises(InputError) as error:
-        call()
-    return str(error.value)
-
-
-def check_mistakes() -> None:
-    """A mistake of one rank in a new call is an error on all, and the next call is as good as any."""
-    wrong, ranks = dist.get_rank() == CULPRIT, dist.get_world_size()
-    products = _products()
-    gather = partial(all_gather_matmul, products=products)
-    scatter = partial(matmul_reduce_scatter, products=products)
-    x, weight = torch.zeros(2 * ranks, 3), torch.zeros(4, 3)
-    told = _told(lambda: scatter(x[: -1 if wrong else None], weight))
-    assert "pad x to a multiple" in told, told
-    told = _told(lambda: gather(x[: 1 if wrong else None], weight))
-    assert f"rank 0 calls all_gather_matmul(M {2 * ranks * ranks}" in told, told
-    assert f"rank {CULPRIT} all_gather_matmul(M {ranks}," in told, told
-    assert "way fast is not known" in _told(lambda: gather(x, weight, way="fast"))
-    assert gather(x, weight).shape == (2 * ranks * ranks, 4)
-    assert scatter(x, weight[:0]).shape == (2, 0)
-    assert gather(x, weight).shape == (2 * ranks * ranks, 4)
 
 
 HALVES = [
@@ -223,7 +195,6 @@ QUICK: dict[str, Callable[[], None]] = {
     "autocast": check_autocast,
     "kept": check_kept,
     "compiled": check_compiled,
-    "mistakes": check_mistakes,
 }
 if INTERPRETED:
     QUICK |= {"copies": check_copies, "tiles": check_tiles, "out of memory": check_out_of_memory}

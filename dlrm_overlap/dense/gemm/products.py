@@ -5,9 +5,8 @@
     tiles      one kernel of our own, whose tiles wait for their rows or go to their owner
     triggered  as tiles, but copy engines send the partial products that the kernel has counted as complete
 
-`copies/4` is copies with a rank's rows in four parts. `auto` takes one of the first two by a rule, see `rule`. A
-capture cannot ask other ranks, so a problem that has not been run before is refused there. Ranks whose calls differ all
-raise an error that names both calls, where the call is new to all of them.
+`copies/4` is copies with a rank's rows in four parts. `auto` takes one of the first two by a rule, see `rule`. The
+first call of its kind makes its memory, for which ranks wait for each other, so it may not be within a capture.
 """
 
 import logging
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from dlrm_overlap.comm.every_rank import on_every_rank, require_alike
+from dlrm_overlap.comm.every_rank import on_every_rank
 from dlrm_overlap.config import InputError
 from dlrm_overlap.dense.gemm import serial
 from dlrm_overlap.dense.gemm.problem import Finish, Layer, Problem
@@ -100,30 +99,19 @@ class ParallelProducts:
         rows = x.shape[0] * (self.group.size() if operator == "all_gather" else 1)
         columns, inner = layer.weight.shape
         problem = Problem(operator, rows, columns, inner, x.dtype, layer.bias is not None, layer.activation, keep)
-        return self._known.get((problem, way)) or self._agree(problem, way)
+        return self._known.get((problem, way)) or self._first(problem, way)
 
     @torch.inference_mode(False)  # memory that is made here serves training, too
-    def _agree(self, problem: Problem, way: str) -> Choice:
-        """Check a problem on all ranks, choose its way and prepare that; a collective on the host.
+    def _first(self, problem: Problem, way: str) -> Choice:
+        """Choose the way of a problem and prepare it; a collective on the host.
 
         Raises:
             InputError: on every rank, naming the fault.
         """
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise InputError(
-                f"{problem}: the first of its kind and within a capture, where the ranks cannot ask whether theirs are "
-                f"alike; make one such call before the capture"
-            )
-
-        def chosen() -> Choice:
-            if problem.operator == "reduce_scatter" and problem.rows % self.group.size():
-                raise InputError(
-                    f"{problem}: {self.group.size()} ranks do not divide {problem.rows} rows; pad x to a multiple"
-                )
-            return self._pick(problem, way)
-
-        choice = on_every_rank(chosen, self.group)
-        require_alike(f"{problem} by way {way}", self.group)
+        in_capture = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        assert not in_capture, f"{problem}: the first of its kind is in a capture"
+        assert problem.rows % self.group.size() == 0, f"{problem}: {self.group.size()} ranks do not divide the rows"
+        choice = self._pick(problem, way)
         try:
             on_every_rank(lambda: self._prepare(problem, choice), self.group)
         except InputError as error:

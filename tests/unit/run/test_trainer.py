@@ -339,7 +339,7 @@ class _Exchange:
 @pytest.fixture
 def exchange(monkeypatch: pytest.MonkeyPatch) -> _Exchange:
     exchange = _Exchange()
-    monkeypatch.setattr("dlrm_overlap.train.assembly.exchanges", lambda model: [exchange])
+    monkeypatch.setattr(Trainer, "_sharers", lambda self: [exchange])
     return exchange
 
 

@@ -12,7 +12,7 @@ from dlrm_overlap.observe.trace_summary import gpu_work, read_events
 from tests.agreement import assert_same
 from tests.distributed.products import Case, check_operators
 from tests.gpu.exchange.checks.faults import CULPRIT, TIMEOUT_S, flag_told_of
-from tests.gpu.exchange.checks.stress import capture, take_late, told_in_a_capture
+from tests.gpu.exchange.checks.stress import capture, take_late
 from tests.gpu.exchange.place import Check, Place
 
 _HALF, _BRAIN = torch.float16, torch.bfloat16
@@ -169,18 +169,6 @@ def _check_compiled(place: Place) -> None:
     products.close()
 
 
-def _check_in_a_capture(place: Place) -> None:
-    """The first call of its kind is refused there, with the cure."""
-    x, weight = torch.ones(16, 8, device=place.device, dtype=_HALF), torch.ones(4, 8, device=place.device, dtype=_HALF)
-    products = _products_of(place.group, place.device)
-    told = told_in_a_capture(place, lambda: all_gather_matmul(x, weight, products=products), x)
-    assert "make one such call before the capture" in told, told
-    out = all_gather_matmul(x, weight, products=products)
-    assert_same(out, torch.full_like(out, 8), "a call behind the capture")
-    place.meet()
-    products.close()
-
-
 def _check_owners(place: Place) -> None:
     """Captured calls of one owner go on when another, whose problems are the same, gives its memory back."""
     x = torch.ones(64, 32, device=place.device, dtype=_BRAIN)
@@ -275,7 +263,6 @@ def _check_lost_peer(place: Place, operator: str, how: str, way: str) -> None:
 
 
 CHECKS = {f"gemm_{way.replace('/', '_')}": Check(partial(_check_equal, way=way), gpu_only=True) for way in _WAYS} | {
-    "gemm_in_a_capture": Check(_check_in_a_capture, gpu_only=True),
     "gemm_nothing": Check(_check_nothing, gpu_only=True),
     "gemm_compiled": Check(_check_compiled, gpu_only=True),
     "gemm_owners": Check(_check_owners, gpu_only=True),

@@ -290,7 +290,7 @@ def _check_stalled_peer(place: Place) -> None:
         for _ in range(5):
             trainer.step(batches)
 
-    told = told_in_time(place, trainer.assembled.check, steps)
+    told = told_in_time(place, trainer.check, steps)
     assert f"of rank {CULPRIT}: expected epoch" in told, told
     place.leave()
 
