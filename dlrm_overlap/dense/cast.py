@@ -1,9 +1,10 @@
 """Weights that are cast once a step, by the optimizer that writes them, and not by whoever computes with them."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from dlrm_overlap.dense.flat import FlatParameters
 
@@ -21,10 +22,12 @@ class CastWeights:
     gradients of then are written beside the rest of the backward, and may be reduced over the ranks meanwhile.
     """
 
-    def __init__(self, flat: FlatParameters, names: Iterable[str]) -> None:
-        """Take the parameters to cast, by their names in `flat`; the others keep their gradients' usual way."""
-        self.flat, self._names = flat, set(names)
+    def __init__(self, flat: FlatParameters, cast: Collection[nn.Parameter]) -> None:
+        """Take the parameters to cast, of those of `flat`; the others keep their gradients' usual way."""
+        self.flat = flat
         """the parameters, which have a shadow"""
+        self._name_of = {parameter: name for name, parameter in flat.parameters.items()}
+        self._names = {self._name_of[parameter] for parameter in cast}
         flat.unseen |= self._names
         self._others = [name for name in flat.parameters if name not in self._names]
         self._complete: Callable[[str], None] = lambda _: None
@@ -47,39 +50,34 @@ class CastWeights:
         self._taken, self._later, self._written = {}, [], set()
         self.flat.zero(self._others)
 
-    def of(self, names: Mapping[str, str]) -> dict[str, torch.Tensor]:
-        """Return weights to compute with, under the keys of `names`, whose values are their names in the flat tensor.
-
-        Parameters that are not cast are returned as they are.
-        """
-        parameters = self.flat.parameters
+    def of(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
+        """Return weights to compute with; parameters that are not cast are returned as they are."""
         return {
-            key: _CastOnce.apply(self.anchor, self.shadow(name), self, name)
-            if name in self._names
-            else parameters[name]
-            for key, name in names.items()
+            key: _CastOnce.apply(self.anchor, self.shadow(parameter), self, self._name_of[parameter])
+            if self._name_of[parameter] in self._names
+            else parameter
+            for key, parameter in parameters.items()
         }
 
-    def shadow(self, name: str) -> torch.Tensor:
+    def shadow(self, parameter: nn.Parameter) -> torch.Tensor:
         """Return the shadow of a parameter, without a way for autograd to its gradient."""
         assert self.flat.shadow is not None, "the parameters were made flat without shadow_dtype"
-        return self.flat.shadow.views[name]
+        return self.flat.shadow.views[self._name_of[parameter]]
 
-    def later(self, names: Iterable[str], write: Callable[[list[torch.Tensor]], None]) -> None:
-        """Have `write` called with where the optimizer reads the gradients of `names`, float32 and contiguous.
+    def later(self, parameters: Iterable[nn.Parameter], write: Callable[[list[torch.Tensor]], None]) -> None:
+        """Have `write` called with where the optimizer reads the gradients of parameters, float32 and contiguous.
 
         So the gradient of the model's input, for which others wait, comes before gradients that nobody needs yet.
         Gradients are written in the order of these calls, and those of one call may travel while the next are computed.
         """
-        names = list(names)
+        names = [self._name_of[parameter] for parameter in parameters]
         assert self._names.issuperset(names), "the gradients of the other parameters are autograd's"
         self._later.append((names, write))
 
-    def places(self, names: Iterable[str]) -> list[torch.Tensor]:
-        """Return where the optimizer reads the gradients of `names`, for an autograd function to write them at once."""
-        names = list(names)
-        self.later(names, lambda _: None)
-        return [self.flat.gradients.views[name] for name in names]
+    def places(self, parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
+        """Return where the optimizer reads gradients of parameters, for an autograd function to write them at once."""
+        self.later(parameters, lambda _: None)
+        return [self.flat.gradients.views[self._name_of[parameter]] for parameter in parameters]
 
     def take(self, name: str, gradient: torch.Tensor) -> None:
         """Keep a parameter's gradient until `finish`."""

@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 from torch.func import functional_call
 from torchrec.modules.crossnet import LowRankCrossNet
 
@@ -199,9 +198,8 @@ class HeadStep:
         if ours:
             self.casts = cast_once(self.task, flat, compiled=True)
         else:
-            names: dict[nn.Parameter, str] = {parameter: name for name, parameter in flat.parameters.items()}
-            self.casts = CastWeights(flat, [name for name in parameters if "interaction.bias" not in name])
-            self.head.in_training = _with_casts(self.head, names, self.casts, compiled=True)
+            self.casts = CastWeights(flat, [p for name, p in parameters.items() if "interaction.bias" not in name])
+            self.head.in_training = _with_casts(self.head, self.casts, compiled=True)
         self.flat, self.labels = flat, (bf16(samples, seed=2) < -0.5).float()
         self.dense = bf16(samples, 128).requires_grad_()
         self.pooled = bf16(samples, 26 * 128, seed=1).float().requires_grad_()

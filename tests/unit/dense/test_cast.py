@@ -146,11 +146,11 @@ class Branches(nn.Module):
         self.scale = nn.Parameter(torch.tensor(3.0))
         self.first, self.second = (nn.Parameter(torch.randn(4, 4)) for _ in range(2))
         self.flat = FlatParameters(dict(self.named_parameters()), shadow_dtype=torch.bfloat16)
-        self.casts = CastWeights(self.flat, ["first", "second"])
+        self.casts = CastWeights(self.flat, [self.first, self.second])
 
     def backward(self, *used: str) -> None:
         self.casts.begin()
-        weights = self.casts.of({name: name for name in (*used, "scale")})
+        weights = self.casts.of({name: self.get_parameter(name) for name in (*used, "scale")})
         x = torch.ones(2, 4, dtype=torch.bfloat16)
         for name in used:
             assert weights[name].dtype == torch.bfloat16
