@@ -56,9 +56,9 @@ class FlatTensor:
 class FlatParameters:
     """Moves parameters into one flat tensor, and gives them gradients that are views of another.
 
-    The parameters stay the objects that they were: modules, DDP and optimizers that hold them see the same values.
+    The parameters stay the objects that they were: modules and optimizers that hold them see the same values.
     Their gradients stay where they are as well, and backwards accumulate into them. A gradient that somebody else has
-    put in a view's stead, as DDP and TorchRec's `init_state` do, is taken into the view by `adopt_gradients`. The
+    put in a view's stead, as autograd does after `zero_grad`, is taken into the view by `adopt_gradients`. The
     gradient of a parameter that is `idle` is None, so that optimizers pass over it.
 
     TorchRec shows each of its data-parallel tables as a parameter of its own, which is a slice of one that holds all

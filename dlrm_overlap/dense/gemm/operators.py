@@ -165,14 +165,12 @@ class _AllGatherMatmul(torch.autograd.Function):
         with run.order:
             if ctx.needs_input_grad[0]:
                 finish = run.products.begin_reduce_scatter(dz, Layer(weight.t()), run.way)
-            try:
-                if ctx.needs_input_grad[1]:  # beside the rows that travel
-                    dw = dz.t() @ x
-                if ctx.needs_input_grad[2]:
-                    db = dz.sum(0)
-            finally:  # peers wait for the end, also where no memory is left for `dw`
-                if finish is not None:
-                    dx = finish()
+            if ctx.needs_input_grad[1]:  # beside the rows that travel
+                dw = dz.t() @ x
+            if ctx.needs_input_grad[2]:
+                db = dz.sum(0)
+            if finish is not None:
+                dx = finish()
         return dx, dw, db, None, None
 
 

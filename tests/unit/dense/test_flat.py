@@ -1,12 +1,8 @@
 """Parameters in one flat tensor: where they are, that they stay what they were, and whose their gradients are."""
 
-import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.composable.table_batched_embedding_slice import TableBatchedEmbeddingSlice
-from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.types import ShardingEnv, ShardingPlan
 
 from dlrm_overlap.dense.flat import FlatParameters, why_not_flat
 from dlrm_overlap.dense.flat_steps import FlatSteps, take_steps
@@ -130,17 +126,6 @@ def test_the_gradient_of_an_idle_parameter_is_none() -> None:
         assert all(parameter.grad is views[name] for name, parameter in model.named_parameters())
 
 
-@pytest.mark.parametrize("shape", [(), (0,), (64,), (65, 1)])
-def test_odd_shapes(shape: tuple[int, ...]) -> None:
-    parameters = {"first": nn.Parameter(torch.full(shape, 2.0)), "second": nn.Parameter(torch.ones(3))}
-    flat = FlatParameters(parameters)
-    flat.gradients.tensor.zero_()
-    _assert_consistent(flat)
-    flat.lay_out(["second", "first"])
-    _assert_consistent(flat)
-    assert_same(parameters["first"].data, torch.full(shape, 2.0), "first")
-
-
 def test_gradients_are_kept_where_one_wants_them() -> None:
     flat = FlatParameters({"first": nn.Parameter(torch.ones(65, 1)), "second": nn.Parameter(torch.ones(3))})
     before, views = flat.gradients.tensor, dict(flat.gradients.views)
@@ -169,27 +154,6 @@ def test_parameters_that_cannot_be_moved_have_a_reason() -> None:
     assert why_not_flat({"a": plain, "b": elsewhere}) == "b is on meta and must be on cpu, as a is"
     owned = "a is a _Owned and must be a plain nn.Parameter, whose memory is its own"
     assert why_not_flat({"a": _Owned(torch.ones(1))}) == owned
-
-
-@pytest.mark.parametrize("ddp", [True, False])
-def test_under_distributed_model_parallel(world_of_one: dist.ProcessGroup, ddp: bool) -> None:
-    """DDP, where it wraps the dense part, puts views of its buckets in the gradients' stead in each backward."""
-    model, twin = _model(), _model()
-    twin.load_state_dict(model.state_dict())
-    env, plan = ShardingEnv.from_process_group(world_of_one), ShardingPlan({})
-    sharded = DistributedModelParallel(model, env, torch.device("cpu"), plan, init_data_parallel=ddp)
-    flat = _flat(sharded)
-    for seed in range(3):
-        flat.zero()
-        twin.zero_grad()
-        _backward(sharded, seed)
-        _backward(twin, seed)
-        assert all(view is flat.parameters[name].grad for name, view in flat.gradients.views.items()) != ddp
-        flat.adopt_gradients()
-        _assert_consistent(flat)
-        for name, parameter in twin.named_parameters():
-            assert parameter.grad is not None
-            assert_same(flat.gradients.views[name], parameter.grad, name)
 
 
 def _slices(whole: nn.Parameter) -> dict[str, nn.Parameter]:

@@ -2,9 +2,7 @@
 
 import re
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any, cast
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -31,7 +29,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper, Optim
 from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
 from dlrm_overlap.bench.harness.timing import greatest
-from dlrm_overlap.comm.order import CommunicationOrder, Streams
+from dlrm_overlap.comm.order import CommunicationOrder
 from dlrm_overlap.config import Config, DataConfig, InputError, TablesConfig, TrainConfig
 from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.embedding.replicated import ReplicatedTables
@@ -239,45 +237,6 @@ def test_the_pipeline_takes_a_model_out_of_ddp(world_of_one: dist.ProcessGroup) 
     model.init_data_parallel()
     assert isinstance(model._dmp_wrapped_module, nn.parallel.DistributedDataParallel)
     assert model.module is inner
-
-
-class _FakeStream:
-    """A stream that notes for which others it waits."""
-
-    def __init__(self) -> None:
-        self.awaited: list[Any] = []
-
-    def wait_event(self, event: Any) -> None:
-        (recorded,), _ = event.record.call_args
-        self.awaited.append(recorded)
-
-
-@pytest.mark.parametrize("error", [None, InputError, StopIteration])
-def test_the_callers_stream_waits_for_the_steps_also_after_an_error(error: type[Exception] | None) -> None:
-    """Whoever catches the error may write a checkpoint next."""
-    streams: Any = object.__new__(Streams)
-    callers = _FakeStream()
-    streams._on_gpu, streams._current, streams.main_stream = True, lambda: callers, _FakeStream()
-    streams._called, streams._returned, streams._on_main = Mock(), Mock(), nullcontext()
-    with pytest.raises(error) if error else nullcontext(), streams.main():
-        assert callers.awaited == []
-        if error:
-            raise error
-    assert streams.main_stream.awaited == [callers]
-    assert callers.awaited == [streams.main_stream]
-
-
-@pytest.mark.parametrize("later", [False, True])
-def test_steps_wait_for_copies_and_later_ones_for_no_step(later: bool) -> None:
-    streams: Any = object.__new__(Streams)
-    streams._on_gpu, streams.main_stream, streams._copy, streams._on_copy = True, Mock(), Mock(), nullcontext()
-    streams._issued, streams._called, streams._copied = [Mock(), Mock()], Mock(), Mock()
-    with streams.copies(0, later):
-        streams.main_stream.wait_event.assert_not_called()
-    awaited = [call.args[0] for call in streams._copy.wait_event.call_args_list]
-    assert awaited == ([] if later else [streams._issued[1], streams._called])
-    streams._copied.record.assert_called_once_with(streams._copy)
-    streams.main_stream.wait_event.assert_called_once_with(streams._copied)
 
 
 class _SummedBehind(torch.autograd.Function):

@@ -58,15 +58,6 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize(("option", "change"), CHANGES.items())
-def test_other_samples_are_refused(checkpoint: Path, option: str, change: str) -> None:
-    with pytest.raises(InputError) as error:
-        _find(checkpoint, *option.split())
-    assert f"{checkpoint} was trained with {change}; set what it had" in str(error.value)
-    assert "--checkpoint.resume_changed true" in str(error.value)
-    assert _find(checkpoint, *option.split(), changed=True) == checkpoint
-
-
 def test_another_model_is_refused_with_all_that_differs(checkpoint: Path) -> None:
     """By the manifest, with no process group."""
     other = "--model.dim 8 --model.bottom_mlp [8] --train.optimizer adam --embedding.weight_dtype fp16"
