@@ -37,20 +37,17 @@ class FlatTensor:
         self.views = {name: place.of(tensor) for name, place in places.items()}
         """parameter -> its part of the tensor, in its shape"""
 
-    def move(self, places: Mapping[str, Place]) -> None:
-        """Move each view with its content to another place."""
+    def move(self, places: Mapping[str, Place], memory: torch.Tensor | None = None) -> None:
+        """Move each view with its content to another place, in `memory` [n] of the same type, or where the tensor is.
+
+        Tensor and views stay the objects that they are.
+        """
         contents = {name: view.clone() for name, view in self.views.items()}
+        self.tensor.data = self.tensor if memory is None else memory
         self.tensor.zero_()
         for name, view in self.views.items():
             view.data = places[name].of(self.tensor)
             view.copy_(contents[name])
-
-    def rest_in(self, memory: torch.Tensor, places: Mapping[str, Place]) -> None:
-        """Move the content to `memory`, [n] of the same type; tensor and views stay the objects that they are."""
-        memory.copy_(self.tensor)
-        self.tensor.data = memory
-        for name, view in self.views.items():
-            view.data = places[name].of(memory)
 
 
 class FlatParameters:
@@ -191,7 +188,7 @@ class FlatParameters:
 
         Not once a CUDA graph has been captured, which would go on with the old memory.
         """
-        self.gradients.rest_in(memory, self._all_places())
+        self.gradients.move(self._all_places(), memory)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # the old memory is free, whatever stream takes it next
 

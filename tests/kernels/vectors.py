@@ -14,6 +14,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16
 
 from dlrm_overlap.kernels import flags, peer_copy, swap_rows
+from dlrm_overlap.kernels.compiled import TYPES
 from dlrm_overlap.kernels.dense import all_reduce, update
 from dlrm_overlap.kernels.dense.arguments import BLOCK, STATES
 from dlrm_overlap.kernels.gemm import product as products
@@ -86,7 +87,8 @@ def check_update() -> None:
 def compile_product(mode: str, by_k: bool, tiling: Tiling) -> str:
     """Return the PTX of a product that is gathered, with a bias and relu, or scattered."""
     gather = mode == "gather"
-    kind = products._Kind(gather, not gather, by_k, gather, "relu" if gather else "none", torch.bfloat16, _ORDERS[mode])
+    activation, dtype = "relu" if gather else "none", TYPES[torch.bfloat16]
+    kind = products._Kind(gather, not gather, by_k, gather, activation, dtype, _ORDERS[mode])
     blocks = {"x": [tiling.block_m, tiling.block_k]}
     blocks["weight"] = [tiling.block_n, tiling.block_k] if by_k else [tiling.block_k, tiling.block_n]
     types = dict(_PRODUCT)
