@@ -23,8 +23,7 @@ from dlrm_overlap.config import TrainConfig
 from dlrm_overlap.dense.cast import CastWeights
 from dlrm_overlap.dense.cross import CrossLayer, Write, cross
 from dlrm_overlap.dense.flat import FlatParameters
-from dlrm_overlap.dense.interaction import fits, interact
-from dlrm_overlap.dense.layers import Layer, relu_layers
+from dlrm_overlap.dense.layers import Layer, fits, interact, relu_layers
 from dlrm_overlap.dense.tensor_parallel import LayerRanks, divide_pairs, divided_layers
 from dlrm_overlap.embedding.sharded_module import output_dtype
 from dlrm_overlap.train.model import DotInteraction, Head, Part, TrainTask, concatenated
