@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dlrm_overlap.dense.flat import FlatParameters
+from dlrm_overlap.dense.flat import FlatParameters, copy_all
 
 
 class CastWeights:
@@ -117,14 +117,7 @@ class CastWeights:
         for names, write in self._later:
             write([views[name] for name in names])
             self._report(names)
-        pairs = [(views[name], gradient) for name, gradient in self._taken.items()]
-        # PyTorch takes all tensors by one kernel only if each pair has the same strides; one product's weight has not.
-        alike = [(view, gradient) for view, gradient in pairs if view.stride() == gradient.stride()]
-        for view, gradient in pairs:
-            if view.stride() != gradient.stride():
-                view.copy_(gradient)
-        if alike:
-            torch._foreach_copy_(*map(list, zip(*alike, strict=True)))  # type: ignore[arg-type]
+        copy_all([views[name] for name in self._taken], list(self._taken.values()))
         self._report(self._taken)
         self._taken, self._later = {}, []
 

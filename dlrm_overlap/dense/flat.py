@@ -163,15 +163,28 @@ class FlatParameters:
             if parameter.grad is not view:
                 parameter.grad = view
 
+    def drop_gradients(self) -> None:
+        """Set gradients to None, so that a backward adds to nothing; `adopt_gradients` copies those that it leaves.
+
+        Gradients that are written without autograd, in their place, are set to zero.
+        """
+        for name in self.parameters.keys() - self.unseen:
+            self.parameters[name].grad = None
+        self.zero(self.unseen)
+
     @torch.no_grad()
-    def adopt_gradients(self, names: Iterable[str] | None = None) -> None:
-        """Copy gradients that are not the flat tensor's own into it, and put the views back.
+    def adopt_gradients(self, names: Iterable[str] | None = None) -> list[torch.Tensor]:
+        """Copy gradients that are not the flat tensor's own into it, by few kernels, and put the views back.
 
         None counts as zero, and stays None where the parameter is idle.
 
         Args:
             names: of the parameters to look at; all if None.
+
+        Returns:
+            The gradients that the current stream copies; if another stream made them, hold them until it is awaited.
         """
+        views, gradients = list[torch.Tensor](), list[torch.Tensor]()
         for name in self.parameters if names is None else names:
             parameter, view = self.parameters[name], self.gradients.views[name]
             if parameter.grad is view or (parameter.grad is None and name in self.idle):
@@ -179,8 +192,11 @@ class FlatParameters:
             if parameter.grad is None:
                 view.zero_()
             else:
-                view.copy_(parameter.grad)
+                views.append(view)
+                gradients.append(parameter.grad)
             parameter.grad = view
+        copy_all(views, gradients)
+        return gradients
 
     @torch.no_grad()
     def keep_gradients_in(self, memory: torch.Tensor) -> None:
@@ -214,6 +230,19 @@ class FlatParameters:
     def _bind(self) -> None:
         for name, parameter in (self.parameters | self.named).items():
             parameter.data = self.weights.views[name]
+
+
+def copy_all(views: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
+    """Copy each tensor to its view, of the same shape, also from another type.
+
+    PyTorch takes all of them by one kernel only if each pair has the same strides; one product's weight has not.
+    """
+    alike = [(view, tensor) for view, tensor in zip(views, tensors, strict=True) if view.stride() == tensor.stride()]
+    for view, tensor in zip(views, tensors, strict=True):
+        if view.stride() != tensor.stride():
+            view.copy_(tensor)
+    if alike:
+        torch._foreach_copy_(*map(list, zip(*alike, strict=True)))  # type: ignore[arg-type]
 
 
 def _slices(parameters: Mapping[str, nn.Parameter]) -> dict[str, tuple[str, int]]:

@@ -84,6 +84,8 @@ class GradientBuckets:
         # As urgent as the exchange's stores (embedding/backends/push.py): the step waits for the last of them all.
         self._stream = torch.cuda.Stream(flat.device, priority=-2) if on_gpu else None
         self._filled_on: set[torch.cuda.Stream] = set()
+        self._adopted: list[torch.Tensor] = []
+        """gradients that the stream copies, until the current one has waited for it"""
         self._completed: list[str] | None = None  # in the order of `learn`'s backward
         self._without: set[str] | None = None  # parameters that got no gradient here then
         shared = self._shared()
@@ -118,9 +120,9 @@ class GradientBuckets:
         finally:
             self._completed = None
         order, live = self._agree(completed)
+        self._flat.adopt_gradients()
         self._flat.idle = frozenset(order[live:]) - self._flat.unseen
         self._flat.show_gradients(self._flat.idle)
-        self._flat.adopt_gradients(completed)
         self._flat.lay_out([*order, *(name for name in self._flat.places if name in self._flat.shards)])
         self._cut(order, live)
         for name in completed:
@@ -150,12 +152,11 @@ class GradientBuckets:
         if self._without is not None and self._waiting() != self._without:
             self._refuse(self._waiting() - self._without, self._without - self._waiting())
         for number in range(self._next, len(self._buckets)):
-            self._flat.adopt_gradients(self._buckets[number].waiting)
             self._reduce(number)
+        self._adopted += self._flat.adopt_gradients()  # all of one rank; of several, those of shards
         self._begin()
         first, end = 0, self._flat.shared_end
         if self._flat.shards:
-            self._flat.adopt_gradients(self._flat.shards)
             yield end, self._flat.gradients.tensor.numel()
         for arrived in self._reduction.arrivals(self._stream) if self._ranks > 1 else ():
             whole = end if arrived >= self._buckets[-1].end else arrived // BLOCK * BLOCK
@@ -164,6 +165,7 @@ class GradientBuckets:
                 first = whole
         with self._order:  # later communication comes after its waits
             pass
+        self._adopted.clear()
         if first < end:
             yield first, end
 
@@ -195,8 +197,6 @@ class GradientBuckets:
                 f"gradient of {name}: a second one came before the first was reduced with its bucket; call finish() "
                 f"after each backward"
             )
-        if self._flat.parameters[name].grad is not self._flat.gradients.views[name]:
-            self._flat.adopt_gradients([name])
         self._note_stream()
         bucket.waiting.remove(name)
         while self._next < len(self._buckets) and not self._buckets[self._next].waiting:
@@ -209,8 +209,11 @@ class GradientBuckets:
             self._filled_on.add(torch.cuda.current_stream(self._flat.device))
 
     def _reduce(self, number: int) -> None:
-        if self._ranks > 1:
-            with self._after_gradients(), self._order:
+        if self._ranks == 1:
+            return
+        with self._after_gradients():
+            self._adopted += self._flat.adopt_gradients(self._buckets[number].names)
+            with self._order:
                 self._reduction.reduce(number)
 
     def _after_gradients(self) -> AbstractContextManager[object]:

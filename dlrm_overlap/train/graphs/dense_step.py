@@ -81,7 +81,7 @@ class DenseStep:
         if self._casts is not None:
             self._casts.begin()
         elif not self._after:
-            self._flat.zero()
+            self._flat.drop_gradients()
 
     def update(self) -> None:
         """Reduce the gradients that the backward has not handed on yet, and update the parameters."""
