@@ -63,6 +63,11 @@ class Batch(Pipelineable):
         keys = table_keys(lengths.numel() // len(labels))
         return cls(dense, KeyedJaggedTensor(keys, values=values, lengths=lengths), labels)
 
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """Those that `from_tensors` takes."""
+        return self.dense, self.sparse.lengths(), self.sparse.values(), self.labels
+
     @classmethod
     def join(cls, batches: Sequence["Batch"]) -> "Batch":
         """Return one batch that holds the samples of all `batches`, in their order."""
@@ -90,8 +95,7 @@ class Batch(Pipelineable):
 
     def clone(self) -> "Batch":
         """Return a copy in memory of its own."""
-        tensors = (self.dense, self.sparse.lengths(), self.sparse.values(), self.labels)
-        return Batch.from_tensors(*(tensor.clone() for tensor in tensors))
+        return Batch.from_tensors(*(tensor.clone() for tensor in self.tensors))
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Have the allocator keep the tensors' memory until `stream` has used it."""
@@ -114,6 +118,16 @@ class Records:
     """[b, record_bytes] uint8"""
     lease: Lease | None = None
     """keeps lent memory for these records"""
+
+    @classmethod
+    def from_tensors(cls, packed: torch.Tensor) -> "Records":
+        """Return records [b, record_bytes] uint8."""
+        return cls(packed)
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor]:
+        """The one that `from_tensors` takes."""
+        return (self.packed,)
 
     def to(self, device: torch.device) -> torch.Tensor:
         """Return `packed` on `device`; the copy is enqueued on the current stream."""

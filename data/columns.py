@@ -6,8 +6,6 @@ by a hash or from a vocabulary.
 
 import contextlib
 import hashlib
-import re
-import string
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
@@ -20,11 +18,8 @@ from dlrm_overlap.config import InputError
 from dlrm_overlap.data.schema import Categorical, Schema
 
 pc: Any = compute  # whose functions are made when it is imported
-_NUMBER = re.compile(rb"-?[0-9]{1,18}")
-_WORD_BYTES = 8
-_EACH_BYTE = 0x0101010101010101
-_NO_DIGIT = 0x80
-_DIGIT_VALUES = bytes(int(chr(c), 16) if chr(c) in string.hexdigits else _NO_DIGIT for c in range(256))
+# Texts that are numbers, and the prefix by which Arrow reads them as such.
+_NUMBERS = {"int": ("^-?[0-9]{1,18}$", ""), "hex": ("^[0-9a-fA-F]{1,8}$", "0x")}
 
 
 class Fault(NamedTuple):
@@ -198,7 +193,7 @@ def _coded(array: pa.Array, kind: str) -> tuple[np.ndarray, np.ndarray, np.ndarr
         keys = np.frombuffer(b"".join([hashlib.blake2b(text, digest_size=8).digest() for text in texts]), "<i8")
         return keys, array.indices.fill_null(len(keys)).to_numpy().astype(np.int32, copy=False), None
     array = array.dictionary_decode() if pa.types.is_dictionary(array.type) else array
-    keys, good = _hexadecimal(_texts(array)) if kind == "hex" else _whole(array)
+    keys, good = _whole(array, kind)
     codes = np.arange(len(keys), dtype=np.int32)
     if array.null_count:
         missing = array.is_null().to_numpy(zero_copy_only=False)
@@ -212,36 +207,17 @@ def _texts(values: pa.Array) -> pa.Array:
     return values if pa.types.is_binary(values.type) else values.cast(pa.string()).cast(pa.binary())
 
 
-def _whole(array: pa.Array) -> tuple[np.ndarray, np.ndarray]:
-    """Return the numbers [m] int64 of whole ones, or of texts of up to 18 digits, and whether each is one (bool)."""
-    with contextlib.suppress(pa.ArrowInvalid):
-        array = array if pa.types.is_integer(array.type) else array.cast(pa.string())
-        return array.cast(pa.int64()).fill_null(0).to_numpy(), np.ones(len(array), bool)
-    texts = [text or b"" for text in _texts(array).to_pylist()]
-    good = np.array([_NUMBER.fullmatch(text) is not None for text in texts])
-    return np.array([int(text) if well else 0 for text, well in zip(texts, good, strict=True)], np.int64), good
-
-
-def _hexadecimal(texts: pa.Array) -> tuple[np.ndarray, np.ndarray]:
-    """Return the numbers [m] int64 of binary texts of 1 to 8 digits, and whether each is one (bool).
-
-    The eight bytes that end a text are loaded as one little-endian word, whose digits are then added up in pairs (SIMD
-    within a register). For "123", the word holds the digits 0 0 0 0 0 1 2 3, then lanes of two digits 00 00 01 23, then
-    of four 0000 0123, then the number 123.
-    """
-    _, offsets, data = texts.buffers()
-    ends = np.frombuffer(offsets, np.int32)[texts.offset : texts.offset + len(texts) + 1] + _WORD_BYTES
-    # Padding in front gives the first text eight bytes.
-    digits = (bytes(_WORD_BYTES) + (data.to_pybytes() if data else b"")).translate(_DIGIT_VALUES)
-    length = np.diff(ends)
-    words = np.ndarray(len(digits) - _WORD_BYTES + 1, "<u8", digits, strides=(1,))[ends[1:] - _WORD_BYTES]
-    before = (_WORD_BYTES * (_WORD_BYTES - length.clip(1, _WORD_BYTES))).astype(np.uint64)
-    words >>= before
-    words <<= before
-    good = (words & (_NO_DIGIT * _EACH_BYTE) == 0) & (length >= 1) & (length <= _WORD_BYTES)
-    for bits, lanes in ((8, 0x00FF00FF00FF00FF), (16, 0x0000FFFF0000FFFF), (32, 0x00000000FFFFFFFF)):
-        words = (words * 16 ** (bits // 8) + (words >> bits)) & lanes
-    return words.astype(np.int64), good
+def _whole(array: pa.Array, kind: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return the numbers [m] int64 of integers or of texts of them, and whether each is one (bool)."""
+    if kind == "int":
+        with contextlib.suppress(pa.ArrowInvalid):
+            array = array if pa.types.is_integer(array.type) else array.cast(pa.string())
+            return array.cast(pa.int64()).fill_null(0).to_numpy(), np.ones(len(array), bool)
+    (pattern, prefix), texts = _NUMBERS[kind], _texts(array)
+    good = pc.match_substring_regex(texts, pattern).fill_null(False)
+    texts = pc.if_else(good, texts, b"0").cast(pa.string())
+    numbers = pc.binary_join_element_wise(prefix, texts, "").cast(pa.int64())
+    return numbers.to_numpy(), good.to_numpy(zero_copy_only=False).copy()
 
 
 def hashed_rows(keys: np.ndarray, rows: int) -> np.ndarray:

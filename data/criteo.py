@@ -10,48 +10,30 @@ from dlrm_overlap.data.days import Day, Days
 from dlrm_overlap.data.npy_files import map_npy, map_npz
 
 
-class CriteoArrays(Days):
-    """TorchRec's arrays, mapped from disk: day_i_{dense,sparse,labels}.npy, of float32 [n, 13], int32 [n, 26], [n]."""
+class Criteo(Days):
+    """Days mapped from disk: day_i_dense.npy, float32 [n, 13]; day_i_labels.npy, int32 [n] or [n, 1]; and the ids.
 
-    def __init__(self, path: str | Path, tables: TablesConfig):
-        """Map the days of the folder `path`.
-
-        Raises:
-            InputError: if `tables` has no rows, or if a file is missing, breaks the format or differs in length from
-                the others of its day.
-        """
-        folder, rows = Path(path), _rows(tables)
-        days = [_open_day(folder, day, "sparse.npy") for day in _days_in(folder, "sparse.npy")]
-        super().__init__(days, rows, tables.max_rows)
-
-
-class CriteoMultihot(Days):
-    """MLPerf's multi-hot arrays, mapped from disk: day_i_sparse_multi_hot.npz and day_i_{dense,labels}.npy.
-
-    The npz holds 0.npy .. 25.npy, one for each table, int32 [n, ids a bag]. dense is float32 [n, 13], labels is int32
-    [n] or [n, 1].
+    TorchRec's ids are day_i_sparse.npy, int32 [n, 26]. MLPerf's multi-hot ones are day_i_sparse_multi_hot.npz, which
+    holds 0.npy .. 25.npy, one for each table, int32 [n, ids a bag].
     """
 
-    def __init__(self, path: str | Path, tables: TablesConfig):
+    def __init__(self, path: str | Path, tables: TablesConfig, multi_hot: bool):
         """Map the days of the folder `path`.
 
         Raises:
             InputError: if `tables` has no rows, if a file is missing, breaks the format, is compressed or differs in
                 length from the others of its day, or if a day's bags hold other numbers of ids than the first day's.
         """
-        folder, rows, ids = Path(path), _rows(tables), "sparse_multi_hot.npz"
+        if tables.rows is None:
+            raise InputError("data.tables.rows: null, but Criteo's arrays name no rows; set data.tables.rows")
+        rows = [tables.rows] * CRITEO_TABLES if isinstance(tables.rows, int) else tables.rows
+        folder, ids = Path(path), "sparse_multi_hot.npz" if multi_hot else "sparse.npy"
         days = [_open_day(folder, day, ids) for day in _days_in(folder, ids)]
         first, *others = ([np.asarray(ids).shape[1] for ids in day.ids] for day in days)
         for day, found in zip(days[1:], others, strict=True):
             if found != first:
                 raise InputError(f"{day.name}: bags of {found} ids, but the first day's have {first}; take one day out")
         super().__init__(days, rows, tables.max_rows)
-
-
-def _rows(tables: TablesConfig) -> list[int]:
-    if tables.rows is None:
-        raise InputError("data.tables.rows: null, but Criteo's arrays name no rows; set data.tables.rows")
-    return [tables.rows] * CRITEO_TABLES if isinstance(tables.rows, int) else tables.rows
 
 
 def _days_in(folder: Path, ids: str) -> list[int]:

@@ -14,11 +14,10 @@ import torch
 
 from dlrm_overlap.config import HELD_BATCHES, DataConfig, InputError
 from dlrm_overlap.data.batch import Batch, Dataset, Records
-from dlrm_overlap.data.criteo import CriteoArrays, CriteoMultihot
+from dlrm_overlap.data.criteo import Criteo
 from dlrm_overlap.data.prepared import Prepared
 from dlrm_overlap.data.records import Unpacker
-from dlrm_overlap.data.ring import Ring
-from dlrm_overlap.data.slot import SlotShape
+from dlrm_overlap.data.ring import Form, Ring
 from dlrm_overlap.data.synthetic import Synthetic
 
 _CPU = torch.device("cpu")
@@ -129,10 +128,8 @@ def open_files(config: DataConfig, path: str) -> tuple[Dataset, Dataset | None]:
         InputError: if they do not exist, are empty or break their format.
     """
     tables = config.tables
-    if config.kind == "criteo_multihot":
-        return CriteoMultihot(path, tables), None
-    if config.kind == "criteo_npy":
-        return CriteoArrays(path, tables), None
+    if config.kind in ("criteo_npy", "criteo_multihot"):
+        return Criteo(path, tables, multi_hot=config.kind == "criteo_multihot"), None
     dataset = Prepared(path, tables)
     return dataset, Prepared(path, tables, held_out=True) if dataset.holds_out else None
 
@@ -212,19 +209,30 @@ def make_loader(
     steps = range(first_step, last_step)
     if dataset.on_gpu:
         return Loader(_make_on_gpu(read, steps, distinct_steps), 0)
-    shape = SlotShape(batch_size, dataset.dense_features, len(dataset.rows), dataset.max_ids, len(dataset.label_names))
+    form = _form_of(dataset, batch_size)
     unpack = None
     if dataset.packed is not None and pin_memory and workers:
         read = functools.partial(_read_records, dataset, batch_size, rank, world_size)
-        shape = SlotShape(batch_size, record_bytes=dataset.packed[0].record_bytes)
+        form = Form(Records, [((batch_size, dataset.packed[0].record_bytes), torch.uint8)])
         unpack = functools.partial(Unpacker, *dataset.packed, _gpu())
     if distinct_steps:
         read = _repeating(read, distinct_steps)
     if workers == 0:
         return Loader(_read_by_thread(read, steps, prefetch, pin_memory), prefetch)
     slots_per_worker = prefetch + math.ceil(HELD_BATCHES / workers)
-    ring = functools.partial(Ring, read, steps, shape, workers, slots_per_worker, pin_memory, timeout_s)
+    ring = functools.partial(Ring, read, steps, form, workers, slots_per_worker, pin_memory, timeout_s)
     return Loader(_read_by_processes(ring, unpack), workers * slots_per_worker)
+
+
+def _form_of(dataset: Dataset, b: int) -> Form:
+    labels = len(dataset.label_names)
+    shapes = [
+        ((b, dataset.dense_features), torch.float32),
+        ((b * len(dataset.rows),), torch.int32),
+        ((b * dataset.max_ids,), torch.int32),
+        ((b,) if labels == 1 else (b, labels), torch.float32),
+    ]
+    return Form(Batch, shapes)
 
 
 def _gpu() -> torch.device:
@@ -258,9 +266,8 @@ def _make_on_gpu(read: Callable[[int], Batch], steps: range, distinct_steps: int
         batch, made = kept[first_time]
         if made is not None:
             made.wait()  # on the current stream, which may be another than made it
-        sparse = batch.sparse
         # In a KeyedJaggedTensor of its own, since one remembers the offsets and sums that a step has asked it for.
-        yield Batch.from_tensors(batch.dense, sparse.lengths(), sparse.values(), batch.labels)
+        yield Batch.from_tensors(*batch.tensors)
 
 
 def _read_by_processes(

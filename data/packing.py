@@ -1,7 +1,6 @@
 """Packs the samples of a configuration, of any kind, into the days of a folder: `dlrm-overlap prepare samples`."""
 
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -9,9 +8,8 @@ from dlrm_overlap.config import DataConfig, InputError
 from dlrm_overlap.data.batch import Batch, Dataset
 from dlrm_overlap.data.days import Day, Ragged
 from dlrm_overlap.data.loader import make_loader, open_datasets
-from dlrm_overlap.data.prepared import HELD_OUT, DayWriter, Meta, SourceDay, is_whole, read_meta, write_meta
+from dlrm_overlap.data.prepared import Meta, SourceDay, hold_days, is_whole, read_meta, write_day, write_meta
 from dlrm_overlap.data.schema import Categorical, Dense, Label, Schema
-from dlrm_overlap.launching.files import hold_folder, remove_temporaries
 
 _BATCH = 8192  # samples that are packed at once
 DAY_SAMPLES = 1 << 24
@@ -45,36 +43,26 @@ def pack_samples(
     days = [SourceDay(f"samples from {i} on of {of}", 0, 0) for i in range(0, max(ends), day_samples)]
     source = {**asdict(config), "workers": 0, "prefetch": 0, "samples": samples}
     meta = Meta(_schema_of(datasets[0]).as_dict(), list(datasets[0].rows), days, dense, source)
-    try:
-        (target / HELD_OUT).mkdir(parents=True, exist_ok=True)
-        with hold_folder(target, "prepare") as is_alone:
-            if is_alone:
-                remove_temporaries(target)
-                remove_temporaries(target / HELD_OUT)
-            if (old := read_meta(target)) is not None:
-                if replace(old, days=[]) != replace(meta, days=[]) or len(old.days) != len(days):
-                    raise InputError(f"{target}: was prepared of other samples; choose another folder or delete it")
-                days[:] = [each if is_whole(target, i, old) else days[i] for i, each in enumerate(old.days)]
-            for i in range(len(days)):
-                if days[i].samples is None:
-                    write_meta(target, meta)
-                    days[i] = _write_day(i, day_samples, datasets, ends, target, meta, config.workers)
-            write_meta(target, meta)
-    except OSError as error:
-        raise InputError(f"{target}: cannot be written ({error.strerror}); choose another folder") from error
+    with hold_days(target):
+        if (old := read_meta(target)) is not None:
+            if replace(old, days=[]) != replace(meta, days=[]) or len(old.days) != len(days):
+                raise InputError(f"{target}: was prepared of other samples; choose another folder or delete it")
+            days[:] = [each if is_whole(target, i, old) else days[i] for i, each in enumerate(old.days)]
+        for i in range(len(days)):
+            if days[i].samples is None:
+                write_meta(target, meta)
+                days[i] = write_day(target, i, meta, _blocks(i, day_samples, datasets, ends, config.workers))
+        write_meta(target, meta)
     return meta
 
 
-def _write_day(
-    i: int, size: int, datasets: tuple[Dataset, Dataset], ends: list[int], target: Path, meta: Meta, workers: int
-) -> SourceDay:
-    with ExitStack() as stack:
-        writers = [stack.enter_context(DayWriter(folder, i, meta.layout())) for folder in (target, target / HELD_OUT)]
-        for writer, dataset, end in zip(writers, datasets, ends, strict=True):
-            for batch in _batches(dataset, i * size, min((i + 1) * size, end), min(size, _BATCH), workers):
-                writer.add(_day_of(batch, dataset))
-            writer.finish()
-    return replace(meta.days[i], samples=writers[0].samples, held_out=writers[1].samples)
+def _blocks(
+    i: int, size: int, datasets: tuple[Dataset, Dataset], ends: list[int], workers: int
+) -> Iterator[tuple[Day, bool, int]]:
+    for is_held_out, dataset in enumerate(datasets):
+        end = min((i + 1) * size, ends[is_held_out])
+        for batch in _batches(dataset, i * size, end, min(size, _BATCH), workers):
+            yield _day_of(batch, dataset), bool(is_held_out), 0
 
 
 def _batches(dataset: Dataset, first: int, end: int, size: int, workers: int) -> Iterator[Batch]:

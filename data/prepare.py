@@ -8,18 +8,16 @@ evaluate on must be held out of the same days.
 
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from dlrm_overlap.config import InputError
 from dlrm_overlap.data.columns import Raw
+from dlrm_overlap.data.days import Day
 from dlrm_overlap.data.encoder import VOCABULARY, Encoder, Learnt, learn
-from dlrm_overlap.data.prepared import HELD_OUT, DayWriter, Meta, SourceDay, is_whole, read_meta, write_meta
+from dlrm_overlap.data.prepared import Meta, SourceDay, hold_days, is_whole, read_meta, write_day, write_meta
 from dlrm_overlap.data.schema import Schema
 from dlrm_overlap.data.table_files import BLOCK_BYTES, read_rows, table_files
-from dlrm_overlap.launching.files import hold_folder, remove_temporaries
 
 
 def prepare(
@@ -49,22 +47,9 @@ def prepare(
     days = [SourceDay(file.name, stat.st_size, stat.st_mtime_ns) for file, stat in zip(files, stats, strict=True)]
     rows = None if schema.learns else Encoder(schema, Learnt()).rows
     wanted = Meta(schema.as_dict(), rows, days, dense)
-    found = read_meta(target)
-    meta = _resume(target, found, wanted, schema)
-    if all(day.samples is not None for day in meta.days):
-        return meta
-    try:
-        target.mkdir(parents=True, exist_ok=True)
-        with hold_folder(target, "prepare") as is_alone:
-            if is_alone:
-                remove_temporaries(target)
-                remove_temporaries(target / HELD_OUT)
-            if (now := read_meta(target)) != found:  # another process has just been at work
-                meta = _resume(target, now, wanted, schema)
-            return _make(files, target, meta, schema, skip_bad_rows, block_bytes)
-    except OSError as error:
-        reason = "there is a file of that name" if isinstance(error, FileExistsError) else error.strerror
-        raise InputError(f"{target}: cannot be written ({reason}); free it or choose another, and run again") from error
+    with hold_days(target):
+        meta = _resume(target, read_meta(target), wanted, schema)
+        return _make(files, target, meta, schema, skip_bad_rows, block_bytes)
 
 
 def _make(files: Sequence[Path], target: Path, meta: Meta, schema: Schema, skip: bool, block_bytes: int) -> Meta:
@@ -85,10 +70,17 @@ def _make(files: Sequence[Path], target: Path, meta: Meta, schema: Schema, skip:
         write_meta(target, meta)
     encoder = Encoder(schema, Learnt.read(target, schema) if schema.learns else Learnt())
     for i in pending:
-        blocks = read(files[i], f"writing day {i}")
-        meta.days[i] = replace(meta.days[i], **_write_day(blocks, target, i, meta, encoder))
+        raw = read(files[i], f"writing day {i}")
+        meta.days[i] = write_day(target, i, meta, _encoded(raw, encoder, files[i].name, meta.holds_out))
         write_meta(target, meta)
     return meta
+
+
+def _encoded(blocks: Iterator[Raw], encoder: Encoder, name: str, holds_out: bool) -> Iterator[tuple[Day, bool, int]]:
+    for raw in blocks:
+        yield encoder.encode(raw.take(~raw.held_out), name), False, raw.skipped
+        if holds_out:
+            yield encoder.encode(raw.take(raw.held_out), name), True, 0
 
 
 def _resume(target: Path, found: Meta | None, wanted: Meta, schema: Schema) -> Meta:
@@ -116,23 +108,3 @@ def _resume(target: Path, found: Meta | None, wanted: Meta, schema: Schema) -> M
         if same[i] and is_whole(target, i, found):
             days[i] = old
     return replace(wanted, rows=found.rows, days=days)
-
-
-def _write_day(blocks: Iterator[Raw], target: Path, day: int, meta: Meta, encoder: Encoder) -> dict[str, Any]:
-    """Write a day's files; return what `SourceDay` is to say of them."""
-    skipped, layout, name = 0, meta.layout(), meta.days[day].name
-    with ExitStack() as stack:
-        written = stack.enter_context(DayWriter(target, day, layout))
-        held_out = None
-        if meta.holds_out:
-            (target / HELD_OUT).mkdir(exist_ok=True)
-            held_out = stack.enter_context(DayWriter(target / HELD_OUT, day, layout))
-        for raw in blocks:
-            skipped += raw.skipped
-            if held_out is not None:
-                held_out.add(encoder.encode(raw.take(raw.held_out), name))
-                raw = raw.take(~raw.held_out)
-            written.add(encoder.encode(raw, name))
-        for each in (written, held_out) if held_out is not None else (written,):
-            each.finish()
-    return {"samples": written.samples, "held_out": held_out.samples if held_out else 0, "skipped": skipped}

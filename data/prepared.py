@@ -13,10 +13,11 @@ Samples held out by their time are days of the same numbers in the folder held_o
 """
 
 import json
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,10 +27,9 @@ from dlrm_overlap.data.batch import Records
 from dlrm_overlap.data.days import ROWS_CURE, Day, Days, Ragged
 from dlrm_overlap.data.npy_files import map_npy
 from dlrm_overlap.data.records import Layout, Packed, bytes_below, field_of_ids
-from dlrm_overlap.data.schema import Schema, schema_of
-from dlrm_overlap.launching.files import replacing
+from dlrm_overlap.data.schema import schema_of
+from dlrm_overlap.launching.files import hold_folder, remove_temporaries, replacing
 
-_Made = TypeVar("_Made")
 _META = "meta.json"
 _PAGE = 4096  # bytes
 FORMAT = 2
@@ -102,42 +102,27 @@ def read_meta(folder: Path) -> Meta | None:
     file = folder / _META
     try:
         found = json.loads(file.read_text())
-        meta = _made_of(Meta, found | {"days": [_made_of(SourceDay, day) for day in found["days"]]})
-        schema = schema_of(meta.schema, file)
-        if meta.rows is not None:
-            _check_rows(meta.rows, len(schema.categorical))
-        elif any(day.samples is not None for day in meta.days):
+        if (version := found["format"]) != FORMAT:
+            raise InputError(
+                f"{folder}: was prepared in format {version}, and this version reads format {FORMAT}; make it anew, "
+                f"into another folder"
+            )
+        meta = Meta(**found | {"days": [SourceDay(**day) for day in found["days"]]})
+        tables = len(schema_of(meta.schema, file).categorical)
+        if meta.rows is None and any(day.samples is not None for day in meta.days):
             raise ValueError("days, but no rows")
+        rows = [1] * tables if meta.rows is None else meta.rows
+        if len(rows) != tables or not all(isinstance(count, int) and count > 0 for count in rows):
+            raise ValueError(f"rows are not {tables} positive numbers")
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        if isinstance(error, InputError):
+            raise
         raise InputError(
             f"{file}: not what `dlrm-overlap prepare` writes ({error!r}); choose another folder"
         ) from error
-    if (version := found.get("format", 1)) != FORMAT:
-        raise InputError(
-            f"{folder}: was prepared in format {version}, and this version reads format {FORMAT}; make it anew, into "
-            f"another folder: dlrm-overlap prepare {_command(schema)}"
-        )
     return meta
-
-
-def _command(schema: Schema) -> str:
-    """Return the arguments of `prepare` that make days of `schema`."""
-    first = next(iter(schema.categorical.values()))
-    if first.type != "hex":
-        return "table IN OUT --schema SCHEMA.yaml"
-    return "criteo IN OUT " + (f"--rows {first.rows}" if first.rows else f"--min_count {first.min_count}")
-
-
-def _check_rows(rows: Any, tables: int) -> None:
-    if len(rows) != tables or not all(isinstance(count, int) and count > 0 for count in rows):
-        raise ValueError(f"rows are not {tables} positive numbers")
-
-
-def _made_of(kind: type[_Made], found: dict[str, Any]) -> _Made:
-    """Return the dataclass `kind` with the fields that it has among those of a folder of another version."""
-    return kind(**{each.name: found[each.name] for each in fields(kind) if each.name in found})  # type: ignore[arg-type]
 
 
 def write_meta(target: Path, meta: Meta) -> None:
@@ -270,10 +255,11 @@ class DayWriter(ExitStack):
             self._lengths[part] += len(array)
         self.samples += len(day.labels)
 
-    def finish(self) -> None:
-        """Write the headers anew, with the lengths that the arrays have in the end."""
-        for part in self._parts:
-            self._write_header(part)
+    def __exit__(self, kind: Any, *error: Any) -> bool | None:
+        if kind is None:
+            for part in self._parts:
+                self._write_header(part)  # anew, with the lengths that the arrays have in the end
+        return super().__exit__(kind, *error)
 
     def _write_header(self, part: str) -> None:
         """Write the npy header at the start of a file, which fills a page."""
@@ -283,3 +269,38 @@ class DayWriter(ExitStack):
         size = _PAGE - len(start) - 2
         stream.seek(0)
         stream.write(start + size.to_bytes(2, "little") + f"{header!r}".ljust(size - 1).encode() + b"\n")
+
+
+@contextmanager
+def hold_days(target: Path) -> Iterator[None]:
+    """Make the folder `target` and hold its lock, while the block writes days and meta.json there.
+
+    Raises:
+        InputError: if it cannot be written to, or is being written to by another process.
+    """
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        with hold_folder(target, "prepare") as is_alone:
+            for folder in (target, target / HELD_OUT) if is_alone else ():
+                remove_temporaries(folder)
+            yield
+    except OSError as error:
+        reason = "there is a file of that name" if isinstance(error, FileExistsError) else error.strerror
+        raise InputError(f"{target}: cannot be written ({reason}); free it or choose another, and run again") from error
+
+
+def write_day(target: Path, i: int, meta: Meta, blocks: Iterable[tuple[Day, bool, int]]) -> SourceDay:
+    """Write day `i` of `target`, and return what meta.json is to say of it.
+
+    `blocks` are samples, whether they are held out, and how many rows beside them were no samples.
+    """
+    folders, all_skipped = [target, target / HELD_OUT] if meta.holds_out else [target], 0
+    with ExitStack() as stack:
+        for folder in folders:
+            folder.mkdir(exist_ok=True)
+        writers = [stack.enter_context(DayWriter(folder, i, meta.layout())) for folder in folders]
+        for day, is_held_out, skipped in blocks:
+            writers[is_held_out].add(day)
+            all_skipped += skipped
+    samples, *held_out = (writer.samples for writer in writers)
+    return replace(meta.days[i], samples=samples, held_out=sum(held_out), skipped=all_skipped)

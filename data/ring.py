@@ -21,22 +21,82 @@ import signal
 import stat
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 
 from dlrm_overlap.comm.patience import Patience
 from dlrm_overlap.config import InputError
 from dlrm_overlap.data.batch import Batch, Lease, Records
-from dlrm_overlap.data.slot import Slot, SlotShape
 from dlrm_overlap.launching.lifetime import end_with_parent
 
 _POLL_S = 0.05
+_HEADER_BYTES, _MESSAGE_BYTES = 64, 4096
+_BATCH, _INPUT_ERROR, _FAILURE = range(3)  # what is in a slot
 # For the training process to handle, which needs batches until it ends; sent to a whole group, they reach readers too.
 _DEAF_TO = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+
+
+class Form(NamedTuple):
+    """The greatest batch that a slot has room for."""
+
+    kind: type[Batch] | type[Records]
+    tensors: Sequence[tuple[tuple[int, ...], torch.dtype]]
+    """shape and type of each of its `tensors`, of which a batch may fill the first so many elements"""
+
+    def slot_bytes(self) -> int:
+        """Return the bytes of a slot, in whole pages."""
+        used = sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.tensors)
+        return -(-(_HEADER_BYTES + _MESSAGE_BYTES + used) // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+class Slot:
+    """Memory for one batch, or for a reader process's error: a header, room for a message, and the tensors.
+
+    The header has what is in the slot, then the length of each tensor. Records begin where a kernel reads 16 bytes at a
+    time.
+    """
+
+    def __init__(self, memory: torch.Tensor, form: Form) -> None:
+        self._kind, self._header = form.kind, memory[:_HEADER_BYTES].view(torch.int64)
+        start = _HEADER_BYTES + _MESSAGE_BYTES
+        self._message, self.tensors = memory[_HEADER_BYTES:start], list[torch.Tensor]()
+        for shape, dtype in form.tensors:
+            end = start + math.prod(shape) * dtype.itemsize
+            self.tensors.append(memory[start:end].view(dtype).view(shape))
+            start = end
+
+    def write(self, batch: Batch | Records) -> None:
+        """Store `batch` in the slot."""
+        for i, (target, tensor) in enumerate(zip(self.tensors, batch.tensors, strict=True)):
+            assert tensor.dtype == target.dtype, "a form has the types of its batches"
+            target[: len(tensor)].copy_(tensor)
+            self._header[1 + i] = len(tensor)
+        self._header[0] = _BATCH
+
+    def write_error(self, kind: int, message: str) -> None:
+        """Store the message of an `InputError`, or the end of the traceback of any other, instead of a batch."""
+        if kind == _FAILURE:
+            message = message[-_MESSAGE_BYTES // 2 :]  # of which a character may take several bytes
+        text = message.encode()[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0")
+        self._message.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+        self._header[0] = kind
+
+    def read(self) -> Any:
+        """Return the batch, or the records, whose tensors are views of the slot's memory.
+
+        Raises:
+            InputError: as the data set raised it.
+            RuntimeError: with the traceback of any other failure.
+        """
+        kind, *lengths = self._header.tolist()
+        if kind == _BATCH:
+            return self._kind.from_tensors(*(tensor[:n] for tensor, n in zip(self.tensors, lengths, strict=False)))
+        text = self._message.numpy().tobytes().rstrip(b"\0").decode(errors="replace")
+        raise InputError(text) if kind == _INPUT_ERROR else RuntimeError(f"a loader process failed:\n{text}")
 
 
 class Ring:
@@ -54,16 +114,16 @@ class Ring:
         self,
         read: Callable[[int], Batch | Records],
         steps: range,
-        shape: SlotShape,
+        form: Form,
         workers: int,
         slots_per_worker: int,
         pin: bool,
         timeout_s: float = math.inf,
     ) -> None:
-        size, slots = Slot.size_bytes(shape), workers * slots_per_worker
+        size, slots = form.slot_bytes(), workers * slots_per_worker
         # Anonymous memory, which forked readers share: it needs no file, and none of a container's small /dev/shm.
         self._memory = torch.frombuffer(mmap.mmap(-1, slots * size), dtype=torch.uint8)
-        self._slots = [Slot(self._memory[i * size : (i + 1) * size], shape) for i in range(slots)]
+        self._slots = [Slot(self._memory[i * size : (i + 1) * size], form) for i in range(slots)]
         context = multiprocessing.get_context("fork")
         # Semaphores are counters that a killed reader cannot hold.
         self._free = [context.Semaphore(1) for _ in range(slots)]
@@ -178,9 +238,9 @@ class Ring:
                 self._slots[index].write(read(self._steps[position]))
                 failed = False
             except InputError as error:
-                self._slots[index].write_input_error(str(error))
+                self._slots[index].write_error(_INPUT_ERROR, str(error))
             except Exception:
-                self._slots[index].write_failure(traceback.format_exc())
+                self._slots[index].write_error(_FAILURE, traceback.format_exc())
             self._filled[index].release()
             if failed:
                 return

@@ -21,14 +21,12 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import yaml
 
 from dlrm_overlap.config import CRITEO_DENSE, CRITEO_TABLES, InputError, NonNegativeFloat, PositiveInt, in_one_line
 from dlrm_overlap.launching.parsing import UniqueKeyLoader, read_tree
-
-_Made = TypeVar("_Made")
 
 
 @dataclass(frozen=True)
@@ -79,9 +77,13 @@ class Time:
 
 
 @dataclass(frozen=True)
-class _Layout:
-    """How files hold columns."""
+class Schema:
+    """The columns of a table, and how files hold them."""
 
+    labels: Mapping[str, Label] = field(default_factory=dict)
+    dense: Mapping[str, Dense] = field(default_factory=dict)
+    categorical: Mapping[str, Categorical] = field(default_factory=dict)
+    time: Time | None = None
     format: Literal["csv", "parquet", "arrow"] | None = None
     """null: as the files' names end"""
     files: str | None = None
@@ -93,16 +95,6 @@ class _Layout:
     """text without a header: the names of all columns"""
     missing: list[str] = field(default_factory=lambda: [""])
     """text: fields that stand for a missing value"""
-
-
-@dataclass(frozen=True)
-class Schema(_Layout):
-    """The columns of a table."""
-
-    labels: Mapping[str, Label] = field(default_factory=dict)
-    dense: Mapping[str, Dense] = field(default_factory=dict)
-    categorical: Mapping[str, Categorical] = field(default_factory=dict)
-    time: Time | None = None
 
     def __post_init__(self) -> None:
         for name, column in self.categorical.items():
@@ -192,29 +184,14 @@ def schema_of(tree: Any, path: Path) -> Schema:
     """Return the schema that `tree` describes, as read from the file `path`; errors are those of `read_schema`."""
     if not isinstance(tree, dict):
         raise InputError(f"{path}: not a section of keys; it needs labels, dense and categorical")
-    sections: dict[str, Any] = {}
-    for section, kind in (("labels", Label), ("dense", Dense), ("categorical", Categorical)):
-        columns = tree.get(section) or {}
-        if not isinstance(columns, dict):
-            raise InputError(f"{path}: {section}: {columns!r} must be columns by name, each with its keys")
-        sections[section] = {
-            str(name): _made_of(kind, keys or {}, path, f"{section}.{name}.") for name, keys in columns.items()
-        }
-    if time := tree.get("time"):
-        if not isinstance(time, dict) or sorted(time) != ["column", "held_out_from"]:
-            raise InputError(f"{path}: time: {time!r} must have the keys column and held_out_from, and no others")
-        sections["time"] = Time(**time)
-    rest = {key: value for key, value in tree.items() if key not in ("labels", "dense", "categorical", "time")}
-    layout = read_tree({key: value for key, value in rest.items() if value is not None}, _Layout, path)
+    time = tree.get("time")
+    if time is not None and (not isinstance(time, dict) or sorted(time) != ["column", "held_out_from"]):
+        raise InputError(f"{path}: time: {time!r} must have the keys column and held_out_from, and no others")
+    keys = read_tree({key: value for key, value in tree.items() if key != "time"}, Schema, path)
     try:
-        return Schema(**layout, **sections)
+        return Schema(**keys, time=Time(**time) if time else None)
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
-
-
-def _made_of(kind: type[_Made], keys: Any, path: Path, prefix: str) -> _Made:
-    keys = {key: value for key, value in keys.items() if value is not None} if isinstance(keys, dict) else keys
-    return kind(**{key.removeprefix(prefix): value for key, value in read_tree(keys, kind, path, prefix).items()})
 
 
 def criteo_schema(rows: list[int] | None, min_count: int | None = None) -> Schema:

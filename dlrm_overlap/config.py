@@ -86,18 +86,13 @@ class TablesConfig:
         for spec in self.multi_hot if isinstance(self.multi_hot, list) else [self.multi_hot]:
             parse_multi_hot(spec)
         for name in ("rows", "multi_hot", "zipf_alpha", "half_life"):
-            value = getattr(self, name)
-            if value == []:
+            if getattr(self, name) == []:
                 raise InputError(f"data.tables.{name}: an empty list, but a model has a table; give one value a table")
-            if isinstance(value, list) and len(value) != (self.count or len(value)):
-                raise InputError(
-                    f"data.tables.{name}: {len(value)} values for {self.count} tables; give one value, or one a table"
-                )
         lengths = {len(value) for value in self._per_table if isinstance(value, list)}
-        if len(lengths) > 1:
+        if len(lengths | ({self.count} if lengths and self.count else set())) > 1:
             raise InputError(
-                f"data.tables: lists of {sorted(lengths)} values; rows, multi_hot, zipf_alpha and half_life must agree "
-                f"on the number of tables"
+                f"data.tables: count {self.count}, lists of {sorted(lengths)} values; count, rows, multi_hot, "
+                f"zipf_alpha and half_life must agree on the number of tables"
             )
 
     @property
@@ -297,10 +292,6 @@ class EmbeddingConfig:
                 f"embedding.slice_bags: {self.slice_bags} must be a power of two from 4 on, so that a slice is made of "
                 f"whole tasks; take 32"
             )
-        if self.hosts != "auto" and not (isinstance(self.hosts, int) and self.hosts > 0):
-            raise InputError(f"embedding.hosts: {self.hosts!r} must be auto, or a number from 1 on; take auto")
-        if self.aggregate_bytes < 0:
-            raise InputError(f"embedding.aggregate_bytes: {self.aggregate_bytes} must be 0 or more; 0 gathers nothing")
         least, most = _WAIT_S
         if not least <= self.wait_timeout_s <= most:
             raise InputError(

@@ -18,17 +18,11 @@ from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 
-from dlrm_overlap.checkpoint.storage.branches import (
-    line,
-    read_manifests,
-    same_checkpoint,
-    surplus,
-)
+from dlrm_overlap.checkpoint.storage.branches import check_fits, line, read_manifests, same_checkpoint, surplus
 from dlrm_overlap.checkpoint.storage.extents import Cut, Extent, deal, local_extents
-from dlrm_overlap.checkpoint.storage.fits import check_fits
 from dlrm_overlap.checkpoint.storage.load import agree_on, fill_state
 from dlrm_overlap.checkpoint.storage.manifest import Manifest, read_manifest
-from dlrm_overlap.checkpoint.storage.save import Refusal, gather, remove_checkpoint, write_checkpoint
+from dlrm_overlap.checkpoint.storage.save import gather, remove_checkpoint, write_checkpoint
 from dlrm_overlap.checkpoint.storage.tensor_file import ToCpu, copy_to_cpu
 from dlrm_overlap.config import Config, InputError, flatten
 from dlrm_overlap.dense.tensor_parallel import shards_of
@@ -168,7 +162,7 @@ class Checkpointer:
         metrics: dict[str, float] | None = None,
         group: dist.ProcessGroup | None = None,
         to_cpu: ToCpu = copy_to_cpu,
-        refusal: Callable[[], Refusal | None] = lambda: None,
+        refusal: Callable[[], InputError | None] = lambda: None,
         about: dict[str, Any] | None = None,
     ) -> Path:
         """Write `step_<step>` from all ranks, remove surplus checkpoints, and return the new one; a collective.
@@ -177,9 +171,9 @@ class Checkpointer:
             step: number of steps taken.
             extents: `extents_to_store`, or a copy of it.
             metrics: of an evaluation after this step.
-            group: as `write_checkpoint` takes it, like `to_cpu` and `refusal`.
-            to_cpu: the same.
-            refusal: the same.
+            group: see `write_checkpoint`, like `to_cpu` and `refusal`.
+            to_cpu: see there.
+            refusal: see there.
             about: as it was when `extents` were copied; None takes that of now.
 
         Raises:

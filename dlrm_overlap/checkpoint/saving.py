@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,7 @@ from torchrec.optim.keyed import CombinedOptimizer
 
 from dlrm_overlap.checkpoint.checkpoint import Checkpointer, extents_to_store
 from dlrm_overlap.checkpoint.storage.extents import Extent
-from dlrm_overlap.checkpoint.storage.save import Refusal, RefusedError, gather
+from dlrm_overlap.checkpoint.storage.save import gather
 from dlrm_overlap.checkpoint.storage.snapshot import Reader, Snapshot, device_of_copy
 from dlrm_overlap.comm.record import ExchangeTimeoutError
 from dlrm_overlap.config import Config, InputError, in_one_line
@@ -53,12 +53,15 @@ class NotFiniteError(InputError):
 def require_finite(finite: bool, otherwise: str, step: int, config: Config) -> None:
     """Raise `NotFiniteError` unless the state after `step` is `finite`, which is the same on all ranks."""
     if not finite:
-        train, embedding = config.train, config.embedding
-        raise NotFiniteError(
-            f"step {step}: {otherwise} and must be finite, so the run ends here and does not save this state; "
-            f"lower train.lr {train.lr:g} or embedding.lr {embedding.lr:g}, or raise train.warmup_steps "
-            f"{train.warmup_steps}"
-        )
+        raise _not_finite(otherwise, step, config)
+
+
+def _not_finite(fault: str, step: int, config: Config) -> NotFiniteError:
+    train, embedding = config.train, config.embedding
+    return NotFiniteError(
+        f"step {step}: {fault} and must be finite, so the run ends here and does not save this state; lower train.lr "
+        f"{train.lr:g} or embedding.lr {embedding.lr:g}, or raise train.warmup_steps {train.warmup_steps}"
+    )
 
 
 class Saves:
@@ -170,29 +173,24 @@ class Saves:
             torch.cuda.synchronize(self._device)
         self._check()
 
-        def refusal() -> Refusal | None:
+        def refusal() -> InputError | None:
             loss = 0.0 if metrics is not None else self._held_out_loss()
-            return self._judge(loss, "the loss of the first held-out batch is")
+            return self._judge(step, loss, "the loss of the first held-out batch is")
 
         extents = extents_to_store(self._model, self._optimizer)
         self._reader.begin(self._checkpointer.tick)
         try:
             path = self._checkpointer.write(step, extents, metrics, None, self._reader.to_cpu, refusal)
-        except RefusedError as error:
-            self._refuse(error, step)
+        except InputError:
+            self._check()  # this rank may be the one that knows more
+            raise
         self.step = step
         log.info("checkpoint: %s, %.1f s", path, time.perf_counter() - begin)
 
-    def _judge(self, loss: float, text: str) -> Refusal | None:
+    def _judge(self, step: int, loss: float, text: str) -> InputError | None:
         """Return why a checkpoint whose elements have been read is refused, None if it is good."""
-        if self._reader.fault:
-            return Refusal(self._reader.fault, not_finite=True)
-        return None if math.isfinite(loss) else Refusal(f"{text} {loss}", not_finite=True)
-
-    def _refuse(self, error: RefusedError, step: int) -> NoReturn:
-        self._check()  # this rank may be the one that knows more
-        require_finite(not error.refusal.not_finite, error.refusal.text, step, self._config)
-        raise InputError(f"step {step}: {error}; its state is not saved") from None
+        fault = self._reader.fault or ("" if math.isfinite(loss) else f"{text} {loss}")
+        return _not_finite(fault, step, self._config) if fault else None
 
     def _begin(self, snapshot: Snapshot, step: int, metrics: dict[str, float] | None) -> None:
         """Copy the state after `step`, all of which is issued on the current stream, and have it written."""
@@ -254,9 +252,8 @@ class Saves:
                 self._progress.tick()
         self._thread = None
         error, self._error = self._error, None
-        if isinstance(error, RefusedError):
-            self._refuse(error, self._begun)
         if error is not None:
+            self._check()  # this rank may be the one that knows more
             raise error
 
     def close(self, error: Exception) -> None:
@@ -297,11 +294,11 @@ class Saves:
         except BaseException as error:
             self._error = error
 
-    def _refusal(self) -> Refusal | None:
+    def _refusal(self) -> InputError | None:
         """Wait for the loss of the step after the copy; return why the checkpoint is refused, None if it is good."""
         self._loss_taken.wait()
         if self._is_abandoned:
-            return Refusal("the run has ended before the loss of the step behind it was known")
+            return InputError(f"step {self._begun}: the run has ended before the next loss was known; it is not saved")
         loss = 0.0
         if self._loss is not None:
             if self._loss_known is not None:
@@ -310,5 +307,5 @@ class Saves:
         try:
             self._check()  # kernels have recorded all faults of that step and those before
         except Exception as error:
-            return Refusal(in_one_line(error))
-        return self._judge(loss, "the loss of the step behind it is")
+            return InputError(f"step {self._begun}: {in_one_line(error)}; its state is not saved")
+        return self._judge(self._begun, loss, "the loss of the step behind it is")

@@ -9,7 +9,7 @@ Example: features f: [7, 3] [7] and g: [3] of one table. Its distinct ids are 3 
 and g are in slots 1 0 1 and 0. The gradients of the first and the third id of f are added up, and sent for slot 1.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.embedding.layout import SLOTS_FROM
-from dlrm_overlap.embedding.steps import StepCache
+from dlrm_overlap.embedding.steps import Key, StepCache, Value
 from dlrm_overlap.kernels.backward.sum_rows import Runs
 
 
@@ -188,18 +188,15 @@ class DistinctIds:
     def _rooms_of(self, features: KeyedJaggedTensor, rooms: tuple[int, ...]) -> _Rooms:
         """Return the rooms, kept where those of later batches are alike."""
         if hasattr(features, "capacities"):
-            return self._rooms.get(rooms, self._make_kept_rooms, rooms)
+            return self._rooms.get(rooms, self._finished, self._make_rooms, rooms)
         return self._make_rooms(rooms)
 
-    def _make_kept_rooms(self, rooms: tuple[int, ...]) -> _Rooms:
-        made = self._make_rooms(rooms)
-        self._finish_copies()
-        return made
-
-    def _finish_copies(self) -> None:
-        """Wait until tensors are on the device, which other streams read, too."""
+    def _finished(self, make: Callable[[Key], Value], key: Key) -> Value:
+        """Return what is made, once its tensors are on the device, where other streams read them, too."""
+        made = make(key)
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
+        return made
 
     def _make_rooms(self, rooms: tuple[int, ...]) -> _Rooms:
         each, total = torch.tensor(rooms, device=self._device), sum(rooms)
@@ -211,10 +208,8 @@ class DistinctIds:
         table = self._of_tables[sequence]
         return _Rooms(each, sequence, within, table, self._rows[table], self._table_keys[table], first, positions)
 
-    def _indices_of(self, keys: tuple[str, ...]) -> torch.Tensor:
-        indices = torch.tensor([keys.index(s.feature) for s in self.sequences], device=self._device)
-        self._finish_copies()
-        return indices
+    def _make_indices(self, keys: tuple[str, ...]) -> torch.Tensor:
+        return torch.tensor([keys.index(s.feature) for s in self.sequences], device=self._device)
 
     def rooms_of(self, features: KeyedJaggedTensor, most: Sequence[int] | None = None) -> list[int]:
         """Return the room for the ids of each sequence: as many as there are or, of ids with a bound, as may be there.
@@ -237,7 +232,7 @@ class DistinctIds:
         """Return rooms, the number [S] of ids of each sequence, which places [P] have an id, and the ids [P]."""
         made = self._rooms_of(features, tuple(rooms))
         keys = tuple(features.keys())
-        indices, values = self._indices.get(keys, self._indices_of, keys), features.values()
+        indices, values = self._indices.get(keys, self._finished, self._make_indices, keys), features.values()
         by_key = features.lengths().view(len(keys), features.stride()).sum(1, dtype=torch.int64)
         counts, starts = by_key[indices], (by_key.cumsum(0) - by_key)[indices]
         valid = made.within < counts[made.sequence]
@@ -271,7 +266,7 @@ class DistinctIds:
         table, ids, here = batch.table, batch.ids, batch.begins
         if batch.order is not None:
             ids, here = ids[batch.order], positions[:room] < batch.total
-        found = self._blocks.get(blocks, self._make_blocks, blocks)
+        found = self._blocks.get(blocks, self._finished, self._make_blocks, blocks)
         slot = batch.run + (found.first - batch.first_run[:-1])[table]
         place = found.places[slot.clamp_(0, found.places.numel() - 1)].where(here, self._nowhere)
         # Of others than the first of their kind nothing is kept: they are stored behind the end.
@@ -292,19 +287,15 @@ class DistinctIds:
         count = batch.first_run[-1:].to(torch.int32)
         return Distinct(values[:room], lengths.flatten(), places, Runs(rows[:room], starts, count, order))
 
-    def _make_blocks(self, blocks: SlotBlocks) -> "_Blocks":
+    def _make_blocks(self, blocks: SlotBlocks) -> _Blocks:
         b, features = blocks.slots, sum(blocks.counts)
-        counts, slots = (
-            torch.tensor(blocks.counts, device=self._device),
-            torch.arange(features * b, device=self._device),
-        )
+        counts = torch.tensor(blocks.counts, device=self._device)
+        slots = torch.arange(features * b, device=self._device)
         table, ends = torch.repeat_interleave(counts, output_size=features), counts.cumsum(0)
         first = (ends - counts) * b
         within = slots.view(features, b) - first[table][:, None]
         places = slots.view(b, features).T.flatten().int()
-        made = _Blocks(first, counts * b, ends - 1, table, within, places)
-        self._finish_copies()
-        return made
+        return _Blocks(first, counts * b, ends - 1, table, within, places)
 
     def count(self, features: KeyedJaggedTensor, rooms: Sequence[int]) -> torch.Tensor:
         """Return [T] int64: how many distinct ids of each table a batch has."""

@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -12,6 +11,7 @@ from torch import nn
 from torchrec.distributed.sharding.dp_sequence_sharding import DpSequenceEmbeddingSharding
 from torchrec.distributed.sharding.dp_sharding import DpPooledEmbeddingSharding
 from torchrec.distributed.types import ShardingEnv, ShardingEnv2D, ShardingStrategy, ShardingType
+from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.backends import BACKENDS
@@ -48,13 +48,14 @@ class ExchangingModule(nn.Module, Generic[Served]):
     _env: ShardingEnv
     _lookups: Any
     _device: torch.device | None
+    _optim: CombinedOptimizer
     _kind = "tables"
     """of which the log speaks"""
 
     exchange: Served | None
     stock: StockTables | None
     """the tables that stay with TorchRec, if there are any, where the exchange takes the ids of the others"""
-    cached: Mapping[str, float] = MappingProxyType({})
+    cached: Mapping[str, float]
     """the tables whose rows the exchange caches, and the share of the rows for which there are slots"""
 
     unpooled_features: Collection[str] = ()
@@ -96,9 +97,11 @@ class ExchangingModule(nn.Module, Generic[Served]):
         """
         raise NotImplementedError
 
-    def _begin(self, options: ExchangeOptions) -> None:
-        """Take how to exchange, before `_set_up_exchange`."""
-        self._options = options
+    def _begin(self, options: ExchangeOptions, cached: Mapping[str, float]) -> None:
+        """Take how to exchange, and `cached` tables, before `_set_up_exchange`."""
+        self._options, self.cached = options, cached
+        if cached:
+            self.register_state_dict_pre_hook(lambda *_: self.note_writes())
         self._reasons_told: set[str] = set()
         self.exchange = None
         self._takes_ids = False
@@ -114,6 +117,8 @@ class ExchangingModule(nn.Module, Generic[Served]):
 
     def _set_up_exchange(self, tables: int) -> None:
         """Find out which shardings can be exchanged, say so, and make their exchange; `tables` are the module's."""
+        if self.cached:
+            self._optim = _TableOptimizer(self._optim, self)
         every: list[Any] = self._shardings
         by_type: dict[str, Any] = dict(zip(self._sharding_types, every, strict=True))  # type: ignore[arg-type]
         reasons = self._reasons(by_type)
@@ -173,6 +178,11 @@ class ExchangingModule(nn.Module, Generic[Served]):
             return "a tracker is registered"
         return None
 
+    def note_writes(self) -> None:
+        """Store rows that are in caches to their tables, which may be read, and written to, until the next step."""
+        if self.exchange is not None:
+            self.exchange.note_writes()
+
     def _stock(self) -> list[int]:
         """Return the numbers of the shardings that stay with TorchRec where the exchange takes ids."""
         ours = {*self._exchanged, *self._replicated}
@@ -213,6 +223,20 @@ class ExchangingModule(nn.Module, Generic[Served]):
         if reason not in self._reasons_told and self._logs:
             log.warning("backend %s: steps stay with TorchRec: %s", self._options.backend, reason)
         self._reasons_told.add(reason)
+
+
+class _TableOptimizer(CombinedOptimizer):
+    """The optimizer of a module's tables; states that are read are at home, those of rows in a cache, too."""
+
+    def __init__(self, optimizer: CombinedOptimizer, module: ExchangingModule[Any]) -> None:
+        self._note_writes = module.note_writes
+        super().__init__(list(optimizer._optims))
+
+    @property
+    def state(self) -> Mapping[torch.Tensor, Any]:
+        """The states by parameter, which may be written to until the next step."""
+        self._note_writes()
+        return super().state
 
 
 def reasons_to_fall_back(

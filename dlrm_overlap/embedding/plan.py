@@ -210,8 +210,7 @@ class Unsharded:
             capacity_bytes: the room for tables on all GPUs; None on CPUs, which have no other memory.
 
         Raises:
-            InputError: if `embedding.memory` has not one value, nor one a table, or one of a table that cannot be
-                cached.
+            InputError: if `embedding.memory` has not one value, nor one a table.
         """
         config, names = self._config, [table.name for table in self.tables]
         memory = [config.memory] * len(names) if isinstance(config.memory, str) else config.memory
@@ -220,19 +219,13 @@ class Unsharded:
                 f"embedding.memory: {len(memory)} values for {len(names)} tables; give one value, or one a table"
             )
         asked = {name for name, each in zip(names, memory, strict=True) if each == "cached"}
-        if refused := sorted(asked & self.unpooled) if isinstance(config.memory, list) else []:
-            raise InputError(
-                f"embedding.memory: cached for table {refused[0]}, whose rows are not pooled, and only pooled tables "
-                f"are cached; set gpu for it"
-            )
-        left_out = self.unpooled | self.replicated
-        cached = asked - left_out
+        cached = asked - self.replicated
         if capacity_bytes is None:
             return cached
         sizes = {table.name: float(_table_bytes(table, config.optimizer)) for table in self.tables}
         held = {table.name: _held_share(table, config) for table in self.tables}
         needed = sum(sizes[name] * (held[name] if name in cached else 1.0) for name in names)
-        may = [name for name, each in zip(names, memory, strict=True) if each == "auto" and name not in left_out]
+        may = [name for name, each in zip(names, memory, strict=True) if each == "auto" and name not in self.replicated]
         for name in sorted(may, key=lambda each: (-sizes[each], each)):
             if needed <= capacity_bytes:
                 break

@@ -14,7 +14,6 @@ from torchrec.distributed.embeddingbag import (
 )
 from torchrec.distributed.types import Awaitable, LazyAwaitable, NoWait
 from torchrec.modules.embedding_configs import PoolingType
-from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from dlrm_overlap.backends import BACKENDS
@@ -52,16 +51,12 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
     ) -> None:
         """Take TorchRec's arguments, how to exchange, the order of the output, and `cached` tables."""
         super().__init__(*args, **kwargs)
-        self._output_order, self.cached = output_order, cached
-        self._begin(options)
-        if cached:
-            self.register_state_dict_pre_hook(lambda *_: self.note_writes())
+        self._output_order = output_order
+        self._begin(options, cached)
         self._set_up()
 
     def _set_up(self) -> None:
         """Make the exchange, and order the output."""
-        if self.cached:
-            self._optim = _TableOptimizer(self._optim, self)
         self._set_up_exchange(len(self._embedding_bag_configs))
         self._order_output(Layout([], [], 1) if self.exchange is None else self.exchange.layout)
 
@@ -256,11 +251,6 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
         values = pooled.values() / torch.cat([divisors[name] for name in pooled.keys()], dim=1)  # noqa: SIM118
         return KeyedTensor(pooled.keys(), pooled.length_per_key(), values)
 
-    def note_writes(self) -> None:
-        """Store rows that are in caches to their tables, which may be read, and written to, until the next step."""
-        if self.exchange is not None:
-            self.exchange.note_writes()
-
     def update_shards(self, *args: Any, **kwargs: Any) -> None:
         """Reshard as TorchRec does, then lay out the exchange anew."""
         if self.exchange is not None:
@@ -268,20 +258,6 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
             self.exchange = None
         super().update_shards(*args, **kwargs)
         self._set_up()
-
-
-class _TableOptimizer(CombinedOptimizer):
-    """The optimizer of a module's tables; states that are read are at home, those of rows in a cache, too."""
-
-    def __init__(self, optimizer: CombinedOptimizer, module: OverlapShardedEmbeddingBagCollection) -> None:
-        self._note_writes = module.note_writes
-        super().__init__(list(optimizer._optims))
-
-    @property
-    def state(self) -> Mapping[torch.Tensor, Any]:
-        """The states by parameter, which may be written to until the next step."""
-        self._note_writes()
-        return super().state
 
 
 class _Part(Awaitable[torch.Tensor]):

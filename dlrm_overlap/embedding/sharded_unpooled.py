@@ -1,6 +1,7 @@
 """The drop-in's sharded module of an unpooled collection: TorchRec's own, whose shards an `UnpooledExchange` serves."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from itertools import chain, pairwise
 from typing import Any
 
@@ -26,11 +27,7 @@ from dlrm_overlap.embedding.layout import RowRange
 from dlrm_overlap.embedding.options import ExchangeOptions
 from dlrm_overlap.embedding.own_batches import with_bags_of_samples
 from dlrm_overlap.embedding.sequences import SequencesAwaitable, to_sequences
-from dlrm_overlap.embedding.shardings import (
-    first_features,
-    groups_of,
-    tables_in_order,
-)
+from dlrm_overlap.embedding.shardings import first_features, groups_of, tables_in_order
 from dlrm_overlap.embedding.unpooled import UnpooledExchange
 
 _WORTH = 0.9  # share of a batch's ids that are distinct, up to which they are found under dedup auto
@@ -62,15 +59,16 @@ class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], Shar
 
     _kind = "unpooled tables"
 
-    def __init__(self, *args: Any, options: ExchangeOptions, dedup: bool | str, **kwargs: Any) -> None:
-        """Take TorchRec's arguments, how to exchange, and whether each distinct id of a batch travels once."""
+    def __init__(
+        self, *args: Any, options: ExchangeOptions, dedup: bool | str, cached: Mapping[str, float], **kwargs: Any
+    ) -> None:
+        """Take TorchRec's arguments, how to exchange, whether each distinct id travels once, and `cached` tables."""
         super().__init__(*args, **kwargs)
         self.dedup = dedup
         """True, False or auto; of an exchange that takes ids True or False"""
-        self._dedups = dedup is not False
-        """whether this rank finds distinct ids, where TorchRec sends them"""
-        self._is_measured = dedup != "auto"
-        self._begin(options)
+        self._dedups = None if dedup == "auto" else bool(dedup)
+        """whether this rank finds distinct ids, where TorchRec sends them; None until it has measured a batch"""
+        self._begin(options, cached)
         self._configs = {config.name: config for config in self._embedding_configs}
         self.unpooled_features = {name for config in self._embedding_configs for name in config.feature_names}
         names = get_embedding_names_by_table(self._embedding_configs)
@@ -121,7 +119,7 @@ class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], Shar
         found = {table.name for i in numbers for table in every[i].embedding_tables()}
         return [name for name in self._configs if name in found]
 
-    def _distinct_of(self, tables: Sequence[str], ranges: Iterable[RowRange] = ()) -> DistinctIds:
+    def _distinct_of(self, tables: Sequence[str], ranges: Collection[RowRange] = ()) -> DistinctIds:
         """Return the finder of the distinct ids of some tables, or of ranges of their rows."""
         sequences = [
             NamedSequence(name, feature, number)
@@ -129,8 +127,8 @@ class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], Shar
             for name, feature in zip(self._names[table], self._configs[table].feature_names, strict=True)
         ]
         assert self._device is not None
-        rows, firsts = [self._configs[table].num_embeddings for table in tables], list(ranges)
-        firsts = [[each.first for each in firsts if each.table == table] for table in tables] if firsts else []
+        rows = [self._configs[table].num_embeddings for table in tables]
+        firsts = [[each.first for each in ranges if each.table == table] or [0] for table in tables]
         return DistinctIds(sequences, rows, self._device, firsts)
 
     def take_ids(
@@ -189,7 +187,7 @@ class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], Shar
         assert self.exchange is not None
         assert self._all_distinct is not None
         rows, rooms = self.exchange.start_sent_rows(features), self.exchange.rooms_of(features)
-        make = to_sequences(self._all_distinct, features, rooms, self._need_indices)
+        make = partial(to_sequences, self._all_distinct, features, rooms, self._need_indices)
         return SequencesAwaitable(rows, make, None, self._output_names)
 
     @property
@@ -233,10 +231,10 @@ class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], Shar
         """Return the distinct ids, the first one of each table, and the slots of a table; reads numbers back."""
         assert self._distinct is not None
         rooms = self._distinct.rooms_of(features)
-        batch = self._distinct.sort(features, rooms, self._dedups)
+        batch = self._distinct.sort(features, rooms, self._dedups is not False)
         begins = batch.first_run.tolist()
-        if not self._is_measured and sum(rooms):
-            self._is_measured, self._dedups = True, begins[-1] <= _WORTH * sum(rooms)
+        if self._dedups is None and sum(rooms):
+            self._dedups = begins[-1] <= _WORTH * sum(rooms)
         slots = _rounded(max(end - begin for begin, end in pairwise(begins)))
         blocks = SlotBlocks(slots, (1,) * (len(begins) - 1))  # TorchRec's features are fixed
         ctx.distinct, ctx.features, ctx.rooms = self._distinct.place(batch, blocks), features, rooms
@@ -275,8 +273,8 @@ class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], Shar
         assert ctx.features is not None
         batch_sizes = ctx.sharding_contexts[self._exchanged[0]].batch_size_per_rank
         inputs = [_features_of(input[i], self._arriving[i]) for i in self._exchanged]
-        rows = self.exchange.start_rows(inputs, batch_sizes, ctx.distinct)
-        make = to_sequences(self._distinct, ctx.features, ctx.rooms, self._need_indices)
+        rows = partial(self.exchange.rows_of, self.exchange.start(inputs, batch_sizes), ctx.distinct)
+        make = partial(to_sequences, self._distinct, ctx.features, ctx.rooms, self._need_indices)
         return SequencesAwaitable(rows, make, self._start_others(ctx, input), self._output_names)
 
     def _start_others(self, ctx: SlotsContext, input: KJTList) -> LazyAwaitable[dict[str, JaggedTensor]] | None:

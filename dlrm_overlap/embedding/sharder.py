@@ -136,18 +136,7 @@ class OverlapEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
         Raises:
             InputError: if a shard's columns are no multiple of 4, or, on every rank, if ranks have unlike plans.
         """
-        check_columns(params)
-        require_same_plan(params, env)
-        # The replicas of 2D parallelism are averaged where FBGEMM keeps the rows.
-        caches = self._caches and not isinstance(env, ShardingEnv2D)
-        cached = cached_shares(params) if caches else {}
-        if cached:
-            params = {
-                name: replace(each, compute_kernel=EmbeddingComputeKernel.FUSED_UVM.value, cache_params=None)
-                if name in cached
-                else each
-                for name, each in params.items()
-            }
+        params, cached = _checked(params, env, self.options)
         return OverlapShardedEmbeddingBagCollection(
             module,
             params,
@@ -161,11 +150,6 @@ class OverlapEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
             output_order=self.output_order,
             cached=cached,
         )
-
-    @property
-    def _caches(self) -> bool:
-        """Whether the exchange caches rows; otherwise such tables stay with TorchRec, and FBGEMM caches them."""
-        return BACKENDS[self.options.backend].stores_to_peers and self.options.resolved_backward == "push"
 
     @property
     def sharded_module_type(self) -> type[OverlapShardedEmbeddingBagCollection]:
@@ -244,8 +228,7 @@ class OverlapEmbeddingCollectionSharder(EmbeddingCollectionSharder):
         Raises:
             InputError: if a shard's columns are no multiple of 4, or, on every rank, if ranks have unlike plans.
         """
-        check_columns(params)
-        require_same_plan(params, env)
+        params, cached = _checked(params, env, self.options)
         return OverlapShardedEmbeddingCollection(
             module,
             params,
@@ -257,12 +240,35 @@ class OverlapEmbeddingCollectionSharder(EmbeddingCollectionSharder):
             module_fqn=module_fqn,
             options=self.options,
             dedup=self.dedup,
+            cached=cached,
         )
 
     @property
     def sharded_module_type(self) -> type[OverlapShardedEmbeddingCollection]:
         """Return the type of the modules that `shard` returns."""
         return OverlapShardedEmbeddingCollection
+
+
+def _checked(
+    params: dict[str, ParameterSharding], env: ShardingEnv, options: ExchangeOptions
+) -> tuple[dict[str, ParameterSharding], dict[str, float]]:
+    """Check a module's plan; a collective.
+
+    Returns:
+        The plan, with tables that the exchange caches in the host's memory, and the shares of their rows in a cache.
+        Where the exchange caches none, such tables stay with TorchRec, and FBGEMM caches them.
+
+    Raises:
+        InputError: see `check_columns` and `require_same_plan`.
+    """
+    check_columns(params)
+    require_same_plan(params, env)
+    # The replicas of 2D parallelism are averaged where FBGEMM keeps the rows.
+    caches = BACKENDS[options.backend].stores_to_peers and options.resolved_backward == "push"
+    cached = cached_shares(params) if caches and not isinstance(env, ShardingEnv2D) else {}
+    kernel = EmbeddingComputeKernel.FUSED_UVM.value
+    at_home = {name: replace(params[name], compute_kernel=kernel, cache_params=None) for name in cached}
+    return params | at_home, cached
 
 
 def _check_known(name: str, value: str, known: Sequence[str]) -> None:

@@ -201,7 +201,7 @@ class LocalTables:
                 for (lookup, table), fraction in sorted(self.fractions.items())
                 if lookup == number and self._weights[number][table].shape[0]
             }
-            made = make_caches(homes, device) if homes else {}
+            made = make_caches(homes, device)
             self._cached |= {(number, table): cached for table, cached in made.items()}
         for cache in dict.fromkeys(cached.cache for cached in self._cached.values()):
             held = [self._cached.get((shard.lookup, shard.table)) for shard in shards]

@@ -6,14 +6,13 @@ forward       rows, each once, in the slots of the window <------- each owner st
 backward      gradients summed by slot --------------------------> owners, which add those of all ranks, and update
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.comm.order import uncompiled
@@ -51,7 +50,7 @@ class UnpooledExchange(Exchange):
         """the tables in the order of the output"""
         self._sums = RowSums(dim, self.device) if self.device.type == "cuda" else None
         self._batch_bound: BatchBound | None = None
-        self._distinct: DistinctIds | None = None
+        self._distinct: DistinctIds
         self._dedup = True
         self._is_counted = False  # whether the distinct ids of the batches are within the bound's
         self.table_layout = layout
@@ -96,7 +95,6 @@ class UnpooledExchange(Exchange):
 
     def take_bound(self, bound: BatchBound) -> None:
         """From now on, take ids of another bound; a collective, of ranks that are through with their steps."""
-        assert self._distinct is not None
         self._batch_bound, most = bound, self._most_slots(bound)
         self._blocks = SlotBlocks.of(list(most.values()))
         features = self._blocks.by_feature(most)
@@ -109,7 +107,6 @@ class UnpooledExchange(Exchange):
 
     def _most_slots(self, bound: BatchBound) -> dict[str, int]:
         """Return the most slots that a batch fills, by name of `row_ranges`."""
-        assert self._distinct is not None
         ids = dict.fromkeys(self.names, 0)
         for sequence, room in zip(self._distinct.sequences, self._most(bound), strict=True):
             ids[self.names[sequence.table]] += room
@@ -122,12 +119,10 @@ class UnpooledExchange(Exchange):
 
     def _most(self, bound: BatchBound) -> list[int]:
         """Return the most ids of each sequence."""
-        assert self._distinct is not None
         return bound.capacity([sequence.feature for sequence in self._distinct.sequences])
 
     def rooms_of(self, features: KeyedJaggedTensor) -> list[int]:
         """Return the room for the ids of each sequence in a batch, where this exchange takes ids."""
-        assert self._distinct is not None
         assert self._batch_bound is not None
         return self._distinct.rooms_of(features, self._most(self._batch_bound))
 
@@ -164,7 +159,6 @@ class UnpooledExchange(Exchange):
     @fails_for_good
     def _send(self, features: KeyedJaggedTensor, count: torch.Tensor | None) -> ArrivedIds:
         assert self._ids is not None
-        assert self._distinct is not None
         rooms = self.rooms_of(features)
         values = features.values()
         if values.dtype == torch.int64:  # ids that no int32 holds stay outside every table
@@ -172,32 +166,25 @@ class UnpooledExchange(Exchange):
         slots = self._blocks.slots
         distinct = self._keep(self._distinct.place(self._distinct.sort(features, rooms, self._dedup), self._blocks))
         bags = KeyedJaggedTensor(list(self._ids.keys), distinct.values, lengths=distinct.lengths, stride=slots)
-        ids = self._require(slots).ids
-        assert ids is not None
-        return ids.send(bags, slots)._replace(distinct=distinct)
+        return super()._send(bags, None)._replace(distinct=distinct)
 
-    def start_rows(
-        self, inputs: Sequence[KeyedJaggedTensor], batch_sizes: Sequence[int], distinct: Distinct
-    ) -> "RowsAwaitable":
-        """Start a step whose ids TorchRec has brought, see `start`; `batch_sizes` counts the slots of each rank.
-
-        Args:
-            distinct: of this rank's samples.
-
-        Returns:
-            An awaitable of the rows [P, D] of the ids of this rank's samples, see `Distinct.places`.
-        """
-        return RowsAwaitable(self, self.start(inputs, batch_sizes), distinct)
-
-    def start_sent_rows(self, features: KeyedJaggedTensor) -> "RowsAwaitable":
-        """Start the step of `features`, see `start_sent` and `start_rows`."""
+    def start_sent_rows(self, features: KeyedJaggedTensor) -> Callable[[], torch.Tensor]:
+        """Start the step of `features`, see `start_sent`; the result waits for its rows, see `rows_of`."""
         if not self._sent:
             self.send_ids(features)
         distinct = self._sent[0][1].distinct
         awaitable = self.start_sent(features)
         assert distinct is not None
         awaitable.samples = None
-        return RowsAwaitable(self, awaitable, distinct)
+        return partial(self.rows_of, awaitable, distinct)
+
+    @uncompiled
+    def rows_of(self, slots: PooledAwaitable, distinct: Distinct) -> torch.Tensor:
+        """Wait for the slots of a step, and return the rows [P, D] of the ids of this rank's samples, see `Distinct`.
+
+        They are of the options' `output_dtype`. Of a step whose ids TorchRec has brought, `start` counted slots.
+        """
+        return ExpandRows.apply(slots.wait(), self, distinct)  # type: ignore[no-any-return]
 
     def expand(self, rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         """Return the rows that the places name, and zeros where there is none; of the options' `output_dtype`."""
@@ -235,18 +222,3 @@ class ExpandRows(torch.autograd.Function):
         exchange = ctx.exchange
         sums = exchange.sum(gradient, ctx.distinct, ctx.shape.numel() // exchange.dim)
         return sums.view(ctx.shape).to(ctx.dtype), None, None
-
-
-class RowsAwaitable(Awaitable[torch.Tensor]):
-    """The rows of the ids of a step under way."""
-
-    def __init__(self, exchange: UnpooledExchange, slots: PooledAwaitable, distinct: Distinct) -> None:
-        super().__init__()
-        self._exchange, self._slots, self._distinct = exchange, slots, distinct
-
-    @uncompiled
-    def wait(self) -> torch.Tensor:
-        """Return [P, D], of the options' `output_dtype`; P as in `Distinct`."""
-        return ExpandRows.apply(self._slots.wait(), self._exchange, self._distinct)  # type: ignore[no-any-return]
-
-    _wait_impl = wait

@@ -31,9 +31,8 @@ def run_doctor() -> int:
 
 def _findings() -> Iterator[Finding]:
     inside = (3, 11) <= sys.version_info[:2] <= (3, 12)
-    yield Finding(
-        "ok" if inside else "wrong", "Python", platform.python_version(), "" if inside else "use Python 3.11 or 3.12"
-    )
+    cure = "" if inside else "use Python 3.11 or 3.12"
+    yield Finding("ok" if inside else "wrong", "Python", platform.python_version(), cure)
     torch_finding = stack.check_torch()
     yield torch_finding
     if torch_finding.status != "missing":  # without torch neither can be judged
@@ -42,22 +41,16 @@ def _findings() -> Iterator[Finding]:
         if all(finding.status == "ok" for finding in (torch_finding, *libraries)):
             yield stack.check_tried()
     for name in ("numpy", "tensorboard"):
-        yield _package(name)
+        version = stack.version_of(name)
+        cure = "" if version else f"pip install {name}"
+        yield Finding("ok" if version else "missing", name, version or "not installed", cure)
     if torch_finding.status == "ok":
         import torch
 
         yield from _gpus()
-        if torch.cuda.is_available():
-            yield _compiler()
-        yield _symmetric_memory()
+        yield _compiler() if torch.cuda.is_available() else _shared_memory()
         yield _reach()
     yield _mpi()
-
-
-def _package(name: str) -> Finding:
-    if version := stack.version_of(name):
-        return Finding("ok", name, version)
-    return Finding("missing", name, "not installed", f"pip install {name}")
 
 
 def _gpus() -> Iterator[Finding]:
@@ -75,13 +68,13 @@ def _gpus() -> Iterator[Finding]:
         memory = f"{p.total_memory / 2**30:.0f} GiB"
         yield Finding("ok", f"GPU {index}", f"{p.name}, {memory}, compute capability {p.major}.{p.minor}")
     if count > 1:
-        apart = _pairs_without_peer_access()
-        links = _link_kinds()
+        pairs = itertools.permutations(range(count), 2)
+        apart = ", ".join(f"{a}-{b}" for a, b in pairs if not torch.cuda.can_device_access_peer(a, b))
         if apart:
-            detail = f"no peer access between GPUs {', '.join(f'{a}-{b}' for a, b in apart)}{links}"
-            yield Finding("wrong", "links", detail, "nvidia-smi topo -p2p r tells why", needed=False)
+            cure = "nvidia-smi topo -p2p r tells why; pgas and fused send messages between them, which is slower"
+            yield Finding("wrong", "links", f"no peer access between GPUs {apart}{_link_kinds()}", cure, needed=False)
         else:
-            yield Finding("ok", "links", f"peer access between all GPUs{links}")
+            yield Finding("ok", "links", f"peer access between all GPUs{_link_kinds()}")
 
 
 def _compiler() -> Finding:
@@ -98,13 +91,6 @@ def _compiler() -> Finding:
     return Finding("missing", "C compiler", detail, cure, needed=False)
 
 
-def _pairs_without_peer_access() -> list[tuple[int, int]]:
-    import torch
-
-    pairs = itertools.permutations(range(torch.cuda.device_count()), 2)
-    return [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]
-
-
 def _link_kinds() -> str:
     """Return the kinds of links that nvidia-smi shows, such as ", NV18" or ", NV12 PHB SYS", or an empty string."""
     rows = [line.split() for line in output_of("nvidia-smi", "topo", "-m").splitlines() if line.startswith("GPU")]
@@ -112,16 +98,7 @@ def _link_kinds() -> str:
     return f", {' '.join(sorted(kinds))}" if kinds else ""
 
 
-def _symmetric_memory() -> Finding:
-    import torch
-
-    if torch.cuda.is_available():
-        if _pairs_without_peer_access():
-            cure = "GPUs without it exchange messages under pgas and fused, which is slower"
-            return Finding("wrong", "symmetric memory", "needs peer access between all GPUs", cure, needed=False)
-        from torch.distributed import _symmetric_memory
-
-        return Finding("ok", "symmetric memory", f"{_symmetric_memory.__name__}, all GPUs reach each other")
+def _shared_memory() -> Finding:
     shared = Path("/dev/shm")
     if not shared.is_dir():
         return Finding("missing", "shared memory", f"no {shared}", "mount a tmpfs there", needed=False)

@@ -7,19 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from dlrm_overlap.config import InputError
-from dlrm_overlap.launching.lifetime import LAUNCHER_PID
 
 LOOPBACK = "127.0.0.1"
 NPROC_MARKER = "DLRM_OVERLAP_NPROC"  # set by `spawn` in its workers
 _SLURM_PORTS = range(20000, 32000)  # below the ports that Linux hands out itself
-
-
-# Of each source, the variables that are the same on all ranks of a launch, and others on those of another.
-_LAUNCH_NAMES = {
-    "nproc": (LAUNCHER_PID,),
-    "torchrun": ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
-    "slurm": ("SLURM_JOB_ID", "SLURM_STEP_ID"),
-}
 
 
 @dataclass(frozen=True)
@@ -55,11 +46,6 @@ class World:
                     f"{self.source} launch: {prefix}RANK {rank} must lie in 0 .. {prefix}WORLD_SIZE - 1, and "
                     f"{prefix}WORLD_SIZE is {size}; correct what starts the ranks"
                 )
-        if self.local_world_size > self.world_size:
-            raise InputError(
-                f"{self.source} launch: LOCAL_WORLD_SIZE {self.local_world_size} exceeds WORLD_SIZE "
-                f"{self.world_size}; correct what starts the ranks"
-            )
         if self.world_size > 1 and not (self.master_addr and 0 < self.master_port < 1 << 16):
             raise InputError(
                 f"{self.source} launch: {self.world_size} ranks cannot meet at {self.master_addr or 'no host'}:"
@@ -204,11 +190,6 @@ def _from_slurm(environ: Mapping[str, str], rank: int, size: int) -> World:
         port = _SLURM_PORTS[(16 * job + step) % len(_SLURM_PORTS)]
     node, local = _integer(environ, "SLURM_NODEID", "srun"), _integer(environ, "SLURM_LOCALID", "srun")
     return World(rank, local, size, tasks[node], address, port, "slurm")
-
-
-def launch_name(world: World, environ: Mapping[str, str] = os.environ) -> str:
-    """Return a text that is the same on all ranks of one launch, and, where the launcher has names, on no others."""
-    return " ".join([world.source, *(environ.get(name, "") for name in _LAUNCH_NAMES.get(world.source, ()))])
 
 
 def announced_rank(environ: Mapping[str, str] = os.environ) -> int | None:

@@ -174,6 +174,9 @@ def read_tree(tree: Any, section: type, path: Path | str, prefix: str = "") -> d
         if dataclasses.is_dataclass(kinds[name]):
             found |= read_tree(value, kinds[name], path, f"{key}.")
             continue
+        if get_origin(kinds[name]) is Mapping:
+            found[key] = _read_members(value or {}, get_args(kinds[name])[1], path, key)
+            continue
         try:
             found[key] = convert(kinds[name], value)
         except ValueError:
@@ -183,6 +186,18 @@ def read_tree(tree: Any, section: type, path: Path | str, prefix: str = "") -> d
                 rule = f"{in_one_line(str(value))} is not {words_of(kinds[name])}; see --help"
             raise InputError(f"{path}: {key}: {rule}") from None
     return found
+
+
+def _read_members(tree: Any, member: type, path: Path | str, key: str) -> dict[str, Any]:
+    """Return sections of keys of the dataclass `member` by their names, which are the user's own."""
+    if not isinstance(tree, dict):
+        raise InputError(f"{path}: {key}: {tree!r} must be sections by name, each with its keys")
+    made = {}
+    for name, keys in tree.items():
+        prefix = f"{key}.{name}."
+        values = read_tree(keys or {}, member, path, prefix)
+        made[str(name)] = member(**{each.removeprefix(prefix): value for each, value in values.items()})
+    return made
 
 
 def suggest(name: str, known: Sequence[str]) -> str:

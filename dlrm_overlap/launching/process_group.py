@@ -7,13 +7,13 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from dlrm_overlap.config import InputError
 from dlrm_overlap.launching.environment import code_digest
-from dlrm_overlap.launching.launcher import World, launch_name
+from dlrm_overlap.launching.launcher import World
 from dlrm_overlap.launching.watch import Progress, Watch
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def init_process_group(
 ) -> None:
     """Make the default process group: gloo for CPU tensors, and NCCL, connected at once, where `device` is a GPU.
 
-    Before ranks connect they compare `facts`, their number, their launch and this package's code. Sets the current CUDA
+    Before ranks connect they compare `facts`, their number and this package's code. Sets the current CUDA
     device, and makes a stream of priority -1 the current one: the default stream has the lowest priority there is, so
     no kernel could give way to it. A world of one needs no address. Where the ranks meet at a loopback address, all
     that listens does so there.
@@ -99,15 +99,13 @@ def init_process_group(
         os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")  # nor may collectives wait for kernels that give way
         backend, device_id = "cpu:gloo,cuda:nccl", device
     timeout = timedelta(seconds=LAST_RESORT * wait_timeout_s + _LAST_RESORT_S)
-    if world.world_size == 1:
-        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
-        with _naming_the_cure(world, timeout_s):
-            dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout, device_id=device_id)
-        return
     with _naming_the_cure(world, timeout_s):
-        _choose_interface(world)
-        store = _open_store(world, timeout_s)
-        _compare(store, world, dict(facts or {}))
+        if world.world_size == 1:
+            store: Store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+        else:
+            _choose_interface(world)
+            store = _open_store(world, timeout_s)
+            _compare(store, world, dict(facts or {}))
         dist.init_process_group(
             backend,
             store=store,
@@ -126,7 +124,7 @@ def _compare(store: "Store", world: World, facts: dict[str, Any]) -> None:
     Raises:
         InputError: on all ranks of the run, if one differs; and on a second process that is the same rank.
     """
-    facts |= {"WORLD_SIZE": world.world_size, "launch": launch_name(world), "code": code_digest()}
+    facts |= {"WORLD_SIZE": world.world_size, "code": code_digest()}
     rank, others = world.rank, range(1, world.world_size)
     if store.add(f"meet/came/{rank}", 1) > 1:
         raise InputError(
@@ -167,12 +165,12 @@ def _unlike(differs: str) -> InputError:
 
 
 def _choose_interface(world: World) -> None:
-    """Have gloo and NCCL listen where the ranks meet, if they would take another interface by themselves."""
+    """Have gloo listen where this host reaches rank 0, and gloo and NCCL on loopback alone if the ranks meet there."""
     if _is_loopback(world):
         if any(name == _LOOPBACK_INTERFACE for _, name in socket.if_nameindex()):
             for library in ("GLOO", "NCCL"):  # which would take the interface of the host's name
                 os.environ.setdefault(f"{library}_SOCKET_IFNAME", _LOOPBACK_INTERFACE)
-    elif not _gloo_is_reached() and (interface := _interface_to(world)):
+    elif interface := _interface_to(world):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
 
@@ -196,57 +194,45 @@ def _naming_the_cure(world: World, timeout_s: float) -> Iterator[None]:
             f"a host and a free port that all reach"
         ) from None
     except RuntimeError as error:
-        named = os.environ.get("GLOO_SOCKET_IFNAME", "not set")
-        if "Unable to find address for" in str(error):
-            raise InputError(
-                f"GLOO_SOCKET_IFNAME: {named} is no interface with an address on this host, which has "
-                f"{', '.join(name for _, name in socket.if_nameindex())}; set it to one of these, or unset it"
-            ) from None
-        if "connectFullMesh" not in str(error):
+        if not any(text in str(error) for text in ("Unable to find address for", "connectFullMesh")):
             raise
+        named = os.environ.get("GLOO_SOCKET_IFNAME", "not set")
         raise InputError(
-            f"{world.source} launch: the ranks meet at {address}:{world.master_port}, but gloo cannot connect them "
-            f"({str(error).splitlines()[0]}); GLOO_SOCKET_IFNAME is {named}: set it on each host to the interface by "
-            f"which the others reach it"
+            f"{world.source} launch: gloo cannot connect the ranks ({str(error).splitlines()[0]}); GLOO_SOCKET_IFNAME "
+            f"is {named}: set it on each host to the interface by which the others reach it, of "
+            f"{', '.join(name for _, name in socket.if_nameindex())} here"
         ) from None
 
 
-def watch_ranks(
-    world: World, timeout_s: float, progress: Progress, is_asked: Callable[[], bool] = lambda: False
-) -> Watch | None:
+def watch_ranks(world: World, timeout_s: float, progress: Progress) -> Watch | None:
     """Watch this thread's progress together with the other ranks; None in a world of one. The process group exists."""
     if world.world_size == 1:
         return None
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
     store = TCPStore(world.master_addr, world.master_port, is_master=False, wait_for_workers=False)
-    return Watch(_of_this_start(store), world.rank, world.world_size, timeout_s, progress, is_asked)
+    return Watch(_of_this_start(store), world.rank, world.world_size, timeout_s, progress)
 
 
 def _open_store(world: World, timeout_s: float) -> "Store":
     """Return the store of all ranks, which rank 0 serves unless torchrun's agent does already."""
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-    timeout = timedelta(seconds=timeout_s)
-    serves = world.rank == 0 and not _is_agents()
-    if not (serves and _is_loopback(world)):
-        # Ranks wait for each other in `_compare`, where those of another number of ranks are named.
-        store = TCPStore(
-            world.master_addr, world.master_port, world.world_size, serves, timeout, wait_for_workers=False
-        )
-        return _of_this_start(store)
-    family, _, _, _, address = _addresses(world)[0]
-    listener = socket.create_server(address[:2], family=family, backlog=1024)
-    # The store takes the descriptor over.
-    return TCPStore(
+    serves, listener = world.rank == 0 and not _is_agents(), None
+    if serves and _is_loopback(world):
+        family, _, _, _, address = _addresses(world)[0]
+        listener = socket.create_server(address[:2], family=family, backlog=1024).detach()  # the store takes it over
+    # Ranks wait for each other in `_compare`, where those of another number of ranks are named.
+    store = TCPStore(
         world.master_addr,
         world.master_port,
         world.world_size,
-        is_master=True,
-        timeout=timeout,
+        is_master=serves,
+        timeout=timedelta(seconds=timeout_s),
         wait_for_workers=False,
-        master_listen_fd=listener.detach(),
+        master_listen_fd=listener,
     )
+    return _of_this_start(store)
 
 
 def _is_agents() -> bool:
@@ -267,19 +253,6 @@ def _addresses(world: World) -> list[tuple[Any, ...]]:
 
 def _is_loopback(world: World) -> bool:
     return all(ipaddress.ip_address(found[4][0]).is_loopback for found in _addresses(world))
-
-
-def _gloo_is_reached() -> bool:
-    """Return whether gloo, left to itself, listens where other hosts reach it.
-
-    It takes the first address of this host's name that is this host's, and loopback where there is none.
-    """
-    with contextlib.suppress(OSError):
-        for family, kind, _, _, address in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM):
-            with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
-                probe.bind(address)
-                return not ipaddress.ip_address(address[0]).is_loopback
-    return False
 
 
 def _interface_to(world: World) -> str | None:
@@ -316,13 +289,16 @@ def shutdown() -> None:
 
 def finalise_mpi() -> None:
     """Finalise MPI, if it runs; a collective. A rank that ends without it has failed for mpirun."""
-    mpi = sys.modules.get("mpi4py.MPI")
-    if mpi and mpi.Is_initialized() and not mpi.Is_finalized():
+    if mpi := _running_mpi():
         mpi.Finalize()
 
 
 def abandon(code: int) -> None:
     """Have MPI, if it runs, end the other ranks: not every mpirun does so when a rank ends without MPI_Finalize."""
-    mpi = sys.modules.get("mpi4py.MPI")
-    if mpi and mpi.Is_initialized() and not mpi.Is_finalized():
+    if mpi := _running_mpi():
         mpi.COMM_WORLD.Abort(code)
+
+
+def _running_mpi() -> Any:
+    mpi = sys.modules.get("mpi4py.MPI")
+    return mpi if mpi and mpi.Is_initialized() and not mpi.Is_finalized() else None

@@ -4,7 +4,6 @@ import importlib.metadata
 import importlib.util
 import logging
 import re
-import sys
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -67,8 +66,6 @@ def check_torch() -> Finding:
 
 def check_fbgemm() -> Finding:
     """Return whether FBGEMM is there, is of torch's release, and has operators for this machine's devices."""
-    import torch
-
     wanted, name = _stack_of_torch(), _FBGEMM_NAMES[_build()]
     cure = f"pip install {name}=={wanted.fbgemm}" if wanted else f"pip install {name} of the release for this torch"
     if not importlib.util.find_spec("fbgemm_gpu"):
@@ -76,7 +73,7 @@ def check_fbgemm() -> Finding:
     versions = fbgemm_versions()
     for found, version in versions.items():
         if wanted and _as_numbers(version) != _as_numbers(wanted.fbgemm):
-            return Finding("wrong", "FBGEMM", f"{found} {version} does not match torch {torch.__version__}", cure)
+            return _mismatch("FBGEMM", f"{found} {version}", cure)
     if error := _load_fbgemm():
         cure = f"pip uninstall -y {' '.join(_FBGEMM_NAMES.values())}; {cure}"
         if any(library in error for library in _DRIVER_LIBRARIES):
@@ -87,39 +84,31 @@ def check_fbgemm() -> Finding:
 
 def check_torchrec() -> Finding:
     """Return whether TorchRec is there, is of torch's release, and has its dependencies."""
-    import torch
-
     wanted, version = _stack_of_torch(), version_of("torchrec")
     # Without its dependencies: among them is the CUDA fbgemm-gpu, which would overwrite fbgemm-gpu-cpu.
     cure = f"pip install --no-deps torchrec{f'=={wanted.torchrec}' if wanted else ''}"
     if version is None:
         return Finding("missing", "TorchRec", "not installed", cure)
     if wanted and _as_numbers(version) != _as_numbers(wanted.torchrec):
-        return Finding("wrong", "TorchRec", f"{version} does not match torch {torch.__version__}", cure)
+        return _mismatch("TorchRec", version, cure)
     needs = [line for line in importlib.metadata.requires("torchrec") or [] if "extra ==" not in line]
     names = [re.split(r"[^\w.-]", line, maxsplit=1)[0] for line in needs]
-    absent = [name for name in names if not name.startswith("fbgemm") and version_of(name) is None]
-    if absent:
+    if absent := [name for name in names if not name.startswith("fbgemm") and version_of(name) is None]:
         return Finding("wrong", "TorchRec", f"{version} needs {', '.join(absent)}", f"pip install {' '.join(absent)}")
     return Finding("ok", "TorchRec", version)
 
 
 def check_tried() -> Finding:
     """Return whether torch, FBGEMM, TorchRec and Triton have versions that were tried together."""
+    build = _build()
     fbgemm = next(iter(fbgemm_versions().values()), None)
     found = [version_of("torch"), fbgemm, version_of("torchrec"), version_of("triton")]
     public = [version and version.partition("+")[0] for version in found]
-    for build, tried in STACKS.items():
-        if public == list(tried):
-            where = "GPUs" if build == "cuda" else "a CPU"
-            return Finding("ok", "versions", f"these and triton {tried.triton} were tried together, on {where}")
-    tried = STACKS[_build()]
-    others = ", ".join(
-        f"{package} {there or 'missing'} (tried: {version})"
-        for package, there, version in zip(Stack._fields, public, tried, strict=True)
-        if there != version
-    )
-    return Finding("wrong", "versions", f"not tried together: {others}", _command(_build()), needed=False)
+    rows = list(zip(Stack._fields, public, STACKS[build], strict=True))
+    if others := [f"{name} {there or 'missing'} (tried: {tried})" for name, there, tried in rows if there != tried]:
+        detail = f"not tried together: {', '.join(others)}"
+        return Finding("wrong", "versions", detail, _command(build), needed=False)
+    return Finding("ok", "versions", f"these and triton {STACKS[build].triton} were tried together")
 
 
 def version_of(name: str) -> str | None:
@@ -142,11 +131,8 @@ def nccl_version() -> str | None:
 
 
 def fbgemm_versions() -> dict[str, str]:
-    """Return FBGEMM's distributions and their versions, or, where it is only on PYTHONPATH, its own version."""
-    versions = {name: version for name in _FBGEMM_NAMES.values() if (version := version_of(name))}
-    if not versions and importlib.util.find_spec("fbgemm_gpu") and _load_fbgemm() is None:
-        versions["fbgemm_gpu"] = sys.modules["fbgemm_gpu"].__version__
-    return versions
+    """Return FBGEMM's distributions and their versions."""
+    return {name: version for name in _FBGEMM_NAMES.values() if (version := version_of(name))}
 
 
 def _load_fbgemm() -> str | None:
@@ -171,6 +157,12 @@ def _load_fbgemm() -> str | None:
     except RuntimeError:  # no such operator at all
         usable = False
     return None if usable else f"has no {key} operators (a build for other devices, or its libraries did not load)"
+
+
+def _mismatch(name: str, found: str, cure: str) -> Finding:
+    import torch
+
+    return Finding("wrong", name, f"{found} does not match torch {torch.__version__}", cure)
 
 
 def _command(build: str) -> str:

@@ -12,8 +12,6 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
-from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -26,7 +24,6 @@ SLACK = 1.1
 """a rank is ended after so many timeouts, so that an exchange whose own wait expires names its slice first"""
 _HOLD_BACK_S = 3.0  # in which the launcher ends the other ranks of the one that has reported
 _POLL_S = 0.5
-_GONE_S = 3.0  # in one step, before a rank that was asked to end looks whether it waits for one that has ended
 _SHOWN_RANKS = 8
 _SILENT = "it is stopped, or its host is gone or cut off"
 
@@ -57,7 +54,6 @@ class Watch:
         world_size: int,
         timeout_s: float,
         progress: Progress | None = None,
-        is_asked: Callable[[], bool] = lambda: False,
     ) -> None:
         """Start watching.
 
@@ -67,16 +63,14 @@ class Watch:
             world_size: number of ranks, W.
             timeout_s: seconds that a rank may stay in one call of one step.
             progress: of this rank; a new one if None.
-            is_asked: whether this rank was asked to end. Then it does not wait for a peer of this host that has ended.
         """
         self.progress = progress or Progress()
         self._store, self._rank, self._world_size, self._timeout_s = store, rank, world_size, timeout_s
         self._period_s = min(max(timeout_s / 20, 0.1), 5.0)
         self._watched = threading.get_ident()
         self._beats, self._beaten, self._moved = 0, 0.0, time.monotonic()
-        self._is_asked, self._host = is_asked, _host()
         self._closed = threading.Event()
-        self._beat(sys._getframe())  # so that all know the process id of a rank that ends soon
+        self._beat(sys._getframe())
         threading.Thread(target=self._run, name="watch", daemon=True).start()
 
     def close(self) -> None:
@@ -84,8 +78,7 @@ class Watch:
         self._closed.set()
 
     def _run(self) -> None:
-        here, stepped, stepped_at = None, None, 0.0
-        patience = self._patience()
+        here, patience = None, self._patience()
         while not self._closed.wait(min(self._period_s, _POLL_S)) and not self.progress.is_over:
             frame = sys._current_frames().get(self._watched)
             if frame is None:
@@ -101,22 +94,6 @@ class Watch:
                 if not moving:
                     self._end(lines, answering, patience.waited_s)
                 patience = self._patience()  # it reads or writes a checkpoint, which takes as long as its disk does
-            if stepped != now[:2]:
-                stepped, stepped_at = now[:2], time.monotonic()
-            if self._is_asked() and time.monotonic() - stepped_at > _GONE_S:
-                self._end_without_peers()
-
-    def _end_without_peers(self) -> None:
-        """End this process, which was asked to end, if a peer of this host has ended: this step never does."""
-        beats = [json.loads(each or "{}") for each in self._read() or []]
-        here = [(rank, beat["pid"]) for rank, beat in enumerate(beats) if beat.get("host") == self._host]
-        gone = [rank for rank, pid in here if not _is_alive(pid)]
-        if gone and not self.progress.is_over:
-            text = (
-                f"rank {self._rank} was asked to end, and does in step {self.progress.step}: rank {gone[0]} has ended"
-            )
-            print(f"dlrm-overlap: {text}", file=sys.stderr, flush=True)
-            os._exit(1)
 
     def _patience(self) -> Patience:
         return Patience(SLACK * self._timeout_s, longest_s=max(2 * self._period_s, 1.0))
@@ -124,11 +101,10 @@ class Watch:
     def _beat(self, frame: FrameType) -> None:
         self._beats += 1
         self._beaten = time.monotonic()
-        process = {"host": self._host, "pid": os.getpid()}
         still_s = time.monotonic() - self._moved
         about = {"beats": self._beats, "step": self.progress.step, "still_s": still_s, "where": _where(frame)}
         with contextlib.suppress(RuntimeError):  # the store is gone with rank 0: `_end` says so, if it comes to that
-            self._store.set(_key(self._rank), json.dumps(process | about))
+            self._store.set(_key(self._rank), json.dumps(about))
 
     def _end(self, lines: list[str], answering: list[int], stood_s: float) -> NoReturn:
         """Say which ranks are silent and where the others are, and end this process."""
@@ -187,19 +163,6 @@ class Watch:
 
 def _key(rank: int) -> str:
     return f"dlrm_overlap/watch/{rank}"
-
-
-def _host() -> str:
-    """Return a text that is equal where process ids mean the same: in one namespace under one running kernel."""
-    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
-
-
-def _is_alive(pid: int) -> bool:
-    """Return whether the process runs or is stopped; one that has ended may still be waited for by its parent."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
 
 
 def _instructions(frame: FrameType | None) -> tuple[int, ...]:

@@ -135,7 +135,7 @@ def check_same_model(path: Path, config: Config, data: "Dataset") -> None:
         InputError: with every difference.
     """
     from dlrm_overlap.checkpoint.checkpoint import checkpoint_shape
-    from dlrm_overlap.checkpoint.storage.fits import differences
+    from dlrm_overlap.checkpoint.storage.branches import differences
 
     shape = checkpoint_shape(config, list(data.rows), data.dense_features)
     model = {key: shape[key] for key in shape if key.startswith("model.") or key in ("rows", "weight_dtype")}

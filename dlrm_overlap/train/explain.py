@@ -233,7 +233,7 @@ def _sharded(model: nn.Module) -> Iterator[_Collection]:
             wire_dtype = module.exchange.options.wire_dtype if module.exchange is not None else torch.float32
         else:
             wire_dtype = torch.float32
-            cached = cached_shares(params) if isinstance(module, ShardedEmbeddingBagCollection) else ()
+            cached = cached_shares(params)
             why_not = reasons_to_fall_back(shardings, module._env, wire_dtype, cached)
         world_size = module._env.world_size
         yield _Collection(path, params, why_not, None, shardings, configs, world_size, wire_dtype, weighted, cached)
@@ -246,7 +246,7 @@ def _planned(model: nn.Module, plan: ShardingPlan, fused_params: Mapping[str, An
     env = ShardingEnv.from_local(world_size, 0)
     for path, params in modules.items():
         module, given = model.get_submodule(path), dict(fused_params)
-        cached = cached_shares(params) if type(module) is EmbeddingBagCollection else {}
+        cached = cached_shares(params)
         if type(module) is EmbeddingBagCollection:
             make = ShardedEmbeddingBagCollection
             infos = make.create_grouped_sharding_infos(module, params, "embedding_bags.", given)

@@ -64,7 +64,7 @@ class Ranks:
             read = {f"the samples of data.{key}": value for key, value in samples.items()}
             facts = flatten(self.config.as_dict()) | own | read
             process_group.init_process_group(self.world, self.device, wait_timeout_s=wait_s, facts=facts)
-            process_group.watch_ranks(self.world, wait_s, self.progress, lambda: self.end.asked)
+            process_group.watch_ranks(self.world, wait_s, self.progress)
         group = dist.group.WORLD
         assert isinstance(group, dist.ProcessGroup)
         return group

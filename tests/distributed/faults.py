@@ -108,6 +108,7 @@ class Run:
             environ |= MPI_AS_ROOT
         if launcher == "torchrun":
             agent = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
+            agent += ["--shutdown-timeout", "3"]  # before SIGKILL: the ranks that are left wait for the dead one
             command = [sys.executable, *agent, "--no-python", str(wrapper), "-m", "dlrm_overlap", *argv]
             environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # as launch/torchrun.sh sets it
         self.errors = folder / "stderr"

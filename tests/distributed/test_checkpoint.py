@@ -103,34 +103,6 @@ def test_goes_on_with_tables_cut_otherwise(tmp_path: Path, case: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_branch_leaves_the_other_behind(whole: Path, tmp_path: Path) -> None:
-    shutil.copytree(whole, tmp_path / "run")
-    folder = tmp_path / "run" / "checkpoints"
-    options = ["--checkpoint.every", "2", "--checkpoint.keep", "1", "--train.steps", "24"]
-    train_quickstart(tmp_path, "run", 1, *SAVING, "--checkpoint.resume", str(folder / "step_20"), *options)
-    assert [path.name for path in folder.iterdir()] == ["step_24"]
-    shutil.rmtree(folder)
-    shutil.copytree(whole / "checkpoints", folder)
-    options = ["--checkpoint.every", "4", "--checkpoint.keep", "3", "--train.steps", "24"]
-    train_quickstart(tmp_path, "run", 1, *SAVING, "--checkpoint.resume", str(folder / "step_20"), *options)
-    assert sorted(path.name for path in folder.iterdir()) == ["step_20", "step_24", "step_30"], "24 has a source"
-    result = run_quickstart(tmp_path, "run", 1, *SAVING, "--train.steps", "26")
-    assert "step_24, after step 24" in result.stderr, "not the abandoned step 30"
-
-
-@pytest.mark.slow
-def test_a_damaged_checkpoint_that_was_asked_for_is_refused(whole: Path, tmp_path: Path) -> None:
-    path = tmp_path / "step_20"
-    shutil.copytree(whole / "checkpoints" / "step_20", path)
-    file = path / "rank_0.safetensors"
-    _flip(file)
-    result = run_quickstart(tmp_path, "run", 2, *SAVING, "--train.steps", "30", "--checkpoint.resume", str(path))
-    assert result.returncode == 2
-    (line,) = [line for line in result.stderr.splitlines() if "dlrm-overlap:" in line]
-    assert str(file) in line
-
-
-@pytest.mark.slow
 def test_goes_on_from_a_checkpoint_that_was_saved_beside_training(whole: Path, tmp_path: Path) -> None:
     options = [*SAVING, "--checkpoint.asynchronous", "true", "--train.steps", "30"]
     beside = train_quickstart(tmp_path, "beside", 2, *options)
@@ -140,20 +112,6 @@ def test_goes_on_from_a_checkpoint_that_was_saved_beside_training(whole: Path, t
         assert written.read_bytes() == expected.read_bytes()
     start = ["--checkpoint.resume", str(beside / "checkpoints/step_20")]
     _assert_continues(train_quickstart(tmp_path, "run", 2, *options, *start), whole, 0.0)
-
-
-@pytest.mark.slow
-def test_a_finished_run_is_left_as_it_was(whole: Path) -> None:
-    files = [path for path in whole.rglob("*") if path.is_file()]
-    before = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
-    argv = ["train", "--config", "configs/quickstart.yaml", "--log.dir", str(whole.parent), "--log.name", "run"]
-    result = run_cli(*argv, *SAVING, "--train.steps", "30", "--train.device", "cpu", "--nproc", "2")
-    assert result.returncode == 0, result.stderr
-    assert "nothing is trained: step 30 was the last, since train.steps is 30" in result.stderr
-    summary = json.loads((whole / "summary.json").read_text())
-    assert result.stdout.startswith(f"AUROC {summary['eval_auroc']:.4f}, NE {summary['eval_ne']:.4f}, ")
-    assert [path for path in whole.rglob("*") if path.is_file()] == files
-    assert {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in files} == before
 
 
 @pytest.mark.slow

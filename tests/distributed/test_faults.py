@@ -75,17 +75,6 @@ def test_ranks_listen_on_loopback_alone_and_a_killed_launcher_leaves_nothing(tmp
     assert code == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_killed_rank_is_named_at_once(tmp_path: Path, rank: int) -> None:
-    run = train(tmp_path, *FOREVER, fault=fail_at(rank, 12, "kill"), launcher="forked")
-    run.wait_for("step 10:")
-    code, errors = run.end(10)
-    assert code == 128 + signal.SIGKILL
-    (line,) = re.findall(r"dlrm-overlap: rank .*", errors)
-    assert re.match(rf"dlrm-overlap: rank {rank} \(pid \d+\) was killed by SIGKILL, .*out-of-memory", line)
-    assert "Traceback" not in errors
-
-
 @pytest.mark.parametrize(
     ("rank", "how", "told"),
     [
@@ -136,9 +125,7 @@ def test_torchrun_starts_the_ranks_again_which_go_on(tmp_path: Path) -> None:
     options = ["--train.steps", "40", "--embedding.backend", "pgas"]
     run = train(tmp_path, *options, fault=fail_at(1, 12, "kill"), launcher="torchrun")
     run.wait_for("step 10:")
-    begin = time.monotonic()
     run.wait_for("resume: ", 60)
-    assert time.monotonic() - begin < 29, "the other rank waited for torchrun's SIGKILL"
     code, errors = run.end(150)
     assert code == 0, errors
     assert re.findall(r"resume: .*step_(\d+), after step", errors) == ["10"]

@@ -1,12 +1,8 @@
 """Two ranks and the folder of their run: what one of them sees or has, all of them end by."""
 
-import json
 import math
 import os
 import shutil
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,11 +15,11 @@ import torch.distributed as dist
 from dlrm_overlap.checkpoint.saving import NotFiniteError
 from dlrm_overlap.config import InputError
 from dlrm_overlap.data.batch import Batch
-from dlrm_overlap.launching.files import LOCK_NAME, hold_folder
+from dlrm_overlap.launching.files import hold_folder
 from dlrm_overlap.launching.watch import Watch
 from dlrm_overlap.observe.run_folder import from_rank_0, hold_run_folder
 from dlrm_overlap.train.trainer import Trainer
-from tests.conftest import ROOT, read_metrics, run_cli
+from tests.conftest import read_metrics
 from tests.distributed.workers import quickstart, run_ranks, train
 
 pytestmark = pytest.mark.slow
@@ -138,83 +134,3 @@ def test_two_ranks_agree(tmp_path: Path) -> None:
 
 def test_runs_of_two_ranks_end_alike(tmp_path: Path) -> None:
     run_ranks(_check_runs, 2, tmp_path)
-
-
-def test_a_second_command_is_refused_while_the_first_lives_and_no_longer(tmp_path: Path) -> None:
-    argv = ["--config", "configs/quickstart.yaml", "--train.device", "cpu", "--nproc", "2"]
-    argv += ["--log.dir", str(tmp_path)]
-    short = [*argv, "--train.steps", "2", "--checkpoint.last", "false", "--data.eval_samples", "256"]
-    command = [
-        sys.executable,
-        "-m",
-        "dlrm_overlap",
-        "train",
-        *argv,
-        "--log.name",
-        "torchrec",
-        "--train.steps",
-        "100000",
-    ]
-    first = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
-    lock, metrics = tmp_path / "torchrec" / LOCK_NAME, tmp_path / "torchrec" / "metrics.jsonl"
-    until = time.monotonic() + 120
-    while not (metrics.exists() and metrics.stat().st_size):
-        assert time.monotonic() < until, "the first never trained"
-        time.sleep(0.1)
-    owner = json.loads(lock.read_text())["pid"]
-    try:
-        for other in (["train", *short], ["compare", *short]):
-            result = run_cli(*other)
-            assert result.returncode == 2
-            in_use = f"log.dir: {lock.parent} is in use by process {owner} on"
-            assert in_use in result.stderr.strip().splitlines()[-1]
-    finally:
-        os.kill(owner, signal.SIGKILL)  # rank 0, whose launcher ends the other
-    assert first.wait(30) != 0
-    metrics.unlink()
-    result = run_cli("train", *short)
-    assert result.returncode == 0, result.stderr
-
-
-# A disk of 4 MB in a mount namespace of its own: a run is saved there, then the disk fills up but for some bytes. The
-# run goes on, and there is no room for its log, nor for what it ends with.
-LOGGING = """
-set -e
-mount -t tmpfs -o size=4m tmpfs "$1"
-export OMP_NUM_THREADS=1
-train() { "$2" -m dlrm_overlap train --config configs/quickstart.yaml --train.device cpu --log.dir "$1" \\
-    --log.name run --log.every 1 --data.eval_samples 256 --train.batch_size 16 --data.tables.rows 100 "${@:3}"; }
-fill() { dd if=/dev/zero of="$1/fill" bs=4k 2>"$1/../dd" || true; truncate -s "-$2" "$1/fill"; }
-train "$@" --train.steps 2
-code=0
-fill "$1" 20k
-train "$@" --train.steps 150 --checkpoint.last false 2>"$1/../full" || code=$?
-cp "$1/run/metrics.jsonl" "$1/../metrics.jsonl"
-rm "$1/fill"
-train "$@" --train.steps 150
-cp "$1/run/metrics.jsonl" "$1/../whole.jsonl"
-exit $code
-"""
-
-
-def test_a_disk_that_fills_up_while_logging(tmp_path: Path) -> None:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    apart = ["unshare", "--user", "--map-root-user", "--mount"]
-    try:
-        subprocess.run([*apart, "mount", "-t", "tmpfs", "tmpfs", str(disk)], check=True, capture_output=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"needs a mount of its own: {error}")
-    command = [*apart, "bash", "-c", LOGGING, "bash", str(disk), sys.executable]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    full = (tmp_path / "full").read_text()
-    assert result.returncode == 2, result.stderr + full
-    assert full.count("the run goes on without these lines") == 1
-    assert "summary.json cannot be written (No space left on device)" in full.splitlines()[-1]
-    assert 2 < max(read_metrics_of(tmp_path / "metrics.jsonl")) < 150
-    assert list(read_metrics_of(tmp_path / "whole.jsonl")) == list(range(1, 151))
-
-
-def read_metrics_of(file: Path) -> list[int]:
-    records = [json.loads(line) for line in file.read_text().splitlines()]
-    return [record["step"] for record in records if "train/loss" in record]

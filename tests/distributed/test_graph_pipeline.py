@@ -44,6 +44,7 @@ BF16 = ["--train.precision", "bf16"]
 KNOWN = ["--data.tables.multi_hot", "[4,3,1,1,2,1,1,1]"]
 DATA_PARALLEL = ["--embedding.data_parallel_rows", "1000"]  # all tables but two
 CACHED = ["--embedding.memory", "cached", "--embedding.cache_fraction", "0.001"]  # and so two steps' ids
+HISTORY = ["--model.sequence.history", "1", "--model.sequence.candidate", "2", "--model.sequence.positions", "6"]
 ADAM = ["--train.optimizer", "adam", "--train.lr", "0.01"]
 Losses = list[torch.Tensor]
 
@@ -282,13 +283,16 @@ def _check_cached(*options: str) -> None:
         losses = [_train(trainer, first, end, stream) for trainer, stream in zip(trainers, streams, strict=True)]
         _assert_same(losses[1], losses[0], "loss")
         _assert_same(losses[2], losses[0], "loss, slots for all rows")
-        (exchange,) = exchanges(cached.model)
-        caches = [cache for cache, _ in exchange._tables._cached_features]
-        assert caches
-        assert all(cache.slots < cache.homes[0].shape[0] for cache in caches), "none is put out"
+        served = exchanges(cached.model)  # one of pooled tables, and one of the history's
+        caches = [[cache for cache, _ in exchange._tables._cached_features] for exchange in served]
+        on_ranks = torch.tensor([len(each) for each in caches])
+        dist.all_reduce(on_ranks)
+        assert int(on_ranks.min()) > 0
+        assert all(cache.slots < cache.homes[0].shape[0] for each in caches for cache in each), "none is put out"
         stale = [name for name, rows in held[1].items() if not torch.equal(rows, held[0][name])]
         assert stale, "rows that are in the cache are not at home yet"
-        exchange.write_back()  # as a save beside training does
+        for exchange in served:
+            exchange.write_back()  # as a save beside training does
         assert_all_near(held[1], held[0], 0.0, "written back")
         if first == 0:  # ids are sent ahead
             for trainer in trainers:
@@ -535,8 +539,8 @@ CASES: dict[str, Callable[[], None]] = {
     "an unused layer": partial(_check_models, Unused, "none", dense_optimizer=torch.optim.AdamW),
     "a model's own ids": partial(_check_models, OwnIds, "none"),
     "data-parallel tables": _check_data_parallel,
-    "cached tables": partial(_check_cached, "--embedding.optimizer", "adagrad"),
-    "cached tables, segments": partial(_check_segments, ours_alone=CACHED),
+    "cached tables": partial(_check_cached, *HISTORY, "--embedding.optimizer", "adagrad"),
+    "cached tables, segments": partial(_check_segments, *HISTORY, ours_alone=CACHED),
     "torchrec, then graph, data-parallel tables": partial(_check_resume, "torchrec", "graph", *DATA_PARALLEL, *ADAM),
 }
 if INTERPRETED:
@@ -545,7 +549,7 @@ if INTERPRETED:
         "captured, data-parallel tables": partial(_check_captured, (0, 5, 12), *DATA_PARALLEL),
         "captured, data-parallel tables, bf16": partial(_check_captured, BORDERS[1], *DATA_PARALLEL, *KNOWN, *BF16),
         "captured, known lengths, bf16": partial(_check_captured, BORDERS[2], *KNOWN, *BF16),
-        "captured, cached tables": partial(_check_captured, BORDERS[3], ours_alone=CACHED),
+        "captured, cached tables": partial(_check_captured, BORDERS[3], *HISTORY, ours_alone=CACHED),
         "captured, an unused layer": partial(_check_captured_models, Unused, "none", dense_optimizer=torch.optim.AdamW),
         "captured, a warm-up of all": partial(_check_captured_models, Model, "sparse_dist", wrap=_warm_up),
         "captured, evaluations within a segment": _check_captured_evaluations,

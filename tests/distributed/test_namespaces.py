@@ -150,5 +150,5 @@ def test_an_interface_that_the_other_host_does_not_reach_is_told_in_one_line(hos
         time.sleep(0.1)
     assert 1 in codes
     said = (tmp_path / f"host{codes.index(1)}").read_text()
-    assert re.search(r"gloo cannot connect them .*; GLOO_SOCKET_IFNAME is lo: set it on each host", said), said
+    assert re.search(r"gloo cannot connect the ranks .*; GLOO_SOCKET_IFNAME is lo: set it on each host", said), said
     assert "Traceback" not in said

@@ -20,6 +20,7 @@ from tests.distributed.workers import cases_on_ranks
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter")
 
+CACHED = "fused_uvm_caching"
 STEADY = Case(samples=(6,), bags=(0, 3), steps=9, longer={99: 1})  # whose first batch is the largest
 CASES = {
     "plain": Case(),
@@ -35,27 +36,22 @@ CASES = {
 WAYS: dict[str, tuple[str, bool, Case]] = {
     "plain": ("none", True, CASES["plain"]),
     "all_ids": ("none", False, CASES["jagged"]),
-    "jagged": ("sparse_dist", True, CASES["jagged"]),
+    "jagged_cached": ("sparse_dist", True, replace(CASES["jagged"], kernel=CACHED)),  # at home, in TorchRec's pipeline
     "pooled_beside": ("sparse_dist", True, CASES["pooled_beside"]),
     "fp16_rows": ("none", True, CASES["fp16_rows"]),
     "rank_0_without": ("none", True, CASES["rank_0_without"]),
     "own_batches": ("sparse_dist", True, CASES["own_batches"]),
     "decay": ("none", True, CASES["decay"]),
     "two_hosts": ("sparse_dist", True, CASES["two_hosts"]),
-    "graph_two_hosts": ("graph", True, replace(STEADY, steps=4, pooled=True, hosts=2)),
-    "graph": ("graph", True, replace(STEADY, steps=4)),
-    "graph_all_ids": ("graph", False, replace(STEADY, steps=4, optimizer="rowwise_adagrad")),
+    "graph_two_hosts": ("graph", True, replace(STEADY, steps=4, pooled=True, hosts=2, kernel=CACHED)),
+    "graph_all_ids_cached": ("graph", False, replace(STEADY, steps=4, optimizer="rowwise_adagrad", kernel=CACHED)),
     "graph_jagged": ("graph", True, replace(CASES["jagged"], repeated=1000)),
     "graph_data_parallel": ("graph", True, replace(STEADY, plan="data_parallel", steps=4, optimizer="dense_sgd")),
     "graph_own_batches": ("graph", True, replace(CASES["own_batches"], pooled=True)),
-    "captured": ("captured", True, replace(STEADY, pooled=True)),
+    "captured_cached": ("captured", True, replace(STEADY, pooled=True, kernel=CACHED)),
 }
-MORE: dict[str, tuple[str, bool, Case]] = {
-    f"{plan}_{way}_{dedup}": (way, dedup, Case(plan=plan, optimizer=optimizer, few=4))
-    for plan in ("table_wise", "column_wise", "row_wise", "one_rank")
-    for way, optimizer in (("sparse_dist", "sgd"), ("graph", "rowwise_adagrad"))
-    for dedup in (True, False)
-} | {
+MORE: dict[str, tuple[str, bool, Case]] = {  # plans of other kinds: `unpooled_plans`
+    "graph_one_rank": ("graph", True, Case(plan="one_rank", optimizer="rowwise_adagrad", few=4)),
     "captured_two_hosts": ("captured", True, replace(STEADY, pooled=True, hosts=2)),
     "captured_all_ids": ("captured", False, replace(STEADY, need_indices=True)),
     **{

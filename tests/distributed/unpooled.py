@@ -67,6 +67,8 @@ class Case:
     samples: Sequence[int] = (4,)
     """of each rank, in turns"""
     optimizer: str = "sgd"
+    kernel: str = "fused"
+    """the compute kernel of tables that are not one's own"""
     clipped: bool = False
     """whether gradients are, at a bound that many are beyond"""
     pooled: bool = False
@@ -157,7 +159,7 @@ def _loss_and_output(found: Any, scale: torch.Tensor, pooled: Any) -> tuple[torc
 
 def make_plan(model: Model, case: Case, sharders: Sequence[Any], world_size: int, device: str) -> ShardingPlan:
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))  # fewer where ranks share a GPU
-    fused: dict[str, Any] = {"compute_kernel": "fused"}
+    fused: dict[str, Any] = {"compute_kernel": case.kernel}
     ways: dict[str, Any] = {
         "shared": table_wise(1 % world_size, **fused),
         "columns": column_wise([world_size - 1, 0], **fused),
@@ -284,6 +286,8 @@ def train(
     assert all(isinstance(each, UnpooledExchange) for each in found[:1])
     if isinstance(steps, GraphTrainPipeline):
         assert steps._fallback is None, "steps are not captured"
+        if case.tables is None:
+            assert bool(found[0]._tables._cached_features) == (case.kernel != "fused"), "rows in caches"
         steps.close()
         dist.barrier()
     for exchange in found:

@@ -48,7 +48,10 @@ def drawn_sequences(draw_from: st.DrawFn, ranks: int, local: int) -> Drawn:
     dim = draw.choice([4, 8, 20, 192])
     tables = drawn_tables(draw, iter(range(100)), ranks, local, 4, KINDS, [dim])
     cuts = draw.choice([cuts for cuts in range(1, ranks + 1) if dim % (4 * cuts) == 0])
-    tables = {name: _as_stock_takes_it(draw, table, ranks, cuts) for name, table in tables.items()}
+    tables = {
+        name: _as_stock_takes_it(draw, table, ranks, cuts)._replace(cached=happens(draw, 0.3))
+        for name, table in tables.items()
+    }
     features = list(dict.fromkeys(name for table in tables.values() for name in table.features))
     pooled = happens(draw, 0.3)
     features += ["unused", *["p", "q"] * pooled]

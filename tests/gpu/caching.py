@@ -55,6 +55,7 @@ _BASELINE = [
     "torchrec",
 ]
 _CACHED_TABLES = 6
+_KERNELS = "_look_up", "_count", "_list", "_take", "_replace", "_swap_rows"
 _TURN = 9  # steps: three before the captures, two captured, and replays of each graph
 _WARMUP_STEPS, _STEPS = 40, 100
 
@@ -101,9 +102,9 @@ def _check(ranks: Ranks, optimizer: Any) -> None:
         expected, *others = [train(*each, _TURN) for each in zip(trainers, streams, strict=True)]
         for losses in others:
             _same(losses, expected, f"turn {turn}")
-        for (exchange,) in (exchanges(small.model), exchanges(whole.model)):
+        for exchange in exchanges(small.model) + exchanges(whole.model):
             assert exchange._tables._cached_features, "no table is cached"
-        assert all(c.slots < c.homes[0].shape[0] for c, _ in exchanges(small.model)[0]._tables._cached_features)
+        assert all(cache.slots < cache.homes[0].shape[0] for cache in _caches(small))
         for trainer in (small, whole):
             _same_rows(trainer, plain)
         if turn == 0:  # with ids sent ahead
@@ -152,7 +153,7 @@ def _time(ranks: Ranks, config: Config) -> dict[str, float]:
         took_ms = (time.perf_counter() - begin) * 1e3 / _STEPS
         came = [(int(c.brought) - b) / _STEPS for c, b in zip(caches, before, strict=True)]
         of_loss = float(loss)
-        kernels_ms = _kernels_ms(partial(trainer.step, batches)) if caches else {}
+        taken = _kernels_ms(partial(trainer.step, batches)) if caches else {}
     row_bytes = [sum(rows[0].nbytes for rows in cache.rows) for cache in caches]
     found = {
         "mean_ms": took_ms,
@@ -164,7 +165,7 @@ def _time(ranks: Ranks, config: Config) -> dict[str, float]:
         "gpu_gb": torch.cuda.max_memory_allocated() / 1e9,
     }
     found["gb_per_s_each_way"] = found["gb_each_way"] / found["mean_ms"] * 1e3
-    found |= kernels_ms
+    found |= {f"{name.strip('_')}_ms": taken[name] for name in _KERNELS if name in taken}
     trainer.close()
     del trainer, batches, loader, caches, loss
     gc.collect()
@@ -178,14 +179,12 @@ def _caches(trainer: Trainer) -> list[RowCache]:
 
 
 def _kernels_ms(step: Callable[[], Any]) -> dict[str, float]:
-    """Return the time in each kernel of the cache, in a step."""
+    """Return the time in each kernel, in a step."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(4):
             step()
         torch.cuda.synchronize()
-    names = "_look_up", "_count", "_list", "_take", "_replace", "_swap_rows"
-    taken = {each.key: each.self_device_time_total / 4e3 for each in profile.key_averages()}
-    return {f"{name.strip('_')}_ms": taken[name] for name in names if name in taken}
+    return {each.key: each.self_device_time_total / 4e3 for each in profile.key_averages()}
 
 
 def _copy_rates() -> dict[str, float]:

@@ -1,9 +1,11 @@
 """Kernels that swap rows, in turns, alone and in the step: `torchrun --nproc-per-node 1 -m tests.gpu.swapping`.
 
 Of MLPerf's step with a cache of a tenth of the six largest tables' rows, under each of `--variants`: programs, warps
-each, KB that a program moves at a time, and stages, such as 4x8x16x4; `own` is as the code has them, whose programs
-depend on the rows. Columns: rows of a step swapped alone, which came and left, came only and left only, in GB/s each
-way; the median step; and, in a step, the time of the kernels that swap. `--ids uniform` has more rows in a step.
+each, KB that a program moves at a time, stages and, if they are bounded, registers of a thread, such as 4x8x16x4 or
+132x1x1x3x32; `own` is as the code has them, whose programs depend on the rows. Columns: rows of a step swapped alone,
+which came and left, came only and left only, in GB/s each way; the median step; and, in a step, the time of the kernels
+that swap. Then the kernels whose time in a step differs most between tables on the device and, under the first variant,
+cached ones. `--ids uniform` has more rows in a step.
 Options are those of `dlrm-overlap train`.
 """
 
@@ -22,6 +24,7 @@ from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.embedding.cache import RowCache
 from dlrm_overlap.kernels import swap_rows
 from dlrm_overlap.kernels.arguments import Swaps
+from dlrm_overlap.kernels.compiled import CompiledKernel
 from dlrm_overlap.launching.parsing import Parser
 from dlrm_overlap.launching.text_table import format_table
 from dlrm_overlap.observe.metrics import StepTimer
@@ -35,6 +38,7 @@ _VARIANTS = {
 }
 _FILLING, _WARMUP, _STEPS = 40, 10, {"skewed": 40, "uniform": 16}
 _ALONE = 4
+_KERNELS = 15
 
 
 def _as_variant(name: str) -> AbstractContextManager[Any]:
@@ -42,9 +46,10 @@ def _as_variant(name: str) -> AbstractContextManager[Any]:
     swap_rows._compiled.cache_clear()
     if name == "own":
         return ExitStack()
-    programs, warps, kilobytes, stages = map(int, name.split("x"))
+    programs, warps, kilobytes, stages, *registers = map(int, name.split("x"))
     return patch.multiple(
         swap_rows,
+        CompiledKernel=partial(CompiledKernel, registers=registers[0] if registers else None),
         _PROGRAMS=programs,
         _FEWEST=programs,
         _NUM_WARPS=warps,
@@ -105,6 +110,17 @@ def _alone(cache: RowCache, rows: int) -> list[float]:
     return [both, came, left]
 
 
+def _compare(on_device: dict[str, float], cached: dict[str, float]) -> None:
+    """Print the kernels whose time in a step differs most."""
+    kernels = on_device | cached
+    pairs = {kernel: (on_device.get(kernel, 0.0), cached.get(kernel, 0.0)) for kernel in kernels}
+    lines = [["kernel", "on the device, ms", "cached, ms", "more, ms"]]
+    for kernel in sorted(pairs, key=lambda kernel: -abs(pairs[kernel][1] - pairs[kernel][0]))[:_KERNELS]:
+        one, other = pairs[kernel]
+        lines.append([kernel[:90], f"{one:.3f}", f"{other:.3f}", f"{other - one:+.3f}"])
+    print(format_table(lines))
+
+
 def _time(ranks: Ranks) -> int:
     begin, ids, steps = time.monotonic(), ranks.values.ids, _STEPS[ranks.values.ids]
     variants: list[str] = ranks.values.variants or _VARIANTS[ids].split()
@@ -112,7 +128,7 @@ def _time(ranks: Ranks) -> int:
     trainers = [ranks.trainer(config), ranks.trainer(_largest_cached(config))]
     taken: dict[str, list[float]] = {name: [] for name in ("on the device", *variants)}
     rates: dict[str, list[float]] = {}
-    swapping_ms: dict[str, float] = {}
+    kernels_ms: dict[str, dict[str, float]] = {}
     with ExitStack() as stack:
         loaders = [stack.enter_context(each.loader(each.train_data, 0, 100_000)) for each in trainers]
         plain, cached = map(iter, loaders)
@@ -125,6 +141,8 @@ def _time(ranks: Ranks) -> int:
         print(f"{time.monotonic() - begin:.0f} s: {came} rows a step of {len(caches)} caches", flush=True)
         for turn in range(2):
             taken["on the device"] += _steps_ms(trainers[0], plain, steps)
+            if turn == 1:
+                kernels_ms["on the device"] = _kernels_ms(partial(trainers[0].step, plain))
             for name in variants:
                 if time.monotonic() - begin > ranks.values.seconds:
                     break
@@ -133,16 +151,18 @@ def _time(ranks: Ranks) -> int:
                     if turn == 0:
                         rates[name] = _alone(caches[number], rows)
                     else:
-                        swapping_ms[name] = _kernels_ms(partial(trainers[1].step, cached)).get("swap_rows_ms", 0.0)
+                        kernels_ms[name] = _kernels_ms(partial(trainers[1].step, cached))
     base = statistics.median(taken["on the device"])
     lines = [["variant", "both", "came", "left", "step ms", "over", "swapping ms"]]
     for name, times in taken.items():
         if times:
             alone = [f"{rate:.1f}" for rate in rates[name]] if name in rates else ["-"] * 3
-            swapping = f"{swapping_ms[name]:.2f}" if name in swapping_ms else "-"
+            swapping = f"{kernels_ms[name].get('_swap_rows', 0.0):.2f}" if name in kernels_ms else "-"
             step_ms = statistics.median(times)
             lines.append([name, *alone, f"{step_ms:.3f}", f"{step_ms / base:.3f}", swapping])
     print(f"{ids} ids\n{format_table(lines)}")
+    if variants[0] in kernels_ms:
+        _compare(kernels_ms["on the device"], kernels_ms[variants[0]])
     copies = {name: round(rate, 1) for name, rate in _copy_rates().items()}
     print(f"copies of page-locked memory, GB/s: {copies}; {time.monotonic() - begin:.0f} s", flush=True)
     for trainer in trainers:
@@ -155,7 +175,7 @@ def main() -> int:
 
     def add_options(parser: Parser) -> None:
         parser.add_argument("--ids", choices=[*_VARIANTS], default="skewed", help="the configuration's, or uniform")
-        parser.add_argument("--variants", nargs="+", default=[], help="programs x warps x KB x stages, or own")
+        parser.add_argument("--variants", nargs="+", default=[], help="as 4x8x16x4, or own")
         parser.add_argument("--seconds", type=float, default=65.0, help="after which no variant is begun")
 
     options = [*_TIME, "--train.pipeline", "graph", "--log.tensorboard", "false", *sys.argv[1:]]

@@ -1,12 +1,14 @@
 """Writing a checkpoint from all ranks: beside its final place, synced, with the manifest last, then renamed."""
 
+import math
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 
 from dlrm_overlap.checkpoint.storage.extents import Extent
@@ -16,7 +18,6 @@ from dlrm_overlap.checkpoint.storage.manifest import (
     Piece,
     StoredFile,
     StoredTensor,
-    check_coverage,
     dump_manifest,
     write_synced,
 )
@@ -30,29 +31,13 @@ _PARTIAL = ".partial_"  # in front of the name of a folder that is being written
 _T = TypeVar("_T")
 
 
-class Refusal(NamedTuple):
-    """Why a checkpoint that was written is not kept."""
-
-    text: str
-    not_finite: bool = False
-    """whether the reason is NaN or infinity"""
-
-
-class RefusedError(InputError):
-    """A rank has refused the checkpoint that was written, so it was not kept."""
-
-    def __init__(self, refusal: Refusal) -> None:
-        super().__init__(refusal.text)
-        self.refusal = refusal
-
-
 def write_checkpoint(
     final: Path,
     mine: list[Extent],
     manifest: Callable[[], Manifest],
     group: dist.ProcessGroup | None = None,
     to_cpu: ToCpu = copy_to_cpu,
-    refusal: Callable[[], Refusal | None] = lambda: None,
+    refusal: Callable[[], InputError | None] = lambda: None,
 ) -> None:
     """Write the extents of all ranks and a manifest to `final`, all of it or nothing; a collective.
 
@@ -62,11 +47,11 @@ def write_checkpoint(
         manifest: called on rank 0; without tensors and files.
         group: of all ranks, which nothing else uses meanwhile; None is the default group.
         to_cpu: copies elements to the CPU.
-        refusal: called on every rank once its file is written; returns why the checkpoint is refused, or None.
+        refusal: called on every rank once its file is written; returns an error if the checkpoint is refused.
 
     Raises:
-        InputError: on all ranks, if one of them cannot write. No checkpoint appears, those that are there stay.
-        RefusedError: the same, if one of them refuses it.
+        InputError: on all ranks, if one of them cannot write, or refuses. No checkpoint appears, those that are there
+            stay.
     """
     rank, temporary = dist.get_rank(), final.with_name(f"{_PARTIAL}{final.name}")
     needed = sum(gather(sum(extent.tensor.nbytes for extent in mine), group)) + _SPARE_BYTES
@@ -79,10 +64,10 @@ def write_checkpoint(
     try:
         on_all(lambda: None if rank else _make(temporary, needed))
         tensors = {extent.key: extent.tensor for extent in mine}
-        written = on_all(lambda: write_tensors(temporary / _file(rank), tensors, to_cpu))
+        written = on_all(lambda: _write_file(temporary / _file(rank), tensors, to_cpu))
         gathered = gather((written, _describe(mine, _file(rank)), refusal()), group)
         if refusals := [each for _, _, each in gathered if each]:
-            raise RefusedError(refusals[0])
+            raise refusals[0]
         files = [(file, described) for file, described, _ in gathered]
         on_all(lambda: None if rank else _commit(temporary, final, manifest(), files))
     except InputError:
@@ -133,6 +118,14 @@ def _make(temporary: Path, needed_bytes: int) -> None:
     temporary.mkdir()
 
 
+def _write_file(path: Path, tensors: Mapping[str, torch.Tensor], to_cpu: ToCpu) -> StoredFile:
+    with path.open("xb") as file:
+        written = write_tensors(file, tensors, to_cpu)
+        file.flush()
+        os.fsync(file.fileno())
+    return written
+
+
 def _describe(extents: list[Extent], file: str) -> dict[str, StoredTensor]:
     tensors: dict[str, StoredTensor] = {}
     for extent in extents:
@@ -153,7 +146,9 @@ def _commit(
         for name, tensor in described.items():
             before = tensors[name].pieces if name in tensors else ()
             tensors[name] = replace(tensor, pieces=(*before, *tensor.pieces))
-    check_coverage(tensors)  # else elements that no rank has written would be lost
+    for name, tensor in tensors.items():
+        held = sum(math.prod(piece.sizes) for piece in tensor.pieces)
+        assert held == math.prod(tensor.shape), f"the ranks have {held} elements of {name}, {tensor.shape}"
     files = {_file(rank): written for rank, (written, _) in enumerate(gathered)}
     text = dump_manifest(replace(manifest, tensors=dict(sorted(tensors.items())), files=files))
     write_synced(temporary / MANIFEST, text)

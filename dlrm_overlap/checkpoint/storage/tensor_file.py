@@ -9,9 +9,9 @@ import hashlib
 import json
 import math
 import mmap
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 
@@ -47,11 +47,11 @@ def copy_to_cpu(name: str, elements: torch.Tensor) -> torch.Tensor:
     return elements.cpu()
 
 
-def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], to_cpu: ToCpu = copy_to_cpu) -> StoredFile:
-    """Write `tensors`, on any device, to the new file `path`, sync it, and return its size and checksum.
+def write_tensors(file: BinaryIO, tensors: Mapping[str, torch.Tensor], to_cpu: ToCpu = copy_to_cpu) -> StoredFile:
+    """Write `tensors`, on any device, to `file`, and return its size and checksum.
 
     Raises:
-        OSError: if the file cannot be written, as where the disk is full, or is there.
+        OSError: if the file cannot be written, as where the disk is full.
     """
     header, end = {}, 0
     for name, tensor in tensors.items():
@@ -60,19 +60,16 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], to_cpu: ToCpu
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # so that the tensors begin at a multiple of 8
     checksum = hashlib.sha256()
-    with path.open("xb", buffering=0) as file:
 
-        def put(data: memoryview) -> None:
-            checksum.update(data)
-            while len(data):
-                data = data[file.write(data) :]
+    def put(data: memoryview) -> None:
+        checksum.update(data)
+        file.write(data)
 
-        put(memoryview(len(text).to_bytes(8, "little") + text))
-        for name, tensor in tensors.items():
-            flat = tensor.detach().reshape(-1)
-            for elements in flat.split(max(1, CHUNK_BYTES // tensor.element_size())):
-                put(to_cpu(name, elements).contiguous().view(torch.uint8).numpy().data)
-        os.fsync(file.fileno())
+    put(memoryview(len(text).to_bytes(8, "little") + text))
+    for name, tensor in tensors.items():
+        flat = tensor.detach().reshape(-1)
+        for elements in flat.split(max(1, CHUNK_BYTES // tensor.element_size())):
+            put(to_cpu(name, elements).contiguous().view(torch.uint8).numpy().data)
     return StoredFile(len(text) + 8 + end, checksum.hexdigest())
 
 

@@ -1,6 +1,5 @@
 """The command `checkpoint`: show, verify and export. It needs no process group and no GPU."""
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from dlrm_overlap.checkpoint.storage.load import find_faults
 from dlrm_overlap.checkpoint.storage.manifest import MANIFEST, DamagedError, Manifest, read_manifest
 from dlrm_overlap.checkpoint.storage.tensor_file import write_tensors
 from dlrm_overlap.config import InputError
-from dlrm_overlap.launching.files import temporary_of
+from dlrm_overlap.launching.files import replacing
 from dlrm_overlap.launching.text_table import plain
 
 _MODEL = "model."
@@ -92,15 +91,13 @@ def export(path: Path, output: Path, optimizer: bool = False) -> int:
         for name in sorted(stored.tensors)
         if optimizer or name.startswith(_MODEL)
     }
-    temporary = temporary_of(output)
     try:
-        if output.suffix == ".pt":
-            torch.save(tensors, temporary)
-        else:
-            write_tensors(temporary, tensors)
-        os.replace(temporary, output)
+        with replacing(output) as stream:
+            if output.suffix == ".pt":
+                torch.save(tensors, stream)
+            else:
+                write_tensors(stream, tensors)
     except (OSError, RuntimeError) as error:  # RuntimeError: torch.save's
-        temporary.unlink(missing_ok=True)
         reason = error.strerror if isinstance(error, OSError) else error
         raise InputError(f"export: {output} cannot be written ({reason}); name another file") from None
     return len(tensors)

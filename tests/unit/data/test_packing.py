@@ -15,7 +15,6 @@ from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.data.loader import open_datasets
 from dlrm_overlap.data.packing import pack_samples
 from dlrm_overlap.data.prepared import Prepared
-from dlrm_overlap.data.schema import criteo_schema
 from tests.gpu.synthetic import first_difference
 
 FIXED = TablesConfig(rows=[3, 300, 70_000, 20_000_000], multi_hot=[1, 3, 2, 1])
@@ -58,15 +57,15 @@ def test_a_record_has_no_byte_that_its_table_does_not_need(tmp_path: Path) -> No
 def test_packing_goes_on_with_the_day_that_is_not_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     packed(tmp_path / "whole")
     written: list[int] = []
-    write = packing._write_day
+    write = packing.write_day
 
-    def killed_at_2(i: int, *args: Any) -> Any:
+    def killed_at_2(target: Path, i: int, *args: Any) -> Any:
         written.append(i)
         if i == 2 and len(written) == 3:
             raise KeyboardInterrupt
-        return write(i, *args)
+        return write(target, i, *args)
 
-    monkeypatch.setattr(packing, "_write_day", killed_at_2)
+    monkeypatch.setattr(packing, "write_day", killed_at_2)
     with pytest.raises(KeyboardInterrupt):
         packed(tmp_path / "days")
     with pytest.raises(InputError, match="did not finish samples from 32 on"):
@@ -88,27 +87,13 @@ def test_endless_samples_need_a_number(capsys: pytest.CaptureFixture[str], tmp_p
     assert capsys.readouterr().out == f"{tmp_path / 'out'}: 5 samples, 3 held out, 9 to 9 rows a table\n"
 
 
-@pytest.mark.parametrize(("columns", "command"), [
-    ("criteo", "criteo IN OUT --rows 13"),
-    ("counted", "criteo IN OUT --min_count 2"),
-    ("own", "table IN OUT --schema SCHEMA.yaml"),
-])  # fmt: skip
-def test_an_older_format_is_refused_with_the_command_that_makes_it_anew(
-    tmp_path: Path, columns: str, command: str
-) -> None:
+def test_an_older_format_is_refused(tmp_path: Path) -> None:
     packed(tmp_path)
     meta = json.loads((tmp_path / "meta.json").read_text())
-    del meta["format"]
-    if columns != "own":
-        meta["schema"] = (criteo_schema([13] * 26) if columns == "criteo" else criteo_schema(None, 2)).as_dict()
-        meta["rows"] = [13] * 26
+    meta["format"] = 1
     (tmp_path / "meta.json").write_text(json.dumps(meta))
-    rule = (
-        rf"was prepared in format 1, and this version reads format 2; make it anew, .*: dlrm-overlap prepare {command}"
-    )
-    with pytest.raises(InputError, match=rule) as error:
+    with pytest.raises(InputError, match="was prepared in format 1, and this version reads format 2; make it anew"):
         Prepared(tmp_path, TablesConfig())
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("tables", [FIXED, RANGES], ids=["fixed", "ranges"])

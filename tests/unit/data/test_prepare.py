@@ -3,10 +3,6 @@
 import gzip
 import json
 import os
-import signal
-import subprocess
-import sys
-import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,10 +17,10 @@ from dlrm_overlap.data.columns import Raw
 from dlrm_overlap.data.encoder import ValueCounter
 from dlrm_overlap.data.prepared import Prepared
 from dlrm_overlap.data.table_files import read_rows
-from tests.conftest import ROOT, run_cli
 from tests.unit.data.criteo_lines import prepare_criteo
 
 BLOCK = 2000
+LEARNT = {"vocabulary.npz"}
 
 
 def text(n: int, seed: int) -> bytes:
@@ -112,10 +108,8 @@ def test_rows_by_frequency_agree_with_plain_python(
 def test_a_second_run_touches_nothing(source: Path, target: Path, mode: dict[str, Any]) -> None:
     first = prepare_criteo(source, target, **mode)
     before = snapshot(target)
-    folder_before = target.stat().st_mtime_ns
     assert prepare_criteo(source, target, **mode) == first
     assert snapshot(target) == before
-    assert target.stat().st_mtime_ns == folder_before
 
 
 @pytest.mark.parametrize("mode", [{"rows": 13}, {"min_count": 2}])
@@ -152,29 +146,23 @@ def test_a_crash_costs_only_the_day_it_hits(
     assert contents(target) == contents(tmp_path / "uninterrupted")
 
 
-def test_a_changed_source_is_redone(source: Path, target: Path) -> None:
-    cases: list[tuple[Path, dict[str, Any], set[str]]] = [
-        (target, {"rows": 13}, parts(1)),
-        (target.with_name("counted"), {"min_count": 2}, parts(0, 1, 2) | {"vocabulary.npz"}),
-    ]
-    for folder, mode, expected in cases:
-        prepare_criteo(source, folder, **mode)
-        before = snapshot(folder)
-        stat = (source / "day_1.gz").stat()
-        os.utime(source / "day_1.gz", ns=(stat.st_atime_ns, stat.st_mtime_ns + 10**9))
-        prepare_criteo(source, folder, **mode)
-        assert redone(before, snapshot(folder)) == expected
-
-
 @pytest.mark.parametrize(
-    ("mode", "expected"), [({"rows": 13}, parts(3)), ({"min_count": 2}, parts(0, 1, 2, 3) | {"vocabulary.npz"})]
+    ("mode", "touched", "added"),
+    [({"rows": 13}, parts(1), parts(3)), ({"min_count": 2}, parts(0, 1, 2) | LEARNT, parts(0, 1, 2, 3) | LEARNT)],
 )
-def test_a_new_day_is_added(source: Path, target: Path, mode: dict[str, Any], expected: set[str]) -> None:
+def test_a_changed_source_is_redone_and_a_new_one_added(
+    source: Path, target: Path, mode: dict[str, Any], touched: set[str], added: set[str]
+) -> None:
     prepare_criteo(source, target, **mode)
     before = snapshot(target)
+    stat = (source / "day_1.gz").stat()
+    os.utime(source / "day_1.gz", ns=(stat.st_atime_ns, stat.st_mtime_ns + 10**9))
+    prepare_criteo(source, target, **mode)
+    after = snapshot(target)
+    assert redone(before, after) == touched
     (source / "day_11").write_bytes(text(5, 9))
     prepare_criteo(source, target, **mode)
-    assert redone(before, snapshot(target)) == expected
+    assert redone(after, snapshot(target)) == added
     assert Prepared(target, TablesConfig()).num_samples == 100
 
 
@@ -215,58 +203,6 @@ def test_two_at_once_do_not_write_into_one_folder(
     assert refused
     assert contents(target) == contents(tmp_path / "alone")
     assert not list(target.glob(".*.tmp"))
-
-
-@pytest.mark.slow
-def test_killed_at_random_and_beside_another_it_ends_with_the_same_bytes(
-    source: Path, target: Path, tmp_path: Path
-) -> None:
-    for day in (0, 10):
-        (source / f"day_{day}").write_bytes(text(2000, day))
-    assert run_cli("prepare", "criteo", str(source), str(tmp_path / "alone"), "--min_count", "2").returncode == 0
-    argv = [sys.executable, "-c", _SLOW_PREPARE, str(source), str(target)]
-    rng = np.random.default_rng(0)
-    started, refusals, done = time.monotonic(), 0, False
-    while not done:
-        assert time.monotonic() - started < 150, "it goes on where it was, so a few rounds must be enough"
-        both = [subprocess.Popen(argv, cwd=ROOT, stderr=subprocess.PIPE, text=True) for _ in range(2)]
-        if refusals:
-            time.sleep(rng.uniform(0.5, 4.0))
-            both[rng.integers(2)].kill()
-        else:  # one is refused, and the other is killed at its work
-            while all(process.poll() is None for process in both):
-                time.sleep(0.01)
-            for process in both:
-                process.kill()
-        ends = [process.communicate(timeout=60)[1] for process in both]
-        refusals += sum("is in use by process" in said for said in ends)
-        done = any(process.returncode == 0 for process in both)
-        for process, said in zip(both, ends, strict=True):
-            assert process.returncode in (0, -signal.SIGKILL) or "is in use by process" in said, said
-    assert refusals, "never two at once"
-    assert run_cli("prepare", "criteo", str(source), str(target), "--min_count", "2").returncode == 0
-    assert contents(target) == contents(tmp_path / "alone")
-    assert not list(target.glob(".*.tmp"))
-
-
-# The command, with a pause in every block of text, so that a kill finds it at work.
-_SLOW_PREPARE = """
-import sys, time
-from pathlib import Path
-from dlrm_overlap.config import InputError
-from dlrm_overlap.data import prepare as module
-from dlrm_overlap.data.schema import criteo_schema
-parse = module.read_rows
-def pausing(file, schema, skip, block_bytes):
-    for rows in parse(file, schema, skip, 1 << 15):
-        time.sleep(0.05)
-        yield rows
-module.read_rows = pausing
-try:
-    module.prepare(Path(sys.argv[1]), Path(sys.argv[2]), criteo_schema(None, min_count=2))
-except InputError as error:
-    sys.exit(str(error))
-"""
 
 
 def test_a_malformed_line_leaves_no_part_of_its_day(source: Path, target: Path) -> None:

@@ -14,12 +14,17 @@ import pytest
 import torch
 
 from dlrm_overlap.config import InputError
-from dlrm_overlap.data.batch import Batch
-from dlrm_overlap.data.ring import Ring
-from dlrm_overlap.data.slot import Slot, SlotShape
+from dlrm_overlap.data.batch import Batch, Records
+from dlrm_overlap.data.ring import Form, Ring, Slot
 from tests.conftest import wait_until
 
-SHAPE = SlotShape(samples=64, dense_features=3, tables=2, max_ids=5)
+
+def form_of(samples: int, dense: int, tables: int, max_ids: int) -> Form:
+    ids = ((samples * tables,), torch.int32), ((samples * max_ids,), torch.int32)
+    return Form(Batch, [((samples, dense), torch.float32), *ids, ((samples,), torch.float32)])
+
+
+FORM = form_of(64, 3, tables=2, max_ids=5)
 
 
 def batch_of(step: int) -> Batch:
@@ -36,7 +41,7 @@ def assert_is(batch: Batch, step: int) -> None:
 
 
 def ring_of(steps: int, workers: int, slots_per_worker: int, pin: bool) -> AbstractContextManager[Ring]:
-    return closing(Ring(batch_of, range(steps), SHAPE, workers, slots_per_worker, pin))
+    return closing(Ring(batch_of, range(steps), FORM, workers, slots_per_worker, pin))
 
 
 @pytest.fixture
@@ -93,7 +98,7 @@ def test_a_killed_reader_is_reported() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return batch_of(step)
 
-    ring = Ring(read, range(10), SHAPE, workers=2, slots_per_worker=2, pin=False)
+    ring = Ring(read, range(10), FORM, workers=2, slots_per_worker=2, pin=False)
     with (
         closing(ring),
         pytest.raises(InputError, match=r"loader process 1 of 2 \(pid \d+\) ended by SIGKILL, and step 3"),
@@ -107,7 +112,7 @@ def test_a_stopped_reader_is_reported_and_ended() -> None:
             os.kill(os.getpid(), signal.SIGSTOP)
         return batch_of(step)
 
-    ring = Ring(read, range(10), SHAPE, workers=2, slots_per_worker=2, pin=False, timeout_s=1.0)
+    ring = Ring(read, range(10), FORM, workers=2, slots_per_worker=2, pin=False, timeout_s=1.0)
     readers = list(ring._workers)
     begin = time.monotonic()
     with pytest.raises(InputError, match=r"loader process 1 of 2 .* batch of step 3 in 1 s"):
@@ -129,7 +134,7 @@ def test_readers_are_deaf_to_what_asks_the_training_process_to_end() -> None:
 
 def test_readers_killed_at_any_moment_never_hold_up_the_end() -> None:
     for _ in range(40):
-        ring = Ring(batch_of, range(1000), SHAPE, workers=1, slots_per_worker=1, pin=False)
+        ring = Ring(batch_of, range(1000), FORM, workers=1, slots_per_worker=1, pin=False)
         next(ring)
         time.sleep(random.random() * 2e-3)
         ring._workers[0].kill()
@@ -141,7 +146,7 @@ def test_readers_killed_at_any_moment_never_hold_up_the_end() -> None:
 @pytest.mark.slow
 def test_readers_end_with_a_process_that_never_closes_its_ring(tmp_path: Path) -> None:
     program = (
-        "from tests.unit.data.test_ring import *; ring = Ring(batch_of, range(9), SHAPE, 2, 1, False); next(ring); "
+        "from tests.unit.data.test_ring import *; ring = Ring(batch_of, range(9), FORM, 2, 1, False); next(ring); "
     )
     program += "print(*(reader.pid for reader in ring._workers), flush=True); "
     for end in ("", "os.kill(os.getpid(), signal.SIGKILL)"):
@@ -155,7 +160,7 @@ def test_readers_end_with_a_process_that_never_closes_its_ring(tmp_path: Path) -
 @pytest.mark.parametrize("run_ahead", [1, 4])
 def test_copies_to_the_gpu_end_before_their_memory_is_lent_again(run_ahead: int) -> None:
     """Large batches, few slots, and a copy stream that is held up: what arrives must still be what was read."""
-    shape = SlotShape(samples=200_000, dense_features=13, tables=1, max_ids=10)
+    form = form_of(200_000, 13, tables=1, max_ids=10)
 
     def read(step: int) -> Batch:
         lengths = torch.full((200_000,), 10, dtype=torch.int32)
@@ -163,7 +168,7 @@ def test_copies_to_the_gpu_end_before_their_memory_is_lent_again(run_ahead: int)
         return Batch.from_tensors(torch.full((200_000, 13), float(step)), lengths, values, torch.full((200_000,), 1.0))
 
     device, stream = torch.device("cuda"), torch.cuda.Stream()
-    ring = Ring(read, range(60), shape, workers=3, slots_per_worker=run_ahead, pin=True)
+    ring = Ring(read, range(60), form, workers=3, slots_per_worker=run_ahead, pin=True)
     wrong = torch.zeros((), dtype=torch.int64, device=device)
     with torch.cuda.stream(stream):
         for step, batch in enumerate(ring):
@@ -176,8 +181,7 @@ def test_copies_to_the_gpu_end_before_their_memory_is_lent_again(run_ahead: int)
 
 
 def test_records_begin_where_a_kernel_reads_16_bytes_at_a_time() -> None:
-    shape = SlotShape(samples=500, record_bytes=20)
-    packed = Slot(torch.empty(Slot.size_bytes(shape), dtype=torch.uint8), shape).packed
-    assert packed is not None
+    form = Form(Records, [((500, 20), torch.uint8)])
+    (packed,) = Slot(torch.empty(form.slot_bytes(), dtype=torch.uint8), form).tensors
     assert packed.shape == (500, 20)
     assert packed.storage_offset() % 16 == 0

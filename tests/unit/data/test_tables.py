@@ -25,25 +25,6 @@ from tests.unit.data.criteo_lines import assert_one_line, hash_plainly
 
 N = 120
 
-AVAZU = """
-labels: {click: {}}
-categorical:
-  %s
-time: {column: hour, held_out_from: 14102112}
-"""
-AVAZU_TEXTS = [f"{what}_{part}" for what in ("site", "app") for part in ("id", "domain", "category")]
-AVAZU_TEXTS += ["device_id", "device_ip", "device_model"]
-AVAZU_NUMBERS = ["C1", "banner_pos", "device_type", "device_conn_type", *(f"C{i}" for i in range(14, 22))]
-
-ATTRIBUTION = """
-delimiter: "\\t"
-labels: {conversion: {}, click: {weight: 0.25}}
-dense:
-  cost: {}
-  time_since_last_click: {transform: log1p}
-categorical:
-  %s
-"""
 
 MOVIES = """
 labels: {rating: {above: 3.5}}
@@ -56,30 +37,17 @@ time: {column: date, held_out_from: 2024-03-01}
 """
 
 CCP = """
+delimiter: "\\t"
 missing: ["", "NULL"]
 labels: {click: {}, purchase: {weight: 2}}
 dense:
+  since: {transform: log1p}
   %s
 categorical:
   tags: {list: ";", rows: 40}
+  user: {type: int, rows: 99}
   %s
 """
-
-
-def avazu(rng: np.random.Generator) -> dict[str, Any]:
-    columns: dict[str, Any] = {"id": [f"{i}" for i in range(N)], "click": rng.integers(0, 2, N).tolist()}
-    columns["hour"] = [14102100 + i * 24 // N for i in range(N)]
-    columns |= {name: rng.integers(0, 9, N).tolist() for name in AVAZU_NUMBERS}
-    return columns | {name: [f"{value:08x}" for value in rng.integers(0, 30, N)] for name in AVAZU_TEXTS}
-
-
-def attribution(rng: np.random.Generator) -> dict[str, Any]:
-    columns: dict[str, Any] = {name: rng.integers(0, 2, N).tolist() for name in ("conversion", "click")}
-    columns |= {"cost": rng.random(N).round(4).tolist(), "timestamp": list(range(N))}
-    columns["time_since_last_click"] = rng.integers(-1, 9000, N).tolist()
-    for name in ("uid", "campaign", *(f"cat{i}" for i in range(1, 10))):
-        columns[name] = rng.integers(-5, 2**40, N).tolist()
-    return columns
 
 
 def movies(rng: np.random.Generator) -> dict[str, Any]:
@@ -100,20 +68,13 @@ CCP_DENSE, CCP_TEXTS = [f"d{i}" for i in range(10)], [f"s{i}" for i in range(27)
 def ccp(rng: np.random.Generator) -> dict[str, Any]:
     columns: dict[str, Any] = {name: rng.integers(0, 2, N).tolist() for name in ("click", "purchase")}
     columns |= {name: rng.normal(size=N).tolist() for name in CCP_DENSE}
+    columns |= {"since": rng.integers(-1, 9000, N).tolist(), "user": rng.integers(-5, 2**40, N).tolist()}
     for name in CCP_TEXTS:
         columns[name] = [f"{value}" if value else None for value in rng.integers(0, 12, N)]
     return columns | {"tags": [[f"t{tag}" for tag in rng.integers(0, 99, rng.integers(0, 9))] for _ in range(N)]}
 
 
 LAYOUTS: dict[str, tuple[Callable[[np.random.Generator], dict[str, Any]], str]] = {
-    "avazu": (
-        avazu,
-        AVAZU % "\n  ".join([f"{name}: {{rows: 50}}" for name in AVAZU_TEXTS + AVAZU_NUMBERS]),
-    ),
-    "attribution": (
-        attribution,
-        ATTRIBUTION % "\n  ".join(f"{name}: {{type: int, rows: 99}}" for name in ("uid", "campaign", "cat1", "cat9")),
-    ),
     "movies": (movies, MOVIES),
     "ccp": (
         ccp,
@@ -230,18 +191,6 @@ def assert_same(one: Batch, other: Batch) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*pairs, strict=True))
 
 
-@pytest.mark.parametrize("layout", ["movies", "ccp"])
-def test_days_that_are_whole_are_kept(tmp_path: Path, layout: str) -> None:
-    source, schema, _ = write(tmp_path, layout, "parquet")
-    first = prepared(source, schema)[0].read(0, 90)
-    before = {file: file.stat().st_mtime_ns for file in (tmp_path / "days").rglob("*.npy")}
-    prepare(source, tmp_path / "days", schema)
-    assert before == {file: file.stat().st_mtime_ns for file in (tmp_path / "days").rglob("*.npy")}
-    next(file for file in before if "list_0" in file.name and "day_1" in file.name).write_bytes(b"")
-    prepare(source, tmp_path / "days", schema)
-    assert_same(Prepared(tmp_path / "days", TablesConfig()).read(0, 90), first)
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_run_may_begin_at_any_sample_on_any_number_of_ranks(tmp_path: Path, workers: int) -> None:
     source, schema, _ = write(tmp_path, "ccp", "arrow")
@@ -286,17 +235,6 @@ def test_what_is_learnt_of_the_samples_to_train_on(tmp_path: Path) -> None:
                 assert all(each < 2 + len(keys) for each in found)
 
 
-def test_a_vocabulary_of_numbers_is_in_their_order(tmp_path: Path) -> None:
-    source, _, columns = write(tmp_path, "movies", "parquet")
-    (tmp_path / "schema.yaml").write_text(
-        "labels: {rating: {above: 3}}\ncategorical: {movie: {type: int, min_count: 1}}"
-    )
-    prepare(source, tmp_path / "days", read_schema(tmp_path / "schema.yaml"))
-    order = sorted(set(columns["movie"]))
-    found = Prepared(tmp_path / "days", TablesConfig()).read(0, N).sparse.values().tolist()
-    assert found == [2 + order.index(value) for value in columns["movie"]]
-
-
 @pytest.mark.parametrize("kind", ["csv", "parquet"])
 def test_bad_rows_are_named_or_counted(tmp_path: Path, kind: str) -> None:
     source, schema, columns = write(tmp_path, "movies", kind, parts=1)
@@ -322,7 +260,7 @@ def test_bad_rows_are_named_or_counted(tmp_path: Path, kind: str) -> None:
 
 
 def test_a_time_holds_out_and_a_share_does_where_there_is_none(tmp_path: Path) -> None:
-    for layout, kind in (("avazu", "csv"), ("ccp", "parquet")):
+    for layout, kind in (("movies", "csv"), ("ccp", "parquet")):
         source, schema, columns = write(tmp_path, layout, kind)
         held = sum(held_out(schema, columns)) or N // 4
         prepare(source, days := tmp_path / f"days_{layout}", schema)
@@ -347,7 +285,7 @@ def test_a_time_holds_out_and_a_share_does_where_there_is_none(tmp_path: Path) -
         ("labels: {a: {}}\ncategorical: {b: {rows: 2}}\ntime: {column: t}", "time: .*held_out_from"),
         ("labels: {a: {}}\ncategorical: {b: {rows: 2}}\ndelimiter: ab", "delimiter: 'ab' is not one character"),
         ("labels: {a: {}}\ncategorical: {b: {rows: 2}}\nfiles: '('", "files: .* no regular expression"),
-        ("labels: a", "labels: 'a' must be columns by name"),
+        ("labels: a", "labels: 'a' must be sections by name"),
         ("- 1", "not a section of keys"),
         ("a: [", "no schema can be read"),
     ],

@@ -146,4 +146,4 @@ def test_there_are_few_more_slots_than_distinct_ids(most: list[int]) -> None:
 
 def test_the_gradient_of_a_single_sequence_is_not_copied() -> None:
     finder, rows = DistinctIds([NamedSequence("f", "f", 0)], [10], torch.device("cpu")), torch.zeros(3, 4)
-    assert to_sequences(finder, _batch(f=[[1, 2], [3]]), [3], need_indices=False)(rows)["f"].values() is rows
+    assert to_sequences(finder, _batch(f=[[1, 2], [3]]), [3], False, rows)["f"].values() is rows

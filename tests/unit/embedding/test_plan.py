@@ -138,13 +138,13 @@ def test_the_fullest_rank_of_tables_cut_by_rows() -> None:
 
 
 def test_histories_have_shards_of_their_own(world_of_one: dist.ProcessGroup) -> None:
-    options = ["--model.sequence.history", "2", "--model.sequence.candidate", "3"]
+    options = ["--model.sequence.history", "2", "--model.sequence.candidate", "3", "--embedding.memory", "cached"]
     made = _plan(_config(*options, "--embedding.data_parallel_rows", "20"), world_of_one)
     types = {
         path: {name: (each.sharding_type, each.compute_kernel) for name, each in tables.items()}  # type: ignore[attr-defined]
         for path, tables in made.plan.items()
     }
-    whole = ("table_wise", "fused")
+    whole = ("table_wise", "fused_uvm_caching")
     pooled = {"t_00": whole, "t_01": whole, "t_03": ("data_parallel", "dense")}
     assert types == {"embedding": pooled, "history": {"t_02": whole}}
 

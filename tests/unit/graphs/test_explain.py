@@ -154,13 +154,14 @@ def test_unpooled_tables_of_a_plan(fused_params: dict[str, Any], twice: bool, wh
     ]
     model = nn.ModuleDict({"tables": EmbeddingCollection(configs, device=torch.device("meta"))})
     model["over"] = nn.Linear(2, 2)
-    ways = {"t0": column_wise([0, 1], compute_kernel="fused"), "t1": row_wise(compute_kernel="fused")}
+    ways = {"t0": column_wise([0, 1], compute_kernel="fused"), "t1": row_wise(compute_kernel="fused_uvm_caching")}
     sharder: Any = OverlapEmbeddingCollectionSharder()
     plan = ShardingPlan({"tables": construct_module_sharding_plan(model["tables"], ways, sharder, 2, 2, "cpu")})
     sizes: dict[str, float] = {"f0": 20.0, "f1": 3.0}
     asked: Any = {"samples": 10, "distinct": {"t0": 40.0}}
     found = explain(model, plan, fused_params=fused_params, bag_sizes=sizes, **asked).tables
     assert [each.exchanged for each in found] == [why_not is None] * 2
+    assert [each.memory for each in found] == ["device", "cached"]
     if why_not is None:
         assert all(each.captured and each.why_not is None for each in found)
         assert [each.sent_bytes for each in found] == [40 * (8 * 2 + 2 * 32) / 2, 30 * (8 + 2 * 32) / 2]

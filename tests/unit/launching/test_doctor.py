@@ -67,7 +67,6 @@ def test_doctor_shows_gpus_and_links(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [gpu.name for gpu in gpus] == ["GPU 0", "GPU 1", "GPU 2", "GPU 3"]
     assert gpus[0].detail == "NVIDIA X, 80 GiB, compute capability 9.0"
     assert (links.status, links.detail) == ("ok", "peer access between all GPUs, NV12 SYS")
-    assert doctor._symmetric_memory().status == "ok"
     assert doctor._reach().status == "ok"
     monkeypatch.setattr(network, "_library", lambda name: None)
     assert doctor._reach().detail.startswith(
@@ -82,7 +81,6 @@ def test_doctor_shows_gpus_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     links = list(doctor._gpus())[-1]
     assert (links.status, links.detail) == ("wrong", "no peer access between GPUs 0-3, 3-0, NV12 SYS")
     assert not links.needed
-    assert doctor._symmetric_memory().status == "wrong"
     assert doctor._reach().status == "wrong"
     assert "GPUs 0-2 | 3 by stores" in doctor._reach().detail
 

@@ -19,40 +19,6 @@ def _stub(path: Path, text: str) -> None:
     path.chmod(0o755)
 
 
-# Stands in for Python, in and outside of the environment that `make` sets up; pip's installs go to a log.
-PYTHON_STUB = """case "$1 $2 $3" in
-"-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
-"-m pip config") echo "$CONFIGURED" ;;
-"-m pip install") echo "$@" >> "$LOG" ;;
--c*) exit "$ANSWERS" ;;
-esac"""
-
-
-@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
-@pytest.mark.parametrize(
-    ("stack", "configured", "answers", "asked"),
-    [
-        ("cpu", "", "0", True),
-        ("cpu", ":env:.cert='x'", "0", True),
-        ("cpu", ":env:.index-url='http://mirror'", "0", False),
-        ("cpu", "global.extra-index-url='file:///mirror'", "0", False),
-        ("cpu", "", "1", False),
-        ("cuda", "", "0", False),
-    ],
-)
-def test_make_asks_the_index_of_cpu_wheels_unless_pip_was_pointed_elsewhere(
-    tmp_path: Path, stack: str, configured: str, answers: str, asked: bool
-) -> None:
-    _stub(tmp_path / "python", PYTHON_STUB)
-    log, venv = tmp_path / "log", tmp_path / "venv"
-    environ = os.environ | {"CONFIGURED": configured, "ANSWERS": answers, "LOG": str(log)}
-    command = ["make", "-s", f"VENV={venv}", f"PYTHON={tmp_path / 'python'}", f"STACK={stack}"]
-    subprocess.run([*command, f"{venv}/.ready-{stack}"], env=environ, timeout=20, check=True)
-    first = log.read_text().splitlines()[0]
-    assert first.endswith(f" -e .[{stack},dev]")
-    assert ("--extra-index-url https://download.pytorch.org/whl/cpu" in first) == asked
-
-
 @pytest.mark.parametrize("script", SCRIPTS)
 @pytest.mark.parametrize("installed", [True, False])
 def test_ranks_find_the_package_and_nothing_in_the_working_folder(tmp_path: Path, script: str, installed: bool) -> None:

@@ -29,14 +29,3 @@ def test_a_package_that_is_not_installed(package: str, command: list[str], tmp_p
         f"installed into, or install it there again\n"
     )
     assert (result.returncode, result.stderr) == (2, told)
-
-
-def test_a_module_of_ours_that_is_missing_shows_where(tmp_path: Path) -> None:
-    program = (
-        "import sys; sys.modules['dlrm_overlap.train.ranks'] = None; from dlrm_overlap.__main__ import run; "
-        "sys.argv = ['dlrm-overlap', 'doctor']; run()"
-    )
-    argv = [sys.executable, "-c", program]
-    result = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False, cwd=ROOT)
-    assert result.returncode == 1
-    assert "Traceback" in result.stderr

@@ -82,8 +82,9 @@ def test_all_that_differs_is_reported(checkpoint: Path, caplog: pytest.LogCaptur
     with pytest.raises(InputError) as error:
         _find(checkpoint, *options)
     assert all(change in str(error.value) for change in CHANGES.values())
+    assert "; set what it had, take the change by --checkpoint.resume_changed true" in str(error.value)
     with caplog.at_level("INFO", "dlrm_overlap"):
-        _find(checkpoint, *options, changed=True)
+        assert _find(checkpoint, *options, changed=True) == checkpoint
     (line,) = caplog.messages
     assert all(change in line for change in CHANGES.values())
 

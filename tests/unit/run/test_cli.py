@@ -83,15 +83,6 @@ def test_committed_configurations_are_valid(path: Path) -> None:
     assert config.model.bottom_mlp[-1] == config.model.dim
 
 
-def test_mlperf_shape() -> None:
-    config = configuration("--config", "configs/mlperf_dcnv2.yaml")
-    tables = config.data.tables
-    assert isinstance(tables.rows, list)
-    assert isinstance(tables.multi_hot, list)
-    assert (len(tables.rows), sum(tables.rows), sum(map(int, tables.multi_hot))) == (26, 204_184_588, 214)
-    assert (config.model.cross_layers, config.model.cross_rank, config.model.dim) == (3, 512, 128)
-
-
 def _help(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     with pytest.raises(SystemExit) as end:
         main(argv)

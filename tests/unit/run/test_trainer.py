@@ -219,16 +219,6 @@ def test_an_earlier_run_is_moved_aside_when_asked_and_can_go_on_there(tmp_path: 
     assert max(read_metrics(moved, "train/loss")) == 5
 
 
-def test_a_run_may_be_replaced_when_asked(tmp_path: Path) -> None:
-    _fit(tmp_path)
-    (tmp_path / "run" / "traces").mkdir()
-    trainer = make_trainer(quickstart(tmp_path, "run", *SMALL, "--train.steps", "2", "--embedding.lr", "1e30"))
-    with pytest.raises(NotFiniteError):
-        trainer.fit(replace=True)
-    assert not (tmp_path / "run" / "traces").exists()
-    assert not (tmp_path / "run" / "summary.json").exists(), "the earlier run's beside this one's losses"
-
-
 @pytest.mark.parametrize("rate", ["train.lr", "embedding.lr"])
 @pytest.mark.parametrize("every", ["1", "100"])
 def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path, rate: str, every: str) -> None:
