@@ -14,6 +14,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16
 
 from dlrm_overlap.kernels import peer_copy, swap_rows
+from dlrm_overlap.kernels.compiled import TYPES
 from dlrm_overlap.kernels.dense import all_reduce, update
 from dlrm_overlap.kernels.dense.arguments import BLOCK, STATES
 from dlrm_overlap.kernels.gemm import product as products
@@ -73,8 +74,8 @@ def check_all_reduce() -> None:
 def check_update() -> None:
     """The update of the dense parameters, under each optimizer and with bf16 shadows."""
     lanes = 128
-    for (kind, states), by_line in product(STATES.items(), (False, True)):
-        _, change = update._compiled(kind, False, by_line, torch.bfloat16)
+    for kind, states in STATES.items():
+        _, change = update._compiled(kind, False, torch.bfloat16)
         text, turns = compile_for_h200(change, _UPDATE)["ptx"], BLOCK // (lanes * 4)
         assert text.count("ld.global.v4.b32") == turns * (2 + len(states)), f"{kind}\n{text}"
         shadows = BLOCK // (lanes * 8)
@@ -85,7 +86,8 @@ def check_update() -> None:
 def compile_product(mode: str, by_k: bool, tiling: Tiling) -> str:
     """Return the PTX of a product that is gathered, with a bias and relu, or scattered."""
     gather = mode == "gather"
-    kind = products._Kind(gather, not gather, by_k, gather, "relu" if gather else "none", torch.bfloat16, _ORDERS[mode])
+    activation, dtype = "relu" if gather else "none", TYPES[torch.bfloat16]
+    kind = products._Kind(gather, not gather, by_k, gather, activation, dtype, _ORDERS[mode])
     blocks = {"x": [tiling.block_m, tiling.block_k]}
     blocks["weight"] = [tiling.block_n, tiling.block_k] if by_k else [tiling.block_k, tiling.block_n]
     types = dict(_PRODUCT)

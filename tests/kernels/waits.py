@@ -11,7 +11,7 @@ import torch
 
 from dlrm_overlap.kernels import flags, messages
 from dlrm_overlap.kernels.arguments import PoolingOptions, tuning_for
-from dlrm_overlap.kernels.compiled import CompiledKernel
+from dlrm_overlap.kernels.compiled import TYPES, CompiledKernel
 from dlrm_overlap.kernels.forward import put_slices
 from dlrm_overlap.kernels.forward.pooling import PoolingShape
 from dlrm_overlap.kernels.gemm import product
@@ -71,7 +71,7 @@ def _kernels() -> dict[str, tuple[CompiledKernel, dict[str, str]]]:
     """Return the kernels, compiled for several warps a program, and the types of their arguments."""
     options = PoolingOptions(0, "balanced", tuning_for(1024, 2), check_ids=False)
     shape = PoolingShape(options, 1024, torch.bfloat16, 2048, torch.bfloat16, 16, 16, 16, False)
-    kind = product._Kind(True, False, True, False, "none", torch.bfloat16, "own_first")
+    kind = product._Kind(True, False, True, False, "none", TYPES[torch.bfloat16], "own_first")
     tiling = Tiling(specialised=False)
     blocks = {"x": [tiling.block_m, tiling.block_k], "weight": [tiling.block_n, tiling.block_k]}
     tiles = {name: f"tensordesc<bf16{block}>" for name, block in blocks.items()}
