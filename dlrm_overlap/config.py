@@ -368,8 +368,8 @@ class TrainConfig:
     capture: bool = True
     """pipeline graph: capture steps in CUDA graphs (GPU); false issues the same kernels one by one, for debuggers"""
     flat_dense: bool = True
-    """pipeline graph: keep the dense parameters in one tensor, which one kernel updates and casts; false leaves them to
-    torch.optim and autocast"""
+    """pipeline graph, bf16: the kernel that updates the dense parameters casts them, too, for the next step's products;
+    false leaves casts to autocast"""
     eval_every: NonNegativeInt = 0
     """steps between evaluations; 0 evaluates at the end only"""
     target_auroc: NonNegativeFloat = 0.0

@@ -74,43 +74,13 @@ def _await_flags(
     primitives.await_flags(ready, counts, slots, first, rank, world_size, epoch, timeout, status, BLOCK, INTERPRETED)
 
 
-@triton.jit(do_not_specialize=["rank", "world_size", "timeout"])
-def _meet(
-    ready, counts, peers_ready, clock, status, rank, world_size, timeout: tl.int64,
-    PEERS: tl.constexpr, INTERPRETED: tl.constexpr,
-):  # fmt: skip
-    """Begin the next epoch: raise this rank's flag at every rank, and await those of all; the grid is one program.
-
-    Memory: `clock` [1] int64 is raised by one, to e. `peers_ready` [W] int64 holds the addresses of the ranks' flags
-    [W, 1], of each of which element `rank` is stored. `ready` are this rank's, of which row w is awaited if counts[w].
-
-    Order: the flags are released at system scope, so they cover all reads and writes of earlier kernels of the
-    stream. The peers' are acquired: later work on the stream comes after theirs before they raised their flags.
-    `clock` is stored last; its readers are ordered by the end of the kernel.
-
-    Example: rank 2 of 3, clock 6: element 2 of each rank's flags becomes 7; elements 0, 1 and 2 here are awaited until
-    they have reached 7; then the clock is 7.
-    """
-    epoch = tl.load(clock) + 1
-    primitives.raise_flags(peers_ready, rank, world_size, epoch, PEERS)
-    primitives.await_flags(ready, counts, 1, 0, rank, world_size, epoch, timeout, status, PEERS, INTERPRETED)
-    tl.store(clock, epoch)
-
-
 _RAISE_ARGUMENTS = ("peers_ready", "clock", "rank", "world_size", "slots", "first_slot", "epoch")
-_MEET_ARGUMENTS = ("ready", "counts", "peers_ready", "clock", "status", "rank", "world_size", "timeout")
 _AWAIT_ARGUMENTS = ("ready", "counts", "clock", "status", "rank", "world_size", "slots", "epoch", "timeout")
 
 
 @lru_cache
 def _raising(world_size: int) -> CompiledKernel:
     return CompiledKernel(_raise_flags, _RAISE_ARGUMENTS, {"PEERS": power_of_2(world_size)}, num_warps=1)
-
-
-@lru_cache
-def _meeting(world_size: int) -> CompiledKernel:
-    constants = {"PEERS": power_of_2(world_size), "INTERPRETED": INTERPRETED}
-    return CompiledKernel(_meet, _MEET_ARGUMENTS, constants, num_warps=1)
 
 
 @lru_cache
@@ -160,16 +130,3 @@ def _await_arguments(flags: Flags, rank: int, epoch: int) -> tuple[Any, ...]:
     """Return the arguments in the order of `_AWAIT_ARGUMENTS`."""
     world_size, slots = flags.local.shape
     return flags.local, flags.counts, flags.clock, flags.status, rank, world_size, slots, epoch, flags.timeout
-
-
-def meet(flags: Flags, rank: int) -> None:
-    """Raise `flags.clock` by one to e and slot 0 of `rank` to e at every rank; make the current stream wait for theirs.
-
-    The flags have one slot. A wait that lasts longer than `flags.timeout` is recorded and stops the GPU's work.
-    """
-    world_size, slots = flags.local.shape
-    assert slots == 1, "a meeting has one flag a rank"
-    _meeting(world_size)(
-        1, (),
-        flags.local, flags.counts, flags.addresses, flags.clock, flags.status, rank, world_size, flags.timeout,
-    )  # fmt: skip

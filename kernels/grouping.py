@@ -15,11 +15,3 @@ def group_rows(row_bytes: int, aggregate_bytes: int, least_rows: int = 1) -> int
     Example: 512 bytes a row, 64 KB a group: 128 rows.
     """
     return least_rows * max(1, -(-aggregate_bytes // (least_rows * max(1, row_bytes))))
-
-
-def groups_of(rows: int, each: int) -> list[range]:
-    """Return the rows of each group of a message of `rows`, in groups of `each`.
-
-    Example: 20 rows in groups of 8 are the rows 0 .. 7, 8 .. 15 and 16 .. 19.
-    """
-    return [range(first, min(first + each, rows)) for first in range(0, rows, each)]

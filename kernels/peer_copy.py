@@ -2,14 +2,14 @@
 
 from functools import lru_cache
 from math import gcd
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from dlrm_overlap.kernels.arguments import power_of_2
-from dlrm_overlap.kernels.compiled import INTERPRETED, CompiledKernel
+from dlrm_overlap.kernels.compiled import CompiledKernel
 from dlrm_overlap.kernels.primitives import count_and_raise
 
 PROGRAMS = 64
@@ -124,19 +124,8 @@ def store_rows(rows: Rows, flags: RowFlags, rank: int, programs: int = PROGRAMS)
     world_size, kernel = rows.targets.numel(), _storing(rows.targets.numel(), rows.word)
     elements = rows.row_bytes // rows.word * kernel.constants["VECTOR"]
     tasks = (world_size - 1 + rows.own) * -(-elements // kernel.constants["BLOCK"])
-    kernel(max(1, min(programs, tasks)), (), *_arguments(rows, flags, rank))
-
-
-def load_store_rows(rows: Rows, flags: RowFlags, rank: int) -> None:
-    """Load the kernel that `store_rows` launches for such rows, so that a capture need not."""
-    if not INTERPRETED:
-        _storing(rows.targets.numel(), rows.word).compile(*_arguments(rows, flags, rank))
-
-
-def _arguments(rows: Rows, flags: RowFlags, rank: int) -> tuple[Any, ...]:
-    """Return the arguments in the order of `_ARGUMENTS`, line by line."""
-    world_size = rows.targets.numel()
-    return (
+    kernel(
+        max(1, min(programs, tasks)), (),
         rows.targets, flags.addresses, flags.counted, flags.clock,
         rows.source.data_ptr(), rank, world_size, world_size - 1 + rows.own, rows.stride, rows.row_bytes // rows.word,
         rows.offset,

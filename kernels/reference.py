@@ -355,14 +355,11 @@ def update_range(update: FlatUpdate, begin: int, end: int) -> None:
 
     Example: adagrad with learning rate 1, sum 9 and gradient 4. The sum becomes 9 + 16 = 25, the weight loses 4 / 5.
     """
-    if update.rows is None:
-        _update_row(update, 0, slice(begin, end))
-    else:
-        rows, lines = torch.unique_consecutive(update.rows[begin // LINE : end // LINE], return_counts=True)
-        ends = (begin + lines.cumsum(0) * LINE).tolist()
-        for row, first, last in zip(rows.tolist(), [begin, *ends], ends, strict=False):
-            if row >= 0:
-                _update_row(update, row, slice(first, last))
+    rows, lines = torch.unique_consecutive(update.rows[begin // LINE : end // LINE], return_counts=True)
+    ends = (begin + lines.cumsum(0) * LINE).tolist()
+    for row, first, last in zip(rows.tolist(), [begin, *ends], ends, strict=False):
+        if row >= 0:
+            _update_row(update, row, slice(first, last))
     if update.shadow is not None:
         update.shadow[begin:end].copy_(update.weights[begin:end])
 

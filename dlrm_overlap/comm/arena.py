@@ -28,7 +28,7 @@ from dlrm_overlap.comm.every_rank import gathered, on_every_rank
 from dlrm_overlap.comm.patience import Patience
 from dlrm_overlap.comm.reach import Reach
 from dlrm_overlap.comm.record import ExchangeTimeoutError
-from dlrm_overlap.config import InputError
+from dlrm_overlap.config import InputError, in_one_line
 
 _ALIGNMENT_BYTES = 256
 _MOST_SHAPES = 64  # in which a region has been lent, of which something is kept: batch sizes rarely change
@@ -97,10 +97,6 @@ class CudaMemory:
             "data": (address, False),
             "version": 2,
         }
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]
 
 
 class Arena(ABC):
@@ -176,7 +172,7 @@ class CudaArena(Arena):
             except RuntimeError as error:  # of which torch.OutOfMemoryError is one
                 raise InputError(
                     f"embedding.backend: no room for {self.size_bytes} bytes of windows on {self.device} "
-                    f"({_first_line(error)}); take a smaller train.batch_size, or cap the tables"
+                    f"({in_one_line(error):.200}); take a smaller train.batch_size, or cap the tables"
                 ) from error
             return memory
 
@@ -188,7 +184,7 @@ class CudaArena(Arena):
             except RuntimeError as error:
                 raise InputError(
                     f"embedding.backend: the GPUs of these {len(self.reached)} ranks do not reach each other's memory "
-                    f"({_first_line(error)}); use --embedding.backend torchrec, or ranks within one NVLink domain"
+                    f"({in_one_line(error):.200}); use --embedding.backend torchrec, or ranks within one NVLink domain"
                 ) from error
 
         handle = on_every_rank(meet, group)

@@ -1,4 +1,4 @@
-"""Work and calls that are alike on all ranks: if one of them cannot do its own, every rank raises an error."""
+"""Work that is alike on all ranks: if one of them cannot do its own, every rank raises an error."""
 
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
@@ -61,22 +61,3 @@ def gathered(value: Made, group: dist.ProcessGroup) -> list[Made]:
 def faults(fault: Made | None, group: dist.ProcessGroup) -> list[Made]:
     """Return the faults of the ranks of `group` that have one, in order; None and an empty string are none."""
     return [each for each in gathered(fault, group) if each]
-
-
-def require_alike(call: object, group: dist.ProcessGroup, caller: str = "") -> None:
-    """Check that every rank of `group` makes the same call, by its text; a collective on the host.
-
-    Args:
-        call: of this rank.
-        caller: a word in front of the error.
-
-    Raises:
-        InputError: on every rank, naming the first rank whose call is not that of rank 0.
-    """
-    calls = gathered(str(call), group)
-    for rank, each in enumerate(calls):
-        if each != calls[0]:
-            raise InputError(
-                f"{caller}rank 0 calls {calls[0]}, rank {rank} {each}; make the same calls in the same order on all "
-                f"ranks"
-            )

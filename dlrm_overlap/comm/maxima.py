@@ -8,7 +8,7 @@ they are more than sockets hold, as of models with hundreds of features, whose s
 import socket
 import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from functools import cached_property
@@ -53,7 +53,7 @@ class Maxima:
         self._ranks, self._sockets = group, _connected(group)
         self._asked = deque[_Question]()
         if self._sockets is not None:
-            weakref.finalize(self, _close, self._sockets)
+            weakref.finalize(self, _close, self._sockets.values())
 
     def begin(self, numbers: torch.Tensor) -> Work:
         """Begin to find the greatest of each of `numbers`, [n] int64 on the CPU; n is the same on all ranks."""
@@ -62,7 +62,7 @@ class Maxima:
             assert work is not None
             return work
         array = numbers.numpy()
-        for each in self._sockets:
+        for each in self._sockets.values():
             with suppress(BrokenPipeError, ConnectionResetError):  # a wait for its answer reports that it has ended
                 each.send(array.data)
         self._asked.append(_Question(array, self._sockets, self._asked))
@@ -79,8 +79,8 @@ class Maxima:
 class _Question:
     """A question to the ranks of one machine. Answers to earlier ones, which come first, are taken as well."""
 
-    def __init__(self, numbers: np.ndarray, sockets: Iterable[socket.socket], asked: "deque[_Question]") -> None:
-        self._numbers, self._late, self._asked = numbers, list(sockets), asked
+    def __init__(self, numbers: np.ndarray, sockets: Mapping[int, socket.socket], asked: "deque[_Question]") -> None:
+        self._numbers, self._late, self._asked = numbers, list(sockets.items()), asked
         self._has_failed = False
         self._patience = Patience(default_pg_timeout.total_seconds())
 
@@ -94,7 +94,7 @@ class _Question:
         return self._has_failed or not self._late
 
     def _take(self, timeout_s: float) -> None:
-        peer, theirs = self._late[-1], np.empty_like(self._numbers)
+        (rank, peer), theirs = self._late[-1], np.empty_like(self._numbers)
         peer.settimeout(timeout_s)
         try:
             size = _receive(peer, theirs)
@@ -102,11 +102,11 @@ class _Question:
             if self._patience.is_over():
                 self._fail()
             waited_s = self._patience.waited_s
-            raise RuntimeError(f"a rank of this machine has not answered for {waited_s:.0f} s") from error
+            raise RuntimeError(f"rank {rank} has not answered for {waited_s:.0f} s") from error
         if size != theirs.nbytes:
             self._fail()
-            other = f"a rank of this machine has other features: it sends {size} bytes, not {theirs.nbytes}"
-            raise RuntimeError(other if size else "a rank of this machine has ended")
+            other = f"has other features: it sends {size} bytes, not {theirs.nbytes}"
+            raise RuntimeError(f"rank {rank} {other if size else 'has ended'}")
         np.maximum(self._numbers, theirs, out=self._numbers)
         self._late.pop()
         if not self._late:
@@ -126,24 +126,31 @@ def _receive(peer: socket.socket, numbers: np.ndarray) -> int:
         return peer.recv_into(numbers.data, 0, socket.MSG_TRUNC)
 
 
-def _connected(group: dist.ProcessGroup) -> list[socket.socket] | None:
-    """Return a socket to each other rank of a group, None if they are not of one machine; a collective."""
+def _connected(group: dist.ProcessGroup) -> dict[int, socket.socket] | None:
+    """Return a socket to each other rank of a group, None if they are not of one machine; a collective.
+
+    Each rank connects to those before it, and first sends its number.
+    """
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # which keeps messages apart
     with listener:
         listener.bind(f"\0dlrm_overlap_{uuid4().hex}")  # of no file; unlike all names in other containers
         listener.listen(group.size())
         machine = place_of(torch.device("cpu")).machine
         ranks = gathered((machine, listener.getsockname()), group)
-        sockets, is_open = list[socket.socket](), len({machine for machine, _ in ranks}) == 1
+        sockets, is_open = dict[int, socket.socket](), len({machine for machine, _ in ranks}) == 1
         try:
-            for _, name in ranks[: group.rank()] if is_open else ():
-                sockets.append(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-                sockets[-1].connect(name)
+            for rank, (_, name) in enumerate(ranks[: group.rank()] if is_open else ()):
+                sockets[rank] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                sockets[rank].connect(name)
+                sockets[rank].send(group.rank().to_bytes(4))
         except OSError:  # containers of one machine may have no way to each other
             is_open = False
         if all(gathered(is_open, group)):
-            return sockets + [listener.accept()[0] for _ in ranks[group.rank() + 1 :]]
-        _close(sockets)
+            for _ in ranks[group.rank() + 1 :]:
+                peer = listener.accept()[0]
+                sockets[int.from_bytes(peer.recv(4))] = peer
+            return sockets
+        _close(sockets.values())
         return None
 
 

@@ -2,8 +2,7 @@
 
 PyTorch's symmetric memory has one backend a process, and refuses another after the first allocation. The arena's is
 CUDA's, since NVSHMEM allocates for all ranks alone, not for those of a host. So NVSHMEM's host library, which PyTorch
-brings along, is called here: a heap beside the arena, started when an exchange first needs one. Between processes of
-one machine without GPUs a heap is an arena that all of them map, so kernels under the interpreter have one as well.
+brings along, is called here: a heap beside the arena, started when an exchange first needs one.
 """
 
 import ctypes
@@ -13,7 +12,6 @@ import os
 import threading
 import time
 import uuid
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
@@ -23,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.distributed_c10d import PrefixStore, _get_process_group_store
 
-from dlrm_overlap.comm.arena import CudaMemory, HostArena, Region
+from dlrm_overlap.comm.arena import CudaMemory
 from dlrm_overlap.comm.every_rank import faults, gathered, on_every_rank
 from dlrm_overlap.comm.reach import Reach
 from dlrm_overlap.config import InputError, in_one_line
@@ -55,41 +53,19 @@ def _library(name: str) -> Path | None:
     return next((folder / name for folder in folders if (folder / name).exists()), None)
 
 
-class Heap(ABC):
-    """Memory alike on every rank of a group, into which kernels of all of them put. Making one is a collective."""
-
-    local: torch.Tensor
-    """[size] uint8: this rank's, zeros at first"""
-    network: Network
-    """the argument by which kernels put into it"""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Give the memory back. Nothing may put into it any more, here or at a peer."""
-
-
-class SharedHeap(Heap):
-    """A heap of processes of one machine, put into by stores."""
-
-    def __init__(self, size_bytes: int, group: dist.ProcessGroup) -> None:
-        self._arena = HostArena({"heap": Region((size_bytes,), torch.uint8)}, group, torch.device("cpu"))
-        self.local = self._arena.local("heap")
-        self.network = Network("stores", self._arena.addresses("heap"), group.rank())
-
-    def close(self) -> None:
-        """Unmap it."""
-        self._arena.close()
-
-
-class NvshmemHeap(Heap):
-    """A block of NVSHMEM's heap on GPUs, put into by its device functions.
+class NvshmemHeap:
+    """A block of NVSHMEM's heap, alike on every rank, into which kernels put. Making one is a collective.
 
     NVSHMEM allocates and frees on all ranks at once. Who closes an exchange since a peer has failed must not wait for
     that peer, so a block is not freed, but kept for the next exchange whose size it is.
     """
 
     def __init__(self, size_bytes: int, group: dist.ProcessGroup, device: torch.device) -> None:
-        """Take a block; `start_puts` has returned an empty string on every rank."""
+        """Take a block of zeros; `start_puts` has returned an empty string on every rank.
+
+        Raises:
+            InputError: if there is no room for it.
+        """
         self._nvshmem = _nvshmem()
         self._size, self._address = size_bytes, 0
 
@@ -103,6 +79,7 @@ class NvshmemHeap(Heap):
 
         on_every_rank(allocate, group)
         self.local = torch.as_tensor(CudaMemory(self._address, size_bytes), device=device)
+        """[size] uint8: this rank's"""
         self.local.zero_()
         torch.cuda.synchronize(device)
         dist.barrier(group)  # nobody puts before all have zeroed
@@ -110,19 +87,11 @@ class NvshmemHeap(Heap):
         heaps[group.rank()] = self._address
         library = str(_library(_DEVICE_LIBRARY))
         self.network = Network("nvshmem", heaps.to(device), group.rank(), library, self._nvshmem.prepare)
+        """the argument by which kernels put into it"""
 
     def close(self) -> None:
-        """Keep the block for another heap of its size."""
+        """Keep the block for another heap of its size. Nothing may put into it any more, here or at a peer."""
         self._nvshmem.keep(self._size, self._address)
-
-
-def open_heap(size_bytes: int, group: dist.ProcessGroup, device: torch.device) -> Heap:
-    """Make a heap of zeros on every rank of `group`, which all call this with the same size.
-
-    Raises:
-        InputError: if there is no room for it.
-    """
-    return NvshmemHeap(size_bytes, group, device) if device.type == "cuda" else SharedHeap(size_bytes, group)
 
 
 def start_puts(group: dist.ProcessGroup, device: torch.device, timeout_s: float) -> str:
@@ -136,7 +105,12 @@ def start_puts(group: dist.ProcessGroup, device: torch.device, timeout_s: float)
     Raises:
         InputError: if rank 0 is not there any more.
     """
-    why = (missing_puts() or _damage()) if device.type == "cuda" else "CPUs have no kernels that put"
+    why = missing_puts() if device.type == "cuda" else "CPUs have no kernels that put"
+    try:
+        if not why:
+            _nvshmem()
+    except (OSError, AttributeError) as error:
+        why = f"NVSHMEM's {_HOST_LIBRARY} does not load ({in_one_line(error):.200})"
     found = faults(why and f"{why} (rank {group.rank()})", group)
     return found[0] if found else _start(_nvshmem(), group, device, timeout_s)
 
@@ -157,15 +131,13 @@ def _start(nvshmem: "_Nvshmem", group: dist.ProcessGroup, device: torch.device, 
             return nvshmem.start(unique_id, group.rank(), group.size())
 
         store = PrefixStore(f"dlrm_overlap/nvshmem/{name}", _get_process_group_store(group))
-        nvshmem.verdict = start_together(start, "NVSHMEM", store, group.rank(), group.size(), timeout_s)
+        nvshmem.verdict = start_together(start, store, group.rank(), group.size(), timeout_s)
     found = faults(nvshmem.verdict or nvshmem.misfit(group.rank(), group.size()), group)
     return found[0] if found else ""
 
 
-def start_together(
-    start: Callable[[], str], name: str, store: Store, rank: int, world_size: int, timeout_s: float
-) -> str:
-    """Start a library that waits for all ranks without a bound; a collective.
+def start_together(start: Callable[[], str], store: Store, rank: int, world_size: int, timeout_s: float) -> str:
+    """Start NVSHMEM, which waits for all ranks without a bound; a collective.
 
     Each rank starts it in a thread, which adds to a count in the ranks' store when it is through, or writes there why
     it has failed: the other ranks' threads then wait within the library for ever, and are left there. The first rank
@@ -173,7 +145,6 @@ def start_together(
 
     Args:
         start: returns an empty string, or why this rank cannot; an exception counts as its text.
-        name: of the library, for people.
         store: of these ranks, with no key that an earlier call has left.
         rank: this one.
         world_size: number of ranks, W.
@@ -190,14 +161,14 @@ def start_together(
         try:
             fault = start()
         except Exception as error:
-            fault = f"{name} does not start ({in_one_line(error):.200})"
+            fault = f"NVSHMEM does not start ({in_one_line(error):.200})"
         if fault:
             store.set("failed", f"{fault} (rank {rank})")
             return
         store.set(f"rank_{rank}", "started")
         store.add("started", 1)
 
-    threading.Thread(target=run, name=f"start of {name}", daemon=True).start()
+    threading.Thread(target=run, name="start of NVSHMEM", daemon=True).start()
     deadline, verdict = time.monotonic() + timeout_s, ""
     try:
         while not verdict:
@@ -208,24 +179,15 @@ def start_together(
             elif time.monotonic() > deadline:
                 silent = [rank for rank in range(world_size) if not store.check([f"rank_{rank}"])]
                 more = f" and {len(silent) - 1} more" if silent[1:] else ""
-                verdict = f"{name} has not started within {timeout_s:g} s on rank {silent[0]}{more}" if silent else ""
+                verdict = f"NVSHMEM has not started within {timeout_s:g} s on rank {silent[0]}{more}" if silent else ""
             else:
                 time.sleep(_POLL_S)
         verdict = store.compare_set("verdict", "", verdict).decode()
     except RuntimeError:  # of torch's kinds
         raise InputError(
-            f"{name}: the ranks' store does not answer while all ranks start it; see the log of rank 0, which serves it"
+            "NVSHMEM: the ranks' store does not answer while all ranks start it; see the log of rank 0, which serves it"
         ) from None
     return "" if verdict == "started" else verdict
-
-
-def _damage() -> str:
-    """Return why NVSHMEM's library, which is there, cannot be taken; empty if it can."""
-    try:
-        _nvshmem()
-    except (OSError, AttributeError) as error:
-        return f"NVSHMEM's {_HOST_LIBRARY} does not load ({in_one_line(error):.200})"
-    return ""
 
 
 def agree_on_puts(

@@ -127,27 +127,8 @@ def find_reach(group: dist.ProcessGroup, device: torch.device, hosts: int | str 
         found = tuple(range(first, first + each) for first in range(0, world_size, each))
         why = f"emulated, embedding.hosts is {hosts}"
     else:
-        found, why = look(group, device)
+        found, why = hosts_of(gathered(place_of(device), group))
     return Reach(rank, found, why if len(found) > 1 else "", _group_of(group, rank, found, device))
-
-
-def look(group: dist.ProcessGroup, device: torch.device) -> tuple[tuple[range, ...], str]:
-    """Return the hosts of `group`, and why there are several: by machines and access between GPUs; a collective."""
-    return hosts_of(gathered(place_of(device), group))
-
-
-def check_whole(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Check that all ranks of `group` reach each other by stores; a collective.
-
-    Raises:
-        InputError: on every rank, if they do not, naming the ranks that do.
-    """
-    hosts, why = look(group, device)
-    if len(hosts) > 1:
-        raise InputError(
-            f"{group.size()} ranks do not all reach each other's memory, but {', '.join(map(_named, hosts))} each "
-            f"({why}); give a group of such ranks, or take torch.distributed's collectives"
-        )
 
 
 def place_of(device: torch.device) -> Place:

@@ -1,16 +1,16 @@
 """Weights that are cast once a step, by the optimizer that writes them, and not by whoever computes with them."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from dlrm_overlap.dense.flat import FlatParameters, copy_all
-from dlrm_overlap.dense.optimizer import FlatOptimizer
 
 
 class CastWeights:
-    """Hands out a model's weights in the type of the optimizer's shadows, and takes their gradients.
+    """Hands out a model's weights in the type of their shadow, and takes their gradients.
 
     Under autocast every product casts its weights anew, casts their gradient back, and adds it to a gradient that was
     set to zero before. Here a product is given the shadow of a weight, and all gradients are written to the flat
@@ -22,9 +22,12 @@ class CastWeights:
     gradients of then are written beside the rest of the backward, and may be reduced over the ranks meanwhile.
     """
 
-    def __init__(self, flat: FlatParameters, optimizer: FlatOptimizer, names: Iterable[str]) -> None:
-        """Take the parameters to cast, by their names in `flat`; the others keep their gradients' usual way."""
-        self._flat, self._optimizer, self._names = flat, optimizer, set(names)
+    def __init__(self, flat: FlatParameters, cast: Collection[nn.Parameter]) -> None:
+        """Take the parameters to cast, of those of `flat`; the others keep their gradients' usual way."""
+        self.flat = flat
+        """the parameters, which have a shadow"""
+        self._name_of = {parameter: name for name, parameter in flat.parameters.items()}
+        self._names = {self._name_of[parameter] for parameter in cast}
         flat.unseen |= self._names
         self._others = [name for name in flat.parameters if name not in self._names]
         self._complete: Callable[[str], None] = lambda _: None
@@ -45,40 +48,36 @@ class CastWeights:
     def begin(self) -> None:
         """Begin a step: the gradients of the parameters that are not cast become zero."""
         self._taken, self._later, self._written = {}, [], set()
-        self._flat.zero(self._others)
+        self.flat.zero(self._others)
 
-    def of(self, names: Mapping[str, str]) -> dict[str, torch.Tensor]:
-        """Return weights to compute with, under the keys of `names`, whose values are their names in the flat tensor.
-
-        Parameters that are not cast are returned as they are.
-        """
-        parameters = self._flat.parameters
+    def of(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
+        """Return weights to compute with; parameters that are not cast are returned as they are."""
         return {
-            key: _CastOnce.apply(self.anchor, self._optimizer.shadow(name), self, name)
-            if name in self._names
-            else parameters[name]
-            for key, name in names.items()
+            key: _CastOnce.apply(self.anchor, self.shadow(parameter), self, self._name_of[parameter])
+            if self._name_of[parameter] in self._names
+            else parameter
+            for key, parameter in parameters.items()
         }
 
-    def shadow(self, name: str) -> torch.Tensor:
+    def shadow(self, parameter: nn.Parameter) -> torch.Tensor:
         """Return the shadow of a parameter, without a way for autograd to its gradient."""
-        return self._optimizer.shadow(name)
+        assert self.flat.shadow is not None, "the parameters were made flat without shadow_dtype"
+        return self.flat.shadow.views[self._name_of[parameter]]
 
-    def later(self, names: Iterable[str], write: Callable[[list[torch.Tensor]], None]) -> None:
-        """Have `write` called with where the optimizer reads the gradients of `names`, float32 and contiguous.
+    def later(self, parameters: Iterable[nn.Parameter], write: Callable[[list[torch.Tensor]], None]) -> None:
+        """Have `write` called with where the optimizer reads the gradients of parameters, float32 and contiguous.
 
         So the gradient of the model's input, for which others wait, comes before gradients that nobody needs yet.
         Gradients are written in the order of these calls, and those of one call may travel while the next are computed.
         """
-        names = list(names)
+        names = [self._name_of[parameter] for parameter in parameters]
         assert self._names.issuperset(names), "the gradients of the other parameters are autograd's"
         self._later.append((names, write))
 
-    def places(self, names: Iterable[str]) -> list[torch.Tensor]:
-        """Return where the optimizer reads the gradients of `names`, for an autograd function to write them at once."""
-        names = list(names)
-        self.later(names, lambda _: None)
-        return [self._flat.gradients.views[name] for name in names]
+    def places(self, parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
+        """Return where the optimizer reads gradients of parameters, for an autograd function to write them at once."""
+        self.later(parameters, lambda _: None)
+        return [self.flat.gradients.views[self._name_of[parameter]] for parameter in parameters]
 
     def take(self, name: str, gradient: torch.Tensor) -> None:
         """Keep a parameter's gradient until `finish`."""
@@ -97,7 +96,7 @@ class CastWeights:
         if self._stream is None:
             self._write()
             return
-        self._stream.wait_stream(torch.cuda.current_stream(self._flat.device))
+        self._stream.wait_stream(torch.cuda.current_stream(self.flat.device))
         self._beside += [self._taken, self._later]
         with torch.cuda.stream(self._stream):
             self._write()
@@ -107,14 +106,14 @@ class CastWeights:
         """Write the gradients of a step's backward for the optimizer; parameters without one get zeros."""
         if self._beside:
             assert self._stream is not None
-            torch.cuda.current_stream(self._flat.device).wait_stream(self._stream)
+            torch.cuda.current_stream(self.flat.device).wait_stream(self._stream)
             self._beside = []
         self._write()
-        self._flat.zero(self._names - self._written)
+        self.flat.zero(self._names - self._written)
 
     def _write(self) -> None:
         """Write the gradients that have been taken to the flat tensor, and report each as complete."""
-        views = self._flat.gradients.views
+        views = self.flat.gradients.views
         for names, write in self._later:
             write([views[name] for name in names])
             self._report(names)

@@ -5,7 +5,7 @@ import torch
 from dlrm_overlap.comm.arena import Arena
 from dlrm_overlap.comm.record import Record
 from dlrm_overlap.dense.reduction import AWAITED, Piece, StoreReduction
-from dlrm_overlap.kernels.dense.all_reduce import ShareFlags, average_share
+from dlrm_overlap.kernels.dense.all_reduce import average_share
 from dlrm_overlap.kernels.dense.arguments import LINE
 from dlrm_overlap.kernels.flags import Flags, raise_flags, wait_flags
 
@@ -18,8 +18,7 @@ class DeviceStores(StoreReduction):
         self._record = Record(device)
         local, addresses = arena.local("flags"), arena.addresses("flags")
         timeout = int(self._options.wait_timeout_s * 1e9)
-        counted = torch.zeros(1, dtype=torch.int32, device=device)
-        self._share_flags = ShareFlags(addresses, local.shape[1], counted, clock)
+        self._counted = torch.zeros(1, dtype=torch.int32, device=device)
         self._flags: list[Flags] = []
         for slot in range(local.shape[1]):
             counts = torch.full((self._world_size,), slot + 1, dtype=torch.int32, device=device)
@@ -45,7 +44,8 @@ class DeviceStores(StoreReduction):
             self._shares[piece],
             self._dtype,
             piece.lines(self._rank),
-            self._share_flags,
+            self._flags[0],
+            self._counted,
             self._rank,
             piece.slot,
             self._argument,

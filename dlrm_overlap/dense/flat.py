@@ -8,10 +8,7 @@ import torch
 from torch import nn
 from torchrec.distributed.composable.table_batched_embedding_slice import TableBatchedEmbeddingSlice
 
-from dlrm_overlap.config import InputError
 from dlrm_overlap.kernels.dense.arguments import BLOCK, LINE
-
-_WHERE = "flat parameters: "  # how its errors begin
 
 
 class Place(NamedTuple):
@@ -40,28 +37,25 @@ class FlatTensor:
         self.views = {name: place.of(tensor) for name, place in places.items()}
         """parameter -> its part of the tensor, in its shape"""
 
-    def move(self, places: Mapping[str, Place]) -> None:
-        """Move each view with its content to another place."""
+    def move(self, places: Mapping[str, Place], memory: torch.Tensor | None = None) -> None:
+        """Move each view with its content to another place, in `memory` [n] of the same type, or where the tensor is.
+
+        Tensor and views stay the objects that they are.
+        """
         contents = {name: view.clone() for name, view in self.views.items()}
+        self.tensor.data = self.tensor if memory is None else memory
         self.tensor.zero_()
         for name, view in self.views.items():
             view.data = places[name].of(self.tensor)
             view.copy_(contents[name])
 
-    def rest_in(self, memory: torch.Tensor, places: Mapping[str, Place]) -> None:
-        """Move the content to `memory`, [n] of the same type; tensor and views stay the objects that they are."""
-        memory.copy_(self.tensor)
-        self.tensor.data = memory
-        for name, view in self.views.items():
-            view.data = places[name].of(memory)
-
 
 class FlatParameters:
     """Moves parameters into one flat tensor, and gives them gradients that are views of another.
 
-    The parameters stay the objects that they were: modules, DDP and optimizers that hold them see the same values.
+    The parameters stay the objects that they were: modules and optimizers that hold them see the same values.
     Their gradients stay where they are as well, and backwards accumulate into them. A gradient that somebody else has
-    put in a view's stead, as DDP and TorchRec's `init_state` do, is taken into the view by `adopt_gradients`. The
+    put in a view's stead, as autograd does after `zero_grad`, is taken into the view by `adopt_gradients`. The
     gradient of a parameter that is `idle` is None, so that optimizers pass over it.
 
     TorchRec shows each of its data-parallel tables as a parameter of its own, which is a slice of one that holds all
@@ -74,22 +68,25 @@ class FlatParameters:
     If the first of them is a shard, their places are 1024 .. 1026 and 0 .. 99 of 2048 elements.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], shards: Collection[str] = ()) -> None:
-        """Move `parameters`, which are float32 and on one device, by name, as `named_parameters` gives them.
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        shards: Collection[str] = (),
+        shadow_dtype: torch.dtype | None = None,
+    ) -> None:
+        """Move `parameters`, against which `why_not_flat` finds nothing, by name, as `named_parameters` gives them.
 
         Args:
             parameters: as many elements on all ranks.
             shards: names of those of which each rank holds another part.
-
-        Raises:
-            InputError: if one cannot be moved.
+            shadow_dtype: float16 or bfloat16 of `shadow`; None makes none.
         """
+        assert (reason := why_not_flat(parameters)) is None, reason
         self.named = dict(parameters)
         """the parameters as they were given, slices among them"""
         self._slices = _slices(parameters)
         self.parameters = _without_slices(parameters, self._slices)
         """those that are moved: all but the slices, then the holders of slices"""
-        _check(self.parameters)
         self.unseen = {holder for holder, _ in self._slices.values()}
         """names of the parameters whose gradients may be written without autograd, as lookups do to those of slices"""
         self.shards = frozenset(shards)
@@ -106,6 +103,14 @@ class FlatParameters:
             self.weights.views[name].copy_(parameter.data)
         self._bind()
         self.adopt_gradients()
+        self.shadow = self.like(shadow_dtype) if shadow_dtype is not None else None
+        """a copy of the weights, rounded to the nearest, which each update by `FlatSteps` writes along"""
+        self.cast_shadow()
+
+    def cast_shadow(self) -> None:
+        """Write the shadow anew; needed where somebody else than `FlatSteps` has changed weights, as a load does."""
+        if self.shadow is not None:
+            self.shadow.tensor.copy_(self.weights.tensor)
 
     def like(self, dtype: torch.dtype) -> FlatTensor:
         """Return a flat tensor of zeros that has the parameters' layout, also when that changes."""
@@ -199,7 +204,7 @@ class FlatParameters:
 
         Not once a CUDA graph has been captured, which would go on with the old memory.
         """
-        self.gradients.rest_in(memory, self._all_places())
+        self.gradients.move(self._all_places(), memory)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # the old memory is free, whatever stream takes it next
 
@@ -241,24 +246,14 @@ def copy_all(views: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> 
 
 
 def _slices(parameters: Mapping[str, nn.Parameter]) -> dict[str, tuple[str, int]]:
-    """Return of each slice the name of its holder, made of the slices' names, and its first element there.
-
-    Raises:
-        InputError: if a part of a holder is in none of its slices.
-    """
+    """Return of each slice the name of its holder, made of the slices' names, and its first element there."""
     together: dict[int, list[tuple[str, TableBatchedEmbeddingSlice]]] = {}
     for name, parameter in parameters.items():
         if isinstance(parameter, TableBatchedEmbeddingSlice):
             together.setdefault(id(parameter._original_tensor), []).append((name, parameter))
     found: dict[str, tuple[str, int]] = {}
     for slices in together.values():
-        holder, held = slices[0][1]._original_tensor, sum(each.numel() for _, each in slices)
         names = "/".join(name for name, _ in slices)
-        if held != holder.numel():
-            raise InputError(
-                f"{_WHERE}{names} are {held} of the {holder.numel()} elements of one parameter, and must be "
-                f"all; give all tables of a lookup"
-            )
         found |= {name: (f"lookup of {names}", each._start_offset) for name, each in slices}
     return found
 
@@ -273,33 +268,14 @@ def _without_slices(
 
 
 def why_not_flat(parameters: Mapping[str, nn.Parameter]) -> str | None:
-    """Return why `FlatParameters` cannot move these, or None if it can."""
-    try:
-        _check(_without_slices(parameters, _slices(parameters)))
-    except InputError as error:
-        return str(error).removeprefix(_WHERE).partition(";")[0]
-    return None
-
-
-def _check(parameters: Mapping[str, nn.Parameter]) -> None:
-    """Raise an `InputError` for the first parameter that cannot be moved."""
-    if not parameters:
-        raise InputError(f"{_WHERE}there are none; leave out the flat optimizer of a model without dense part")
-    first, device = next((name, parameter.device) for name, parameter in parameters.items())
-    names: dict[int, str] = {}
-    for name, parameter in parameters.items():
-        cure = "leave out the flat optimizer"
+    """Return why `FlatParameters` cannot move parameters that take a gradient, or None if it can."""
+    whole = _without_slices(parameters, _slices(parameters))
+    first, device = next((name, parameter.device) for name, parameter in whole.items())
+    for name, parameter in whole.items():
         if type(parameter) is not nn.Parameter:
-            what = f"is a {type(parameter).__name__} and must be a plain nn.Parameter, whose memory is its own"
-        elif parameter.dtype != torch.float32:
-            what = f"is {parameter.dtype} and must be torch.float32"
-        elif parameter.device != device:
-            what = f"is on {parameter.device} and must be on {device}, as {first} is"
-        elif not parameter.requires_grad:
-            what, cure = "takes no gradient, and must take one", "leave it out"
-        elif id(parameter) in names:
-            what, cure = f"is {names[id(parameter)]} again, and must be given once", "leave it out"
-        else:
-            names[id(parameter)] = name
-            continue
-        raise InputError(f"{_WHERE}{name} {what}; {cure}")
+            return f"{name} is a {type(parameter).__name__} and must be a plain nn.Parameter, whose memory is its own"
+        if parameter.dtype != torch.float32:
+            return f"{name} is {parameter.dtype} and must be torch.float32"
+        if parameter.device != device:
+            return f"{name} is on {parameter.device} and must be on {device}, as {first} is"
+    return None

@@ -1,7 +1,7 @@
 """The steps of an optimizer of torch.optim over flat parameters, by one kernel."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -35,13 +35,6 @@ def why_no_flat_steps(optimizer: Any) -> str | None:
     return None
 
 
-class _Form(NamedTuple):
-    """What the kernel is compiled for."""
-
-    kind: str
-    decays: bool
-
-
 class FlatSteps:
     """Takes the steps of an optimizer of torch.optim by one kernel over flat tensors, with its numbers and its bits.
 
@@ -58,39 +51,27 @@ class FlatSteps:
             steps.update_range(first, end)
     """
 
-    def __init__(
-        self,
-        flat: FlatParameters,
-        optimizer: torch.optim.Optimizer,
-        kind: str | None = None,
-        shadow_dtype: torch.dtype | None = None,
-    ) -> None:
-        """Take over the state of an optimizer of parameters of `flat`; the others that it has get no gradient.
+    def __init__(self, flat: FlatParameters, optimizer: torch.optim.Optimizer) -> None:
+        """Take over the state of an optimizer, against which `why_no_flat_steps` finds nothing.
 
-        Args:
-            kind: sgd | adagrad | adam, of an optimizer that updates all of `flat` and counts its steps once; None, for
-                an optimizer of torch.optim, which `why_no_flat_steps` finds nothing against.
-            shadow_dtype: float16 or bfloat16 of a copy of the weights that each update writes along.
+        Of its parameters those that are not in `flat` get no gradient.
         """
         self._flat, self._optimizer = flat, optimizer
-        self._kind = kind or _KINDS[type(optimizer)]
+        self._kind = _KINDS[type(optimizer)]
         names = {id(parameter): name for name, parameter in flat.named.items()}
         self._groups = [[names[id(p)] for p in g["params"] if id(p) in names] for g in optimizer.param_groups]
         self._names = [name for group in self._groups for name in group]
-        self._each = kind is None  # whether each parameter has a row
-        rows = len(self._names) if self._each else 1
-        self._form = self._form_of(self._numbers_now())
-        self._states = {key: flat.like(torch.float32) for key in STATES[self._form.kind]}
-        self.shadow = flat.like(shadow_dtype) if shadow_dtype is not None else None
-        """the copy of the weights"""
+        rows = len(self._names)
+        kind, decays = self._form_of(self._numbers_now())
+        self._states = {key: flat.like(torch.float32) for key in STATES[kind]}
         self.update = FlatUpdate(
-            kind=self._form.kind,
-            decays=self._form.decays,
+            kind=kind,
+            decays=decays,
             weights=flat.weights.tensor,
             gradients=flat.gradients.tensor,
             states=tuple(state.tensor for state in self._states.values()),
-            shadow=self.shadow.tensor if self.shadow is not None else None,
-            rows=self._no_rows() if self._each else None,
+            shadow=flat.shadow.tensor if flat.shadow is not None else None,
+            rows=self._no_rows(),
             step=torch.zeros(rows, device=flat.device),
             numbers=torch.zeros(rows, 7, dtype=torch.float64, device=flat.device),
             factors=torch.zeros(rows, 8, device=flat.device),
@@ -112,19 +93,19 @@ class FlatSteps:
             InputError: if the kernel was not compiled for them.
         """
         optimizer, numbers = self._optimizer, self._numbers_now()
-        form, same = self._form_of(numbers), len(numbers) == len(self._groups)
-        if form.kind != self._form.kind or form.decays > self._form.decays or not same:
+        kind, decays = self._form_of(numbers)
+        if kind != self.update.kind or decays > self.update.decays or len(numbers) != len(self._groups):
             raise InputError(
                 f"dense optimizer: {type(optimizer).__name__} has other groups of parameters, or momentum or weight "
                 f"decay where it had none, than when its steps were captured; make the pipeline after they are set"
             )
         if optimizer.state is not self._taken_over:
             self.take_over()
-        if self._each and self._laid_out is not self._flat.places:
+        if self._laid_out is not self._flat.places:
             self._lay_out()
         first = 0
         for index, (names, values) in enumerate(zip(self._groups, numbers, strict=True)):
-            rows = slice(first, first + len(names)) if self._each else slice(1)
+            rows = slice(first, first + len(names))
             first += len(names)
             for column, (value, known) in enumerate(zip(values, self._known[index], strict=True)):
                 if isinstance(value, torch.Tensor):
@@ -165,7 +146,7 @@ class FlatSteps:
             self._optimizer.state.pop(self._flat.named[name], None)
 
     def _bind(self, name: str, given: Mapping[str, Any], group: Mapping[str, Any]) -> None:
-        step = self.update.step[self._names.index(name) if self._each else 0]
+        step = self.update.step[self._names.index(name)]
         views = {key: state.views[name] for key, state in self._states.items()}
         for key, view in views.items():
             if given.get(key) is not None:
@@ -194,7 +175,6 @@ class FlatSteps:
                 continue
             begin = flat.weights.views[name].storage_offset()
             rows[begin // LINE : -(-(begin + flat.named[name].numel()) // LINE)] = row
-        assert self.update.rows is not None, "one is laid out"
         self.update.rows.copy_(rows)
 
     def _leave_alone(self, parameter: torch.Tensor, made: bool) -> None:
@@ -211,9 +191,10 @@ class FlatSteps:
     def _numbers_now(self) -> list[tuple[Any, ...]]:
         return [_numbers(self._kind, group) for group in self._optimizer.param_groups]
 
-    def _form_of(self, numbers: Sequence[tuple[Any, ...]]) -> _Form:
+    def _form_of(self, numbers: Sequence[tuple[Any, ...]]) -> tuple[str, bool]:
+        """Return `kind` and `decays` of the update, for which the kernel is compiled."""
         momentum = self._kind == "sgd" and any(each[2] for each in numbers)
-        return _Form("momentum" if momentum else self._kind, any(each[5] or each[6] for each in numbers))
+        return "momentum" if momentum else self._kind, any(each[5] or each[6] for each in numbers)
 
 
 def take_steps(each: Sequence[FlatSteps], ranges: Iterable[tuple[int, int]]) -> None:

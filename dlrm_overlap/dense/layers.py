@@ -1,4 +1,7 @@
-"""Layers with ReLU as one autograd function: cuBLAS's epilogues forward, one elementwise pass a layer backward.
+"""The interaction of all pairs, and layers with ReLU, each as one autograd function.
+
+The dot products of all pairs of embeddings are one kernel, in place of a batched product and a gather. Layers have
+cuBLAS's epilogues forward, and one elementwise pass a layer backward.
 
 torch.compile computes a layer's product, and ReLU in a pass of its own. Backward it masks the gradient in a pass, sums
 it up for the bias in two more, and leaves the gradients in bfloat16, to be cast. Here bias and ReLU are the product's
@@ -13,7 +16,10 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from dlrm_overlap.dense.functions import kernels_on, product_into
-from dlrm_overlap.kernels.dense.arguments import GROUP
+from dlrm_overlap.kernels.dense.arguments import GROUP, product_block
+
+_MOST_FEATURES, _MOST_ELEMENTS = 128, 1 << 15
+"""of a sample, whose embeddings and products a kernel's program holds; elements are those of its blocks"""
 
 
 class Layer(NamedTuple):
@@ -101,3 +107,43 @@ def _columns_into(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor) ->
     wide = out.new_empty(len(out), right.shape[1])
     product_into(wide, left, right)
     out.copy_(wide[:, : out.shape[1]])
+
+
+def fits(features: int, dim: int) -> bool:
+    """Return whether `interact` takes so many embeddings of that dim; more are left to torch.compile."""
+    return features <= _MOST_FEATURES and product_block(features) * product_block(dim) <= _MOST_ELEMENTS
+
+
+def interact(embeddings: torch.Tensor, features: int, width: int) -> torch.Tensor:
+    """Return the first embedding of each sample, and the dot products of all pairs [b, width].
+
+    They are what `train.model.DotInteraction` returns, and after them zeros: a product of matrices reads rows whose
+    length is a multiple of 16 bytes three times as fast. Differentiable once.
+
+    Args:
+        embeddings: [b, F * D], contiguous. Its content must stay until the backward.
+        features: F.
+        width: N, at least D + F * (F - 1) / 2 and at most 16 more.
+    """
+    return _Interact.apply(embeddings, features, width)  # type: ignore[no-any-return]
+
+
+class _Interact(torch.autograd.Function):
+    """The kernels on a GPU, their twins on a CPU."""
+
+    @staticmethod
+    def forward(ctx: Any, embeddings: torch.Tensor, features: int, width: int) -> torch.Tensor:
+        ctx.features = features
+        ctx.save_for_backward(embeddings)
+        output = embeddings.new_empty(len(embeddings), width)
+        kernels_on(embeddings.device, "interaction").interact(embeddings, features, output)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (embeddings,) = ctx.saved_tensors
+        output = torch.empty_like(embeddings)
+        kernels = kernels_on(embeddings.device, "interaction")
+        kernels.gradient_of_interaction(gradients[0].contiguous(), embeddings, ctx.features, output)
+        return output, None, None

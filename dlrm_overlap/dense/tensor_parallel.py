@@ -47,8 +47,6 @@ class LayerRanks:
         self.group, self.rank, self.world_size = group, rank, world_size
         self.order: AbstractContextManager[object] = nullcontext()
         """entered around all communication, to order it within a captured step"""
-        self.way = "auto"
-        """how products and their communication run, see `dense.gemm.operators`; to be set before the first step"""
         self._products: dict[torch.device, ParallelProducts] = {}
 
     def products_on(self, device: torch.device) -> ParallelProducts:
@@ -105,7 +103,7 @@ class DividedPerceptron(nn.Module):
         The first one maps [b, K] to [B, N / W], rank r's samples from row r b on, the second one [B, N / W] to [b, M].
         """
         ranks, weight, bias = self.ranks, self._linear.weight, self._linear.bias
-        how: Any = {"products": ranks.products_on(input.device), "way": ranks.way, "order": ranks.order}
+        how: Any = {"products": ranks.products_on(input.device), "order": ranks.order}
         if self._is_first:
             input = _scale_gradient(input, ranks.world_size)
             return self._rest(all_gather_matmul(input, weight, bias, self._epilogue, **how))

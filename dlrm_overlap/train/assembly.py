@@ -2,9 +2,8 @@
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -12,20 +11,16 @@ from torchrec.distributed.model_parallel import DefaultDataParallelWrapper, Dist
 from torchrec.distributed.train_pipeline import PrefetchTrainPipelineSparseDist, TrainPipelineSparseDist
 from torchrec.distributed.train_pipeline.train_pipelines import TrainPipeline
 from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingPlan
-from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
 from dlrm_overlap.backends import BACKENDS
 from dlrm_overlap.config import Config, EmbeddingConfig, InputError, TrainConfig
 from dlrm_overlap.data.batch import Dataset
 from dlrm_overlap.dense.flat import FlatParameters
-from dlrm_overlap.dense.gemm.products import ParallelProducts
-from dlrm_overlap.dense.optimizer import FlatOptimizer
 from dlrm_overlap.dense.tensor_parallel import products_of, shards_of
-from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.embedding.id_layout import BatchBound
 from dlrm_overlap.embedding.options import WIRE_DTYPES
 from dlrm_overlap.embedding.plan import build_plan, build_topology
-from dlrm_overlap.embedding.sharded_module import exchanges
 from dlrm_overlap.embedding.sharder import build_sharders
 from dlrm_overlap.embedding.weights import initialise_tables
 from dlrm_overlap.launching.launcher import World
@@ -69,8 +64,7 @@ class LearningRate:
             self.current = factor
 
 
-@dataclass(frozen=True)
-class Assembled:
+class Assembled(NamedTuple):
     """A rank's model, optimizers and pipeline, which share memory with its peers."""
 
     model: DistributedModelParallel
@@ -80,21 +74,6 @@ class Assembled:
     pipeline: TrainPipeline[Any, Any]
     """whose `progress` takes a step with the model and the optimizer"""
     plan: ShardingPlan
-
-    def _sharers(self) -> "list[GraphTrainPipeline | ParallelProducts | Exchange]":
-        """Return all that has memory that peers see, in the order of release: graphs before their memory."""
-        pipelines = [self.pipeline] if isinstance(self.pipeline, GraphTrainPipeline) else []
-        return [*pipelines, *products_of(self.model), *exchanges(self.model)]
-
-    def check(self) -> None:
-        """Raise the error that this rank's kernels have recorded, of a wait that expired or an id outside its table."""
-        for sharer in self._sharers():
-            sharer.check()
-
-    def close(self) -> None:
-        """Release the memory that peers see, which outlives Python references. No rank may be in a step."""
-        for sharer in self._sharers():
-            sharer.close()
 
 
 def assemble(
@@ -134,31 +113,31 @@ def assemble(
     for products in products_of(model):
         products.wait_timeout_s = config.embedding.wait_timeout_s
     graph = takes_graph(config, model, device)
-    is_flat = graph and config.train.flat_dense
-    casts_once = is_flat and config.train.precision == "bf16"
+    casts_once = graph and config.train.flat_dense and config.train.precision == "bf16"
     if config.train.compile_dense:
         compile_loss(task, samples, device)
         if not casts_once:
             compile_dense(task, samples, device)
-    flat = FlatParameters(dense_parameters(model), shards_of(model)) if is_flat else None
     if not graph:
         join_dense(model, task, device, samples if config.train.graph_dense else None)
     initialise_tables(model, config.train.seed)
-    optimizer = build_optimizer(model, config.train, flat)
+    optimizer = build_optimizer(model, config.train)
     learning_rate = LearningRate(optimizer, config.train)
     pipeline: TrainPipeline[Any, Any]
     if graph:
         bound = BatchBound(samples, dict(zip(dlrm.keys, train.bag_sizes, strict=True)))
         if dlrm.history_key is not None:
             bound = None  # whose distinct ids the first batch shows, and how many ids long histories have in all
-        casts = cast_once(task, flat, optimizer, config.train.compile_dense) if flat and casts_once else None
+        casts = None
+        if casts_once:
+            flat = FlatParameters(dense_parameters(model), shards_of(model), torch.bfloat16)
+            casts = cast_once(task, flat, config.train.compile_dense)
         pipeline = GraphTrainPipeline(
             model,
             optimizer,
             device,
             bound=bound,
             group=group,
-            flat=flat,
             casts=casts,
             gradient_dtype=WIRE_DTYPES[config.train.gradient_dtype],
             dense_reduce=config.train.dense_reduce,
@@ -223,25 +202,14 @@ def build_pipeline(
     return kind(model, optimizer, device, execute_all_batches=True)
 
 
-def build_dense_optimizer(
-    model: DistributedModelParallel, config: TrainConfig, flat: FlatParameters | None = None
-) -> KeyedOptimizer:
-    """Return the optimizer of the dense part, over `flat` if it is given. The tables' is fused into their backward."""
+def build_optimizer(model: DistributedModelParallel, config: TrainConfig) -> CombinedOptimizer:
+    """Return one optimizer over the tables, whose own is fused into their backward, and the dense part."""
     makers: dict[str, Callable[..., torch.optim.Optimizer]] = {
         "sgd": torch.optim.SGD,
         "adagrad": partial(torch.optim.Adagrad, eps=config.eps),
         "adam": partial(torch.optim.Adam, eps=config.eps),
     }
-    parameters = dense_parameters(model)
-    if flat is not None:
-        shadow = torch.bfloat16 if config.precision == "bf16" else None
-        kind, numbers = config.optimizer, (config.lr, config.eps)
-        return KeyedOptimizerWrapper(parameters, lambda _: FlatOptimizer(flat, kind, *numbers, shadow_dtype=shadow))
-    return KeyedOptimizerWrapper(parameters, lambda params: makers[config.optimizer](params, lr=config.lr))
-
-
-def build_optimizer(
-    model: DistributedModelParallel, config: TrainConfig, flat: FlatParameters | None = None
-) -> CombinedOptimizer:
-    """Return one optimizer over the tables and the dense part, which is `flat` if that is given."""
-    return CombinedOptimizer([model.fused_optimizer, ("dense", build_dense_optimizer(model, config, flat))])
+    dense = KeyedOptimizerWrapper(
+        dense_parameters(model), lambda params: makers[config.optimizer](params, lr=config.lr)
+    )
+    return CombinedOptimizer([model.fused_optimizer, ("dense", dense)])

@@ -7,7 +7,7 @@ divided stay so.
 import copy
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -18,18 +18,14 @@ from torch.func import functional_call
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.modules.crossnet import LowRankCrossNet
 from torchrec.modules.mlp import MLP, Perceptron
-from torchrec.optim.keyed import CombinedOptimizer
 
 from dlrm_overlap.config import TrainConfig
 from dlrm_overlap.dense.cast import CastWeights
 from dlrm_overlap.dense.cross import CrossLayer, Write, cross
 from dlrm_overlap.dense.flat import FlatParameters
-from dlrm_overlap.dense.interaction import fits, interact
-from dlrm_overlap.dense.layers import Layer, relu_layers
-from dlrm_overlap.dense.optimizer import FlatOptimizer
+from dlrm_overlap.dense.layers import Layer, fits, interact, relu_layers
 from dlrm_overlap.dense.tensor_parallel import LayerRanks, divide_pairs, divided_layers
 from dlrm_overlap.embedding.sharded_module import output_dtype
-from dlrm_overlap.train.graphs.capturable import innermost
 from dlrm_overlap.train.model import DotInteraction, Head, Part, TrainTask, concatenated
 
 log = logging.getLogger("dlrm_overlap")
@@ -146,8 +142,8 @@ def _graph_dense(task: TrainTask, samples: int, device: torch.device) -> list[No
     return nodes
 
 
-def cast_once(task: TrainTask, flat: FlatParameters, optimizer: CombinedOptimizer, compiled: bool) -> CastWeights:
-    """Let the dense part compute, while it trains, with the shadows that its `FlatOptimizer` writes.
+def cast_once(task: TrainTask, flat: FlatParameters, compiled: bool) -> CastWeights:
+    """Let the dense part compute, while it trains, with the shadow of its parameters.
 
     The biases of the cross network stay as they are: autocast, too, leaves it to compute its sums in float32.
 
@@ -155,39 +151,34 @@ def cast_once(task: TrainTask, flat: FlatParameters, optimizer: CombinedOptimize
         compiled: by torch.compile, at the first step. The interaction is then computed by `cross` or `interact`. Of a
             head that is divided over the ranks the top MLP is not compiled.
     """
-    names = {parameter: name for name, parameter in flat.parameters.items()}
     bottom, head = task.dlrm.bottom, task.dlrm.head
-    inner = innermost(dict(optimizer.optimizers)["dense"])
-    assert isinstance(inner, FlatOptimizer)
     crossed = head.interaction if compiled and isinstance(head.interaction, LowRankCrossNet) else None
     dotted = head.interaction if compiled and isinstance(head.interaction, DotInteraction) else None
     if dotted is not None and not fits(dotted.features, dotted.dim):
         dotted = None
-    biases = {names[p] for key, p in head.named_parameters() if key.startswith("interaction.bias")}
-    shadowed = [names[p] for part in (bottom, head) for p in part.parameters()]
-    casts = CastWeights(flat, inner, [name for name in shadowed if crossed or name not in biases])
-    computed = _mlp_with_casts(bottom, names, casts, compiled)
+    biases = {p for key, p in head.named_parameters() if key.startswith("interaction.bias")}
+    shadowed = [p for part in (bottom, head) for p in part.parameters()]
+    casts = CastWeights(flat, [p for p in shadowed if crossed or p not in biases])
+    computed = _mlp_with_casts(bottom, casts, compiled)
     # The gradient of the pooled embeddings leaves first, since their forward comes before the bottom MLP's.
     bottom.in_training = lambda input: casts.ahead_of(computed(input))
     if crossed is None and dotted is None:
-        head.in_training = _with_casts(head, names, casts, compiled and not divided_layers(head))
+        head.in_training = _with_casts(head, casts, compiled and not divided_layers(head))
         return casts
     if crossed is not None:
-        interaction = _cross_with_casts(crossed, names, casts)
+        interaction = _cross_with_casts(crossed, casts)
     else:
         assert dotted is not None
         interaction = partial(interact, features=dotted.features, width=_aligned(dotted.out_features))
-    score = _top_with_casts(head, names, casts, compiled)
+    score = _top_with_casts(head, casts, compiled)
     join = _compiled(concatenated)
     head.in_training = lambda *inputs: score(interaction(inputs[0] if len(inputs) == 1 else join(*inputs)))
     return casts
 
 
-def _with_casts(
-    part: nn.Module, names: Mapping[nn.Parameter, str], casts: CastWeights, compiled: bool
-) -> Callable[..., torch.Tensor]:
+def _with_casts(part: nn.Module, casts: CastWeights, compiled: bool) -> Callable[..., torch.Tensor]:
     """Return a function that computes `part` with weights from `casts`."""
-    buffers, own = dict(part.named_buffers()), {key: names[p] for key, p in part.named_parameters()}
+    buffers, own = dict(part.named_buffers()), dict(part.named_parameters())
     stateless = copy.deepcopy(part).to("meta")  # without weights of its own
 
     def compute(weights: dict[str, torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
@@ -210,39 +201,33 @@ def _aligned(columns: int) -> int:
     return -(-columns // 8) * 8
 
 
-def _mlp_with_casts(
-    mlp: nn.Module, names: Mapping[nn.Parameter, str], casts: CastWeights, compiled: bool
-) -> Callable[[torch.Tensor], torch.Tensor]:
+def _mlp_with_casts(mlp: nn.Module, casts: CastWeights, compiled: bool) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return a function that computes an MLP with weights from `casts`, if compiled by `relu_layers` where it can.
 
     Its input may have columns of zeros after those that the first layer knows.
     """
     layers = _relu_layers(mlp) if compiled else None
     if layers is not None and layers[-1].out_features > 1:  # which else would count as logits, without ReLU
-        return _layers_with_casts(layers, names, casts)
-    compute, columns = _with_casts(mlp, names, casts, compiled), next(mlp.parameters()).shape[1]
+        return _layers_with_casts(layers, casts)
+    compute, columns = _with_casts(mlp, casts, compiled), next(mlp.parameters()).shape[1]
     return lambda x: compute(x if x.shape[1] == columns else x[:, :columns])
 
 
-def _top_with_casts(
-    head: Head, names: Mapping[nn.Parameter, str], casts: CastWeights, compiled: bool
-) -> Callable[[torch.Tensor], torch.Tensor]:
+def _top_with_casts(head: Head, casts: CastWeights, compiled: bool) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return a function that computes the top MLP and the logits as `_mlp_with_casts` does."""
     compiles_top = compiled and not divided_layers(head)  # torch.compile cannot look into products that communicate
     squeezes = head.logit.out_features == 1
     if compiles_top and squeezes and (layers := _relu_layers(head.top)) is not None:
-        return _layers_with_casts([*layers, head.logit], names, casts)
-    top = _mlp_with_casts(head.top, names, casts, compiles_top)
+        return _layers_with_casts([*layers, head.logit], casts)
+    top = _mlp_with_casts(head.top, casts, compiles_top)
     squeeze = nn.Flatten(0) if squeezes else nn.Identity()
-    logit = _with_casts(nn.Sequential(OrderedDict(logit=head.logit, squeeze=squeeze)), names, casts, compiled)
+    logit = _with_casts(nn.Sequential(OrderedDict(logit=head.logit, squeeze=squeeze)), casts, compiled)
     return lambda x: logit(top(x))
 
 
-def _layers_with_casts(
-    layers: Sequence[nn.Linear], names: Mapping[nn.Parameter, str], casts: CastWeights
-) -> Callable[[torch.Tensor], torch.Tensor]:
+def _layers_with_casts(layers: Sequence[nn.Linear], casts: CastWeights) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return a function that computes layers by `relu_layers`, the first of which reads whole 16 bytes a row."""
-    each = [tuple(names[parameter] for parameter in layer.parameters()) for layer in layers]  # weight, bias
+    each = [tuple(layer.parameters()) for layer in layers]  # weight, bias
     first = casts.shadow(each[0][0])
     known, width = first.shape[1], _aligned(first.shape[1])
     wide = first.new_zeros(len(first), width if width > known else 0)
@@ -263,17 +248,15 @@ def _layers_with_casts(
     return compute
 
 
-def _cross_with_casts(
-    network: LowRankCrossNet, names: Mapping[nn.Parameter, str], casts: CastWeights
-) -> Callable[..., torch.Tensor]:
+def _cross_with_casts(network: LowRankCrossNet, casts: CastWeights) -> Callable[..., torch.Tensor]:
     """Return a function that computes the network by `cross` with weights from `casts`."""
     own = {"w": list(network.W_kernels), "v": list(network.V_kernels), "bias": list(network.bias)}
     each = list(zip(*own.values(), strict=True))
 
     def later(name: str, write: Write) -> None:
-        casts.later([names[parameter] for parameter in own[name]], write)
+        casts.later(own[name], write)
 
     def compute(x0: torch.Tensor) -> torch.Tensor:
-        return cross(x0, [CrossLayer(casts.shadow(names[w]), casts.shadow(names[v]), b) for w, v, b in each], later)
+        return cross(x0, [CrossLayer(casts.shadow(w), casts.shadow(v), b) for w, v, b in each], later)
 
     return compute

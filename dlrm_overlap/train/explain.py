@@ -25,11 +25,10 @@ from dlrm_overlap.train.graphs.capturable import (
     dense_parameters,
     first_reason,
     in_model,
-    split_optimizer,
     why_left_alone,
     why_not_captured,
 )
-from dlrm_overlap.train.graphs.optimizers import why_after_the_graph
+from dlrm_overlap.train.graphs.optimizers import dense_optimizers, why_after_the_graph
 
 _DATA_PARALLEL = ShardingType.DATA_PARALLEL.value
 _MEMORIES = {
@@ -151,7 +150,7 @@ def explain(
     why_after = None
     if optimizer is not None:
         dense = _dense(model, plan)
-        reasons = {why_after_the_graph(each, dense) for each in split_optimizer(optimizer)[0]} - {None}
+        reasons = {why_after_the_graph(each, dense) for each in dense_optimizers(optimizer)} - {None}
         why_after = ", ".join(sorted(map(str, reasons)))
     return Explanation(tuple(tables), why_after)
 

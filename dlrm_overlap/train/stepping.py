@@ -13,6 +13,9 @@ from dlrm_overlap.checkpoint.storage.load import load_weights
 from dlrm_overlap.config import Config
 from dlrm_overlap.data.batch import Batch, Dataset
 from dlrm_overlap.data.loader import Loader, make_loader
+from dlrm_overlap.dense.gemm.products import ParallelProducts
+from dlrm_overlap.dense.tensor_parallel import products_of
+from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.embedding.sharded_module import exchanges
 from dlrm_overlap.embedding.sharder import build_sharders
 from dlrm_overlap.embedding.tables import counts, fbgemms_bad_id
@@ -20,7 +23,8 @@ from dlrm_overlap.launching.launcher import World
 from dlrm_overlap.launching.watch import Progress
 from dlrm_overlap.observe.metrics import evaluation_metrics, gather_predictions
 from dlrm_overlap.train.assembly import MakeSharders, assemble
-from dlrm_overlap.train.graphs.capturable import split_optimizer
+from dlrm_overlap.train.graphs.optimizers import fused_optimizers
+from dlrm_overlap.train.graphs.train_pipeline import GraphTrainPipeline
 from dlrm_overlap.train.preflight import total_steps
 
 
@@ -55,10 +59,8 @@ class Stepper:
         self.global_batch = self.samples_per_rank * world.world_size
         self.steps = total_steps(config, train, world.world_size)
         torch.set_float32_matmul_precision("high" if config.train.precision == "tf32" else "highest")
-        self.assembled = assemble(config, world, device, train, make_sharders)
-        self.model, self.optimizer = self.assembled.model, self.assembled.optimizer
-        self.learning_rate, self.pipeline = self.assembled.learning_rate, self.assembled.pipeline
-        self.plan = self.assembled.plan
+        assembled = assemble(config, world, device, train, make_sharders)
+        self.model, self.optimizer, self.learning_rate, self.pipeline, self.plan = assembled
         self.predictions: list[torch.Tensor] = []
         """logits and labels of this rank in the last step, valid until the next"""
 
@@ -72,7 +74,7 @@ class Stepper:
         try:
             yield
         except RuntimeError as error:
-            self.assembled.check()
+            self.check()
             if bad_id := fbgemms_bad_id(error):
                 raise bad_id from error
             raise
@@ -102,7 +104,7 @@ class Stepper:
         with self.raising_the_cause():
             load_weights(checkpoint, self.model, cuts_of(self.model))
             values = self.evaluate()
-        self.assembled.check()
+        self.check()
         return values
 
     @torch.no_grad()
@@ -135,7 +137,7 @@ class Stepper:
         Adam's corrections and a counter's decay then depend on the steps alone: a run that goes on from a checkpoint,
         or is evaluated more often, takes the same ones.
         """
-        fused = split_optimizer(self.optimizer)[1]
+        fused = fused_optimizers(self.optimizer)
         for lookup in {each._emb_module for each in fused if hasattr(each, "_emb_module")}:
             if counts(lookup):
                 lookup.iter.sub_(forwards)
@@ -165,6 +167,17 @@ class Stepper:
             timeout_s=0.8 * self.config.embedding.wait_timeout_s,
         )
 
+    def _sharers(self) -> "list[GraphTrainPipeline | ParallelProducts | Exchange]":
+        """Return all that has memory that peers see, in the order of release: graphs before their memory."""
+        pipelines = [self.pipeline] if isinstance(self.pipeline, GraphTrainPipeline) else []
+        return [*pipelines, *products_of(self.model), *exchanges(self.model)]
+
+    def check(self) -> None:
+        """Raise the error that this rank's kernels have recorded, of a wait that expired or an id outside its table."""
+        for sharer in self._sharers():
+            sharer.check()
+
     def close(self) -> None:
         """Release the memory that peers see, which outlives Python references. No rank may be in a step."""
-        self.assembled.close()
+        for sharer in self._sharers():
+            sharer.close()

@@ -91,7 +91,7 @@ class Trainer(Stepper):
             self.model,
             self.optimizer,
             device,
-            self.assembled.check,
+            self.check,
             lambda: self._evaluate_on(1)["loss"],
         )
 
@@ -205,7 +205,7 @@ class Trainer(Stepper):
                     times = timer.take_ms()
                     metrics = self.running.take()
                     run_log.training(step, loss_sum, times, loader.wait_s, factor, metrics, asked)
-                self.assembled.check()  # the loss was read, so the records of kernels are there
+                self.check()  # the loss was read, so the records of kernels are there
                 self._require_finite(run_log.loss, "the training loss is", step)
                 loss_sum.zero_()
                 if run_log.asked_to_end:
@@ -226,7 +226,7 @@ class Trainer(Stepper):
         """
         with self.raising_the_cause():
             values = self.evaluate()
-        self.assembled.check()
+        self.check()
         run_log.evaluation(step, values)
         self._require_finite(values["loss"], "the held-out loss is", step)
         return values

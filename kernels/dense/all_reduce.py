@@ -9,7 +9,6 @@ Example: two ranks, a range of 4 elements, rank 0 has 1 2 3 4 and rank 1 has 5 6
 stores 3 4 to the first half of both ranks' ranges; rank 1 reads 3 4 and 7 8, and stores 5 6 to the second half.
 """
 
-from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -19,24 +18,11 @@ import triton.language as tl
 from dlrm_overlap.kernels.arguments import power_of_2
 from dlrm_overlap.kernels.compiled import TYPES, CompiledKernel
 from dlrm_overlap.kernels.dense.arguments import LINE
+from dlrm_overlap.kernels.flags import Flags
 from dlrm_overlap.kernels.primitives import count_and_raise
 
 NUM_WARPS = 32
 _LANE_BYTES = 64  # in flight of all ranks together: with more, the compiler keeps to 32 registers, and loads in turns
-
-
-@dataclass(frozen=True)
-class ShareFlags:
-    """The flags at every rank that say how far this rank is, and how the last program to end raises them."""
-
-    addresses: torch.Tensor
-    """[W] int64: of each rank's flags, [W, slots] int64, whose row w rank w raises"""
-    slots: int
-    counted: torch.Tensor
-    """[1] int32: programs of the running kernel that are through; 0 before and after. Kernels that share it run one
-    after the other"""
-    clock: torch.Tensor
-    """[1] int64: added to the epoch, as in `flags.Flags`"""
 
 
 @triton.jit(do_not_specialize=["rank", "lines", "scale", "slot", "epoch"])
@@ -106,7 +92,8 @@ def average_share(
     shares: torch.Tensor,
     dtype: torch.dtype,
     lines: int,
-    flags: ShareFlags,
+    flags: Flags,
+    counted: torch.Tensor,
     rank: int,
     slot: int,
     epoch: int,
@@ -118,6 +105,9 @@ def average_share(
         shares: [W] int64: addresses of the share at each rank, multiples of 16 bytes; the mean is stored over it.
         dtype: of the gradients there, float32 or bfloat16; the sum is float32 in either case.
         lines: of the share, of `LINE` elements each; where it has none, the flag alone is raised.
+        flags: which say at every rank how far this rank is; the last program to end raises one.
+        counted: [1] int32: programs of the running kernel that are through; 0 before and after. Kernels that share it
+            run one after the other.
         rank: of the caller.
         slot: of the flags that is raised to `epoch` + `flags.clock`.
         programs: of 32 warps each: links need few, and the rest of the GPU stays free.
@@ -125,6 +115,6 @@ def average_share(
     world_size = shares.numel()
     _averaging(world_size, dtype)(
         programs, (),
-        shares, flags.addresses, flags.counted, flags.clock,
-        rank, lines, 1 / world_size, rank * flags.slots + slot, epoch,
+        shares, flags.addresses, counted, flags.clock,
+        rank, lines, 1 / world_size, rank * flags.local.shape[1] + slot, epoch,
     )  # fmt: skip

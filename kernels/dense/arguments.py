@@ -33,7 +33,7 @@ class FlatUpdate(NamedTuple):
     """The tensors of an update, all on one device. n is a multiple of `BLOCK`; flat tensors are of one layout.
 
     Every number that may change between updates is read from a tensor, so a CUDA graph that holds the update follows
-    it. An update writes weights, states, shadow, step and factors. Parameters may have numbers of their own, R rows.
+    it. An update writes weights, states, shadow, step and factors. Each of R parameters has a row of numbers.
     """
 
     kind: str
@@ -48,9 +48,8 @@ class FlatUpdate(NamedTuple):
     """[n] float32 each, those of `STATES` in their order"""
     shadow: torch.Tensor | None
     """[n] float16 or bfloat16, which takes the updated weights, rounded to the nearest; None without one"""
-    rows: torch.Tensor | None
-    """[n / LINE] int32, the row of the numbers for each line of elements, -1 for those that are left as they are; None:
-    row 0 for all"""
+    rows: torch.Tensor
+    """[n / LINE] int32, the row of the numbers for each line of elements, -1 for those that are left as they are"""
     step: torch.Tensor
     """[R] float32, the number of updates so far"""
     numbers: torch.Tensor

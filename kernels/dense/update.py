@@ -65,16 +65,14 @@ def _begin_update(step, numbers, factors, KIND: tl.constexpr, DECAYS: tl.constex
 @triton.jit
 def _update_parameters(
     weights, gradients, state, square, shadow, rows, factors,
-    KIND: tl.constexpr, DECAYS: tl.constexpr, BY_LINE: tl.constexpr, SHADOW: tl.constexpr,
-    BLOCK: tl.constexpr, LINE: tl.constexpr,
+    KIND: tl.constexpr, DECAYS: tl.constexpr, SHADOW: tl.constexpr, BLOCK: tl.constexpr, LINE: tl.constexpr,
 ):  # fmt: skip
     """Update BLOCK weights, and the optimizer's state of each, by their gradients.
 
     Memory: program i owns the elements i * BLOCK .. (i + 1) * BLOCK - 1 of all flat tensors. It reads weights,
     gradients and states, and writes weights and states, 16 bytes a lane; where SHADOW is a type, it writes the weights
     rounded to it as well. Bytes an element: 12 under SGD, 20 under momentum and Adagrad, 28 under Adam, and 2 for a
-    shadow. BY_LINE it reads the row of `factors` for each LINE elements, and leaves those of row -1 alone; otherwise
-    row 0 is for all, and `rows` is not read.
+    shadow. Each LINE elements have a row of `factors`, as `rows` says; those of row -1 are left alone.
 
     Order: the end of the kernel orders the weights for what comes next on the stream; no two programs share an element.
 
@@ -85,15 +83,11 @@ def _update_parameters(
     (arXiv 1412.6980), algorithm 1, with torch.optim's placement of epsilon, and Loshchilov and Hutter, Decoupled Weight
     Decay Regularization (arXiv 1711.05101), algorithm 2.
     """
-    if BY_LINE:
-        line = tl.program_id(0) * (BLOCK // LINE) + tl.arange(0, BLOCK // LINE)
-        row = tl.load(rows + line)[:, None]
-        at = line.to(tl.int64)[:, None] * LINE + tl.arange(0, LINE)[None, :]
-        mask = (row >= 0) & (tl.arange(0, LINE)[None, :] >= 0)
-        factors += tl.maximum(row, 0) * 8
-    else:
-        at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        mask = None
+    line = tl.program_id(0) * (BLOCK // LINE) + tl.arange(0, BLOCK // LINE)
+    row = tl.load(rows + line)[:, None]
+    at = line.to(tl.int64)[:, None] * LINE + tl.arange(0, LINE)[None, :]
+    mask = (row >= 0) & (tl.arange(0, LINE)[None, :] >= 0)
+    factors += tl.maximum(row, 0) * 8
     weight, gradient = tl.load(weights + at, mask), tl.load(gradients + at, mask)
     rate = tl.load(factors)
     if DECAYS:
@@ -123,19 +117,17 @@ def _update_parameters(
 
 
 @lru_cache
-def _compiled(
-    kind: str, decays: bool, by_line: bool, shadow: torch.dtype | None
-) -> tuple[CompiledKernel, CompiledKernel]:
+def _compiled(kind: str, decays: bool, shadow: torch.dtype | None) -> tuple[CompiledKernel, CompiledKernel]:
     forms = {"KIND": kind, "DECAYS": decays}
     begin = CompiledKernel(_begin_update, ("step", "numbers", "factors"), forms, num_warps=1)
     names = ("weights", "gradients", "state", "square", "shadow", "rows", "factors")
-    constants = forms | {"BY_LINE": by_line, "SHADOW": TYPES[shadow] if shadow else None, "BLOCK": BLOCK, "LINE": LINE}
+    constants = forms | {"SHADOW": TYPES[shadow] if shadow else None, "BLOCK": BLOCK, "LINE": LINE}
     return begin, CompiledKernel(_update_parameters, names, constants, num_warps=4)
 
 
 def _kernels(update: FlatUpdate) -> tuple[CompiledKernel, CompiledKernel]:
     shadow = update.shadow.dtype if update.shadow is not None else None
-    return _compiled(update.kind, update.decays, update.rows is not None, shadow)
+    return _compiled(update.kind, update.decays, shadow)
 
 
 def begin_update(update: FlatUpdate) -> None:
@@ -153,6 +145,6 @@ def update_range(update: FlatUpdate, first: int, end: int) -> None:
     # Weights stand in for what the kind does not read.
     state, square = (*(state[first:end] for state in update.states), weights, weights)[:2]
     shadow = weights if update.shadow is None else update.shadow[first:end]
-    rows = weights if update.rows is None else update.rows[first // LINE : end // LINE]
+    rows = update.rows[first // LINE : end // LINE]
     programs = (end - first) // BLOCK
     change(programs, (), weights, update.gradients[first:end], state, square, shadow, rows, update.factors)

@@ -19,17 +19,7 @@ MEAN = tl.constexpr(4)  # 1: divide by the number of ids
 LEFT_OUT = tl.constexpr(5)  # 1: an empty bag is not stored, since nobody reads it
 FEATURE_COLUMNS = tl.constexpr(6)
 
-_INTEGERS = [
-    "rank",
-    "world_size",
-    "features_here",
-    "blocks",
-    "batch",
-    "epoch",
-    "timeout",
-    "slots",
-    "first_slot",
-]
+_INTEGERS = ["rank", "world_size", "features_here", "blocks", "batch", "epoch", "timeout", "slots", "first_slot"]
 # Shapes change from run to run, views of a batch begin anywhere: neither is worth a kernel of its own.
 GENERAL = {"do_not_specialize": _INTEGERS, "do_not_specialize_on_alignment": ["values", "offsets", "id_weights"]}
 
@@ -132,7 +122,7 @@ def store_rows(
 
 
 class PoolingShape(NamedTuple):
-    """The constants of both kernels: one compiled kernel serves all launches of a shape."""
+    """The constants of the forward's kernels: one compiled kernel serves all launches of a shape."""
 
     options: PoolingOptions
     dim: int
@@ -150,19 +140,12 @@ class PoolingShape(NamedTuple):
     """whether empty bags of some features are not stored"""
 
     @staticmethod
-    def fields_of(features: FeatureTable, windows: Windows, options: PoolingOptions) -> tuple[Any, ...]:
-        """Return the fields of a launch's shape, in their order: a plain tuple, since every launch makes one."""
-        return (
-            options,
-            features.dim,
-            features.weight_dtype,
-            windows.stride,
-            windows.dtype,
-            features.alignment,
-            windows.alignment,
-            features.column_alignment,
-            features.leaves_out,
-        )
+    def of(features: FeatureTable, windows: Windows, options: PoolingOptions) -> "PoolingShape":
+        """Return the shape of a launch."""
+        return PoolingShape(
+            options, features.dim, features.weight_dtype, windows.stride, windows.dtype, features.alignment,
+            windows.alignment, features.column_alignment, features.leaves_out,
+        )  # fmt: skip
 
     def constants(self) -> dict[str, Any]:
         """Return the constants of `store_pooled`, which are also the last ones of `put_slices`, in their order."""

@@ -5,7 +5,6 @@ are on their way while the last ones are pooled. No host and no collective is in
 """
 
 from functools import lru_cache
-from typing import Any
 
 import torch
 import triton
@@ -113,8 +112,7 @@ _ARGUMENTS = (
 
 
 @lru_cache
-def _compiled(form: str, options: tuple, fields: tuple[Any, ...]) -> CompiledKernel:
-    shape = PoolingShape(*fields)
+def _compiled(form: str, options: tuple, shape: PoolingShape) -> CompiledKernel:
     constants = {"FORM": form} | shape.constants()
     return CompiledKernel(_put_pooled, _ARGUMENTS, constants, num_warps=shape.options.tuning.num_warps, **dict(options))
 
@@ -150,7 +148,7 @@ def put_pooled(
     assert groups.rows % bags_a_task == 0, "a task lies in one group"
     ranks, features_here = windows.addresses.numel(), features.entries.shape[0]
     blocks = -(-bags.samples_per_rank // bags_a_task)
-    kernel = _compiled(heap.form, heap.options(), PoolingShape.fields_of(features, windows, options))
+    kernel = _compiled(heap.form, heap.options(), PoolingShape.of(features, windows, options))
     kernel(
         ranks * features_here * blocks,
         tuple(each.dtype for each in bags.tensors),

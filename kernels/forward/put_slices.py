@@ -3,7 +3,7 @@
 
 A slice is some consecutive bags of one feature for one destination, and is pooled in one or more tasks. Programs take
 tasks in the order of the schedule. A program pools its task, stores the rows for a peer into staging memory, and counts
-the task. The one whose count completes a slice puts it into the destination's window (`Slices.put`) and raises the
+the task. The one whose count completes a slice puts it into the destination's window (`put_by_stores`) and raises the
 slice's flag there, while the others go on with their next tasks. No program waits before the end, where each awaits its
 share of the flags that the peers raise here.
 
@@ -43,12 +43,12 @@ class SliceState:
 
     staging: torch.Tensor
     """[at least W * F * b * D, b rounded up to whole tasks] of the wire's type: pooled embeddings to be put; may be
-    empty where `Slices.put` is None"""
+    empty in place"""
     done: torch.Tensor
     """[at least W * F * slices] int32: finished tasks of each slice"""
     ticket: torch.Tensor
     """[3] int32: the next task, the number of programs that have found none left, and the number of tasks that are
-    stored, where `Slices.put` is None"""
+    stored, in place"""
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,11 @@ class Slices:
     """bags of a feature in a slice, a multiple of the tuning's task_bags"""
     first_slot: int
     """slice i of the launch's f-th feature is slot first_slot + f * ceil(b / bags) + i at its destination"""
-    put: Any
-    """None: each task, of which there is at least one, stores straight into the peer's window, and no slice has a flag
-    of its own. Or a @triton.jit function with the arguments of `put_by_stores`, which brings a staged slice there"""
+    in_place: bool
+    """each task, of which there is at least one, stores straight into the peer's window, and no slice has a flag of its
+    own; otherwise a slice is staged, and put once it is complete"""
     raises: bool = True
-    """where `put` is None: this launch raises the rank's flag, slot 0, at every rank, as the last of the stream's"""
+    """in place: this launch raises the rank's flag, slot 0, at every rank, as the last of the stream's"""
     end_wait: bool = True
     """the kernel ends only when all slots of `Flags.counts` have reached the epoch"""
 
@@ -75,8 +75,8 @@ def put_by_stores(
 ):  # fmt: skip
     """Put `staged` [end - first, DIM] to the rows [first, end) of a peer's window, by this program's own stores.
 
-    The program copies ROWS rows at a time. A put may return before its data has arrived: the caller raises the slice's
-    flag next, by a release at system scope, and so after a barrier of the program.
+    The program copies ROWS rows at a time. The caller raises the slice's flag next, by a release at system scope, and
+    so after a barrier of the program.
 
     Example: first 4, end 7, ROWS 2: rows 0 and 1 of `staged` go to rows 4 and 5 of the window, then row 2 to row 6.
     """
@@ -96,7 +96,7 @@ def _put_slices(
     staging, done, ticket,
     rank, world_size, features_here, blocks, batch,
     slots, first_slot, epoch: tl.int64, timeout: tl.int64,
-    PUT: tl.constexpr, IN_PLACE: tl.constexpr, RAISE: tl.constexpr, PEERS: tl.constexpr,
+    IN_PLACE: tl.constexpr, RAISE: tl.constexpr, PEERS: tl.constexpr,
     PUT_ROWS: tl.constexpr, SLICE_TASKS: tl.constexpr, GROUPS: tl.constexpr, END_WAIT: tl.constexpr,
     FLAGS: tl.constexpr, INTERPRETED: tl.constexpr,
     SCHEDULE: tl.constexpr, BAGS: tl.constexpr, UNROLL: tl.constexpr, STRIDE: tl.constexpr, DIM: tl.constexpr,
@@ -109,7 +109,7 @@ def _put_slices(
 
     Memory: the program reads the offsets, ids, weights and rows of its bags, which are in this rank's memory. Pooled
     embeddings of this rank's samples it stores into this rank's window, others straight into the peer's window where
-    IN_PLACE, without a PUT, or else into `staging` [W, F, b, DIM]. `done` [W, F, slices] counts the finished tasks of
+    IN_PLACE, or else into `staging` [W, F, b, DIM]. `done` [W, F, slices] counts the finished tasks of
     each slice. `ticket` [3] holds the next task, the number of programs that are through, the last of which sets both
     back to 0, and, IN_PLACE, the number of tasks that are stored, which whoever completes it sets back to 0. Flags are
     raised to `epoch` + `clock_word` [1].
@@ -126,7 +126,7 @@ def _put_slices(
     END_WAIT, program p of P at last awaits its share of this rank's `ready` [W, slots], see `await_flags`: FLAGS flags
     from p * FLAGS on, then from (p + P) * FLAGS on, and so forth.
 
-    Example: rank 0 of 2, 4 samples a rank, one feature, tasks of 2 bags, slices of 2 tasks, balanced order, with a PUT.
+    Example: rank 0 of 2, 4 samples a rank, one feature, tasks of 2 bags, slices of 2 tasks, balanced order, staged.
     Program A draws task 0: it pools samples 4 and 5, which are rank 1's, stages them, and counts 1 of 2. Program B
     draws task 1 and stores samples 0 and 1 into this rank's window. It draws task 2 while A is at task 3, samples 2 and
     3: it pools and stages samples 6 and 7, counts 2 of 2, puts the four rows to rows 0 .. 3 of rank 1's window, and
@@ -177,7 +177,7 @@ def _put_slices(
                     tl.debug_barrier()  # no thread reads others' staging before one has acquired
                     begin = index * (SLICE_TASKS * GROUPS * BAGS)
                     end = tl.minimum(begin + SLICE_TASKS * GROUPS * BAGS, samples)
-                    PUT(
+                    put_by_stores(
                         staged + begin.to(tl.int64) * DIM, window, begin, end, column,
                         PUT_ROWS, STRIDE, DIM, BLOCK_DIM,
                     )  # fmt: skip
@@ -210,13 +210,11 @@ _ARGUMENTS = (
 
 @lru_cache
 def _compiled(
-    put: Any, slice_bags: int, raises: bool, end_wait: bool, peers: int, fields: tuple[Any, ...]
+    in_place: bool, slice_bags: int, raises: bool, end_wait: bool, peers: int, shape: PoolingShape
 ) -> CompiledKernel:
-    shape = PoolingShape(*fields)
     tuning = shape.options.tuning
     constants = {
-        "PUT": put,
-        "IN_PLACE": put is None,
+        "IN_PLACE": in_place,
         "RAISE": raises,
         "PEERS": peers,
         "PUT_ROWS": min(slice_bags, max(1, 1024 * tuning.num_warps // power_of_2(shape.dim))),
@@ -273,9 +271,9 @@ class SlicedPut(NamedTuple):
 
     def _kernel(self) -> CompiledKernel:
         slices = self.slices
-        fields = PoolingShape.fields_of(self.features, self.windows, self.options)
+        shape = PoolingShape.of(self.features, self.windows, self.options)
         peers = power_of_2(self.windows.addresses.numel())
-        return _compiled(slices.put, slices.bags, slices.raises, slices.end_wait, peers, fields)
+        return _compiled(slices.in_place, slices.bags, slices.raises, slices.end_wait, peers, shape)
 
     def _arguments(self, epoch: int) -> tuple[Any, ...]:
         """Return the arguments in the order of `_ARGUMENTS`, line by line."""

@@ -10,7 +10,6 @@ columns 4 .. 7, of its own.
 """
 
 from functools import lru_cache
-from typing import Any
 
 import torch
 import triton
@@ -67,8 +66,7 @@ _ARGUMENTS = (
 
 
 @lru_cache
-def _compiled(fields: tuple[Any, ...]) -> CompiledKernel:
-    shape = PoolingShape(*fields)
+def _compiled(shape: PoolingShape) -> CompiledKernel:
     return CompiledKernel(_store_pooled, _ARGUMENTS, shape.constants(), num_warps=shape.options.tuning.num_warps)
 
 
@@ -93,7 +91,7 @@ def storing_pooled(
         options.rank, world_size, features_here, blocks, bags.samples,
     )  # fmt: skip
     return Launch(
-        _compiled(PoolingShape.fields_of(features, windows, options)),
+        _compiled(PoolingShape.of(features, windows, options)),
         world_size * features_here * blocks,
         tuple(each.dtype for each in bags.tensors),
         arguments,

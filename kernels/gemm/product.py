@@ -83,26 +83,16 @@ class _Kind(NamedTuple):
     by_k: bool
     bias: bool
     activation: str
-    dtype: torch.dtype
+    type: Any
     order: str
 
 
 @lru_cache
 def _compiled(kind: _Kind, tiling: Tiling) -> CompiledKernel:
-    constants = {
-        "GATHER": kind.gather,
-        "SCATTER": kind.scatter,
-        "BY_K": kind.by_k,
-        "BIAS": kind.bias,
-        "ACTIVATION": kind.activation,
-        "TYPE": TYPES[kind.dtype],
-        "ORDER": kind.order,
-        "BLOCK_M": tiling.block_m,
-        "BLOCK_N": tiling.block_n,
-        "BLOCK_K": tiling.block_k,
-        "GROUP": tiling.group,
-    }
-    if tiling.specialised:
+    cut = tiling._asdict()
+    specialised = cut.pop("specialised")
+    constants: dict[str, Any] = {name.upper(): value for name, value in (kind._asdict() | cut).items()}
+    if specialised:
         from dlrm_overlap.kernels.gemm import hopper
 
         registers = {"LOAD_REGISTERS": hopper.LOAD_REGISTERS, "PRODUCT_REGISTERS": hopper.PRODUCT_REGISTERS}
@@ -226,7 +216,7 @@ def _launch(
     else:
         targets, done, order = destinations
         assert slot_rows % tiling.block_m == 0, f"{slot_rows} rows: not whole tiles of {tiling.block_m}"
-    kind = _Kind(not scatter, scatter, by_k, bias is not None, activation, x.dtype, order)
+    kind = _Kind(not scatter, scatter, by_k, bias is not None, activation, TYPES[x.dtype], order)
     tiling = tiling._replace(specialised=tiling.specialised and _on_hopper(x.device))
     rows = _descriptor(x, tiling.block_m, tiling.block_k, tiling)
     if by_k:

@@ -19,8 +19,8 @@ from dlrm_overlap.comm.record import ExchangeTimeoutError
 from dlrm_overlap.dense import gradients
 from dlrm_overlap.dense.device_stores import DeviceStores
 from dlrm_overlap.dense.flat import FlatParameters
+from dlrm_overlap.dense.flat_steps import FlatSteps, take_steps
 from dlrm_overlap.dense.gradients import GradientBuckets
-from dlrm_overlap.dense.optimizer import FlatOptimizer
 from dlrm_overlap.dense.reduction import HostStores, StoreOptions, StoreReduction
 from dlrm_overlap.kernels.compiled import INTERPRETED
 from dlrm_overlap.kernels.dense.arguments import LINE
@@ -129,7 +129,7 @@ def _check_updates(kind: type[StoreReduction]) -> None:
     theirs = nn.Parameter(torch.zeros(ELEMENTS))
     reference = torch.optim.Adagrad([theirs], lr=0.1)
     flat = FlatParameters({"weight": nn.Parameter(torch.zeros(ELEMENTS))})
-    optimizer = FlatOptimizer(flat, "adagrad", 0.1, 1e-10)
+    steps = FlatSteps(flat, torch.optim.Adagrad(flat.parameters.values(), lr=0.1))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gradients, "HostStores", kind)
         buckets = GradientBuckets(flat, world(), stores=StoreOptions(piece_elements=1500, programs=2))
@@ -143,7 +143,7 @@ def _check_updates(kind: type[StoreReduction]) -> None:
                 taken.append(each)
                 yield each
 
-        optimizer.step_in_ranges(noted(buckets.finish_in_ranges()))
+        take_steps([steps], noted(buckets.finish_in_ranges()))
         assert taken == [(0, 1024), (1024, 3072), (3072, 5120)], "pieces of 27 lines, rounded down to blocks"
         total = _gradient(step, 0)
         for other in range(1, ranks):

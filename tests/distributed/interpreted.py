@@ -12,14 +12,26 @@ import torch
 import torch.distributed as dist
 
 from dlrm_overlap.backends import Implementation
+from dlrm_overlap.comm.arena import Region, open_arena
 from dlrm_overlap.comm.reach import Reach
-from dlrm_overlap.embedding.backends import push
+from dlrm_overlap.embedding.backends import push, puts
 from dlrm_overlap.embedding.backends.base import Forward
 from dlrm_overlap.embedding.backends.fused import SlicedForward
 from dlrm_overlap.embedding.opening import Halves, open_halves
 from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions, StepCounters
+from dlrm_overlap.kernels.network import Network
 from tests.distributed.tiny_stage import CPU, Stage
 from tests.kernels.gradients import sort_ids
+
+
+class SharedHeap:
+    """A heap of processes of one machine, into which interpreted kernels put by stores."""
+
+    def __init__(self, size_bytes: int, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._arena = open_arena({"heap": Region((size_bytes,), torch.uint8)}, group, device)
+        self.local = self._arena.local("heap")
+        self.network = Network("stores", self._arena.addresses("heap"), group.rank())
+        self.close = self._arena.close
 
 
 def interpreted_halves(
@@ -27,13 +39,13 @@ def interpreted_halves(
     group: dist.ProcessGroup,
     options: ExchangeOptions,
     samples: int,
-    puts: bool = False,
+    by_puts: bool = False,
     reach: Reach | None = None,
 ) -> Halves:
     """Return the GPU's halves of an exchange; with a backward of their own to be made and used in `without_streams`.
 
     Args:
-        puts: send messages to other hosts by puts, into a heap that all ranks map.
+        by_puts: send messages to other hosts by puts, into a heap that all ranks map.
         reach: the hosts; None asks the options.
     """
     for lookup in stage.tables.lookups:  # which a CPU's lookup keeps elsewhere
@@ -41,7 +53,7 @@ def interpreted_halves(
     load = Implementation.load
     with patch.object(Implementation, "load", lambda implementation, _: load(implementation, "cuda")):
         context = stage.layout, stage.tables, options, group, CPU, samples, StepCounters(CPU)
-        halves = open_halves(ExchangeContext(*context, puts=puts, reach=reach))
+        halves = open_halves(ExchangeContext(*context, puts=by_puts, reach=reach))
     if isinstance(halves.forward, SlicedForward):
         halves.forward.grid = lambda *_: 2  # type: ignore[method-assign]
     return halves
@@ -69,6 +81,7 @@ def without_streams() -> Iterator[None]:
             _cuda_setStream=stream,
         ),
         patch.multiple(push, _REMOTE_PROGRAMS=2, _ALONE_PROGRAMS=3),
+        patch.object(puts, "NvshmemHeap", SharedHeap),
         patch.object(torch.Tensor, "record_stream", lambda *_: None),
         patch.object(torch.ops.fbgemm, "transpose_embedding_input", _transpose_embedding_input),
     ):

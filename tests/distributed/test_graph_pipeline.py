@@ -530,8 +530,6 @@ CASES: dict[str, Callable[[], None]] = {
     "forwards beside progress": _check_forwards_beside_progress,
     "gradients sent as bf16": _check_gradient_dtype,
     "dense gradients by gloo": partial(_check_segments, "--train.dense_reduce", "collective"),
-    "graph, then torchrec": partial(_check_resume, "graph", "torchrec"),
-    "torchrec, then graph, bf16": partial(_check_resume, "torchrec", "graph", *BF16, *DCN),
     "graph, then torchrec, bf16": partial(_check_resume, "graph", "torchrec", *BF16, *ADAM),
     "another optimizer": partial(_check_models, Model, "sparse_dist"),
     "a warm-up of all, a frozen layer": partial(_check_models, Frozen, "none", wrap=_warm_up),
@@ -544,7 +542,6 @@ CASES: dict[str, Callable[[], None]] = {
     "cached tables": partial(_check_cached, *HISTORY, "--embedding.optimizer", "adagrad"),
     "cached tables, segments": partial(_check_segments, *HISTORY, ours_alone=CACHED),
     "torchrec, then graph, data-parallel tables": partial(_check_resume, "torchrec", "graph", *DATA_PARALLEL, *ADAM),
-    "graph, then torchrec, data-parallel tables": partial(_check_resume, "graph", "torchrec", *DATA_PARALLEL),
 }
 if INTERPRETED:
     CASES |= {
@@ -569,15 +566,13 @@ def _run_case(case: str) -> None:
 
 # What every `make test` runs; the rest differs little from it.
 QUICK_ALONE = ["ends and resets", "another optimizer"]
-SLOW_ALONE = ["dot, fp32", "dcn, bf16", "evaluations within a segment", "graph, then torchrec", "data-parallel tables"]
+SLOW_ALONE = ["dot, fp32", "dcn, bf16", "evaluations within a segment", "data-parallel tables"]
 SLOW_OF_TWO = [
     "dcn, fp32",
     "cached tables, segments",
     "dcn, in place",
     "dense gradients by gloo",
-    "torchrec, then graph, bf16",
     "torchrec, then graph, data-parallel tables",
-    "graph, then torchrec, data-parallel tables",
 ]
 OF_FOUR = ["data-parallel tables"]
 if INTERPRETED:
@@ -585,7 +580,7 @@ if INTERPRETED:
     quick = ("captured", "captured, another optimizer")
     SLOW_OF_TWO += [case for case in CASES if case.startswith("captured") and case not in quick]
     OF_FOUR += ["captured, data-parallel tables"]
-QUICK_OF_TWO = [case for case in CASES if case not in (*SLOW_OF_TWO, "graph, then torchrec")]
+QUICK_OF_TWO = [case for case in CASES if case not in SLOW_OF_TWO]
 
 
 @pytest.mark.parametrize("case", [*QUICK_ALONE, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW_ALONE)])

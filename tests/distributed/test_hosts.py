@@ -23,7 +23,8 @@ from dlrm_overlap.embedding.backends import messages as by_messages
 from dlrm_overlap.embedding.backends import puts as by_puts
 from dlrm_overlap.embedding.backends.cpu_across import CpuZeroCopyAcross
 from dlrm_overlap.embedding.backends.ids import CpuIdExchange, DeviceIdExchange, IdExchange
-from dlrm_overlap.embedding.backends.messages import MessageBuffers, rows_of_ranks
+from dlrm_overlap.embedding.backends.messages import ByCollective
+from dlrm_overlap.embedding.backends.pgas import rows_of_ranks
 from dlrm_overlap.embedding.crossing import Messages, arrival_regions
 from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.embedding.id_layout import BatchBound, IdLayout, joined
@@ -51,8 +52,8 @@ HOSTS = {
     "1 and 3": (range(1), range(1, 4)),
 }
 WIRES: Sequence[dict[str, Any]] = [
-    {"aggregate_bytes": 40},  # so that messages have groups
-    {"wire_dtype": torch.float16, "aggregate_bytes": 0},
+    {},
+    {"wire_dtype": torch.float16},
     {"wire_dtype": torch.bfloat16, "output_dtype": torch.bfloat16, "leading_columns": 8},
 ]
 
@@ -119,7 +120,7 @@ def check_a_rank_that_does_not_step_is_named(rank: int) -> None:
     forward: Any = exchange._open().forward
     told = pytest.raises(ExchangeTimeoutError, match=r"of rank [0-3]: expected epoch 2, seen 1;")
     # Messages stay where they have arrived.
-    with patch.object(forward, "pass_on", lambda step: step.work.wait()), told as raised:
+    with patch.object(forward, "pass_on", forward._carrier.receive), told as raised:
         exchange.start(inputs, sizes).wait()
     silent = (2, 3) if rank < 2 else (0, 1)
     assert any(f"of rank {peer}:" in str(raised.value) for peer in silent), "a rank of the other host"
@@ -137,10 +138,10 @@ class _Work:
 
 
 def check_the_gpus_halves_under_the_interpreter(rank: int) -> None:
-    under_way, exchange_ = list[_Work](), MessageBuffers.exchange
+    under_way, exchange_ = list[_Work](), ByCollective.exchange
 
-    def begin(buffers: MessageBuffers, messages: Messages) -> _Work:
-        under_way.append(_Work(exchange_(buffers, messages)))
+    def begin(carrier: ByCollective, messages: Messages) -> _Work:
+        under_way.append(_Work(exchange_(carrier, messages)))
         return under_way[-1]
 
     noted = "exchange", begin
@@ -155,7 +156,7 @@ def check_the_gpus_halves_under_the_interpreter(rank: int) -> None:
         stage, known = (Stage(OWNERS, rank, optimizer=optimizer, cut=CUT) for _ in range(2))
         under_way.clear()
         exchange, generator = known.exchange(_group(), "pgas", hosts=1, **more), torch.Generator().manual_seed(rank)
-        with without_streams(), patch.object(layouts, "_PART_BYTES", 64), patch.object(MessageBuffers, *noted):
+        with without_streams(), patch.object(layouts, "_PART_BYTES", 64), patch.object(ByCollective, *noted):
             options = ExchangeOptions(backend=backend, backward=backward, slice_bags=4, wait_timeout_s=1e-4, **more)
             reach = Reach(rank, HOSTS[hosts], "emulated")
             halves: Any = interpreted_halves(stage, _group(), options, 9, puts, reach)

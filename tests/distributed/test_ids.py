@@ -24,6 +24,7 @@ from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions, Ste
 from dlrm_overlap.embedding.windows import WindowPair
 from dlrm_overlap.kernels.compiled import INTERPRETED
 from tests.agreement import assert_same
+from tests.distributed.interpreted import SharedHeap
 from tests.distributed.models import world
 from tests.distributed.tiny_stage import CPU, ROWS, Stage
 from tests.distributed.workers import cases_on_ranks
@@ -113,7 +114,7 @@ def _check_what_arrives(
 
 def _check_put_between_hosts(sizes: Sizes) -> None:
     """By puts of kernels, of windows in several parts."""
-    with patch.object(by_puts, "_ROW_WORDS", 4):
+    with patch.multiple(by_puts, _ROW_WORDS=4, NvshmemHeap=SharedHeap):
         _check_what_arrives(DeviceIdExchange, BOTH, sizes, torch.int32, hosts=2, puts=True)
 
 

@@ -11,15 +11,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 from torchrec.modules.crossnet import LowRankCrossNet
-from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
 from dlrm_overlap.config import EmbeddingConfig, ModelConfig
 from dlrm_overlap.dense.cast import CastWeights
 from dlrm_overlap.dense.cross import CrossLayer, cross
 from dlrm_overlap.dense.flat import FlatParameters
-from dlrm_overlap.dense.optimizer import FlatOptimizer
 from dlrm_overlap.train.dense_part import _with_casts, cast_once
 from dlrm_overlap.train.model import TrainTask, build_model
 from tests.gpu.one_gpu import capture, run_parts, times_us
@@ -120,15 +117,12 @@ class HeadStep:
         self.task, self.head = TrainTask(dlrm, DEVICE.type, bf16=True), dlrm.head.to(DEVICE)
         dlrm.bottom.to(DEVICE)
         parameters = {n: p for n, p in self.task.named_parameters() if "embedding" not in n}
-        flat = FlatParameters(parameters)
-        optimizer = FlatOptimizer(flat, "sgd", 0.1, 1e-8, shadow_dtype=torch.bfloat16)
+        flat = FlatParameters(parameters, shadow_dtype=torch.bfloat16)
         if ours:
-            keyed = KeyedOptimizerWrapper(parameters, lambda _: optimizer)
-            self.casts = cast_once(self.task, flat, CombinedOptimizer([("dense", keyed)]), compiled=True)
+            self.casts = cast_once(self.task, flat, compiled=True)
         else:
-            names: dict[nn.Parameter, str] = {parameter: name for name, parameter in flat.parameters.items()}
-            self.casts = CastWeights(flat, optimizer, [name for name in parameters if "interaction.bias" not in name])
-            self.head.in_training = _with_casts(self.head, names, self.casts, compiled=True)
+            self.casts = CastWeights(flat, [p for name, p in parameters.items() if "interaction.bias" not in name])
+            self.head.in_training = _with_casts(self.head, self.casts, compiled=True)
         self.flat, self.labels = flat, (bf16(samples, seed=2) < -0.5).float()
         self.dense = bf16(samples, 128).requires_grad_()
         self.pooled = bf16(samples, 26 * 128, seed=1).float().requires_grad_()

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import gcd
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from dlrm_overlap.kernels import reference
 from dlrm_overlap.kernels.arguments import Bags, FeatureTable, PoolingOptions, Tuning, Windows, tuning_for
 from dlrm_overlap.kernels.compiled import INTERPRETED
 from dlrm_overlap.kernels.flags import Flags, raise_flags
-from dlrm_overlap.kernels.forward.put_slices import SlicedPut, Slices, SliceState, put_by_stores
+from dlrm_overlap.kernels.forward.put_slices import SlicedPut, Slices, SliceState
 from dlrm_overlap.kernels.forward.store_pooled import storing_pooled
 from dlrm_overlap.kernels.schedule import TaskGrid
 from tests.agreement import assert_same
@@ -262,18 +261,18 @@ class SlicedWorld(World):
         epoch: int = 1,
         programs: int = 2,
         counts: Sequence[int] | None = None,
-        put: Any = put_by_stores,
+        in_place: bool = False,
         raises: bool = True,
     ) -> None:
         """Run the persistent kernel of one rank; it waits at the end if `counts` say for what.
 
         In place, a rank without features only raises its flag, as the exchange has it.
         """
-        self.in_place = put is None
+        self.in_place = in_place
         if self.in_place and not self.case.features[rank]:
             raise_flags(self.flags(rank), rank, 0, epoch)
             return
-        slices = Slices(self.slice_bags, self.first_slot, put, raises, end_wait=counts is not None)
+        slices = Slices(self.slice_bags, self.first_slot, in_place, raises, end_wait=counts is not None)
         bags = self.bags(rank)
         put = SlicedPut(
             bags, self.feature_table(rank), self.destinations(), self.flags(rank, counts), self.shared[rank][0],

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from dlrm_overlap.dense.reduction import cut
-from dlrm_overlap.kernels.dense.all_reduce import ShareFlags, average_share
+from dlrm_overlap.kernels.dense.all_reduce import average_share
 from dlrm_overlap.kernels.dense.arguments import LINE
+from dlrm_overlap.kernels.flags import Flags
 from tests.agreement import assert_near, assert_same
 from tests.kernels.emulation import CLOCK, interpreted, to_wire
 
@@ -27,9 +28,10 @@ class Ranks:
         self.counted = torch.zeros(1, dtype=torch.int32)
         ((_, (self.piece,)),) = cut([(LINE, (lines + 1) * LINE)], 1 << 30, world_size)
 
-    def share_flags(self) -> ShareFlags:
+    def share_flags(self) -> Flags:
         addresses = torch.tensor([flags.data_ptr() for flags in self.flags])
-        return ShareFlags(addresses, SLOTS, self.counted, CLOCK)
+        unused = torch.zeros(self.world_size)
+        return Flags(addresses, CLOCK, self.flags[0], unused, timeout=3, status=unused)
 
     def check_flags(self, rank: int) -> None:
         """Check that `rank` has raised its flag at every rank, and no other, and put it back."""
@@ -55,7 +57,7 @@ def test_owners_store_the_mean_of_their_share(world_size: int, lines: int, progr
     for rank in range(world_size):
         shares = torch.tensor([gradient[ranks.share(rank)].data_ptr() for gradient in ranks.gradients])
         flags = ranks.share_flags()
-        average_share(shares, dtype, ranks.piece.lines(rank), flags, rank, SLOT, EPOCH, programs)
+        average_share(shares, dtype, ranks.piece.lines(rank), flags, ranks.counted, rank, SLOT, EPOCH, programs)
         ranks.check_flags(rank)
     total = before[0].float()
     for gradient in before[1:]:

@@ -5,7 +5,7 @@ import torch
 
 from dlrm_overlap.kernels import reference
 from dlrm_overlap.kernels.dense import cross
-from dlrm_overlap.kernels.dense.arguments import GROUP, STACKED, CrossGradient, stack
+from dlrm_overlap.kernels.dense.arguments import GROUP, CrossGradient, stack
 from dlrm_overlap.kernels.dense.cross import Tiles
 from tests.agreement import assert_near, assert_same
 from tests.kernels.emulation import interpreted, to_wire
@@ -60,26 +60,3 @@ def test_the_gradient_of_a_layer_agrees_with_its_twin(width: int, tiles: Tiles, 
         assert_same(found.dx, to_wire(expected.dx, torch.bfloat16), "dx")
     else:
         assert found.dx.isnan().all(), "dx is written with the first layer alone"
-
-
-@interpreted
-def test_the_example_of_the_docstring() -> None:
-    def of(value: float) -> torch.Tensor:
-        return torch.full((1, 1), value)
-
-    later, w = stack(1, of(0)), stack(2, of(0))
-    for tensor, value in ((later, 2), (w[0], 10), (w[1], 20)):
-        tensor.fill_(value)
-    tensors = CrossGradient(of(1), later, of(3), w, torch.tensor([[0.0], [1.0]]), of(0), of(0), of(0))
-    for layer, du in ((1, 3), (0, 9)):
-        cross.gradient_of_layer(tensors, layer, 2)
-        assert tensors.du.item() == tensors.sums.item() == du
-    assert tensors.dx.item() == 54
-
-
-def test_layers_of_a_stack_begin_apart() -> None:
-    layers = stack(2, torch.empty(3, 50))
-    assert layers.shape == (2, 3, 50)
-    assert layers.untyped_storage().nbytes() == 384 * 4
-    assert layers[1].storage_offset() == 192 == 3 * STACKED
-    assert layers[1].is_contiguous()

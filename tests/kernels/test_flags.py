@@ -1,14 +1,12 @@
 """Flags and bounded waits under Triton's interpreter, where a wait's bound counts turns."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 import triton
 import triton.language as tl
 
 from dlrm_overlap.comm.record import ExchangeTimeoutError, Record
-from dlrm_overlap.kernels.flags import Flags, meet, raise_flags, wait_flags
+from dlrm_overlap.kernels.flags import Flags, raise_flags, wait_flags
 from dlrm_overlap.kernels.primitives import BAD_ID, record
 from tests.agreement import assert_same
 from tests.kernels.compiling import run_without_interpreter
@@ -33,21 +31,6 @@ def test_a_flag_is_raised_at_every_rank(world_size: int) -> None:
         assert_same(flags, expected, f"flags at rank {peer}")
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
-def test_a_meeting_begins_the_next_epoch(world_size: int) -> None:
-    ready = [torch.full((world_size, 1), 7) for _ in range(world_size)]
-    rank, clock, records = world_size // 2, torch.tensor([6]), Record(CPU)
-    ready[rank][rank] = 6  # all others are there
-    flags = replace(_flags(ready, rank, [1] * world_size, records), clock=clock)
-    meet(flags, rank)
-    assert (clock.item(), records.empty) == (7, True)
-    for peer, each in enumerate(ready):
-        assert_same(each, torch.full_like(each, 7), f"flags at rank {peer}")
-    if world_size > 1:
-        meet(flags, rank)
-        assert records.expired() == [rank, 0, 0, 8, 7]
-
-
 def _wait(ready: torch.Tensor, counts: list[int], epoch: int) -> list[int] | None:
     """Let rank 1 wait, and return what is recorded."""
     record = Record(CPU)
@@ -61,12 +44,6 @@ def _wait(ready: torch.Tensor, counts: list[int], epoch: int) -> list[int] | Non
 def test_a_wait_returns_when_all_flags_have_reached_the_epoch() -> None:
     ready = torch.tensor([[4, 5, 0], [0, 0, 0], [4, 4, 4]])
     assert _wait(ready, counts=[2, 0, 3], epoch=4) is None
-
-
-def test_a_rank_alone_waits_for_nothing() -> None:
-    records = Record(CPU)
-    wait_flags(_flags([torch.tensor([[0]])], 0, [0], records), 0, epoch=1)
-    assert records.empty
 
 
 @pytest.mark.parametrize("peer", [0, 1, 2])
@@ -111,14 +88,6 @@ def test_a_wait_that_expires_after_a_bad_id_is_recorded_and_the_bad_id_too() -> 
         records.raise_expired(3, "part")
     _record_bad_id(records, 7, 8, 9)
     assert records.bad_id() == [4, 5, 6], "the first one stays"
-
-
-def test_a_bad_id_after_an_expired_wait_is_recorded_too() -> None:
-    records = Record(CPU)
-    wait_flags(_flags([torch.tensor([[3]])], 0, [1], records), 0, epoch=4)
-    assert (records.bad_id(), records.empty) == (None, False)
-    _record_bad_id(records, 4, 5, 6)
-    assert (records.bad_id(), records.expired()) == ([4, 5, 6], [0, 0, 0, 4, 3])
 
 
 @pytest.mark.slow

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dlrm_overlap.dense.interaction import fits, interact
+from dlrm_overlap.dense.layers import fits, interact
 from dlrm_overlap.kernels import reference
 from dlrm_overlap.kernels.dense import interaction
 from dlrm_overlap.train.model import DotInteraction

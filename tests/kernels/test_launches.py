@@ -41,15 +41,6 @@ def test_a_call_changes_what_it_names() -> None:
     assert into.tolist() == [1, 15, 0, 0]
 
 
-def test_a_launch_holds_no_tensor_that_changes() -> None:
-    into, values = torch.zeros(4), torch.full((4,), 2.0)
-    launch = Launch(_kernel(), 1, (), (into, values, 10, 0.5, 0), changing=("values",))
-    for _ in range(2):
-        assert any(held is into for held in launch._arguments)
-        assert not any(held is values for held in launch._arguments)
-        launch(values)
-
-
 def test_a_tensor_of_another_type_is_refused() -> None:
     into, values = torch.zeros(4), torch.zeros(4)
     launch = Launch(_kernel(), 1, (), (into, values, 10, 0.5, 0), changing=("values",))
@@ -113,20 +104,6 @@ def test_the_driver_is_given_each_argument_where_the_kernel_has_it(driver: _Driv
     ]
 
 
-def test_numbers_with_a_fraction_change_too(driver: _Driver) -> None:
-    values = torch.zeros(4)
-    launch = Launch(_kernel(), 1, (), (values, values, 10, 0.5, 0), changing=("factor", "epoch"))
-    launch(0.25, 3)
-    launch(-2.0, 4)
-    assert [given[3:5] for _, _, given in driver.launched] == [(0.25, 3), (-2.0, 4)]
-
-
-def test_no_program_is_no_launch(driver: _Driver) -> None:
-    values = torch.zeros(4)
-    Launch(_kernel(), 0, (), (values, values, 10, 0.5, 0), changing=("epoch",))(1)
-    assert driver.launched == []
-
-
 def test_a_call_says_of_how_many_programs_a_launch_is_that_knows_none(driver: _Driver) -> None:
     values = torch.zeros(4)
     launch = Launch(_kernel(), None, (), (values, values, 10, 0.5, 0), changing=("epoch",))
@@ -142,22 +119,3 @@ def test_a_refused_launch_names_the_kernel(driver: _Driver) -> None:
     launch = Launch(_kernel(), 1, (), (values, values, 10, 0.5, 0), changing=("epoch",))
     with pytest.raises(RuntimeError, match="_store: CUDA error 700: an illegal address"):
         launch(1)
-
-
-def test_parameters_that_are_not_the_arguments_are_refused(driver: _Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    values = torch.zeros(4)
-    arguments = (values, values, 10, 0.5, 0)
-    monkeypatch.setattr(_Driver, "PLACES", ((0, 8), (8, 4), *_Driver.PLACES[2:]))
-    with pytest.raises(AssertionError, match="pointer in a parameter of 4 bytes"):
-        Launch(_kernel(), 1, (), arguments)
-    monkeypatch.setattr(_Driver, "PLACES", _PLACES)
-    with pytest.raises(AssertionError, match="4294967296 in a parameter of 4 bytes"):
-        Launch(_kernel(), 1, (), (values, values, 2**32, 0.5, 0))
-    monkeypatch.setattr(_Driver, "PLACES", ((0, 8), (8, 8)))
-    with pytest.raises(AssertionError, match="5 arguments for 2 parameters"):
-        Launch(_kernel(), 1, (), arguments)
-
-
-def test_tensors_on_two_devices_are_refused(driver: _Driver) -> None:
-    with pytest.raises(AssertionError, match="_store: tensors on cpu and meta"):
-        Launch(_kernel(), 1, (), (torch.zeros(4), torch.zeros(4, device="meta"), 10, 0.5, 0))

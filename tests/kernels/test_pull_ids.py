@@ -113,13 +113,6 @@ def test_ids_arrive_with_their_offsets_and_are_padded(requested: list[int], worl
     assert ranks.record.empty
 
 
-def test_nothing_is_asked_for() -> None:
-    ranks = Ranks([(1, 2)])
-    values, offsets = ranks.pull([])
-    assert values.numel() == 0
-    assert_same(offsets, torch.full_like(offsets, GUARD), "offsets")
-
-
 def _known(ranks: Ranks, hots: Sequence[int], requested: Sequence[int]) -> Arrivals:
     starts = torch.tensor([0, *hots]).cumsum(0) * ranks.samples
     counts = torch.tensor([hots[f] * ranks.samples for f in requested for _ in range(ranks.world_size)])

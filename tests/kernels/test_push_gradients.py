@@ -193,17 +193,6 @@ def test_bags_without_ids_of_a_row_shard_get_no_gradient() -> None:
     _check(Case((5, 2, 3), ((4, 12), (128,), (12, 4, 4)), parts=3, shares=True))
 
 
-def test_a_dim_leaves_the_others_alone() -> None:
-    world = World(Case(dims=((4, 12), (12, 4))))
-    before = [storage.clone() for storage in world.storage]
-    for rank in range(2):
-        world.push(rank, scale=1.0, dims=[4])
-    for _, owner, _, start, dim in world.shards:
-        if dim == 12:
-            of_shard = slice(4 + start * world.batch, 4 + (start + dim) * world.batch)
-            assert_same(world.storage[owner][of_shard], before[owner][of_shard], f"window of rank {owner}")
-
-
 def test_a_rank_writes_its_own_samples_only() -> None:
     world = World(Case((3, 2)))
     world.push(1, scale=1.0)
@@ -242,14 +231,6 @@ def test_columns_and_rows_begin_anywhere(gap: int, spare: int) -> None:
 @pytest.mark.parametrize(("leading", "scale"), [(0, 1.0), (8, 1.0), (128, 1.0), (16, 0.5)])
 def test_gradients_of_the_wires_type_are_read_where_they_lie(dtype: torch.dtype, leading: int, scale: float) -> None:
     world = World(Case((5, 3), ((12, 128), (12,)), dtype, dtype, leading))
-    for rank in range(2):
-        world.push(rank, scale)
-    world.assert_windows(scale)
-
-
-@pytest.mark.parametrize("scale", [1.0, 1 / 3, 0.0, -4.0])
-def test_scale(scale: float) -> None:
-    world = World(Case())
     for rank in range(2):
         world.push(rank, scale)
     world.assert_windows(scale)

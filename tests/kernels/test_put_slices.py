@@ -3,20 +3,15 @@
 from typing import Any
 
 import pytest
-import torch
-import triton
-import triton.language as tl
 
 from dlrm_overlap.kernels.arguments import Tuning
-from dlrm_overlap.kernels.forward.put_slices import put_by_stores
-from tests.agreement import assert_same
-from tests.kernels.emulation import GUARD, Case, SlicedWorld, every_case, interpreted
+from tests.kernels.emulation import Case, SlicedWorld, every_case, interpreted
 
 OTHER_SCHEDULES = ("linear", "remote_first")
-PUTS = {"stores": put_by_stores, "in_place": None}
+PUTS = {"stores": False, "in_place": True}
 
 pytestmark = interpreted
-every_put = pytest.mark.parametrize("put", PUTS.values(), ids=PUTS)
+every_put = pytest.mark.parametrize("in_place", PUTS.values(), ids=PUTS)
 
 
 def _run(world: SlicedWorld, epoch: int = 1, **options: Any) -> None:
@@ -24,11 +19,11 @@ def _run(world: SlicedWorld, epoch: int = 1, **options: Any) -> None:
         world.put_slices(rank, epoch, **options)
 
 
-@pytest.mark.parametrize("put", [put_by_stores, pytest.param(None, marks=pytest.mark.slow)], ids=PUTS)
+@pytest.mark.parametrize("in_place", [False, pytest.param(True, marks=pytest.mark.slow)], ids=PUTS)
 @every_case
-def test_windows_and_flags(case: Case, put: Any) -> None:
+def test_windows_and_flags(case: Case, in_place: bool) -> None:
     world = SlicedWorld(case)
-    _run(world, put=put)
+    _run(world, in_place=in_place)
     world.assert_windows()
     world.assert_flags(epoch=1)
     world.assert_ready_for_another_launch()
@@ -45,20 +40,10 @@ def test_windows_and_flags(case: Case, put: Any) -> None:
         Tuning(4, unroll=1, num_warps=1, groups=2),
     ],
 )
-def test_slices_of_any_size(schedule: str, slice_tasks: int, tuning: Tuning, put: Any) -> None:
+def test_slices_of_any_size(schedule: str, slice_tasks: int, tuning: Tuning, in_place: bool) -> None:
     case = Case((5, 9, 2), (2, 1, 1), dim=4, schedule=schedule, longest=2, tuning=tuning)
     world = SlicedWorld(case, slice_tasks, first_slot=3, spare=2)
-    _run(world, put=put)
-    world.assert_windows()
-    world.assert_flags(epoch=1)
-    world.assert_ready_for_another_launch()
-
-
-@every_put
-@pytest.mark.parametrize("programs", [1, 3, 40])
-def test_any_number_of_programs(programs: int, put: Any) -> None:
-    world = SlicedWorld(Case((5, 3), (2, 1), dim=4))
-    _run(world, programs=programs, put=put)
+    _run(world, in_place=in_place)
     world.assert_windows()
     world.assert_flags(epoch=1)
     world.assert_ready_for_another_launch()
@@ -89,42 +74,9 @@ def test_an_id_outside_its_table_is_recorded_and_row_0_is_taken() -> None:
     world.assert_flags(epoch=1)
 
 
-@triton.jit
-def _put_and_count(
-    staged, window, first, end, column,
-    ROWS: tl.constexpr, STRIDE: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
-):  # fmt: skip
-    put_by_stores(staged, window, first, end, column, ROWS, STRIDE, DIM, BLOCK_DIM)
-    tl.atomic_add(window - STRIDE + column, 1.0)  # in the guard row
-
-
-def test_another_put_can_be_plugged_in() -> None:
-    world = SlicedWorld(Case((5, 9), (2, 1), dim=4))
-    _run(world, put=_put_and_count)
-    for rank, window in enumerate(world.windows):
-        puts = torch.full_like(window[0], GUARD)
-        for source, columns in enumerate(world.columns):
-            for column in columns:
-                puts[column] += world.grids[source].slices if source != rank else 0
-        assert_same(window[0], puts, f"puts to rank {rank}")
-        window[0] = GUARD
-    world.assert_windows()
-    world.assert_flags(epoch=1)
-
-
-def test_in_place_nothing_is_staged() -> None:
-    world = SlicedWorld(Case((5, 9), (2, 1), dim=4))
-    _run(world, put=None)
-    world.assert_windows()
-    world.assert_flags(epoch=1)
-    world.assert_ready_for_another_launch()
-    for state, _, _ in world.shared:
-        assert state.staging.isnan().all()
-
-
 def test_in_place_only_the_last_launch_raises_flags() -> None:
     world = SlicedWorld(Case((3, 2), (1, 1), dim=4))
-    _run(world, put=None, raises=False)
+    _run(world, in_place=True, raises=False)
     world.assert_windows()
     world.assert_flags(epoch=0)
     world.assert_ready_for_another_launch()
@@ -136,7 +88,7 @@ def test_in_place_flags_follow_the_last_task_not_the_last_program(stored_elsewhe
     world = SlicedWorld(Case((5, 3), (2, 1), dim=4))
     ticket = world.shared[0][0].ticket
     ticket[0], ticket[2] = 3, stored_elsewhere
-    world.put_slices(0, epoch=1, programs=3, put=None)
+    world.put_slices(0, epoch=1, programs=3, in_place=True)
     assert [int(ready[0, 0]) for ready in world.ready] == [int(raised)] * 2
     assert ticket.tolist() == [0, 0, 0 if raised else len(world.grids[0]) - 1]
 
@@ -145,8 +97,8 @@ def test_in_place_the_end_wait_returns_where_one_program_runs_at_a_time() -> Non
     """The first program takes all tasks and waits; the others, which begin when it has ended, have none."""
     world = SlicedWorld(Case((3, 2), (1, 1), dim=4))
     world.ready[0][1, 0] = 5  # as rank 1 would have raised it
-    world.put_slices(0, epoch=5, programs=40, counts=[1, 1], put=None)
-    world.put_slices(1, epoch=5, programs=40, counts=[1, 1], put=None)
+    world.put_slices(0, epoch=5, programs=40, counts=[1, 1], in_place=True)
+    world.put_slices(1, epoch=5, programs=40, counts=[1, 1], in_place=True)
     world.assert_windows()
     world.assert_flags(epoch=5)
     world.assert_no_record()

@@ -58,16 +58,6 @@ def test_ids_far_down_a_long_bag_are_looked_at_too(checked_ids: int) -> None:
     world.assert_windows()  # of the ids as they are now
 
 
-def test_the_first_of_several_bad_ids_is_recorded() -> None:
-    world = World(Case((4,), (2,), dim=4))
-    values, offsets = world.ids[0].values, world.ids[0].offsets
-    for bag in (1, 7):
-        values[int(offsets[bag])] = World.ROWS
-    _run(world)
-    assert world.records[0].bad_id() == [1, 3, World.ROWS], "the first feature's, whose bags come after the second's"
-    world.assert_windows()
-
-
 def test_a_table_whose_bad_ids_are_not_recorded_hides_no_other() -> None:
     world = World(Case((4,), (2,), dim=4))
     values, offsets = world.ids[0].values, world.ids[0].offsets

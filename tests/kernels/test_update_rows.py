@@ -181,31 +181,6 @@ def test_one_update_serves_steps_of_other_types_gradients_and_numbers() -> None:
     assert len(update._launches) == 3
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_prepared_runs_serve_again(optimizer: str) -> None:
-    model = Model(Case((replace(MIXED, optimizer=optimizer),)))
-    runs = model.prepare()
-    for lr in (0.5, 0.25, 2.0):
-        model.draw_gradients()
-        model.check_update(runs, rule=RULES[optimizer].with_rate(lr))
-
-
-def test_equal_beginnings_end_in_the_same_bits() -> None:
-    models = [Model(Case((replace(MIXED, optimizer="adagrad", means=True),))) for _ in range(2)]
-    for model in models:
-        model.window.copy_(torch.randn(model.window.shape, generator=torch.Generator().manual_seed(1)))
-        model.update(model.prepare())
-    assert_same(models[0].weights[0], models[1].weights[0], "weights")
-    assert_same(models[0].states[0][0], models[1].states[0][0], "states")
-
-
-def test_a_window_whose_places_do_not_fit_is_refused() -> None:
-    model = Model(Case())
-    window = model.window[:1].expand(2**33 + 4)  # takes no memory
-    with pytest.raises(AssertionError, match="window of 8589934596 elements"):
-        RowUpdate(model.row_range(0), model.case.chunk_ids)(model.prepare(), window, RULE.rule())
-
-
 def test_no_ids() -> None:
     model = Model(Case((Rows(((0, 0),), optimizer="adagrad", means=True),)))
     runs = model.prepare()
@@ -225,16 +200,6 @@ def test_places_scales_and_bounds() -> None:
         assert not model.features[feature].mean or runs.scales[i] == 1 / model.lengths[bag]
     first_keys = torch.tensor(model.first_keys)
     assert_same(runs.bounds, torch.searchsorted(keys.unique(), first_keys), "bounds")
-
-
-def test_places_in_rows_of_one_sample_each() -> None:
-    """Gradients as a model has them: a row a sample, longer than all columns here."""
-    model = Model(Case(RANGES))
-    order = model.keys.sort(stable=True).indices
-    runs = model.prepare(row_units=99)
-    for bag, place in zip(model.bags[order].tolist(), runs.gradient_at.tolist(), strict=True):
-        feature, sample = divmod(bag, model.case.samples)
-        assert place == model.starts[feature] // 4 + 99 * sample
 
 
 def _twins(optimizer: str, weights: torch.dtype, scale: float = 1.0) -> tuple[Model, Model]:

@@ -13,7 +13,8 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16
 
-from dlrm_overlap.kernels import flags, peer_copy, swap_rows
+from dlrm_overlap.kernels import peer_copy, swap_rows
+from dlrm_overlap.kernels.compiled import TYPES
 from dlrm_overlap.kernels.dense import all_reduce, update
 from dlrm_overlap.kernels.dense.arguments import BLOCK, STATES
 from dlrm_overlap.kernels.gemm import product as products
@@ -21,8 +22,8 @@ from dlrm_overlap.kernels.gemm.product import Tiling
 from tests.kernels.compiling import compile_for_h200
 
 _INSTRUCTIONS = {16: "v4.b32", 8: "v2.b32", 4: "b32", 2: "b16", 1: "b8"}
-_COPY = {"counted": "*i32", "counts": "*i32"} | dict.fromkeys(("source", "stride", "words", "offset", "timeout"), "i64")
-_COPY |= dict.fromkeys(("targets", "peers_ready", "clock", "ready", "status"), "*i64")
+_COPY = {"counted": "*i32"} | dict.fromkeys(("source", "stride", "words", "offset"), "i64")
+_COPY |= dict.fromkeys(("targets", "peers_ready", "clock"), "*i64")
 _SHARES = dict.fromkeys(("shares", "peers_ready", "clock"), "*i64") | {
     "counted": "*i32",
     "scale": "fp32",
@@ -38,14 +39,13 @@ _ORDERS = {"gather": "own_first", "scatter": "balanced"}
 
 
 def check_peer_copy() -> None:
-    """Rows are stored in whole words, and the ranks meet by atomics."""
+    """Rows are stored in whole words."""
     for word, instruction in _INSTRUCTIONS.items():
         made = peer_copy._storing(4, word)
         text, constants = compile_for_h200(made, _COPY)["ptx"], made.constants
         turns = constants["BLOCK"] // constants["VECTOR"] // (peer_copy._NUM_WARPS * 32)
         assert text.count(f"st.global.{instruction}") == turns + (word == 4), f"word {word}\n{text}"  # one sets a count
         assert text.count("st.global") == turns + 1, f"word {word}\n{text}"
-    assert "atom" in compile_for_h200(flags._meeting(4), _COPY)["ptx"]
 
 
 def check_swap_rows() -> None:
@@ -74,8 +74,8 @@ def check_all_reduce() -> None:
 def check_update() -> None:
     """The update of the dense parameters, under each optimizer and with bf16 shadows."""
     lanes = 128
-    for (kind, states), by_line in product(STATES.items(), (False, True)):
-        _, change = update._compiled(kind, False, by_line, torch.bfloat16)
+    for kind, states in STATES.items():
+        _, change = update._compiled(kind, False, torch.bfloat16)
         text, turns = compile_for_h200(change, _UPDATE)["ptx"], BLOCK // (lanes * 4)
         assert text.count("ld.global.v4.b32") == turns * (2 + len(states)), f"{kind}\n{text}"
         shadows = BLOCK // (lanes * 8)
@@ -86,7 +86,8 @@ def check_update() -> None:
 def compile_product(mode: str, by_k: bool, tiling: Tiling) -> str:
     """Return the PTX of a product that is gathered, with a bias and relu, or scattered."""
     gather = mode == "gather"
-    kind = products._Kind(gather, not gather, by_k, gather, "relu" if gather else "none", torch.bfloat16, _ORDERS[mode])
+    activation, dtype = "relu" if gather else "none", TYPES[torch.bfloat16]
+    kind = products._Kind(gather, not gather, by_k, gather, activation, dtype, _ORDERS[mode])
     blocks = {"x": [tiling.block_m, tiling.block_k]}
     blocks["weight"] = [tiling.block_n, tiling.block_k] if by_k else [tiling.block_k, tiling.block_n]
     types = dict(_PRODUCT)

@@ -11,8 +11,9 @@ import torch
 
 from dlrm_overlap.kernels import flags, messages
 from dlrm_overlap.kernels.arguments import PoolingOptions, tuning_for
-from dlrm_overlap.kernels.compiled import CompiledKernel
+from dlrm_overlap.kernels.compiled import TYPES, CompiledKernel
 from dlrm_overlap.kernels.forward import put_slices
+from dlrm_overlap.kernels.forward.pooling import PoolingShape
 from dlrm_overlap.kernels.gemm import product
 from dlrm_overlap.kernels.gemm.product import Tiling
 from tests.kernels.compiling import compile_for_h200
@@ -69,14 +70,14 @@ def times_in_conditions(text: str) -> list[str]:
 def _kernels() -> dict[str, tuple[CompiledKernel, dict[str, str]]]:
     """Return the kernels, compiled for several warps a program, and the types of their arguments."""
     options = PoolingOptions(0, "balanced", tuning_for(1024, 2), check_ids=False)
-    shape = (options, 1024, torch.bfloat16, 2048, torch.bfloat16, 16, 16, 16, False)
-    kind = product._Kind(True, False, True, False, "none", torch.bfloat16, "own_first")
+    shape = PoolingShape(options, 1024, torch.bfloat16, 2048, torch.bfloat16, 16, 16, 16, False)
+    kind = product._Kind(True, False, True, False, "none", TYPES[torch.bfloat16], "own_first")
     tiling = Tiling(specialised=False)
     blocks = {"x": [tiling.block_m, tiling.block_k], "weight": [tiling.block_n, tiling.block_k]}
     tiles = {name: f"tensordesc<bf16{block}>" for name, block in blocks.items()}
     return {
         "await_flags": (flags._awaiting(1024), {}),
-        "put_slices": (put_slices._compiled(None, 8, True, True, 4, shape), _OF_SLICES),
+        "put_slices": (put_slices._compiled(True, 8, True, True, 4, shape), _OF_SLICES),
         "await_message": (messages._awaiting(True, "stores", ()), _OF_MESSAGE),
         "gathered_product": (product._compiled(kind, tiling), _OF_PRODUCT | tiles),
     }

@@ -125,7 +125,7 @@ class Case:
             collective: Call = lambda: (dist.all_gather_into_tensor(rows, mine, group=self.group), rows)[1]  # noqa: E731
         elif self.device.type == "cuda":
             collective = lambda: (dist.reduce_scatter_tensor(mine, rows, group=self.group), mine)[1]  # noqa: E731
-        else:  # as `dense.gemm.serial.SerialScatter` does over gloo
+        else:  # as `dense.gemm.serial.scatter` does over gloo
             landing = torch.empty_like(rows)
             collective = lambda: (dist.all_to_all_single(landing, rows, group=self.group), landing)[1]  # noqa: E731
         return {"gemm": lambda: torch.mm(x, turned, out=out), "communication": collective}

@@ -12,10 +12,9 @@ import torch
 import torch.distributed as dist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from dlrm_overlap.bench.harness.communications import Payload, by_collective
 from dlrm_overlap.bench.harness.timing import Timing, Turns, gather
 from dlrm_overlap.bench.harness.workload import BATCHES, Workload
-from dlrm_overlap.comm.calls import Way
-from dlrm_overlap.comm.collectives import PeerCollectives
 from dlrm_overlap.config import CRITEO_TABLES, Config, TablesConfig
 from dlrm_overlap.embedding.backends.cpu import lengths_and_ids
 from dlrm_overlap.embedding.layout import Layout
@@ -221,8 +220,7 @@ def measure_ceilings(group: dist.ProcessGroup, device: torch.device) -> tuple[fl
     """Return the GB/s of the slowest rank's memory, read and written, and links, out to all peers; 0 without peers.
 
     The memory is measured by a copy within the device, the links by the All-to-All of `bench collectives`, by copy
-    engines and by a kernel's stores, of which the faster one counts. On CPUs all are copies in memory. All ranks of
-    `group` call this.
+    engines and by a kernel's stores, of which the faster one counts; on CPUs by gloo. All ranks of `group` call this.
     """
 
     def call_ms(calls: Sequence[Callable[[], object]]) -> float:
@@ -233,22 +231,20 @@ def measure_ceilings(group: dist.ProcessGroup, device: torch.device) -> tuple[fl
     hbm_gb_per_s = 2 * source.numel() / call_ms([partial(torch.empty_like(source).copy_, source)]) / 1e6
     if group.size() == 1:
         return hbm_gb_per_s, 0.0
-    send = torch.zeros(group.size(), _LINK_BYTES[device.type], dtype=torch.uint8, device=device)
-    collectives = PeerCollectives(group, device, send.nbytes)
-    landing = collectives.empty(send.shape, send.dtype)
-    ms = call_ms([partial(_send, collectives, landing, send, way) for way in ("dma", "stores")])
-    dist.barrier(group)
-    collectives.close()
-    return hbm_gb_per_s, (group.size() - 1) * send[0].nbytes / ms / 1e6
+    payload = Payload("all_to_all", _LINK_BYTES[device.type] // 4, group, device)
+    if device.type == "cpu":
+        return hbm_gb_per_s, payload.link_bytes / call_ms([by_collective(payload).run]) / 1e6
+    from dlrm_overlap.bench.harness.peer_memory import PeerMemory
+
+    memory = PeerMemory(group, device, payload.part * group.size())
+    ms = call_ms([memory.call(payload, way).run for way in memory.ways])
+    memory.close()
+    return hbm_gb_per_s, payload.link_bytes / ms / 1e6
 
 
 def _repeat(call: Callable[[], object]) -> None:
     for _ in range(_CALLS):
         call()
-
-
-def _send(collectives: PeerCollectives, landing: torch.Tensor, send: torch.Tensor, way: Way) -> None:
-    collectives.all_to_all(landing, send, way).wait()
 
 
 def describe(config: Config, workload: Workload) -> dict[str, Any]:

@@ -8,9 +8,8 @@ that something else holds. Rows that autograd is to keep are copied out of the w
 
 import torch
 
-from dlrm_overlap.dense.gemm.plan import halve
-from dlrm_overlap.dense.gemm.problem import Layer, linear_into
-from dlrm_overlap.dense.gemm.windows import SLOTS, Windows
+from dlrm_overlap.dense.gemm.problem import Layer, halve, linear_into
+from dlrm_overlap.dense.gemm.windows import Windows
 from dlrm_overlap.kernels.flags import raise_flags, wait_flags
 from dlrm_overlap.kernels.gemm.calls import begin_call
 from dlrm_overlap.kernels.gemm.product import TILING, Signals, gathered_product, laid_out
@@ -38,7 +37,7 @@ class _Rows:
         self.kept = x_shard.new_empty(ranks * rows, inner) if keep else None
         """[M, K], to be filled by the caller"""
         self._windows, self._x_shard = windows, x_shard
-        self._at = [window.at(each, x_shard.dtype)[:size].view(-1, inner) for each in range(ranks)]
+        self._at = [window.view("memory", each).view(x_shard.dtype)[:size].view(-1, inner) for each in range(ranks)]
         self.received = self._at[rank]
         """[M, K] in this rank's window, of which peers fill their parts"""
         begin_call(windows.done, rank)
@@ -68,8 +67,6 @@ class CopiedGather:
 
     Source: T3 (Pati et al., ASPLOS 2024): chunks in an order that is staggered by rank, moved by DMA.
     """
-
-    parts = (1, 2, 4, SLOTS)
 
     def __init__(self, windows: Windows) -> None:
         self._windows = windows
@@ -123,7 +120,6 @@ class TiledGather:
     Source: Flux (Chang et al., arXiv 2406.06858).
     """
 
-    parts = (1, 2, 4, SLOTS)
     tiling = TILING
 
     def __init__(self, windows: Windows) -> None:

@@ -46,8 +46,8 @@ def all_gather_matmul(
 ) -> torch.Tensor:
     """Return activation(x @ weight^T + bias), x being all ranks' rows, those of rank r from r * M / W on.
 
-    All ranks of the group call this alike and in the same order. The first call of its kind asks all ranks whether
-    theirs is alike, which takes a host wait, so it may not be within a capture; later ones may.
+    All ranks of the group call this alike and in the same order. The first call of its kind makes memory, for which the
+    host waits, so it may not be within a capture; later ones may.
 
     Args:
         x_shard: [M / W, K] of this rank; float16 or bfloat16; by the serial way float32, too. Under autocast
@@ -65,7 +65,7 @@ def all_gather_matmul(
         type, unless `torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction` is off.
 
     Raises:
-        InputError: on every rank, if calls are not alike on all ranks, or the way cannot run them.
+        InputError: on every rank, if the way cannot run them.
 
     Example:
         W = 2, rank 0 has x_shard [[1, 2]], rank 1 [[3, 4]]. weight [[1, 1]] on rank 0 gives [[3], [7]] there, and
@@ -165,14 +165,12 @@ class _AllGatherMatmul(torch.autograd.Function):
         with run.order:
             if ctx.needs_input_grad[0]:
                 finish = run.products.begin_reduce_scatter(dz, Layer(weight.t()), run.way)
-            try:
-                if ctx.needs_input_grad[1]:  # beside the rows that travel
-                    dw = dz.t() @ x
-                if ctx.needs_input_grad[2]:
-                    db = dz.sum(0)
-            finally:  # peers wait for the end, also where no memory is left for `dw`
-                if finish is not None:
-                    dx = finish()
+            if ctx.needs_input_grad[1]:  # beside the rows that travel
+                dw = dz.t() @ x
+            if ctx.needs_input_grad[2]:
+                db = dz.sum(0)
+            if finish is not None:
+                dx = finish()
         return dx, dw, db, None, None
 
 

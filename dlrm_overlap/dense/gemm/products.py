@@ -5,21 +5,21 @@
     tiles      one kernel of our own, whose tiles wait for their rows or go to their owner
     triggered  as tiles, but copy engines send the partial products that the kernel has counted as complete
 
-`copies/4` is copies with a rank's rows in four parts. `auto` takes one of the first two by a rule, see `rule`. A
-capture cannot ask other ranks, so a problem that has not been run before is refused there. Ranks whose calls differ all
-raise an error that names both calls, where the call is new to all of them.
+`copies/4` is copies with a rank's rows in four parts. `auto` takes one of the first two by a rule, see `rule`. The
+first call of its kind makes its memory, for which ranks wait for each other, so it may not be within a capture.
 """
 
 import logging
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from dlrm_overlap.comm.every_rank import on_every_rank, require_alike
+from dlrm_overlap.comm.every_rank import on_every_rank
 from dlrm_overlap.config import InputError
+from dlrm_overlap.dense.gemm import serial
 from dlrm_overlap.dense.gemm.problem import Finish, Layer, Problem
-from dlrm_overlap.dense.gemm.serial import SerialGather, SerialScatter
 from dlrm_overlap.launching.environment import one_queue
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ log = logging.getLogger("dlrm_overlap")
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 WAYS = ("serial", "copies", "tiles", "triggered")
+_PARTS = (1, 2, 4, 8)  # into which all but serial may cut; at most `windows.SLOTS`
 _TILED = ("tiles", "triggered")
 _ALIGNED = 8  # elements that must divide N and K of these two, see `kernels.gemm.product`
 
@@ -98,30 +99,19 @@ class ParallelProducts:
         rows = x.shape[0] * (self.group.size() if operator == "all_gather" else 1)
         columns, inner = layer.weight.shape
         problem = Problem(operator, rows, columns, inner, x.dtype, layer.bias is not None, layer.activation, keep)
-        return self._known.get((problem, way)) or self._agree(problem, way)
+        return self._known.get((problem, way)) or self._first(problem, way)
 
     @torch.inference_mode(False)  # memory that is made here serves training, too
-    def _agree(self, problem: Problem, way: str) -> Choice:
-        """Check a problem on all ranks, choose its way and prepare that; a collective on the host.
+    def _first(self, problem: Problem, way: str) -> Choice:
+        """Choose the way of a problem and prepare it; a collective on the host.
 
         Raises:
             InputError: on every rank, naming the fault.
         """
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise InputError(
-                f"{problem}: the first of its kind and within a capture, where the ranks cannot ask whether theirs are "
-                f"alike; make one such call before the capture"
-            )
-
-        def chosen() -> Choice:
-            if problem.operator == "reduce_scatter" and problem.rows % self.group.size():
-                raise InputError(
-                    f"{problem}: {self.group.size()} ranks do not divide {problem.rows} rows; pad x to a multiple"
-                )
-            return self._pick(problem, way)
-
-        choice = on_every_rank(chosen, self.group)
-        require_alike(f"{problem} by way {way}", self.group)
+        in_capture = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        assert not in_capture, f"{problem}: the first of its kind is in a capture"
+        assert problem.rows % self.group.size() == 0, f"{problem}: {self.group.size()} ranks do not divide the rows"
+        choice = self._pick(problem, way)
         try:
             on_every_rank(lambda: self._prepare(problem, choice), self.group)
         except InputError as error:
@@ -144,13 +134,12 @@ class ParallelProducts:
             )
         elif fault := self.fault(problem, name):
             raise InputError(f"{problem}: way {way}: {fault}")
-        able = self.run(problem.operator, name).parts
-        if not parts:
-            return Choice(name, suited if suited in able else min(able))
-        if int(parts) not in able:
-            known = ", ".join(f"{name}/{each}" for each in able)
+        if name == "serial":
+            return Choice("serial")
+        if parts and int(parts) not in _PARTS:
+            known = ", ".join(f"{name}/{each}" for each in _PARTS)
             raise InputError(f"{problem}: way {way}: not known; take one of {known}")
-        return Choice(name, int(parts))
+        return Choice(name, int(parts) if parts else suited)
 
     def fault(self, problem: Problem, way: str) -> str:
         """Return why a way cannot run a problem, or an empty text."""
@@ -173,26 +162,20 @@ class ParallelProducts:
 
     def run(self, operator: str, way: str) -> Any:
         """Return the function that runs an operator one way, made at the first call."""
-        if (operator, way) not in self._runs:
-            self._runs[operator, way] = self._make(operator, way)
-        return self._runs[operator, way]
-
-    def _make(self, operator: str, way: str) -> Any:
-        gathers = operator == "all_gather"
         if way == "serial":
-            return (SerialGather if gathers else SerialScatter)(self.group)
-        from dlrm_overlap.dense.gemm import gathers as g  # these need Triton, which a CPU does not
-        from dlrm_overlap.dense.gemm import scatters as s
-        from dlrm_overlap.dense.gemm.windows import Windows
+            return partial(serial.gather if operator == "all_gather" else serial.scatter, self.group)
+        if (operator, way) not in self._runs:
+            from dlrm_overlap.dense.gemm import gathers, scatters  # these need Triton, which a CPU does not
+            from dlrm_overlap.dense.gemm.windows import Windows
 
-        by_way = {
-            "copies": (g.CopiedGather, s.CopiedScatter),
-            "tiles": (g.TiledGather, s.TiledScatter),
-            "triggered": (g.TiledGather, s.TriggeredScatter),
-        }
-        if self.windows is None:
-            self.windows = Windows(self.group, self.device, self.wait_timeout_s)
-        return by_way[way][0 if gathers else 1](self.windows)
+            kinds: dict[str, tuple[Any, Any]] = {
+                "copies": (gathers.CopiedGather, scatters.CopiedScatter),
+                "tiles": (gathers.TiledGather, scatters.TiledScatter),
+                "triggered": (gathers.TiledGather, scatters.TriggeredScatter),
+            }
+            self.windows = self.windows or Windows(self.group, self.device, self.wait_timeout_s)
+            self._runs[operator, way] = kinds[way][operator != "all_gather"](self.windows)
+        return self._runs[operator, way]
 
     def _prepare(self, problem: Problem, choice: Choice) -> None:
         """Make memory and load kernels for a problem by calls with zeros.

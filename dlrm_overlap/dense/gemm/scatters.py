@@ -11,8 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from dlrm_overlap.dense.gemm.plan import double, halve
-from dlrm_overlap.dense.gemm.problem import Finish, Layer, linear_into
+from dlrm_overlap.dense.gemm.problem import Finish, Layer, double, halve, linear_into
 from dlrm_overlap.dense.gemm.windows import SLOTS, Windows
 from dlrm_overlap.kernels.dense.arguments import LINE
 from dlrm_overlap.kernels.flags import Flags, wait_flags
@@ -34,7 +33,7 @@ class _Partials:
         elements = ranks * self._lines * LINE
         self.window = window = windows.begin(elements * x.dtype.itemsize)
         self._out = x.new_empty(self._lines * LINE)  # sums are stored 16 bytes at a time
-        received = window.at(windows.rank, x.dtype)[:elements]
+        received = window.view("memory", windows.rank).view(x.dtype)[:elements]
         self._parts = Parts(received, self._lines, self._out, self.columns, layer.bias, layer.activation == "relu")
         begin_call(windows.done, windows.rank)
 
@@ -46,7 +45,7 @@ class _Partials:
     def target(self, owner: int) -> torch.Tensor:
         """Return where this rank's partial products lie at `owner`, [M / W, N]."""
         first = self.windows.rank * self._lines * LINE
-        memory = self.window.at(owner, self._dtype)
+        memory = self.window.view("memory", owner).view(self._dtype)
         return memory[first : first + self.rows * self.columns].view(self.rows, self.columns)
 
     def add_up(self, arrived: Flags, begin: int, end: int) -> None:
@@ -84,8 +83,6 @@ class CopiedScatter:
     Source: T3 (Pati et al., ASPLOS 2024): chunks in an order that is staggered by rank, moved by DMA when they are
     complete; here each chunk is a product of its own, so the stream shows when it is.
     """
-
-    parts = (1, 2, 4, SLOTS)
 
     def __init__(self, windows: Windows) -> None:
         self._windows = windows
@@ -129,7 +126,6 @@ class TiledScatter:
     Source: Flux (Chang et al., arXiv 2406.06858).
     """
 
-    parts = (1, 2, 4, SLOTS)
     tiling = TILING
 
     def __init__(self, windows: Windows) -> None:
@@ -143,7 +139,7 @@ class TiledScatter:
         windows, rows = self._windows, partials.rows
         slot_rows = self.tiling.slot_rows(rows, parts)
         signals = Signals(windows.ready[0], slot_rows)
-        destinations = Destinations(partials.window.addresses + partials.offset_bytes, self._done)
+        destinations = Destinations(partials.window.addresses("memory") + partials.offset_bytes, self._done)
         scattered_product(x, weight, windows.rank, self._order, signals, destinations, self.tiling)
         windows.under_way = True
 
@@ -172,7 +168,6 @@ class TriggeredScatter:
     staggered by rank.
     """
 
-    parts = (1, 2, 4, SLOTS)
     tiling = TILING
 
     def __init__(self, windows: Windows) -> None:

@@ -18,56 +18,31 @@ all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_in
 reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class SerialGather:
-    """Gathers, then multiplies."""
-
-    parts = (1,)
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
-
-    def __call__(
-        self, x_shard: torch.Tensor, layer: Layer, parts: int, keep: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the layer's output for all rows [M, N], and the rows [M, K] if `keep`."""
-        x = x_shard.new_empty(self._group.size() * x_shard.shape[0], x_shard.shape[1])
-        all_gather(x, x_shard, group=self._group)
-        out = functional.linear(x, layer.weight, layer.bias)
-        return activate(out, layer._replace(bias=None)), x if keep else None
+def gather(
+    group: dist.ProcessGroup, x_shard: torch.Tensor, layer: Layer, parts: int, keep: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Gather, then multiply; return the layer's output for all rows [M, N], and the rows [M, K] if `keep`."""
+    x = x_shard.new_empty(group.size() * x_shard.shape[0], x_shard.shape[1])
+    all_gather(x, x_shard, group=group)
+    out = functional.linear(x, layer.weight, layer.bias)
+    return activate(out, layer._replace(bias=None)), x if keep else None
 
 
-class SerialScatter:
-    """Multiplies, then reduces."""
-
-    parts = (1,)
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
-
-    def __call__(self, x: torch.Tensor, layer: Layer, parts: int) -> Finish:
-        """Multiply and begin to reduce."""
-        partial, ranks = functional.linear(x, layer.weight), self._group.size()
-        if x.device.type == "cpu":
-            return self._begin_on_cpus(partial, layer)
-        out = partial.new_empty(partial.shape[0] // ranks, partial.shape[1])
-        work = reduce_scatter(out, partial, group=self._group, async_op=True)
-
-        def finish() -> torch.Tensor:
-            work.wait()
-            return activate(out, layer)
-
-        return finish
-
-    def _begin_on_cpus(self, partial: torch.Tensor, layer: Layer) -> Finish:
-        """Exchange the partial products: gloo cannot add them up in a fixed order."""
+def scatter(group: dist.ProcessGroup, x: torch.Tensor, layer: Layer, parts: int) -> Finish:
+    """Multiply and begin to reduce. gloo cannot add up in a fixed order, so on CPUs partial products are exchanged."""
+    partial, ranks = functional.linear(x, layer.weight), group.size()
+    if x.device.type == "cpu":
         received = torch.empty_like(partial)
-        work = dist.all_to_all_single(received, partial, group=self._group, async_op=True)
-        assert work is not None
+        work: Any = dist.all_to_all_single(received, partial, group=group, async_op=True)
+    else:
+        received = partial.new_empty(partial.shape[0] // ranks, partial.shape[1])
+        work = reduce_scatter(received, partial, group=group, async_op=True)
 
-        def finish() -> torch.Tensor:
-            work.wait()
-            ranks = self._group.size()
-            parts = received.unflatten(0, (ranks, len(received) // ranks))
-            return sum_parts(parts, layer.bias, layer.activation == "relu")
+    def finish() -> torch.Tensor:
+        work.wait()
+        if x.device.type != "cpu":
+            return activate(received, layer)
+        parts = received.unflatten(0, (ranks, len(received) // ranks))
+        return sum_parts(parts, layer.bias, layer.activation == "relu")
 
-        return finish
+    return finish

@@ -29,20 +29,6 @@ MISSING = "product's part"
 _GRANULE_BYTES = 1 << 21  # of GPU memory that is mapped between ranks
 
 
-class Window:
-    """Memory of a call, [size] bytes of every rank."""
-
-    def __init__(self, arena: Arena) -> None:
-        self._arena, self.size_bytes = arena, arena.size_bytes
-        self.addresses = arena.addresses("memory")
-        """[W] int64: of each rank's memory"""
-        self.close = arena.close
-
-    def at(self, rank: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return the memory of `rank`, flat."""
-        return self._arena.view("memory", rank).view(dtype)
-
-
 class Windows:
     """The windows of one owner's products, their flags and copy engines. Its calls, of whatever way, follow each other.
 
@@ -57,7 +43,8 @@ class Windows:
         """the peers, in the order in which this rank sends to them; they turn to it in the opposite order"""
         self.under_way = False
         """whether a reduce-scatter has begun and not been finished"""
-        self.each: list[Window] = []
+        self.each: list[Arena] = []
+        """of one region, memory [size] uint8"""
         self._last: torch.cuda.Stream | None = None
 
     def _open(self) -> None:
@@ -101,7 +88,7 @@ class Windows:
             status=self._record.status,
         )
 
-    def begin(self, size_bytes: int) -> Window:
+    def begin(self, size_bytes: int) -> Arena:
         """Begin a call on the current stream, after the one before; return its window, the same one on all ranks.
 
         That is the first one that is large enough. Where there is none, one is made, which is a collective: so the
@@ -117,8 +104,7 @@ class Windows:
             self._open()
         if not any(window.size_bytes >= size_bytes for window in self.each):
             size = -(-size_bytes // _GRANULE_BYTES) * _GRANULE_BYTES
-            arena = open_arena({"memory": Region((size,), torch.uint8)}, self.group, self.device)
-            self.each.append(Window(arena))
+            self.each.append(open_arena({"memory": Region((size,), torch.uint8)}, self.group, self.device))
         current = torch.cuda.current_stream(self.device)
         if self._last is not None and self._last != current and not torch.cuda.is_current_stream_capturing():
             current.wait_stream(self._last)  # within a capture the caller orders the streams

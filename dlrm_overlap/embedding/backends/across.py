@@ -35,7 +35,7 @@ from dlrm_overlap.embedding.steps import Step
 from dlrm_overlap.embedding.windows import WindowPair
 from dlrm_overlap.kernels.arguments import FeatureTable
 from dlrm_overlap.kernels.flags import raise_flags
-from dlrm_overlap.kernels.forward.put_columns import PutColumns
+from dlrm_overlap.kernels.forward.put_columns import PutColumns, put_columns
 
 
 class ZeroCopyAcross(ZeroCopyForward):
@@ -97,10 +97,10 @@ class ZeroCopyAcross(ZeroCopyForward):
 
     def _pass_on(self, step: Step, epoch: int, first_sample: torch.Tensor) -> None:
         """Store messages that have come into the windows of this host's ranks, and raise the senders' flags."""
-        windows, flags = self.peers[epoch % 2], self.flags_of(step).flags
+        windows, flags, here = self.peers[epoch % 2], self.flags_of(step).flags, self.reached.index(self.rank)
         for slot, message in enumerate(self._crossing.pooled(step.batch).received):
-            here = self.reached.index(self.rank)
-            self._carrier.put(step, slot, self._columns_of[message.peer], windows, first_sample, here)
+            rows, columns = self._carrier.arrived(step, slot), self._columns_of[message.peer]
+            put_columns(rows, columns, windows.addresses, first_sample, self.stride, step.batch.most, here)
             if self._sums is not None:
                 self._sums.put(step, slot)
             raise_flags(flags, message.peer, 0, self.windows.counter.argument)

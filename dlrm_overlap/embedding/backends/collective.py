@@ -9,11 +9,12 @@ import torch.distributed as dist
 
 from dlrm_overlap.embedding.backends.base import Backward, Forward
 from dlrm_overlap.embedding.backends.cpu import check_on_cpu, pool_on_cpu, train_weights
-from dlrm_overlap.embedding.backends.pgas import DeviceLookup
+from dlrm_overlap.embedding.backends.pgas import DeviceLookup, rows_of_ranks
 from dlrm_overlap.embedding.options import ExchangeContext
-from dlrm_overlap.embedding.steps import Step
+from dlrm_overlap.embedding.steps import BatchSizes, Step, StepCache
 from dlrm_overlap.embedding.tables import FbgemmUpdate, bags_of
 from dlrm_overlap.embedding.windows import WindowPair
+from dlrm_overlap.kernels.arguments import Windows
 
 
 class CollectiveForward(Forward):
@@ -149,10 +150,13 @@ class DeviceCollectiveForward(CollectiveForward):
     def __init__(self, context: ExchangeContext, windows: WindowPair | None) -> None:
         super().__init__(context, windows)
         self.lookup = DeviceLookup(context, self.columns, self.bad_ids)
+        self._rows = StepCache[tuple[int, BatchSizes], Windows]()
 
     def pool(self, step: Step, send: torch.Tensor) -> None:
         """Pool by one kernel for each kind of shards."""
-        self.lookup.store(self.lookup.destinations_in(send, step), step, self.lookup.tables())
+        key = send.data_ptr(), step.batch
+        windows = self._rows.get(key, rows_of_ranks, send, range(self.world_size), step.batch)
+        self.lookup.store(windows, step, self.lookup.tables())
 
     def check(self) -> None:
         """Raise the faults that kernels have recorded, see `DeviceLookup.check`."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from dlrm_overlap.embedding.backends.cpu import CpuPush, CpuZeroCopyForward, pool_on_cpu
-from dlrm_overlap.embedding.backends.messages import MessageGroups
+from dlrm_overlap.embedding.backends.messages import PackedByCollective
 from dlrm_overlap.embedding.backends.sums import CpuHostSums
 from dlrm_overlap.embedding.crossing import Crossing, Message
 from dlrm_overlap.embedding.options import ExchangeContext
@@ -24,32 +24,31 @@ class CpuZeroCopyAcross(CpuZeroCopyForward):
         super().__init__(context, windows)
         self._crossing = Crossing(self.layout, windows.arena.reach, self.options.wire_dtype)
         self._columns = self._crossing.pooled_columns[self.rank]
-        self._buffers = MessageGroups(context, self._crossing.pooled(context.largest_batch), way=0)
+        self._carrier = PackedByCollective(context, self._crossing.pooled)
         self._sums = CpuHostSums(context, windows, self._crossing) if self._crossing.has_sums else None
 
     def begin(self, step: Step, weights: Sequence[torch.Tensor]) -> None:
-        """Begin the step, then pool for the other hosts' ranks, and send group by group."""
+        """Begin the step, then pool for the other hosts' ranks, and send."""
         super().begin(step, weights)
         if self._sums is not None:
             self._sums.store(step)
         sent = self.tables.weights(list(self._columns))
 
-        def pool(message: Message, rows: torch.Tensor, group: range) -> None:
-            first = step.batch.first_sample[message.host.start] + group.start
+        def pool(message: Message, rows: torch.Tensor) -> None:
+            first = step.batch.first_sample[message.host.start]
             for (shard, column), weight in zip(self._columns.items(), sent, strict=True):
-                rows[:, column : column + shard.dim] = pool_on_cpu(shard, weight, step, first, first + len(group))
+                rows[:, column : column + shard.dim] = pool_on_cpu(shard, weight, step, first, first + len(rows))
 
-        step.work = self._buffers.send(self._crossing.pooled(step.batch), pool)
+        self._carrier.send(step, pool)
 
     def pass_on(self, step: Step) -> None:
         """Store messages of other hosts into the windows of this host's ranks, and raise the senders' flags."""
         windows = {rank: self._arena.view(self.windows.name, rank) for rank in self._reached}
         if self._sums is not None:
             self._sums.pass_on(step, windows, self.column)
-        step.work.wait()
-        step.work = None
-        for message in self._crossing.pooled(step.batch).received:
-            rows, columns = message.within(self._buffers.received), self._crossing.pooled_columns[message.peer]
+        self._carrier.receive(step)
+        for slot, message in enumerate(self._crossing.pooled(step.batch).received):
+            rows, columns = self._carrier.arrived(step, slot), self._crossing.pooled_columns[message.peer]
             for rank in self._reached:
                 begin = step.batch.first_sample[rank] - step.batch.first_sample[self._reached.start]
                 here = rows[begin : begin + step.batch.per_rank[rank]]
@@ -67,24 +66,23 @@ class CpuPushAcross(CpuPush):
         super().__init__(context, windows)
         self._crossing = Crossing(self.layout, windows.arena.reach, self.options.wire_dtype)
         self._columns = self._crossing.gradient_columns[self._reached]
-        self._buffers = MessageGroups(context, self._crossing.gradients(context.largest_batch), way=1)
+        self._carrier = PackedByCollective(context, self._crossing.gradients)
 
     def send(self, step: Step, gradient: torch.Tensor) -> None:
-        """Start to send gradients to the owners of other hosts, group by group."""
+        """Start to send gradients to the owners of other hosts."""
 
-        def gather(message: Message, rows: torch.Tensor, group: range) -> None:
+        def gather(message: Message, rows: torch.Tensor) -> None:
             for shard, column in self._crossing.gradient_columns[message.host].items():
                 first = self.layout.output_column(shard)
-                rows[:, column : column + shard.dim] = gradient[group.start : group.stop, first : first + shard.dim]
+                rows[:, column : column + shard.dim] = gradient[:, first : first + shard.dim]
 
-        step.work = self._buffers.send(self._crossing.gradients(step.batch), gather)
+        self._carrier.send(step, gather)
 
     def pass_on(self, step: Step) -> None:
         """Store messages of other hosts into the windows of this host's ranks, and raise the senders' flags."""
-        step.work.wait()
-        step.work = None
-        for message in self._crossing.gradients(step.batch).received:
-            sent, first = message.within(self._buffers.received), step.batch.first_sample[message.peer]
+        self._carrier.receive(step)
+        for slot, message in enumerate(self._crossing.gradients(step.batch).received):
+            sent, first = self._carrier.arrived(step, slot), step.batch.first_sample[message.peer]
             for shard, column in self._columns.items():
                 window = self._arena.view(self.windows.name, shard.owner)
                 rows = self.gradients_of([shard], window, step.batch.total)[shard]

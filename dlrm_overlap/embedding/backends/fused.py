@@ -17,7 +17,7 @@ from dlrm_overlap.kernels.arguments import (
     has_short_bags,
     tuning_for,
 )
-from dlrm_overlap.kernels.forward.put_slices import SlicedPut, Slices, SliceState, put_by_stores
+from dlrm_overlap.kernels.forward.put_slices import SlicedPut, Slices, SliceState
 from dlrm_overlap.kernels.launches import Launch
 
 _MANY_BAGS = 1 << 17  # so many give each of some 4,000 resident programs several tasks of 4 or 8
@@ -57,8 +57,7 @@ class SlicedForward(ZeroCopyForward):
 
     def __init__(self, context: ExchangeContext, windows: WindowPair) -> None:
         super().__init__(context, windows)
-        self._put = put_by_stores if self.options.put == "stores" else None
-        """how a slice gets into the peer's window, see `Slices.put`"""
+        self._in_place = self.options.put == "in_place"
         self._states: dict[int, SliceState] = {}
         self._programs: dict[tuple[int, Tuning], int] = {}
         self._launches = StepCache[tuple[Any, ...], Launch]()
@@ -105,7 +104,7 @@ class SlicedForward(ZeroCopyForward):
             state=self.state(i, bags, table, tuning),
             # The kernel knows the ranks reached alone.
             options=options._replace(rank=self.reached.index(self.rank)),
-            slices=Slices(self.options.slice_bags, first_slot, self._put, last, self.ends_with_wait and last),
+            slices=Slices(self.options.slice_bags, first_slot, self._in_place, last, self.ends_with_wait and last),
         )
         return put.launch(self.grid(i, put))
 
@@ -121,7 +120,7 @@ class SlicedForward(ZeroCopyForward):
         here = self.world_size * table.entries.shape[0]
         slices = here * -(-bags.samples_per_rank // self.options.slice_bags)
         tasks = here * -(-bags.samples_per_rank // tuning.task_bags)
-        staged = 0 if self._put is None else tasks * tuning.task_bags * table.dim
+        staged = 0 if self._in_place else tasks * tuning.task_bags * table.dim
         state = self._states.get(i)
         if state is None or state.staging.numel() < staged or state.done.numel() < slices:
             state = self._states[i] = SliceState(

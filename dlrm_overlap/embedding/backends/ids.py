@@ -13,7 +13,7 @@ from dlrm_overlap.comm.arena import HostArena
 from dlrm_overlap.comm.record import Record
 from dlrm_overlap.config import InputError
 from dlrm_overlap.embedding.backends.cpu import meet_on_cpu, skip_on_cpu
-from dlrm_overlap.embedding.backends.messages import IdsByCollective, send_window
+from dlrm_overlap.embedding.backends.messages import send_window
 from dlrm_overlap.embedding.backends.puts import IdsByPuts
 from dlrm_overlap.embedding.crossing import published_window
 from dlrm_overlap.embedding.distinct import Distinct
@@ -420,9 +420,9 @@ class DeviceIdExchange(IdExchange):
             self._shares = Shares(entries, ids.values, *where, ids.weights_at * ids.weighted)
             room = 1 + len(ids.shares) * ids.bound.samples
             self._counts = torch.full((room,), ids.shares_at, dtype=torch.int32, device=self.device)
-        self._carrier: IdsByPuts | IdsByCollective | None = None
-        if not windows.arena.reach.whole:
-            self._carrier = (IdsByPuts if context.puts else IdsByCollective)(context, windows)
+        self._carrier: IdsByPuts | None = None
+        if context.puts and not windows.arena.reach.whole:
+            self._carrier = IdsByPuts(context, windows)
         counts = torch.ones(self.world_size, dtype=torch.int32, device="cpu")
         self._flags = ready_flags(windows, counts, self._pull.record.status, self.options.wait_timeout_s)
 
@@ -437,6 +437,8 @@ class DeviceIdExchange(IdExchange):
             raise_flags(self._flags, self.rank, 0, argument)
             if self._carrier is not None:
                 self._carrier.bring()
+            elif not self.windows.arena.reach.whole:
+                send_window(self.windows, self.group)
             for source in self.windows.arena.reach.sources:
                 raise_flags(self._flags, source, 0, argument)
             wait_flags(self._flags, self.rank, argument)
@@ -448,7 +450,9 @@ class DeviceIdExchange(IdExchange):
 
     def skip(self) -> None:
         """Take an epoch in which nothing is published."""
-        if self._carrier is None or not self._carrier.skip(self._pull.record.status):
+        if self._carrier is not None:
+            self._carrier.skip(self._pull.record.status)
+        else:
             skip_epoch(self.windows, self._pull.record.status, self.options.wait_timeout_s)
 
     def check(self) -> None:

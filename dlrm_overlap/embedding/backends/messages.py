@@ -1,12 +1,10 @@
-"""Messages between hosts by a collective: on GPUs each way of a step in one call, NCCL's grouped sends and receives;
-on CPUs group by group, by gloo, as groups are finished.
+"""Messages between hosts by a collective, each way of a step in one call: on GPUs NCCL's grouped sends and receives.
 
-A backend on GPUs has a carrier for each way: one of these, or one of `puts`, which has the same methods:
+A backend has a carrier for each way: one of these or, on GPUs, one of `puts`, which has the same methods:
 
     send        fills the messages on the current stream, and may send some
     receive     sends the rest and receives, on the current stream, which comes after `send`; every rank calls it
-    put         of pooled embeddings: stores a message that has arrived into the windows of this host's ranks
-    arrived     of gradients and sums: returns a message that has arrived, for which the current stream waits
+    arrived     returns a message, for which the current stream waits
     skip        takes an epoch without messages, if messages have epochs; else it returns False
 """
 
@@ -16,105 +14,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dlrm_overlap.embedding.backends.pgas import DeviceLookup
+from dlrm_overlap.embedding.backends.pgas import DeviceLookup, rows_of_ranks
 from dlrm_overlap.embedding.crossing import Crossing, Message, Messages, arriving_windows
 from dlrm_overlap.embedding.options import ExchangeContext
 from dlrm_overlap.embedding.steps import BatchSizes, Step, StepCache
 from dlrm_overlap.embedding.windows import WindowPair
 from dlrm_overlap.kernels.arguments import FeatureTable, Windows
-from dlrm_overlap.kernels.forward.put_columns import PutColumns, put_columns
-from dlrm_overlap.kernels.grouping import group_rows, groups_of
-
-Fill = Callable[[Message, torch.Tensor, range], None]
-"""writes the rows `range` of a message; the tensor is where they belong"""
-
-_WAYS = 3  # forward, backward and sums, whose groups differ in their tags
-
-
-class MessageBuffers:
-    """Memory for the messages that a rank sends in a step, and for those that it receives.
-
-    It is the same in all steps, since captured ones go on using it. The messages of a step may be written once those of
-    the step before have been sent, and received ones are there until the next `exchange` begins: the caller orders
-    both, on one stream or by waiting.
-    """
-
-    def __init__(self, context: ExchangeContext, largest: Messages) -> None:
-        """Make room for the messages of any step, of which those of the largest batch are the largest."""
-        self._group = context.group
-        self.sent, self.received = (
-            torch.empty(
-                sum(message.elements for message in each), dtype=context.options.wire_dtype, device=context.device
-            )
-            for each in largest
-        )
-        """flat; the first elements are in use"""
-
-    def exchange(self, messages: Messages) -> Any:
-        """Start to send and to receive, after all work on the current stream; return the collective's work.
-
-        All ranks of the group call this, each with its messages. Ranks without a message between them exchange nothing.
-        """
-        send_sizes, receive_sizes = self._sizes(messages.sent), self._sizes(messages.received)
-        sent, received = self.sent[: sum(send_sizes)], self.received[: sum(receive_sizes)]
-        return dist.all_to_all_single(received, sent, receive_sizes, send_sizes, self._group, async_op=True)
-
-    def _sizes(self, messages: Sequence[Message]) -> list[int]:
-        """Return the elements of each rank's message."""
-        sizes = [0] * self._group.size()
-        for message in messages:
-            sizes[message.peer] = message.elements
-        return sizes
-
-
-class MessageGroups(MessageBuffers):
-    """Messages that go group by group: while one is on its way, the next one is made. For CPUs.
-
-    Groups are those of `kernels.grouping`: all but a message's last have at least `aggregate_bytes`. Both ends know
-    where they begin: each is asked for before it is sent, since gloo sends nothing before. That leaves no choice to a
-    clock.
-    """
-
-    def __init__(self, context: ExchangeContext, largest: Messages, way: int) -> None:
-        """Make room as `MessageBuffers`; `way` is the number of these among the `_WAYS` that cross at a time."""
-        super().__init__(context, largest)
-        self._aggregate_bytes, self._way = context.options.aggregate_bytes, way
-
-    def send(self, messages: Messages, fill: Fill) -> "GroupsOnTheirWay":
-        """Ask for all that is received, then fill and send group after group; return the work of both."""
-        work: list[Any] = []
-        for message in messages.received:
-            rows = message.within(self.received)
-            for tag, group in self._groups(message):
-                here = rows[group.start : group.stop]
-                work.append(dist.irecv(here, group=self._group, group_src=message.peer, tag=tag))
-        for message in messages.sent:
-            rows = message.within(self.sent)
-            for tag, group in self._groups(message):
-                here = rows[group.start : group.stop]
-                fill(message, here, group)
-                work.append(dist.isend(here, group=self._group, group_dst=message.peer, tag=tag))
-        return GroupsOnTheirWay(work)
-
-    def _groups(self, message: Message) -> list[tuple[int, range]]:
-        """Return the tag and the rows of each group of a message that has elements."""
-        if not message.elements:
-            return []
-        each = group_rows(message.pitch * self.sent.element_size(), self._aggregate_bytes)
-        groups = groups_of(message.rows, each)
-        return [(number * _WAYS + self._way, rows) for number, rows in enumerate(groups)]
-
-
-class GroupsOnTheirWay:
-    """Groups that are sent and received."""
-
-    def __init__(self, work: Sequence[Any]) -> None:
-        self._work = work
-
-    def wait(self) -> None:
-        """Wait until those that are received are here, and the memory of those that are sent may be written."""
-        for each in self._work:
-            each.wait()
 
 
 def send_window(windows: WindowPair, group: dist.ProcessGroup) -> None:
@@ -139,13 +44,47 @@ def send_window(windows: WindowPair, group: dist.ProcessGroup) -> None:
 
 
 Pack = Callable[[Message, torch.Tensor], None]
-"""Fills a message [rows, pitch] of gradients or sums, on the current stream."""
+"""Fills a message [rows, pitch], on the current stream."""
 MessagesOf = Callable[[BatchSizes], Messages]
 """Returns the messages of a step, see `Crossing`."""
 
 
-class _ByCollective:
-    """The base of carriers by a collective: nothing to record or to release, and no epochs."""
+class ByCollective:
+    """A carrier by a collective: nothing to record or to release, and no epochs.
+
+    The memory of messages is the same in all steps, since captured ones go on using it. Those of a step may be written
+    once those of the step before have been sent, and received ones are there until the next exchange begins: the
+    caller orders both, on one stream or by waiting.
+    """
+
+    def __init__(self, context: ExchangeContext, messages_of: MessagesOf) -> None:
+        """Make room for the messages of any step, of which those of the largest batch are the largest."""
+        self._group, self._messages_of = context.group, messages_of
+        self._sent, self._received = (
+            torch.empty(sum(each.elements for each in way), dtype=context.options.wire_dtype, device=context.device)
+            for way in messages_of(context.largest_batch)
+        )
+        """flat; the first elements are in use"""
+
+    def exchange(self, messages: Messages) -> Any:
+        """Start to send and to receive, after all work on the current stream; return the collective's work.
+
+        All ranks of the group call this, each with its messages. Ranks without a message between them exchange nothing.
+        """
+        send_sizes, receive_sizes = self._sizes(messages.sent), self._sizes(messages.received)
+        sent, received = self._sent[: sum(send_sizes)], self._received[: sum(receive_sizes)]
+        return dist.all_to_all_single(received, sent, receive_sizes, send_sizes, self._group, async_op=True)
+
+    def _sizes(self, messages: Sequence[Message]) -> list[int]:
+        """Return the elements of each rank's message."""
+        sizes = [0] * self._group.size()
+        for message in messages:
+            sizes[message.peer] = message.elements
+        return sizes
+
+    def arrived(self, step: Step, slot: int) -> torch.Tensor:
+        """Return a message that `receive` has waited for."""
+        return self._messages_of(step.batch).received[slot].within(self._received)
 
     def skip(self, status: torch.Tensor) -> bool:
         """Return False: an epoch without messages takes no collective, and each host skips it alone."""
@@ -158,19 +97,12 @@ class _ByCollective:
         """Do nothing: there is nothing to release."""
 
 
-def rows_of_ranks(rows: torch.Tensor, host: range, batch: BatchSizes) -> Windows:
-    """Return where the rows of each rank of `host` begin in a message [rows, pitch] to it, as windows to pool into."""
-    begin, row_bytes = batch.first_sample[host.start], rows.shape[1] * rows.element_size()
-    addresses = [rows.data_ptr() + (batch.first_sample[rank] - begin) * row_bytes for rank in host]
-    return Windows(torch.tensor(addresses, dtype=torch.int64, device=rows.device), rows.shape[1], rows.dtype)
-
-
-class PooledByCollective(_ByCollective):
+class PooledByCollective(ByCollective):
     """Pooled embeddings in one call of the group's backend, when all are pooled."""
 
     def __init__(self, context: ExchangeContext, crossing: Crossing, lookup: DeviceLookup) -> None:
-        self._crossing, self._lookup = crossing, lookup
-        self._buffers = MessageBuffers(context, crossing.pooled(context.largest_batch))
+        super().__init__(context, crossing.pooled)
+        self._others, self._lookup = crossing.reach.others, lookup
         self._windows = StepCache[BatchSizes, list[tuple[range, Windows]]]()
 
     def send(self, step: Step, tables: list[FeatureTable]) -> None:
@@ -180,58 +112,32 @@ class PooledByCollective(_ByCollective):
 
     def _windows_of(self, batch: BatchSizes) -> list[tuple[range, Windows]]:
         """Return the other hosts, the next one first, and where in its message each of their ranks has its rows."""
-        by_host = {message.host: message for message in self._crossing.pooled(batch).sent if message.elements}
+        by_host = {message.host: message for message in self._messages_of(batch).sent if message.elements}
         return [
-            (host, rows_of_ranks(by_host[host].within(self._buffers.sent), host, batch))
-            for host in self._crossing.reach.others
+            (host, rows_of_ranks(by_host[host].within(self._sent), host, batch))
+            for host in self._others
             if host in by_host
         ]
 
     def receive(self, step: Step) -> None:
         """Send all messages and receive the other hosts', in one call."""
-        self._buffers.exchange(self._crossing.pooled(step.batch)).wait()
-
-    def put(
-        self, step: Step, slot: int, columns: PutColumns, windows: Windows, first_sample: torch.Tensor, rank: int
-    ) -> None:
-        """Store a message that has arrived into the windows of this host's ranks."""
-        rows = self._crossing.pooled(step.batch).received[slot].within(self._buffers.received)
-        put_columns(rows, columns, windows.addresses, first_sample, windows.stride, step.batch.most, rank)
+        self.exchange(self._messages_of(step.batch)).wait()
 
 
-class PackedByCollective(_ByCollective):
-    """Gradients or sums in one call of the group's backend."""
+class PackedByCollective(ByCollective):
+    """Messages of any kind in one call of the group's backend."""
 
-    def __init__(self, context: ExchangeContext, messages_of: MessagesOf) -> None:
-        self._messages_of = messages_of
-        self._work: Any = None
-        self._buffers = MessageBuffers(context, messages_of(context.largest_batch))
+    _work: Any = None
 
     def send(self, step: Step, pack: Pack) -> None:
         """Fill the messages, and start to exchange them."""
         messages = self._messages_of(step.batch)
         for message in messages.sent:
             if message.elements:
-                pack(message, message.within(self._buffers.sent))
-        self._work = self._buffers.exchange(messages)
+                pack(message, message.within(self._sent))
+        self._work = self.exchange(messages)
 
     def receive(self, step: Step) -> None:
         """Wait until all messages are here, and those of this rank are sent."""
-        assert self._work is not None
         self._work.wait()
         self._work = None
-
-    def arrived(self, step: Step, slot: int) -> torch.Tensor:
-        """Return a message that `receive` has waited for."""
-        return self._messages_of(step.batch).received[slot].within(self._buffers.received)
-
-
-class IdsByCollective(_ByCollective):
-    """Published windows of ids, all in one call of the group's backend."""
-
-    def __init__(self, context: ExchangeContext, windows: WindowPair) -> None:
-        self._group, self._windows = context.group, windows
-
-    def bring(self) -> None:
-        """Send this rank's window to each other host, and receive theirs, in one call."""
-        send_window(self._windows, self._group)

@@ -38,6 +38,14 @@ def types_and_places(tensors: Iterable[torch.Tensor]) -> tuple[tuple[torch.dtype
     return tuple([(each.dtype, each.get_device()) for each in tensors])
 
 
+def rows_of_ranks(rows: torch.Tensor, ranks: range, batch: BatchSizes) -> Windows:
+    """Return where the rows of each of `ranks` begin in [rows, pitch] of all of them, as windows to pool into."""
+    begin, row_bytes = batch.first_sample[ranks.start], rows.shape[1] * rows.element_size()
+    addresses = [rows.data_ptr() + (batch.first_sample[rank] - begin) * row_bytes for rank in ranks]
+    there = torch.tensor(addresses, dtype=torch.int64, device=rows.device)
+    return Windows(there, rows.shape[1], rows.dtype, gcd(16, row_bytes))
+
+
 class DeviceLookup:
     """The kernels that pool this rank's shards, one for each kind of shards that can be pooled together."""
 
@@ -67,7 +75,6 @@ class DeviceLookup:
         self._storage: tuple[int, ...] | None = None
         self._tables: list[FeatureTable] = []
         self._first_samples = StepCache[tuple[BatchSizes, range | None], torch.Tensor]()
-        self._destinations = StepCache[tuple[int, int, torch.dtype, BatchSizes], Windows]()
         self._launches = StepCache[tuple[Any, ...], Launch]()
         """by all that they were made of; of the tables as they are"""
 
@@ -122,16 +129,6 @@ class DeviceLookup:
         # Ids that our own exchange has brought have been checked when they arrived.
         check = self._bad_ids.looks and self._context.ids is None
         return PoolingOptions(self._rank, self._schedule, tuning, check)
-
-    def destinations_in(self, send: torch.Tensor, step: Step) -> Windows:
-        """Return the rows [b_w, D_local] of each rank w in a send buffer [B, D_local], as windows to store into."""
-        key = send.data_ptr(), send.shape[1], send.dtype, step.batch
-        return self._destinations.get(key, self._rows_in, send, step.batch)
-
-    def _rows_in(self, send: torch.Tensor, batch: BatchSizes) -> Windows:
-        row_bytes = send.shape[1] * send.dtype.itemsize
-        addresses = send.data_ptr() + self.first_samples(batch)[:-1].long() * row_bytes
-        return Windows(addresses, send.shape[1], send.dtype, gcd(16, row_bytes))
 
     def store(self, windows: Windows, step: Step, tables: list[FeatureTable], ranks: range | None = None) -> None:
         """Pool every bag of the samples of `ranks`, None for all, into its rank's window, by the zero-copy kernel.

@@ -21,17 +21,16 @@ from collections.abc import Sequence
 
 import torch
 
-from dlrm_overlap.comm.network import open_heap
+from dlrm_overlap.comm.network import NvshmemHeap
 from dlrm_overlap.comm.record import Record
-from dlrm_overlap.embedding.backends.messages import MessagesOf, Pack, rows_of_ranks
-from dlrm_overlap.embedding.backends.pgas import DeviceLookup
+from dlrm_overlap.embedding.backends.messages import MessagesOf, Pack
+from dlrm_overlap.embedding.backends.pgas import DeviceLookup, rows_of_ranks
 from dlrm_overlap.embedding.crossing import Crossing, Message, Messages, arriving_windows
 from dlrm_overlap.embedding.options import ExchangeContext
 from dlrm_overlap.embedding.steps import BatchSizes, Step, StepCache
 from dlrm_overlap.embedding.windows import WindowPair, one_flag_each, ready_flags
 from dlrm_overlap.kernels.arguments import FeatureTable, Windows, put_tuning_for
 from dlrm_overlap.kernels.flags import raise_flags, wait_flags
-from dlrm_overlap.kernels.forward.put_columns import PutColumns, put_columns
 from dlrm_overlap.kernels.forward.put_pooled import put_pooled
 from dlrm_overlap.kernels.messages import Groups, Incoming, Outgoing, Waiting, await_message, put_message
 
@@ -73,7 +72,7 @@ class MessageHeap:
         self._first_sent = -(-signals // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         self._first_received = self._first_sent + 2 * self._staged * self._slot_bytes
         size_bytes = self._first_received + 2 * self._slots * self._slot_bytes
-        self._heap = open_heap(size_bytes, context.group, context.device)
+        self._heap = NvshmemHeap(size_bytes, context.group, context.device)
         self.network, self._begin = self._heap.network, self._heap.local.data_ptr()
         self._record = Record(context.device)
         self.waiting = Waiting(int(context.options.wait_timeout_s * 1e9), self._record.status)
@@ -125,20 +124,13 @@ class MessageHeap:
         groups = self.groups(rows, message.pitch)
         put_message(self.network, out, rows, message.pitch * self._item, groups, counter.word, counter.argument)
 
-    def await_run(self, slot: int, message: Message, rows: int) -> None:
-        """Make the current stream wait for a message of one run of `rows` rows, which `put` has sent."""
-        self._await(slot, message, rows, None)
-
-    def await_runs(self, slot: int, message: Message, longest: int, first_sample: torch.Tensor) -> None:
-        """Make the current stream wait for a message whose runs are the samples of this host's ranks.
+    def wait(self, slot: int, message: Message, rows: int, first_sample: torch.Tensor | None = None) -> None:
+        """Make the current stream wait for a message.
 
         Args:
-            longest: rows of the longest run of any message.
-            first_sample: [ranks + 1] int32 of these ranks.
+            rows: of the longest run of any message; of the message itself, if it is one run, which `put` has sent.
+            first_sample: [ranks + 1] int32 of this host's ranks, whose samples are the runs; None: it is one run.
         """
-        self._await(slot, message, longest, first_sample)
-
-    def _await(self, slot: int, message: Message, rows: int, first_sample: torch.Tensor | None) -> None:
         counter, arriving = self._windows.counter, self.incoming(slot, message, self.parity)
         groups, epoch = self.groups(rows, message.pitch), counter.argument
         await_message(self.network, arriving, rows, groups, self.waiting, counter.word, epoch, first_sample)
@@ -153,7 +145,7 @@ class MessageHeap:
             self.put(number, message, 0)
         raise_flags(flags, reach.rank, 0, pair.counter.argument)
         for slot, message in enumerate(messages.received):
-            self.await_run(slot, message, 0)
+            self.wait(slot, message, 0)
             raise_flags(flags, message.peer, 0, pair.counter.argument)
         wait_flags(flags, reach.rank, pair.counter.argument)
 
@@ -170,21 +162,23 @@ class MessageHeap:
         self._heap.close()
 
 
+def _no_samples(context: ExchangeContext) -> BatchSizes:
+    return BatchSizes.of((0,) * context.group.size())
+
+
 class _ByPuts:
     """The base of carriers by puts: a heap, and an epoch of signals alone."""
 
     _heap: MessageHeap
-
-    def _without_rows(self) -> Messages:
-        """Return the messages of an epoch in which nothing is sent."""
-        raise NotImplementedError
+    _without_rows: Messages
+    """of an epoch in which nothing is sent"""
 
     def receive(self, step: Step) -> None:
         """Do nothing: each message is awaited where it is passed on."""
 
     def skip(self, status: torch.Tensor) -> bool:
         """Take an epoch in which signals go alone."""
-        self._heap.skip(self._without_rows(), status)
+        self._heap.skip(self._without_rows, status)
         return True
 
     def check(self) -> None:
@@ -205,7 +199,8 @@ class PooledByPuts(_ByPuts):
         ranks = range(context.group.size())
         shapes = [(most * widest, crossing.pitch(crossing.pooled_columns[rank])) for rank in ranks]
         self._heap = MessageHeap(context, windows, widest, shapes, context.options.wire_dtype)
-        self._windows, self._crossing, self._lookup, self._device = windows, crossing, lookup, context.device
+        self._windows, self._crossing, self._lookup = windows, crossing, lookup
+        self._without_rows = crossing.pooled(_no_samples(context))
         self._features = sum(map(len, lookup.pooled_together))
         room = self._heap.most_groups
         self._counts = [torch.zeros(room, dtype=torch.int32, device=context.device) for _ in reach.others]
@@ -213,12 +208,10 @@ class PooledByPuts(_ByPuts):
         self._tables = StepCache[BatchSizes, dict[tuple[int, int], Windows]]()
         """by number of the other host and parity, where its ranks' rows begin in the message to it"""
 
-    def _without_rows(self) -> Messages:
-        return self._crossing.pooled(BatchSizes.of((0,) * self._windows.arena.world_size))
-
     def send(self, step: Step, tables: list[FeatureTable]) -> None:
         """Pool for the other hosts, the next one first, and put groups as they are finished."""
         heap, counter, lookup = self._heap, self._windows.counter, self._lookup
+        lookup.first_samples(step.batch, heap.reach.here)  # for `arrived`: made, if it is new, on this stream
         messages, parity = self._crossing.pooled(step.batch), heap.parity
         for host in heap.reach.others:
             number = next(i for i, message in enumerate(messages.sent) if message.host == host)
@@ -254,17 +247,14 @@ class PooledByPuts(_ByPuts):
             if message.elements
         }
 
-    def put(
-        self, step: Step, slot: int, columns: PutColumns, windows: Windows, first_sample: torch.Tensor, rank: int
-    ) -> None:
-        """Await the message in `slot`, then store it into the windows of this host's ranks."""
+    def arrived(self, step: Step, slot: int) -> torch.Tensor:
+        """Make the current stream wait for the message in `slot`, and return it."""
         heap, message = self._heap, self._crossing.pooled(step.batch).received[slot]
-        if not message.elements:
-            heap.await_run(slot, message, 0)
-            return
-        heap.await_runs(slot, message, step.batch.most, first_sample)
-        rows = heap.arrived(slot, message, heap.parity)
-        put_columns(rows, columns, windows.addresses, first_sample, windows.stride, step.batch.most, rank)
+        if message.elements:
+            heap.wait(slot, message, step.batch.most, self._lookup.first_samples(step.batch, heap.reach.here))
+        else:
+            heap.wait(slot, message, 0)
+        return heap.arrived(slot, message, heap.parity)
 
     def close(self) -> None:
         """Give the heap back."""
@@ -284,10 +274,7 @@ class PackedByPuts(_ByPuts):
     ) -> None:
         """Make the heap; a collective. `windows` and `shapes` are as `MessageHeap` takes them."""
         self._heap = MessageHeap(context, windows, 1, shapes, context.options.wire_dtype)
-        self._windows, self._messages_of = windows, messages_of
-
-    def _without_rows(self) -> Messages:
-        return self._messages_of(BatchSizes.of((0,) * self._windows.arena.world_size))
+        self._messages_of, self._without_rows = messages_of, messages_of(_no_samples(context))
 
     def send(self, step: Step, pack: Pack) -> None:
         """Let `pack` fill each message, and put it."""
@@ -299,7 +286,7 @@ class PackedByPuts(_ByPuts):
     def arrived(self, step: Step, slot: int) -> torch.Tensor:
         """Make the current stream wait for the message in `slot`, and return it."""
         message = self._messages_of(step.batch).received[slot]
-        self._heap.await_run(slot, message, message.rows if message.elements else 0)
+        self._heap.wait(slot, message, message.rows if message.elements else 0)
         return self._heap.arrived(slot, message, self._heap.parity)
 
 
@@ -317,14 +304,11 @@ class IdsByPuts(_ByPuts):
             return Message(peer, reach.host_of(peer), 0, rows, _ROW_WORDS)
 
         other_hosts = [host for host in reach.hosts if host != reach.here]
-        self._messages = Messages(
+        self._without_rows = self._messages = Messages(
             sent=[message(reach.relay(reach.rank, host)) for host in other_hosts],
             received=[message(source) for source in reach.sources],
         )
         self._heap = MessageHeap(context, windows, 1, [(rows, _ROW_WORDS)], torch.int32, staged_once=True)
-
-    def _without_rows(self) -> Messages:
-        return self._messages
 
     def bring(self) -> None:
         """Stage the window once, put it to each host, and copy arrivals, source by source."""
@@ -335,6 +319,6 @@ class IdsByPuts(_ByPuts):
             heap.put(number, message, message.rows)
         arriving = arriving_windows(self._windows.arena, self._windows.name)
         for slot, message in enumerate(received):
-            heap.await_run(slot, message, message.rows)
+            heap.wait(slot, message, message.rows)
             here = arriving[slot * words : (slot + 1) * words]
             here.copy_(heap.arrived(slot, message, parity).flatten()[:words])

@@ -13,7 +13,8 @@ step e. All of a host raise their flags before any of them waits.
 Source: the intra-host reduce-scatter in front of TorchRec's table-row-wise All-to-All; the sums are made by stores.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import accumulate
 from math import gcd
 
@@ -21,7 +22,7 @@ import torch
 
 from dlrm_overlap.comm.arena import HostArena
 from dlrm_overlap.embedding.backends.cpu import pool_on_cpu
-from dlrm_overlap.embedding.backends.messages import MessageGroups, PackedByCollective
+from dlrm_overlap.embedding.backends.messages import PackedByCollective
 from dlrm_overlap.embedding.backends.pgas import DeviceLookup
 from dlrm_overlap.embedding.backends.puts import PackedByPuts
 from dlrm_overlap.embedding.crossing import Crossing, Message
@@ -48,7 +49,7 @@ class HostSums:
         spec, reach = crossing.sum_windows(context.samples_per_rank), crossing.reach
         assert spec is not None, "a layout without such sums"
         self.pair = WindowPair(spec, windows.arena, windows.counter)
-        self.crossing, self.rank, self.here, self._most = crossing, reach.rank, reach.here, context.samples_per_rank
+        self.crossing, self.rank, self.here, self.most = crossing, reach.rank, reach.here, context.samples_per_rank
         self.columns = crossing.sum_columns[self.here]
         self.own = {shard: column for shard, column in self.columns.items() if shard.owner == self.rank}
         """of this rank's shards the first columns of their partial sums"""
@@ -57,21 +58,18 @@ class HostSums:
             Partials([self.columns[shard] for shard in shards], shards[0].dim) for shards in crossing.sums_on[self.here]
         ]
 
-    def first_row(self, slot: int) -> int:
-        """Return the first row of the samples of the rank that is number `slot` among those that a rank serves."""
-        return slot * self._most
-
     def rows_of(self, window: torch.Tensor) -> torch.Tensor:
-        """Return a window of this host as its rows [samples, pitch]."""
-        rows = self.crossing.reach.most_taken * self._most
+        """Return a window of this host as its rows [samples, pitch], `most` of each rank that is served."""
+        rows = self.crossing.reach.most_taken * self.most
         return window[: rows * self.pitch].view(rows, self.pitch)
 
-    def gathered_for(self, host: range, batch: BatchSizes) -> Iterator[torch.Tensor]:
-        """Yield the rows of this rank's window for the samples of each rank of `host` that it serves."""
-        rows, sources = self.rows_of(self.pair.local), self.crossing.reach.sources
-        for rank in self.crossing.served(self.rank, host):
-            first = self.first_row(sources.index(rank))
-            yield rows[first : first + batch.per_rank[rank]]
+    def pack(self, step: Step, message: Message, sent: torch.Tensor) -> None:
+        """Copy the sums for the ranks of a host that this rank serves into the message to it."""
+        rows, sources, end = self.rows_of(self.pair.local), self.crossing.reach.sources, 0
+        for rank in self.crossing.served(self.rank, message.host):
+            first, samples = sources.index(rank) * self.most, step.batch.per_rank[rank]
+            begin, end = end, end + samples
+            sent[begin:end].copy_(rows[first : first + samples, : message.pitch])
 
 
 class CpuHostSums(HostSums):
@@ -81,7 +79,7 @@ class CpuHostSums(HostSums):
         super().__init__(context, windows, crossing)
         assert isinstance(windows.arena, HostArena)
         self._arena, self._tables, self._timeout_s = windows.arena, context.tables, context.options.wait_timeout_s
-        self._buffers = MessageGroups(context, crossing.sums(context.largest_batch), way=2)
+        self._carrier = PackedByCollective(context, crossing.sums)
 
     def store(self, step: Step) -> None:
         """Pool for the samples of other hosts, at the ranks that gather, and raise this rank's flag at each."""
@@ -90,7 +88,7 @@ class CpuHostSums(HostSums):
             gatherer, slot = self.crossing.gathered_at(rank)
             window = self.rows_of(self._arena.view(self.pair.name, gatherer))
             first, samples = step.batch.first_sample[rank], step.batch.per_rank[rank]
-            rows = window[self.first_row(slot) : self.first_row(slot) + samples]
+            rows = window[slot * self.most : slot * self.most + samples]
             for (shard, column), weight in zip(self.own.items(), weights, strict=True):
                 rows[:, column : column + shard.dim] = pool_on_cpu(shard, weight, step, first, first + samples)
         for peer in self.here:
@@ -101,19 +99,10 @@ class CpuHostSums(HostSums):
         flags = one_flag_each(self.here, self._arena.world_size)
         self._arena.wait(self.pair.flags, flags, self.pair.epoch, self._timeout_s)
         reference.add_partials(self.rows_of(self.pair.local), self.sums)
-        messages = self.crossing.sums(step.batch)
-        whole = {
-            each.peer: torch.cat(list(self.gathered_for(each.host, step.batch)))[:, : each.pitch]
-            for each in messages.sent
-            if each.elements
-        }
-
-        def fill(message: Message, rows: torch.Tensor, group: range) -> None:
-            rows.copy_(whole[message.peer][group.start : group.stop])
-
-        self._buffers.send(messages, fill).wait()
-        for message in messages.received:
-            rows, end, host = message.within(self._buffers.received), 0, self.crossing.reach.host_of(message.peer)
+        self._carrier.send(step, partial(self.pack, step))
+        self._carrier.receive(step)
+        for slot, message in enumerate(self.crossing.sums(step.batch).received):
+            rows, end, host = self._carrier.arrived(step, slot), 0, self.crossing.reach.host_of(message.peer)
             columns = self.crossing.sum_columns[host]
             for rank in self.crossing.served(message.peer, self.here):
                 begin, end = end, end + step.batch.per_rank[rank]
@@ -171,7 +160,7 @@ class DeviceHostSums(HostSums):
     def _rows_at(self, host: range, windows: Windows, row_bytes: int) -> Windows:
         addresses = windows.addresses.tolist()
         places = [self.crossing.gathered_at(rank) for rank in host]
-        first = [addresses[self.here.index(rank)] + self.first_row(slot) * row_bytes for rank, slot in places]
+        first = [addresses[self.here.index(rank)] + slot * self.most * row_bytes for rank, slot in places]
         return Windows(torch.tensor(first, dtype=torch.int64, device=self._device), windows.stride, windows.dtype)
 
     def store(self, step: Step, tables: list[FeatureTable]) -> None:
@@ -186,14 +175,7 @@ class DeviceHostSums(HostSums):
         self._awaiting(self.pair.counter.argument)
         if self._table is not None:
             add_partials(self.rows_of(self.pair.local), self._table)
-
-        def pack(message: Message, sent: torch.Tensor) -> None:
-            end = 0
-            for rows in self.gathered_for(message.host, step.batch):
-                begin, end = end, end + len(rows)
-                sent[begin:end].copy_(rows[:, : message.pitch])
-
-        self._carrier.send(step, pack)
+        self._carrier.send(step, partial(self.pack, step))
 
     def receive(self, step: Step) -> None:
         """Wait, on the current stream, for messages that `put` does not await."""

@@ -115,8 +115,6 @@ class Description(NamedTuple):
 
     numbers: torch.Tensor
     """[3 + 3 * T + tables] int64 on the CPU"""
-    array: np.ndarray
-    """the same memory"""
     are_pending: bool
     """whether the current stream has yet to write some of them"""
 
@@ -169,8 +167,7 @@ class LearntBound:
         on_gpu = any(ids.values().is_cuda for ids in batch.ids)
         room, pinned = self._distinct_from + len(self.distinct.tables), on_gpu or self.distinct.on_gpu
         numbers = torch.empty(room, dtype=torch.int64, device="cpu", pin_memory=pinned)
-        array = numbers.numpy()
-        array[:_HEADER] = 0, 0, max((ids.stride() for ids in batch.ids), default=0)
+        numbers.numpy()[:_HEADER] = 0, 0, max((ids.stride() for ids in batch.ids), default=0)
         rows, first = numbers[_HEADER : self._distinct_from].view(3, len(self._features)), 0
         for ids in batch.ids:
             features = len(ids.keys())
@@ -182,7 +179,7 @@ class LearntBound:
                 count_bags(lengths.contiguous(), part)
             else:
                 part.copy_(reference.count_bags(lengths))
-        return Description(numbers, array, on_gpu)
+        return Description(numbers, on_gpu)
 
     def add_distinct(self, described: Description, ids: Sequence[KeyedJaggedTensor]) -> Description:
         """Count the distinct ids of each unpooled table in all `ids` of the batch, which may be copies elsewhere."""
@@ -207,7 +204,7 @@ class LearntBound:
             numbers = torch.zeros(len(self._limits), dtype=torch.int64, device="cpu")
             numbers[_ENDED] = 1
             return self.agreement.ask(numbers)
-        described.array[_UNLIKE] = unlike
+        described.numbers[_UNLIKE] = unlike
         return self.agreement.ask(described.numbers, described.are_pending)
 
     def describes(self, batch: Leaves) -> bool:
@@ -220,7 +217,7 @@ class LearntBound:
         Of ids on a GPU the numbers are not known yet.
         """
         known = slice(_SAMPLES, self._distinct_from)
-        return not described.are_pending and not (described.array[known] > self._limits[known]).any()
+        return not described.are_pending and not (described.numbers.numpy()[known] > self._limits[known]).any()
 
     def are_captured(self, numbers: np.ndarray) -> bool:
         """Return whether batches of these greatest numbers are captured."""

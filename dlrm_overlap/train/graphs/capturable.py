@@ -1,15 +1,11 @@
-"""Whether a model's training step can be captured, and of which parameters and optimizers it is made."""
+"""Whether a model's training step can be captured, and of which dense parameters it is made."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardedModule
-from torchrec.optim.fused import FusedOptimizer
-from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from dlrm_overlap.dense.flat import why_not_flat
@@ -83,36 +79,3 @@ def leave_ddp(model: DistributedModelParallel) -> None:
     """
     if isinstance(model._dmp_wrapped_module, DistributedDataParallel):
         model._dmp_wrapped_module, model._ddp_wrapped = model.module, False
-
-
-def split_optimizer(optimizer: Any) -> tuple[list[Any], list[Any]]:
-    """Return the optimizers that `optimizer` is made of: those of dense parameters, those fused into the lookups.
-
-    A wrapper that is no mere holder of one, such as a warm-up of all, counts as one of dense parameters, since it is
-    its step that updates them; those fused that are within it are found all the same.
-    """
-    if isinstance(optimizer, CombinedOptimizer):
-        parts = [split_optimizer(each) for _, each in optimizer.optimizers]
-        return [o for dense, _ in parts for o in dense], [o for _, fused in parts for o in fused]
-    if isinstance(optimizer, FusedOptimizer):
-        return [], [optimizer]
-    within = split_optimizer(optimizer._optimizer)[1] if hasattr(optimizer, "_optimizer") else []
-    return [optimizer], within
-
-
-def innermost(optimizer: Any) -> Any:
-    """Return the optimizer that TorchRec's wrappers hold."""
-    while hasattr(optimizer, "_optimizer"):
-        optimizer = optimizer._optimizer
-    return optimizer
-
-
-def parameters_of(optimizer: Any) -> list[torch.Tensor]:
-    """Return the parameters of an optimizer, within whatever wrappers."""
-    if isinstance(optimizer, CombinedOptimizer):
-        return [parameter for _, each in optimizer.optimizers for parameter in parameters_of(each)]
-    if isinstance(optimizer, KeyedOptimizerWrapper):
-        return list(optimizer.params.values())
-    if hasattr(optimizer, "_optimizer"):
-        return parameters_of(optimizer._optimizer)
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

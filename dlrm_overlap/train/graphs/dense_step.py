@@ -11,10 +11,8 @@ from dlrm_overlap.dense.cast import CastWeights
 from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.flat_steps import take_steps
 from dlrm_overlap.dense.gradients import GradientBuckets
-from dlrm_overlap.dense.optimizer import FlatOptimizer
 from dlrm_overlap.dense.reduction import StoreOptions
-from dlrm_overlap.train.graphs.capturable import innermost, parameters_of, split_optimizer
-from dlrm_overlap.train.graphs.optimizers import DenseUpdates, why_after_the_graph
+from dlrm_overlap.train.graphs.optimizers import DenseUpdates, fused_optimizers, parameters_of, why_after_the_graph
 
 _BUCKET_BYTES = 16 << 20  # of gradients that are sent at once, at least
 
@@ -52,7 +50,6 @@ class DenseStep:
         self.why_after = ", ".join(sorted({reason for reason in reasons.values() if reason is not None}))
         """why `update_after` takes the steps of some optimizers, and not `update`; empty if there are none"""
         self._updates = DenseUpdates([each for each in optimizers if reasons[id(each)] is None], flat)
-        self._flat_optimizers = [each for each in map(innermost, optimizers) if isinstance(each, FlatOptimizer)]
         if group.size() > 1:
             dist.broadcast(flat.weights.tensor[: flat.shared_end], group=group, group_src=0)
         self.buckets = GradientBuckets(flat, group, gradient_dtype, _BUCKET_BYTES, order, stores)
@@ -62,7 +59,7 @@ class DenseStep:
 
     def steps_after(self, fused: Any) -> bool:
         """Return whether an optimizer of `update_after` holds a table's one, and so takes its steps."""
-        return any(fused in split_optimizer(each)[1] for each in self._after)
+        return any(fused in fused_optimizers(each) for each in self._after)
 
     def clear(self) -> None:
         """Clear the gradients before a step, unless an optimizer that steps after the graph keeps them.
@@ -107,10 +104,9 @@ class DenseStep:
         for warm_up in self._updates.warm_ups:
             warm_up()
 
-    def cast_shadows(self) -> None:
-        """Write the shadows of the weights anew, where somebody may have changed weights since the last step."""
-        for optimizer in self._flat_optimizers:
-            optimizer.cast_shadows()
+    def cast_shadow(self) -> None:
+        """Write the shadow of the weights anew, where somebody may have changed weights since the last step."""
+        self._flat.cast_shadow()
 
     def refresh(self) -> None:
         """Write learning rates that have changed to where captured steps read them."""

@@ -1,4 +1,4 @@
-"""The step of dense optimizers within TorchRec's wrappers, taken apart: what a graph holds, and what comes after it."""
+"""The optimizers within TorchRec's wrappers: those of tables, and what of the dense ones a graph can hold."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -13,7 +13,6 @@ from torchrec.optim.warmup import WarmupOptimizer
 
 from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.flat_steps import FlatSteps, why_no_flat_steps
-from dlrm_overlap.dense.optimizer import FlatOptimizer
 
 _WRAPPERS = (CombinedOptimizer, KeyedOptimizerWrapper, OptimizerWrapper, GradientClippingOptimizer, WarmupOptimizer)
 
@@ -34,7 +33,7 @@ def why_after_the_graph(optimizer: Any, trained: Mapping[str, nn.Parameter]) -> 
             return f"{name} adds norms up over ranks"
         if isinstance(each, GradientClippingOptimizer) and getattr(each, "_track_grad_norm", False):
             return f"{name} keeps the norm of each step"
-        if type(each) in (*_WRAPPERS, FlatOptimizer) or isinstance(each, FusedOptimizer):
+        if type(each) in _WRAPPERS or isinstance(each, FusedOptimizer):
             continue
         if (reason := why_no_flat_steps(each)) is not None:
             return reason
@@ -57,9 +56,7 @@ class DenseUpdates:
         self.clips = any(isinstance(each, GradientClippingOptimizer) for each in self._every)
         """whether some gradients are clipped, so that all of them come before the first update"""
         self.steps: Sequence[FlatSteps] = [
-            each.steps if isinstance(each, FlatOptimizer) else FlatSteps(flat, each)
-            for each in self._every
-            if not isinstance(each, (*_WRAPPERS, FusedOptimizer))
+            FlatSteps(flat, each) for each in self._every if not isinstance(each, (*_WRAPPERS, FusedOptimizer))
         ]
         """of the optimizers within the wrappers"""
         self.warm_ups = [partial(_step_alone, each) for each in self._every[::-1] if isinstance(each, WarmupOptimizer)]
@@ -73,6 +70,27 @@ class DenseUpdates:
         for each in self._every:  # the outer wrapper before the inner
             if isinstance(each, GradientClippingOptimizer):
                 _step_alone(each)
+
+
+def dense_optimizers(optimizer: Any) -> list[Any]:
+    """Return the optimizers of dense parameters that `optimizer` is made of.
+
+    A wrapper that is no mere holder of several counts as one of dense parameters, since it is its step that updates
+    them, also where it is a warm-up of all.
+    """
+    if isinstance(optimizer, CombinedOptimizer):
+        return [dense for _, each in optimizer.optimizers for dense in dense_optimizers(each)]
+    return [] if isinstance(optimizer, FusedOptimizer) else [optimizer]
+
+
+def fused_optimizers(optimizer: Any) -> list[Any]:
+    """Return the optimizers that are fused into lookups, within whatever wrappers."""
+    return [each for each in _all_of(optimizer) if isinstance(each, FusedOptimizer)]
+
+
+def parameters_of(optimizer: Any) -> list[torch.Tensor]:
+    """Return the parameters of an optimizer, within whatever wrappers."""
+    return [p for each in _all_of(optimizer) for group in each.param_groups for p in group["params"]]
 
 
 def _all_of(optimizer: Any) -> Iterator[Any]:

@@ -44,12 +44,12 @@ from dlrm_overlap.train.graphs.capturable import (
     dense_parameters,
     frozen_parameters,
     leave_ddp,
-    split_optimizer,
     why_not_captured,
 )
 from dlrm_overlap.train.graphs.captured import CapturedStep, GraphPair
 from dlrm_overlap.train.graphs.dense_step import DenseStep
 from dlrm_overlap.train.graphs.model_collectives import ModelCollectives
+from dlrm_overlap.train.graphs.optimizers import dense_optimizers, fused_optimizers
 from dlrm_overlap.train.graphs.read_ahead import ReadAhead
 from dlrm_overlap.train.graphs.static_batch import on_device, with_even_batches_of
 
@@ -85,7 +85,6 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         *torchrecs: Any,
         bound: BatchBound | None = None,
         group: dist.ProcessGroup | None = None,
-        flat: FlatParameters | None = None,
         casts: CastWeights | None = None,
         gradient_dtype: torch.dtype = torch.float32,
         dense_reduce: str = "auto",
@@ -101,8 +100,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
             torchrecs: arguments of `TrainPipelineSparseDist` that follow the device.
             bound: of the batches at first; None learns it from the first one.
             group: the model's ranks; None is the default group.
-            flat: the dense parameters that a `FlatOptimizer` updates; None moves them into one tensor here.
-            casts: the object from which the model gets its weights in bfloat16, if there is one.
+            casts: gives the model its weights in bfloat16, if it does; made of all dense parameters that it trains.
             gradient_dtype: type in which dense gradients are sent, float32 or bfloat16.
             dense_reduce: how dense gradients are summed, see `dense.reduction`: collective, stores, or auto, which is
                 stores where all ranks are on one host.
@@ -143,7 +141,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         self._modules = [m for m in model.modules() if isinstance(m, ExchangingModule)]
         ranks = group or dist.group.WORLD
         assert ranks is not None, "the process group is made before the pipeline"
-        self._group, self._flat, self._casts = ranks, flat, casts
+        self._group, self._casts = ranks, casts
         self._gradient_dtype, self._dense_reduce = gradient_dtype, dense_reduce
         self._order = CommunicationOrder()
         self._streams = Streams(device)
@@ -178,12 +176,11 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         """Take the model over, from the pipeline that had it before if there is one; a collective."""
         if (before := _holder(self._model)) is not None:
             before._let_go()
-        dense, fused = split_optimizer(self._optimizer)
         leave_ddp(self._model)
         for layer in divided_layers(self._model):
             layer.ranks.order = self._order
-        self._dense = self._open_dense_step(dense)
-        self._fused = [each for each in fused if not self._dense.steps_after(each)]
+        self._dense = self._open_dense_step()
+        self._fused = [each for each in fused_optimizers(self._optimizer) if not self._dense.steps_after(each)]
         if self._captures and self._dense.why_after and self._group.rank() == 0:
             log.warning("train pipeline: a dense optimizer steps after the graph: %s", self._dense.why_after)
         self._graphs = GraphPair(self._ahead, self._dense, self._order, self._device)
@@ -199,10 +196,10 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         self._dense.close(untouched=not self._has_stepped)
         setattr(self._model, _HOLDER, None)
 
-    def _open_dense_step(self, optimizers: list[Any]) -> DenseStep:
+    def _open_dense_step(self) -> DenseStep:
         """Return the step of the dense parameters, of which all ranks then have rank 0's; a collective."""
         trained, group = dense_parameters(self._model), self._group
-        flat = self._flat or FlatParameters(trained, shards_of(self._model))
+        flat = self._casts.flat if self._casts is not None else FlatParameters(trained, shards_of(self._model))
         assert trained.keys() <= flat.named.keys(), "gradients of others would not be summed over the ranks"
         if group.size() > 1:
             for parameter in frozen_parameters(self._model):
@@ -213,6 +210,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         by_stores = self._dense_reduce == "stores" or (self._dense_reduce == "auto" and reached)
         timeout_s = min(exchange.options.wait_timeout_s for exchange in exchanges)
         stores = StoreOptions(wait_timeout_s=timeout_s) if by_stores else None
+        optimizers = dense_optimizers(self._optimizer)
         return DenseStep(optimizers, flat, self._casts, group, self._order, self._gradient_dtype, stores)
 
     def reset(self) -> None:
@@ -306,7 +304,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         parity = self._steps % 2
         if not self._ahead.holds(parity):
             self._ahead.begin(batches, parity)
-            self._dense.cast_shadows()  # a checkpoint may have been loaded since the last step
+            self._dense.cast_shadow()  # a checkpoint may have been loaded since the last step
         if not self._execute_all_batches and not self._ahead.reads_on(batches, parity):
             raise StopIteration
         self._dense.clear()

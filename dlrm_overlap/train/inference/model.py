@@ -11,13 +11,28 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from torch.nn.functional import pad
+from torch.nn.functional import embedding_bag, pad
 
 from dlrm_overlap.checkpoint.storage.extents import Checkpoint, Extent, fill
 from dlrm_overlap.checkpoint.storage.manifest import Manifest
 from dlrm_overlap.config import ModelConfig, SequenceConfig
-from dlrm_overlap.train.inference.tables import FloatTable, NarrowTable
 from dlrm_overlap.train.model import DLRM
+
+
+class Table(nn.Module):
+    """Sums, in float32, of the rows of a table, in PyTorch's own operators, so that they can be exported."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        """Take `weight` [rows, D] float32 or float16."""
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=False)
+
+    def forward(self, ids: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        """Map the ids [n] of b bags, the i-th from offsets[i] to offsets[i + 1], to pooled embeddings [b, D]."""
+        ids_or_rows, rows = ids, self.weight
+        if rows.dtype != torch.float32:
+            ids_or_rows, rows = torch.arange(ids.shape[0], device=ids.device), rows.index_select(0, ids).float()
+        return embedding_bag(ids_or_rows, rows, offsets, mode="sum", include_last_offset=True)
 
 
 class InferenceModel(nn.Module):
@@ -106,7 +121,7 @@ def build_for_inference(path: Path, manifest: Manifest, scratch: Scratch) -> Inf
     for key, count in zip(dlrm.keys, rows, strict=True):
         place = "history.embeddings" if key == dlrm.history_key else "embedding.embedding_bags"
         weight = stored_table(f"model.dlrm.{place}.{key}.weight", (count, dlrm.dim), stored, scratch)
-        tables.append((FloatTable if weight.dtype == torch.float32 else NarrowTable)(weight))
+        tables.append(Table(weight))
     return InferenceModel(tables, dlrm).eval()
 
 

@@ -19,7 +19,6 @@ UNSHARED = {
     "large_windows_*": "80 GB have no room for the windows of two ranks, of 32 GiB each",
     "update_overlaps": _BESIDE,
     "update_yields": _BESIDE,
-    "gemm_auto_is_serial": _CAPTURED,
     "tensor_parallel_captured_*": _CAPTURED,
     "tensor_parallel_delayed_*": _CAPTURED,
     "hosts_captured_*": _CAPTURED,

@@ -48,18 +48,6 @@ class Steps:
         return self.launch()
 
 
-def test_the_worked_example() -> None:
-    steps = Steps(Counters(CPU, 1))
-    (counter,) = steps.counters.each
-    assert [steps.eager() for _ in range(3)] == [[1], [2], [3]]
-    steps.capture()
-    assert steps.captured == [3]
-    assert steps.launch() == [4]
-    assert steps.replay() == [5]
-    assert steps.eager() == [6]
-    assert (counter.argument, int(counter.word), counter.value) == (4, 2, 6)
-
-
 def test_captured_steps_go_on_after_eager_ones_with_the_arguments_that_were_captured() -> None:
     steps = Steps(Counters(CPU, 2))
     steps.counters.each[SECOND].value = 10

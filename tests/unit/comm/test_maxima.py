@@ -37,7 +37,7 @@ def test_a_late_rank_can_be_waited_for_again_and_one_that_has_ended_cannot(monke
     here, other = _opened(2, monkeypatch)
     numbers = torch.tensor([1])
     late = here.begin(numbers)
-    with pytest.raises(RuntimeError, match="has not answered"):
+    with pytest.raises(RuntimeError, match="rank 1 has not answered"):
         late.wait(timedelta(seconds=0.05))
     assert not late.is_completed()
     other.begin(torch.tensor([3]))
@@ -46,7 +46,7 @@ def test_a_late_rank_can_be_waited_for_again_and_one_that_has_ended_cannot(monke
     late.wait(_SOON)
     assert numbers.tolist() == [3]
     lost = here.begin(torch.tensor([1]))
-    with pytest.raises(RuntimeError, match="has ended"):
+    with pytest.raises(RuntimeError, match="rank 1 has ended"):
         lost.wait(_SOON)
     assert lost.is_completed()
 
@@ -55,7 +55,7 @@ def test_a_later_question_fails_with_an_earlier_one_that_nobody_waits_for(monkey
     monkeypatch.setattr(maxima, "default_pg_timeout", timedelta(0))
     here, _other = _opened(2, monkeypatch)
     _, later = (here.begin(torch.tensor([1])) for _ in range(2))
-    with pytest.raises(RuntimeError, match="has not answered"):
+    with pytest.raises(RuntimeError, match="rank 1 has not answered"):
         later.wait(timedelta(seconds=0.05))
     assert later.is_completed()
 
@@ -71,6 +71,6 @@ def test_a_peer_that_does_not_read_holds_nobody_up(monkeypatch: pytest.MonkeyPat
         for _ in range(6):
             work = here.begin(torch.zeros(size, dtype=torch.int64))
             if not asked_gloo:
-                with pytest.raises(RuntimeError, match="has not answered"):
+                with pytest.raises(RuntimeError, match="rank 1 has not answered"):
                     work.wait(timedelta(seconds=0.01))  # and sends have the socket's bound from here on
     assert asked_gloo == [30_000] * 6

@@ -84,7 +84,7 @@ def _starts() -> str:
 def test_all_ranks_learn_what_keeps_one_from_starting(starts: tuple[Callable[[], str], ...], verdict: str) -> None:
     store, begin = dist.HashStore(), time.monotonic()  # pyright: ignore[reportPrivateImportUsage]
     with ThreadPoolExecutor(len(starts)) as ranks:
-        told = list(ranks.map(lambda rank: start_together(starts[rank], "NVSHMEM", store, rank, 3, 0.5), range(3)))
+        told = list(ranks.map(lambda rank: start_together(starts[rank], store, rank, 3, 0.5), range(3)))
     assert told == [verdict] * 3
     assert time.monotonic() - begin < 5
 

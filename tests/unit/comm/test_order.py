@@ -51,18 +51,6 @@ def test_each_waits_for_the_one_before(device: Device) -> None:
     assert device.log == [*expected, "main waits for push1", "main runs"]
 
 
-def test_nothing_is_ordered_outside_a_capture(device: Device) -> None:
-    order = CommunicationOrder()
-    device.take(order, "ids")
-    order.begin()
-    device.take(order, "main")
-    assert order.is_captured
-    order.end()
-    assert not order.is_captured
-    device.take(order, "push")
-    assert device.log == ["ids runs", "main runs", "push runs"], "the first has nothing to wait for"
-
-
 def test_a_capture_waits_for_nothing_of_the_one_before(device: Device) -> None:
     order = CommunicationOrder()
     for stream in ("ids", "push"):

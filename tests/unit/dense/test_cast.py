@@ -5,12 +5,11 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
-from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
 from dlrm_overlap.config import EmbeddingConfig, ModelConfig
 from dlrm_overlap.dense.cast import CastWeights
 from dlrm_overlap.dense.flat import FlatParameters
-from dlrm_overlap.dense.optimizer import FlatOptimizer
+from dlrm_overlap.dense.flat_steps import FlatSteps, take_steps
 from dlrm_overlap.train.dense_part import cast_once
 from dlrm_overlap.train.model import TrainTask, build_model
 from tests.agreement import assert_near, assert_same
@@ -19,18 +18,16 @@ LR, FEATURES, TABLES, SAMPLES = 0.1, 5, 3, 9
 
 
 class Dense:
-    """A DLRM's dense part under bfloat16, with a flat optimizer; with or without cast weights, compiled or not."""
+    """A DLRM's dense part under bfloat16, with flat parameters; with or without cast weights, compiled or not."""
 
     def __init__(self, arch: str, casts: bool, compiled: bool = False, top: tuple[int, int] = (16, 1)) -> None:
         config = ModelConfig(arch=arch, dim=8, bottom_mlp=[12, 8], top_mlp=[*top], cross_layers=2, cross_rank=4)  # type: ignore[arg-type]
         dlrm = build_model(config, EmbeddingConfig(), [7] * TABLES, FEATURES, seed=0)
         self.task = TrainTask(dlrm, "cpu", bf16=True)
         parameters = {n: p for n, p in self.task.named_parameters() if "embedding" not in n}
-        self.flat = FlatParameters(parameters)
-        self.optimizer = FlatOptimizer(self.flat, "sgd", LR, 1e-8, shadow_dtype=torch.bfloat16)
-        keyed = KeyedOptimizerWrapper(parameters, lambda _: self.optimizer)
-        combined = CombinedOptimizer([("dense", keyed)])
-        self.casts = cast_once(self.task, self.flat, combined, compiled) if casts else None
+        self.flat = FlatParameters(parameters, shadow_dtype=torch.bfloat16)
+        self.steps = FlatSteps(self.flat, torch.optim.SGD(parameters.values(), lr=LR))
+        self.casts = cast_once(self.task, self.flat, compiled) if casts else None
 
     def logits(self, number: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(number)
@@ -50,7 +47,7 @@ class Dense:
         if self.casts is not None:
             self.casts.finish()
         gradient = self.flat.gradients.tensor.clone()
-        self.optimizer.step()
+        take_steps([self.steps], [(0, gradient.numel())])
         assert self.pooled.grad is not None
         return logits.detach(), self.pooled.grad, gradient
 
@@ -79,7 +76,7 @@ def test_the_shadows_are_computed_with(arch: str) -> None:
     before = dense.logits(0)
     dense.flat.weights.tensor.mul_(2)  # by somebody else than the optimizer
     assert_same(dense.logits(0), before, "the shadows are those of before")
-    dense.optimizer.cast_shadows()
+    dense.flat.cast_shadow()
     assert not torch.equal(dense.logits(0), before)
 
 
@@ -148,13 +145,12 @@ class Branches(nn.Module):
         torch.manual_seed(0)
         self.scale = nn.Parameter(torch.tensor(3.0))
         self.first, self.second = (nn.Parameter(torch.randn(4, 4)) for _ in range(2))
-        self.flat = FlatParameters(dict(self.named_parameters()))
-        self.optimizer = FlatOptimizer(self.flat, "sgd", LR, 1e-8, shadow_dtype=torch.bfloat16)
-        self.casts = CastWeights(self.flat, self.optimizer, ["first", "second"])
+        self.flat = FlatParameters(dict(self.named_parameters()), shadow_dtype=torch.bfloat16)
+        self.casts = CastWeights(self.flat, [self.first, self.second])
 
     def backward(self, *used: str) -> None:
         self.casts.begin()
-        weights = self.casts.of({name: name for name in (*used, "scale")})
+        weights = self.casts.of({name: self.get_parameter(name) for name in (*used, "scale")})
         x = torch.ones(2, 4, dtype=torch.bfloat16)
         for name in used:
             assert weights[name].dtype == torch.bfloat16

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torchrec.modules.crossnet import LowRankCrossNet
 
-from dlrm_overlap.dense.cross import CrossLayer, Write, _together, cross
+from dlrm_overlap.dense.cross import CrossLayer, Write, cross
 from tests.agreement import assert_near
 
 SAMPLES, WIDTH, RANK = 67, 20, 7  # neither a block of samples nor a power of two
@@ -114,18 +114,6 @@ def test_gradients_are_written_where_they_are_asked_for(into: str) -> None:
         assert_near(written[name], tensor, 1e-6, name)
 
 
-def test_what_lies_equally_apart_is_one_view() -> None:
-    flat = torch.arange(100.0)
-    first, second, third, far = (flat[begin : begin + 6].view(2, 3) for begin in (10, 30, 50, 71))
-    together = _together([first, second, third])
-    assert together is not None
-    assert torch.equal(together, torch.stack([first, second, third]))
-    assert together[2].data_ptr() == third.data_ptr()
-    for apart in ([first, second, far], [second, first], [first, first], [first, flat[12:18].view(2, 3)]):
-        assert _together(apart) is None
-    assert _together([first, torch.zeros(2, 3)]) is None
-
-
 def test_what_writes_the_gradients_is_handed_out_with_that_of_the_input() -> None:
     network, x, gradient = _network(2)
     layers, x0 = _layers(network, torch.float32), x.clone().requires_grad_()
@@ -139,14 +127,3 @@ def test_what_writes_the_gradients_is_handed_out_with_that_of_the_input() -> Non
         assert all(tensor.isnan().all() for tensor in written)
         write(written)
         assert not any(tensor.isnan().any() for tensor in written)
-
-
-def test_two_backwards_give_the_same() -> None:
-    network, x, gradient = _network(3)
-    layers, x0 = _layers(network, torch.bfloat16), x.bfloat16().requires_grad_()
-    output = cross(x0, layers)
-    wanted = [x0, *(tensor for layer in layers for tensor in layer)]
-    first = torch.autograd.grad(output, wanted, gradient.bfloat16(), retain_graph=True)
-    second = torch.autograd.grad(output, wanted, gradient.bfloat16())
-    for left, right in zip(first, second, strict=True):
-        assert torch.equal(left, right), "a backward changes nothing that it was given"

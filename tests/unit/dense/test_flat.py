@@ -1,18 +1,11 @@
 """Parameters in one flat tensor: where they are, that they stay what they were, and whose their gradients are."""
 
-from collections.abc import Mapping
-
-import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.composable.table_batched_embedding_slice import TableBatchedEmbeddingSlice
-from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.types import ShardingEnv, ShardingPlan
 
-from dlrm_overlap.config import InputError
-from dlrm_overlap.dense.flat import FlatParameters
-from dlrm_overlap.dense.optimizer import FlatOptimizer
+from dlrm_overlap.dense.flat import FlatParameters, why_not_flat
+from dlrm_overlap.dense.flat_steps import FlatSteps, take_steps
 from dlrm_overlap.kernels.dense.arguments import BLOCK
 from tests.agreement import assert_near, assert_same
 
@@ -133,25 +126,15 @@ def test_the_gradient_of_an_idle_parameter_is_none() -> None:
         assert all(parameter.grad is views[name] for name, parameter in model.named_parameters())
 
 
-@pytest.mark.parametrize("shape", [(), (0,), (64,), (65, 1)])
-def test_odd_shapes(shape: tuple[int, ...]) -> None:
-    parameters = {"first": nn.Parameter(torch.full(shape, 2.0)), "second": nn.Parameter(torch.ones(3))}
-    flat = FlatParameters(parameters)
-    flat.gradients.tensor.zero_()
-    _assert_consistent(flat)
-    flat.lay_out(["second", "first"])
-    _assert_consistent(flat)
-    assert_same(parameters["first"].data, torch.full(shape, 2.0), "first")
-
-
 def test_gradients_are_kept_where_one_wants_them() -> None:
     flat = FlatParameters({"first": nn.Parameter(torch.ones(65, 1)), "second": nn.Parameter(torch.ones(3))})
     before, views = flat.gradients.tensor, dict(flat.gradients.views)
-    before.copy_(torch.arange(before.numel()))
-    memory = torch.full_like(before, torch.nan)
+    for number, view in enumerate(views.values()):
+        view.fill_(number + 1)
+    content, memory = before.clone(), torch.full_like(before, torch.nan)
     flat.keep_gradients_in(memory)
     assert flat.gradients.tensor is before, "who holds the flat gradient sees where it is"
-    assert_same(memory, torch.arange(before.numel()).float(), "content")
+    assert_same(memory, content, "content")
     memory.add_(1)
     for name, view in flat.gradients.views.items():
         assert view is views[name] is flat.parameters[name].grad
@@ -164,45 +147,14 @@ class _Owned(nn.Parameter):
     """A parameter whose memory is another's, as FBGEMM's slices of tables are."""
 
 
-_SHARED = nn.Parameter(torch.ones(2))
-
-
-@pytest.mark.parametrize(
-    ("parameters", "message"),
-    [
-        ({}, "there are none"),
-        ({"a": nn.Parameter(torch.ones(1).half())}, "a is torch.float16 and must be torch.float32"),
-        ({"a": _SHARED, "b": nn.Parameter(torch.ones(1, device="meta"))}, "b is on meta and must be on cpu, as a is"),
-        ({"a": nn.Parameter(torch.ones(1), requires_grad=False)}, "a takes no gradient"),
-        ({"a": _SHARED, "b": _SHARED}, "b is a again"),
-        ({"a": _Owned(torch.ones(1))}, "a is a _Owned and must be a plain nn.Parameter"),
-    ],
-)
-def test_parameters_that_cannot_be_moved_are_refused(parameters: Mapping[str, nn.Parameter], message: str) -> None:
-    with pytest.raises(InputError, match=rf"^flat parameters: .*{message}.*; leave") as error:
-        FlatParameters(parameters)
-    assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("ddp", [True, False])
-def test_under_distributed_model_parallel(world_of_one: dist.ProcessGroup, ddp: bool) -> None:
-    """DDP, where it wraps the dense part, puts views of its buckets in the gradients' stead in each backward."""
-    model, twin = _model(), _model()
-    twin.load_state_dict(model.state_dict())
-    env, plan = ShardingEnv.from_process_group(world_of_one), ShardingPlan({})
-    sharded = DistributedModelParallel(model, env, torch.device("cpu"), plan, init_data_parallel=ddp)
-    flat = _flat(sharded)
-    for seed in range(3):
-        flat.zero()
-        twin.zero_grad()
-        _backward(sharded, seed)
-        _backward(twin, seed)
-        assert all(view is flat.parameters[name].grad for name, view in flat.gradients.views.items()) != ddp
-        flat.adopt_gradients()
-        _assert_consistent(flat)
-        for name, parameter in twin.named_parameters():
-            assert parameter.grad is not None
-            assert_same(flat.gradients.views[name], parameter.grad, name)
+def test_parameters_that_cannot_be_moved_have_a_reason() -> None:
+    plain, half = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(1).half())
+    elsewhere = nn.Parameter(torch.ones(1, device="meta"))
+    assert why_not_flat({"a": plain}) is None
+    assert why_not_flat({"a": half}) == "a is torch.float16 and must be torch.float32"
+    assert why_not_flat({"a": plain, "b": elsewhere}) == "b is on meta and must be on cpu, as a is"
+    owned = "a is a _Owned and must be a plain nn.Parameter, whose memory is its own"
+    assert why_not_flat({"a": _Owned(torch.ones(1))}) == owned
 
 
 def _slices(whole: nn.Parameter) -> dict[str, nn.Parameter]:
@@ -231,13 +183,8 @@ def test_slices_stay_slices_of_what_is_moved() -> None:
         assert flat.gradients.views["two"].flatten().tolist() == list(range(12, 22))
         assert given["one"].grad is not None
         assert given["one"].grad.data_ptr() == flat.gradients.views["one"].data_ptr()
-    optimizer = FlatOptimizer(flat, "adagrad", 1.0, 1e-10)
-    optimizer.step()
+    optimizer = torch.optim.Adagrad(given.values(), lr=1.0)
+    flat.adopt_gradients()
+    take_steps([FlatSteps(flat, optimizer)], [(0, flat.weights.tensor.numel())])
     assert_same(optimizer.state[given["two"]]["sum"], torch.arange(12.0, 22.0).square().view(2, 5), "state")
     assert_near(given["two"].data, torch.arange(11.0, 21.0).view(2, 5), 1e-6, "updated")
-
-
-def test_a_part_of_what_holds_slices_is_refused() -> None:
-    slices = _slices(nn.Parameter(torch.arange(22.0)))
-    with pytest.raises(InputError, match=r"^flat parameters: two are 10 of the 22 elements of one parameter"):
-        FlatParameters({"two": slices["two"]})

@@ -12,7 +12,7 @@ from torch import nn
 from dlrm_overlap.config import InputError
 from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.flat_steps import FlatSteps, take_steps, why_no_flat_steps
-from tests.agreement import assert_near
+from tests.agreement import assert_near, assert_same
 
 _ROUNDING = 1e-6  # of fused optimizers; the others have the bits, see tests/kernels/test_update_parameters.py
 SHAPES = {"weight": (7, 13), "bias": (7,), "idle": (3,), "wide": (1, 200)}
@@ -38,8 +38,8 @@ class Run:
         self.optimizer = FORMS[form]([{"params": [weight, idle]}, {"params": [bias, wide], **own}], lr=0.1)
         self.flat: FlatParameters | None = None
 
-    def take_over(self) -> "Run":
-        self.flat = FlatParameters(self.parameters)
+    def take_over(self, shadow: torch.dtype | None = None) -> "Run":
+        self.flat = FlatParameters(self.parameters, shadow_dtype=shadow)
         self.flat.idle = frozenset({"idle"})
         self.flat.lay_out(["wide", "bias", "weight", "idle"])
         self.steps = FlatSteps(self.flat, self.optimizer)
@@ -71,8 +71,11 @@ class Run:
 
 
 @every_form
-def test_steps_are_those_of_torch_optim(form: str) -> None:
-    Run(form).take_over().train(9).assert_same(Run(form).train(9))
+def test_steps_are_those_of_torch_optim_in_any_layout(form: str) -> None:
+    run = Run(form).take_over().train(5)
+    assert run.flat is not None
+    run.flat.lay_out(sorted(SHAPES))
+    run.train(4, first=5).assert_same(Run(form).train(9))
 
 
 @every_form
@@ -92,6 +95,45 @@ def test_an_optimizer_in_use_is_taken_over(form: str) -> None:
     entries = dict(run.optimizer.state)
     run.take_over().train(3, first=3).assert_same(Run(form).train(6))
     assert all(run.optimizer.state[key] is entry for key, entry in entries.items()), "wrappers hold these entries"
+
+
+def test_the_shadow_follows_the_weights() -> None:
+    run = Run("adagrad").take_over(torch.bfloat16)
+
+    def assert_true() -> None:
+        assert run.flat is not None
+        assert run.flat.shadow is not None
+        for name, parameter in run.parameters.items():
+            assert_same(run.flat.shadow.views[name], parameter.data.bfloat16(), f"shadow of {name}")
+
+    assert_true()
+    run.train(2)
+    assert_true()
+    assert run.flat is not None
+    run.flat.lay_out(sorted(SHAPES))
+    run.train(2, first=2)
+    assert_true()
+    run.parameters["weight"].data.fill_(1.1)
+    run.flat.cast_shadow()
+    assert_true()
+
+
+def test_the_learning_rate_is_read_where_refresh_has_put_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A capture reads device memory, which `refresh` alone writes."""
+    run = Run("sgd").take_over()
+    assert run.flat is not None
+    monkeypatch.setattr(run.flat, "device", torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    changes = []
+    for refreshes in (False, True):
+        run.optimizer.param_groups[1]["lr"] = 1.0
+        before = run.parameters["bias"][0].item()
+        run.flat.gradients.views["bias"].fill_(1.0)
+        if refreshes:
+            run.steps.refresh()
+        take_steps([run.steps], [(0, 1024)])
+        changes.append(before - run.parameters["bias"][0].item())
+    assert changes == pytest.approx([0.05, 1.0])
 
 
 def test_a_learning_rate_in_a_tensor_is_followed() -> None:

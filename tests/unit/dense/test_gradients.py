@@ -222,24 +222,6 @@ def test_a_second_backward_without_finish_is_refused(reductions: Reductions) -> 
     _backward(model)
 
 
-def test_closed_buckets_reduce_nothing(reductions: Reductions) -> None:
-    model, _, buckets = _make(4)
-    buckets.close()
-    _backward(model, spare=True)
-    _backward(model, spare=True)
-    assert reductions.taken() == []
-
-
-def test_an_error_while_learning_leaves_the_layout(reductions: Reductions) -> None:
-    model, flat, buckets = _make(4)
-    before = list(flat.places)
-    with pytest.raises(RuntimeError, match="shape"), buckets.learn():
-        model(SAMPLES[:, 1:])
-    assert list(flat.places) == before
-    flat.zero()
-    _assert_gradients_after(lambda: _backward(model), flat, buckets)
-
-
 def test_one_rank_sends_nothing(world_of_one: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     model = Chain()
     flat = FlatParameters(dict(model.named_parameters()))

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from dlrm_overlap.comm.arena import HostArena, Region, open_arena
-from dlrm_overlap.comm.record import ExchangeTimeoutError, Record
+from dlrm_overlap.comm.record import ExchangeTimeoutError
 from dlrm_overlap.config import InputError
 from tests.conftest import wait_until
 
@@ -145,13 +145,6 @@ def test_a_loan_is_held_by_a_graph_that_saved_it(arena: HostArena) -> None:
     assert product.shape == (4, 6)
 
 
-def test_loans_are_apart(arena: HostArena) -> None:
-    window, odd = arena.loan("window"), arena.loan("odd")
-    lent = odd.lend(2)
-    assert (window.held, odd.held) == (False, True)
-    assert lent.dtype == torch.bfloat16
-
-
 def test_lent_memory_outlives_the_arena(world_of_one: dist.ProcessGroup) -> None:
     arena = open_arena(REGIONS, world_of_one, CPU)
     lent = arena.loan("window").lend(4)
@@ -172,10 +165,3 @@ def test_a_wait_is_bounded_and_names_the_flag(arena: HostArena) -> None:
         arena.wait("flags", torch.tensor([3]), epoch=7, timeout_s=0.2)
     assert 0.2 <= time.monotonic() - began < 10
     assert "rank 0 waited 0.2 s for slice 1 of rank 0: expected epoch 7, seen 6;" in str(raised.value)
-
-
-def test_a_record_starts_empty() -> None:
-    record = Record(CPU)
-    assert record.empty
-    assert record.expired() is None
-    assert record.bad_id() is None

@@ -35,7 +35,7 @@ def test_a_second_forward_is_refused_while_the_output_is_held(world_of_one: dist
     inputs, expected = stage.inputs(0, (5,))
     pooled = exchange.start(inputs, (5,)).wait().detach()
     for _ in range(2):
-        with pytest.raises(WindowHeldError):
+        with pytest.raises(WindowHeldError, match="give the sharder copy_output=True, or run its backward or drop it"):
             exchange.start(inputs, (5,))
     assert_same(pooled, expected, "what is held")
     kept = pooled.clone()
@@ -414,25 +414,6 @@ def test_what_a_captured_step_reads_stays_however_many_sizes_follow(
     assert read() is not None, gone
     assert made, "nothing was launched"
     assert all(each() is not None for each in made), gone
-    forward.close()
-
-
-@interpreted
-def test_short_bags_are_pooled_by_launches_of_their_own(world_of_one: dist.ProcessGroup) -> None:
-    stage = Stage([([64], [])], rank=0)
-    options = ExchangeOptions(backend="pgas", wait_timeout_s=20.0)
-    forward = interpreted_forward(stage, world_of_one, options, samples=3)
-    rows = stage.tables.weight(stage.shards[0])
-    for of_each in (9, 1, 1, 9):  # so that each window has both
-        values = torch.arange(3 * of_each) % rows.shape[0]
-        step = Step([KeyedJaggedTensor(["t"], values, lengths=torch.tensor([of_each] * 3))], BatchSizes.of((3,)))
-        forward.start(step)
-        expected = torch.zeros(3, rows.shape[1])
-        for ids in values.view(3, of_each).T:
-            expected += rows[ids]
-        assert_same(forward.finish(step, copy=True), expected, f"{of_each} ids of each")
-    prepared: Any = forward
-    assert len(prepared.lookup._launches) == 4
     forward.close()
 
 

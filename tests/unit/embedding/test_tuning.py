@@ -20,18 +20,6 @@ def test_a_warp_has_at_most_4_kb_of_rows_in_flight(dim: int, dtype: torch.dtype,
     assert tuning.task_bags <= 4, "of the smallest slice, embedding.slice_bags"
 
 
-@pytest.mark.parametrize(
-    ("dim", "groups", "unroll", "checked_ids"),
-    [(32, 1, 4, 8), (64, 1, 4, 16), (128, 1, 2, 64), (32, 4, 2, 8), (64, 4, 2, 8), (128, 4, 2, 64)],
-)
-def test_short_bags_have_few_rows_under_way_and_small_rows_few_ids_to_check(
-    dim: int, groups: int, unroll: int, checked_ids: int
-) -> None:
-    tuning = tuning_for(dim, torch.float32.itemsize, groups, short=True)
-    assert tuning.task_bags == 4 * groups
-    assert (tuning.unroll, tuning.checked_ids) == (unroll, checked_ids)
-
-
 @pytest.mark.parametrize("short", [False, True])
 @pytest.mark.parametrize("slice_bags", [4, 8, 32])
 @pytest.mark.parametrize("dim", _DIMS)
@@ -39,12 +27,6 @@ def test_a_task_lies_in_one_slice_however_many_bags_there_are(dim: int, slice_ba
     table = FeatureTable(torch.zeros(16, 6, dtype=torch.int64), dim, torch.float32, 16, 16)
     for samples in (1, 8192, 65536):
         assert slice_bags % persistent_tuning(table, samples, slice_bags, short).task_bags == 0
-
-
-@pytest.mark.parametrize(("samples", "short", "cut"), [(2048, True, 16), (2047, True, 2), (32768, False, 4)])
-def test_tasks_of_many_short_bags_are_larger(samples: int, short: bool, cut: int) -> None:
-    table = FeatureTable(torch.zeros(16, 6, dtype=torch.int64), 64, torch.float32, 16, 16)
-    assert persistent_tuning(table, samples, 32, short).task_bags == cut
 
 
 @pytest.mark.parametrize(

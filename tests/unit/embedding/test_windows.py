@@ -28,6 +28,22 @@ def _produce(windows: WindowPair) -> torch.Tensor:
     return windows.lend(3)
 
 
+def test_steps_count_up_and_windows_take_turns(windows: WindowPair) -> None:
+    assert windows.epoch == 0
+    names = []
+    for epoch in (1, 2, 3, 4):
+        lent = _produce(windows)
+        assert windows.epoch == epoch
+        assert (tuple(lent.shape), lent.dtype) == ((3, 6), torch.float32)
+        assert (lent == epoch).all()
+        names.append(windows.name)
+        del lent
+    assert names == ["window1", "window0"] * 2
+    assert (windows.arena.local("window0") == 4).all()
+    assert (windows.arena.local("window1") == 3).all()
+    assert tuple(windows.arena.local("window_ready").shape) == (1, 3)
+
+
 def test_garbage_in_a_cycle_does_not_hold(windows: WindowPair) -> None:
     cycle: dict[str, object] = {"lent": _produce(windows)}
     cycle["self"] = cycle

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from dlrm_overlap.dense.gemm.plan import double, halve
-from dlrm_overlap.dense.gemm.problem import Problem
+from dlrm_overlap.dense.gemm.problem import Problem, double, halve
 from dlrm_overlap.dense.gemm.products import rule
 from tests.pages import Row, Run, ms_of, read
 

@@ -2,9 +2,7 @@
 
 import re
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any, cast
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -31,7 +29,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper, Optim
 from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
 from dlrm_overlap.bench.harness.timing import greatest
-from dlrm_overlap.comm.order import CommunicationOrder, Streams
+from dlrm_overlap.comm.order import CommunicationOrder
 from dlrm_overlap.config import Config, DataConfig, InputError, TablesConfig, TrainConfig
 from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.embedding.replicated import ReplicatedTables
@@ -41,12 +39,11 @@ from dlrm_overlap.train.assembly import takes_graph
 from dlrm_overlap.train.graphs.capturable import (
     dense_parameters,
     leave_ddp,
-    split_optimizer,
     why_not_captured,
 )
 from dlrm_overlap.train.graphs.dense_step import DenseStep
 from dlrm_overlap.train.graphs.model_collectives import ModelCollectives
-from dlrm_overlap.train.graphs.optimizers import why_after_the_graph
+from dlrm_overlap.train.graphs.optimizers import dense_optimizers, fused_optimizers, why_after_the_graph
 from dlrm_overlap.train.graphs.train_pipeline import GraphTrainPipeline, losses_and_output
 from tests.agreement import assert_near, assert_same
 from tests.distributed.models import CPU, SUM, Tables, table_configs
@@ -164,12 +161,13 @@ def test_fused_optimizers_are_found_within_wrappers(world_of_one: dist.ProcessGr
     module: Any = _shard(OverlapEmbeddingBagCollectionSharder(), world_of_one, FUSED)
     fused, dense = module.fused_optimizer, _sgd(dict(nn.Linear(2, 2).named_parameters()))
     stages = [WarmupStage(WarmupPolicy.LINEAR, max_iters=4)]
-    leaves = split_optimizer(fused)[1]
+    leaves = fused_optimizers(fused)
     assert leaves
     of_all = WarmupOptimizer(CombinedOptimizer([fused, ("dense", dense)]), stages)
-    assert split_optimizer(of_all) == ([of_all], leaves)
+    assert (dense_optimizers(of_all), fused_optimizers(of_all)) == ([of_all], leaves)
     of_fused = WarmupOptimizer(fused, stages)
-    assert split_optimizer(CombinedOptimizer([("t", of_fused), ("d", dense)])) == ([of_fused, dense], leaves)
+    both = CombinedOptimizer([("t", of_fused), ("d", dense)])
+    assert (dense_optimizers(both), fused_optimizers(both)) == ([of_fused, dense], leaves)
 
 
 def test_optimizers_that_a_graph_cannot_hold_have_a_reason(world_of_one: dist.ProcessGroup) -> None:
@@ -239,45 +237,6 @@ def test_the_pipeline_takes_a_model_out_of_ddp(world_of_one: dist.ProcessGroup) 
     model.init_data_parallel()
     assert isinstance(model._dmp_wrapped_module, nn.parallel.DistributedDataParallel)
     assert model.module is inner
-
-
-class _FakeStream:
-    """A stream that notes for which others it waits."""
-
-    def __init__(self) -> None:
-        self.awaited: list[Any] = []
-
-    def wait_event(self, event: Any) -> None:
-        (recorded,), _ = event.record.call_args
-        self.awaited.append(recorded)
-
-
-@pytest.mark.parametrize("error", [None, InputError, StopIteration])
-def test_the_callers_stream_waits_for_the_steps_also_after_an_error(error: type[Exception] | None) -> None:
-    """Whoever catches the error may write a checkpoint next."""
-    streams: Any = object.__new__(Streams)
-    callers = _FakeStream()
-    streams._on_gpu, streams._current, streams.main_stream = True, lambda: callers, _FakeStream()
-    streams._called, streams._returned, streams._on_main = Mock(), Mock(), nullcontext()
-    with pytest.raises(error) if error else nullcontext(), streams.main():
-        assert callers.awaited == []
-        if error:
-            raise error
-    assert streams.main_stream.awaited == [callers]
-    assert callers.awaited == [streams.main_stream]
-
-
-@pytest.mark.parametrize("later", [False, True])
-def test_steps_wait_for_copies_and_later_ones_for_no_step(later: bool) -> None:
-    streams: Any = object.__new__(Streams)
-    streams._on_gpu, streams.main_stream, streams._copy, streams._on_copy = True, Mock(), Mock(), nullcontext()
-    streams._issued, streams._called, streams._copied = [Mock(), Mock()], Mock(), Mock()
-    with streams.copies(0, later):
-        streams.main_stream.wait_event.assert_not_called()
-    awaited = [call.args[0] for call in streams._copy.wait_event.call_args_list]
-    assert awaited == ([] if later else [streams._issued[1], streams._called])
-    streams._copied.record.assert_called_once_with(streams._copy)
-    streams.main_stream.wait_event.assert_called_once_with(streams._copied)
 
 
 class _SummedBehind(torch.autograd.Function):

@@ -63,12 +63,6 @@ def test_no_history_at_all(attention: TargetAttention) -> None:
     assert attention(candidates[:0], torch.zeros(0, D), torch.zeros(0, dtype=torch.int64)).shape == (0, D)
 
 
-def test_order_counts(attention: TargetAttention) -> None:
-    rows, lengths = torch.randn(3, D), torch.tensor([3])
-    ways = [attention(torch.ones(1, D), each, lengths) for each in (rows, rows.flip(0))]
-    assert (ways[0] - ways[1]).abs().max() > 1e-3
-
-
 def test_pages_of_a_small_example() -> None:
     found = pages_of(torch.tensor([4, 1]), rows=6, positions=3, places=2)
     assert found.rows.tolist() == [[0, 1], [2, 0], [4, 0], [0, 0], [0, 0], [0, 0]]

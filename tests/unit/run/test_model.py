@@ -4,7 +4,6 @@ import itertools
 
 import pytest
 import torch
-from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from dlrm_overlap.config import EmbeddingConfig, ModelConfig, TrainConfig
@@ -121,11 +120,3 @@ def test_the_gradient_of_a_join_is_handed_out_without_a_copy() -> None:
     JoinInPlace.apply(*parts).backward(gradient)
     assert [each.data_ptr() for each in seen] == [gradient.data_ptr(), gradient[:, 4:].data_ptr()]
     assert [each.stride() for each in seen] == [(12, 1)] * 2
-
-
-def test_head_takes_any_dense_precision() -> None:
-    model = build_model(ModelConfig(), EmbeddingConfig(), [3, 3], 4, 0)
-    with torch.autocast("cpu", torch.bfloat16):
-        logits = model.head(model.bottom(torch.randn(6, 4)), torch.randn(6, 32))
-    assert logits.shape == (6,)
-    assert isinstance(model.head.logit, nn.Linear)

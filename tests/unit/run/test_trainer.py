@@ -20,12 +20,10 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from dlrm_overlap.checkpoint.saving import NotFiniteError
 from dlrm_overlap.config import InputError
 from dlrm_overlap.data.loader import open_datasets
-from dlrm_overlap.dense.optimizer import FlatOptimizer
 from dlrm_overlap.embedding.sharded_module import exchanges
 from dlrm_overlap.embedding.sharder import build_sharders
 from dlrm_overlap.launching.files import LOCK_NAME
 from dlrm_overlap.observe.run_log import RunLog
-from dlrm_overlap.train.graphs.capturable import innermost
 from dlrm_overlap.train.graphs.train_pipeline import GraphTrainPipeline
 from dlrm_overlap.train.preflight import check_runs
 from dlrm_overlap.train.trainer import Trainer
@@ -57,14 +55,13 @@ def info(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
         yield
 
 
-def test_steps_of_the_graphs_pipeline_learn_the_same_without_flat_dense_parameters(tmp_path: Path) -> None:
+def test_steps_of_the_graphs_pipeline_learn_the_same_where_autocast_casts(tmp_path: Path) -> None:
     losses = []
     for is_flat in ("true", "false"):
         options = ["--embedding.backend", "pgas", "--train.pipeline", "graph", "--train.precision", "bf16"]
         trainer = make_trainer(quickstart(tmp_path, "run", *SMALL, *options, "--train.flat_dense", is_flat))
         assert isinstance(trainer.pipeline, GraphTrainPipeline)
-        dense = innermost(dict(trainer.optimizer.optimizers)["dense"])
-        assert isinstance(dense, FlatOptimizer if is_flat == "true" else torch.optim.Adagrad)
+        assert (trainer.pipeline._casts is not None) == (is_flat == "true")
         with trainer.loader(trainer.train_data, 0, 4) as loader:
             batches = iter(loader)
             losses.append([trainer.step(batches).item() for _ in range(4)])
@@ -266,19 +263,6 @@ def test_a_good_checkpoint_does_not_give_way_to_one_whose_next_loss_is_not_finit
     assert _fit(tmp_path, *options)["steps"] == 4
 
 
-def test_an_optimizers_state_that_is_not_finite_is_not_saved(tmp_path: Path) -> None:
-    trainer = make_trainer(quickstart(tmp_path, "run", *SMALL))
-    with trainer.loader(trainer.train_data, 0, 1) as loader:
-        trainer.step(iter(loader))
-    trainer.save(1)
-    state = dict(trainer.optimizer.optimizers)[""].state_dict()["state"]
-    part = next(value for values in state.values() for value in values.values() if isinstance(value, ShardedTensor))
-    part.local_shards()[0].tensor.detach()[3] = math.inf
-    with pytest.raises(NotFiniteError, match="step 2: an optimizer's state is nan or infinite"):
-        trainer.save(2)
-    assert checkpoints(tmp_path) == ["step_1"]
-
-
 def test_stochastic_rounding_goes_on_from_the_step_of_the_checkpoint(tmp_path: Path) -> None:
     """Its random numbers are those of the step, which would repeat themselves if a resumed run counted from 0."""
     options = [*SAVES, "--embedding.backend", "pgas"]
@@ -332,7 +316,7 @@ class _Exchange:
 @pytest.fixture
 def exchange(monkeypatch: pytest.MonkeyPatch) -> _Exchange:
     exchange = _Exchange()
-    monkeypatch.setattr("dlrm_overlap.train.assembly.exchanges", lambda model: [exchange])
+    monkeypatch.setattr(Trainer, "_sharers", lambda self: [exchange])
     return exchange
 
 

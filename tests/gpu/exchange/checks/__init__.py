@@ -43,7 +43,6 @@ CHECKS = (
     | faults.LOST_PEERS
     | backward_steps.LOST_PEERS
     | dense.LOST
-    | collectives.LOST
     | gemm.LOST
     | graphs.LOST
 )

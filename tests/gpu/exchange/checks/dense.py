@@ -10,8 +10,8 @@ from torch import nn
 
 from dlrm_overlap.comm.order import CommunicationOrder
 from dlrm_overlap.dense.flat import FlatParameters
+from dlrm_overlap.dense.flat_steps import FlatSteps, take_steps
 from dlrm_overlap.dense.gradients import GradientBuckets
-from dlrm_overlap.dense.optimizer import FlatOptimizer
 from dlrm_overlap.dense.reduction import StoreOptions
 from tests.gpu.exchange.checks.faults import CULPRIT, TIMEOUT_S, flag_told_of
 from tests.gpu.exchange.checks.stress import capture, dawdle
@@ -31,7 +31,7 @@ class _Steps:
         self.order = CommunicationOrder()
         parameters = {name: nn.Parameter(torch.zeros(s, device=place.device)) for name, s in SHAPES.items()}
         self.flat = FlatParameters(parameters)
-        self.optimizer = FlatOptimizer(self.flat, "sgd", 1.0, 1e-8)
+        self.steps = FlatSteps(self.flat, torch.optim.SGD(parameters.values(), lr=1.0))
         self.buckets = GradientBuckets(self.flat, place.group, dtype, bucket_bytes, self.order, stores)
         self.source = torch.zeros_like(self.flat.gradients.tensor)
         self.used = torch.zeros_like(self.source)
@@ -44,7 +44,7 @@ class _Steps:
         """Take one step: the gradient is there for as long as the step may be read, and poisoned behind it."""
         for view, source in zip(self.flat.gradients.views.values(), self._parts(self.source), strict=True):
             view.copy_(source)
-        self.optimizer.step_in_ranges(self.buckets.finish_in_ranges())
+        take_steps([self.steps], self.buckets.finish_in_ranges())
         for view in self.flat.gradients.views.values():
             view.fill_(torch.nan)
 

@@ -1,18 +1,15 @@
 """Products with their communication inside: every way against float64, under any delays, captured, lost peers."""
 
-from collections.abc import Callable
 from functools import cache, partial
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from dlrm_overlap.dense.gemm.operators import all_gather_matmul, matmul_reduce_scatter
 from dlrm_overlap.dense.gemm.products import ParallelProducts
-from dlrm_overlap.observe.trace_summary import gpu_work, read_events
 from tests.agreement import assert_same
 from tests.distributed.products import Case, check_operators
 from tests.gpu.exchange.checks.faults import CULPRIT, TIMEOUT_S, flag_told_of
-from tests.gpu.exchange.checks.stress import capture, take_late, told_in_a_capture
+from tests.gpu.exchange.checks.stress import capture, take_late
 from tests.gpu.exchange.place import Place, every
 
 _HALF, _BRAIN = torch.float16, torch.bfloat16
@@ -46,7 +43,7 @@ def _poison(place: Place, products: ParallelProducts) -> None:
     """Fill all windows with NaN while nobody is in a call."""
     place.meet()
     for window in products.windows.each if products.windows else ():
-        window.at(place.rank, torch.int16).fill_(-1)
+        window.local("memory").fill_(255)
     place.meet()
 
 
@@ -154,33 +151,6 @@ def _check_nothing(place: Place) -> None:
     products.close()
 
 
-def _check_compiled(place: Place) -> None:
-    """A function that is compiled leaves the operators as they are."""
-    products = _products_of(place.group, place.device)
-    x, weight = (torch.ones(n, 32, device=place.device, dtype=_BRAIN) for n in (64, 16))
-
-    def pair(x: torch.Tensor) -> torch.Tensor:
-        gathered = all_gather_matmul(x * 2, weight, products=products)
-        return matmul_reduce_scatter(gathered, weight.t(), products=products) * 0.5
-
-    out = torch.compile(pair, backend="eager")(x)
-    assert_same(out, torch.full_like(out, 2 * 32 * 16 * place.world_size * 0.5), "the pair")
-    place.meet()
-    products.close()
-
-
-def _check_in_a_capture(place: Place) -> None:
-    """The first call of its kind is refused there, with the cure."""
-    x, weight = torch.ones(16, 8, device=place.device, dtype=_HALF), torch.ones(4, 8, device=place.device, dtype=_HALF)
-    products = _products_of(place.group, place.device)
-    told = told_in_a_capture(place, lambda: all_gather_matmul(x, weight, products=products), x)
-    assert "make one such call before the capture" in told, told
-    out = all_gather_matmul(x, weight, products=products)
-    assert_same(out, torch.full_like(out, 8), "a call behind the capture")
-    place.meet()
-    products.close()
-
-
 def _check_owners(place: Place) -> None:
     """Captured calls of one owner go on when another, whose problems are the same, gives its memory back."""
     x = torch.ones(64, 32, device=place.device, dtype=_BRAIN)
@@ -219,40 +189,6 @@ def _check_inference_first(place: Place) -> None:
     products.close()
 
 
-def _check_auto_is_serial(place: Place) -> None:
-    """Where rows are few `auto` takes serial, and the GPU then runs the same kernels and copies, eager or captured."""
-    products = _products_of(place.group, place.device)
-    x, weight = (torch.ones(n, 1024, device=place.device, dtype=_BRAIN) for n in (32 * place.world_size, 4096))
-    for operator in (all_gather_matmul, matmul_reduce_scatter):
-
-        def call(way: str, operator: Callable[..., torch.Tensor] = operator) -> None:
-            operator(x, weight, products=products, way=way)
-
-        found = dict[str, list[str]]()
-        for way in ("serial", "auto"):
-            eager = partial(call, way)
-            eager()
-            found[f"{way}, eager"] = _device_work(place, eager)
-            found[f"{way}, captured"] = _device_work(place, capture(place, eager))
-        assert any("nccl" in name for name in found["serial, eager"]), found
-        for how in ("eager", "captured"):
-            assert found[f"auto, {how}"] == found[f"serial, {how}"], f"{operator.__name__}, {how}: {found}"
-    place.meet()
-    products.close()
-
-
-def _device_work(place: Place, call: Callable[[], None]) -> list[str]:
-    """Return the names of the kernels and copies of one call, in their order."""
-    call()
-    place.meet()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        call()
-        place.synchronize()
-    path = place.folder / f"{place.name}_trace_{place.rank}.json"
-    profiler.export_chrome_trace(str(path))
-    return [each.name for each in sorted(gpu_work(read_events(path)), key=lambda each: each.span.begin)]
-
-
 def _check_lost_peer(place: Place, operator: str, how: str, way: str) -> None:
     """All ranks but the culprit raise an error in time that names the peer."""
     products, ranks = _products_of(place.group, place.device), place.world_size
@@ -274,12 +210,9 @@ def _check_lost_peer(place: Place, operator: str, how: str, way: str) -> None:
 
 CHECKS = (
     every("gemm", _check_equal, way={way.replace("/", "_"): way for way in _WAYS}, gpu_only=True)
-    | every("gemm_in_a_capture", _check_in_a_capture, gpu_only=True)
     | every("gemm_nothing", _check_nothing, gpu_only=True)
-    | every("gemm_compiled", _check_compiled, gpu_only=True)
     | every("gemm_owners", _check_owners, gpu_only=True)
     | every("gemm_inference_first", _check_inference_first, gpu_only=True)
-    | every("gemm_auto_is_serial", _check_auto_is_serial, gpu_only=True)
     | every("gemm_delays", _check_any_delays, mode=("eager", "captured", "mixed"), gpu_only=True)
 )
 LOST = {

@@ -94,7 +94,7 @@ def train_in_segments(place: Place, config: Config, delays: bool = False, border
             losses += train_steps(place, trainer, first, end)
             evaluated.append(trainer.evaluate()["loss"])
     place.synchronize()
-    trainer.assembled.check()
+    trainer.check()
     models = [module for module in trainer.model.modules() if isinstance(module, DLRM)]
     run = Run(losses, evaluated, rows_of(trainer), models[0].joins_in_place)
     place.meet()
@@ -283,7 +283,7 @@ def _check_stalled_peer(place: Place) -> None:
         for _ in range(5):
             trainer.step(batches)
 
-    told = told_in_time(place, trainer.assembled.check, steps)
+    told = told_in_time(place, trainer.check, steps)
     assert f"of rank {CULPRIT}: expected epoch" in told, told
     place.leave()
 

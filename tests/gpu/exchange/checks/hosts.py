@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from dlrm_overlap.comm.network import open_heap, start_puts
+from dlrm_overlap.comm.network import NvshmemHeap, start_puts
 from dlrm_overlap.comm.record import Record
 from dlrm_overlap.embedding.options import ExchangeOptions
 from dlrm_overlap.kernels.messages import Groups, Incoming, Outgoing, Waiting, await_message, put_message
@@ -71,7 +71,7 @@ def _check_stress(place: Place, options: ExchangeOptions, carrier: str) -> None:
 def _check_signals(place: Place) -> None:
     """A group's signal is set to the epoch, not added to, and its bytes are those that were staged, in any order."""
     assert not start_puts(place.group, place.device, 60.0)
-    heap = open_heap(1 << 20, place.group, place.device)
+    heap = NvshmemHeap(1 << 20, place.group, place.device)
     network, own, clock = heap.network, heap.local.data_ptr(), torch.zeros(1, dtype=torch.int64, device=place.device)
     groups, peer, source = Groups(24, 2), (place.rank + 1) % place.world_size, (place.rank - 1) % place.world_size
     out, arriving = Outgoing(own + 4096, 4096, own, peer), Incoming(own + 8192, own, source)

@@ -64,7 +64,7 @@ def _run(place: Place, config: Config, between: Between) -> tuple[list[float], d
     trainer = make_trainer(place, config)
     (losses,) = _train(place, [trainer], between)
     rows = rows_of(trainer)
-    trainer.assembled.check()
+    trainer.check()
     place.meet()
     trainer.close()
     return losses, rows

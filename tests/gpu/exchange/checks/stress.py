@@ -76,19 +76,6 @@ def capture(place: Place, take: Callable[[], None]) -> Callable[[], None]:
     return graph.replay
 
 
-def told_in_a_capture(place: Place, call: Callable[[], object], touched: torch.Tensor) -> str:
-    """Return what `call` is refused with in a capture that changes `touched` besides, by nothing."""
-    graph, told = torch.cuda.CUDAGraph(), ""
-    place.synchronize()
-    with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
-        try:
-            call()
-        except ValueError as error:
-            told = str(error)
-        touched.add_(0)  # a graph of nothing is warned of
-    return told
-
-
 def take_late(place: Place, take: Callable[[], None], mode: str, steps: int) -> None:
     """Take so many steps, whatever rank is late.
 

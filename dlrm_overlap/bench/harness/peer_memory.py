@@ -1,0 +1,112 @@
+"""Communications in memory that peers write, as they are measured on GPUs. Needs Triton, which a CPU does not."""
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from dlrm_overlap.bench.harness.communications import Communication, Payload
+from dlrm_overlap.comm.arena import Region, open_arena
+from dlrm_overlap.comm.copy_engine import CopyEngine
+from dlrm_overlap.comm.record import Record, settle
+from dlrm_overlap.kernels.flags import Flags, raise_flags, wait_flags
+from dlrm_overlap.kernels.peer_copy import RowFlags, Rows, store_rows
+from dlrm_overlap.kernels.schedule import staggered_peers
+
+_TIMEOUT_S = 60.0  # of a wait for a peer
+_PRIORITY = -2  # a kernel of stores does not wait for other work that is ready
+
+
+class PeerMemory:
+    """Memory of GPUs that peers write, for the results of all payloads one after the other.
+
+    Each rank writes its rows where they belong at the peers. Between two flags of each pair of ranks a call goes so:
+
+        current stream | raise FREE e at all, await theirs | whatever else ................... | await ARRIVED e of all
+        side streams                                       | row to r + 1, flag | row to r + 2, flag | .. |
+
+    `dma`: copy engines write the rows and, after each, its flag; so no multiprocessor works, but for the two ends.
+    `stores`: one kernel of a few programs stores the rows, and the program that ends last raises the flags.
+
+    The epoch e lies in one word of the device's memory. A call begins by advancing it, and all else reads it, so eager
+    calls, captured ones and replays may follow each other, the same on every rank. FREE e of rank r is a release, on
+    the stream that has read r's result of before, and its peers store rows of e only after they have acquired it.
+    """
+
+    ways = "dma", "stores"
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, elements: int) -> None:
+        """Make room for results of `elements` float32; a collective.
+
+        Raises:
+            InputError: if the ranks do not reach each other's memory.
+        """
+        ranks, self._rank = group.size(), group.rank()
+        regions = {name: Region((ranks, 1), torch.int64) for name in ("free", "arrived")}
+        self._arena = arena = open_arena(regions | {"memory": Region((elements,), torch.float32)}, group, device)
+        self._group, self._record = group, Record(device)
+        self._word = torch.zeros(2, dtype=torch.int64, device=device)[:1]  # the epoch
+        # A rank's own row has no flag: its stream is joined.
+        others = [int(rank != self._rank) for rank in range(ranks)]
+        self._free, self._arrived = self._flags("free", [1] * ranks), self._flags("arrived", others)
+        counted = torch.zeros(1, dtype=torch.int32, device=device)
+        self._row_flags = RowFlags(self._arrived.addresses, counted, self._word)
+        self._engine, self._beside = CopyEngine(device), CopyEngine(device, _PRIORITY)
+        self._targets = arena.addresses("memory")
+
+    def _flags(self, name: str, counts: list[int]) -> Flags:
+        return Flags(
+            addresses=self._arena.addresses(name),
+            clock=self._word,
+            local=self._arena.local(name),
+            counts=torch.tensor(counts, dtype=torch.int32, device=self._arena.device),
+            timeout=int(_TIMEOUT_S * 1e9),
+            status=self._record.status,
+        )
+
+    def call(self, payload: Payload, way: str) -> Communication:
+        """Return the communication of a payload by one of `ways`."""
+        elements, kind = payload.world_size * payload.part, payload.kind
+        views = [self._arena.view("memory", rank)[:elements].view(payload.shape) for rank in range(payload.world_size)]
+        result, rank = views[self._rank], self._rank
+        source, row_bytes = payload.input_of(result), 4 * payload.part
+        stride = row_bytes if kind == "all_to_all" else 0
+        rows = Rows(source, stride, row_bytes, self._targets, rank * row_bytes, own=kind == "all_to_all")
+        flags = [self._arena.view("arrived", peer)[rank] for peer in range(payload.world_size)]
+
+        def sent_to(peer: int) -> torch.Tensor:
+            return source[peer] if kind == "all_to_all" else source
+
+        def begin() -> Callable[[], object]:
+            self._word.add_(1)
+            raise_flags(self._free, rank, 0, 0)
+            wait_flags(self._free, rank, 0)
+            self._beside.follow()
+            if way == "stores":
+                with torch.cuda.stream(self._beside.stream):
+                    store_rows(rows, self._row_flags, rank)
+                return wait
+            self._engine.follow()
+            for peer in staggered_peers(rank, payload.world_size):
+                self._engine.copy(views[peer][rank], sent_to(peer))
+                self._engine.write_flag(flags[peer], self._word)
+            if rows.own:
+                self._beside.copy(result[rank], sent_to(rank))
+            return wait
+
+        def wait() -> None:
+            self._beside.join()
+            if way == "dma":
+                self._engine.join()
+            wait_flags(self._arrived, rank, 0)
+
+        return Communication(payload, result, begin)
+
+    def close(self) -> None:
+        """Give the memory back once all that was issued is done. All ranks call this, once.
+
+        Raises:
+            ExchangeTimeoutError: if a wait had expired.
+        """
+        settle(self._group, self._arena.device, lambda: self._record.raise_expired(_TIMEOUT_S, "collective's flag"))
+        self._arena.close()
