@@ -309,8 +309,7 @@ class Exchange:
         if self._pending is not None:  # its flags must be awaited before the next step
             self._set_aside(self._pending)
         halves = self._require(step.batch.most)
-        if self.tables.fractions:
-            self.tables.read_again()
+        self.tables.read_again()
         if self._ids is not None and self.device.type == "cuda":  # ids that were checked when they arrived
             step.ids_ready = torch.cuda.current_stream(self.device).record_event()
         with self._beside():

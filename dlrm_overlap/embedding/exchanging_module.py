@@ -21,7 +21,7 @@ from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.embedding.id_layout import BatchBound
 from dlrm_overlap.embedding.layout import Layout
 from dlrm_overlap.embedding.options import ExchangeOptions
-from dlrm_overlap.embedding.replicated import ReplicatedTables, replicated_shards, why_not_looked_up
+from dlrm_overlap.embedding.replicated import ReplicatedTables, replicated_shards
 from dlrm_overlap.embedding.shardings import (
     build_layout,
     exchanging_group,
@@ -30,6 +30,7 @@ from dlrm_overlap.embedding.shardings import (
     why_not_exchanged,
     why_not_together,
 )
+from dlrm_overlap.embedding.stock import StockTables, why_not_beside_graphs
 from dlrm_overlap.embedding.tables import LocalTables, max_gradients
 
 log = logging.getLogger("dlrm_overlap")
@@ -52,6 +53,8 @@ class ExchangingModule(nn.Module, Generic[Served]):
     """of which the log speaks"""
 
     exchange: Served | None
+    stock: StockTables | None
+    """the tables that stay with TorchRec, if there are any, where the exchange takes the ids of the others"""
     cached: Mapping[str, float]
     """the tables whose rows the exchange caches, and the share of the rows for which there are slots"""
 
@@ -102,6 +105,7 @@ class ExchangingModule(nn.Module, Generic[Served]):
         self._reasons_told: set[str] = set()
         self.exchange = None
         self._takes_ids = False
+        self.stock = None
 
     @property
     def _logs(self) -> bool:
@@ -165,7 +169,7 @@ class ExchangingModule(nn.Module, Generic[Served]):
     def why_ids_are_not_taken(self) -> str | None:
         """Return why this module leaves the ids to TorchRec, alike on all ranks, or None if `take_ids` would work."""
         shardings = dict(zip(self.why_not_exchanged, self._shardings, strict=True))
-        if (reason := why_not_in_graphs(shardings, self.why_not_exchanged)) is not None:
+        if (reason := why_not_beside_graphs(shardings, self.why_not_exchanged)) is not None:
             return reason
         options = self._resolved
         if not BACKENDS[options.backend].stores_to_peers or options.resolved_backward == "collective":
@@ -178,6 +182,11 @@ class ExchangingModule(nn.Module, Generic[Served]):
         """Store rows that are in caches to their tables, which may be read, and written to, until the next step."""
         if self.exchange is not None:
             self.exchange.tables.note_writes()
+
+    def _stock(self) -> list[int]:
+        """Return the numbers of the shardings that stay with TorchRec where the exchange takes ids."""
+        ours = {*self._exchanged, *self._replicated}
+        return [i for i in range(len(self._shardings)) if i not in ours]
 
     def _with_replicated(self, exchanged: Layout) -> tuple[Layout, ReplicatedTables | None]:
         """Return the layout with the data-parallel tables, which the exchange is to fill from now on, and these."""
@@ -247,20 +256,3 @@ def reasons_to_fall_back(
     reasons = {kind: why_not_exchanged(each, wire_dtype, cached) or whole for kind, each in shardings.items()}
     alone = why_not_together([shardings[kind] for kind, reason in reasons.items() if reason is None])
     return {kind: reason or alone for kind, reason in reasons.items()}
-
-
-def why_not_in_graphs(shardings: Mapping[str, Any], why_not_exchanged: Mapping[str, str | None]) -> str | None:
-    """Return why captured steps cannot look up some tables of a module, alike on all ranks, or None if they can.
-
-    Args:
-        shardings: sharding type -> TorchRec's sharding.
-        why_not_exchanged: sharding type -> why its tables are not exchanged, or None if they are.
-    """
-    for kind, sharding in shardings.items():
-        if kind == ShardingType.DATA_PARALLEL.value:
-            reason = why_not_looked_up(sharding)
-        else:
-            reason = why_not_exchanged[kind] and f"{kind} tables stay with TorchRec: {why_not_exchanged[kind]}"
-        if reason is not None:
-            return reason
-    return None

@@ -13,7 +13,7 @@ from torchrec.distributed.embeddingbag import (
     EmbeddingBagCollectionContext,
     ShardedEmbeddingBagCollection,
 )
-from torchrec.distributed.types import Awaitable, LazyAwaitable
+from torchrec.distributed.types import Awaitable, LazyAwaitable, NoWait
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
@@ -33,6 +33,7 @@ from dlrm_overlap.embedding.shardings import (
     output_types,
 )
 from dlrm_overlap.embedding.steps import with_float_weights
+from dlrm_overlap.embedding.stock import StockTables
 
 
 @dataclass
@@ -106,13 +107,21 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
         order: CommunicationOrder | None = None,
         weighted: bool = False,
     ) -> None:
-        """From now on, send ids to the owners of their rows by the exchange; a collective, see `Exchange.take_ids`."""
-        self.exchange = self.exchange or self._make_exchange()
-        if order is not None:
-            self.exchange.order = order
-        layout, replicated = self._with_replicated(self.exchange.layout)
-        self.exchange.take_ids(keys, bound, layout, replicated, weighted)
-        self._order_output(layout)
+        """From now on, send ids to the owners of their rows by the exchange; a collective, see `Exchange.take_ids`.
+
+        Args:
+            order: of the step that this one's ids are captured in; None leaves the exchange's own.
+        """
+        stock = self._stock()
+        self.stock = StockTables(self, stock) if stock else None
+        if self._replicated:
+            self.exchange = self.exchange or self._make_exchange()
+        if self.exchange is not None:
+            if order is not None:
+                self.exchange.order = order
+            layout, replicated = self._with_replicated(self.exchange.layout)
+            self.exchange.take_ids(keys, bound, layout, replicated, weighted)
+            self._order_output(layout)
         self._takes_ids = True
         if self._has_mean_pooling_callback:
             self._divided_by = self._rows_of_divisor(keys).to(self._device)
@@ -151,8 +160,13 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
         (features,) = (*input, *kwargs.values())
         if features.variable_stride_per_key():
             features = with_even_batches(features)
-        assert self.exchange is not None
-        awaitable = self._awaitable([self.exchange.start_sent(features)])
+        exchanged, others = None, {}
+        if self.exchange is not None:
+            exchanged = self.exchange.start_sent(features)
+        if self.stock is not None:
+            pooled = zip(self.stock.numbers, self.stock.pooled(features), strict=True)
+            others = {number: NoWait(each) for number, each in pooled}
+        awaitable = self._awaitable(self._in_order(exchanged, others))
         if self._has_mean_pooling_callback:
             awaitable.callbacks.append(partial(self._divide, divisor=self._divisor(features)))
         if (inverse := features.inverse_indices_or_none()) is not None:
@@ -210,13 +224,15 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
         )
 
     def _in_order(
-        self, exchanged: PooledAwaitable, others: Mapping[int, Awaitable[torch.Tensor]]
+        self, exchanged: PooledAwaitable | None, others: Mapping[int, Awaitable[torch.Tensor]]
     ) -> list[Awaitable[torch.Tensor]]:
         """Return the awaitables of the columns of the output, in their order.
 
         Args:
             others: by sharding, of those that are not exchanged.
         """
+        if exchanged is None:
+            return list(others.values())
         if self._output_order == "model" or not others:
             return [exchanged, *others.values()]
         every: list[Any] = self._embedding_shardings

@@ -17,8 +17,9 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConf
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from dlrm_overlap.config import InputError
-from dlrm_overlap.embedding.exchanging_module import ExchangingModule, reasons_to_fall_back, why_not_in_graphs
+from dlrm_overlap.embedding.exchanging_module import ExchangingModule, reasons_to_fall_back
 from dlrm_overlap.embedding.shardings import cached_shares
+from dlrm_overlap.embedding.stock import why_not_beside_graphs
 from dlrm_overlap.embedding.traffic import exchanged_bytes
 from dlrm_overlap.launching.text_table import format_table
 from dlrm_overlap.train.graphs.capturable import (
@@ -289,7 +290,7 @@ def _why_not_captured(model: nn.Module, collections: Sequence[_Collection], plan
     if any(isinstance(module, ExchangingModule) for module in model.modules()):
         return why_not_captured(model)
     exchanges_some = any(reason is None for each in collections for reason in each.why_not.values())
-    reasons = (each.alone or why_not_in_graphs(each.shardings, each.why_not) for each in collections)
+    reasons = (each.alone or why_not_beside_graphs(each.shardings, each.why_not) for each in collections)
     return first_reason(reasons, exchanges_some, _dense(model, plan))
 
 

@@ -258,6 +258,18 @@ class FailsAtFirst(Plain):
         return super().hidden(batch)
 
 
+class InHostMemory(Plain):
+    """Has a table in the CPU's memory, which TorchRec serves beside the captured steps."""
+
+    kernels: ClassVar = {"h": "fused_uvm"}
+
+
+class CollectionInHostMemory(TwoSets):
+    """Has a second collection, all of whose tables TorchRec serves beside the captured steps."""
+
+    kernels: ClassVar = {"h": "fused_uvm", "k": "fused_uvm"}
+
+
 class DataParallelCollection(Split):
     """Has a second collection, all of whose tables are data-parallel."""
 
@@ -286,6 +298,12 @@ class Sequences(Plain):
             padded = torch.ops.fbgemm.jagged_to_padded_dense(rows.values(), [rows.offsets()], [4 * MOST[key][1]])
             parts.append(padded.cumsum(1).square().sum(1))
         return torch.cat(parts, dim=1)
+
+
+class WeightedInHostMemory(InHostMemory):
+    """Has ids with weights besides."""
+
+    weighted = True
 
 
 def _sgd(parameters: Mapping[str, Any]) -> Any:
@@ -411,6 +429,7 @@ PROGRAMS: dict[str, Program] = {
     "two_sets_fixed": Program(TwoSets, bags=FIXED),
     "permuted": Program(Permuted),
     "weighted": Program(Weighted),
+    "weighted_in_host_memory": Program(WeightedInHostMemory),
     "by_keyword": Program(ByKeyword),
     "one_feature": Program(OneFeature),
     "frozen_batch": Program(batch=FrozenBatch),
@@ -425,10 +444,13 @@ PROGRAMS: dict[str, Program] = {
     "clipped_by_hook": Program(optimizer=_clipped_by_hook, why_after="SGD has hooks of its steps"),
     "fails_at_first": Program(FailsAtFirst),
     "unused_tower": Program(UnusedTower, optimizer=_warm_clipped_adamw),
+    "in_host_memory": Program(InHostMemory),
+    "collection_in_host_memory": Program(CollectionInHostMemory),
     "data_parallel_collection": Program(DataParallelCollection),
     # Not evaluated: stock TorchRec's unpooled collections fail where ranks evaluate unlike samples.
     "longer_sequences": Program(Sequences, steps=15, longer=_LONGER, captured=(4, 3)),
     "longer_bags": Program(Offsets, steps=15, longer=_LONGER, evaluated={5: SAMPLES + 3, 14: 4}, captured=(4, 2)),
+    "longer_bags_in_host_memory": Program(InHostMemory, steps=15, longer=_LONGER, evaluated={5: 4}, captured=(4, 3)),
     "longer_bags_than_fixed": Program(Split, bags=FIXED, steps=13, longer={(5, 1): 2}, captured=(3, 1)),
     "short_last_batch": Program(Weighted, samples=_SHORT, captured=(2, 3)),
     "short_last_batch_fixed": Program(TwoSets, bags=FIXED, samples=_SHORT, captured=(2, 3)),
@@ -556,7 +578,7 @@ def _evaluate(pipeline: Any, sharded: DistributedModelParallel, program: Program
     sharded.eval()
     is_ours = isinstance(pipeline, GraphTrainPipeline)
     # FBGEMM's lookups on a CPU do without inference mode.
-    with torch.inference_mode() if is_ours else torch.no_grad():
+    with torch.inference_mode() if is_ours and program.model is not InHostMemory else torch.no_grad():
         output = (
             pipeline.progress(batches).clone() if is_ours else pipeline.detach()(next(batches).to(sharded.device))[1]
         )

@@ -45,8 +45,9 @@ def test_a_second_call_is_refused_in_the_first_step() -> None:
 
 
 # What every `make test` runs; the rest differs little from it.
-QUICK = ["split", "two_sets_fixed", "one_feature", "slotted_batch", "clipped_adamw", "momentum"]
+QUICK = ["split", "two_sets_fixed", "one_feature", "slotted_batch", "clipped_adamw", "momentum", "in_host_memory"]
 QUICK += [
+    "collection_in_host_memory",
     "data_parallel_collection",
     "longer_sequences",
     "longer_bags",

@@ -38,10 +38,13 @@ class ModelCollectives(TorchDispatchMode):
 
 def _caller() -> FrameType | None:
     """Return the frame of the model that has called a collective, or None if it is this package's, or TorchRec's."""
-    frame = sys._getframe(2)
+    frame, through = sys._getframe(2), set[str]()
     while frame.f_back is not None and _package(frame) in ("torch", "torchrec"):
+        through.add(_package(frame))
         frame = frame.f_back
-    return None if _package(frame) == __name__.partition(".")[0] else frame
+    # On a GPU autograd's own thread has no caller: TorchRec's collectives there are those of `StockTables`.
+    in_backward = _package(frame) == "torch" and "torchrec" in through
+    return None if in_backward or _package(frame) == __name__.partition(".")[0] else frame
 
 
 def _package(frame: FrameType) -> str:

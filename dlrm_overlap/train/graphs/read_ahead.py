@@ -9,12 +9,14 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.comm.order import CommunicationOrder, Streams
 from dlrm_overlap.config import InputError
 from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.embedding.exchanging_module import ExchangingModule
 from dlrm_overlap.embedding.steps import weights_of
+from dlrm_overlap.embedding.stock import StockTables
 from dlrm_overlap.train.graphs.bounds import Answer, LearntBound, ended
 from dlrm_overlap.train.graphs.static_batch import IdCuts, Leaves, StaticBatch, on_device, with_even_batches_of
 
@@ -59,6 +61,9 @@ class ReadAhead:
         self._working: list[StaticBatch] = []
         self._senders: list[tuple[Exchange, str]] = []
         """the exchanges whose ids are sent a step ahead, and the place of those in the batch"""
+        self._stock: list[tuple[StockTables, str]] = []
+        self.made_in_model = False
+        """whether the model itself makes ids of tables that stay with TorchRec, which it needs before a graph"""
         self.ids_are_sent = False
         """whether the ids of the next step are under way"""
         self.reset()
@@ -142,6 +147,8 @@ class ReadAhead:
                 self._of(parity).is_captured = False
         self._landing, self._working = [], []
         self.forget_sent_ids()
+        for stock, _ in self._stock:
+            stock.forget_memory()
 
     def _take_bound(self) -> None:
         """Make windows by the bound, where they are made by another one; all ranks do so."""
@@ -255,6 +262,10 @@ class ReadAhead:
             exchange.send_ids(ids.tensor, ids.count)
         self.ids_are_sent = True
 
+    def stock_tables(self, parity: int) -> list[tuple[StockTables, KeyedJaggedTensor]]:
+        """Return the tables that stay with TorchRec, each with its ids in the batch of `parity`."""
+        return [(tables, self._working[parity].ids(place).tensor) for tables, place in self._stock]
+
     def forget_sent_ids(self) -> None:
         """Forget ids that were sent for a step that does not come next."""
         for exchange in self.exchanges:
@@ -289,12 +300,14 @@ class ReadAhead:
                 bound = replace(bound, distinct={})
             module.take_ids(features.keys(), bound, self._order, weights_of(features) is not None)
             if place is not None:
-                assert module.exchange is not None
-                self._senders.append((module.exchange, place))
+                self._senders += [(module.exchange, place)] if module.exchange is not None else []
+                self._stock += [(module.stock, place)] if module.stock is not None else []
             else:
+                self.made_in_model |= module.stock is not None
                 log.info("train pipeline: ids that the model makes itself are sent in their own step, none ahead")
 
         self._senders.clear()  # of a first step that failed
+        self._stock.clear()
         hooks = [module.register_forward_pre_hook(find, with_kwargs=True) for module in self._modules]
         try:
             yield

@@ -332,10 +332,11 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
             graphs = self._graphs.each
             if (captured := graphs[parity]) is not None and graphs[1 - parity] is not None:
                 self._ahead.settle(1 - parity)
-                return self._launch(captured.replay)
+                return self._launch(parity, captured.replay)
             following = self._ahead.is_captured(1 - parity)
-            if self._captures and self._warmup_steps >= _WARMUP_STEPS and following:
-                return self._launch(lambda: self._capture(parity).launch())
+            captures = self._captures and not self._ahead.made_in_model
+            if captures and self._warmup_steps >= _WARMUP_STEPS and following:
+                return self._launch(parity, lambda: self._capture(parity).launch())
             output = self._step(parity, following) if self._has_stepped else self._first_step(parity, following)
             self._warmup_steps += 1
             return output
@@ -376,12 +377,18 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         self._graphs.release()
         self._warmup_steps = self._odd_steps = 0
 
-    def _launch(self, take: Callable[[], Any]) -> Any:
-        """Take a captured step by numbers as they are now."""
+    def _launch(self, parity: int, take: Callable[[], Any]) -> Any:
+        """Take a captured step by numbers as they are now, between lookup and update of tables of TorchRec's."""
         self._dense.refresh()
         for exchange in self._ahead.exchanges:
             exchange.tables.read_again()
-        return take()
+        stock = self._ahead.stock_tables(parity)
+        for tables, ids in stock:
+            tables.look_up(ids)
+        output = take()
+        for tables, _ in stock:
+            tables.update()
+        return output
 
     def _step(self, parity: int, following: bool) -> Any:
         """Issue the step on batch i, which is at `parity`; with `following`, batch i + 1 is brought in beside it."""

@@ -133,7 +133,7 @@ def test_a_model_of_either_sharder_has_the_reasons_of_its_plan(
     assert f"tables:\n{ours}".rpartition("\n")[0] in caplog.text, "the pipeline's log has it once"
     assert planned == stock == ours
     found = [(each.exchanged, each.captured, each.why_not) for each in ours.tables]
-    kept = "row_wise tables stay with TorchRec: compute kernel dense"
+    kept = "table t1 stays with TorchRec, with compute kernel dense"
     assert found == [(True, False, kept), (False, False, "compute kernel dense")]
 
 
