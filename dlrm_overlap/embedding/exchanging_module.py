@@ -79,8 +79,8 @@ class ExchangingModule(nn.Module, Generic[Served]):
         """Return an exchange of `Exchange`'s arguments."""
         return Exchange(*arguments)  # type: ignore[return-value]
 
-    def _exchanged_names(self) -> Collection[str]:
-        """Return the names of the exchange's output in its order."""
+    def _exchanged_names(self) -> Mapping[str, str]:
+        """Return the names of the exchange's output in its order, each with TorchRec's."""
         raise NotImplementedError
 
     def take_ids(

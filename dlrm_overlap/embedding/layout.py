@@ -1,5 +1,6 @@
 """Which rank pools which feature, and where pooled embeddings and their gradients are; all ranks know all of it."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -26,7 +27,7 @@ class FeatureShard:
     """
 
     name: str
-    """name of the feature's pooled embedding in the output"""
+    """name of the feature's pooled embedding in the output, see `distinct`"""
     owner: int
     """rank that holds the shard; EVERY_RANK for a whole table that each rank holds and looks up for its own samples"""
     input: int
@@ -38,7 +39,7 @@ class FeatureShard:
     table: int
     """index of the shard in that lookup"""
     first_column: int
-    """first column of the shard in its table"""
+    """first column of the shard in those of its name: its first in its table, unless that names the feature twice"""
     dim: int
     """number of the shard's columns, D"""
     mean: bool
@@ -61,6 +62,19 @@ class FeatureShard:
         return self.rows != (0, 0)
 
 
+def distinct(names: Iterable[str]) -> dict[str, str]:
+    """Return the names in their order, each under one of its own: a table that names a feature twice pools it twice.
+
+    Example: a, b, a are {"a": "a", "b": "b", "a (2)": "a"}.
+    """
+    times: Counter[str] = Counter()
+    found: dict[str, str] = {}
+    for name in names:
+        times[name] += 1
+        found[name if times[name] == 1 else f"{name} ({times[name]})"] = name
+    return found
+
+
 def outputs_of(table: Any) -> list[tuple[str, str]]:
     """Return the pooled embeddings of a table of TorchRec's, each by its name and that of its feature.
 
@@ -68,12 +82,7 @@ def outputs_of(table: Any) -> list[tuple[str, str]]:
     """
     if table.pooling == PoolingType.NONE:
         return [(table.name, table.name)]
-    return list(zip(table.embedding_names, table.feature_names, strict=True))
-
-
-def names_a_feature_twice(table: Any) -> bool:
-    """Return whether a table of TorchRec's does; two pooled embeddings would have one name, so none is exchanged."""
-    return len(set(table.feature_names)) < len(table.feature_names)
+    return list(zip(distinct(table.embedding_names), table.feature_names, strict=True))
 
 
 @dataclass(frozen=True)

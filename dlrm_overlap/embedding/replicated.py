@@ -16,7 +16,7 @@ from torchrec.distributed.composable.table_batched_embedding_slice import TableB
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.modules.embedding_configs import DataType, PoolingType, data_type_to_dtype
 
-from dlrm_overlap.embedding.layout import EVERY_RANK, FeatureShard, names_a_feature_twice, outputs_of
+from dlrm_overlap.embedding.layout import EVERY_RANK, FeatureShard, outputs_of
 from dlrm_overlap.embedding.tables import StoredRows, bounds_check_modes
 
 MOST_COLUMNS = 1024  # of a shard: a program holds whole rows in registers
@@ -103,8 +103,6 @@ def _why_not_pooled(group: Any, table: Any) -> str | None:
         return f"rows of type {group.data_type.value}"
     if (group.fused_params or {}).get("output_dtype", SparseType.FP32) != SparseType.FP32:
         return "output of another type than fp32"
-    if names_a_feature_twice(table):
-        return "it names a feature twice"
     if table.local_cols % 4 or table.local_cols > MOST_COLUMNS:
         return f"a dim that is no multiple of 4, or more than {MOST_COLUMNS}"
     return None

@@ -70,20 +70,24 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
         """TorchRec's shardings, by number."""
         return self._embedding_shardings
 
-    def _exchanged_names(self) -> list[str]:
-        """Return the names of the pooled embeddings that the exchange brings, in the order of its output."""
+    def _exchanged_names(self) -> dict[str, str]:
+        """Return the names of the pooled embeddings that the exchange brings, in the order of its output.
+
+        Returns:
+            Name in the layout -> TorchRec's name, see `names_of`.
+        """
         every: list[Any] = self._embedding_shardings
         names = names_of([every[i] for i in self._ours])
         if self._output_order == "plan":
             return names
-        return [name for name in model_order(self._embedding_bag_configs) if name in names]
+        return {name: names[name] for name in model_order(self._embedding_bag_configs) if name in names}
 
     def _order_output(self, layout: Layout) -> None:
         """Find the order of all pooled embeddings, of which those of `layout` are the exchange's."""
         self._output_names, self._output_dims = self._embedding_names, self._embedding_dims
         if self._output_order == "model":
             others = self._others
-            self._output_names = [*self._exchanged_names(), *names_of(others)]
+            self._output_names = [*self._exchanged_names().values(), *names_of(others).values()]
             self._output_dims = layout.dims + [dim for each in others for dim in each.embedding_dims()]
 
     @property

@@ -33,7 +33,7 @@ from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.config import EmbeddingConfig, InputError
-from dlrm_overlap.embedding.layout import FeatureShard, Layout, names_a_feature_twice, outputs_of
+from dlrm_overlap.embedding.layout import FeatureShard, Layout, distinct, outputs_of
 from dlrm_overlap.embedding.options import WIRE_DTYPES
 from dlrm_overlap.embedding.replicated import MOST_COLUMNS
 from dlrm_overlap.embedding.tables import max_gradients, unsupported
@@ -54,6 +54,12 @@ _CUT_BY_ROWS = (
     TwRwPooledEmbeddingSharding,
     GridPooledEmbeddingSharding,
     RwSequenceEmbeddingSharding,
+)
+_CUT_BY_COLUMNS = (
+    CwPooledEmbeddingSharding,
+    TwCwPooledEmbeddingSharding,
+    GridPooledEmbeddingSharding,
+    CwSequenceEmbeddingSharding,
 )
 # TorchRec reduces the partial sums of these within a host first.
 _BY_HOST = TwRwPooledEmbeddingSharding, GridPooledEmbeddingSharding
@@ -182,8 +188,9 @@ def _why_not_pooled(group: Any, wire_dtype: torch.dtype, cached: Collection[str]
     if data_type_to_dtype(group.data_type) not in WIRE_DTYPES.values():
         return f"rows of type {group.data_type.value}"
     params = group.fused_params or {}
-    if any(map(names_a_feature_twice, group.embedding_tables)):
-        return "a table names a feature twice"
+    features = [table.feature_names for table in group.embedding_tables]
+    if group.pooling == PoolingType.NONE and any(len(set(names)) < len(names) for names in features):
+        return "a table that is not pooled names a feature twice"
     if (output := params.get("output_dtype", SparseType.FP32)) not in _OUTPUT_TYPES:
         return f"output of type {output.value}"
     if output != SparseType.FP32 and wire_dtype not in (torch.float32, output.as_dtype()):
@@ -191,9 +198,9 @@ def _why_not_pooled(group: Any, wire_dtype: torch.dtype, cached: Collection[str]
     return unsupported(params)
 
 
-def names_of(shardings: Sequence[Any]) -> list[str]:
-    """Return the names of the pooled embeddings of shardings in TorchRec's order."""
-    return [name for sharding in shardings for name in sharding.embedding_names()]
+def names_of(shardings: Sequence[Any]) -> dict[str, str]:
+    """Return the names of the pooled embeddings of shardings in TorchRec's order, see `distinct`."""
+    return distinct(name for sharding in shardings for name in sharding.embedding_names())
 
 
 def groups_of(sharding: Any) -> list[Any]:
@@ -277,12 +284,31 @@ def _rank_order(features: int, batch_sizes: tuple[int, ...], hosts: int, device:
 
 
 def model_order(tables: Sequence[EmbeddingBagConfig]) -> list[str]:
-    """Return the names of the pooled embeddings in the order of the unsharded module."""
-    return [name for names in get_embedding_names_by_table(list(tables)) for name in names]
+    """Return the distinct names of the pooled embeddings in the order of the unsharded module."""
+    return list(distinct(name for names in get_embedding_names_by_table(list(tables)) for name in names))
+
+
+def _names_and_columns(table: Any, cut_by_columns: bool) -> list[tuple[str, int]]:
+    """Return of each feature of a shard the distinct name of its pooled embedding, and its first column under it.
+
+    A table that names a feature twice pools it twice, under two names; but under one if it is cut by columns: TorchRec
+    then has the columns of a shard side by side, first those of the one, then those of the other.
+
+    Example: x twice, dim 8, cut in two. The second shard's are at columns 8 and 12 of the 16 of x.
+    """
+    first, names = table.local_metadata.shard_offsets[1], table.embedding_names
+    if not cut_by_columns or table.pooling == PoolingType.NONE:
+        return [(name, first) for name, _ in outputs_of(table)]
+    seen: Counter[str] = Counter()
+    places = []
+    for name in names:
+        places.append((name, first * names.count(name) + seen[name] * table.local_cols))
+        seen[name] += 1
+    return places
 
 
 def build_layout(shardings: Sequence[Any], names: Sequence[str], world_size: int) -> Layout:
-    """Return the layout of shardings, alike on all ranks, for an output in order of `names`.
+    """Return the layout of shardings, alike on all ranks, for an output in order of the distinct `names`.
 
     Args:
         shardings: TorchRec's; sharding i has its ids in input i of each rank.
@@ -296,8 +322,9 @@ def build_layout(shardings: Sequence[Any], names: Sequence[str], world_size: int
             by_rows, unpooled = isinstance(sharding, _CUT_BY_ROWS), isinstance(sharding, _UNPOOLED)
             for config in sharding._grouped_embedding_configs_per_rank[owner]:
                 for index, table in enumerate(config.embedding_tables):
-                    first_row, first_column = table.local_metadata.shard_offsets
-                    for name, feature_name in outputs_of(table):
+                    first_row = table.local_metadata.shard_offsets[0]
+                    places = _names_and_columns(table, isinstance(sharding, _CUT_BY_COLUMNS))
+                    for (name, first_column), (_, feature_name) in zip(places, outputs_of(table), strict=True):
                         columns = name, first_column
                         shard = FeatureShard(
                             name=name,

@@ -474,6 +474,41 @@ def test_the_strictest_bounds_check_of_a_module_holds(
     assert [line.partition(";")[0] for line in lines] == ["x: id 7 is outside its table of 5 rows"]
 
 
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("order", ["plan", "model"])
+def test_a_table_that_names_a_feature_twice(world_of_one: dist.ProcessGroup, order: str, captured: bool) -> None:
+    """Its columns have one name; both are pooled, and their gradients are added up."""
+    tables: Tables = {
+        "a": (5, 4, ["x", "y", "x"], MEAN),
+        "b": (5, 8, ["z", "z"], SUM),
+        "c": (5, 8, ["x", "z", "x"], MEAN),
+        "d": (5, 4, ["y", "y"], SUM),
+    }
+    module = EmbeddingBagCollection(table_configs(tables), device=torch.device("meta"))
+    ways = {"a": FUSED, "b": row_wise(compute_kernel="fused"), "d": data_parallel()}
+    ways["c"] = column_wise([0, 0], compute_kernel="fused")
+    ids = KeyedJaggedTensor(["x", "y", "z"], torch.tensor([1, 2, 2, 3, 4]), lengths=torch.tensor([2, 2, 1]))
+    ours: Any = OverlapEmbeddingBagCollectionSharder(output_order=order)
+    stock: Any = EmbeddingBagCollectionSharder()
+    found: list[list[torch.Tensor]] = []
+    for sharder in (ours, stock):
+        plan = construct_module_sharding_plan(module, ways, sharder, 1, 1, "cpu")
+        sharded: Any = sharder.shard(module, plan, ShardingEnv.from_process_group(world_of_one), CPU)
+        initialise_tables(sharded, seed=0)
+        if captured and sharder is ours:
+            sharded.take_ids(["x", "y", "z"], BatchBound(1, dict.fromkeys("xyz", (0, 2))))
+        pooled = sharded(ids).wait()
+        columns = zip(pooled.keys(), pooled.values().split(pooled.length_per_key(), dim=1), strict=True)
+        by_name = [column for _, column in sorted(columns, key=lambda each: each[0])]
+        torch.stack([number * column.sum() for number, column in enumerate(by_name)]).sum().backward()
+        found.append([column.detach() for column in by_name])
+        found[-1] += [each for _, each in local_tensors(sharded.state_dict())]
+        if sharder is ours and order == "model":
+            assert pooled.keys() == ["x@a", "y@a", "x@a", "z@b", "z@b", "x@c", "z@c", "y@d", "y@d"]
+    for number, (tensor, expected) in enumerate(zip(*found, strict=True)):
+        assert_near(tensor, expected, WEIGHT_TOLERANCE["fp32"], f"tensor {number}")
+
+
 def test_that_the_drop_in_is_active_is_one_line(
     world_of_one: dist.ProcessGroup, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -91,10 +91,12 @@ def drawn_sequences(draw_from: st.DrawFn, ranks: int, local: int) -> Drawn:
 
 
 def _as_stock_takes_it(draw: random.Random, table: Table, ranks: int, cuts: int) -> Table:
-    """Return a table whose shards of columns are on different ranks.
+    """Return a table that names no feature twice, which TorchRec would give twice as many columns.
 
-    Stock TorchRec's Adagrad has been seen to write outside its memory on a CPU where a rank has several of them.
+    FBGEMM takes unpooled shards of one width. Stock TorchRec's Adagrad has been seen to write outside its memory on a
+    CPU where a rank has several shards of a table's columns.
     """
+    table = table._replace(features=list(dict.fromkeys(table.features)))
     if table.kind != "column_wise":
         return table
     return table._replace(ranks=draw.sample(range(ranks), cuts), cuts=cuts)
