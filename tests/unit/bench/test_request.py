@@ -102,7 +102,7 @@ def test_worlds_and_tables() -> None:
         ("strong", 2, [], "data.tables.count"),
         ("stage", None, ["--data.tables.count", "1"], "each takes at least one"),
         ("stage", None, ["--train.global_batch_size", "127"], "train.global_batch_size"),
-        ("stage", 4, ["--data.tables.rows", "[1,2,3,4,5,6]"], "data.tables.rows"),
+        ("stage", 4, ["--data.tables.rows", "[1,2,3,4,5,6]"], "data.tables: count 8, lists of"),
     ],
 )
 def test_what_does_not_go_together_is_refused(
