@@ -60,7 +60,7 @@ def _add_partials(
     Memory: the program reads the partial sums of its rows, COLUMNS columns at a time, adds them up in float32 in the
     order of the row shards, and stores the sum over the first one's. No other program touches these columns and rows.
     With SOME it reads no partial sums of a share's empty bags, by `offsets` [shares * samples + 1]; those of a share
-    below 0, EVERY_BAG, have all arrived. Where the first one's alone has arrived it is the sum, and stays.
+    below 0, EVERY_BAG, have all arrived.
 
     Order: the kernel comes after the wait for the peers' flags on the stream. Later kernels read the sum.
 
@@ -72,25 +72,21 @@ def _add_partials(
     dim = tl.multiple_of(tl.load(sum_entry + DIM), ALIGNMENT)
     shards = tl.load(sum_entry + SHARDS)
     into = tl.multiple_of(tl.load(sum_entry + FIRST_SHARD), ALIGNMENT)
-    live = row < samples
     for first in range(0, dim, COLUMNS):
         here = first + tl.arange(0, COLUMNS)
-        inside = (here < dim)[None, :]
+        mask = (row < samples)[:, None] & (here < dim)[None, :]
         total = tl.zeros((ROWS, COLUMNS), tl.float32)
-        changed = live & (not SOME)
         for shard in range(shards):
             column = tl.multiple_of(tl.load(sum_entry + FIRST_SHARD + 2 * shard), ALIGNMENT)
-            arrived = live
+            arrived = mask
             if SOME:
                 share = tl.load(sum_entry + FIRST_SHARD + 2 * shard + 1)
-                known = live & (share >= 0)
+                known = (row < samples) & (share >= 0)
                 bag = offsets + share * samples + row
                 begin = tl.load(bag, mask=known, other=0)
-                arrived = live & (tl.load(bag + 1, mask=known, other=1) > begin)
-                changed = changed | (live & (arrived != (shard == 0)))
-            at_shard = at + (column + here)[None, :]
-            total += tl.load(at_shard, mask=arrived[:, None] & inside, other=0.0).to(tl.float32)
-        tl.store(at + (into + here)[None, :], total.to(window.dtype.element_ty), mask=changed[:, None] & inside)
+                arrived = mask & (tl.load(bag + 1, mask=known, other=1) > begin)[:, None]
+            total += tl.load(at + (column + here)[None, :], mask=arrived, other=0.0).to(tl.float32)
+        tl.store(at + (into + here)[None, :], total.to(window.dtype.element_ty), mask=mask)
 
 
 _ARGUMENTS = ("window", "sums", "offsets", "samples", "blocks", "width")
