@@ -107,7 +107,7 @@ def _fastest(run: Run, time: str, *begins: str) -> float:
 @cache
 def best_link_gb_per_s(gpu: str) -> float:
     """Return the greatest rate at which links of a GPU of this model have carried bytes in a figure; 0 for none."""
-    rows = read("collectives.csv")
+    rows = [*read("collectives.csv"), *read("four_h100/collectives.csv")]
     return max((float(row["gb_per_s"]) for row in rows if row["gpu"].partition(" x ")[2] == gpu), default=0.0)
 
 
@@ -181,14 +181,18 @@ def table_of_backwards(*names: str) -> Lines:
 
 
 def table_of_differences(name: str) -> Lines:
-    """Return a line a contender beside its reference in the same turns, each reference's greatest gain first."""
-    yield ["contender", "ms", "reference", "its ms", "saves"]
-    rows = [row for row in read(name) if row["contender"] != row["reference"]]
-    for reference in dict.fromkeys(row["reference"] for row in rows):
-        own = [(float(row["reference_ms"]) - ms_of(row), row) for row in rows if row["reference"] == reference]
-        for less, row in sorted(own, key=lambda pair: -abs(pair[0])):
-            ms = [milliseconds(ms_of(row)), milliseconds(float(row["reference_ms"]))]
-            yield [f"`{row['contender']}`", ms[0], f"`{reference}`", ms[1], f"{less:.2f}"]
+    """Return a line a contender with both times and what it loses of each to `pgas_graph` in the same turns."""
+    yield ["ms", "GPU's own", "longer", "by the clock", "longer"]
+    rows = read(name)
+    found = {
+        row["contender"]: [
+            (float(row[time]), float(row[time]) - float(_ours_beside(rows, row)[time])) for time in _BOTH
+        ]
+        for row in rows
+        if row["contender"] not in (_OURS, "torchrec")
+    }
+    for contender, times in sorted(found.items(), key=lambda each: -each[1][1][1]):
+        yield [f"`{contender}`", *(text for ms, more in times for text in (milliseconds(ms), f"{more:.2f}"))]
 
 
 def table_of_collectives(name: str, operation: str, beside: str, captured: str, *sizes: str) -> Lines:
@@ -238,19 +242,25 @@ def table_of_headlines(*names: str) -> Lines:
     """Return README's line a run of steps: by the GPU's own time, and in brackets by the clock."""
     contenders = "TorchRec as run", "at its strongest", "`pgas`, captured"
     yield ["GPU's own ms (by the clock)", *contenders, "times as fast, GPU's own time", "by the clock"]
+    gpus = {name: _gpus(read(name)[0]) for name in names}
     for name in names:
         rows = read(name)
+        title = _title(rows[0]) + (f", {gpus[name]}" if len(set(gpus.values())) > 1 else "")
         of = [[row for row in rows if row["contender"] == each] for each in ("torchrec", _OURS)]
         ms = [[_ends([float(row[time]) for row in own]) for time in _BOTH] for own in of]
         ms.insert(1, [milliseconds(float(strongest(rows, time)[time])) for time in _BOTH])
         ratios = [f"{over_strongest(rows, time):.2f}x" for time in _BOTH]
-        yield [_title(rows[0]), *(f"{busy} ({clock})" for busy, clock in ms), *ratios]
+        yield [title, *(f"{busy} ({clock})" for busy, clock in ms), *ratios]
 
 
 def _title(row: Row) -> str:
     model = "MLPerf's DLRM-DCNv2, rows capped at 4M" if row["arch"] == "dcn" else "the same tables, dot products"
     model = "a history of up to 2048 ids, 98% of them repeated, of dim 512" if _has_history(row) else model
     return f"{model}, {int(row['global_batch']) // int(row['world_size'])} samples a GPU, {row['precision']}"
+
+
+def _gpus(row: Row) -> str:
+    return re.sub(r"NVIDIA | \d+GB HBM3", "", row["gpu"])
 
 
 def _has_history(row: Row) -> bool:
@@ -268,8 +278,11 @@ def _theirs(rows: Sequence[Row]) -> list[Row]:
 
 def over(rows: Sequence[Row], row: Row, time: str) -> float:
     """Return how many times as long as `pgas_graph`, the last in the same turns, a row takes."""
-    beside = next(each for each in rows[rows.index(row) :] if each["contender"] == _OURS)
-    return float(row[time]) / float(beside[time])
+    return float(row[time]) / float(_ours_beside(rows, row)[time])
+
+
+def _ours_beside(rows: Sequence[Row], row: Row) -> Row:
+    return next(each for each in rows[rows.index(row) :] if each["contender"] == _OURS)
 
 
 def over_strongest(rows: Sequence[Row], time: str) -> float:
@@ -280,7 +293,9 @@ def over_strongest(rows: Sequence[Row], time: str) -> float:
 def table_of_steps(*names: str) -> Lines:
     """Return a line a contender: both times in each file, and in brackets how many times those of `pgas_graph`."""
     files = [read(name) for name in names]
-    models = ("history" if _has_history(rows[0]) else rows[0]["arch"] for rows in files)
+    models = ["history" if _has_history(rows[0]) else rows[0]["arch"] for rows in files]
+    if len(set(models)) < len(models):
+        models = [f"{int(row['global_batch']) // int(row['world_size'])}, {_gpus(row)}" for row, *_ in files]
     yield ["ms", *(f"{model}: {time}" for model in models for time in ("GPU's own", "by the clock"))]
     for contender in dict.fromkeys(row["contender"] for rows in files for row in rows):
         cells = list[str]()
@@ -301,11 +316,11 @@ def _ends(values: Sequence[float]) -> str:
     return " to ".join(dict.fromkeys([milliseconds(min(values)), milliseconds(max(values))]))
 
 
-def table_of_jobs(name: str) -> Lines:
-    """Return a line a run of `bench job`, its rows uncapped, then one for each public record."""
+def table_of_jobs(*names: str) -> Lines:
+    """Return a line a run of `bench job`, then one for each public record."""
     yield ["a step of training", "samples in it", "ms", "samples a second and GPU"]
-    for row in read(name):
-        title = f"`pgas`, {row['gpu'].replace('NVIDIA ', '')}, rows up to {max(json.loads(row['rows'])) // 10**6}M"
+    for row in [row for name in names for row in read(name)]:
+        title = f"`pgas`, {_gpus(row)}, rows up to {max(json.loads(row['rows'])) // 10**6}M"
         yield [title, row["global_batch"], *_step(float(row["step_ms"]), row["global_batch"], row["world_size"])]
     for each, (gpus, batch, ms) in _RECORDS.items():
         yield [f"HugeCTR, {each}", str(batch), *_step(ms, batch, gpus)]
@@ -401,7 +416,7 @@ def sentences() -> Iterator[tuple[str, str, Sequence[float]]]:
     )
     text = "is {:.2f} to {:.2f} times as fast as NCCL and FBGEMM's update, and {:.1f} to {:.1f} times"
     yield readme, text, [min(exposed), max(exposed), min(hidden), max(hidden)]
-    wide = sorted(map(ms_of, read("wide.csv")))
+    wide = sorted(map(ms_of, read("four_h100/wide.csv")))
     gemm = "docs/results/gemm.md"
     small = {row["contender"]: row for row in read("four_h200/quickstart.csv")}
     both = [[float(small[name][time]) for name in ("torchrec", _OURS)] for time in _BOTH]
@@ -411,10 +426,6 @@ def sentences() -> Iterator[tuple[str, str, Sequence[float]]]:
     now = mlperf[-1]
     floors = [100 * float(now[name]) / float(now["busy_ms"]) for name in ("floor_ms", "floor_sum_ms")]
     yield step, "`pgas_graph` reaches {:.0f}% of the former and {:.0f}% of the latter", floors
-    large = read("step_16384.csv")
-    both = [(float(strongest(large, time)[time]), float(large[-1][time])) for time in _BOTH]
-    text = "takes {:.2f} ms and `pgas_graph` {:.2f} by the GPU's own time, and {:.2f} and {:.2f} by the clock"
-    yield step, text, [ms for pair in both for ms in pair]
     plans = [float(row["median_ms"]) for row in mlperf if row["contender"] == "pgas_graph_default_plan"]
     yield step, "takes {:.2f} ms, {:.2f} times as long as under ours", [plans[0], plans[0] / float(now["median_ms"])]
     capped, uncapped = (float(row["step_ms"]) for row in read("four_h200/job.csv"))
