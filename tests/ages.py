@@ -9,7 +9,7 @@ _STAGE = ("kernels/forward", "dlrm_overlap/embedding", "dlrm_overlap/comm")
 _STEP = ("kernels", "dlrm_overlap/comm", "dlrm_overlap/dense", "dlrm_overlap/embedding", "dlrm_overlap/train")
 MEASURED: dict[str, tuple[str, ...]] = {
     "backward": ("kernels/backward", *_STAGE[1:]),
-    "collectives": ("kernels/peer_copy.py", "dlrm_overlap/bench/harness/communications.py", "dlrm_overlap/comm"),
+    "collectives": ("kernels/peer_copy.py", "dlrm_overlap/bench/harness/peer_memory.py", "dlrm_overlap/comm"),
     "gemm": ("kernels/gemm", "dlrm_overlap/dense/gemm", "dlrm_overlap/comm"),
     "input": ("dlrm_overlap/data",),
     "row_bytes": ("tests/distributed/test_partial_sums.py",),  # which holds them

@@ -398,10 +398,11 @@ def with_product_ms(config: SimulateConfig, ms: float) -> SimulateConfig:
 
 def calibrate(folder: Path) -> GpuConfig:
     """Return the rates that rows on one and two GPUs give; `folder` is docs/results."""
-    lookups = [*split_sweep(read_rows(folder / "sweep.csv"))[0], *read_rows(folder / "weak_two_gpus.csv")]
-    gpu = fit(read_rows(folder / "weak.csv") + read_rows(folder / "strong.csv"), lookups, GpuConfig())
-    traced = read_rows(folder / "calibration" / "timeline.csv")
-    sort_ns = fit_sort(read_rows(folder / "calibration" / "backward.csv"))
+    own = folder / "calibration"
+    lookups = [*split_sweep(read_rows(folder / "sweep.csv"))[0], *read_rows(own / "weak_two_gpus.csv")]
+    gpu = fit(read_rows(own / "weak.csv") + read_rows(own / "strong.csv"), lookups, GpuConfig())
+    traced = read_rows(own / "timeline.csv")
+    sort_ns = fit_sort(read_rows(own / "backward.csv"))
     pgas = _traced_updates(traced, "pgas_graph", "update")
     update = replace(fit_traced_updates(pgas), sort_ns=sort_ns)
     rows, sorts = (_traced_updates(traced, "torchrec_strongest", kind) for kind in ("update", "sort"))

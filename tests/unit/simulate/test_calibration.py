@@ -33,7 +33,7 @@ def test_the_file_of_rates_is_what_the_rows_give(gpu: GpuConfig) -> None:
 def test_held_out_rows_do_not_change_the_calibration(gpu: GpuConfig, tmp_path: Path) -> None:
     """Each time that is held out, and each on four GPUs, is doubled: the rates stay."""
     shutil.copytree(RESULTS / "calibration", tmp_path / "calibration")
-    for name in ("weak", "strong", "step", "weak_two_gpus", "sweep"):
+    for name in ("calibration/weak", "calibration/strong", "step", "calibration/weak_two_gpus", "sweep"):
         rows: list[Any] = read_rows(RESULTS / f"{name}.csv")
         held_out: list[Any] = (
             split_sweep(rows)[1] if name == "sweep" else [row for row in rows if row["world_size"] == "4"]
@@ -48,7 +48,7 @@ def test_held_out_rows_do_not_change_the_calibration(gpu: GpuConfig, tmp_path: P
     assert calibrate(tmp_path) == gpu
 
 
-@pytest.mark.parametrize("name", ["weak", "strong", "four_h200/stage_dim128"])
+@pytest.mark.parametrize("name", ["calibration/weak", "calibration/strong", "four_h200/stage_dim128"])
 def test_the_mean_batch_has_the_bytes_of_the_measured_ones(name: str, gpu: GpuConfig) -> None:
     for row in read_rows(RESULTS / f"{name}.csv"):
         dim = int(row["dim"])
