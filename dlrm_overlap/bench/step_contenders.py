@@ -51,8 +51,7 @@ _STRONGEST: Mapping[str, tuple[Mapping[str, Any], str]] = {
     "_fused_optimizer": ({}, "fused_optimizer"),
     "_fused_pipeline": ({}, "fused_pipeline"),
 }
-# Those of a model with tables that are not pooled; and bf16 lookups, with which losses differ by more than may be, and
-# a step of dot products did not end (FBGEMM 1.6).
+# Those of a model with tables that are not pooled; and bf16 lookups, with which losses differ by more than may be.
 _STRONGEST_ELSEWHERE: Mapping[str, tuple[Mapping[str, Any], str]] = {
     "_bf16_output": ({}, "bf16_output"),
     "_index_dedup": ({}, "index_dedup"),
