@@ -195,7 +195,7 @@ class FlatParameters:
                 views.append(view)
                 gradients.append(parameter.grad)
             parameter.grad = view
-        copy_all(views, gradients)
+        copy_all(views, [gradient.to_dense() for gradient in gradients])  # nn.Embedding's may be sparse
         return gradients
 
     @torch.no_grad()

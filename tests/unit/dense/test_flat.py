@@ -110,6 +110,10 @@ def test_gradients_of_others_are_adopted() -> None:
     assert not flat.gradients.views["0.bias"].any(), "None is zero"
     assert (flat.gradients.views["2.weight"] == 7).all(), "the flat tensor's own is left alone"
     assert flat.parameters["0.weight"].grad is flat.gradients.views["0.weight"]
+    flat.drop_gradients()
+    flat.parameters["0.weight"].grad = given.to_sparse()  # as nn.Embedding's may be
+    flat.adopt_gradients()
+    assert_same(flat.gradients.views["0.weight"], given, "a sparse gradient")
     model.zero_grad(set_to_none=True)
     flat.zero()
     assert not flat.gradients.tensor.any()
