@@ -141,9 +141,18 @@ class FlatSteps:
         self._laid_out = None
 
     def forget(self) -> None:
-        """Leave the optimizer without the states that were made here, as it was before its first step."""
+        """Leave the optimizer without the states that were made here, as it was before its first step.
+
+        Those into which one has been loaded since stay.
+        """
+        state = self._optimizer.state
+        if state is not self._taken_over:  # by torch.optim's `load_state_dict`
+            return
         for name in self._made:
-            self._optimizer.state.pop(self._flat.named[name], None)
+            parameter = self._flat.named[name]
+            in_use = "momentum_buffer" if self.update.kind == "momentum" else "step"
+            if parameter in state and not state[parameter].get(in_use, torch.zeros(1)).any():
+                del state[parameter]
 
     def _bind(self, name: str, given: Mapping[str, Any], group: Mapping[str, Any]) -> None:
         step = self.update.step[self._names.index(name)]

@@ -97,6 +97,29 @@ def test_an_optimizer_in_use_is_taken_over(form: str) -> None:
     assert all(run.optimizer.state[key] is entry for key, entry in entries.items()), "wrappers hold these entries"
 
 
+@every_form
+@pytest.mark.parametrize("in_place", [False, True], ids=["replaced", "in_place"])
+def test_states_that_were_made_are_forgotten_unless_others_were_loaded(form: str, in_place: bool) -> None:
+    run, fresh = Run(form).take_over(), Run(form)
+    run.steps.forget()
+    assert run.optimizer.state.keys() == {
+        run.parameters[n] for n, p in fresh.parameters.items() if p in fresh.optimizer.state
+    }
+    written, read = Run(form).train(4).optimizer.state_dict(), Run(form).take_over()
+    if in_place:  # as TorchRec's wrappers do
+        for index, parameter in enumerate(read.parameters[name] for name in ("weight", "idle", "bias", "wide")):
+            for key, value in written["state"].get(index, {}).items():
+                read.optimizer.state[parameter][key].copy_(value)
+    else:
+        read.optimizer.load_state_dict(copy.deepcopy(written))
+    read.steps.forget()
+    loaded = read.optimizer.state_dict()["state"]
+    for index, state in written["state"].items():
+        for key, value in state.items():
+            if value is not None:
+                assert_same(loaded[index][key], value, f"{key} of parameter {index}")
+
+
 def test_the_shadow_follows_the_weights() -> None:
     run = Run("adagrad").take_over(torch.bfloat16)
 
