@@ -52,7 +52,7 @@ class GradientBuckets:
         optimizer.step()
 
     Or, with an update of gradients that have arrived while the rest travels, in place of the last two lines:
-        optimizer.step_in_ranges(buckets.finish_in_ranges())
+        take_steps([steps], buckets.finish_in_ranges())     # of `flat_steps`
     """
 
     def __init__(
