@@ -46,8 +46,12 @@ class CastWeights:
         self._complete = complete
 
     def begin(self) -> None:
-        """Begin a step: the gradients of the parameters that are not cast become zero."""
+        """Begin a step: the gradients of the parameters that are not cast become zero.
+
+        What somebody has put in a view's stead, as TorchRec's `init_state` does, is not taken for a step's gradient.
+        """
         self._taken, self._later, self._written = {}, [], set()
+        self.flat.show_gradients()
         self.flat.zero(self._others)
 
     def of(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:

@@ -39,6 +39,8 @@ class Dense:
     def step(self, number: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return logits, the gradient of the pooled embeddings, and the flat gradient; then update."""
         if self.casts is not None:
+            for parameter in self.flat.parameters.values():
+                parameter.grad = torch.ones_like(parameter)  # left by somebody else, as by TorchRec's `init_state`
             self.casts.begin()
         else:
             self.flat.zero()
@@ -46,6 +48,7 @@ class Dense:
         logits.float().sigmoid().sum().backward()
         if self.casts is not None:
             self.casts.finish()
+        self.flat.adopt_gradients()
         gradient = self.flat.gradients.tensor.clone()
         take_steps([self.steps], [(0, gradient.numel())])
         assert self.pooled.grad is not None

@@ -272,15 +272,17 @@ def test_stochastic_rounding_goes_on_from_the_step_of_the_checkpoint(tmp_path: P
     assert [exchange.counters.steps.value for exchange in exchanges(trainer.model)] == [4]
 
 
-@pytest.mark.parametrize("backend", ["torchrec", "pgas"])
-def test_evaluations_and_a_resume_change_no_step_of_an_optimizer_that_counts(tmp_path: Path, backend: str) -> None:
-    """FBGEMM counts every forward, and a checkpoint has no count."""
+@pytest.mark.parametrize(
+    ("backend", "form"), [("torchrec", ""), ("pgas", "--train.pipeline graph --train.precision bf16")]
+)
+def test_evaluations_and_a_resume_change_no_step(tmp_path: Path, backend: str, form: str) -> None:
+    """FBGEMM counts every forward, and a checkpoint has no count. It is loaded after a step without gradients."""
     counter = CounterBasedRegularizationDefinition(CounterWeightDecayMode.L2, counter_halflife=3, adjustment_iter=1)
     params = {"weight_decay": 0.1, "weight_decay_mode": WeightDecayMode.COUNTER}
     params |= {"counter_based_regularization": counter}
 
     def trained(name: str, *options: str) -> dict[str, torch.Tensor]:
-        config = quickstart(tmp_path, name, *SMALL, *SAVES, "--embedding.backend", backend, *options)
+        config = quickstart(tmp_path, name, *SMALL, *SAVES, "--embedding.backend", backend, *form.split(), *options)
         sharders = partial(build_sharders, fused_params=params)
         trainer = Trainer(config, world_here(), CPU, *open_datasets(config.data), sharders)
         trainer.fit()
