@@ -145,14 +145,16 @@ class FlatSteps:
 
         Those into which one has been loaded since stay.
         """
-        state = self._optimizer.state
-        if state is not self._taken_over:  # by torch.optim's `load_state_dict`
+        if self._optimizer.state is not self._taken_over:  # by torch.optim's `load_state_dict`
             return
-        for name in self._made:
-            parameter = self._flat.named[name]
-            in_use = "momentum_buffer" if self.update.kind == "momentum" else "step"
-            if parameter in state and not state[parameter].get(in_use, torch.zeros(1)).any():
-                del state[parameter]
+        for name in filter(self._is_as_made, self._names):
+            self._optimizer.state.pop(self._flat.named[name], None)
+
+    def _is_as_made(self, name: str) -> bool:
+        """Return whether the state of a parameter was made here, and no step and no load has changed it."""
+        state = self._optimizer.state.get(self._flat.named[name], {})
+        used = state.get("momentum_buffer" if self.update.kind == "momentum" else "step")
+        return name in self._made and (used is None or not used.any())
 
     def _bind(self, name: str, given: Mapping[str, Any], group: Mapping[str, Any]) -> None:
         step = self.update.step[self._names.index(name)]
@@ -180,7 +182,7 @@ class FlatSteps:
         rows = self._no_rows().cpu()
         for row, name in enumerate(self._names):
             if name in flat.idle:
-                self._leave_alone(flat.named[name], name in self._made)
+                self._leave_alone(flat.named[name], self._is_as_made(name))
                 continue
             begin = flat.weights.views[name].storage_offset()
             rows[begin // LINE : -(-(begin + flat.named[name].numel()) // LINE)] = row

@@ -120,6 +120,22 @@ def test_states_that_were_made_are_forgotten_unless_others_were_loaded(form: str
                 assert_same(loaded[index][key], value, f"{key} of parameter {index}")
 
 
+@every_form
+def test_a_state_that_was_loaded_is_kept_where_no_gradient_comes(form: str) -> None:
+    run = Run(form)
+    flat, idle = FlatParameters(run.parameters), run.parameters["idle"]
+    steps = FlatSteps(flat, run.optimizer)
+    for value in run.optimizer.state.get(idle, {}).values():
+        value.fill_(5)
+    keys = run.optimizer.state.get(idle, {}).keys()
+    flat.idle = frozenset({"idle"})  # as the first backward shows
+    flat.lay_out(sorted(SHAPES))
+    take_steps([steps], [(0, 1024)])
+    assert run.optimizer.state.get(idle, {}).keys() == keys
+    for key in keys:
+        assert_same(run.optimizer.state[idle][key], torch.full_like(run.optimizer.state[idle][key], 5), key)
+
+
 def test_the_shadow_follows_the_weights() -> None:
     run = Run("adagrad").take_over(torch.bfloat16)
 
