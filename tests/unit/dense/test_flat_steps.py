@@ -105,7 +105,8 @@ def test_states_that_were_made_are_forgotten_unless_others_were_loaded(form: str
     assert run.optimizer.state.keys() == {
         run.parameters[n] for n, p in fresh.parameters.items() if p in fresh.optimizer.state
     }
-    written, read = Run(form).train(4).optimizer.state_dict(), Run(form).take_over()
+    writer, read = Run(form).train(4), Run(form).take_over()
+    written = writer.optimizer.state_dict()
     if in_place:  # as TorchRec's wrappers do
         for index, parameter in enumerate(read.parameters[name] for name in ("weight", "idle", "bias", "wide")):
             for key, value in written["state"].get(index, {}).items():
@@ -118,6 +119,11 @@ def test_states_that_were_made_are_forgotten_unless_others_were_loaded(form: str
         for key, value in state.items():
             if value is not None:
                 assert_same(loaded[index][key], value, f"{key} of parameter {index}")
+    for name, parameter in read.parameters.items():
+        parameter.data.copy_(writer.parameters[name].data)
+    assert read.flat is not None
+    read.flat.lay_out(sorted(SHAPES))  # as the first step does
+    read.train(2, first=4).assert_same(writer.train(2, first=4))
 
 
 @every_form
