@@ -53,6 +53,8 @@ class ExchangingModule(nn.Module, Generic[Served]):
     """of which the log speaks"""
 
     exchange: Served | None
+    takes_ids: bool
+    """whether `take_ids` was called, so that ids are sent by the exchange"""
     stock: StockTables | None
     """the tables that stay with TorchRec, if there are any, where the exchange takes the ids of the others"""
     cached: Mapping[str, float]
@@ -104,7 +106,7 @@ class ExchangingModule(nn.Module, Generic[Served]):
             self.register_state_dict_pre_hook(lambda *_: self.note_writes())
         self._reasons_told: set[str] = set()
         self.exchange = None
-        self._takes_ids = False
+        self.takes_ids = False
         self.stock = None
 
     @property
