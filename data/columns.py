@@ -8,6 +8,7 @@ import contextlib
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from decimal import Decimal
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -19,7 +20,9 @@ from dlrm_overlap.data.schema import Categorical, Schema
 
 pc: Any = compute  # whose functions are made when it is imported
 # Texts that are numbers, and the prefix by which Arrow reads them as such.
-_NUMBERS = {"int": ("^-?[0-9]{1,18}$", ""), "hex": ("^[0-9a-fA-F]{1,8}$", "0x")}
+_NUMBERS = {"int": ("^-?[0-9]{1,19}$", ""), "hex": ("^[0-9a-fA-F]{1,8}$", "0x")}
+
+_LEAST, _GREATEST = (pa.scalar(Decimal(each), pa.decimal128(19)) for each in (-(1 << 63), (1 << 63) - 1))
 
 
 class Fault(NamedTuple):
@@ -216,6 +219,10 @@ def _whole(array: pa.Array, kind: str) -> tuple[np.ndarray, np.ndarray]:
     (pattern, prefix), texts = _NUMBERS[kind], _texts(array)
     good = pc.match_substring_regex(texts, pattern).fill_null(False)
     texts = pc.if_else(good, texts, b"0").cast(pa.string())
+    if kind == "int":  # of 19 digits some are beyond 64 bits
+        wide = texts.cast(pa.decimal128(19))
+        inside = pc.and_(pc.greater_equal(wide, _LEAST), pc.less_equal(wide, _GREATEST))
+        good, texts = pc.and_(good, inside), pc.if_else(inside, texts, "0")
     numbers = pc.binary_join_element_wise(prefix, texts, "").cast(pa.int64())
     return numbers.to_numpy(), good.to_numpy(zero_copy_only=False).copy()
 

@@ -231,6 +231,9 @@ def prepare(argv: list[str]) -> int:
         raise InputError(f"--schema: {values.schema}, but a table, and nothing else, needs one; see --help")
     if values.schema and (values.rows or values.min_count):
         raise InputError("--rows, --min_count: a schema has these for each column; write them into it")
+    for name, path in (("IN", values.source), ("OUT", values.target)):
+        if not path:  # pathlib's word for the working folder, which an unset variable does not mean
+            raise InputError(f"prepare: {name} is empty; give a file or folder")
     from dlrm_overlap.data.schema import criteo_schema, read_schema, require_pyarrow
 
     require_pyarrow()

@@ -53,6 +53,8 @@ class ExchangingModule(nn.Module, Generic[Served]):
     """of which the log speaks"""
 
     exchange: Served | None
+    takes_ids: bool
+    """whether `take_ids` was called, so that ids are sent by the exchange"""
     stock: StockTables | None
     """the tables that stay with TorchRec, if there are any, where the exchange takes the ids of the others"""
     cached: Mapping[str, float]
@@ -104,8 +106,6 @@ class ExchangingModule(nn.Module, Generic[Served]):
             self.register_state_dict_pre_hook(lambda *_: self.note_writes())
         self._reasons_told: set[str] = set()
         self.exchange = None
-        self._takes_ids = False
-        self.stock = None
 
     @property
     def _logs(self) -> bool:
@@ -119,6 +119,7 @@ class ExchangingModule(nn.Module, Generic[Served]):
         """Find out which shardings can be exchanged, say so, and make their exchange; `tables` are the module's."""
         if self.cached:
             self._optim = _TableOptimizer(self._optim, self)
+        self.takes_ids, self.stock = False, None
         every: list[Any] = self._shardings
         by_type: dict[str, Any] = dict(zip(self._sharding_types, every, strict=True))  # type: ignore[arg-type]
         reasons = self._reasons(by_type)

@@ -126,7 +126,7 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
             layout, replicated = self._with_replicated(self.exchange.layout)
             self.exchange.take_ids(keys, bound, layout, replicated, weighted)
             self._order_output(layout)
-        self._takes_ids = True
+        self.takes_ids = True
         if self._has_mean_pooling_callback:
             self._divided_by = self._rows_of_divisor(keys).to(self._device)
 
@@ -159,7 +159,7 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
 
     def forward(self, *input: Any, **kwargs: Any) -> LazyAwaitable[KeyedTensor]:
         """Look up and exchange, as TorchRec's sharded module does; where ids are taken, they are sent here at last."""
-        if not self._takes_ids:
+        if not self.takes_ids:
             return super().forward(*input, **kwargs)
         (features,) = (*input, *kwargs.values())
         if features.variable_stride_per_key():

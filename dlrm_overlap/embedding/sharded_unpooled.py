@@ -149,7 +149,7 @@ class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], Shar
         if self.dedup == "auto":  # by numbers that all ranks agree on
             self.dedup = self._is_worth(bound)
         self.exchange.take_distinct(self._all_distinct, bound, layout, replicated, bool(self.dedup))
-        self._takes_ids = True
+        self.takes_ids = True
 
     def _is_worth(self, bound: BatchBound) -> bool:
         """Return whether batches of a bound have few enough distinct ids to be found."""
@@ -176,7 +176,7 @@ class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], Shar
 
     def forward(self, *input: Any, **kwargs: Any) -> LazyAwaitable[dict[str, JaggedTensor]]:
         """Look up and exchange, as TorchRec's sharded module does; where ids are taken, they are sent here at last."""
-        if not self._takes_ids:
+        if not self.takes_ids:
             return super().forward(*input, **kwargs)
         (features,) = (*input, *kwargs.values())
         if features.variable_stride_per_key() or features.inverse_indices_or_none() is not None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from dlrm_overlap.config import InputError
 
 LOOPBACK = "127.0.0.1"
+LOOPBACKS = (LOOPBACK, "localhost", "::1")
 NPROC_MARKER = "DLRM_OVERLAP_NPROC"  # set by `spawn` in its workers
 _SLURM_PORTS = range(20000, 32000)  # below the ports that Linux hands out itself
 
@@ -141,7 +142,7 @@ def _from_variables(environ: Mapping[str, str], source: str) -> World:
     rank, size = _integer(environ, "RANK", source), _integer(environ, "WORLD_SIZE", source)
     address = environ.get("MASTER_ADDR", "")
     port = _integer(environ, "MASTER_PORT", source) if size > 1 else 0
-    if size == 1 or address in (LOOPBACK, "localhost", "::1"):  # one host: the local ranks are the ranks
+    if size == 1 or address in LOOPBACKS:  # one host: the local ranks are the ranks
         environ = {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size), **environ}
     local, local_size = _integer(environ, "LOCAL_RANK", source), _integer(environ, "LOCAL_WORLD_SIZE", source)
     return World(rank, local, size, local_size, address or LOOPBACK, port, source)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from dlrm_overlap.config import InputError
 from dlrm_overlap.launching.environment import code_digest
-from dlrm_overlap.launching.launcher import World
+from dlrm_overlap.launching.launcher import LOOPBACKS, World
 from dlrm_overlap.launching.watch import Progress, Watch
 
 if TYPE_CHECKING:
@@ -252,11 +252,14 @@ def _addresses(world: World) -> list[tuple[Any, ...]]:
 
 
 def _is_loopback(world: World) -> bool:
+    """Return whether the ranks meet on loopback: not if one of several hosts alone has its own name there."""
+    if world.local_world_size < world.world_size and world.master_addr not in LOOPBACKS:
+        return False
     return all(ipaddress.ip_address(found[4][0]).is_loopback for found in _addresses(world))
 
 
 def _interface_to(world: World) -> str | None:
-    """Return the interface by which this host reaches rank 0's, or None where none is found."""
+    """Return the interface by which this host reaches rank 0's, or None where none but loopback's is found."""
     import psutil
 
     family, _, _, _, address = _addresses(world)[0]
@@ -265,7 +268,7 @@ def _interface_to(world: World) -> str | None:
         here = probe.getsockname()[0].partition("%")[0]
         for name, addresses in psutil.net_if_addrs().items():
             if any(each.family == family and each.address.partition("%")[0] == here for each in addresses):
-                return name
+                return name if name != _LOOPBACK_INTERFACE else None
     return None
 
 

@@ -11,7 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.sharding_plan import row_wise
+from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from dlrm_overlap.config import InputError
@@ -21,7 +23,7 @@ from dlrm_overlap.embedding.own_batches import of_samples, with_even_batches
 from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder
 from tests.agreement import WEIGHT_TOLERANCE, assert_all_near, assert_same
 from tests.distributed.captured import captures
-from tests.distributed.models import MEAN, SUM, Model, Table, Tables, make_plan, sharding_of, train
+from tests.distributed.models import CPU, MEAN, SUM, Model, Table, Tables, make_plan, open_pipeline, sharding_of, train
 from tests.distributed.workers import logged_messages, run_ranks
 
 STEPS = 7
@@ -82,7 +84,17 @@ def _train(sharder: Any, pipeline: str, batches: list[Batch], bound: BatchBound 
     places["of_a_host"] = cut_by_hosts("of_a_host", "table_row_wise", ranks[-LOCAL:], 1)
     places["grid"] = cut_by_hosts("grid", "grid_shard", ranks, len(ranks) // LOCAL)
     plan = make_plan(model, places, BY_ROWS, sharder, local_size=LOCAL)
-    return train(model, plan, sharder, batches, pipeline, bound=bound)
+    evaluated = []
+
+    def evaluate(sharded: DistributedModelParallel, optimizer: CombinedOptimizer) -> None:
+        """Evaluate before the first step, when no exchange takes ids yet."""
+        sharded.eval()
+        with torch.no_grad():
+            evaluated.append(open_pipeline(pipeline, sharded, optimizer, bound, CPU).progress(iter(batches[:1])))
+        sharded.train()
+
+    given = train(model, plan, sharder, batches, pipeline, before=evaluate, bound=bound)
+    return given | {"outputs": evaluated + given["outputs"]}
 
 
 def _check(_: Path) -> None:

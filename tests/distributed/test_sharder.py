@@ -339,6 +339,20 @@ def test_an_id_outside_a_table_that_is_cut_by_rows(world_of_one: dist.ProcessGro
         sharded(KeyedJaggedTensor(["f"], torch.tensor([4, bad, 1]), lengths=torch.tensor([2, 1]))).wait()
 
 
+def test_a_module_that_was_sharded_anew_takes_no_ids(world_of_one: dist.ProcessGroup) -> None:
+    """It has another exchange, which a pipeline has not told of bounds yet."""
+    module = EmbeddingBagCollection(table_configs({"t": (5, 4, ["f"], SUM)}), device=torch.device("meta"))
+    sharder: Any = OverlapEmbeddingBagCollectionSharder()
+    plan = construct_module_sharding_plan(module, {"t": FUSED}, sharder, 1, 1, "cpu")
+    environment = ShardingEnv.from_process_group(world_of_one)
+    sharded = sharder.shard(module, plan, environment, CPU)
+    ids = KeyedJaggedTensor(["f"], torch.tensor([4, 0, 1]), lengths=torch.tensor([2, 1]))
+    before = sharded(ids).values()
+    sharded.take_ids(["f"], BatchBound(2, {"f": (0, 2)}))
+    sharded.update_shards({}, environment, CPU)
+    assert_all_near({"f": sharded(ids).values()}, {"f": before}, 0.0, "output")
+
+
 @pytest.mark.parametrize(("output_order", "takes_ids"), [("plan", False), ("model", False), ("model", True)])
 def test_means_of_row_wise_tables_are_divided(
     world_of_one: dist.ProcessGroup, output_order: str, takes_ids: bool

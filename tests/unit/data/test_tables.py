@@ -259,6 +259,16 @@ def test_bad_rows_are_named_or_counted(tmp_path: Path, kind: str) -> None:
         prepare(source, tmp_path / "worse", schema, skip_bad_rows=True)
 
 
+def test_a_number_of_64_bits_is_one_beside_rows_that_are_bad_too(tmp_path: Path) -> None:
+    (tmp_path / "schema.yaml").write_text("labels: {a: {}}\ncategorical: {b: {type: int, rows: 9, list: ;}}\n")
+    for bad in ([], ["x", str(1 << 63)]):
+        ids = ["1;2", str((1 << 63) - 1), str(-(1 << 63)), *bad]
+        (tmp_path / "in.csv").write_text("\n".join(["a,b", *(f"1,{each}" for each in ids)]))
+        schema = read_schema(tmp_path / "schema.yaml")
+        (day,) = prepare(tmp_path / "in.csv", tmp_path / f"days{len(bad)}", schema, skip_bad_rows=True).days
+        assert (day.samples, day.skipped) == (3, len(bad))
+
+
 def test_a_time_holds_out_and_a_share_does_where_there_is_none(tmp_path: Path) -> None:
     for layout, kind in (("movies", "csv"), ("ccp", "parquet")):
         source, schema, columns = write(tmp_path, layout, kind)

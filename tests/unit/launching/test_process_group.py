@@ -1,6 +1,7 @@
 """A rank's device, the rendezvous and what stops it, and the end of a run."""
 
 import contextlib
+import os
 import re
 import socket
 import subprocess
@@ -62,6 +63,18 @@ def test_ranks_of_one_host_meet_on_loopback_alone(host: str) -> None:
                 listening.append(address)
     assert len(listening) == 1
     assert listening[0] in ("0100007F", f"{0:024X}01000000"), "listens elsewhere too"
+
+
+def test_a_host_whose_own_name_is_on_loopback_is_reached_by_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    for library in ("GLOO", "NCCL"):
+        monkeypatch.delenv(f"{library}_SOCKET_IFNAME", raising=False)
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 29500))]  # Debian's /etc/hosts
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    several = World(0, 0, 4, 2, "host0", 29500, "environment")
+    process_group._choose_interface(several)
+    assert not process_group._is_loopback(several)
+    assert not {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"} & os.environ.keys()
+    assert process_group._is_loopback(World(0, 0, 2, 2, "host0", 29500, "environment"))
 
 
 def test_a_port_that_is_taken_is_reported_in_one_line() -> None:

@@ -192,6 +192,11 @@ def test_a_value_of_several_lines_is_told_in_one(capsys: pytest.CaptureFixture[s
     assert "data.path: a\\nb has no effect" in refusal([*TRAIN.split(), "--data.path", "a\nb"], capsys)
 
 
+@pytest.mark.parametrize(("paths", "name"), [(["", "out"], "IN"), (["in", ""], "OUT")])
+def test_an_empty_path(paths: list[str], name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert f"{name} is empty" in refusal(["prepare", "criteo", *paths], capsys)
+
+
 def test_a_data_set_below_one_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     np.save(tmp_path / "day_0_dense.npy", np.zeros((40, 13), np.float32))
     np.save(tmp_path / "day_0_sparse.npy", np.zeros((40, 26), np.int32))
