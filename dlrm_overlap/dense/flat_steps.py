@@ -187,7 +187,7 @@ class FlatSteps:
             begin = flat.weights.views[name].storage_offset()
             rows[begin // LINE : -(-(begin + flat.named[name].numel()) // LINE)] = row
             if self.update.kind == "momentum" and self._states["momentum_buffer"].views[name].any():
-                self.update.step[row].clamp_(min=1)  # a buffer that was loaded in its place tells of a step
+                self.update.step[row].clamp_(min=1)  # a loaded buffer shows that a step was taken
         self.update.rows.copy_(rows)
 
     def _leave_alone(self, parameter: torch.Tensor, made: bool) -> None:

@@ -69,7 +69,8 @@ class ByCollective:
     def exchange(self, messages: Messages) -> Any:
         """Start to send and to receive, after all work on the current stream; return the collective's work.
 
-        All ranks of the group call this, each with its messages. Ranks without a message between them exchange nothing.
+        All ranks of the group call this, each with its messages. Between ranks without a message NCCL sends nothing,
+        and gloo an empty one.
         """
         send_sizes, receive_sizes = self._sizes(messages.sent), self._sizes(messages.received)
         sent, received = self._sent[: sum(send_sizes)], self._received[: sum(receive_sizes)]
