@@ -252,11 +252,11 @@ class EmbeddingConfig:
     hosts: PositiveInt | Literal["auto"] = "auto"
     """pgas, fused: auto finds out which ranks reach each other by stores; the others get messages. A number emulates so
     many hosts of consecutive ranks, for tests; 1 has all ranks store to each other"""
-    between_hosts: Literal["messages", "puts", "auto"] = "messages"
-    """pgas, fused, GPUs of several hosts. messages: one call of NCCL sends all of a step. puts: kernels send each group
-    when it is ready, by NVSHMEM, tried on emulated hosts alone. auto takes puts where every rank has NVSHMEM"""
+    between_hosts: Literal["messages", "puts"] = "messages"
+    """pgas, fused, GPUs of several hosts: how pooled rows leave a host. messages: one call of NCCL sends all of a step,
+    as of all else. puts: kernels send each group when it is ready, by NVSHMEM, tried on emulated hosts alone"""
     aggregate_bytes: NonNegativeInt = 65536
-    """pgas, fused, between hosts: rows for one host leave in groups of at least so many bytes; 0 takes the smallest"""
+    """pgas, fused, between_hosts puts: rows leave in groups of at least so many bytes; 0 takes the smallest"""
     wait_timeout_s: PositiveFloat = 600.0
     """every backend: a step, an evaluation or a save that waits longer for another rank or a loader process ends the
     run, and names it"""

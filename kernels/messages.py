@@ -1,9 +1,9 @@
 """Messages between hosts in groups: each group is put into the peer's heap when it is ready, and awaited by itself.
 
-A message is made of rows, in *runs*: of pooled embeddings a run is the samples of one rank of the receiving host, a
-gradient has one run. Each run is cut into groups of the same number of rows, but for its last (`grouping`), so none
-holds rows of two runs. Each group has a signal of its own, which its put sets to the epoch after its data. Nothing is
-ever reset. Puts may overtake each other, since none covers another's data.
+A message is made of rows, in *runs*, each the samples of one rank of the receiving host. Each run is cut into groups of
+the same number of rows, but for its last (`grouping`), so none holds rows of two runs. Each group has a signal of its
+own, which its put sets to the epoch after its data. Nothing is ever reset. Puts may overtake each other, since none
+covers another's data.
 """
 
 from functools import lru_cache
@@ -19,7 +19,6 @@ from dlrm_overlap.kernels.network import AT_LEAST, Network, put_signal, signal_w
 from dlrm_overlap.kernels.primitives import EXPIRED, poll, record, stop
 
 _LEAST_ROWS = 8  # of a group: a task of pooling, which has as many at most, lies in one group
-_NUM_WARPS = 8
 _LANES = 128  # groups that a program awaits at a time, a thread each
 
 
@@ -44,22 +43,11 @@ class Groups(NamedTuple):
 class Outgoing(NamedTuple):
     """A message in this rank's heap, and where it goes: places in a peer's heap, as addresses in this rank's."""
 
-    address: int
-    """of its first row, which is where kernels stage it"""
     shift_bytes: int
-    """from there to its place at the peer"""
+    """from where kernels stage it to its place at the peer"""
     signals: int
     """address of the signal of its first group"""
     peer: int
-
-
-class Incoming(NamedTuple):
-    """A message that arrives in this rank's heap."""
-
-    address: int
-    signals: int
-    source: int
-    """the rank that sends it"""
 
 
 class Waiting(NamedTuple):
@@ -71,37 +59,18 @@ class Waiting(NamedTuple):
     """[1 + kinds] int64 on the device, see `Record.status`"""
 
 
-@triton.jit(
-    do_not_specialize=["rank", "peer", "rows", "row_bytes", "group_rows", "address", "shift", "signals", "epoch"]
-)
-def _put_message(
-    heaps, clock_word, rank, peer, rows, row_bytes, group_rows,
-    address: tl.int64, shift: tl.int64, signals: tl.int64, epoch: tl.int64,
-    FORM: tl.constexpr,
-):  # fmt: skip
-    """Put group p of a message of one run, which has been staged, as program p.
-
-    Memory: the program reads its group in this rank's heap, and stores it and its signal in the heap of `peer`.
-
-    Order: the message has been staged by earlier kernels of the stream. See `network.put_signal`.
-
-    Example: 20 rows of 64 bytes, groups of 16: program 0 puts rows 0 .. 15 and sets signal 0, program 1 puts rows 16 ..
-    19, 256 bytes, and sets signal 1.
-
-    Source: the puts between hosts of Chen et al. 2024.
-    """
-    first = tl.program_id(0) * group_rows
-    source = address + first.to(tl.int64) * row_bytes
-    signal = signals + tl.program_id(0).to(tl.int64) * 8
-    size_bytes = tl.minimum(group_rows, rows - first).to(tl.int64) * row_bytes
-    put_signal(heaps, rank, peer, source, source + shift, size_bytes, signal, epoch + tl.load(clock_word), FORM)
+@triton.jit(do_not_specialize=["rank", "peer", "signal", "epoch"])
+def _send_signal(heaps, clock_word, rank, peer, signal: tl.int64, epoch: tl.int64, FORM: tl.constexpr):
+    """Set a signal in the heap of `peer` to `epoch` + `clock_word` [1] int64, by one program; see `put_signal`."""
+    nothing = tl.zeros((), tl.int64)
+    put_signal(heaps, rank, peer, signal, signal, nothing, signal, epoch + tl.load(clock_word), FORM)
 
 
-@triton.jit(do_not_specialize=["rank", "source", "rows", "group_rows", "each", "signals", "epoch", "timeout"])
+@triton.jit(do_not_specialize=["rank", "source", "group_rows", "each", "signals", "epoch", "timeout"])
 def _await_message(
-    clock_word, status, first_sample, rank, source, rows, group_rows, each,
+    clock_word, status, first_sample, rank, source, group_rows, each,
     signals: tl.int64, epoch: tl.int64, timeout: tl.int64,
-    RUNS: tl.constexpr, LANES: tl.constexpr, FORM: tl.constexpr, INTERPRETED: tl.constexpr,
+    LANES: tl.constexpr, FORM: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Await the groups of run p of a message as program p.
 
@@ -109,22 +78,17 @@ def _await_message(
     ns have passed (turns, under the interpreter), the program records which signal is missing and stops the kernel, as
     `primitives.await_flags` does for a flag.
 
-    Memory: the program reads the signals of the run's groups, from number p * `each` on. With RUNS, the run has as many
-    rows as `first_sample` [runs + 1] int32 says; else the message has one run, of `rows` rows, whose first group's
-    signal is awaited even if there are none. Signals of a later epoch do not come before this one's are awaited no
-    more.
+    Memory: the program reads the signals of the run's groups, from number p * `each` on; the run has as many rows as
+    `first_sample` [runs + 1] int32 says. Signals of a later epoch do not come before this one's are awaited no more.
 
     Order: signals are read relaxed until they have come. Then they are acquired at system scope, of NVSHMEM by its own
     wait, which makes the bytes visible that a network card has written. A barrier follows, so that no thread reads a
     group before the threads that acquired. The kernels that follow on the stream see the sender's bytes.
 
-    Example: 20 rows, groups of 16 rows: signals 0 and 1 are awaited.
+    Example: a run of 20 rows, groups of 16 rows: signals 0 and 1 are awaited.
     """
     run = tl.program_id(0)
-    if RUNS:
-        groups = tl.cdiv(tl.load(first_sample + run + 1) - tl.load(first_sample + run), group_rows)
-    else:
-        groups = tl.maximum(1, tl.cdiv(rows, group_rows))
+    groups = tl.cdiv(tl.load(first_sample + run + 1) - tl.load(first_sample + run), group_rows)
     words = signals.to(tl.pointer_type(tl.int64)) + run * each
     epoch = epoch + tl.load(clock_word)
     for begin in range(0, groups, LANES):
@@ -146,66 +110,56 @@ def _await_message(
     tl.debug_barrier()
 
 
-_PUT_ARGUMENTS = (
-    "heaps", "clock_word", "rank", "peer", "rows", "row_bytes", "group_rows",
-    "address", "shift", "signals", "epoch",
-)  # fmt: skip
+_SEND_ARGUMENTS = ("heaps", "clock_word", "rank", "peer", "signal", "epoch")
 _AWAIT_ARGUMENTS = (
-    "clock_word", "status", "first_sample", "rank", "source", "rows", "group_rows", "each",
-    "signals", "epoch", "timeout",
+    "clock_word", "status", "first_sample", "rank", "source", "group_rows", "each", "signals", "epoch", "timeout",
 )  # fmt: skip
 
 
 @lru_cache
-def _putting(form: str, options: tuple) -> CompiledKernel:
-    return CompiledKernel(_put_message, _PUT_ARGUMENTS, {"FORM": form}, num_warps=_NUM_WARPS, **dict(options))
+def _sending(form: str, options: tuple) -> CompiledKernel:
+    return CompiledKernel(_send_signal, _SEND_ARGUMENTS, {"FORM": form}, num_warps=1, **dict(options))
 
 
 @lru_cache
-def _awaiting(runs: bool, form: str, options: tuple) -> CompiledKernel:
-    constants = {"RUNS": runs, "LANES": _LANES, "FORM": form, "INTERPRETED": INTERPRETED}
+def _awaiting(form: str, options: tuple) -> CompiledKernel:
+    constants = {"LANES": _LANES, "FORM": form, "INTERPRETED": INTERPRETED}
     return CompiledKernel(_await_message, _AWAIT_ARGUMENTS, constants, num_warps=_LANES // 32, **dict(options))
 
 
-def put_message(
-    heap: Network, message: Outgoing, rows: int, row_bytes: int, groups: Groups, clock: torch.Tensor, epoch: int
-) -> None:
-    """Put a message of one run that has been staged, group by group, each with its signal.
+def send_signal(heap: Network, message: Outgoing, clock: torch.Tensor, epoch: int) -> None:
+    """Send the signal of a message's first group alone, where there are no rows.
 
     Args:
-        rows: of the message; with 0 its first group's signal goes alone.
-        row_bytes: of a row, a multiple of 16.
-        clock: [1] int64; the signals are set to `epoch` + `clock`.
+        clock: [1] int64; the signal is set to `epoch` + `clock`.
     """
-    kernel = _putting(heap.form, heap.options())
-    kernel(
-        max(1, -(-rows // groups.rows)), (),
-        heap.heaps, clock, heap.rank, message.peer, rows, row_bytes, groups.rows,
-        message.address, message.shift_bytes, message.signals, epoch,
-    )  # fmt: skip
+    kernel = _sending(heap.form, heap.options())
+    kernel(1, (), heap.heaps, clock, heap.rank, message.peer, message.signals, epoch)
 
 
 def await_message(
     heap: Network,
-    message: Incoming,
-    rows: int,
+    source: int,
+    signals: int,
     groups: Groups,
     waiting: Waiting,
     clock: torch.Tensor,
     epoch: int,
-    first_sample: torch.Tensor | None = None,
+    first_sample: torch.Tensor,
 ) -> None:
-    """Make the current stream wait for a message, by one program a run; arguments as of `put_message`.
+    """Make the current stream wait for a message, by one program a run.
 
     A wait that lasts longer than `waiting.timeout` is recorded and stops the GPU's work.
 
     Args:
-        first_sample: [runs + 1] int32: run r has the rows of the samples [first_sample[r], first_sample[r + 1]), and
-            `rows` is not read; None is one run of `rows` rows.
+        source: the rank that sends it.
+        signals: address of the signal of its first group.
+        clock: [1] int64; signals are awaited until they have reached `epoch` + `clock`.
+        first_sample: [runs + 1] int32: run r has the rows of the samples [first_sample[r], first_sample[r + 1]).
     """
-    kernel = _awaiting(first_sample is not None, heap.form, heap.options())
+    kernel = _awaiting(heap.form, heap.options())
     kernel(
-        1 if first_sample is None else first_sample.numel() - 1, (),
-        clock, waiting.status, clock if first_sample is None else first_sample, heap.rank, message.source, rows,
-        groups.rows, groups.each, message.signals, epoch, waiting.timeout,
+        first_sample.numel() - 1, (),
+        clock, waiting.status, first_sample, heap.rank, source, groups.rows, groups.each,
+        signals, epoch, waiting.timeout,
     )  # fmt: skip

@@ -153,16 +153,6 @@ class Crossing:
         received = [(rows(source, reach.here), self._sum_pitch(reach.host_of(source))) for source in reach.sources]
         return self._messages(sent, received)
 
-    def largest_gradients(self, samples: int) -> Sequence[tuple[int, int]]:
-        """Return the rows and the pitches of the largest messages of gradients of ranks of up to `samples` samples."""
-        return [(samples, self.pitch(self.gradient_columns[host])) for host in self.reach.hosts]
-
-    def largest_sums(self, samples: int) -> Sequence[tuple[int, int]]:
-        """Return the rows and the pitches of the largest messages of sums of any ranks of up to `samples` samples."""
-        hosts = self.reach.hosts
-        most = max(len(self.served(rank, host)) for here in hosts for rank in here for host in hosts if host != here)
-        return [(most * samples, self._sum_pitch(host)) for host in hosts]
-
     def gradients(self, batch: BatchSizes) -> Messages:
         """Return the messages of their gradients."""
         return self._gradients.get(batch, self._gradients_of, batch)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from dlrm_overlap.backends import BACKENDS, BACKWARDS, BACKWARDS_ACROSS
 from dlrm_overlap.comm.arena import Arena, Region, open_arena
-from dlrm_overlap.comm.network import agree_on_puts
+from dlrm_overlap.comm.network import start_puts
 from dlrm_overlap.comm.reach import Reach, find_reach
 from dlrm_overlap.embedding.backends.base import Backward, Forward
 from dlrm_overlap.embedding.backends.ids import CpuIdExchange, DeviceIdExchange, IdExchange
@@ -29,15 +29,16 @@ def reach_of(options: ExchangeOptions, group: dist.ProcessGroup, device: torch.d
 
 
 def are_put(options: ExchangeOptions, reach: Reach, group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Return whether kernels put messages to other hosts; a collective. Where there are some, rank 0's log says so."""
-    puts, why = agree_on_puts(options.between_hosts, reach, group, device, options.wait_timeout_s)
-    if not reach.whole and reach.rank == 0:
-        carrier = "NCCL" if device.type == "cuda" else "gloo"
-        by = "put group by group by kernels (NVSHMEM)" if puts else f"by {carrier}, since {why}"
-        log.warning(
-            "backend %s: %s: stores within a host; between hosts one message a host and rank each way, %s",
-            options.backend, reach.summary(), by,
-        )  # fmt: skip
+    """Return whether kernels put rows to other hosts; a collective. Where there are some, rank 0's log says so."""
+    if reach.whole:
+        return False
+    puts = options.between_hosts == "puts"
+    if puts:
+        start_puts(group, device, options.wait_timeout_s)
+    if reach.rank == 0:
+        by = ("NCCL" if device.type == "cuda" else "gloo") + ", pooled rows by puts of NVSHMEM" * puts
+        text = "backend %s: %s: stores within a host; between hosts one message a host and rank each way, by %s"
+        log.warning(text, options.backend, reach.summary(), by)
     return puts
 
 

@@ -54,9 +54,9 @@ class ExchangeOptions:
     """backends that store to peers: auto finds out which ranks are reached by stores; a number emulates hosts, see
     `find_reach`"""
     between_hosts: str = "messages"
-    """backends that store to peers, on GPUs: messages | puts | auto, see `agree_on_puts`"""
+    """backends that store to peers, on GPUs: how pooled rows go to other hosts, messages | puts"""
     aggregate_bytes: int = EmbeddingConfig.aggregate_bytes
-    """between hosts: a message leaves in groups of at least so many bytes, see `kernels.grouping`"""
+    """puts: a message leaves in groups of at least so many bytes, see `kernels.grouping`"""
     leading_columns: int = 0
     """backends that store to peers: columns that each row of a lent window has in front of the pooled embeddings, for
     tensors that its user joins with them. No rank stores there, and nothing reads them"""
@@ -104,7 +104,7 @@ class ExchangeContext:
     reach: Reach | None = None
     """which ranks are reached by stores; None has `open_halves` find out"""
     puts: bool | None = None
-    """whether kernels put messages to other hosts, on GPUs; None has `open_halves` find out"""
+    """whether kernels put pooled rows to other hosts, on GPUs; None has `open_halves` find out"""
 
     def leaves_out(self, shard: FeatureShard) -> bool:
         """Return whether a shard's empty bags are not sent, which the samples' ranks know by the ids they published.

@@ -289,7 +289,7 @@ def make_options(
         ("backend", EXCHANGED),
         ("schedule", SCHEDULES),
         ("put", PUTS),
-        ("between_hosts", ("messages", "puts", "auto")),
+        ("between_hosts", ("messages", "puts")),
     ):
         if name in given:
             _check_known(name, given[name], known)

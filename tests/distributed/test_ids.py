@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dlrm_overlap.comm.arena import open_arena
 from dlrm_overlap.comm.reach import find_reach
 from dlrm_overlap.config import InputError
-from dlrm_overlap.embedding.backends import puts as by_puts
 from dlrm_overlap.embedding.backends.ids import ArrivedIds, CpuIdExchange, DeviceIdExchange, IdExchange
 from dlrm_overlap.embedding.crossing import arrival_regions
 from dlrm_overlap.embedding.id_layout import BatchBound, IdLayout, joined
@@ -24,7 +22,6 @@ from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions, Ste
 from dlrm_overlap.embedding.windows import WindowPair
 from dlrm_overlap.kernels.compiled import INTERPRETED
 from tests.agreement import assert_same
-from tests.distributed.interpreted import SharedHeap
 from tests.distributed.models import world
 from tests.distributed.tiny_stage import CPU, ROWS, Stage
 from tests.distributed.workers import cases_on_ranks
@@ -49,13 +46,13 @@ def _bound(stage: Stage, sizes: Sizes) -> BatchBound:
     return BatchBound(SAMPLES, {key: sizes[key] for key in _keys(stage)})
 
 
-def _open(stage: Stage, sizes: Sizes, kind: type[IdExchange], hosts: int = 1, puts: bool = False) -> IdExchange:
+def _open(stage: Stage, sizes: Sizes, kind: type[IdExchange], hosts: int = 1) -> IdExchange:
     """Return an exchange of ids by itself, on a host, or on a GPU as the interpreter has it."""
     layout = joined(stage.layout)
     ids = IdLayout(layout, _keys(stage), _bound(stage, sizes))
     options = ExchangeOptions(wait_timeout_s=TIMEOUT_S[kind], aggregate_bytes=0)  # each part of a message by itself
     counters = StepCounters(CPU)
-    context = ExchangeContext(layout, stage.tables, options, world(), CPU, SAMPLES, counters, ids=ids, puts=puts)
+    context = ExchangeContext(layout, stage.tables, options, world(), CPU, SAMPLES, counters, ids=ids)
     reach = find_reach(world(), CPU, hosts)
     regions = {**ids.windows.regions(world().size()), **arrival_regions(ids.windows, reach)}
     arena = open_arena(regions, world(), CPU, reach)
@@ -91,16 +88,11 @@ def _assert_arrived(arrived: ArrivedIds, stage: Stage, batches: Sequence[KeyedJa
     assert len(arrived.ids.keys()) - len(names) in (0, 1), what
 
 
-def _check_what_arrives(
-    kind: type[IdExchange], owners: Any, sizes: Sizes, dtype: torch.dtype, hosts: int = 1, puts: bool = False
-) -> None:
+def _check_what_arrives(kind: type[IdExchange], owners: Any, sizes: Sizes, dtype: torch.dtype, hosts: int = 1) -> None:
     stage = Stage(owners, dist.get_rank())
-    exchange = _open(stage, sizes, kind, hosts, puts)
+    exchange = _open(stage, sizes, kind, hosts)
     before: tuple[ArrivedIds, list[KeyedJaggedTensor]] | None = None
     for step, samples in enumerate((SAMPLES, SAMPLES, 2, 2, 3, SAMPLES, SAMPLES)):  # an evaluation's are fewer
-        if puts and step == 3:
-            exchange.skip()  # whose signals go alone
-            before = None
         batches = [_batch(stage, sizes, step, rank, samples, dtype) for rank in range(2)]
         arrived = exchange.send(mine := _mine(batches), mine.stride())
         exchange.check()
@@ -108,14 +100,8 @@ def _check_what_arrives(
         if before is not None and before[0].batch == arrived.batch:
             _assert_arrived(*_with_stage(before, stage), f"step {step - 1}, when the next has been sent")
         before = arrived, batches
-    assert exchange.windows.epoch == 7 + puts
+    assert exchange.windows.epoch == 7
     exchange.close()
-
-
-def _check_put_between_hosts(sizes: Sizes) -> None:
-    """By puts of kernels, of windows in several parts."""
-    with patch.multiple(by_puts, _ROW_WORDS=4, NvshmemHeap=SharedHeap):
-        _check_what_arrives(DeviceIdExchange, BOTH, sizes, torch.int32, hosts=2, puts=True)
 
 
 def _with_stage(
@@ -244,7 +230,6 @@ for _kind in (HOST, DEVICE) if INTERPRETED else (HOST,):
         CASES[f"{_of} between hosts"] = partial(_check_what_arrives, _kind, BOTH, _sizes, torch.int32, hosts=2)
         if _kind is DEVICE:
             CASES[f"{_of} shapes stay"] = partial(_check_shapes_stay, _kind, _sizes)
-            CASES[f"{_of} put between hosts"] = partial(_check_put_between_hosts, _sizes)
 
 
 def _run(case: str) -> None:

@@ -9,7 +9,7 @@ from dlrm_overlap.comm.record import Record
 from dlrm_overlap.kernels.arguments import Windows
 from dlrm_overlap.kernels.forward.put_columns import PutColumns, put_columns
 from dlrm_overlap.kernels.forward.put_pooled import put_pooled
-from dlrm_overlap.kernels.messages import Groups, Incoming, Outgoing, Waiting, await_message, put_message
+from dlrm_overlap.kernels.messages import Groups, Outgoing, Waiting, await_message, send_signal
 from dlrm_overlap.kernels.network import Network
 from tests.agreement import assert_same
 from tests.kernels.emulation import CLOCK, CPU, GUARD, Case, World, interpreted
@@ -41,7 +41,7 @@ def test_groups_of_a_message_are_pooled_put_and_taken(groups: Groups, puts: Sequ
     sent, arrived = (_rows(heaps[rank], at, 12, 8) for rank, at in ((0, _STAGED), (2, _ARRIVED)))
     host = world.first_sample[1:].clone()  # where a kernel's tensors may begin
     begins = torch.tensor([sent.data_ptr(), sent.data_ptr() + 9 * 8 * 4])
-    out = Outgoing(sent.data_ptr(), _ARRIVED - _STAGED, heaps[0].data_ptr() + _SIGNALS, peer=2)
+    out = Outgoing(_ARRIVED - _STAGED, heaps[0].data_ptr() + _SIGNALS, peer=2)
     counts = torch.zeros(4, dtype=torch.int32)
     bags = world.bags(0)._replace(first_sample=host)
     for epoch in (1, 2):
@@ -59,8 +59,12 @@ def test_groups_of_a_message_are_pooled_put_and_taken(groups: Groups, puts: Sequ
     record = Record(CPU)
 
     def take() -> None:
-        incoming = Incoming(arrived.data_ptr(), heaps[2].data_ptr() + _SIGNALS, 0)
-        await_message(Network("stores", addresses, 2), incoming, 9, groups, Waiting(9, record.status), CLOCK, 2, host)
+        network, signals, waiting = (
+            Network("stores", addresses, 2),
+            heaps[2].data_ptr() + _SIGNALS,
+            Waiting(9, record.status),
+        )
+        await_message(network, 0, signals, groups, waiting, CLOCK, 2, host)
         places = PutColumns.of([(4, 4), (4, 12)], 20, 4, CPU)
         addressed = torch.tensor([window.data_ptr() for window in windows])
         put_columns(arrived, places, addressed, host, 20, 9, here=1)
@@ -77,26 +81,13 @@ def test_groups_of_a_message_are_pooled_put_and_taken(groups: Groups, puts: Sequ
 
 
 @interpreted
-@pytest.mark.parametrize("rows", [20, 0])
-def test_a_message_is_put_in_groups_and_a_late_one_is_named(rows: int) -> None:
+def test_a_message_without_rows_is_a_signal() -> None:
     heaps, addresses = _heaps(2)
-    staged = _rows(heaps[0], _STAGED, 24, 4)
-    staged.copy_(torch.arange(96.0).view(24, 4))
-    begin, groups, record = heaps[0].data_ptr(), Groups.of(rows, 16, 256), Record(CPU)
-    out = Outgoing(begin + _STAGED, _ARRIVED - _STAGED, begin + _SIGNALS, peer=1)
-    put_message(Network("stores", addresses, 0), out, rows, 16, groups, CLOCK, 5)
-    arrived = _rows(heaps[1], _ARRIVED, 24, 4)
-    assert_same(arrived[:rows], staged[:rows], "message")
-    assert not arrived[rows:].any()
-    assert _signals(heaps[1]) == ([5, 5, 0, 0] if rows else [5, 0, 0, 0]), "of 20 rows, 16 a group"
-    incoming = Incoming(heaps[1].data_ptr() + _ARRIVED, heaps[1].data_ptr() + _SIGNALS, source=0)
-    receiver, waiting = Network("stores", addresses, 1), Waiting(5, record.status)
-    await_message(receiver, incoming, rows, groups, waiting, CLOCK, 5)
-    assert record.empty
-    last = 1 if rows else 0
-    heaps[1][_SIGNALS // 8 + last] = 4
-    await_message(receiver, incoming, rows, groups, waiting, CLOCK, 5)
-    assert record.expired() == [1, 0, last, 5, 4]
+    begin = heaps[0].data_ptr()
+    out = Outgoing(_ARRIVED - _STAGED, begin + _SIGNALS, peer=1)
+    send_signal(Network("stores", addresses, 0), out, CLOCK, 5)
+    assert _signals(heaps[1]) == [5, 0, 0, 0]
+    assert heaps[1].count_nonzero() == 1
 
 
 @pytest.mark.parametrize(

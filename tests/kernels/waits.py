@@ -78,7 +78,7 @@ def _kernels() -> dict[str, tuple[CompiledKernel, dict[str, str]]]:
     return {
         "await_flags": (flags._awaiting(1024), {}),
         "put_slices": (put_slices._compiled(True, 8, True, True, 4, shape), _OF_SLICES),
-        "await_message": (messages._awaiting(True, "stores", ()), _OF_MESSAGE),
+        "await_message": (messages._awaiting("stores", ()), _OF_MESSAGE),
         "gathered_product": (product._compiled(kind, tiling), _OF_PRODUCT | tiles),
     }
 

@@ -13,7 +13,7 @@ A rank pools for each other host into one message, which goes to that host's ran
 (`messages`, `puts`). Partial sums of tables whose rows several ranks of the host own are added up first, and sent by
 messages of their own (`sums`). Meanwhile it serves its own host's ranks as on one host. A kernel stores a message that
 has come into the windows of all ranks of the host, each column where it belongs, so nothing is unpacked later. Then it
-raises the flag of the sender at each, as the sender would. Gradients go the same way back.
+raises the flag of the sender at each, as the sender would. Gradients go the same way back, by NCCL.
 
 No rank overwrites a window before its reader is done: a rank passes on step e's messages after its own beginning of
 step e, and so after the flags of step e - 1 of all ranks of its host, as it stores its own pooled embeddings.
@@ -27,7 +27,7 @@ from dlrm_overlap.embedding.backends.fused import SlicedForward
 from dlrm_overlap.embedding.backends.messages import PackedByCollective, PooledByCollective
 from dlrm_overlap.embedding.backends.pgas import DeviceLookup, ZeroCopyForward
 from dlrm_overlap.embedding.backends.push import Push, Pushed
-from dlrm_overlap.embedding.backends.puts import PackedByPuts, PooledByPuts
+from dlrm_overlap.embedding.backends.puts import PooledByPuts
 from dlrm_overlap.embedding.backends.sums import DeviceHostSums
 from dlrm_overlap.embedding.crossing import Crossing, Message
 from dlrm_overlap.embedding.options import ExchangeContext
@@ -141,13 +141,9 @@ class PushAcross(Push):
 
     def __init__(self, context: ExchangeContext, windows: WindowPair) -> None:
         super().__init__(context, windows)
-        reach, wire, most = windows.arena.reach, self.options.wire_dtype, context.samples_per_rank
-        self._crossing = Crossing(self.layout, reach, wire)
-        self._carrier = (
-            PackedByPuts(context, windows, self._crossing.gradients, self._crossing.largest_gradients(most))
-            if context.puts
-            else PackedByCollective(context, self._crossing.gradients)
-        )
+        reach = windows.arena.reach
+        self._crossing = Crossing(self.layout, reach, self.options.wire_dtype)
+        self._carrier = PackedByCollective(context, self._crossing.gradients)
         self._pass_stream = torch.cuda.Stream(self.device, priority=-2)
         self._sent_columns = {host: self._crossing.output_columns(host).to(self.device) for host in reach.others}
         columns = self._crossing.gradient_columns[reach.here]
@@ -187,16 +183,9 @@ class PushAcross(Push):
     def skip(self) -> None:
         """Take an epoch in which nothing is stored."""
         torch.cuda.current_stream(self.device).wait_stream(self._pass_stream)
-        if not self._carrier.skip(self._record.status):
-            super().skip()
-
-    def check(self) -> None:
-        """Raise the fault that a wait has recorded, one for another host's message included."""
-        super().check()
-        self._carrier.check()
+        super().skip()
 
     def close(self) -> None:
-        """Forget the windows, and give the messages' memory back."""
-        self._carrier.close()
+        """Forget the windows."""
         self._passed_on = {}
         super().close()

@@ -14,7 +14,6 @@ from dlrm_overlap.comm.record import Record
 from dlrm_overlap.config import InputError
 from dlrm_overlap.embedding.backends.cpu import meet_on_cpu, skip_on_cpu
 from dlrm_overlap.embedding.backends.messages import send_window
-from dlrm_overlap.embedding.backends.puts import IdsByPuts
 from dlrm_overlap.embedding.crossing import published_window
 from dlrm_overlap.embedding.distinct import Distinct
 from dlrm_overlap.embedding.id_layout import IdLayout
@@ -420,9 +419,6 @@ class DeviceIdExchange(IdExchange):
             self._shares = Shares(entries, ids.values, *where, ids.weights_at * ids.weighted)
             room = 1 + len(ids.shares) * ids.bound.samples
             self._counts = torch.full((room,), ids.shares_at, dtype=torch.int32, device=self.device)
-        self._carrier: IdsByPuts | None = None
-        if context.puts and not windows.arena.reach.whole:
-            self._carrier = IdsByPuts(context, windows)
         counts = torch.ones(self.world_size, dtype=torch.int32, device="cpu")
         self._flags = ready_flags(windows, counts, self._pull.record.status, self.options.wait_timeout_s)
 
@@ -435,9 +431,7 @@ class DeviceIdExchange(IdExchange):
         argument, parity = self.windows.counter.argument, self.windows.epoch % 2
         with self.order:
             raise_flags(self._flags, self.rank, 0, argument)
-            if self._carrier is not None:
-                self._carrier.bring()
-            elif not self.windows.arena.reach.whole:
+            if not self.windows.arena.reach.whole:
                 send_window(self.windows, self.group)
             for source in self.windows.arena.reach.sources:
                 raise_flags(self._flags, source, 0, argument)
@@ -450,10 +444,7 @@ class DeviceIdExchange(IdExchange):
 
     def skip(self) -> None:
         """Take an epoch in which nothing is published."""
-        if self._carrier is not None:
-            self._carrier.skip(self._pull.record.status)
-        else:
-            skip_epoch(self.windows, self._pull.record.status, self.options.wait_timeout_s)
+        skip_epoch(self.windows, self._pull.record.status, self.options.wait_timeout_s)
 
     def check(self) -> None:
         """Raise the faults that kernels have recorded.
@@ -465,14 +456,6 @@ class DeviceIdExchange(IdExchange):
         self._raise(self._pull.record, self._shards, 0)
         if self._pull_own is not None:
             self._raise(self._pull_own.record, self.layout.replicated, self.rank)
-        if self._carrier is not None:
-            self._carrier.check()
-
-    def close(self) -> None:
-        """Forget the windows, and give the memory of messages back."""
-        if self._carrier is not None:
-            self._carrier.close()
-        super().close()
 
     def _raise(self, record: Record, shards: Sequence[FeatureShard], first_rank: int) -> None:
         """Raise the faults in a record, whose kernels count `shards`, and ranks from `first_rank` on."""

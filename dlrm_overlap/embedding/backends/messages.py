@@ -1,10 +1,13 @@
 """Messages between hosts by a collective, each way of a step in one call: on GPUs NCCL's grouped sends and receives.
 
-A backend has a carrier for each way: one of these or, on GPUs, one of `puts`, which has the same methods:
+A backend has a carrier for each way: one of these or, for pooled embeddings on GPUs, that of `puts`. All have:
 
     send        fills the messages on the current stream, and may send some
     receive     sends the rest and receives, on the current stream, which comes after `send`; every rank calls it
     arrived     returns a message, for which the current stream waits
+
+and those of pooled embeddings also:
+
     skip        takes an epoch without messages, if messages have epochs; else it returns False
 """
 
@@ -50,7 +53,7 @@ MessagesOf = Callable[[BatchSizes], Messages]
 
 
 class ByCollective:
-    """A carrier by a collective: nothing to record or to release, and no epochs.
+    """A carrier by a collective.
 
     The memory of messages is the same in all steps, since captured ones go on using it. Those of a step may be written
     once those of the step before have been sent, and received ones are there until the next exchange begins: the
@@ -87,16 +90,6 @@ class ByCollective:
         """Return a message that `receive` has waited for."""
         return self._messages_of(step.batch).received[slot].within(self._received)
 
-    def skip(self, status: torch.Tensor) -> bool:
-        """Return False: an epoch without messages takes no collective, and each host skips it alone."""
-        return False
-
-    def check(self) -> None:
-        """Do nothing: a collective records no fault."""
-
-    def close(self) -> None:
-        """Do nothing: there is nothing to release."""
-
 
 class PooledByCollective(ByCollective):
     """Pooled embeddings in one call of the group's backend, when all are pooled."""
@@ -123,6 +116,16 @@ class PooledByCollective(ByCollective):
     def receive(self, step: Step) -> None:
         """Send all messages and receive the other hosts', in one call."""
         self.exchange(self._messages_of(step.batch)).wait()
+
+    def skip(self, status: torch.Tensor) -> bool:
+        """Return False: an epoch without messages takes no collective, and each host skips it alone."""
+        return False
+
+    def check(self) -> None:
+        """Do nothing: a collective records no fault."""
+
+    def close(self) -> None:
+        """Do nothing: there is nothing to release."""
 
 
 class PackedByCollective(ByCollective):

@@ -24,7 +24,6 @@ from dlrm_overlap.comm.arena import HostArena
 from dlrm_overlap.embedding.backends.cpu import pool_on_cpu
 from dlrm_overlap.embedding.backends.messages import PackedByCollective
 from dlrm_overlap.embedding.backends.pgas import DeviceLookup
-from dlrm_overlap.embedding.backends.puts import PackedByPuts
 from dlrm_overlap.embedding.crossing import Crossing, Message
 from dlrm_overlap.embedding.layout import FeatureShard
 from dlrm_overlap.embedding.options import ExchangeContext
@@ -123,7 +122,7 @@ class DeviceHostSums(HostSums):
         column: Column,
         bad_ids: BadIds,
     ) -> None:
-        """Make the carrier, a collective.
+        """Take the windows.
 
         Args:
             outputs: the output windows of this host's ranks, of even epochs and of odd ones.
@@ -141,11 +140,7 @@ class DeviceHostSums(HostSums):
         """of each other host, where the rows of its ranks' samples begin, in windows of even epochs and of odd ones"""
         divisible = [number for each in self.sums for number in (each.dim, *each.columns)]
         self._table = partial_table(self.sums, gcd(16, *divisible), self._device) if self.sums else None
-        if context.puts:
-            shapes = crossing.largest_sums(context.samples_per_rank)
-            self._carrier = PackedByPuts(context, windows, crossing.sums, shapes)
-        else:
-            self._carrier = PackedByCollective(context, crossing.sums)
+        self._carrier = PackedByCollective(context, crossing.sums)
         self._columns_of: dict[int, PutColumns] = {}
         self._outputs: dict[int, list[torch.Tensor]] = {}
         """by the rank that sends sums, the windows of the ranks that it serves, of even epochs and of odd ones"""
@@ -178,11 +173,11 @@ class DeviceHostSums(HostSums):
         self._carrier.send(step, partial(self.pack, step))
 
     def receive(self, step: Step) -> None:
-        """Wait, on the current stream, for messages that `put` does not await."""
+        """Wait, on the current stream, for the messages that `put` stores."""
         self._carrier.receive(step)
 
     def put(self, step: Step, slot: int) -> None:
-        """Store the message of the rank in `slot` into the output windows of this host's ranks, once it has arrived."""
+        """Store the message of the rank in `slot` into the output windows of this host's ranks."""
         message = self.crossing.sums(step.batch).received[slot]
         rows, source = self._carrier.arrived(step, slot), message.peer
         if message.elements:
@@ -199,9 +194,7 @@ class DeviceHostSums(HostSums):
     def check(self) -> None:
         """Raise the faults that kernels have recorded."""
         self.lookup.check()
-        self._carrier.check()
 
     def close(self) -> None:
-        """Forget the windows, and give the messages' memory back."""
-        self._carrier.close()
+        """Forget the windows."""
         self._gathering, self._outputs = {}, {}

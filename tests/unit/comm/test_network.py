@@ -2,7 +2,6 @@
 
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -11,82 +10,80 @@ import torch
 import torch.distributed as dist
 
 from dlrm_overlap.comm import network
-from dlrm_overlap.comm.network import _Nvshmem, start_together
-from dlrm_overlap.comm.reach import Reach
+from dlrm_overlap.comm.network import _Nvshmem, start_puts
 from dlrm_overlap.config import InputError
 from tests.unit.comm.threads import Rank, Threads
 
-CUDA = torch.device("cuda", 0)
-TWO_HOSTS = Reach(0, (range(1), range(1, 2)))
+TIMEOUT_S = 0.5
 
 
-class Group:
-    """A group of one rank, which needs no peer to agree with."""
+class _Library:
+    """Has the calls of `_Nvshmem`; a rank that is to start waits for one that fails, as NVSHMEM does."""
 
-    def size(self) -> int:
-        return 1
+    def __init__(self, start: str) -> None:
+        self.verdict: str | None = None
+        self._start = start
 
-    def rank(self) -> int:
-        return 0
+    def unique_id(self) -> bytes:
+        return b"id"
+
+    def start(self, unique_id: bytes, rank: int, world_size: int) -> str:
+        assert (unique_id, world_size) == (b"id", 2)
+        if self._start == "raises":
+            raise RuntimeError("CUDA error:\n  out of memory")
+        if self._start == "waits":
+            threading.Event().wait(20)
+        return self._start
+
+    def misfit(self, rank: int, world_size: int) -> str:
+        return ""
 
 
-def _choose(wanted: str, reach: Reach = TWO_HOSTS, device: torch.device = CUDA) -> tuple[bool, str]:
-    return network.agree_on_puts(wanted, reach, Group(), device, 1.0)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("starts", "why"),
+    [
+        (("", ""), ""),
+        (("waits", "no network"), "no network (rank 1)"),
+        (("raises", "waits"), "NVSHMEM does not start (CUDA error: out of memory) (rank 0)"),
+        (("waits", "waits"), "NVSHMEM has not started within 0.5 s (rank 0)"),
+    ],
+)
+def test_all_ranks_learn_what_keeps_one_from_starting(
+    monkeypatch: pytest.MonkeyPatch, starts: tuple[str, str], why: str
+) -> None:
+    ranks, mine, begin = Threads(2), threading.local(), time.monotonic()
+    monkeypatch.setattr(dist, "all_gather_object", ranks.gather)
+    monkeypatch.setattr(dist, "get_global_rank", lambda *_: 0)
+    monkeypatch.setattr(dist, "broadcast_object_list", lambda values, *_: values.__setitem__(0, b"id"))
+    monkeypatch.setattr(network, "missing_puts", lambda: "")
+    monkeypatch.setattr(network, "_nvshmem", lambda: mine.library)
 
+    def told(rank: int) -> list[str]:
+        mine.library, errors = _Library(starts[rank]), []
+        for _ in range(2):  # the second one waits for nobody again
+            try:
+                start_puts(Rank(rank, 2), torch.device("cuda"), TIMEOUT_S)  # type: ignore[arg-type]
+            except InputError as error:
+                errors.append(str(error))
+        return errors
 
-def test_puts_are_taken_only_where_they_are_wanted_and_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(network, "start_puts", lambda *_: "")
-    assert _choose("auto") == (True, "")
-    assert _choose("puts") == (True, "")
-    assert not _choose("messages")[0]
-    assert not _choose("puts", Reach(0, (range(2),)))[0], "one host has nobody to put to"
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    with ThreadPoolExecutor(2) as threads:
+        expected = [f"embedding.between_hosts: puts, but {why}; take messages"] * 2 if why else []
+        assert list(threads.map(told, range(2))) == [expected] * 2
+    assert time.monotonic() - begin < 5
 
 
 def test_who_has_no_nvshmem_is_told_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(network, "_library", lambda name: None)
-    missing = "NVSHMEM's libnvshmem_host.so.3 is not found"
-    puts, why = _choose("auto")
-    assert not puts
-    assert why.startswith(missing)
-    with pytest.raises(InputError, match=rf"^embedding\.between_hosts: puts, but {missing} .*; take auto or messages$"):
-        _choose("puts")
-    assert _choose("auto", device=torch.device("cpu")) == (False, "CPUs have no kernels that put (rank 0)")
-
-
-def _fails() -> str:
-    return "no network"
-
-
-def _raises() -> str:
-    raise RuntimeError("CUDA error:\n  out of memory")
-
-
-def _waits() -> str:
-    threading.Event().wait(20)  # for ranks that have failed, as NVSHMEM does without a bound
-    return ""
-
-
-def _starts() -> str:
-    return ""
-
-
-@pytest.mark.parametrize(
-    ("starts", "verdict"),
-    [
-        ((_starts, _starts, _starts), ""),
-        ((_waits, _fails, _waits), "no network (rank 1)"),
-        ((_raises, _waits, _waits), "NVSHMEM does not start (CUDA error: out of memory) (rank 0)"),
-        ((_starts, _waits, _starts), "NVSHMEM has not started within 0.5 s on rank 1"),
-        ((_waits, _waits, _waits), "NVSHMEM has not started within 0.5 s on rank 0 and 2 more"),
-    ],
-)
-def test_all_ranks_learn_what_keeps_one_from_starting(starts: tuple[Callable[[], str], ...], verdict: str) -> None:
-    store, begin = dist.HashStore(), time.monotonic()  # pyright: ignore[reportPrivateImportUsage]
-    with ThreadPoolExecutor(len(starts)) as ranks:
-        told = list(ranks.map(lambda rank: start_together(starts[rank], store, rank, 3, 0.5), range(3)))
-    assert told == [verdict] * 3
-    assert time.monotonic() - begin < 5
+    for device, why in (
+        ("cuda", r"NVSHMEM's libnvshmem_host.so.3 is not found .*"),
+        ("cpu", "CPUs have no kernels .*"),
+    ):
+        with pytest.raises(InputError, match=rf"^embedding\.between_hosts: puts, but {why}; take messages$"):
+            start_puts(Rank(0, 1), torch.device(device), TIMEOUT_S)  # type: ignore[arg-type]
 
 
 def test_ranks_take_a_kept_block_only_if_all_have_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -181,8 +181,8 @@ CHECKS = every("ids_outside_fatal", _check_fatal, backend=_BACKENDS)
 CHECKS |= every("ids_outside_lenient", _check_lenient, backend=_BACKENDS)
 _stalls = partial(_check_lost_peer, dies=False, train=False)
 _of_four_warps = partial(_stalls, backend="fused", dim=1024)
-# Of two ranks: a part of the culprit's message is awaited, and the flag that is raised behind it, for as long.
-_between_two = partial(_stalls, backend="pgas", hosts=2, between_hosts="puts", what="(?:part|slice)")
+# Of two ranks: a group of the culprit's message is awaited, and the flag that is raised behind it, for as long.
+_between_two = partial(_stalls, backend="pgas", hosts=2, between_hosts="puts", what="(?:group|slice)")
 LOST_PEERS = (
     every("peer_stalls_eval", _stalls, backend=_BACKENDS[1:], alone=True)
     | every("peer_dies_eval", partial(_stalls, dies=True), backend=_BACKENDS[1:], alone=True)
