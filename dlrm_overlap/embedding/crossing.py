@@ -70,11 +70,13 @@ class Messages(NamedTuple):
 class Crossing:
     """The messages between hosts on one rank, for any batch."""
 
-    def __init__(self, layout: Layout, reach: Reach, wire_dtype: torch.dtype) -> None:
+    def __init__(self, layout: Layout, reach: Reach, wire_dtype: torch.dtype, with_sums: bool = True) -> None:
+        """Lay messages out; `with_sums` says whether hosts make sums, else each partial sum travels as it is."""
         self.reach, self._layout, self._wire_dtype = reach, layout, wire_dtype
         self._unit = _ROW_BYTES // wire_dtype.itemsize
         self._pooled, self._sums, self._gradients = (StepCache[BatchSizes, Messages]() for _ in range(3))
-        on_hosts = {host: [each.on(host) for each in layout.partial_sums] for host in reach.hosts}
+        sums = layout.partial_sums if with_sums else ()
+        on_hosts = {host: [each.on(host) for each in sums] for host in reach.hosts}
         self.sums_on = {host: [shards for shards in found if len(shards) > 1] for host, found in on_hosts.items()}
         """of each host the sums that are made there for samples of other hosts, each by its row shards"""
         added = {shard for found in self.sums_on.values() for shards in found for shard in shards}

@@ -83,7 +83,8 @@ def open_halves(context: ExchangeContext) -> Halves:
         regions |= spec.regions(group.size()) if spec else {}
     if context.ids is not None:
         regions |= arrival_regions(context.ids.windows, reach)
-    if sums := Crossing(context.layout, reach, options.wire_dtype).sum_windows(context.samples_per_rank):
+    crossing = Crossing(context.layout, reach, options.wire_dtype, make_forward.with_sums)
+    if sums := crossing.sum_windows(context.samples_per_rank):
         regions |= sums.regions(group.size())
     arena = open_arena(regions, group, device, reach) if regions else None
     counters = context.counters.forward, context.counters.backward, context.counters.ids

@@ -28,7 +28,7 @@ from dlrm_overlap.embedding.backends.messages import PackedByCollective, PooledB
 from dlrm_overlap.embedding.backends.pgas import DeviceLookup, ZeroCopyForward
 from dlrm_overlap.embedding.backends.push import Push, Pushed
 from dlrm_overlap.embedding.backends.puts import PooledByPuts
-from dlrm_overlap.embedding.backends.sums import DeviceHostSums
+from dlrm_overlap.embedding.backends.sums import HostSums
 from dlrm_overlap.embedding.crossing import Crossing, Message
 from dlrm_overlap.embedding.options import ExchangeContext
 from dlrm_overlap.embedding.steps import Step
@@ -52,9 +52,9 @@ class ZeroCopyAcross(ZeroCopyForward):
             if context.puts
             else PooledByCollective(context, self._crossing, self._sent_lookup)
         )
-        self._sums: DeviceHostSums | None = None
+        self._sums: HostSums | None = None
         if self._crossing.has_sums:
-            self._sums = DeviceHostSums(context, windows, self._crossing, self.peers, self.column, self.bad_ids)
+            self._sums = HostSums(context, windows, self._crossing, self.peers, self.column, self.bad_ids)
         self._sum_tables: list[FeatureTable] = []
         self._pass_stream = torch.cuda.Stream(self.device, priority=-2)  # work that peers wait for comes first
         self._columns_of: dict[int, PutColumns] = {}

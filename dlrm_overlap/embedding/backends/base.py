@@ -55,6 +55,8 @@ class Forward(Half):
 
     leading = 0
     """columns in front of the pooled embeddings where they arrive"""
+    with_sums = True
+    """whether hosts add up their partial sums of other hosts' samples before these travel, see `Crossing`"""
 
     def __init__(self, context: ExchangeContext, windows: WindowPair | None) -> None:
         super().__init__(context, windows)
@@ -100,7 +102,7 @@ class Forward(Half):
             arriving: list[tuple[int, int]] = []
             for host in self._hosts:
                 shards = each.on(host)
-                if len(shards) > 1 and self.rank not in host:
+                if self.with_sums and len(shards) > 1 and self.rank not in host:
                     arriving.append((self.leading + self.layout.column(shards[0]), EVERY_BAG))
                 else:
                     arriving += [(self.leading + self.layout.column(shard), number(shard)) for shard in shards]

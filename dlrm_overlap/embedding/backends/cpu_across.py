@@ -1,7 +1,7 @@
 """The exchange between hosts on CPUs: gloo carries messages.
 
 A message that has arrived is passed on where the stage is waited for, so a rank that never waits keeps its host's ranks
-waiting, for a bounded time.
+waiting, for a bounded time. Partial sums travel as they are: no host adds its own up first.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,6 @@ import torch
 
 from dlrm_overlap.embedding.backends.cpu import CpuPush, CpuZeroCopyForward, pool_on_cpu
 from dlrm_overlap.embedding.backends.messages import PackedByCollective
-from dlrm_overlap.embedding.backends.sums import CpuHostSums
 from dlrm_overlap.embedding.crossing import Crossing, Message
 from dlrm_overlap.embedding.options import ExchangeContext
 from dlrm_overlap.embedding.steps import Step
@@ -20,18 +19,17 @@ from dlrm_overlap.embedding.windows import WindowPair
 class CpuZeroCopyAcross(CpuZeroCopyForward):
     """`pgas` and `fused` between hosts: a rank sends to other hosts first, then serves this host's ranks."""
 
+    with_sums = False
+
     def __init__(self, context: ExchangeContext, windows: WindowPair) -> None:
         super().__init__(context, windows)
-        self._crossing = Crossing(self.layout, windows.arena.reach, self.options.wire_dtype)
+        self._crossing = Crossing(self.layout, windows.arena.reach, self.options.wire_dtype, with_sums=False)
         self._columns = self._crossing.pooled_columns[self.rank]
         self._carrier = PackedByCollective(context, self._crossing.pooled)
-        self._sums = CpuHostSums(context, windows, self._crossing) if self._crossing.has_sums else None
 
     def begin(self, step: Step, weights: Sequence[torch.Tensor]) -> None:
         """Begin the step, then pool for the other hosts' ranks, and send."""
         super().begin(step, weights)
-        if self._sums is not None:
-            self._sums.store(step)
         sent = self.tables.weights(list(self._columns))
 
         def pool(message: Message, rows: torch.Tensor) -> None:
@@ -44,8 +42,6 @@ class CpuZeroCopyAcross(CpuZeroCopyForward):
     def pass_on(self, step: Step) -> None:
         """Store messages of other hosts into the windows of this host's ranks, and raise the senders' flags."""
         windows = {rank: self._arena.view(self.windows.name, rank) for rank in self._reached}
-        if self._sums is not None:
-            self._sums.pass_on(step, windows, self.column)
         self._carrier.receive(step)
         for slot, message in enumerate(self._crossing.pooled(step.batch).received):
             rows, columns = self._carrier.arrived(step, slot), self._crossing.pooled_columns[message.peer]
@@ -64,7 +60,7 @@ class CpuPushAcross(CpuPush):
 
     def __init__(self, context: ExchangeContext, windows: WindowPair) -> None:
         super().__init__(context, windows)
-        self._crossing = Crossing(self.layout, windows.arena.reach, self.options.wire_dtype)
+        self._crossing = Crossing(self.layout, windows.arena.reach, self.options.wire_dtype, with_sums=False)
         self._columns = self._crossing.gradient_columns[self._reached]
         self._carrier = PackedByCollective(context, self._crossing.gradients)
 
