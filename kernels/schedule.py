@@ -40,21 +40,11 @@ class TaskGrid:
     """samples of a rank, b"""
     task_bags: int
     """bags a task"""
-    slice_bags: int
-    """bags a slice, a multiple of task_bags; a slice is sent by one put and has one ready flag"""
-
-    def __post_init__(self) -> None:
-        assert self.slice_bags % self.task_bags == 0, "a task belongs to one slice"
 
     @property
     def blocks(self) -> int:
         """Tasks of one feature for one destination."""
         return -(-self.samples // self.task_bags)
-
-    @property
-    def slices(self) -> int:
-        """Slices of one feature for one destination."""
-        return -(-self.samples // self.slice_bags)
 
     def __len__(self) -> int:
         return self.world_size * self.features * self.blocks

@@ -57,7 +57,7 @@ class Simulation(NamedTuple):
 
 @lru_cache(maxsize=8)
 def _waves_of_rank_0(world_size: int, schedule: str, count: int) -> np.ndarray:
-    grid = TaskGrid(0, world_size, features=1, samples=count, task_bags=1, slice_bags=1)
+    grid = TaskGrid(0, world_size, features=1, samples=count, task_bags=1)
     order = np.fromiter((task.destination for task in grid.order(schedule)), np.int64, len(grid))
     each = [np.bincount(part, minlength=world_size) / count for part in np.array_split(order, count)]
     return np.stack(each)

@@ -1,6 +1,5 @@
 """Exchanges between hosts, which are emulated: the same bits as where all ranks store to each other."""
 
-import tempfile
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -35,11 +34,10 @@ from dlrm_overlap.embedding.windows import WindowPair
 from dlrm_overlap.kernels.arguments import Windows
 from dlrm_overlap.kernels.compiled import INTERPRETED
 from tests.agreement import LOSS_TOLERANCE, WEIGHT_TOLERANCE, assert_all_near, assert_near, assert_same
-from tests.conftest import read_metrics
 from tests.distributed.captured import captures
 from tests.distributed.interpreted import interpreted_halves, without_streams
 from tests.distributed.tiny_stage import CPU, ROWS, Stage
-from tests.distributed.workers import cases_on_ranks, make_trainer, quickstart, train
+from tests.distributed.workers import cases_on_ranks, make_trainer, quickstart
 
 OWNERS = [([8, 4], [4]), ([], []), ([8], [12]), ([4], [])]  # rank 1 holds no tables
 CUT = [(8, (0, 1)), (4, (2, 3))]
@@ -263,23 +261,6 @@ def check_ids_reach_hosts_of_several_ranks(rank: int) -> None:
 def check_ids_reach_hosts_of_several_ranks_under_the_interpreter(rank: int) -> None:
     with without_streams():
         _check_ids(rank, DeviceIdExchange, "3 and 1")
-
-
-def check_losses_are_those_of_one_host(rank: int) -> None:
-    """By steps whose ids the exchange brings, and evaluations between them."""
-    options = ["--train.global_batch_size", "256", "--train.steps", "6", "--train.eval_every", "3"]
-    options += ["--data.eval_samples", "500", "--train.dense_reduce", "collective", "--train.pipeline", "graph"]
-    with tempfile.TemporaryDirectory() as own:
-        folder = [own]
-        dist.broadcast_object_list(folder)
-        for backend, hosts in (("pgas", "1"), ("pgas", "2"), ("fused", "4")):
-            more = ["--embedding.backend", backend, "--embedding.hosts", hosts]
-            train(quickstart(Path(folder[0]), f"{backend}_{hosts}", *options, *more))
-        expected = read_metrics(Path(folder[0]) / "pgas_1", "train/loss")
-        assert len(expected) == 6
-        for name in ("pgas_2", "fused_4"):
-            assert read_metrics(Path(folder[0]) / name, "train/loss") == expected, name
-        dist.barrier()
 
 
 def check_captured_steps_of_rows_on_two_hosts_under_the_interpreter(rank: int) -> None:

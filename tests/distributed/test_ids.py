@@ -13,10 +13,8 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.comm.arena import open_arena
-from dlrm_overlap.comm.reach import find_reach
 from dlrm_overlap.config import InputError
 from dlrm_overlap.embedding.backends.ids import ArrivedIds, CpuIdExchange, DeviceIdExchange, IdExchange
-from dlrm_overlap.embedding.crossing import arrival_regions
 from dlrm_overlap.embedding.id_layout import BatchBound, IdLayout, joined
 from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions, StepCounters
 from dlrm_overlap.embedding.windows import WindowPair
@@ -46,16 +44,14 @@ def _bound(stage: Stage, sizes: Sizes) -> BatchBound:
     return BatchBound(SAMPLES, {key: sizes[key] for key in _keys(stage)})
 
 
-def _open(stage: Stage, sizes: Sizes, kind: type[IdExchange], hosts: int = 1) -> IdExchange:
+def _open(stage: Stage, sizes: Sizes, kind: type[IdExchange]) -> IdExchange:
     """Return an exchange of ids by itself, on a host, or on a GPU as the interpreter has it."""
     layout = joined(stage.layout)
     ids = IdLayout(layout, _keys(stage), _bound(stage, sizes))
     options = ExchangeOptions(wait_timeout_s=TIMEOUT_S[kind], aggregate_bytes=0)  # each part of a message by itself
     counters = StepCounters(CPU)
     context = ExchangeContext(layout, stage.tables, options, world(), CPU, SAMPLES, counters, ids=ids)
-    reach = find_reach(world(), CPU, hosts)
-    regions = {**ids.windows.regions(world().size()), **arrival_regions(ids.windows, reach)}
-    arena = open_arena(regions, world(), CPU, reach)
+    arena = open_arena(ids.windows.regions(world().size()), world(), CPU)
     return kind(context, ids, WindowPair(ids.windows, arena, counters.ids))
 
 
@@ -88,9 +84,9 @@ def _assert_arrived(arrived: ArrivedIds, stage: Stage, batches: Sequence[KeyedJa
     assert len(arrived.ids.keys()) - len(names) in (0, 1), what
 
 
-def _check_what_arrives(kind: type[IdExchange], owners: Any, sizes: Sizes, dtype: torch.dtype, hosts: int = 1) -> None:
+def _check_what_arrives(kind: type[IdExchange], owners: Any, sizes: Sizes, dtype: torch.dtype) -> None:
     stage = Stage(owners, dist.get_rank())
-    exchange = _open(stage, sizes, kind, hosts)
+    exchange = _open(stage, sizes, kind)
     before: tuple[ArrivedIds, list[KeyedJaggedTensor]] | None = None
     for step, samples in enumerate((SAMPLES, SAMPLES, 2, 2, 3, SAMPLES, SAMPLES)):  # an evaluation's are fewer
         batches = [_batch(stage, sizes, step, rank, samples, dtype) for rank in range(2)]
@@ -227,7 +223,6 @@ for _kind in (HOST, DEVICE) if INTERPRETED else (HOST,):
         CASES[f"{_of} a rank without tables"] = partial(_check_what_arrives, _kind, ALONE, _sizes, torch.int32)
         CASES[f"{_of} room"] = partial(_check_room_beyond_the_ids, _kind, _sizes)
         CASES[f"{_of} too many"] = partial(_check_too_many, _kind, _sizes, TOO_MANY[_lengths])
-        CASES[f"{_of} between hosts"] = partial(_check_what_arrives, _kind, BOTH, _sizes, torch.int32, hosts=2)
         if _kind is DEVICE:
             CASES[f"{_of} shapes stay"] = partial(_check_shapes_stay, _kind, _sizes)
 

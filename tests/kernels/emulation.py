@@ -224,10 +224,11 @@ class SlicedWorld(World):
         super().__init__(case, seed)
         self.first_slot, self.slice_bags = first_slot, slice_tasks * self.tuning.task_bags
         self.grids = [
-            TaskGrid(rank, case.world_size, count, self.samples, self.tuning.task_bags, self.slice_bags)
+            TaskGrid(rank, case.world_size, count, self.samples, self.tuning.task_bags)
             for rank, count in enumerate(case.features)
         ]
-        self.used = [grid.features * grid.slices for grid in self.grids]
+        self.slices = -(-self.samples // self.slice_bags)  # of a feature and a destination
+        self.used = [grid.features * self.slices for grid in self.grids]
         slots = first_slot + max(self.used) + spare
         self.in_place = False
         self.ready = [torch.zeros(case.world_size, slots, dtype=torch.int64) for _ in case.batch_sizes]
@@ -239,7 +240,7 @@ class SlicedWorld(World):
         staged = pairs * grid.blocks * grid.task_bags * self.case.dim
         staging = torch.full((staged + 2 * _GUARDS,), GUARD, dtype=self.case.wire)
         staging[_GUARDS:-_GUARDS] = torch.nan
-        done = torch.full((pairs * grid.slices + 2 * _GUARDS,), int(GUARD), dtype=torch.int32)
+        done = torch.full((pairs * self.slices + 2 * _GUARDS,), int(GUARD), dtype=torch.int32)
         done[_GUARDS:-_GUARDS] = 0
         ticket = torch.zeros(3, dtype=torch.int32)
         return SliceState(staging[_GUARDS:-_GUARDS], done[_GUARDS:-_GUARDS], ticket), staging, done

@@ -32,7 +32,7 @@ def _tasks(out, tasks, rank, world_size, features, blocks, SCHEDULE: tl.constexp
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8])
 def test_device_and_host_agree(schedule: str, world_size: int) -> None:
     for features, samples, rank in product((1, 2, 5), (1, 4, 13, 24), sorted({0, world_size // 2, world_size - 1})):
-        grid = TaskGrid(rank, world_size, features, samples, task_bags=4, slice_bags=8)
+        grid = TaskGrid(rank, world_size, features, samples, task_bags=4)
         tasks = torch.full((len(grid), 3), -1, dtype=torch.int32)
         block = triton.next_power_of_2(len(grid))
         _tasks[(1,)](tasks, len(grid), rank, world_size, features, grid.blocks, SCHEDULE=schedule, BLOCK=block)

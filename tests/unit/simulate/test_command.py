@@ -37,7 +37,7 @@ def test_the_configurations_are_read(path: Path) -> None:
 @pytest.mark.parametrize("rank", [0, 2])
 def test_waves_are_the_tasks_in_the_order_of_the_kernels(schedule: str, rank: int) -> None:
     W, count = 3, 4
-    grid = TaskGrid(rank, W, features=1, samples=count, task_bags=1, slice_bags=1)
+    grid = TaskGrid(rank, W, features=1, samples=count, task_bags=1)
     order = np.array([task.destination for task in grid.order(schedule)])
     expected = [np.bincount(part, minlength=W) / count for part in np.split(order, count)]
     assert np.allclose(waves(rank, W, schedule, count), expected)
