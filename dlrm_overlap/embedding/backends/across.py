@@ -19,8 +19,6 @@ No rank overwrites a window before its reader is done: a rank passes on step e's
 step e, and so after the flags of step e - 1 of all ranks of its host, as it stores its own pooled embeddings.
 """
 
-from dataclasses import replace
-
 import torch
 
 from dlrm_overlap.embedding.backends.fused import SlicedForward
@@ -144,12 +142,10 @@ class PushAcross(Push):
         reach = windows.arena.reach
         self._crossing = Crossing(self.layout, reach, self.options.wire_dtype)
         self._carrier = PackedByCollective(context, self._crossing.gradients)
-        self._pass_stream = torch.cuda.Stream(self.device, priority=-2)
         self._sent_columns = {host: self._crossing.output_columns(host).to(self.device) for host in reach.others}
         columns = self._crossing.gradient_columns[reach.here]
         tables = [self._shard_table(dim, columns.__getitem__) for dim in self._dims]
-        flags = replace(self.own.flags, done=torch.zeros_like(self.own.flags.done))
-        self._passed_on = {source: Pushed(source, tables, flags) for source in reach.sources}
+        self._passed_on = {source: Pushed(source, tables, self.own.flags) for source in reach.sources}
         """by the rank that sends them, the gradients that this rank stores at this host's owners as that one would"""
 
     def push(self, step: Step, gradient: torch.Tensor, first: int, end: int) -> None:
@@ -157,9 +153,6 @@ class PushAcross(Push):
         if first > 0:
             super().push(step, gradient, first, end)
             return
-        current = torch.cuda.current_stream(self.device)
-        if not self.order.is_captured:  # after this the messages of the step before have left the buffers
-            current.wait_stream(self._pass_stream)
 
         def pack(message: Message, sent: torch.Tensor) -> None:
             columns = self._sent_columns[message.host]
@@ -169,21 +162,11 @@ class PushAcross(Push):
                 torch.mul(gradient.index_select(1, columns), self.sent_scale, out=sent)
 
         self._carrier.send(step, pack)
-        sent = current.record_event()
         super().push(step, gradient, first, end)
-        # A captured step has all between ranks in one order, which this stream has anyway.
-        with torch.cuda.stream(current if self.order.is_captured else self._pass_stream):
-            if not self.order.is_captured:
-                self._pass_stream.wait_event(sent)
-            self._carrier.receive(step)
-            for slot, message in enumerate(self._crossing.gradients(step.batch).received):
-                received = self._carrier.arrived(step, slot)
-                self.store_of(self._passed_on[message.peer], step, received, 1.0, 0, self.gradients.parts)
-
-    def skip(self) -> None:
-        """Take an epoch in which nothing is stored."""
-        torch.cuda.current_stream(self.device).wait_stream(self._pass_stream)
-        super().skip()
+        self._carrier.receive(step)
+        for slot, message in enumerate(self._crossing.gradients(step.batch).received):
+            received = self._carrier.arrived(step, slot)
+            self.store_of(self._passed_on[message.peer], step, received, 1.0, 0, self.gradients.parts)
 
     def close(self) -> None:
         """Forget the windows."""
