@@ -32,7 +32,7 @@ from dlrm_overlap.embedding.backends.base import gradient_scale
 from dlrm_overlap.embedding.backends.ids import ArrivedIds
 from dlrm_overlap.embedding.id_layout import BatchBound, IdLayout, joined
 from dlrm_overlap.embedding.layout import Layout
-from dlrm_overlap.embedding.opening import Halves, are_put, open_halves, reach_of
+from dlrm_overlap.embedding.opening import Halves, open_halves, reach_of
 from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions, StepCounters
 from dlrm_overlap.embedding.replicated import ReplicatedTables
 from dlrm_overlap.embedding.steps import BatchSizes, Step
@@ -134,10 +134,6 @@ class Exchange:
     def reach(self) -> Reach:
         """Which ranks this one reaches by stores; the first access is a collective."""
         return reach_of(self.options, self._group, self.device)
-
-    @cached_property
-    def _puts(self) -> bool:
-        return are_put(self.options, self.reach, self._group, self.device)
 
     @property
     def addresses(self) -> tuple[int, ...]:
@@ -339,7 +335,6 @@ class Exchange:
                 self._ids,
                 self._replicated,
                 self.reach,
-                self._puts,
             )
             self._halves = open_halves(context)
             if self._ids is not None:

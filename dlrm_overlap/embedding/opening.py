@@ -22,24 +22,25 @@ log = logging.getLogger("dlrm_overlap")
 
 
 def reach_of(options: ExchangeOptions, group: dist.ProcessGroup, device: torch.device) -> Reach:
-    """Return which ranks this one reaches by stores; a collective."""
-    if BACKENDS[options.backend].stores_to_peers:
-        return find_reach(group, device, options.hosts)
-    return Reach.of_one_host(group)  # a collective reaches all alike, and needs no look
+    """Return which ranks this one reaches by stores, the others being reached by messages; a collective.
 
+    Where there are others, rank 0's log says so, and kernels can put to them from now on, if the options ask for that.
 
-def are_put(options: ExchangeOptions, reach: Reach, group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Return whether kernels put rows to other hosts; a collective. Where there are some, rank 0's log says so."""
+    Raises:
+        InputError: if some rank cannot put.
+    """
+    if not BACKENDS[options.backend].stores_to_peers:
+        return Reach.of_one_host(group)  # a collective reaches all alike, and needs no look
+    reach, puts = find_reach(group, device, options.hosts), options.between_hosts == "puts"
     if reach.whole:
-        return False
-    puts = options.between_hosts == "puts"
+        return reach
     if puts:
         start_puts(group, device, options.wait_timeout_s)
     if reach.rank == 0:
         by = ("NCCL" if device.type == "cuda" else "gloo") + ", pooled rows by puts of NVSHMEM" * puts
         text = "backend %s: %s: stores within a host; between hosts one message a host and rank each way, by %s"
         log.warning(text, options.backend, reach.summary(), by)
-    return puts
+    return reach
 
 
 class Halves(NamedTuple):
@@ -69,8 +70,7 @@ def open_halves(context: ExchangeContext) -> Halves:
     """
     options, group, device = context.options, context.group, context.device
     reach = context.reach or reach_of(options, group, device)
-    puts = are_put(options, reach, group, device) if context.puts is None else context.puts
-    context = replace(context, reach=reach, puts=puts)
+    context = replace(context, reach=reach)
     backend = BACKENDS[options.backend]
     forward = backend.forward if reach.whole else backend.forward_across or backend.forward
     assert forward is not None, f"backend {options.backend} has no exchange of ours"

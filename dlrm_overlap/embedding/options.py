@@ -103,8 +103,6 @@ class ExchangeContext:
     """the tables that every rank holds, if this exchange looks them up; None leaves them to TorchRec"""
     reach: Reach | None = None
     """which ranks are reached by stores; None has `open_halves` find out"""
-    puts: bool | None = None
-    """whether kernels put pooled rows to other hosts, on GPUs; None has `open_halves` find out"""
 
     def leaves_out(self, shard: FeatureShard) -> bool:
         """Return whether a shard's empty bags are not sent, which the samples' ranks know by the ids they published.

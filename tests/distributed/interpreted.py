@@ -39,13 +39,11 @@ def interpreted_halves(
     group: dist.ProcessGroup,
     options: ExchangeOptions,
     samples: int,
-    by_puts: bool = False,
     reach: Reach | None = None,
 ) -> Halves:
     """Return the GPU's halves of an exchange; with a backward of their own to be made and used in `without_streams`.
 
     Args:
-        by_puts: send messages to other hosts by puts, into a heap that all ranks map.
         reach: the hosts; None asks the options.
     """
     for lookup in stage.tables.lookups:  # which a CPU's lookup keeps elsewhere
@@ -53,7 +51,7 @@ def interpreted_halves(
     load = Implementation.load
     with patch.object(Implementation, "load", lambda implementation, _: load(implementation, "cuda")):
         context = stage.layout, stage.tables, options, group, CPU, samples, StepCounters(CPU)
-        halves = open_halves(ExchangeContext(*context, puts=by_puts, reach=reach))
+        halves = open_halves(ExchangeContext(*context, reach=reach))
     if isinstance(halves.forward, SlicedForward):
         halves.forward.grid = lambda *_: 2  # type: ignore[method-assign]
     return halves

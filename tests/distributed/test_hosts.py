@@ -145,19 +145,19 @@ def check_the_gpus_halves_under_the_interpreter(rank: int) -> None:
     noted = "exchange", begin
     half: dict[str, Any] = {"wire_dtype": torch.float16, "output_dtype": torch.float16, "leading_columns": 8}
     ways = [
-        ("pgas", "push", EmbOptimType.EXACT_ADAGRAD, half, "2 of 2", False),
-        ("fused", "push", EmbOptimType.EXACT_SGD, {}, "1 and 3", False),  # two receive no gradients
-        ("fused", "push", EmbOptimType.EXACT_ADAGRAD, half, "3 and 1", True),
-        ("pgas", "push", EmbOptimType.EXACT_SGD, {"aggregate_bytes": 512}, "4 of 1", True),  # one has no tables
+        ("pgas", EmbOptimType.EXACT_ADAGRAD, half, "2 of 2", "messages"),
+        ("fused", EmbOptimType.EXACT_SGD, {}, "1 and 3", "messages"),  # two receive no gradients
+        ("fused", EmbOptimType.EXACT_ADAGRAD, half, "3 and 1", "puts"),
+        ("pgas", EmbOptimType.EXACT_SGD, {"aggregate_bytes": 512}, "4 of 1", "puts"),  # one has no tables
     ]
-    for backend, backward, optimizer, more, hosts, puts in ways:
+    for backend, optimizer, more, hosts, by in ways:
         stage, known = (Stage(OWNERS, rank, optimizer=optimizer, cut=CUT) for _ in range(2))
         under_way.clear()
         exchange, generator = known.exchange(_group(), "pgas", hosts=1, **more), torch.Generator().manual_seed(rank)
         with without_streams(), patch.object(layouts, "_PART_BYTES", 64), patch.object(ByCollective, *noted):
-            options = ExchangeOptions(backend=backend, backward=backward, slice_bags=4, wait_timeout_s=1e-4, **more)
+            options = ExchangeOptions(backend, between_hosts=by, slice_bags=4, wait_timeout_s=1e-4, **more)
             reach = Reach(rank, HOSTS[hosts], "emulated")
-            halves: Any = interpreted_halves(stage, _group(), options, 9, puts, reach)
+            halves: Any = interpreted_halves(stage, _group(), options, 9, reach)
             for number, sizes in enumerate(BATCH_SIZES[index] for index in (3, 2, 3, 3)):
                 inputs, _ = stage.inputs(number, sizes)
                 expected, step = exchange.start(inputs, sizes).wait(), Step(inputs, BatchSizes.of(sizes))
@@ -176,21 +176,19 @@ def check_the_gpus_halves_under_the_interpreter(rank: int) -> None:
                 if number < 2:  # the third step has the window of the first, the last one the other
                     halves.forward.skip()
                     halves.backward.skip()
-            calls = (hosts != "4 of 1") + (not puts) + 1
+            calls = (hosts != "4 of 1") + (by == "messages") + 1
             assert len(under_way) == 4 * calls, "in each step one of sums, of pooled rows, of gradients"
             assert all(work.waited for work in under_way), "a capture would end with a stream that was never joined"
             pushed = [halves.backward.own, *halves.backward._passed_on.values()]
             assert all(len(each.launches) == 3 for each in pushed), "those of the first step serve the third"
             halves.close()
         exchange.close()
-        assert_all_near(
-            stage.rows_and_states(), known.rows_and_states(), WEIGHT_TOLERANCE["fp32"], f"{backend}, {backward}:"
-        )
+        assert_all_near(stage.rows_and_states(), known.rows_and_states(), WEIGHT_TOLERANCE["fp32"], f"{backend}, {by}:")
 
 
 def check_where_a_captured_step_sends_from_stays_under_the_interpreter(rank: int) -> None:
     """By puts and by a collective: the addresses of a message's rows outlive other sizes, and the memory is one."""
-    for carrier, puts in ((by_messages, False), (by_puts, True)):
+    for between_hosts, carrier in (("messages", by_messages), ("puts", by_puts)):
         stage, made = Stage(OWNERS, rank), list[weakref.ref[torch.Tensor]]()
 
         def rows_of(*of: Any, made: list[weakref.ref[torch.Tensor]] = made) -> Windows:
@@ -199,16 +197,16 @@ def check_where_a_captured_step_sends_from_stays_under_the_interpreter(rank: int
             return windows
 
         with without_streams(), patch.object(carrier, "rows_of_ranks", rows_of), patch.object(steps, "_MOST", 1):
-            options = ExchangeOptions(backend="pgas", backward="push", wait_timeout_s=1e-4)
+            options = ExchangeOptions("pgas", between_hosts=between_hosts, wait_timeout_s=1e-4)
             reach = Reach(rank, HOSTS["2 of 2"], "emulated")
-            halves: Any = interpreted_halves(stage, _group(), options, 4, puts, reach)
+            halves: Any = interpreted_halves(stage, _group(), options, 4, reach)
             at_once: list[int] = []
             for number, sizes in enumerate(((3, 2, 4, 1), (1, 1, 1, 1), (4, 4, 4, 4), (2, 1, 1, 1))):
                 with patch.object(steps, "is_capturing", lambda number=number: number == 0):
                     inputs, expected = stage.inputs(number, sizes)
                     step = Step(inputs, BatchSizes.of(sizes))
                     halves.forward.start(step)
-                    assert_same(halves.forward.finish(step), expected, f"puts {puts}, step {number}")
+                    assert_same(halves.forward.finish(step), expected, f"{between_hosts}, step {number}")
                     halves.forward.check()
                 at_once.append(len(made))
         first, second = at_once[:2]

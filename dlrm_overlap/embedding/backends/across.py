@@ -47,7 +47,7 @@ class ZeroCopyAcross(ZeroCopyForward):
         self._sent_tables: list[FeatureTable] = []
         self._carrier = (
             PooledByPuts(context, windows, self._crossing, self._sent_lookup)
-            if context.puts
+            if self.options.between_hosts == "puts"
             else PooledByCollective(context, self._crossing, self._sent_lookup)
         )
         self._sums: HostSums | None = None
