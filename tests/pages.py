@@ -18,8 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
-from dlrm_overlap.bench.report.measured import milliseconds, runs
-from dlrm_overlap.bench.report.plots import map_speedups
+from dlrm_overlap.bench.report import map_speedups
 from tests import ages, simulated_pages
 from tests.calibration import Row, read_rows
 from tests.simulated_pages import FOLDER, Lines, read
@@ -27,7 +26,36 @@ from tests.simulated_pages import FOLDER, Lines, read
 PAGES = [Path("README.md"), *sorted(Path("docs").rglob("*.md"))]
 Run = Mapping[str, Row]
 """contender -> its row"""
+_SHAPE = (
+    *("arch", "optimizer", "pinned_host", "world_size", "tables"),
+    *("rows", "dim", "multi_hot", "zipf_alpha", "global_batch"),
+)
 REGION = re.compile(r"(<!-- rows: (.*?) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def runs(rows: Iterable[Row]) -> list[Run]:
+    """Return the runs in the file's order: one ends where the shape changes or a contender comes again.
+
+    Contenders of a step take turns in groups, whose rows have `busy_ms`. The last one is in each group, and the run has
+    its first row.
+    """
+    found: list[dict[str, Row]] = []
+    last = None
+    for row in rows:
+        shape = [row.get(name) for name in _SHAPE]
+        again = last is not None and row["contender"] in found[-1]
+        if shape != last or (again and "busy_ms" not in row):
+            found.append({})
+        found[-1].setdefault(row["contender"], row)
+        last = shape
+    return [*found]
+
+
+def milliseconds(value: float | None) -> str:
+    """Return a time in ms as the pages have it: two decimals, three below 1 ms; - for none."""
+    if value is None:
+        return "-"
+    return f"{value:.2f}" if value >= 0.995 else f"{value:.3f}" if value >= 0.01 else f"{value:.2g}"
 
 
 def runs_of(*names: str) -> list[Run]:

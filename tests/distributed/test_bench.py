@@ -98,7 +98,6 @@ def test_backward_measures_all_contenders_under_each_optimizer(tmp_path: Path) -
         # depends on the optimizer, and on the measured ceilings.
         assert value["link_bytes"] in [tables * 16 * 2 * 64 for tables in (2, 3)]
         assert int(row["touched_rows"]) <= int(row["ids"]) == int(first["ids"])
-        assert {"pack_ms", "all_to_all_ms", "update_ms"} <= value.keys() or row["contender"] != "baseline"
         assert ("prepare_ms" in value) == (row["contender"] != "baseline")
 
 

@@ -2,7 +2,6 @@
 
 import gc
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -81,10 +80,7 @@ def read_ids(config: Config, group: dist.ProcessGroup, device: torch.device = _C
     data, _ = open_datasets(config.data, device)
     samples = config.train.samples_per_rank(group.size())
     firsts = [(batch * group.size() + group.rank()) * samples for batch in range(BATCHES)]
-    if data.on_gpu:  # by kernels on the current stream
-        return [data.read(first, samples).sparse for first in firsts]
-    with ThreadPoolExecutor(BATCHES) as pool:
-        return [batch.sparse for batch in pool.map(lambda first: data.read(first, samples), firsts)]
+    return [data.read(first, samples).sparse for first in firsts]
 
 
 def collect_garbage(device: torch.device) -> None:
