@@ -5,8 +5,8 @@ rows, through evaluations, states that are read and written to between two steps
 states must have the same bits. `--part time` prints, of MLPerf's step on this many GPUs, a step's time with the tables
 on the device, with a cache of a tenth of the six largest ones' rows, and with FBGEMM's cache in TorchRec's
 `PrefetchTrainPipelineSparseDist`; with ids of the skew in the configuration, and uniform; the rows that came in a step,
-the rate at which they did, and that of a copy of page-locked memory. `--ids` takes one of the two streams of ids alone;
-`tests/gpu/swapping.py` times the kernel that swaps rows. Options are those of `dlrm-overlap train`.
+the rate at which they did, and that of a copy of page-locked memory. `--ids` takes one of the two streams of ids
+alone. Options are those of `dlrm-overlap train`.
 """
 
 import gc
