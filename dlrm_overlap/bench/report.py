@@ -1,15 +1,13 @@
-"""`dlrm-overlap bench report`: an SVG of each CSV file of steps, as bars, or of a sweep, as a map."""
+"""`dlrm-overlap bench report`: an SVG of each CSV file of steps or of a sweep, as bars."""
 
 import io
 import math
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
-from itertools import product
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import matplotlib
-import numpy as np
 from matplotlib.figure import Figure
 
 from dlrm_overlap.bench.rows import Measured, Row, hardware, read_measured
@@ -17,12 +15,10 @@ from dlrm_overlap.config import InputError
 from dlrm_overlap.launching.parsing import Parser
 from dlrm_overlap.observe.result_files import write_atomically
 
-Rows = Sequence[Row]
-
 _SETTINGS: Any = {"svg.fonttype": "none", "svg.hashsalt": "plot", "font.size": 8}
-_BARS = {"busy_ms": "the GPU's own time", "median_ms": "by the clock"}
+_STEP_TIMES = {"busy_ms": "the GPU's own time", "median_ms": "by the clock"}
 _AXES = {"tables_per_rank": "tables a GPU", "pooling_factor": "pooling factor", "dim": "dim", "global_batch": "batch"}
-_TIMES = {"gpu_ms": "the GPU's time alone", "median_ms": "as the host issues it"}
+_STAGE_TIMES = {"gpu_ms": "the GPU's time alone", "median_ms": "as the host issues it"}
 
 
 def run(argv: Sequence[str]) -> int:
@@ -58,42 +54,31 @@ def draw(measured: Measured) -> bytes:
         InputError: naming the file, if a column that the plot needs is missing or no number.
     """
     commands = [command for row in measured.rows if (command := row.get("command"))]
+    lines = [line for each in (hardware(measured.rows), *commands[:1]) for line in textwrap.wrap(each, 150)]
     file = io.BytesIO()
     with matplotlib.rc_context(_SETTINGS):
         try:
             figure = PLOTS[measured.kind](measured.rows)
         except (KeyError, ValueError, IndexError) as error:
             raise InputError(f"{measured.name}.csv: {error!r} in a row; repair it, or measure again") from None
-        lines = [line for each in (hardware(measured.rows), *commands[:1]) for line in textwrap.wrap(each, 150)]
         figure.supxlabel("\n".join(lines), fontsize=6.5, family="monospace")
         figure.savefig(file, format="svg", metadata={"Date": None})
     return file.getvalue()
 
 
-def draw_steps(rows: Rows) -> Figure:
-    """Draw the contenders by both times, above a line at their floor; one whose losses disagree is left out."""
+def draw_steps(rows: Sequence[Row]) -> Figure:
+    """Draw the contenders by both times, and a line at their floor; one whose losses disagree is left out."""
     drawn, first = [row for row in rows if row.get("agrees") != "False"], rows[0]
-    figure = Figure(figsize=(max(9.0, 0.5 * len(drawn)), 4.0), layout="constrained")
-    axes = figure.subplots()
-    for offset, (column, label) in zip((-0.21, 0.21), _BARS.items(), strict=True):
-        ms = [float(row.get(column) or "nan") for row in drawn]  # rows of CPUs have no time of the GPU's own
-        axes.bar_label(axes.bar(np.arange(len(drawn)) + offset, ms, 0.42, label=label), fmt="%.3g", fontsize=6)
-    axes.axhline(float(first["floor_ms"] or "nan"), color="black", label="floor_ms")
-    axes.set_xticks(range(len(drawn)), [row["contender"].replace("_", "\n") for row in drawn], fontsize=6)
+    # Rows of CPUs have no time of the GPU's own.
+    bars = {label: [float(row.get(time) or "nan") for row in drawn] for time, label in _STEP_TIMES.items()}
+    names = [row["contender"].replace("_", "\n") for row in drawn]
+    floor = {"floor_ms": float(first["floor_ms"] or "nan")}
     shape = f"{first['arch']}, {first['tables']} tables, {first['precision']}"
-    axes.set_ylabel(f"ms, {shape}\n{first['world_size']} ranks, {first['global_batch']} samples")
-    axes.legend()
-    return figure
+    return _bars(names, bars, floor, f"ms, {shape}\n{first['world_size']} ranks, {first['global_batch']} samples")
 
 
-def map_axes(rows: Iterable[Row]) -> list[str]:
-    """Return the columns in which the shapes of a sweep differ: those of x, of y, and of the panel if there is one."""
-    rows = list(rows)
-    return [name for name in _AXES if len({row[name] for row in rows if row.get(name)}) > 1]
-
-
-def map_speedups(rows: Rows, time: str) -> dict[tuple[float, ...], float]:
-    """Return the fastest of ours over the strongest baseline by shape, a value of each of `map_axes`."""
+def map_speedups(rows: Sequence[Row], time: str) -> dict[tuple[float, ...], float]:
+    """Return the fastest of ours over the strongest baseline by shape: a value of each of `map_axes`, ascending."""
     axes, fastest = map_axes(rows), dict[tuple[float, ...], dict[str, float]]()
     for row in rows:
         ms = fastest.setdefault(tuple(float(row[name]) for name in axes), {})
@@ -102,30 +87,35 @@ def map_speedups(rows: Rows, time: str) -> dict[tuple[float, ...], float]:
     return {key: ms["True"] / ms["False"] for key, ms in sorted(fastest.items())}
 
 
-def draw_map(rows: Rows) -> Figure:
-    """Draw the speedups over the strongest baseline, by both times; darker is faster."""
-    names = [_AXES[axis] for axis in map_axes(rows)]
-    speedups = {label: map_speedups(rows, time) for time, label in _TIMES.items()}
-    keys = list(next(iter(speedups.values())))
-    xs, ys, rest = sorted({key[0] for key in keys}), sorted({key[1:2] for key in keys}), sorted({k[2:] for k in keys})
-    figure = Figure(figsize=(9.0, 5.6), layout="constrained")
-    panels = figure.subplots(len(_TIMES), len(rest), squeeze=False).flat
-    for axes, (label, others) in zip(panels, product(speedups, rest), strict=True):
-        grid = np.array([[speedups[label].get((x, *y, *others), math.nan) for x in xs] for y in ys])
-        axes.imshow(grid, cmap="Greys", vmin=1.0, vmax=3.0, origin="lower", aspect="auto")
-        for (j, i), value in np.ndenumerate(grid):
-            axes.text(i, j, f"{value:.2f}", ha="center", va="center", color="white" if value > 2.2 else "black")
-        axes.set_xticks(range(len(xs)), [f"{x:g}" for x in xs])
-        axes.set_yticks(range(len(ys)), [f"{y[0]:g}" if y else "" for y in ys])
-        axes.set(xlabel=names[0], ylabel=names[1] if len(names) > 1 else "")
-        title = [label, *(f"{name} {value:g}" for name, value in zip(names[2:], others, strict=True))]
-        axes.set_title(", ".join(title), fontsize=8, loc="left")
+def map_axes(rows: Sequence[Row]) -> list[str]:
+    """Return the columns in which the shapes of a sweep differ."""
+    return [name for name in _AXES if len({row[name] for row in rows if row.get(name)}) > 1]
+
+
+def draw_map(rows: Sequence[Row]) -> Figure:
+    """Draw the speedups over the strongest baseline of each shape, by both times, and a line where there is none."""
+    found = {label: map_speedups(rows, time) for time, label in _STAGE_TIMES.items()}
+    shapes = ["\n".join(f"{value:g}" for value in shape) for shape in next(iter(found.values()))]
+    bars = {label: list(speedups.values()) for label, speedups in found.items()}
+    label = ", ".join(_AXES[axis] for axis in map_axes(rows))
+    return _bars(shapes, bars, {"as fast": 1.0}, f"times as fast as the strongest baseline\nby {label}")
+
+
+def _bars(names: Sequence[str], bars: Mapping[str, Sequence[float]], line: Mapping[str, float], label: str) -> Figure:
+    """Draw a group of bars for each of `names`, and a line across."""
+    figure = Figure(figsize=(max(9.0, 0.5 * len(names)), 4.0), layout="constrained")
+    axes = figure.subplots()
+    for offset, (name, heights) in zip((-0.21, 0.21), bars.items(), strict=True):
+        drawn = axes.bar([place + offset for place in range(len(names))], heights, 0.42, label=name)
+        axes.bar_label(drawn, fmt="%.3g", fontsize=6, rotation=90 if len(names) > 15 else 0, padding=1.5)
+    for name, height in line.items():
+        axes.axhline(height, color="black", label=name)
+    axes.set_xticks(range(len(names)), names, fontsize=6)
+    axes.set_ylabel(label)
+    axes.legend()
     return figure
 
 
-PLOTS: dict[str, Callable[[Rows], Figure]] = {
-    "step": draw_steps,
-    "sweep": draw_map,
-    "grid": draw_map,  # of earlier rows: a sweep of tables and batches
-}
+# A grid was a sweep of tables and batches.
+PLOTS: dict[str, Callable[[Sequence[Row]], Figure]] = {"step": draw_steps, "sweep": draw_map, "grid": draw_map}
 """The figure that rows of `dlrm-overlap bench KIND` are drawn as."""

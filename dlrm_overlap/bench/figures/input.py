@@ -16,10 +16,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from dlrm_overlap.bench.harness.timing import ROUNDS, greatest, take_turns
+from dlrm_overlap.bench.harness.timing import ROUNDS, greatest, take_turns, time_steps
 from dlrm_overlap.bench.rows import report
 from dlrm_overlap.data.batch import Batch
-from dlrm_overlap.observe.metrics import StepTimer
 from dlrm_overlap.train.ranks import Ranks
 from dlrm_overlap.train.trainer import Trainer
 
@@ -84,12 +83,7 @@ def _take_turn(trainer: Trainer, batches: Iterator[Batch], warmup: int, steps: i
     trainer.pipeline.reset()
     for _ in range(warmup):
         trainer.step(segment)
-    timer = StepTimer(trainer.device)
-    timer.mark()
-    for _ in range(steps):
-        trainer.step(segment)
-        timer.mark()
-    return timer.take_ms(), [0.0]
+    return time_steps(partial(trainer.step, segment), steps, trainer.device)
 
 
 def _time_reading(trainer: Trainer, steps: int, step_ms: float) -> dict[str, Any]:

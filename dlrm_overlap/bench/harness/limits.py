@@ -126,11 +126,6 @@ class RankIds:
         all ranks write into it. Its links carry the pooled embeddings that it makes of other ranks' samples. A row
         counts as often as an id names it; where rows are read again from the cache, a step can be faster than this
         allows. `wire_dtype` is of the pooled embeddings between ranks.
-
-        Example:
-            Two ranks of 2 samples, one table of dim 4 each, fp32 rows and wire, int64 ids. Rank 0 has 6 ids in its 4
-            bags: 6 * 16 (rows) + 6 * 8 (ids) + 5 * 8 (offsets) + 2 * 8 * 4 (its samples, both tables) = 248 bytes of
-            memory, 2 * 4 * 4 = 32 (rank 1's samples, its own table) over the links.
         """
         # Inputs may have ids of different types.
         hbm_bytes, link_bytes = pooling_bytes(**self._shared, id_bytes=0, wire_bytes=wire_dtype.itemsize)

@@ -115,6 +115,25 @@ def take_turns(
     return [Timing.of(*both, device, group) for both in zip(step_ms, host_ms, strict=True)]
 
 
+def time_steps(
+    step: Callable[[], object], steps: int, device: torch.device, mark: Callable[[], object] = lambda: None
+) -> tuple[list[float], list[float]]:
+    """Return this rank's times of `steps` steps, and the CPU's times of issuing them, in ms.
+
+    `mark` is called before the first of these steps and after each.
+    """
+    timer, host_ms = StepTimer(device), list[float]()
+    timer.mark()
+    mark()
+    for _ in range(steps):
+        began = time.perf_counter()
+        step()
+        host_ms.append((time.perf_counter() - began) * 1e3)
+        timer.mark()
+        mark()
+    return timer.take_ms(), host_ms
+
+
 @torch.no_grad()
 def time_contenders(
     contenders: Sequence[Contender], batches: Sequence[Any], workload: Workload, steps: int
@@ -122,14 +141,11 @@ def time_contenders(
     """Time at least `steps` steps of each contender on `batches` in turn, see `take_turns`. All ranks call this."""
 
     def turn(contender: Contender, steps: int) -> tuple[list[float], list[float]]:
-        host_ms = []
-        following, timer = _warm_up(contender.step, batches, workload)
-        for _ in range(steps):
-            began = time.perf_counter()
-            contender.step(next(following))
-            host_ms.append((time.perf_counter() - began) * 1e3)
-            timer.mark()
-        return timer.take_ms(), host_ms
+        step = contender.cycle(batches)
+        dist.barrier(workload.group)
+        for _ in range(_WARMUP_STEPS):
+            step()
+        return time_steps(step, steps, workload.device)
 
     return take_turns([partial(turn, each) for each in contenders], steps, workload.device, workload.group)
 
@@ -140,27 +156,17 @@ def time_parts(
 ) -> list[float]:
     """Return the median of each of `parts` parts of a step in ms, on the rank where it is the longest.
 
-    All ranks call this. `step` takes a batch, and a function to call between two parts.
+    All ranks call this, once the step has been taken before. `step` takes a batch, and a function to call between two
+    parts.
     """
-    following, timer = _warm_up(step, batches, workload)
-    for _ in range(steps):
-        step(next(following), timer.mark)
-        timer.mark()
-    times = timer.take_ms()
-    return greatest([quantile(times[part::parts], 0.5) for part in range(parts)], workload.device, workload.group)
-
-
-def _warm_up(
-    step: Callable[..., object], batches: Sequence[Any], workload: Workload
-) -> tuple[Iterator[Any], StepTimer]:
-    """Take a few steps that all ranks begin together; return the batches that follow, and a timer that has started."""
-    following = itertools.cycle(batches)
-    dist.barrier(workload.group)
-    for _ in range(_WARMUP_STEPS):
-        step(next(following))
     timer = StepTimer(workload.device)
+    dist.barrier(workload.group)
     timer.mark()
-    return following, timer
+    for batch in itertools.islice(itertools.cycle(batches), _WARMUP_STEPS + steps):
+        step(batch, timer.mark)
+        timer.mark()
+    times = timer.take_ms()[_WARMUP_STEPS * parts :]
+    return greatest([quantile(times[part::parts], 0.5) for part in range(parts)], workload.device, workload.group)
 
 
 @torch.no_grad()

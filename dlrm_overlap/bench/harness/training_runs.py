@@ -3,17 +3,17 @@
 import itertools
 import re
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
+from dlrm_overlap.bench.harness.timing import time_steps
 from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.embedding.sharded_module import exchanges
-from dlrm_overlap.observe.metrics import StepTimer
 from dlrm_overlap.observe.trace_summary import Span, gpu_work, read_events, shares
 from dlrm_overlap.train.trainer import Trainer
 
@@ -51,24 +51,16 @@ class TrainingRun:
         All ranks begin together. The pipeline works ahead in every timed step, and is empty at the end. `mark` is
         called before the first of these steps and after each.
         """
-        host_ms = []
         segment = self._segment(_WARMUP_STEPS + steps + _AHEAD)
+        step = partial(self._take_step, segment)
         dist.barrier()
         for _ in range(_WARMUP_STEPS):
-            self._take_step(segment)
-        timer = StepTimer(self.trainer.device)
-        timer.mark()
-        mark()
-        for _ in range(steps):
-            began = time.perf_counter()
-            self._take_step(segment)
-            host_ms.append((time.perf_counter() - began) * 1e3)
-            timer.mark()
-            mark()
+            step()
+        found = time_steps(step, steps, self.trainer.device, mark)
         for _ in range(_AHEAD):
-            self._take_step(segment)
+            step()
         self._finish()
-        return timer.take_ms(), host_ms
+        return found
 
     def traced_columns(self, steps: int) -> dict[str, float]:
         """Return `mean_step_columns` of a Chrome trace of `steps` steps, each between two kernels that only mark time.
