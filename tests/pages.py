@@ -77,11 +77,6 @@ def label(row: Row) -> str:
     return f"{size}x{row['dim']}, {row['global_batch']}, {hot}{skewed}{wire}"
 
 
-def todays(rows: Iterable[Row]) -> list[Row]:
-    """Return the rows of `bench collectives` but earlier ones of stores by another number of programs than now."""
-    return [row for row in rows if row["contender"] != "stores" or row.get("store_programs", "64") == "64"]
-
-
 # Tables
 
 
@@ -232,7 +227,7 @@ def table_of_collectives(name: str, operation: str, beside: str, captured: str, 
     yield ["us, by MB a peer", *_CARRIERS.values(), "ours", "best / ours", last]
     for size in sizes:
         same = [row for row in rows if row["mb_per_peer"] == size]
-        found = {row["contender"]: row for row in todays(same)}
+        found = {row["contender"]: row for row in same}
         taken = min((found[each] for each in _CARRIERS if each != "nccl"), key=ms_of)
         best = min(map(ms_of, same)) / ms_of(taken)
         value = 1e3 * float(taken["product_ms"]) if beside == "compute" else float(taken["gb_per_s"])

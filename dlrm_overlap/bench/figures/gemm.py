@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -58,18 +58,10 @@ _SHOWN = (
 )  # fmt: skip
 
 
-class Shape(NamedTuple):
-    """Sizes of both layers."""
-
-    m: int
-    k: int
-    n: int
-
-
 class Case:
     """One operator at one shape: this rank's tensors, who runs it, and its two parts alone."""
 
-    def __init__(self, operator: str, shape: Shape, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(self, operator: str, shape: tuple[int, ...], group: dist.ProcessGroup, device: torch.device) -> None:
         """Draw the tensors of all_gather or reduce_scatter; W must divide M and N."""
         self.operator, self.shape, self.group, self.device = operator, shape, group, device
         ranks, (m, k, n) = group.size(), shape
@@ -116,7 +108,7 @@ class Case:
         """Return the rows that the product has: those of all ranks, or for a reduce-scatter this rank's x."""
         if self.operator == "reduce_scatter":
             return self.x
-        x = self.x.new_empty(self.shape.m, self.shape.k)
+        x = self.x.new_empty(*self.shape[:2])
         serial.all_gather(x, self.x, group=self.group)
         return x
 
@@ -132,8 +124,8 @@ class Case:
         """Return the product alone by cuBLAS, and the process group's collective alone."""
         x, turned, group = self._gathered(), self.weight.t(), self.group
         out = x.new_empty(x.shape[0], self.weight.shape[0])
-        rows = torch.zeros(self.shape.m, self.shape.k, device=self.device, dtype=_DTYPE)
-        part = rows[: self.shape.m // group.size()].clone()
+        rows = torch.zeros(*self.shape[:2], device=self.device, dtype=_DTYPE)
+        part = rows[: self.shape[0] // group.size()].clone()
         if self.operator == "all_gather":
             collective: Any = partial(serial.all_gather, rows, part, group=group)
         elif self.device.type == "cuda":
@@ -167,7 +159,12 @@ def run(kind: str, ranks: Ranks) -> int:
                 times = time_alone([*found.values(), *alone.values()], values.repetitions, device, group)
                 timed = dict(zip([*found, *alone], times, strict=True))
                 faults += _wrong(case, found)
-                columns = {"kind": kind, "operator": operator, **shape._asdict(), "dtype": str(_DTYPE)[6:]}
+                columns = {
+                    "kind": kind,
+                    "operator": operator,
+                    **dict(zip("mkn", shape, strict=True)),
+                    "dtype": str(_DTYPE)[6:],
+                }
                 columns |= {"device": device.type, "world_size": group.size()}
                 if "serial" in found:
                     right = {name: timed[name] for name in found}
@@ -179,13 +176,13 @@ def run(kind: str, ranks: Ranks) -> int:
     return 1 if faults else 0
 
 
-def _shape(text: str, world_size: int) -> Shape:
+def _shape(text: str, world_size: int) -> tuple[int, ...]:
     match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)", text)
     if not match or any(int(match[i]) % world_size for i in (1, 3)):
         raise InputError(
             f"--shapes {text}: not M x K x N with M and N that {world_size} ranks divide; write it as 4096x12288x49152"
         )
-    return Shape(*map(int, match.groups()))
+    return tuple(map(int, match.groups()))
 
 
 def _wrong(case: Case, calls: dict[str, Call]) -> list[str]:
