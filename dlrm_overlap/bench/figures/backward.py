@@ -5,8 +5,8 @@ it is measured under one optimizer after the other. Every contender takes the sa
 time is reported unless the rows and the optimizer's state that each leaves agree with the baseline's. A row is a
 contender under an optimizer.
 
-Contenders: the baseline (packing, All-to-All, FBGEMM's update), `push`, and `push_exposed`, with the part that needs
-the ids alone, which training does beside the dense layers, in every step.
+Contenders: the baseline (packing, All-to-All, FBGEMM's operator, its sort of the ids included), `push`, and
+`push_exposed`, with the part that needs the ids alone, which training does beside the dense layers, in every step.
 Extra columns: the optimizer, the bytes and the time of a cache without bounds, ids and touched rows, and `prepare_ms`
 of that part.
 """
@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from dlrm_overlap.bench.harness.agreement import check_rows, disagreements
 from dlrm_overlap.bench.harness.contenders import Contender, close_all
@@ -36,10 +35,8 @@ from dlrm_overlap.bench.harness.workload import (
 from dlrm_overlap.bench.rows import report
 from dlrm_overlap.bench.shapes import shapes_of
 from dlrm_overlap.config import Config, EmbeddingConfig
-from dlrm_overlap.embedding.backends.base import gradient_scale
-from dlrm_overlap.embedding.backends.collective import pack
+from dlrm_overlap.embedding.options import ExchangeOptions
 from dlrm_overlap.embedding.steps import BatchSizes, Step
-from dlrm_overlap.embedding.tables import FbgemmUpdate
 from dlrm_overlap.train.ranks import Ranks
 
 _SHOWN = (
@@ -66,66 +63,19 @@ def make_batches(workload: Workload) -> list[GradientBatch]:
     return [GradientBatch(i, ids, make()) for i, ids in enumerate(workload.batches)]
 
 
-def pack_gradient(gradient: torch.Tensor, dims: Sequence[int], scale: float, wire_dtype: torch.dtype) -> torch.Tensor:
-    """Return `scale` times the gradient, packed as a collective sends it; by one operation where owners are alike.
-
-    Args:
-        gradient: [b, D_total] float32.
-        dims: the columns of each owner, in the order of the owners; they add up to D_total.
-        scale: the factor.
-        wire_dtype: of the result, a flat tensor: the first owner's [b, dims[0]], then the second's, and so on.
-    """
-    if len(set(dims)) > 1:
-        return pack(gradient.split(list(dims), dim=1), scale, wire_dtype)
-    samples, owners, width = gradient.shape[0], len(dims), dims[0]
-    send = gradient.new_empty(owners, samples, width, dtype=wire_dtype)
-    torch.mul(gradient.view(samples, owners, width).transpose(0, 1), scale, out=send)
-    return send.view(-1)
-
-
-class CollectiveBaseline(Contender):
-    """Packing, `all_to_all_single`, then FBGEMM's backward operator, its sort of the ids included.
-
-    A training step does this, at its cheapest. The owners hold the tables in the model's order, so packing
-    copies ranges of columns; it also divides the gradients by the number of ranks. A rank alone only updates.
-    """
-
-    def __init__(self, workload: Workload) -> None:
-        super().__init__("baseline", workload)
-        layout, rank = workload.layout, workload.rank
-        assert layout.sent_in_order, "owners hold their tables in the model's order"
-        (lookup,) = workload.tables.lookups
-        self._update = FbgemmUpdate(lookup)
-        self._dims, self._width = layout.owner_dims, layout.owner_dims[rank]
-        self._send_sizes = [workload.batch_sizes[rank] * dim for dim in self._dims]
-        self._receive_sizes = [size * self._width for size in workload.batch_sizes]
-        self._scale = gradient_scale(len(self._dims))
-
-    def step(self, batch: GradientBatch) -> None:
-        """Update the rows."""
-        received = batch.gradient
-        if len(self._dims) > 1:
-            send = pack_gradient(batch.gradient, self._dims, self._scale, self.workload.wire_dtype)
-            received = send.new_empty(sum(self._receive_sizes))
-            dist.all_to_all_single(received, send, self._receive_sizes, self._send_sizes, self.workload.group)
-        bags = batch.ids.inputs[0]
-        gradient, (rule,) = received.view(-1, self._width).float(), self.workload.tables.rules(0)
-        self._update.apply(gradient, bags, rule)
-
-
-class Push(Contender):
-    """One of the exchange's own backwards, from the moment the gradient is there until the rows are updated.
+class Update(Contender):
+    """One of the exchange's backwards, from the moment the gradient is there until the rows are updated.
 
     The part that needs only the ids (`prepare`) is done here once for each batch, before any clock starts, or with
     `exposed` in every step.
     """
 
     def __init__(
-        self, workload: Workload, config: EmbeddingConfig, batches: Sequence[GradientBatch], exposed: bool = False
+        self, name: str, workload: Workload, options: ExchangeOptions, batches: Sequence[GradientBatch], exposed: bool
     ) -> None:
-        super().__init__("push_exposed" if exposed else "push", workload)
+        super().__init__(name, workload)
         self._exposed, self._batch_sizes = exposed, BatchSizes.of(workload.batch_sizes)
-        self._halves = workload.open_halves(exchange_options(config, "pgas"))
+        self._halves = workload.open_halves(options)
         self._steps = [] if exposed else [self._begun(batch, prepared=True) for batch in batches]
 
     def _begun(self, batch: GradientBatch, prepared: bool = False) -> Step:
@@ -143,7 +93,7 @@ class Push(Contender):
         self._halves.backward.finish(step)
 
     def prepare(self, batch: GradientBatch, *_: object) -> None:
-        """Do the part that needs only the ids."""
+        """Do the part of a push that needs only the ids."""
         step = self._begun(batch, prepared=True)
         if self.workload.device.type == "cuda":
             self._halves.backward.finish(step)  # on GPUs this only waits for the stream that prepares
@@ -179,9 +129,14 @@ def run(kind: str, ranks: Ranks) -> int:
     return int(bool(faults))
 
 
-def make_contenders(config: EmbeddingConfig, workload: Workload, batches: Sequence[GradientBatch]) -> list[Contender]:
+def make_contenders(config: EmbeddingConfig, workload: Workload, batches: Sequence[GradientBatch]) -> list[Update]:
     """Return who takes part, the baseline first."""
-    return [CollectiveBaseline(workload), *(Push(workload, config, batches, exposed) for exposed in (False, True))]
+    push = exchange_options(config, "pgas")
+    return [
+        Update("baseline", workload, replace(push, backend="nccl", backward="collective"), batches, exposed=True),
+        Update("push", workload, push, batches, exposed=False),
+        Update("push_exposed", workload, push, batches, exposed=True),
+    ]
 
 
 @torch.no_grad()
@@ -205,7 +160,7 @@ def _measure(
         timings = time_contenders(contenders, batches, workload, iterations)
         for contender, agreement, timing in zip(contenders, agreements, timings, strict=True):
             prepare_ms = None
-            if isinstance(contender, Push):
+            if contender is not contenders[0]:
                 (prepare_ms,) = time_parts(contender.prepare, 1, batches, workload, timing.steps)
             rows.append(
                 {"contender": contender.name, "optimizer": optimizer}
