@@ -20,12 +20,12 @@ def _number(default: int | None, help: str) -> Settings:
     return {"type": PositiveInt, "default": default, "help": help}
 
 
-def _numbers(help: str, *default: int) -> Settings:
-    return {"type": PositiveInt, "nargs": "*", "default": list(default), "help": help}
+def _numbers(help: str) -> Settings:
+    return {"type": PositiveInt, "nargs": "*", "default": [], "help": help}
 
 
 def _words(choices: Any, default: Any, help: str) -> Settings:
-    return {"nargs": "*", "choices": list(choices), "default": list(default), "help": help}
+    return {"nargs": "+" if default else "*", "choices": list(choices), "default": list(default), "help": help}
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,7 @@ _STEP = {
 }
 _ITERATIONS = {"iterations": _number(100, "timed steps of each contender")}
 _TABLES = {"tables_per_rank": _number(None, "tables of each rank, instead of data.tables.count in all")}
-_KEPT = {"tables_per_rank": {"type": PositiveInt, "required": True, "help": "tables of each rank"}}
-_FORWARD = _ITERATIONS | {"chunks": _numbers("of the baseline in chunks of tables; none leaves it out", 2, 4, 8)}
+_KEPT = _ITERATIONS | {"tables_per_rank": {"type": PositiveInt, "required": True, "help": "tables of each rank"}}
 _ONE_SHAPE = _TABLES | {
     "schedules": _words(
         get_args(get_type_hints(EmbeddingConfig)["schedule"]), (), "instead of other puts: orders of the tasks"
@@ -70,12 +69,9 @@ _AXES = _TABLES | {
     "global_batches": _numbers("samples of all ranks"),
     "pooling_factors": _numbers("mean ids a bag, L; bags hold 0 to 2 L, any number as often"),
 }
-_BACKWARD = _ITERATIONS | _TABLES
-_BACKWARD |= {
-    "optimizers": _words(
-        ("sgd", "adagrad", "rowwise_adagrad"), ("sgd", "rowwise_adagrad"), "of the rows, one after the other"
-    )
-}
+_OPTIMIZERS = ("sgd", "rowwise_adagrad", "adagrad")
+_UPDATED = {"optimizers": _words(_OPTIMIZERS, _OPTIMIZERS[:2], "of the rows, one after the other")}
+_BACKWARD = _ITERATIONS | _TABLES | _UPDATED
 _COLLECTIVES = {
     "operations": _words(("all_to_all", "all_gather"), ("all_to_all",), "what is called"),
     "sizes_mb": _numbers("to each peer, of 2^20 bytes; none takes 1 to 512, or 1 4 on CPUs"),
@@ -95,10 +91,10 @@ _INPUT = {"steps": _number(200, "timed steps of each kind")}
 
 FIGURES = {
     "step": Figure("the whole training step under TorchRec and under our backends", _STEP, "step"),
-    "stage": Figure("the embedding stage's forward on one shape, all contenders", _FORWARD | _ONE_SHAPE, "stage"),
-    "weak": Figure("the stage on 1, 2, 4, .. ranks; tables of a rank and global batch stay", _FORWARD | _KEPT, "stage"),
-    "strong": Figure("the stage on 1, 2, 4, .. ranks; tables in all and global batch stay", _FORWARD, "stage"),
-    "sweep": Figure("where the embedding stage gains: many shapes", _FORWARD | _AXES, "stage"),
+    "stage": Figure("the embedding stage's forward on one shape, all contenders", _ITERATIONS | _ONE_SHAPE, "stage"),
+    "weak": Figure("the stage on 1, 2, 4, .. ranks; tables of a rank and global batch stay", _KEPT, "stage"),
+    "strong": Figure("the stage on 1, 2, 4, .. ranks; tables in all and global batch stay", _ITERATIONS, "stage"),
+    "sweep": Figure("where the embedding stage gains: many shapes", _AXES, "stage"),
     "backward": Figure("the stage's backward: push against the collective with FBGEMM's update", _BACKWARD, "backward"),
     "collectives": Figure("copies and stores to peers against NCCL's collectives", _COLLECTIVES, "collectives", True),
     "gemm": Figure("products with their all-gather or reduce-scatter inside, by each way", _GEMM, "gemm", True),

@@ -111,7 +111,7 @@ def test_a_sweep_measures_every_shape(tmp_path: Path) -> None:
 
 
 def test_scaling_measures_fewer_ranks_while_the_others_wait(tmp_path: Path) -> None:
-    options = ["--train.global_batch_size", "96", "--iterations", "1", "--chunks", "2"]
+    options = ["--train.global_batch_size", "96", "--iterations", "1"]
     rows, _ = _bench(tmp_path, "strong", *options, nproc=3)
     alone = [(ranks, name) for ranks in "21" for name in ("baseline", "torchrec", "nccl", "pgas", "fused")]
     found = [(row["world_size"], row["contender"]) for row in rows if row["contender"] != "nccl_chunked_2"]

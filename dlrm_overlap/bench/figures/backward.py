@@ -35,7 +35,8 @@ from dlrm_overlap.bench.harness.workload import (
 from dlrm_overlap.bench.rows import report
 from dlrm_overlap.bench.shapes import shapes_of
 from dlrm_overlap.config import Config, EmbeddingConfig
-from dlrm_overlap.embedding.options import ExchangeOptions
+from dlrm_overlap.embedding.opening import open_halves
+from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions, StepCounters
 from dlrm_overlap.embedding.steps import BatchSizes, Step
 from dlrm_overlap.train.ranks import Ranks
 
@@ -75,7 +76,9 @@ class Update(Contender):
     ) -> None:
         super().__init__(name, workload)
         self._exposed, self._batch_sizes = exposed, BatchSizes.of(workload.batch_sizes)
-        self._halves = workload.open_halves(options)
+        about = workload.layout, workload.tables, options, workload.group, workload.device
+        most, counters = max(workload.batch_sizes), StepCounters(workload.device)
+        self._halves = open_halves(ExchangeContext(*about, most, counters))
         self._steps = [] if exposed else [self._begun(batch, prepared=True) for batch in batches]
 
     def _begun(self, batch: GradientBatch, prepared: bool = False) -> Step:

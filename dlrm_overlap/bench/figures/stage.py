@@ -72,7 +72,7 @@ def run(kind: str, ranks: Ranks) -> int:
 def make_contenders(kind: str, values: Any, config: Config, workload: Workload) -> list[Contender]:
     """Return who takes part, the baseline first."""
     every = [workload.exchange_options(config.embedding, name) for name in EXCHANGED]
-    first = [Baseline(workload), *make_chunked(workload, values.chunks)]
+    first = [Baseline(workload), *make_chunked(workload)]
     if kind == "sweep":
         return [*first, *(Overlap(workload, each) for each in every if each.backend != "nccl")]
     if kind == "stage":

@@ -14,8 +14,6 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBat
 from dlrm_overlap.bench.harness.contenders import Contender
 from dlrm_overlap.bench.harness.workload import Ids, Workload
 
-NAME = "nccl_chunked"
-
 
 class Chunked(Contender):
     """FBGEMM's lookup of some tables after the other; each chunk's All-to-All and unpacking beside the next lookup.
@@ -28,7 +26,7 @@ class Chunked(Contender):
 
     def __init__(self, workload: Workload, chunks: int) -> None:
         """Cut each owner's tables into `chunks` parts, of which none may be empty."""
-        super().__init__(f"{NAME}_{chunks}", workload)
+        super().__init__(f"nccl_chunked_{chunks}", workload)
         layout, rank = workload.layout, workload.rank
         assert layout.sent_in_order, "owners hold their tables in the model's order"
         dims = [[shard.dim for shard in shards] for shards in layout.by_owner]
@@ -87,10 +85,10 @@ class Chunked(Contender):
             output[:, column : column + dim].copy_(part.view(mine, dim))
 
 
-def make_chunked(workload: Workload, chunks: Sequence[int]) -> list[Contender]:
-    """Return a contender for each of `chunks`, as far as every rank has so many tables; a rank alone has none."""
+def make_chunked(workload: Workload) -> list[Contender]:
+    """Return contenders of 2, 4 and 8 chunks, as far as every rank has so many tables; a rank alone has none."""
     fewest = min(map(len, workload.layout.by_owner))
-    return [Chunked(workload, n) for n in chunks if n <= fewest] if workload.group.size() > 1 else []
+    return [Chunked(workload, n) for n in (2, 4, 8) if n <= fewest] if workload.group.size() > 1 else []
 
 
 def split_lookup(

@@ -109,13 +109,9 @@ class Overlap(Contender):
 
     def columns(self) -> dict[str, Any]:
         """Return the schedule, and for a backend that has slices their put, their size and the programs."""
+        names = ("schedule", "put", "slice_bags", "programs_per_sm")
         has_slices = BACKENDS[self.options.backend].has_slices
-        return {
-            "schedule": self.options.schedule,
-            "put": self.options.put if has_slices else None,
-            "slice_bags": self.options.slice_bags if has_slices else None,
-            "programs_per_sm": self.options.programs_per_sm if has_slices else None,
-        }
+        return {name: getattr(self.options, name) for name in names[: None if has_slices else 1]}
 
     def step(self, batch: Ids) -> torch.Tensor:
         """Run the stage."""

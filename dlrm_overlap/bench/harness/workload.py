@@ -17,8 +17,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dlrm_overlap.config import Config, EmbeddingConfig
 from dlrm_overlap.data.loader import open_datasets
 from dlrm_overlap.embedding.layout import Layout
-from dlrm_overlap.embedding.opening import Halves, open_halves
-from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions, StepCounters
+from dlrm_overlap.embedding.options import ExchangeOptions
 from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder, build_sharders
 from dlrm_overlap.embedding.shardings import build_layout, model_order
 from dlrm_overlap.embedding.tables import LocalTables
@@ -64,12 +63,6 @@ class Workload:
     def exchange_options(self, config: EmbeddingConfig, backend: str) -> ExchangeOptions:
         """Return the options of an exchange of the backend `backend` whose output is for this workload's dense part."""
         return exchange_options(config, backend, self.precision)
-
-    def open_halves(self, options: ExchangeOptions) -> Halves:
-        """Return the halves of an exchange of these tables, apart from autograd. All ranks call this."""
-        most = max(self.batch_sizes)
-        context = self.layout, self.tables, options, self.group, self.device, most, StepCounters(self.device)
-        return open_halves(ExchangeContext(*context))
 
 
 def read_ids(config: Config, group: dist.ProcessGroup, device: torch.device = _CPU) -> list[KeyedJaggedTensor]:
