@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.bench.harness.communications import Payload, by_collective
-from dlrm_overlap.bench.harness.timing import Timing, gather, time_alone
+from dlrm_overlap.bench.harness.timing import Timing, greatest, time_alone
 from dlrm_overlap.bench.harness.workload import BATCHES, Workload
 from dlrm_overlap.config import CRITEO_TABLES, Config
 from dlrm_overlap.embedding.backends.cpu import lengths_and_ids
@@ -29,7 +29,7 @@ _LINK_BYTES = {"cuda": 192 << 20, "cpu": 4 << 20}  # to each peer; a container's
 
 @dataclass(frozen=True)
 class Limit:
-    """One rank's bytes of a step, and the rates at which memory and links carry bytes on the slowest rank."""
+    """The most bytes of a step on a rank, and the rates at which memory and links carry bytes on the slowest one."""
 
     hbm_bytes: int
     """into and out of this GPU's memory"""
@@ -163,7 +163,7 @@ class RankIds:
 def find_limit(
     counts: Sequence[Sequence[int]], ceilings: tuple[float, float], group: dist.ProcessGroup, device: torch.device
 ) -> tuple[Limit, list[int]]:
-    """Return the limit of the rank whose limit is the greatest, and the rest of its counts. All ranks call this.
+    """Return the limit of the ranks' greatest bytes, and the greatest of further counts. All ranks call this.
 
     Args:
         counts: for each batch this rank's bytes of memory, its bytes of links, and further counts to report. The mean
@@ -171,8 +171,8 @@ def find_limit(
         ceilings: from `measure_ceilings`.
     """
     means = [sum(column) / len(counts) for column in zip(*counts, strict=True)]
-    by_rank = [list(map(round, row)) for row in gather(means, device, group)]
-    return max(((Limit(hbm, link, *ceilings), rest) for hbm, link, *rest in by_rank), key=lambda limit: limit[0].ms)
+    hbm_bytes, link_bytes, *rest = map(round, greatest(means, device, group))
+    return Limit(hbm_bytes, link_bytes, *ceilings), rest
 
 
 def measure_ceilings(group: dist.ProcessGroup, device: torch.device) -> tuple[float, float]:

@@ -28,7 +28,7 @@ def floor_columns(dense_flop: int, limit: Limit, uncached_hbm_bytes: int, dense_
 
     Args:
         dense_flop: of the matrix products of a rank.
-        limit: bytes and rates of the rank whose memory or links need longest; each touched row and each gradient once.
+        limit: the most bytes of a rank, each touched row and each gradient once, and the rates.
         uncached_hbm_bytes: those of memory, a row and a bag's gradient as often as ids name them.
         dense_tflop_per_s: rate of the matrix products.
     """

@@ -35,14 +35,6 @@ _MARGIN = 1.3
 _COLLECTIVE_MS = 0.15  # for the host to issue one
 
 
-def gather(values: list[float], device: torch.device, group: dist.ProcessGroup) -> list[list[float]]:
-    """Return the `values` of every rank of `group`, in the order of the ranks. They all call this."""
-    mine = torch.tensor(values, dtype=torch.float64, device=device)
-    all_values = mine.new_empty(group.size(), mine.numel())
-    dist.all_gather(list(all_values.unbind()), mine, group=group)
-    return all_values.tolist()
-
-
 def greatest(values: list[float], device: torch.device, group: dist.ProcessGroup | None = None) -> list[float]:
     """Return the maximum of each of `values` over the ranks of `group`, which all call this."""
     most = torch.tensor(values, dtype=torch.float64, device=device)

@@ -13,7 +13,6 @@ from torch.profiler import ProfilerActivity, profile
 
 from dlrm_overlap.bench.harness.timing import time_steps
 from dlrm_overlap.data.batch import Batch
-from dlrm_overlap.embedding.sharded_module import exchanges
 from dlrm_overlap.observe.trace_summary import Span, gpu_work, read_events, shares
 from dlrm_overlap.train.trainer import Trainer
 
@@ -84,8 +83,7 @@ class TrainingRun:
         """Wait for the device, and raise the errors that kernels have recorded."""
         if self.trainer.device.type == "cuda":
             torch.cuda.synchronize(self.trainer.device)
-        for exchange in exchanges(self.trainer.model):
-            exchange.check()
+        self.trainer.check()
 
     def close(self) -> None:
         """Release the exchange's windows, once all ranks have finished their steps."""
