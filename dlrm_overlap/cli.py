@@ -11,12 +11,13 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
 import dlrm_overlap
 from dlrm_overlap.backends import BACKENDS
-from dlrm_overlap.bench.request import FIGURES, check_committed
+from dlrm_overlap.bench.options import FIGURES, options_of
 from dlrm_overlap.config import CRITEO_TABLES, Config, InputError, NonNegativeFloat, NonNegativeInt, PositiveInt
 from dlrm_overlap.launching import process_group
 from dlrm_overlap.launching.files import check_free
@@ -148,56 +149,39 @@ def bench(argv: list[str]) -> int:
     """Measure training steps, the embedding stage, communication or the input; `bench --help` lists the benchmarks."""
     kind = argv[0] if argv else ""
     if kind in ("-h", "--help"):
-        lines = [f"  {name:12} {figure.summary()}" for name, figure in FIGURES.items()]
-        lines.append(f"  {'all':12} the figures of the pages, as many as so many minutes allow: bench all --minutes 25")
-        lines.append(f"  {'report':12} a plot of each file of steps or of a sweep in a folder: bench report DIR")
-        print("\n".join(["usage: dlrm-overlap bench KIND ...", "", *lines]))
+        others = {
+            "all": "the figures of the pages, as many as so many minutes allow: bench all --minutes 25",
+            "report": "a plot of each file of steps or of a sweep in a folder: bench report DIR",
+        }
+        about = {name: figure.summary for name, figure in FIGURES.items()} | others
+        print("usage: dlrm-overlap bench KIND ...\n")
+        print("\n".join(f"  {name:12} {text}" for name, text in about.items()))
         return 0
     if not kind:
         raise InputError(f"bench: no benchmark is named; known: {', '.join(FIGURES)}")
-    if kind == "report":
-        return _bench_report(argv[1:])
-    if kind == "all":
-        from dlrm_overlap.bench import run_all
-
-        return run_all.run(argv[1:])
+    if kind in ("all", "report"):
+        return import_module(f"dlrm_overlap.bench.{kind}").run(argv[1:])
     if kind not in FIGURES:
         raise InputError(f"bench {kind}: not a benchmark; {suggest(kind, [*FIGURES, 'all', 'report'])}")
     figure = FIGURES[kind]
 
     def add_options(parser: Parser) -> None:
-        for name, settings in figure.options(kind):
+        for name, settings in options_of(kind).items():
             parser.add_argument(f"--{name}", **settings)
 
     def check(config: Config, values: Any) -> None:
-        check_output(figure.read(kind, values).output)
+        check_output(Path(values.output))
 
     def work(ranks: Ranks) -> int:
-        request = figure.read(kind, ranks.values)
-        check_committed(ranks.device.type, request.uncommitted)
-        request.check_ranks(ranks.config, ranks.world.world_size, ranks.device.type)
-        if ranks.device.type == "cpu" and ranks.world.rank == 0:
+        on_cpu, world_size = ranks.device.type == "cpu", ranks.world.world_size
+        if world_size == 1 and figure.needs_peers:
+            raise InputError(f"bench {kind}: one rank has nobody to communicate with; add --nproc 2, or more")
+        if on_cpu and ranks.world.rank == 0:
             print(f"bench {kind}: a rehearsal, since times on CPUs say nothing of GPUs", file=sys.stderr)
-        return figure.load(kind)(request, ranks)
+        return import_module(f"dlrm_overlap.bench.figures.{figure.module}").run(kind, ranks)
 
-    meaning = f"Measure {figure.summary()}. `dlrm-overlap bench --help` tells the other benchmarks."
+    meaning = f"Measure {figure.summary}. `dlrm-overlap bench --help` tells the other benchmarks."
     return run_on_ranks(["bench", kind], meaning, argv[1:], work, add_options, check)
-
-
-def _bench_report(argv: list[str]) -> int:
-    """Draw the rows of a folder; takes no ranks and no GPU."""
-    parser = Parser("dlrm-overlap bench report", "Draw each file of steps or of a sweep in a folder as an SVG.")
-    parser.add_argument("folder", metavar="DIR", help="folder of the CSV files that bench has written")
-    parser.add_argument("--output", help="folder to write to (default DIR/report)")
-    values = parser.read(argv)
-    folder = Path(values.folder)
-    output = Path(values.output or folder / "report")
-    from dlrm_overlap.bench.report.plots import write_plots
-
-    for name in write_plots(folder, output):
-        print(f"no plot for {plain(name)}.csv")
-    print(f"plots: {output}")
-    return 0
 
 
 def simulate(argv: list[str]) -> int:

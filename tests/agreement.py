@@ -67,3 +67,15 @@ def assert_all_near(
     assert list(actual) == list(expected), what
     for name, tensor in expected.items():
         assert_near(actual[name], tensor, tolerance, f"{what} {name}")
+
+
+def assert_same_samples(made: Any, expected: Any) -> None:
+    """Check that two batches are equal bit for bit, wherever the first one is."""
+    pairs = {
+        "dense": (made.dense, expected.dense),
+        "lengths": (made.sparse.lengths(), expected.sparse.lengths()),
+        "values": (made.sparse.values(), expected.sparse.values()),
+        "labels": (made.labels, expected.labels),
+    }
+    for name, (actual, wanted) in pairs.items():
+        assert_same(actual.cpu(), wanted.cpu(), name)

@@ -18,8 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
-from dlrm_overlap.bench.report.measured import milliseconds, runs
-from dlrm_overlap.bench.report.plots import map_speedups
+from dlrm_overlap.bench.report import map_speedups
 from tests import ages, simulated_pages
 from tests.calibration import Row, read_rows
 from tests.simulated_pages import FOLDER, Lines, read
@@ -27,7 +26,36 @@ from tests.simulated_pages import FOLDER, Lines, read
 PAGES = [Path("README.md"), *sorted(Path("docs").rglob("*.md"))]
 Run = Mapping[str, Row]
 """contender -> its row"""
+_SHAPE = (
+    *("arch", "optimizer", "pinned_host", "world_size", "tables"),
+    *("rows", "dim", "multi_hot", "zipf_alpha", "global_batch"),
+)
 REGION = re.compile(r"(<!-- rows: (.*?) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def runs(rows: Iterable[Row]) -> list[Run]:
+    """Return the runs in the file's order: one ends where the shape changes or a contender comes again.
+
+    Contenders of a step take turns in groups, whose rows have `busy_ms`. The last one is in each group, and the run has
+    its first row.
+    """
+    found: list[dict[str, Row]] = []
+    last = None
+    for row in rows:
+        shape = [row.get(name) for name in _SHAPE]
+        again = last is not None and row["contender"] in found[-1]
+        if shape != last or (again and "busy_ms" not in row):
+            found.append({})
+        found[-1].setdefault(row["contender"], row)
+        last = shape
+    return [*found]
+
+
+def milliseconds(value: float | None) -> str:
+    """Return a time in ms as the pages have it: two decimals, three below 1 ms; - for none."""
+    if value is None:
+        return "-"
+    return f"{value:.2f}" if value >= 0.995 else f"{value:.3f}" if value >= 0.01 else f"{value:.2g}"
 
 
 def runs_of(*names: str) -> list[Run]:
@@ -47,11 +75,6 @@ def label(row: Row) -> str:
     skewed = f", zipf {row['zipf_alpha']}" if float(row.get("zipf_alpha") or 0) else ""
     wire = f", {row['wire_dtype']}" if (row.get("wire_dtype") or "fp32") != "fp32" else ""
     return f"{size}x{row['dim']}, {row['global_batch']}, {hot}{skewed}{wire}"
-
-
-def todays(rows: Iterable[Row]) -> list[Row]:
-    """Return the rows of `bench collectives` but earlier ones of stores by another number of programs than now."""
-    return [row for row in rows if row["contender"] != "stores" or row.get("store_programs", "64") == "64"]
 
 
 # Tables
@@ -204,7 +227,7 @@ def table_of_collectives(name: str, operation: str, beside: str, captured: str, 
     yield ["us, by MB a peer", *_CARRIERS.values(), "ours", "best / ours", last]
     for size in sizes:
         same = [row for row in rows if row["mb_per_peer"] == size]
-        found = {row["contender"]: row for row in todays(same)}
+        found = {row["contender"]: row for row in same}
         taken = min((found[each] for each in _CARRIERS if each != "nccl"), key=ms_of)
         best = min(map(ms_of, same)) / ms_of(taken)
         value = 1e3 * float(taken["product_ms"]) if beside == "compute" else float(taken["gb_per_s"])

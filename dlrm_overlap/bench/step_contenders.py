@@ -16,9 +16,8 @@ class StepContender(NamedTuple):
     keys: Mapping[str, Any]
     """dotted key -> value, instead of the configuration's"""
     extras: frozenset[str] = frozenset()
-    """what no key gives: int32_ids and bf16_output of FBGEMM's lookups; torch.optim's fused_optimizer of the dense part
-    (foreach is torch's own default); TorchRec's fused_pipeline, which looks up beside the optimizer; TorchRec's
-    index_dedup of tables that are not pooled; drop_in, our sharders at their defaults"""
+    """what no key gives: int32_ids of FBGEMM's lookups; TorchRec's fused_pipeline, which looks up beside the optimizer,
+    and its index_dedup of tables that are not pooled; drop_in, our sharders at their defaults"""
 
 
 def _keys(backend: str, pipeline: str = "torchrec", compiled: bool = True, graphed: bool = True) -> dict[str, Any]:
@@ -32,7 +31,6 @@ def _keys(backend: str, pipeline: str = "torchrec", compiled: bool = True, graph
 
 _TORCHREC = _keys("torchrec", compiled=False, graphed=False)  # as users run it
 _GRAPH = _keys("pgas", "graph", graphed=False)  # the whole step as a CUDA graph, the dense part with it
-_EAGER = _keys("pgas", compiled=False, graphed=False)
 _WHOLE, _DEFAULT = {"embedding.plan": "table_wise"}, {"embedding.plan": "torchrec"}
 _SMALL = {"embedding.data_parallel_rows": 7812}  # as in HugeCTR's record: 13 of MLPerf's tables
 _BF16 = {"embedding.wire_dtype": "bf16"}
@@ -48,12 +46,10 @@ _STRONGEST: Mapping[str, tuple[Mapping[str, Any], str]] = {
     "_fp16": ({"embedding.wire_dtype": "fp16"}, ""),
     "_data_parallel": (_SMALL, ""),
     "_default_plan": (_DEFAULT, ""),
-    "_fused_optimizer": ({}, "fused_optimizer"),
     "_fused_pipeline": ({}, "fused_pipeline"),
 }
-# Those of a model with tables that are not pooled; and bf16 lookups, with which losses differ by more than may be.
-_STRONGEST_ELSEWHERE: Mapping[str, tuple[Mapping[str, Any], str]] = {
-    "_bf16_output": ({}, "bf16_output"),
+# Those of a model with tables that are not pooled.
+_STRONGEST_UNPOOLED: Mapping[str, tuple[Mapping[str, Any], str]] = {
     "_index_dedup": ({}, "index_dedup"),
     "_bf16_index_dedup": (_BF16, "index_dedup"),
 }
@@ -68,27 +64,24 @@ _ABLATION: Mapping[str, Mapping[str, Any]] = {
 }
 _OTHERS: Mapping[str, Mapping[str, Any]] = {
     "default_plan": _DEFAULT,
-    "row_wise": {"embedding.plan": "row_wise"},
     "tensor": {"model.top_parallel": "tensor"},
-    **{
-        f"2_emulated_hosts{name}": {"embedding.hosts": 2, "embedding.between_hosts": carrier}
-        for name, carrier in (("", "messages"), ("_puts", "puts"))
-    },
+    "2_emulated_hosts": {"embedding.hosts": 2, "embedding.between_hosts": "messages"},
+    "2_emulated_hosts_puts": {"embedding.hosts": 2, "embedding.between_hosts": "puts"},
 }
 
 STEP_CONTENDERS = {
     "torchrec": StepContender(_TORCHREC),
-    "torchrec_row_wise": StepContender(_TORCHREC | {"embedding.plan": "row_wise"}),
     **{
         f"torchrec_strongest{name}": StepContender(_keys("torchrec") | keys, frozenset({"int32_ids", extra} - {""}))
-        for name, (keys, extra) in (_STRONGEST | _STRONGEST_ELSEWHERE).items()
+        for name, (keys, extra) in (_STRONGEST | _STRONGEST_UNPOOLED).items()
     },
-    "drop_in": StepContender(_EAGER | {"embedding.wire_dtype": "fp32"}, frozenset({"drop_in"})),
+    "drop_in": StepContender(
+        _keys("pgas", compiled=False, graphed=False) | {"embedding.wire_dtype": "fp32"}, frozenset({"drop_in"})
+    ),
     "drop_in_graph": StepContender(
         _GRAPH | {"train.compile_dense": False, "train.flat_dense": False, "embedding.wire_dtype": "fp32"},
         frozenset({"drop_in"}),
     ),
-    "pgas_eager": StepContender(_EAGER),
     "pgas": StepContender(_keys("pgas")),
     "fused": StepContender(_keys("fused")),
     "fused_graph": StepContender(_keys("fused", "graph", graphed=False)),

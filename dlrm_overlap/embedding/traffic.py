@@ -121,7 +121,7 @@ def update_bytes(
     gradient_bytes: int,
     optimizer: str,
 ) -> UpdateBytes:
-    """Return the bytes of a backward on one rank; `bench.harness.limits.count_update` says which they are.
+    """Return the bytes of a backward on one rank; `bench.harness.limits.RankIds` says which they are.
 
     Args:
         shards: of the rank.

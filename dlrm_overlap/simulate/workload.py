@@ -30,7 +30,7 @@ class Workload:
     features: float
     """tables of a rank, T / W, which may be a part of one"""
     hbm_bytes: float
-    """of the forward, as `bench.harness.limits.count_bytes` counts"""
+    """of the forward, as `bench.harness.limits` counts"""
     read_bytes: np.ndarray
     """[T] of them the rows of each table"""
     missed_bytes: np.ndarray

@@ -98,7 +98,6 @@ def test_backward_measures_all_contenders_under_each_optimizer(tmp_path: Path) -
         # depends on the optimizer, and on the measured ceilings.
         assert value["link_bytes"] in [tables * 16 * 2 * 64 for tables in (2, 3)]
         assert int(row["touched_rows"]) <= int(row["ids"]) == int(first["ids"])
-        assert {"pack_ms", "all_to_all_ms", "update_ms"} <= value.keys() or row["contender"] != "baseline"
         assert ("prepare_ms" in value) == (row["contender"] != "baseline")
 
 
@@ -112,7 +111,7 @@ def test_a_sweep_measures_every_shape(tmp_path: Path) -> None:
 
 
 def test_scaling_measures_fewer_ranks_while_the_others_wait(tmp_path: Path) -> None:
-    options = ["--train.global_batch_size", "96", "--iterations", "1", "--chunks", "2"]
+    options = ["--train.global_batch_size", "96", "--iterations", "1"]
     rows, _ = _bench(tmp_path, "strong", *options, nproc=3)
     alone = [(ranks, name) for ranks in "21" for name in ("baseline", "torchrec", "nccl", "pgas", "fused")]
     found = [(row["world_size"], row["contender"]) for row in rows if row["contender"] != "nccl_chunked_2"]

@@ -41,24 +41,20 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     made.close()
 
 
-def _told(ranks: Ranks, name: str, check: Check) -> str:
-    outcome = ranks.run(name, check)
-    assert outcome is not None
-    return outcome.text
-
-
 def test_a_check_that_fails_leaves_the_ranks_to_the_next(ranks: Ranks) -> None:
     first = ranks._of_all()
-    assert _told(ranks, "raises", Check(_raise)).startswith("ranks [1] failed, rank 1 first: ValueError: no such thing")
-    assert _told(ranks, "meets", Check(_meet)) == "ok"
+    assert str(ranks.run("raises", Check(_raise))).startswith(
+        "ranks [1] failed, rank 1 first: ValueError: no such thing"
+    )
+    assert ranks.run("meets", Check(_meet)) == "ok"
     assert ranks._of_all() is first
-    hangs = _told(ranks, "hangs", Check(_hang, timeout_s=4.0))
+    hangs = str(ranks.run("hangs", Check(_hang, timeout_s=4.0)))
     assert hangs.startswith("hangs: ranks [1] did not report within 4 s\nrank 1, exit code None:\non my way")
     assert "in _hang" in hangs, "where it hangs"
-    assert _told(ranks, "meets again", Check(_meet)) == "ok"
+    assert ranks.run("meets again", Check(_meet)) == "ok"
     assert ranks._of_all() is not first
-    assert _told(ranks, "dies", Check(_die)).startswith("ranks [1] did not report\nrank 1, exit code 3:\non my way")
-    assert _told(ranks, "alone", Check(_meet, alone=True)) == "ok"
+    assert str(ranks.run("dies", Check(_die))).startswith("ranks [1] did not report\nrank 1, exit code 3:\non my way")
+    assert ranks.run("alone", Check(_meet, alone=True)) == "ok"
 
 
 def test_no_check_begins_after_the_time_for_all(tmp_path: Path) -> None:

@@ -6,9 +6,8 @@ Under both sharders the ids are at their owners before a step begins, ours as ca
 when outputs are there, or rows updated. `gpu_ms` is the GPU's own time; outputs and rows must agree first.
 """
 
-import itertools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,9 +19,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dlrm_overlap.bench.figures.backward import GradientBatch, make_batches
 from dlrm_overlap.bench.harness.agreement import check_outputs, check_rows, disagreements
 from dlrm_overlap.bench.harness.contenders import Contender, TorchRec, close_all
-from dlrm_overlap.bench.harness.timing import Turns
+from dlrm_overlap.bench.harness.timing import time_alone
 from dlrm_overlap.bench.harness.workload import Ids, Workload, collect_garbage, make_workload, read_ids
-from dlrm_overlap.bench.report.rows import append_rows, print_table
+from dlrm_overlap.bench.rows import append_rows, print_table
 from dlrm_overlap.config import Config
 from dlrm_overlap.embedding.backends.ids import ArrivedIds
 from dlrm_overlap.embedding.exchange import Exchange
@@ -102,7 +101,7 @@ def _measure_rows(config: Config, ranks: Ranks, group: dist.ProcessGroup, ids_a_
     rows = []
     if not faults:
         for what, contenders, each in (("forward", pooling, workload.batches), ("both", whole, batches)):
-            found = Turns(group, ranks.device).time([_cycle(c.step, each) for c in contenders], _REPETITIONS)
+            found = time_alone([c.cycle(each) for c in contenders], _REPETITIONS, ranks.device, group)
             rows += [
                 {"ids_a_bag": ids_a_bag, "part": what, "contender": contender.name}
                 | {"gpu_ms": timing.median_ms, "host_ms": timing.host_ms}
@@ -113,11 +112,6 @@ def _measure_rows(config: Config, ranks: Ranks, group: dist.ProcessGroup, ids_a_
         print("\n".join(faults), flush=True)
     close_all([*pooling, *whole], workload)
     return rows
-
-
-def _cycle(step: Callable[[Any], object], batches: Sequence[Any]) -> Callable[[], object]:
-    following = itertools.cycle(batches)
-    return lambda: step(next(following))
 
 
 def work(ranks: Ranks) -> int:

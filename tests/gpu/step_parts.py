@@ -24,7 +24,7 @@ import torch.distributed as dist
 from dlrm_overlap.bench.figures.step import build, contender_configs, describe_run
 from dlrm_overlap.bench.harness.training_runs import TrainingRun, read_batches
 from dlrm_overlap.bench.harness.workload import collect_garbage
-from dlrm_overlap.bench.report.rows import append_rows, print_table
+from dlrm_overlap.bench.rows import append_rows, print_table
 from dlrm_overlap.config import Config, PositiveFloat, PositiveInt
 from dlrm_overlap.embedding.backends.push import Push
 from dlrm_overlap.launching.parsing import Parser

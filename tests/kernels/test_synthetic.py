@@ -11,7 +11,7 @@ from dlrm_overlap.data.synthetic import Synthetic
 from dlrm_overlap.data.synthetic_device import DeviceSynthetic
 from dlrm_overlap.kernels.compiled import CompiledKernel
 from dlrm_overlap.kernels.synthetic import draws, labels
-from tests.gpu.synthetic import first_difference
+from tests.agreement import assert_same_samples
 from tests.kernels.emulation import CPU, interpreted
 
 pytestmark = interpreted
@@ -36,26 +36,14 @@ def test_samples_are_those_of_the_cpu(config: DataConfig, split: Literal["train"
     expected = Synthetic(config, split)
     made = DeviceSynthetic(config, split, CPU)
     for first, count in ((0, 33), (10**12 + 7, 5)):  # more samples than a program has, and counters beyond 32 bits
-        assert first_difference(made.read(first, count), expected.read(first, count)) is None
+        assert_same_samples(made.read(first, count), expected.read(first, count))
 
 
 def test_a_batch_may_have_no_id_at_all() -> None:
     config = DataConfig(tables=TablesConfig(rows=[9], multi_hot="0..1"), dense_features=1)
     expected, made = Synthetic(config, "train"), DeviceSynthetic(config, "train", CPU)
     empty = next(i for i in range(100) if expected.read(i, 1).sparse.values().numel() == 0)
-    assert first_difference(made.read(empty, 1), expected.read(empty, 1)) is None
-
-
-def test_first_difference_names_the_tensor_and_the_place() -> None:
-    expected = Synthetic(FIXED, "train").read(0, 8)
-    for name, tensor in (("dense", expected.dense), ("values", expected.sparse.values()), ("labels", expected.labels)):
-        changed = expected.clone()
-        {"dense": changed.dense, "values": changed.sparse.values(), "labels": changed.labels}[name].view(-1)[3] += 1
-        text = first_difference(changed, expected)
-        assert text is not None
-        assert text.startswith(f"{name}[3]: {tensor.view(-1)[3].item() + 1:g}, not ")
-    fewer = Synthetic(RANGES, "train").read(0, 8)
-    assert first_difference(fewer, expected) == "dense: (8, 2) torch.float32, not (8, 13) torch.float32"
+    assert_same_samples(made.read(empty, 1), expected.read(empty, 1))
 
 
 def test_equal_tables_share_their_cells() -> None:

@@ -14,7 +14,7 @@ from dlrm_overlap.data.loader import make_loader, open_datasets
 from dlrm_overlap.data.packing import pack_samples
 from dlrm_overlap.data.records import Layout, Packed, Unpacker
 from dlrm_overlap.kernels import reference
-from tests.gpu.synthetic import first_difference
+from tests.agreement import assert_same_samples
 from tests.kernels.emulation import CPU, interpreted
 from tests.unit.data.test_ring import pinning  # noqa: F401  a fixture
 
@@ -51,7 +51,7 @@ def test_a_batch_is_what_was_packed(labels: int, half: bool, samples: int, max_r
     moduli = [max_rows if max_rows and rows > max_rows else 0 for rows in ROWS]
     records = torch.from_numpy(packed)
     made = Unpacker(layout, moduli, CPU)(Records(records))
-    assert first_difference(made, expected) is None
+    assert_same_samples(made, expected)
     words = torch.cat([made.dense.view(torch.int32).flatten(), made.labels.view(torch.int32).flatten()])
     twin = reference.unpack(records, layout.fields(moduli))
     assert torch.equal(twin, torch.cat([words, made.sparse.values()]))
@@ -77,5 +77,5 @@ def test_a_loader_unpacks_the_records_that_its_workers_read(
     monkeypatch.setattr(Lease, "copying", lambda lease: None)  # an event of a GPU
     with make_loader(train, 7, 1, 2, 2, 9, 2, 1, True) as loader:  # rank 1 of 2, from step 2 on, beyond the end too
         for step, batch in enumerate(loader, 2):
-            assert first_difference(batch, train.read((step * 2 + 1) * 7, 7)) is None
+            assert_same_samples(batch, train.read((step * 2 + 1) * 7, 7))
     assert step == 8

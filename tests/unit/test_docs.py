@@ -20,9 +20,9 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from dlrm_overlap import backends
-from dlrm_overlap.bench.report.measured import Measured, read_measured
-from dlrm_overlap.bench.report.plots import PLOTS, draw
-from dlrm_overlap.bench.request import FIGURES
+from dlrm_overlap.bench.options import FIGURES
+from dlrm_overlap.bench.report import PLOTS, draw
+from dlrm_overlap.bench.rows import Measured, read_measured
 from dlrm_overlap.config import Config
 from dlrm_overlap.launching.parsing import meanings_of
 from tests import keys

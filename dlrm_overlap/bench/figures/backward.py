@@ -5,31 +5,24 @@ it is measured under one optimizer after the other. Every contender takes the sa
 time is reported unless the rows and the optimizer's state that each leaves agree with the baseline's. A row is a
 contender under an optimizer.
 
-Contenders: the baseline (packing, All-to-All, FBGEMM's update), `push` and `push_exposed`.
-Extra columns: the optimizer, the bytes and the time of a cache without bounds, ids and touched rows, and the times of
-the parts.
+Contenders: the baseline (packing, All-to-All, FBGEMM's operator, its sort of the ids included), `push`, and
+`push_exposed`, with the part that needs the ids alone, which training does beside the dense layers, in every step.
+Extra columns: the optimizer, the bytes and the time of a cache without bounds, ids and touched rows, and `prepare_ms`
+of that part.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import asdict, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from dlrm_overlap.bench.harness.agreement import check_rows, disagreements
 from dlrm_overlap.bench.harness.contenders import Contender, close_all
-from dlrm_overlap.bench.harness.limits import (
-    Limit,
-    count_update,
-    describe,
-    find_limit,
-    measure_ceilings,
-    rank_ids,
-    times,
-)
+from dlrm_overlap.bench.harness.limits import RankIds, describe, find_limit, measure_ceilings, times
 from dlrm_overlap.bench.harness.timing import time_contenders, time_parts
 from dlrm_overlap.bench.harness.workload import (
     Ids,
@@ -39,14 +32,12 @@ from dlrm_overlap.bench.harness.workload import (
     make_workload,
     read_ids,
 )
-from dlrm_overlap.bench.report.rows import report
-from dlrm_overlap.bench.request import BackwardRequest
+from dlrm_overlap.bench.rows import report
+from dlrm_overlap.bench.shapes import shapes_of
 from dlrm_overlap.config import Config, EmbeddingConfig
-from dlrm_overlap.embedding.backends.base import gradient_scale
-from dlrm_overlap.embedding.backends.collective import pack
-from dlrm_overlap.embedding.options import ExchangeOptions
+from dlrm_overlap.embedding.opening import open_halves
+from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions, StepCounters
 from dlrm_overlap.embedding.steps import BatchSizes, Step
-from dlrm_overlap.embedding.tables import FbgemmUpdate
 from dlrm_overlap.train.ranks import Ranks
 
 _SHOWN = (
@@ -73,85 +64,28 @@ def make_batches(workload: Workload) -> list[GradientBatch]:
     return [GradientBatch(i, ids, make()) for i, ids in enumerate(workload.batches)]
 
 
-def pack_gradient(gradient: torch.Tensor, dims: Sequence[int], scale: float, wire_dtype: torch.dtype) -> torch.Tensor:
-    """Return `scale` times the gradient, packed as a collective sends it; by one operation where owners are alike.
+class Update(Contender):
+    """One of the exchange's backwards, from the moment the gradient is there until the rows are updated.
 
-    Args:
-        gradient: [b, D_total] float32.
-        dims: the columns of each owner, in the order of the owners; they add up to D_total.
-        scale: the factor.
-        wire_dtype: of the result, a flat tensor: the first owner's [b, dims[0]], then the second's, and so on.
-    """
-    if len(set(dims)) > 1:
-        return pack(gradient.split(list(dims), dim=1), scale, wire_dtype)
-    samples, owners, width = gradient.shape[0], len(dims), dims[0]
-    send = gradient.new_empty(owners, samples, width, dtype=wire_dtype)
-    torch.mul(gradient.view(samples, owners, width).transpose(0, 1), scale, out=send)
-    return send.view(-1)
-
-
-class CollectiveBaseline(Contender):
-    """Packing, `all_to_all_single`, then FBGEMM's backward operator, its sort of the ids included.
-
-    A training step does this, at its cheapest. The owners hold the tables in the model's order, so packing
-    copies ranges of columns; it also divides the gradients by the number of ranks. A rank alone only updates.
-    """
-
-    def __init__(self, workload: Workload) -> None:
-        super().__init__("baseline", workload)
-        layout, rank = workload.layout, workload.rank
-        assert layout.sent_in_order, "owners hold their tables in the model's order"
-        (lookup,) = workload.tables.lookups
-        self._update = FbgemmUpdate(lookup)
-        self._dims, self._width = layout.owner_dims, layout.owner_dims[rank]
-        self._send_sizes = [workload.batch_sizes[rank] * dim for dim in self._dims]
-        self._receive_sizes = [size * self._width for size in workload.batch_sizes]
-        self._scale = gradient_scale(len(self._dims))
-
-    def step(self, batch: GradientBatch, mark: Callable[[], None] = lambda: None) -> None:
-        """Update the rows, and call `mark` after the packing and after the All-to-All."""
-        received = batch.gradient
-        if len(self._dims) == 1:
-            mark()
-        else:
-            send = pack_gradient(batch.gradient, self._dims, self._scale, self.workload.wire_dtype)
-            mark()
-            received = send.new_empty(sum(self._receive_sizes))
-            dist.all_to_all_single(received, send, self._receive_sizes, self._send_sizes, self.workload.group)
-        mark()
-        bags = batch.ids.inputs[0]
-        gradient, (rule,) = received.view(-1, self._width).float(), self.workload.tables.rules(0)
-        self._update.apply(gradient, bags, rule)
-
-
-class Push(Contender):
-    """One of the exchange's own backwards, from the moment the gradient is there until the rows are updated.
-
-    The part that needs only the ids (`prepare`) runs beside the dense layers in training. So it is done here once for
-    each batch, before any clock starts. With `exposed` every step does it, which shows its cost where nothing hides it.
+    The part that needs only the ids (`prepare`) is done here once for each batch, before any clock starts, or with
+    `exposed` in every step.
     """
 
     def __init__(
-        self,
-        name: str,
-        workload: Workload,
-        options: ExchangeOptions,
-        batches: Sequence[GradientBatch],
-        exposed: bool = False,
+        self, name: str, workload: Workload, options: ExchangeOptions, batches: Sequence[GradientBatch], exposed: bool
     ) -> None:
         super().__init__(name, workload)
         self._exposed, self._batch_sizes = exposed, BatchSizes.of(workload.batch_sizes)
-        self._halves = workload.open_halves(options)
-        self._steps = [] if exposed else [self._prepared(batch) for batch in batches]
+        about = workload.layout, workload.tables, options, workload.group, workload.device
+        most, counters = max(workload.batch_sizes), StepCounters(workload.device)
+        self._halves = open_halves(ExchangeContext(*about, most, counters))
+        self._steps = [] if exposed else [self._begun(batch, prepared=True) for batch in batches]
 
-    def _begun(self, batch: GradientBatch) -> Step:
+    def _begun(self, batch: GradientBatch, prepared: bool = False) -> Step:
         step = Step(list(batch.ids.inputs), self._batch_sizes)
         self._halves.backward.note_forward(step)
-        return step
-
-    def _prepared(self, batch: GradientBatch) -> Step:
-        step = self._begun(batch)
-        self._halves.backward.prepare(step)
+        if prepared:
+            self._halves.backward.prepare(step)
         return step
 
     def step(self, batch: GradientBatch) -> None:
@@ -161,9 +95,9 @@ class Push(Contender):
         self._halves.backward.start(step, batch.gradient)
         self._halves.backward.finish(step)
 
-    def prepare(self, batch: GradientBatch, mark: Callable[[], None] = lambda: None) -> None:
-        """Do the part that needs only the ids."""
-        step = self._prepared(batch)
+    def prepare(self, batch: GradientBatch, *_: object) -> None:
+        """Do the part of a push that needs only the ids."""
+        step = self._begun(batch, prepared=True)
         if self.workload.device.type == "cuda":
             self._halves.backward.finish(step)  # on GPUs this only waits for the stream that prepares
 
@@ -172,94 +106,72 @@ class Push(Contender):
         self._halves.close()
 
 
-def run(request: BackwardRequest, ranks: Ranks) -> int:
+def run(kind: str, ranks: Ranks) -> int:
     """Measure the figure, print its table and append its rows on rank 0. All ranks call this.
 
     Returns:
         The exit code: 1 if rows or states disagree, in which case no time is reported.
     """
-    world, device, group = ranks.world, ranks.device, ranks.connect()
-    config = request.shape(ranks.config, world.world_size)
-    sparse = read_ids(config, group, ranks.device)
+    world, device, values = ranks.world, ranks.device, ranks.values
+    (config,) = shapes_of(kind, values, ranks.config, world.world_size)
+    group = ranks.connect()
+    sparse = read_ids(config, group, device)
     ceilings = measure_ceilings(group, device)
-    rows: list[dict[str, Any]] = []
-    faults: list[str] = []
-    for optimizer in request.optimizers:
+    rows, faults = list[dict[str, Any]](), list[str]()
+    for optimizer in values.optimizers:
         workload = make_workload(
             config, sparse, group, device, world.local_world_size, optimizer=optimizer, precision="fp32"
         )
-        found, faults = _measure(request, config, workload, optimizer, make_batches(workload), ceilings)
-        rows += found
+        found, wrong = _measure(config, workload, optimizer, ceilings, values.iterations)
+        rows += [{"kind": kind} | row for row in found]
+        faults += wrong
         del workload
         collect_garbage(device)
-        if faults:
-            break
     if world.rank == 0:
-        report([] if faults else rows, faults, request.output, _SHOWN)
-    return 1 if faults else 0
+        report([] if faults else rows, faults, Path(values.output), _SHOWN)
+    return int(bool(faults))
 
 
-def make_contenders(config: EmbeddingConfig, workload: Workload, batches: Sequence[GradientBatch]) -> list[Contender]:
+def make_contenders(config: EmbeddingConfig, workload: Workload, batches: Sequence[GradientBatch]) -> list[Update]:
     """Return who takes part, the baseline first."""
-    options = exchange_options(config, "pgas")
+    push = exchange_options(config, "pgas")
     return [
-        CollectiveBaseline(workload),
-        Push("push", workload, options, batches),
-        Push("push_exposed", workload, options, batches, exposed=True),
+        Update("baseline", workload, replace(push, backend="nccl", backward="collective"), batches, exposed=True),
+        Update("push", workload, push, batches, exposed=False),
+        Update("push_exposed", workload, push, batches, exposed=True),
     ]
 
 
 @torch.no_grad()
 def _measure(
-    request: BackwardRequest,
-    config: Config,
-    workload: Workload,
-    optimizer: str,
-    batches: Sequence[GradientBatch],
-    ceilings: tuple[float, float],
+    config: Config, workload: Workload, optimizer: str, ceilings: tuple[float, float], iterations: int
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Return a row for each contender and no fault, or no row and a fault for each contender that disagrees."""
+    batches = make_batches(workload)
     contenders = make_contenders(config.embedding, workload, batches)
     agreements = check_rows(contenders, workload, batches, optimizer)
     faults = disagreements(contenders, agreements, f"rows or state under {optimizer}")
     rows: list[dict[str, Any]] = []
     if not faults:
-        limit, counts = _find_limit(workload, optimizer, ceilings)
-        timings = time_contenders(contenders, batches, workload, request.iterations)
+        counts = []
+        for own in RankIds.of_workload(workload):
+            about = [sum(each.ids for each in own.tables), sum(each.touched_rows for each in own.tables)]
+            counts.append([*own.update_bytes(workload.wire_dtype, optimizer), *about])
+        limit, (compulsory, ids, touched) = find_limit(counts, ceilings, workload.group, workload.device)
+        counted = {"compulsory_bytes": compulsory, "compulsory_ms": replace(limit, hbm_bytes=compulsory).ms}
+        counted |= {"ids": ids, "touched_rows": touched}
+        timings = time_contenders(contenders, batches, workload, iterations)
         for contender, agreement, timing in zip(contenders, agreements, timings, strict=True):
+            prepare_ms = None
+            if contender is not contenders[0]:
+                (prepare_ms,) = time_parts(contender.prepare, 1, batches, workload, timing.steps)
             rows.append(
-                {"kind": request.kind, "contender": contender.name, "optimizer": optimizer}
+                {"contender": contender.name, "optimizer": optimizer}
                 | describe(config, workload)
                 | times(timing, timings[0], limit)
-                | counts
+                | counted
                 | asdict(agreement)
-                | _parts(contender, batches, workload, timing.steps)
+                | {"prepare_ms": prepare_ms}
             )
     close_all(contenders, workload)
     return rows, faults
-
-
-def _find_limit(
-    workload: Workload, optimizer: str, ceilings: tuple[float, float]
-) -> tuple[Limit, dict[str, int | float]]:
-    """Return the limit, and further columns of the rank that has it."""
-    counts = [count_update(own, workload.wire_dtype, optimizer) for own in rank_ids(workload)]
-    limit, (compulsory_bytes, ids, touched_rows) = find_limit(counts, ceilings, workload.group, workload.device)
-    return limit, {
-        "compulsory_bytes": compulsory_bytes,
-        "compulsory_ms": replace(limit, hbm_bytes=compulsory_bytes).ms,
-        "ids": ids,
-        "touched_rows": touched_rows,
-    }
-
-
-def _parts(
-    contender: Contender, batches: Sequence[GradientBatch], workload: Workload, steps: int
-) -> dict[str, float | None]:
-    """Return the columns of the parts that a contender has; the others are empty."""
-    parts: dict[str, float | None] = dict.fromkeys(("pack_ms", "all_to_all_ms", "update_ms", "prepare_ms"))
-    if isinstance(contender, CollectiveBaseline):
-        parts.update(zip(parts, time_parts(contender.step, 3, batches, workload, steps), strict=False))
-    elif isinstance(contender, Push):
-        (parts["prepare_ms"],) = time_parts(contender.prepare, 1, batches, workload, steps)
-    return parts

@@ -9,22 +9,21 @@ leave each GPU for its peers in the median, `of_best` the shortest median of all
 contender's. Beside a product the time is that of both, and `product_ms` that of the product alone.
 """
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from dlrm_overlap.bench.harness.communications import Communication, Payload, by_collective, wrong
-from dlrm_overlap.bench.harness.timing import Turns, capture, counted
-from dlrm_overlap.bench.report.rows import report
-from dlrm_overlap.bench.request import CollectivesRequest
+from dlrm_overlap.bench.harness.timing import capture, counted, time_alone
+from dlrm_overlap.bench.rows import report
 from dlrm_overlap.train.ranks import Ranks
 
-if TYPE_CHECKING:
-    from dlrm_overlap.bench.harness.peer_memory import PeerMemory
-
+_SIZES_MB = {"cuda": (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 512), "cpu": (1, 4)}
 _MB = 1 << 20
 _PRODUCT = {"cuda": 8192, "cpu": 256}  # rows and columns of its matrices
 _SHOWN = (
@@ -33,58 +32,54 @@ _SHOWN = (
 )  # fmt: skip
 
 
-def run(request: CollectivesRequest, ranks: Ranks) -> int:
+def run(kind: str, ranks: Ranks) -> int:
     """Measure the figure, print its table and append its rows on rank 0. All ranks call this.
 
     Returns:
         The exit code: 1 if an output was wrong; it has no row then.
     """
-    group, device = ranks.connect(), ranks.device
-    sizes_mb = request.sizes_on(device.type)
-    memory = None
-    if device.type == "cuda":
+    group, device, values = ranks.connect(), ranks.device, ranks.values
+    on_gpu = device.type == "cuda"
+    sizes_mb = values.sizes_mb or _SIZES_MB[device.type]
+    memory: Any = None
+    if on_gpu:
         from dlrm_overlap.bench.harness.peer_memory import PeerMemory
 
         memory = PeerMemory(group, device, max(sizes_mb) * _MB // 4 * group.size())
-    turns = Turns(group, device)
     product = _make_product(_PRODUCT[device.type], device)
     rows, faults = list[dict[str, Any]](), list[str]()
-    for operation in request.operations:
+    for operation in values.operations:
         for mb in counted(f"sizes of {operation}", sizes_mb):
             payload = Payload(operation, mb * _MB // 4, group, device)
-            for beside in ("nothing", "compute"):
-                for captured in (False, True)[: 1 + (device.type == "cuda")]:
-                    columns = {"kind": request.kind, "operation": operation, "beside": beside, "mb_per_peer": mb}
-                    columns |= {"captured": captured, "world_size": group.size()}
-                    beside_it = product if beside == "compute" else None
-                    found, bad = _measure(payload, memory, turns, request.iterations, columns, beside_it)
-                    rows, faults = rows + found, faults + bad
-    if memory is not None:
+            made = {"nccl": by_collective(payload)}
+            made |= {way: memory.call(payload, way) for way in memory.ways} if memory else {}
+            for beside, captured in itertools.product((None, product), (False, True) if on_gpu else (False,)):
+                columns = {"kind": kind, "operation": operation, "beside": "compute" if beside else "nothing"}
+                columns |= {"mb_per_peer": mb, "captured": captured, "world_size": group.size()}
+                found, bad = _measure(payload, made, beside, values.iterations, columns)
+                rows, faults = rows + found, faults + bad
+    if memory:
         memory.close()
     if ranks.world.rank == 0:
-        report(rows, faults, request.output, _SHOWN, "a call alone or beside a product")
+        report(rows, faults, Path(values.output), _SHOWN, "a call alone or beside a product")
     return 1 if faults else 0
 
 
 def _measure(
     payload: Payload,
-    memory: "PeerMemory | None",
-    turns: Turns,
+    made: Mapping[str, Communication],
+    product: Callable[[], object] | None,
     repetitions: int,
     columns: dict[str, Any],
-    product: Callable[[], object] | None,
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Return the rows of all contenders at one size, and a line for each whose output is wrong."""
-    made = {"nccl": by_collective(payload)}
-    if memory is not None:
-        made |= {way: memory.call(payload, way) for way in memory.ways}
-    calls = {name: (each, _with(each, product)) for name, each in made.items()}
+    calls: dict[str, Callable[[], object]] = {name: partial(_call, each, product) for name, each in made.items()}
     if columns["captured"]:
-        calls = {name: (each, capture(call, payload.device)) for name, (each, call) in calls.items()}
-    bad = wrong(calls)
+        calls = {name: capture(call, payload.device) for name, call in calls.items()}
+    bad = wrong({name: (each, calls[name]) for name, each in made.items()})
     faults = [f"{name}, {columns}: the output is wrong; no time is reported" for name in bad]
-    pieces = {name: call for name, (_, call) in calls.items() if name not in bad}
-    timed = turns.time([*pieces.values(), *([product] if product else [])], repetitions)
+    pieces = {name: call for name, call in calls.items() if name not in bad}
+    timed = time_alone([*pieces.values(), *([product] if product else [])], repetitions, payload.device, payload.group)
     best = min(times.median_ms for times, _ in zip(timed, pieces, strict=False))
     rows = [
         columns
@@ -105,14 +100,10 @@ def _make_product(size: int, device: torch.device) -> Callable[[], object]:
     return partial(torch.mm, left, right, out=torch.empty_like(left))
 
 
-def _with(communication: Communication, product: Callable[[], object] | None) -> Callable[[], object]:
-    """Return the function that begins the communication, issues the product, and waits for the communication."""
-
-    @torch.no_grad()
-    def call() -> None:
-        wait = communication.begin()
-        if product is not None:
-            product()
-        wait()
-
-    return call
+@torch.no_grad()
+def _call(communication: Communication, product: Callable[[], object] | None) -> None:
+    """Begin a communication, issue the product, and wait for the communication."""
+    wait = communication.begin()
+    if product is not None:
+        product()
+    wait()

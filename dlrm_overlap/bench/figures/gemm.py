@@ -19,20 +19,22 @@ Columns, times being medians of the slowest rank:
 Source: Flux (Chang et al., arXiv 2406.06858) for the effective communication time and overlap efficiency.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn import functional
 
 from dlrm_overlap.bench.harness.limits import measure_ceilings
-from dlrm_overlap.bench.harness.timing import Timing, Turns, counted, greatest
-from dlrm_overlap.bench.report.rows import report
-from dlrm_overlap.bench.request import GemmRequest
+from dlrm_overlap.bench.harness.timing import Timing, counted, greatest, time_alone
+from dlrm_overlap.bench.rows import report
 from dlrm_overlap.config import InputError
+from dlrm_overlap.dense.gemm import serial
 from dlrm_overlap.dense.gemm.problem import Layer
 from dlrm_overlap.dense.gemm.products import ParallelProducts
 from dlrm_overlap.train.ranks import Ranks
@@ -40,6 +42,14 @@ from dlrm_overlap.train.ranks import Ranks
 Call = Callable[[], torch.Tensor]
 
 _DTYPE = torch.bfloat16
+_SHAPES = {
+    "cuda": (
+        *("1024x12288x49152", "4096x12288x49152", "8192x12288x49152", "8192x4096x4096", "32768x4096x4096"),
+        *("32768x3456x1024", "32768x1024x1024"),
+    ),
+    "cpu": ("64x48x96", "128x48x96"),
+}
+_CONTENDERS = ("serial", "torch", "copies", "tiles", "triggered", "auto")
 _ONLY = {"triggered": "reduce_scatter"}  # its all-gather is that of tiles
 _TOLERANCE = 0.05  # of an element's size and the mean's: partial products are rounded to bfloat16, by NCCL sums, too
 _SHOWN = (
@@ -48,18 +58,10 @@ _SHOWN = (
 )  # fmt: skip
 
 
-class Shape(NamedTuple):
-    """Sizes of both layers."""
-
-    m: int
-    k: int
-    n: int
-
-
 class Case:
     """One operator at one shape: this rank's tensors, who runs it, and its two parts alone."""
 
-    def __init__(self, operator: str, shape: Shape, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(self, operator: str, shape: tuple[int, ...], group: dist.ProcessGroup, device: torch.device) -> None:
         """Draw the tensors of all_gather or reduce_scatter; W must divide M and N."""
         self.operator, self.shape, self.group, self.device = operator, shape, group, device
         ranks, (m, k, n) = group.size(), shape
@@ -80,10 +82,13 @@ class Case:
             return None
         if name == "torch":
             return self._torch() if self.device.type == "cuda" else None
-        if self.operator == "all_gather":
-            call: Call = lambda: products.all_gather_matmul(self.x, Layer(self.weight), name, keep=False)[0]  # noqa: E731
-        else:
-            call = lambda: products.begin_reduce_scatter(self.x, Layer(self.weight), name)()  # noqa: E731
+        layer = Layer(self.weight)
+
+        def call() -> torch.Tensor:
+            if self.operator == "all_gather":
+                return products.all_gather_matmul(self.x, layer, name, keep=False)[0]
+            return products.begin_reduce_scatter(self.x, layer, name)()
+
         try:
             call()
         except InputError:  # on every rank alike
@@ -103,8 +108,8 @@ class Case:
         """Return the rows that the product has: those of all ranks, or for a reduce-scatter this rank's x."""
         if self.operator == "reduce_scatter":
             return self.x
-        x = self.x.new_empty(self.shape.m, self.shape.k)
-        dist.all_gather_into_tensor(x, self.x, group=self.group)
+        x = self.x.new_empty(*self.shape[:2])
+        serial.all_gather(x, self.x, group=self.group)
         return x
 
     def reference(self) -> torch.Tensor:
@@ -117,53 +122,67 @@ class Case:
 
     def alone(self) -> dict[str, Call]:
         """Return the product alone by cuBLAS, and the process group's collective alone."""
-        x, turned = self._gathered(), self.weight.t()
+        x, turned, group = self._gathered(), self.weight.t(), self.group
         out = x.new_empty(x.shape[0], self.weight.shape[0])
-        rows = torch.zeros(self.shape.m, self.shape.k, device=self.device, dtype=_DTYPE)
-        mine = rows[: self.shape.m // self.group.size()].clone()
+        rows = torch.zeros(*self.shape[:2], device=self.device, dtype=_DTYPE)
+        part = rows[: self.shape[0] // group.size()].clone()
         if self.operator == "all_gather":
-            collective: Call = lambda: (dist.all_gather_into_tensor(rows, mine, group=self.group), rows)[1]  # noqa: E731
+            collective: Any = partial(serial.all_gather, rows, part, group=group)
         elif self.device.type == "cuda":
-            collective = lambda: (dist.reduce_scatter_tensor(mine, rows, group=self.group), mine)[1]  # noqa: E731
-        else:  # as `dense.gemm.serial.scatter` does over gloo
-            landing = torch.empty_like(rows)
-            collective = lambda: (dist.all_to_all_single(landing, rows, group=self.group), landing)[1]  # noqa: E731
-        return {"gemm": lambda: torch.mm(x, turned, out=out), "communication": collective}
+            collective = partial(serial.reduce_scatter, part, rows, group=group)
+        else:  # as `serial.scatter` does over gloo
+            collective = partial(dist.all_to_all_single, torch.empty_like(rows), rows, group=group)
+        return {"gemm": partial(torch.mm, x, turned, out=out), "communication": collective}
 
 
-def run(request: GemmRequest, ranks: Ranks) -> int:
+def run(kind: str, ranks: Ranks) -> int:
     """Measure the figure, print its table, and append its rows on rank 0. All ranks call this.
 
     Returns:
         The exit code: 1 if an output was wrong; that contender has no row.
     """
-    group, device = ranks.connect(), ranks.device
-    shapes = [Shape(*map(int, text.split("x"))) for text in request.shapes_on(device.type)]
+    device, values = ranks.device, ranks.values
+    shapes = [_shape(text, ranks.world.world_size) for text in values.shapes or _SHAPES[device.type]]
+    group = ranks.connect()
     link_gb_per_s = measure_ceilings(group, device)[1]
-    products, turns = ParallelProducts(group, device), Turns(group, device)
+    products = ParallelProducts(group, device)
     products.wait_timeout_s = 60.0
     rows, faults = list[dict[str, Any]](), list[str]()
     with torch.no_grad():
-        for operator in request.operators:
+        for operator in values.operators:
             for shape in counted(f"shapes of {operator}", shapes):
                 case = Case(operator, shape, group, device)
-                calls = {name: case.contender(name, products) for name in request.contenders}
+                calls = {name: case.contender(name, products) for name in _CONTENDERS}
                 found = {name: call for name, call in calls.items() if call is not None}
                 faults += _wrong(case, found)
-                pieces = found | case.alone()
-                timed = dict(zip(pieces, turns.time([*pieces.values()], request.repetitions), strict=True))
-                gemm_ms, communication_ms = (timed.pop(name).median_ms for name in ("gemm", "communication"))
+                alone = case.alone()
+                times = time_alone([*found.values(), *alone.values()], values.repetitions, device, group)
+                timed = dict(zip([*found, *alone], times, strict=True))
                 faults += _wrong(case, found)
-                columns = {"kind": request.kind, "operator": operator, **shape._asdict(), "dtype": str(_DTYPE)[6:]}
+                columns = {
+                    "kind": kind,
+                    "operator": operator,
+                    **dict(zip("mkn", shape, strict=True)),
+                    "dtype": str(_DTYPE)[6:],
+                }
                 columns |= {"device": device.type, "world_size": group.size()}
                 if "serial" in found:
                     right = {name: timed[name] for name in found}
-                    rows += compare(columns, right, gemm_ms, communication_ms, case.link_bytes, link_gb_per_s)
-                del case, calls, found, pieces
+                    rows += compare(columns, right, timed, (case.link_bytes, link_gb_per_s))
+                del case, calls, found, alone
     products.close()
     if ranks.world.rank == 0:
-        report(rows, faults, request.output, _SHOWN, f"{group.size()} ranks on {device.type}, {_DTYPE}")
+        report(rows, faults, Path(values.output), _SHOWN, f"{group.size()} ranks on {device.type}, {_DTYPE}")
     return 1 if faults else 0
+
+
+def _shape(text: str, world_size: int) -> tuple[int, ...]:
+    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)", text)
+    if not match or any(int(match[i]) % world_size for i in (1, 3)):
+        raise InputError(
+            f"--shapes {text}: not M x K x N with M and N that {world_size} ranks divide; write it as 4096x12288x49152"
+        )
+    return tuple(map(int, match.groups()))
 
 
 def _wrong(case: Case, calls: dict[str, Call]) -> list[str]:
@@ -180,27 +199,28 @@ def _wrong(case: Case, calls: dict[str, Call]) -> list[str]:
 
 
 def compare(
-    columns: Mapping[str, Any],
-    timed: Mapping[str, Timing],
-    gemm_ms: float,
-    communication_ms: float,
-    link_bytes: int,
-    link_gb_per_s: float,
+    columns: Mapping[str, Any], timed: Mapping[str, Timing], alone: Mapping[str, Timing], link: tuple[int, float]
 ) -> list[dict[str, Any]]:
-    """Return the rows of one operator at one shape, see the module; `timed` is by contender, `columns` are of all."""
+    """Return the rows of one operator at one shape, see the module.
+
+    Args:
+        columns: of all rows.
+        timed: by contender, serial among them.
+        alone: of gemm and communication.
+        link: bytes that leave a GPU, and the GB/s of its links.
+    """
+    gemm_ms, serial_ms, (link_bytes, link_gb_per_s) = alone["gemm"].median_ms, timed["serial"].median_ms, link
     floor_ms = max(gemm_ms, link_bytes / link_gb_per_s / 1e6 if link_bytes else 0.0)
-    serial_ms = timed["serial"].median_ms
+    hidden = serial_ms - gemm_ms
     return [
         {
             **columns,
             "contender": name,
             **asdict(times),
             "gemm_ms": gemm_ms,
-            "communication_ms": communication_ms,
+            "communication_ms": alone["communication"].median_ms,
             "ect_ms": times.median_ms - gemm_ms,
-            "overlap_efficiency": 1 - (times.median_ms - gemm_ms) / (serial_ms - gemm_ms)
-            if serial_ms > gemm_ms
-            else None,
+            "overlap_efficiency": 1 - (times.median_ms - gemm_ms) / hidden if hidden > 0 else None,
             "link_bytes": link_bytes,
             "link_gb_per_s": link_gb_per_s,
             "floor_ms": floor_ms,

@@ -10,102 +10,52 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from dlrm_overlap.bench.harness.timing import Timing, greatest
-from dlrm_overlap.bench.report.rows import report
-from dlrm_overlap.bench.request import InputRequest
+from dlrm_overlap.bench.harness.timing import ROUNDS, greatest, take_turns, time_steps
+from dlrm_overlap.bench.rows import report
 from dlrm_overlap.data.batch import Batch
-from dlrm_overlap.observe.metrics import StepTimer
 from dlrm_overlap.train.ranks import Ranks
 from dlrm_overlap.train.trainer import Trainer
 
-_ROUNDS = 4  # cached and loaded steps take turns, so that a drift of the machine slows both
 _WARMUP_STEPS = 10
 _TIMES = ("mean_ms", "p10_ms", "median_ms", "p90_ms")
-_SHOWN = ("cached_median_ms", "loaded_median_ms", "loaded_to_cached", "input_wait_ms", "samples_per_s")
 _READ = ("bytes_per_sample", "disk_gb_per_s", "disk_feeds_gpus", "cache_gb_per_s", "cache_feeds_gpus")
+_SHOWN = ("cached_median_ms", "loaded_median_ms", "loaded_to_cached", "input_wait_ms", "samples_per_s", *_READ)
 
 
-def run(request: InputRequest, ranks: Ranks) -> int:
+def run(kind: str, ranks: Ranks) -> int:
     """Measure the figure on all ranks, which all call this, and return the exit code 0."""
-    trainer = ranks.trainer()
-    row = _measure(trainer, request.steps)
-    reads = _measure_reading(trainer, request.steps, row["cached_median_ms"])
+    trainer, steps = ranks.trainer(), ranks.values.steps
+    row: dict[str, Any] = {"kind": kind} | _time_both(trainer, steps)
+    row |= dict.fromkeys(_READ) | _time_reading(trainer, steps, row["cached_median_ms"])
     trainer.close()
     if ranks.world.rank == 0:
-        report(
-            [{"kind": request.kind} | row | reads],
-            [],
-            request.output,
-            _SHOWN + _READ if reads["bytes_per_sample"] else _SHOWN,
-        )
+        report([row], [], Path(ranks.values.output), _SHOWN)
     return 0
 
 
-def _measure_reading(trainer: Trainer, steps: int, step_ms: float) -> dict[str, Any]:
-    """Return the columns of the loader alone, which are empty unless samples are packed. All ranks call this.
-
-    A rate is that of all ranks, which feeds as many GPUs as take so many samples by steps of `step_ms`.
-    """
-    found: dict[str, Any] = dict.fromkeys(_READ)
-    data, path = trainer.train_data, trainer.config.data.path
-    if data.packed is None or path is None:
-        return found
-    found["bytes_per_sample"] = data.packed[0].record_bytes
-    for source in ("disk", "cache"):
-        dist.barrier()
-        if source == "disk" and trainer.world.local_rank == 0:
-            _forget(Path(path))
-        dist.barrier()
-        seconds = greatest([_read_s(trainer, steps)], trainer.device)[0]
-        samples_per_s = steps * trainer.global_batch / seconds
-        found[f"{source}_gb_per_s"] = samples_per_s * found["bytes_per_sample"] / 1e9
-        found[f"{source}_feeds_gpus"] = samples_per_s * step_ms / 1e3 / trainer.samples_per_rank
-    return found
-
-
-def _read_s(trainer: Trainer, steps: int) -> float:
-    """Return the time in seconds in which the loader alone gives the batches of `steps` steps."""
-    with trainer.loader(trainer.train_data, 0, sys.maxsize) as loader:
-        for _ in itertools.islice(loader, loader.read_ahead + 1):  # read while the processes were started
-            pass
-        start = time.perf_counter()
-        for _ in itertools.islice(loader, steps):
-            pass
-        return time.perf_counter() - start
-
-
-def _forget(folder: Path) -> None:
-    """Drop the files of days from the page cache, so that they are read from the disk again."""
-    for file in folder.rglob("day_*"):
-        with file.open("rb") as stream:
-            os.fsync(stream.fileno())
-            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def _measure(trainer: Trainer, steps: int) -> dict[str, Any]:
-    """Time `steps` training steps of each kind and return the row. All ranks call this."""
-    per_round = max(1, steps // _ROUNDS)
-    cached_ms: list[float] = []
-    loaded_ms: list[float] = []
-    waited_s = 0.0
+def _time_both(trainer: Trainer, steps: int) -> dict[str, Any]:
+    """Time at least `steps` training steps of each kind and return the row. All ranks call this."""
     with trainer.loader(trainer.train_data, 0, sys.maxsize) as loader:
         batches = iter(loader)
-        loader_warmup = _WARMUP_STEPS + loader.read_ahead  # after these, no batch was read while the cached steps ran
         cached = next(batches).clone()  # its own memory: the loader's is lent
         if trainer.device.type == "cuda":
             cached = cached.pin_memory()
-        for _ in range(_ROUNDS):
-            cached_ms += _time_steps(trainer, itertools.repeat(cached), per_round, _WARMUP_STEPS)
-            waited_s -= loader.wait_s
-            loaded_ms += _time_steps(trainer, batches, per_round, loader_warmup)
-            waited_s += loader.wait_s
-    times = {"cached": cached_ms, "loaded": loaded_ms}
-    found = {name: Timing.of(ms, [0.0], trainer.device) for name, ms in times.items()}
+        before_s, warmup = (
+            loader.wait_s,
+            _WARMUP_STEPS + loader.read_ahead,
+        )  # no later batch was read beside cached steps
+        turns = [
+            partial(_take_turn, trainer, itertools.repeat(cached), _WARMUP_STEPS),
+            partial(_take_turn, trainer, batches, warmup),
+        ]
+        of_cached, loaded = take_turns(turns, steps, trainer.device)
+        wait_ms = (loader.wait_s - before_s) * 1e3 / (loaded.steps + ROUNDS * warmup)
     config = trainer.config
     return {
         "backend": config.embedding.backend,
@@ -118,23 +68,49 @@ def _measure(trainer: Trainer, steps: int) -> dict[str, Any]:
         "precision": config.train.precision,
         "graph_dense": config.train.graph_dense,
         "ids_per_sample": sum(trainer.train_data.pooling),
-        "steps": len(loaded_ms),
-        **{f"{name}_{key}": getattr(timing, key) for name, timing in found.items() for key in _TIMES},
-        "loaded_to_cached": found["loaded"].mean_ms / found["cached"].mean_ms,
-        "input_wait_ms": waited_s * 1e3 / (_ROUNDS * (per_round + loader_warmup)),
-        "samples_per_s": trainer.global_batch * 1e3 / found["loaded"].median_ms,
+        "steps": loaded.steps,
+        **{f"cached_{name}": getattr(of_cached, name) for name in _TIMES},
+        **{f"loaded_{name}": getattr(loaded, name) for name in _TIMES},
+        "loaded_to_cached": loaded.mean_ms / of_cached.mean_ms,
+        "input_wait_ms": wait_ms,
+        "samples_per_s": trainer.global_batch * 1e3 / loaded.median_ms,
     }
 
 
-def _time_steps(trainer: Trainer, batches: Iterator[Batch], steps: int, warmup: int) -> list[float]:
+def _take_turn(trainer: Trainer, batches: Iterator[Batch], warmup: int, steps: int) -> tuple[list[float], list[float]]:
     """Return the times of `steps` steps in ms, after `warmup` steps that also refill the pipeline."""
     segment = itertools.islice(batches, steps + warmup)
     trainer.pipeline.reset()
     for _ in range(warmup):
         trainer.step(segment)
-    timer = StepTimer(trainer.device)
-    timer.mark()
-    for _ in range(steps):
-        trainer.step(segment)
-        timer.mark()
-    return timer.take_ms()
+    return time_steps(partial(trainer.step, segment), steps, trainer.device)
+
+
+def _time_reading(trainer: Trainer, steps: int, step_ms: float) -> dict[str, Any]:
+    """Return the columns of the loader alone, of which there are none unless samples are packed. All ranks call this.
+
+    A rate is that of all ranks, which feeds as many GPUs as take so many samples by steps of `step_ms`.
+    """
+    data, path = trainer.train_data, trainer.config.data.path
+    if data.packed is None or path is None:
+        return {}
+    found: dict[str, Any] = {"bytes_per_sample": data.packed[0].record_bytes}
+    for source in ("disk", "cache"):
+        dist.barrier()
+        if source == "disk" and trainer.world.local_rank == 0:
+            for file in Path(path).rglob("day_*"):
+                with file.open("rb") as stream:
+                    os.fsync(stream.fileno())
+                    os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        dist.barrier()
+        with trainer.loader(trainer.train_data, 0, sys.maxsize) as loader:
+            for _ in itertools.islice(loader, loader.read_ahead + 1):  # read while the processes were started
+                pass
+            began = time.perf_counter()
+            for _ in itertools.islice(loader, steps):
+                pass
+            (seconds,) = greatest([time.perf_counter() - began], trainer.device)
+        samples_per_s = steps * trainer.global_batch / seconds
+        found[f"{source}_gb_per_s"] = samples_per_s * found["bytes_per_sample"] / 1e9
+        found[f"{source}_feeds_gpus"] = samples_per_s * step_ms / 1e3 / trainer.samples_per_rank
+    return found

@@ -9,11 +9,11 @@ model and the plan is left out.
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from dlrm_overlap.bench.harness.limits import describe_tables
-from dlrm_overlap.bench.report.rows import report
-from dlrm_overlap.bench.request import JobRequest
+from dlrm_overlap.bench.rows import report
 from dlrm_overlap.train.ranks import Ranks
 from dlrm_overlap.train.trainer import Trainer
 
@@ -23,14 +23,15 @@ _SHOWN = (
 )  # fmt: skip
 
 
-def run(request: JobRequest, ranks: Ranks) -> int:
+def run(kind: str, ranks: Ranks) -> int:
     """Measure the figure on all ranks, which all call this, and return the exit code 0."""
-    config = replace(ranks.config, log=replace(ranks.config.log, dir=str(request.output.with_suffix(""))))
+    output = Path(ranks.values.output)
+    config = replace(ranks.config, log=replace(ranks.config.log, dir=str(output.with_suffix(""))))
     trainer = ranks.trainer(config)
-    row = {"kind": request.kind} | _measure(trainer)
+    row = {"kind": kind} | _measure(trainer)
     trainer.close()
     if ranks.world.rank == 0:
-        report([row], [], request.output, _SHOWN)
+        report([row], [], output, _SHOWN)
     return 0
 
 

@@ -1,10 +1,10 @@
 """Whether contenders agree with a reference, in outputs, rows or losses. Figures report no time where one does not."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
+import numpy as np
 import torch
 
 from dlrm_overlap.bench.harness.contenders import Contender
@@ -20,7 +20,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-
 ROW_TOLERANCE = {"sgd": 1e-4, "rowwise_adagrad": 1e-4, "adagrad": 1e-3}
 
 _ROW_STEPS = 2  # so that the second step starts from the rows that the first has left
-_CHUNK_ELEMENTS = 1 << 26  # bounds the scratch of a comparison of large tables
+_TINY = 1e-30  # a table without a change may differ by nothing
 
 # Relative difference of a loss that rounding alone may cause within 20 steps at 3% of MLPerf's learning rates. A
 # compiled dense part keeps more digits between its products than an eager one: on a CPU, MLPerf's DLRM-DCNv2 in bf16,
@@ -75,11 +75,6 @@ def check_outputs(contenders: Sequence[Contender], workload: Workload) -> list[A
     return [Agreement(difference, tolerance, not differs) for difference, differs in by_contender]
 
 
-def _finite(difference: float) -> float:
-    """Return `difference`, or infinity for NaN."""
-    return difference if math.isfinite(difference) else math.inf
-
-
 @torch.no_grad()
 def check_rows(
     contenders: Sequence[Contender], workload: Workload, batches: Sequence[object], optimizer: str
@@ -88,8 +83,8 @@ def check_rows(
 
     Differences of rows are relative to their table's greatest change, of a state to its own value. All ranks call this.
     Each state starts at a random value between 0.5 and 1.5: so a contender that takes the state of another row is found
-    out, and no sum of gradients that cancel is divided by itself. At the end the rows are as they were before the first
-    step, and the states as they started.
+    out, and no sum of gradients that cancel is divided by itself. At the end rows and states are as they were before
+    the first step.
 
     Args:
         contenders: the baseline first.
@@ -102,20 +97,23 @@ def check_rows(
     for state in states:
         state.uniform_(0.5, 1.5, generator=generator)
     live = weights + states
-    start, reference = [tensor.clone() for tensor in live], []
+    start, reference = [tensor.clone() for tensor in live], list[torch.Tensor]()
+    scales: list[torch.Tensor] = []
     found: list[list[float]] = []
     for contender in contenders:
         _restore(live, start)
         for batch in batches[:_ROW_STEPS]:
             contender.step(batch)
-        reference = reference or [tensor.clone() for tensor in live]
-        by_table = [_row_difference(*rows) for rows in zip(weights, reference, start, strict=False)]
-        by_table += [
-            _greatest(lambda a, b: ((a - b) / b).abs(), *state)
-            for state in zip(states, reference[len(weights) :], strict=True)
+        if not reference:
+            reference = [tensor.clone() for tensor in live]
+            rows = zip(weights, start, strict=False)
+            scales = [(end.float() - begin.float()).abs().max() for end, begin in rows] + reference[len(weights) :]
+        apart = [
+            ((ours.float() - theirs.float()).abs() / scale.clamp(min=_TINY)).max().item()
+            for ours, theirs, scale in zip(live, reference, scales, strict=True)
         ]
-        equal = all(torch.equal(*pair) for pair in zip(live, reference, strict=True))
-        found.append([max(map(_finite, by_table)), float(not equal)])
+        equal = all(map(torch.equal, live, reference))
+        found.append([max(map(_finite, apart)), float(not equal)])
     _restore(live, start)
     tolerance = ROW_TOLERANCE[optimizer]
     for dtype in {workload.wire_dtype, weights[0].dtype} - {torch.float32}:
@@ -124,57 +122,63 @@ def check_rows(
     return [Agreement(worst, tolerance, not unequal) for worst, unequal in by_contender]
 
 
+def _restore(live: Sequence[torch.Tensor], start: Sequence[torch.Tensor]) -> None:
+    for tensor, copy in zip(live, start, strict=True):
+        tensor.copy_(copy)
+
+
 def rows_of(workload: Workload) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return this rank's rows, a tensor [rows, D] a table, and the optimizer's states, table after table."""
     shards, tables = workload.layout.by_owner[workload.rank], workload.tables
     return [tables.weight(shard) for shard in shards], [s for shard in shards for s in tables.states(shard)]
 
 
-def _restore(live: Sequence[torch.Tensor], start: Sequence[torch.Tensor]) -> None:
-    for tensor, copy in zip(live, start, strict=True):
-        tensor.copy_(copy)
+def _finite(difference: float) -> float:
+    """Return `difference`, or infinity for NaN."""
+    return difference if math.isfinite(difference) else math.inf
 
 
-def _row_difference(rows: torch.Tensor, expected: torch.Tensor, start: torch.Tensor) -> float:
-    difference = _greatest(lambda a, b: (a - b).abs(), rows, expected)
-    change = _greatest(lambda a, b: (a - b).abs(), expected, start)
-    return difference / change if change else math.inf if difference else 0.0
+def judge_losses(
+    precision: str, losses: Mapping[str, Sequence[float]], again: Sequence[float]
+) -> tuple[dict[str, Agreement], list[str]]:
+    """Return how the contenders' losses agree with those of the first, and a line for each that does not.
 
-
-def _greatest(measure: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> float:
-    """Return the greatest element of the results of `measure` on `tensors`, NaN if one is NaN."""
-    chunks = zip(*(tensor.view(-1).split(_CHUNK_ELEMENTS) for tensor in tensors), strict=True)
-    return torch.stack([measure(*(part.float() for part in parts)).max() for parts in chunks]).max().item()
-
-
-def tolerances(precision: str, reference: Sequence[float], again: Sequence[float]) -> list[float]:
-    """Return for each step the relative difference of a loss that still agrees.
-
-    It is the difference that rounding may cause or, if that is more, four times the greatest difference so far between
-    two runs of the reference. These differ in the rounding of a compiled dense part, and on GPUs because FBGEMM's
-    update does not repeat its bits where rows are hot; training makes either grow.
+    A loss may differ by what rounding may cause or, if that is more, by four times the greatest difference so far
+    between two runs of the reference. These differ in the rounding of a compiled dense part, and on GPUs because
+    FBGEMM's update does not repeat its bits where rows are hot; training makes either grow. A contender is judged at
+    the step where it exceeds that most.
 
     Args:
         precision: of the dense part, fp32, tf32 or bf16.
-        reference: the losses of the contender that the others are compared with.
-        again: those of the same contender once more.
+        losses: contender -> its losses; the first contender is the reference.
+        again: the reference's losses once more.
     """
-    noise = accumulate(map(_relative_difference, again, reference), max)
-    return [max(_ROUNDING[precision], _NOISE_FACTOR * each) for each in noise]
+    reference, expected = next(iter(losses.items()))
+    noise = np.maximum.accumulate(_relative_differences(again, expected))
+    if noise[-1] > _MOST_NOISE:  # no contender can be judged
+        fault = (
+            f"{reference}: its own losses differ by {noise[-1]:.1e}, relatively, between two runs; at most "
+            f"{_MOST_NOISE:g} separates right from wrong, so no speedup is reported; take lower learning rates"
+        )
+        return dict.fromkeys(losses, Agreement(float(noise[-1]), _MOST_NOISE, equal=False)), [fault]
+    allowed = np.maximum(_ROUNDING[precision], _NOISE_FACTOR * noise)
+    agreements, faults = dict[str, Agreement](), list[str]()
+    for name, found in losses.items():
+        differences = _relative_differences(found, expected)
+        worst = int((differences / allowed).argmax())
+        each = Agreement(float(differences[worst]), float(allowed[worst]), not differences.any())
+        agreements[name] = each
+        if not each.agrees:
+            faults.append(
+                f"{name}: its loss differs from {reference}'s by {each.max_difference:.1e}, relatively; tolerance "
+                f"{each.tolerance:.1e}; no speedup is reported"
+            )
+    return agreements, faults
 
 
-def check_noise(reference: Sequence[float], again: Sequence[float]) -> Agreement:
-    """Return whether two runs of the reference are near enough to each other to judge others by them."""
-    return compare_losses(again, reference, [_MOST_NOISE] * len(reference))
-
-
-def compare_losses(losses: Sequence[float], reference: Sequence[float], tolerance: Sequence[float]) -> Agreement:
-    """Compare losses with the reference's, relatively, at the step where the tolerance is exceeded most."""
-    differences = map(_relative_difference, losses, reference)
-    found = [Agreement(each, most, each == 0) for each, most in zip(differences, tolerance, strict=True)]
-    return max(found, key=lambda each: each.max_difference / each.tolerance)
-
-
-def _relative_difference(loss: float, expected: float) -> float:
-    """Return |loss - expected| / |expected|, infinite unless both are finite."""
-    return _finite(abs(loss - expected) / max(abs(expected), 1e-30))
+def _relative_differences(losses: Sequence[float], expected: Sequence[float]) -> np.ndarray:
+    """Return |loss - expected| / |expected| of each step, infinite unless both are finite."""
+    wanted = np.asarray(expected)
+    with np.errstate(invalid="ignore"):
+        differences = np.abs(losses - wanted) / np.maximum(np.abs(wanted), _TINY)
+    return np.where(np.isfinite(differences), differences, math.inf)

@@ -14,8 +14,6 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBat
 from dlrm_overlap.bench.harness.contenders import Contender
 from dlrm_overlap.bench.harness.workload import Ids, Workload
 
-NAME = "nccl_chunked"
-
 
 class Chunked(Contender):
     """FBGEMM's lookup of some tables after the other; each chunk's All-to-All and unpacking beside the next lookup.
@@ -28,11 +26,11 @@ class Chunked(Contender):
 
     def __init__(self, workload: Workload, chunks: int) -> None:
         """Cut each owner's tables into `chunks` parts, of which none may be empty."""
-        super().__init__(f"{NAME}_{chunks}", workload)
+        super().__init__(f"nccl_chunked_{chunks}", workload)
         layout, rank = workload.layout, workload.rank
         assert layout.sent_in_order, "owners hold their tables in the model's order"
         dims = [[shard.dim for shard in shards] for shards in layout.by_owner]
-        borders = [chunk_borders(len(own), chunks) for own in dims]
+        borders = [[chunk * len(own) // chunks for chunk in range(chunks + 1)] for own in dims]
         # [chunk][owner]
         self._dims = [[sum(own[b[k] : b[k + 1]]) for own, b in zip(dims, borders, strict=True)] for k in range(chunks)]
         starts = [0, *accumulate(layout.owner_dims)]
@@ -45,7 +43,7 @@ class Chunked(Contender):
         (lookup,) = workload.tables.lookups
         self._lookups = split_lookup(lookup, borders[rank])
         tables = [last - first for first, last in pairwise(borders[rank])]
-        self._ids = {id(ids): _split_ids(ids, tables) for ids in workload.batches}
+        self._ids = {id(ids): ids.inputs[0].split(tables) for ids in workload.batches}
         on_gpu = workload.device.type == "cuda"
         self._beside: Any = torch.cuda.Stream(workload.device) if on_gpu else None
 
@@ -55,8 +53,8 @@ class Chunked(Contender):
         shape = self._samples, workload.layout.total_dim
         output = torch.empty(shape, dtype=workload.output_dtype, device=workload.device)
         held = []  # until the current stream is behind those that read and write them
-        for k, (lookup, (values, offsets)) in enumerate(zip(self._lookups, self._ids[id(batch)], strict=True)):
-            sent, received, work = self._send(lookup(values, offsets), k)
+        for k, (lookup, ids) in enumerate(zip(self._lookups, self._ids[id(batch)], strict=True)):
+            sent, received, work = self._send(lookup(ids.values(), ids.offsets()), k)
             with torch.cuda.stream(self._beside) if self._beside else nullcontext():
                 work.wait()
                 self._unpack(received, output, k)
@@ -87,18 +85,10 @@ class Chunked(Contender):
             output[:, column : column + dim].copy_(part.view(mine, dim))
 
 
-def make_chunked(workload: Workload, chunks: Sequence[int]) -> list[Contender]:
-    """Return a contender for each of `chunks`, as far as every rank has so many tables; a rank alone has none."""
+def make_chunked(workload: Workload) -> list[Contender]:
+    """Return contenders of 2, 4 and 8 chunks, as far as every rank has so many tables; a rank alone has none."""
     fewest = min(map(len, workload.layout.by_owner))
-    return [Chunked(workload, n) for n in chunks if n <= fewest] if workload.group.size() > 1 else []
-
-
-def chunk_borders(count: int, chunks: int) -> list[int]:
-    """Return where each of `chunks` chunks of `count` tables begins, and `count`.
-
-    Example: 7 tables in 3 chunks: 0, 2, 4, 7.
-    """
-    return [chunk * count // chunks for chunk in range(chunks + 1)]
+    return [Chunked(workload, n) for n in (2, 4, 8) if n <= fewest] if workload.group.size() > 1 else []
 
 
 def split_lookup(
@@ -128,8 +118,3 @@ def split_lookup(
         setattr(part, name, torch.nn.Parameter(view) if is_parameter else view)  # frees its own
         parts.append(part)
     return parts
-
-
-def _split_ids(ids: Ids, tables: Sequence[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return the values and offsets of each chunk's tables, the offsets from 0 on."""
-    return [(part.values(), part.offsets()) for part in ids.inputs[0].split(list(tables))]

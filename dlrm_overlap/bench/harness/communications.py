@@ -1,7 +1,7 @@
 """Communications between all ranks, which are measured: their bytes, and their implementations by collectives."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -47,8 +47,7 @@ class Payload:
         return self.input if self.kind == "all_to_all" else result[self.rank]
 
 
-@dataclass
-class Communication:
+class Communication(NamedTuple):
     """One implementation of a payload's communication. All ranks make the same calls."""
 
     payload: Payload
@@ -60,15 +59,6 @@ class Communication:
     def run(self) -> None:
         """Issue the communication and wait for it on the current stream."""
         self.begin()()
-
-    def is_right(self, run: Callable[[], object]) -> bool:
-        """Return whether `run`, which is this or a replay of it, leaves the right result on this rank. A collective."""
-        payload = self.payload
-        self.result.fill_(torch.nan)
-        payload.input_of(self.result).view(-1).copy_(payload.input.view(-1))
-        dist.barrier(payload.group)  # no rank writes into a result that is yet to be destroyed
-        run()
-        return torch.equal(self.result, payload.expected)
 
 
 def by_collective(payload: Payload) -> Communication:
@@ -92,6 +82,12 @@ def wrong(calls: Mapping[str, tuple[Communication, Callable[[], object]]]) -> li
 
     A collective.
     """
+    bad = []
+    for (payload, result, _), run in calls.values():
+        result.fill_(torch.nan)
+        payload.input_of(result).view(-1).copy_(payload.input.view(-1))
+        dist.barrier(payload.group)  # no rank writes into a result that is yet to be destroyed
+        run()
+        bad.append(float(not torch.equal(result, payload.expected)))
     payload = next(iter(calls.values()))[0].payload
-    bad = [float(not communication.is_right(run)) for communication, run in calls.values()]
     return [name for name, is_bad in zip(calls, greatest(bad, payload.device, payload.group), strict=True) if is_bad]

@@ -1,5 +1,6 @@
 """The contenders of the forward, over the same rows and ids: the baseline, TorchRec's own path, and our exchanges."""
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -32,6 +33,11 @@ class Contender(ABC):
         samples, in the model's feature order. They are valid until the next step. A contender of the backward takes a
         `GradientBatch` and returns nothing.
         """
+
+    def cycle(self, batches: Sequence[Any]) -> Callable[[], object]:
+        """Return a function that takes the next step, on one of `batches` after the other."""
+        following = itertools.cycle(batches)
+        return lambda: self.step(next(following))
 
     def close(self) -> None:  # noqa: B027  most have nothing to free
         """Free the memory that outlives Python references. Every rank must have finished its steps."""
@@ -90,29 +96,22 @@ class TorchRec(Contender):
 class Overlap(Contender):
     """One of our exchanges, named for its backend.
 
-    The name goes on with the put if that is not in place, with `copied` if the output is a copy of the window, and
-    with the number of hosts if some are emulated, and `puts` if messages between them are put by kernels.
+    The name goes on with the put if that is not in place, and with `copied` if the output is a copy of the window.
     """
 
     def __init__(self, workload: Workload, options: ExchangeOptions) -> None:
         has_slices = BACKENDS[options.backend].has_slices
         put = f"_{options.put}" if has_slices and options.put != "in_place" else ""
-        emulated = isinstance(options.hosts, int) and options.hosts > 1
-        hosts = f"_{options.hosts}_emulated_hosts" + "_puts" * (options.between_hosts == "puts") if emulated else ""
-        super().__init__(options.backend + put + "_copied" * options.copy_output + hosts, workload)
+        super().__init__(options.backend + put + "_copied" * options.copy_output, workload)
         self.options = options
         forward = replace(options, backward="collective")  # another backward would hold windows that nothing uses
         self._exchange = Exchange(workload.layout, workload.tables, forward, workload.group, workload.device)
 
     def columns(self) -> dict[str, Any]:
         """Return the schedule, and for a backend that has slices their put, their size and the programs."""
+        names = ("schedule", "put", "slice_bags", "programs_per_sm")
         has_slices = BACKENDS[self.options.backend].has_slices
-        return {
-            "schedule": self.options.schedule,
-            "put": self.options.put if has_slices else None,
-            "slice_bags": self.options.slice_bags if has_slices else None,
-            "programs_per_sm": self.options.programs_per_sm if has_slices else None,
-        }
+        return {name: getattr(self.options, name) for name in names[: None if has_slices else 1]}
 
     def step(self, batch: Ids) -> torch.Tensor:
         """Run the stage."""

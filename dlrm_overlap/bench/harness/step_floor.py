@@ -12,7 +12,7 @@ from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.sharding.dp_sharding import DpPooledEmbeddingSharding
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dlrm_overlap.bench.harness.limits import Limit, RankIds, count_bytes, count_update, find_limit
+from dlrm_overlap.bench.harness.limits import Limit, RankIds, find_limit
 from dlrm_overlap.bench.harness.workload import exchange_options
 from dlrm_overlap.config import Config
 from dlrm_overlap.data.batch import Batch
@@ -28,7 +28,7 @@ def floor_columns(dense_flop: int, limit: Limit, uncached_hbm_bytes: int, dense_
 
     Args:
         dense_flop: of the matrix products of a rank.
-        limit: bytes and rates of the rank whose memory or links need longest; each touched row and each gradient once.
+        limit: the most bytes of a rank, each touched row and each gradient once, and the rates.
         uncached_hbm_bytes: those of memory, a row and a bag's gradient as often as ids name them.
         dense_tflop_per_s: rate of the matrix products.
     """
@@ -101,12 +101,14 @@ def _count_tables(own: RankIds, sparse: KeyedJaggedTensor, config: Config) -> tu
         config: the wire's type, and the rows' optimizer.
     """
     ours = exchange_options(config.embedding, "pgas", config.train.precision)
-    hbm_bytes, link_bytes = count_bytes(own, ours.wire_dtype)
-    update = count_update(own, ours.wire_dtype, config.embedding.optimizer, ours.output_dtype)
+    hbm_bytes, link_bytes = own.forward_bytes(ours.wire_dtype)
+    optimizer, output_dtype = config.embedding.optimizer, ours.output_dtype
+    update_hbm, update_link, compulsory = own.update_bytes(ours.wire_dtype, optimizer, output_dtype)
+    read_again = sum((each.ids - each.touched_rows) * each.dim * each.element_bytes for each in own.tables)
     return (
-        hbm_bytes - own.repeated_row_bytes + update.compulsory_bytes,
-        link_bytes + update.link_bytes + _sent_id_bytes(own.layout, own.rank, sparse),
-        hbm_bytes + update.hbm_bytes,
+        hbm_bytes - int(read_again) + compulsory,
+        link_bytes + update_link + _sent_id_bytes(own.layout, own.rank, sparse),
+        hbm_bytes + update_hbm,
     )
 
 

@@ -1,8 +1,8 @@
 """Times of steps and of short pieces of work, each of the slowest rank. Contenders take turns.
 
-There are two ways. `time_contenders` and `take_turns` time steps back to back, as the CPU issues them. `Turns` times
-pieces that begin together on all ranks and whose kernels have been issued before they begin, so the time is the GPU's
-alone.
+There are two ways. `time_contenders` and `take_turns` time steps back to back, as the CPU issues them. `time_alone`
+times pieces that begin together on all ranks and whose kernels have been issued before they begin, so the time is the
+GPU's alone.
 """
 
 import itertools
@@ -26,21 +26,13 @@ log = logging.getLogger("dlrm_overlap")
 
 T = TypeVar("T")
 
-_ROUNDS = 4  # contenders take turns, so that a drift of the machine slows them all alike
+ROUNDS = 4  # contenders take turns, so that a drift of the machine slows them all alike
 _WARMUP_STEPS = 5
 _CYCLES_PER_MS = 2_000_000  # of the fastest clocks there are; slower ones make gates longer
 _WARMUP_RUNS = 2
 _LONGEST_GATE_MS = 10.0
 _MARGIN = 1.3
 _COLLECTIVE_MS = 0.15  # for the host to issue one
-
-
-def gather(values: list[float], device: torch.device, group: dist.ProcessGroup) -> list[list[float]]:
-    """Return the `values` of every rank of `group`, in the order of the ranks. They all call this."""
-    mine = torch.tensor(values, dtype=torch.float64, device=device)
-    all_values = mine.new_empty(group.size(), mine.numel())
-    dist.all_gather(list(all_values.unbind()), mine, group=group)
-    return all_values.tolist()
 
 
 def greatest(values: list[float], device: torch.device, group: dist.ProcessGroup | None = None) -> list[float]:
@@ -58,14 +50,12 @@ def counted(noun: str, items: Sequence[T]) -> Iterator[T]:
 
 
 def capture(piece: Callable[[], object], device: torch.device) -> Callable[[], object]:
-    """Run `piece` once, capture it, and return the function that launches the graph; on a CPU return `piece`.
+    """Run `piece` once, capture it, and return the function that launches the graph.
 
     All work of the piece begins and ends on the current stream, which may not be the default one. It runs before the
     capture, since a first call may load kernels and ask the other ranks. Where pieces wait for other ranks, all ranks
     call this alike.
     """
-    if device.type != "cuda":
-        return piece
     piece()
     torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()
@@ -84,7 +74,6 @@ class Timing:
     p10_ms: float
     median_ms: float
     p90_ms: float
-    p95_ms: float
     host_ms: float
     """median time for the CPU to issue a step"""
     steps: int
@@ -95,7 +84,7 @@ class Timing:
         on_device: list[float], on_host: list[float], device: torch.device, group: dist.ProcessGroup | None = None
     ) -> "Timing":
         """Return the timing of this rank's times. All ranks of the group call this; without a group all ranks do."""
-        quantiles = [quantile(on_device, q) for q in (0.1, 0.5, 0.9, 0.95)]
+        quantiles = [quantile(on_device, q) for q in (0.1, 0.5, 0.9)]
         mine = [sum(on_device) / len(on_device), *quantiles, quantile(on_host, 0.5)]
         return Timing(*greatest(mine, device, group), steps=len(on_device))
 
@@ -107,22 +96,34 @@ Turn = Callable[[int], tuple[list[float], list[float]]]
 def take_turns(
     turns: Sequence[Turn], steps: int, device: torch.device, group: dist.ProcessGroup | None = None
 ) -> list[Timing]:
-    """Time at least `steps` steps of each contender, in rounds in which they take turns. All ranks call this.
-
-    Args:
-        turns: one for each contender; it has as many steps in every round.
-        steps: the fewest of each.
-        device: of this rank.
-        group: the ranks; None for all.
-    """
-    per_round = math.ceil(steps / _ROUNDS)
+    """Time at least `steps` steps of each contender, in rounds in which they take turns. All ranks call this."""
+    per_round = math.ceil(steps / ROUNDS)
     step_ms: list[list[float]] = [[] for _ in turns]
     host_ms: list[list[float]] = [[] for _ in turns]
-    for i, turn in list(enumerate(turns)) * _ROUNDS:
+    for i, turn in list(enumerate(turns)) * ROUNDS:
         on_device, on_host = turn(per_round)
         step_ms[i] += on_device
         host_ms[i] += on_host
     return [Timing.of(*both, device, group) for both in zip(step_ms, host_ms, strict=True)]
+
+
+def time_steps(
+    step: Callable[[], object], steps: int, device: torch.device, mark: Callable[[], object] = lambda: None
+) -> tuple[list[float], list[float]]:
+    """Return this rank's times of `steps` steps, and the CPU's times of issuing them, in ms.
+
+    `mark` is called before the first of these steps and after each.
+    """
+    timer, host_ms = StepTimer(device), list[float]()
+    timer.mark()
+    mark()
+    for _ in range(steps):
+        began = time.perf_counter()
+        step()
+        host_ms.append((time.perf_counter() - began) * 1e3)
+        timer.mark()
+        mark()
+    return timer.take_ms(), host_ms
 
 
 @torch.no_grad()
@@ -132,14 +133,11 @@ def time_contenders(
     """Time at least `steps` steps of each contender on `batches` in turn, see `take_turns`. All ranks call this."""
 
     def turn(contender: Contender, steps: int) -> tuple[list[float], list[float]]:
-        host_ms = []
-        following, timer = _warm_up(contender.step, batches, workload)
-        for _ in range(steps):
-            began = time.perf_counter()
-            contender.step(next(following))
-            host_ms.append((time.perf_counter() - began) * 1e3)
-            timer.mark()
-        return timer.take_ms(), host_ms
+        step = contender.cycle(batches)
+        dist.barrier(workload.group)
+        for _ in range(_WARMUP_STEPS):
+            step()
+        return time_steps(step, steps, workload.device)
 
     return take_turns([partial(turn, each) for each in contenders], steps, workload.device, workload.group)
 
@@ -150,95 +148,70 @@ def time_parts(
 ) -> list[float]:
     """Return the median of each of `parts` parts of a step in ms, on the rank where it is the longest.
 
-    All ranks call this. `step` takes a batch, and a function to call between two parts.
+    All ranks call this, once the step has been taken before. `step` takes a batch, and a function to call between two
+    parts.
     """
-    following, timer = _warm_up(step, batches, workload)
-    for _ in range(steps):
-        step(next(following), timer.mark)
+    timer = StepTimer(workload.device)
+    dist.barrier(workload.group)
+    timer.mark()
+    for batch in itertools.islice(itertools.cycle(batches), _WARMUP_STEPS + steps):
+        step(batch, timer.mark)
         timer.mark()
-    times = timer.take_ms()
+    times = timer.take_ms()[_WARMUP_STEPS * parts :]
     return greatest([quantile(times[part::parts], 0.5) for part in range(parts)], workload.device, workload.group)
 
 
-def _warm_up(
-    step: Callable[..., object], batches: Sequence[Any], workload: Workload
-) -> tuple[Iterator[Any], StepTimer]:
-    """Take a few steps that all ranks begin together; return the batches that follow, and a timer that has started."""
-    following = itertools.cycle(batches)
-    dist.barrier(workload.group)
-    for _ in range(_WARMUP_STEPS):
-        step(next(following))
-    timer = StepTimer(workload.device)
-    timer.mark()
-    return following, timer
+@torch.no_grad()
+def time_alone(
+    pieces: Sequence[Callable[[], object]], repetitions: int, device: torch.device, group: dist.ProcessGroup
+) -> list[Timing]:
+    """Time each of `pieces`, which all begin and end on the current stream. All ranks of `group` call this.
 
-
-class Turns:
-    """Times pieces of work in turns.
-
-    On a GPU each piece waits at a gate (`begin_together`) for longer than the host takes to issue the piece. So
-    the time is the GPU's alone, as in a step that is captured or whose host is ahead. On a CPU it is the host's, from a
+    On a GPU each piece waits at a gate (`_begin_together`) for longer than the host takes to issue the piece. So the
+    time is the GPU's alone, as in a step that is captured or whose host is ahead. On a CPU it is the host's, from a
     barrier on.
 
     Each round takes the pieces in another order, drawn alike on all ranks: one of two pieces that ran the same kernels
     took 18 us where the other took 16, by the piece before it alone.
     """
-
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        """All ranks of `group` make the same calls."""
-        self.group, self.device, self._cuda = group, device, device.type == "cuda"
-
-    @torch.no_grad()
-    def time(self, pieces: Sequence[Callable[[], object]], repetitions: int) -> list[Timing]:
-        """Time each of `pieces`, which all begin and end on the current stream, `repetitions` times."""
-        host_ms = self._warm_up(pieces)
-        gate_ms = min(_LONGEST_GATE_MS, _MARGIN * max(host_ms) + _COLLECTIVE_MS)
-        taken_ms: list[list[float]] = [[] for _ in pieces]
-        order = random.Random(0)
-        for _ in range(repetitions):
-            drawn = order.sample(range(len(pieces)), len(pieces))
-            for i, read in [(i, self._once(pieces[i], gate_ms)) for i in drawn]:
-                taken_ms[i].append(read())
-        both = zip(taken_ms, host_ms, strict=True)
-        return [Timing.of(taken, [host], self.device, self.group) for taken, host in both]
-
-    def _warm_up(self, pieces: Sequence[Callable[[], object]]) -> list[float]:
-        """Run each piece; return the ms that the host of the slowest rank takes to issue it, the device being idle."""
-        host_ms = [0.0] * len(pieces)
-        for _ in range(_WARMUP_RUNS):
-            for i, piece in enumerate(pieces):
-                begin_together(self.group, self.device, lead_ms=0.0)
-                if self._cuda:
-                    torch.cuda.synchronize(self.device)
-                began = time.perf_counter()
-                piece()
-                host_ms[i] = (time.perf_counter() - began) * 1e3
-        if self._cuda:
-            torch.cuda.synchronize(self.device)
-        return greatest(host_ms, self.device, self.group)
-
-    def _once(self, piece: Callable[[], object], gate_ms: float) -> Callable[[], float]:
-        """Run a piece; return a function that waits for it and returns its ms."""
-        begin_together(self.group, self.device, gate_ms)
-        timer = StepTimer(self.device)
-        timer.mark()
-        piece()
-        timer.mark()
-        return lambda: timer.take_ms()[0]
+    issued_ms = [0.0] * len(pieces)
+    for _ in range(_WARMUP_RUNS):
+        for i, piece in enumerate(pieces):
+            _begin_together(group, device, lead_ms=0.0)
+            _synchronize(device)  # so that the host's time is that of an idle device
+            began = time.perf_counter()
+            piece()
+            issued_ms[i] = (time.perf_counter() - began) * 1e3
+    _synchronize(device)
+    issued_ms = greatest(issued_ms, device, group)
+    gate_ms = min(_LONGEST_GATE_MS, _MARGIN * max(issued_ms) + _COLLECTIVE_MS)
+    timers = [StepTimer(device) for _ in pieces]
+    taken_ms: list[list[float]] = [[] for _ in pieces]
+    order = random.Random(0)
+    for _ in range(repetitions):
+        for i in order.sample(range(len(pieces)), len(pieces)):
+            _begin_together(group, device, gate_ms)
+            timers[i].mark()
+            pieces[i]()
+            timers[i].mark()
+        for timer, taken in zip(timers, taken_ms, strict=True):
+            taken.append(timer.take_ms()[-1])  # before it is the pause since its last turn
+    both = zip(taken_ms, issued_ms, strict=True)
+    return [Timing.of(taken, [issued], device, group) for taken, issued in both]
 
 
-def begin_together(group: dist.ProcessGroup, device: torch.device, lead_ms: float) -> None:
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _begin_together(group: dist.ProcessGroup, device: torch.device, lead_ms: float) -> None:
     """Make the next work on the current stream begin together with the other ranks'. They all call this.
 
     On a GPU the stream first runs a kernel that does nothing for `lead_ms`, in which the host issues the work after
     the gate, and then a collective of one number. The collective comes last, since the kernel counts cycles, and GPUs'
     clocks differ: after a collective and then 3 ms of that kernel, one of two H200s waited 12 us for the other within
     the timed work. On a CPU the host waits for the other ranks.
-
-    Args:
-        group: the ranks.
-        device: of this rank.
-        lead_ms: as long as the host takes to issue a collective and the work after it, or longer.
     """
     number = torch.zeros(1, device=device)  # before the kernel, so that filling it takes none of its time
     if device.type == "cuda":

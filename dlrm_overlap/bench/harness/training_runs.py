@@ -2,17 +2,17 @@
 
 import itertools
 import re
-import time
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
+from dlrm_overlap.bench.harness.timing import time_steps
 from dlrm_overlap.data.batch import Batch
-from dlrm_overlap.embedding.sharded_module import exchanges
-from dlrm_overlap.observe.metrics import StepTimer
 from dlrm_overlap.observe.trace_summary import Span, gpu_work, read_events, shares
 from dlrm_overlap.train.trainer import Trainer
 
@@ -50,35 +50,29 @@ class TrainingRun:
         All ranks begin together. The pipeline works ahead in every timed step, and is empty at the end. `mark` is
         called before the first of these steps and after each.
         """
-        host_ms = []
         segment = self._segment(_WARMUP_STEPS + steps + _AHEAD)
+        step = partial(self._take_step, segment)
         dist.barrier()
         for _ in range(_WARMUP_STEPS):
-            self._take_step(segment)
-        timer = StepTimer(self.trainer.device)
-        timer.mark()
-        mark()
-        for _ in range(steps):
-            began = time.perf_counter()
-            self._take_step(segment)
-            host_ms.append((time.perf_counter() - began) * 1e3)
-            timer.mark()
-            mark()
+            step()
+        found = time_steps(step, steps, self.trainer.device, mark)
         for _ in range(_AHEAD):
-            self._take_step(segment)
+            step()
         self._finish()
-        return timer.take_ms(), host_ms
+        return found
 
-    def trace(self, steps: int, path: Path) -> None:
-        """Write a Chrome trace of `steps` steps to `path`, each between two kernels that only mark time.
+    def traced_columns(self, steps: int) -> dict[str, float]:
+        """Return `mean_step_columns` of a Chrome trace of `steps` steps, each between two kernels that only mark time.
 
         The marks are on the current stream, where `time` marks the ends of steps. The CPU's work within a step is
         not traced, since that would slow it down. GPU only.
         """
         with profile(activities=[ProfilerActivity.CUDA]) as profiler:  # whose start takes a second the first time
             self.time(steps, lambda: torch.cuda._sleep(1))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        profiler.export_chrome_trace(str(path))
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "trace.json.gz"
+            profiler.export_chrome_trace(str(path))
+            return mean_step_columns(path)
 
     def _segment(self, steps: int) -> Iterator[Batch]:
         """Return batches of `steps` steps, from the first one on, for an empty pipeline."""
@@ -89,8 +83,7 @@ class TrainingRun:
         """Wait for the device, and raise the errors that kernels have recorded."""
         if self.trainer.device.type == "cuda":
             torch.cuda.synchronize(self.trainer.device)
-        for exchange in exchanges(self.trainer.model):
-            exchange.check()
+        self.trainer.check()
 
     def close(self) -> None:
         """Release the exchange's windows, once all ranks have finished their steps."""
@@ -103,19 +96,14 @@ def read_batches(trainer: Trainer, count: int) -> list[Batch]:
     samples, world = trainer.samples_per_rank, trainer.world
     firsts = [(step * world.world_size + world.rank) * samples for step in range(count)]
     batches = [trainer.train_data.read(first, samples) for first in firsts]
-    if trainer.device.type == "cuda":
-        torch.cuda.synchronize(trainer.device)  # those made there are copied by another stream than this one
-    return [batch.pin_memory() for batch in batches] if trainer.device.type == "cuda" else batches
+    if trainer.device.type != "cuda":
+        return batches
+    torch.cuda.synchronize(trainer.device)  # those made there are copied by another stream than this one
+    return [batch.pin_memory() for batch in batches]
 
 
 def mean_step_columns(path: Path) -> dict[str, float]:
-    """Return the ms of each part of the mean step of a Chrome trace that `TrainingRun.trace` has written.
-
-    They are the `shares` of the step, and `busy_ms`, in which the GPU is not idle. A step is from one mark to the next.
-
-    Raises:
-        InputError: if the file cannot be read.
-    """
+    """Return the `shares` of the mean step of a trace in ms, and `busy_ms`, in which the GPU is not idle."""
     work = gpu_work(read_events(path))
     marks = sorted(each.span.begin for each in work if _MARK.search(each.name))
     assert len(marks) > 1, f"{path}: {len(marks)} marks, but a step is between two"

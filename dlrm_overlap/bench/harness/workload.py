@@ -2,7 +2,6 @@
 
 import gc
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -18,8 +17,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dlrm_overlap.config import Config, EmbeddingConfig
 from dlrm_overlap.data.loader import open_datasets
 from dlrm_overlap.embedding.layout import Layout
-from dlrm_overlap.embedding.opening import Halves, open_halves
-from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions, StepCounters
+from dlrm_overlap.embedding.options import ExchangeOptions
 from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder, build_sharders
 from dlrm_overlap.embedding.shardings import build_layout, model_order
 from dlrm_overlap.embedding.tables import LocalTables
@@ -66,12 +64,6 @@ class Workload:
         """Return the options of an exchange of the backend `backend` whose output is for this workload's dense part."""
         return exchange_options(config, backend, self.precision)
 
-    def open_halves(self, options: ExchangeOptions) -> Halves:
-        """Return the halves of an exchange of these tables, apart from autograd. All ranks call this."""
-        most = max(self.batch_sizes)
-        context = self.layout, self.tables, options, self.group, self.device, most, StepCounters(self.device)
-        return open_halves(ExchangeContext(*context))
-
 
 def read_ids(config: Config, group: dist.ProcessGroup, device: torch.device = _CPU) -> list[KeyedJaggedTensor]:
     """Return the ids of this rank's samples in `BATCHES` batches, in the types of the data set.
@@ -81,10 +73,7 @@ def read_ids(config: Config, group: dist.ProcessGroup, device: torch.device = _C
     data, _ = open_datasets(config.data, device)
     samples = config.train.samples_per_rank(group.size())
     firsts = [(batch * group.size() + group.rank()) * samples for batch in range(BATCHES)]
-    if data.on_gpu:  # by kernels on the current stream
-        return [data.read(first, samples).sparse for first in firsts]
-    with ThreadPoolExecutor(BATCHES) as pool:
-        return [batch.sparse for batch in pool.map(lambda first: data.read(first, samples), firsts)]
+    return [data.read(first, samples).sparse for first in firsts]
 
 
 def collect_garbage(device: torch.device) -> None:

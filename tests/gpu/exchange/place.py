@@ -1,15 +1,14 @@
 """What a check is given: its rank's place among the others."""
 
 import itertools
-import json
 import os
 import sys
-import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -65,11 +64,12 @@ class Place:
     device: torch.device
     folder: Path
     """of the check's set of ranks, the same for all"""
+    parent: Connection
+    """gets the reports"""
     name: str = ""
     """of the check under way"""
     recorded: "list[weakref.WeakMethod[Callable[[], None]]]" = field(default_factory=list)
     """of each exchange of that check that is still there, what raises what its kernels have recorded"""
-    _began: float = field(default=0.0, init=False)
 
     @property
     def rank(self) -> int:
@@ -106,11 +106,6 @@ class Place:
         """Return a source of random numbers on the device, alike on all ranks that are given the same seed."""
         return torch.Generator(self.device).manual_seed(seed)
 
-    def begin(self, name: str) -> None:
-        """Begin check `name`."""
-        self.name, self._began = name, time.monotonic()
-        self.recorded.clear()
-
     def why(self, error: BaseException) -> BaseException:
         """Return what a kernel has recorded, if one has and `error` is the GPU's, which that kernel has stopped."""
         for reference in self.recorded if isinstance(error, RuntimeError) else ():
@@ -124,10 +119,7 @@ class Place:
 
     def report(self, error: BaseException | None) -> None:
         """Report to the parent how the check went on this rank."""
-        text = "".join(traceback.format_exception(error)) if error else None
-        path = self.folder / f"{self.name}_{self.rank}.json"
-        path.with_suffix(".part").write_text(json.dumps({"error": text, "seconds": time.monotonic() - self._began}))
-        os.replace(path.with_suffix(".part"), path)
+        self.parent.send("".join(traceback.format_exception(error)) if error else None)
 
     def leave(self) -> NoReturn:
         """Report that all is well and end this process at once, as if killed: nothing is closed or destroyed."""

@@ -3,16 +3,14 @@
 import contextlib
 import faulthandler
 import gc
-import json
 import logging
 import multiprocessing
 import os
 import signal
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -25,24 +23,17 @@ from tests.gpu.exchange.place import Check, Place
 from tests.gpu.exchange.sharing import init_shared
 from tests.warm import START_METHOD
 
-_START, _START_TIMEOUT_S = "start", 120.0
+_START_TIMEOUT_S = 120.0
 _GRACE_S = 10.0  # that the other ranks have once one has failed or ended
 _COLLECTIVE_TIMEOUT_S = 120.0
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """How a check went on all ranks."""
-
-    text: str
-    """ok, or what went wrong on the rank that failed first"""
-    seconds: float
-
-
-def run_checks(place: Place, checks: Iterable[tuple[str, Check]]) -> None:
-    """Run `checks` on this rank, reporting each; end the process where its GPU has become unusable."""
-    for name, check in checks:
-        place.begin(name)
+def _run_checks(place: Place) -> None:
+    """Run the checks that the parent asks for, reporting each; end the process where its GPU has become unusable."""
+    place.report(None)  # it has started
+    while True:
+        place.name, check = place.parent.recv()
+        place.recorded.clear()
         error: BaseException | None = None
         try:
             check.run(place)
@@ -62,15 +53,7 @@ def run_checks(place: Place, checks: Iterable[tuple[str, Check]]) -> None:
         place.meet()
 
 
-def _asked_for(asks: Connection) -> Iterator[tuple[str, Check]]:
-    """Yield the checks that the parent asks for, until it asks for no more."""
-    yield _START, Check(Place.meet)
-    with contextlib.suppress(EOFError):
-        while True:
-            yield asks.recv()
-
-
-def _run_rank(rank: int, world_size: int, ranks_per_gpu: int, port: int, folder: Path, asks: Connection) -> None:
+def _run_rank(rank: int, world_size: int, ranks_per_gpu: int, port: int, folder: Path, parent: Connection) -> None:
     log = os.open(folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -87,102 +70,79 @@ def _run_rank(rank: int, world_size: int, ranks_per_gpu: int, port: int, folder:
     (init_process_group if ranks_per_gpu == 1 else init_shared)(world, device, _COLLECTIVE_TIMEOUT_S)
     group = dist.group.WORLD
     assert group is not None
-    place = Place(world, group, device, folder)
-    run_checks(place, _asked_for(asks))
+    with contextlib.suppress(EOFError):  # the parent asks for no more
+        _run_checks(Place(world, group, device, folder, parent))
     os._exit(0)  # the interpreter's own end may abort, see cli.run
 
 
 class RankSet:
-    """Processes of one world that run the checks they are asked for, in that order."""
+    """Processes of one world that run the checks they are asked for."""
 
     def __init__(self, world_size: int, folder: Path, ranks_per_gpu: int = 1) -> None:
-        """Start them; `folder`, which is new, takes their reports and logs."""
-        self.outcomes: dict[str, Outcome] = {}
-        """of the start and of the checks that have ended; those after one that broke the set were not run"""
-        self.closed = False
-        self._checks, self._folder = {_START: Check(Place.meet, _START_TIMEOUT_S)}, folder
+        """Start them; `folder`, which is new, takes their logs."""
+        self.closed, self._started, self._folder = False, False, folder
         folder.mkdir(parents=True, exist_ok=True)
         method: Any = "spawn" if torch.cuda.is_available() else START_METHOD
         context: Any = multiprocessing.get_context(method)
-        port = free_port()
-        pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
-        self._asks = [ask for _, ask in pipes]
+        pipes, port = [context.Pipe() for _ in range(world_size)], free_port()
+        self._ranks: list[Connection] = [ours for ours, _ in pipes]
         self._processes = [
-            context.Process(target=_run_rank, args=(rank, world_size, ranks_per_gpu, port, folder, asks), daemon=True)
-            for rank, (asks, _) in enumerate(pipes)
+            context.Process(target=_run_rank, args=(rank, world_size, ranks_per_gpu, port, folder, theirs), daemon=True)
+            for rank, (_, theirs) in enumerate(pipes)
         ]
         for process in self._processes:
             process.start()
-        for asks, _ in pipes:
-            asks.close()  # so that `ask` fails once the rank has ended
-        self._began = time.monotonic()
-        self._failed_at: float | None = None
+        for _, theirs in pipes:
+            theirs.close()  # so that a rank that ends is heard of
 
-    def ask(self, name: str, check: Check) -> None:
-        """Let the ranks run `check` after those that they were asked for before."""
-        if len(self.outcomes) == len(self._checks):
-            self._began = time.monotonic()
-        self._checks[name] = check
-        for rank in self._asks:
-            with contextlib.suppress(BrokenPipeError):  # it has ended, which `poll` finds
+    def run(self, name: str, check: Check, timeout_s: float) -> str:
+        """Run `check` on all ranks; return "ok", or what went wrong on the rank that failed first, and close the set.
+
+        The set goes on where every rank has reported.
+        """
+        if not self._started and (text := self._await_reports(_START_TIMEOUT_S)) != "ok":
+            return text
+        self._started = True
+        for rank in self._ranks:
+            with contextlib.suppress(BrokenPipeError):  # it has ended, which is found below
                 rank.send((name, check))
+        return self._await_reports(timeout_s)
 
-    def poll(self) -> bool:
-        """Take up the reports that have come; return whether more are to come of what was asked for."""
-        while len(self.outcomes) < len(self._checks):
-            name = list(self._checks)[len(self.outcomes)]
-            ended = [rank for rank, process in enumerate(self._processes) if not process.is_alive()]
-            reports = self._reports(name)  # after the look at who lives: a rank reports, then ends
-            if len(reports) < len(self._processes):
-                return self._wait_on(name, reports, ended)
-            self.outcomes[name] = self._outcome(reports, "")
-            self._began, self._failed_at = time.monotonic(), None
-        return False
+    def _await_reports(self, timeout_s: float) -> str:
+        end, hangs = time.monotonic() + timeout_s, True
+        reports: dict[int, str | None] = {}
+        waiting, lost = {each: rank for rank, each in enumerate(self._ranks)}, list[int]()
+        while waiting and (ready := wait(list(waiting), max(0.0, end - time.monotonic()))):
+            for pipe in ready:
+                rank = waiting.pop(pipe)  # type: ignore[arg-type]
+                try:
+                    reports[rank] = pipe.recv()  # type: ignore[union-attr]
+                except (EOFError, ConnectionError):
+                    lost.append(rank)
+                if hangs and (lost or reports.get(rank)):
+                    end, hangs = time.monotonic() + _GRACE_S, False
+        missing, told = sorted([*lost, *waiting.values()]), list[str]()
+        if failed := [rank for rank, error in reports.items() if error]:
+            error = str(reports[failed[0]]).strip()
+            told.append(
+                f"ranks {sorted(failed)} failed, rank {failed[0]} first: {error.splitlines()[-1]:.300}\n{error}"
+            )
+        if missing:
+            within = f" within {timeout_s:g} s" if hangs else ""
+            told.append("hangs: " * hangs + f"ranks {missing} did not report{within}")
+            told += self._what_logs_say(missing, [rank for rank in missing if rank not in lost])
+            self.close()
+        return "\n".join(told) or "ok"
 
-    def _wait_on(self, name: str, reports: Mapping[int, dict], ended: Sequence[int]) -> bool:
-        """Return whether the ranks that have not reported may still do so, else end the set."""
-        now, timeout_s = time.monotonic(), self._checks[name].timeout_s
-        missing = [rank for rank in range(len(self._processes)) if rank not in reports]
-        lost = set(missing) & set(ended)
-        if self._failed_at is None and (lost or any(report["error"] for report in reports.values())):
-            self._failed_at = now
-        if self._failed_at is not None:
-            if now < self._failed_at + _GRACE_S and len(lost) < len(missing):
-                return True
-            what = f"ranks {missing} did not report"
-        elif now > self._began + timeout_s:
-            what = f"hangs: ranks {missing} did not report within {timeout_s:g} s"
-        else:
-            return True
-        self._ask_where([rank for rank in missing if rank not in lost])
-        logs = [f"rank {rank}, exit code {self._processes[rank].exitcode}:\n{self._log(rank)}" for rank in missing]
-        outcome = self._outcome(reports, "\n".join([what, *logs]))
-        self.outcomes |= dict.fromkeys(self._checks, outcome) if name == _START else {name: outcome}
-        self.close()
-        return False
-
-    def _ask_where(self, ranks: Sequence[int]) -> None:
-        """Let ranks write the stacks of their threads to their logs."""
-        for rank in ranks:
-            process = self._processes[rank]
-            if process.pid is not None and (self._folder / f"rank{rank}.log").exists():
+    def _what_logs_say(self, ranks: list[int], alive: list[int]) -> list[str]:
+        """Return how ranks have ended and the ends of their logs, to which those alive write their threads' stacks."""
+        for rank, process in enumerate(self._processes):
+            if rank not in alive:
+                process.join(1.0)
+            elif (self._folder / f"rank{rank}.log").exists():
                 os.kill(process.pid, signal.SIGUSR1)
-        time.sleep(0.5 * bool(ranks))
-
-    def _reports(self, name: str) -> dict[int, dict]:
-        """Return what each rank has reported of check `name`, the earliest report first."""
-        paths = {rank: self._folder / f"{name}_{rank}.json" for rank in range(len(self._processes))}
-        there = {rank: path for rank, path in paths.items() if path.exists()}
-        return {rank: json.loads(there[rank].read_text()) for rank in sorted(there, key=lambda r: _written(there[r]))}
-
-    def _outcome(self, reports: Mapping[int, dict], missing: str) -> Outcome:
-        failed = [rank for rank, report in reports.items() if report["error"]]
-        seconds = max((report["seconds"] for report in reports.values()), default=0.0)
-        if failed:
-            error = reports[failed[0]]["error"].strip()
-            told = f"ranks {sorted(failed)} failed, rank {failed[0]} first: {error.splitlines()[-1]:.300}"
-            missing = f"{told}\n{error}\n{missing}"
-        return Outcome(missing.strip() or "ok", seconds)
+        time.sleep(0.5 * bool(alive))
+        return [f"rank {rank}, exit code {self._processes[rank].exitcode}:\n{self._log(rank)}" for rank in ranks]
 
     def _log(self, rank: int) -> str:
         path = self._folder / f"rank{rank}.log"
@@ -201,10 +161,6 @@ class RankSet:
             process.join()
 
 
-def _written(path: Path) -> int:
-    return path.stat().st_mtime_ns
-
-
 class Ranks:
     """The ranks of a test session: one set that lasts, and a new one for each check that runs alone.
 
@@ -219,7 +175,7 @@ class Ranks:
         Args:
             world_size: ranks of a set.
             ranks_per_gpu: ranks that share a GPU; each check may take as many times as long.
-            make_folder: makes a new folder for a set's logs and reports.
+            make_folder: makes a new folder for a set's logs.
             budget_s: seconds for all checks.
             alone: how many checks that run alone may be asked for.
         """
@@ -231,20 +187,16 @@ class Ranks:
         self._to_start = alone
         self._at_once = 3 if torch.cuda.is_available() else 1
 
-    def run(self, name: str, check: Check) -> Outcome | None:
-        """Run `check` on all ranks and return its outcome; None where the time for all checks is over before."""
-        if time.monotonic() > self._deadline:
+    def run(self, name: str, check: Check) -> str | None:
+        """Run `check` on all ranks; return "ok" or what went wrong, None where the time for all checks is over."""
+        left_s = self._deadline - time.monotonic()
+        if left_s < 0:
             return None
         ranks = self._of_its_own() if check.alone else self._of_all()
-        ranks.ask(name, replace(check, timeout_s=self.ranks_per_gpu * check.timeout_s))
-        while ranks.poll():
-            time.sleep(0.01)
-            if time.monotonic() > self._deadline:
-                ranks.close()
-                return None
-        if check.alone:
+        text = ranks.run(name, check, min(left_s, self.ranks_per_gpu * check.timeout_s))
+        if check.alone and not ranks.closed:
             ranks.close()
-        return ranks.outcomes[name]
+        return None if text != "ok" and time.monotonic() > self._deadline else text
 
     def _of_all(self) -> RankSet:
         if self._lasting is None or self._lasting.closed:

@@ -1,10 +1,22 @@
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from dlrm_overlap.bench.harness.workload import Workload, make_workload, read_ids
+from dlrm_overlap.bench.options import options_of
 from dlrm_overlap.config import Config
+from dlrm_overlap.launching.parsing import Parser
 from tests.conftest import configuration
+
+
+def values_of(kind: str, *argv: str) -> Any:
+    """Return the options of a figure, of which `argv` gives some."""
+    parser = Parser(kind, "")
+    for name, settings in options_of(kind).items():
+        parser.add_argument(f"--{name}", **settings)
+    return parser.read(argv)
 
 
 @pytest.fixture(scope="module")

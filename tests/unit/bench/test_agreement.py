@@ -1,6 +1,7 @@
 """No time is reported where outputs disagree."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,9 @@ from dlrm_overlap.bench.figures import stage
 from dlrm_overlap.bench.harness.agreement import TOLERANCE, check_outputs
 from dlrm_overlap.bench.harness.contenders import Baseline
 from dlrm_overlap.bench.harness.workload import Ids, Workload
-from dlrm_overlap.bench.request import StageRequest
 from dlrm_overlap.config import Config
 from tests.distributed.workers import ranks_here
+from tests.unit.bench.conftest import values_of
 
 
 class Wrong(Baseline):
@@ -43,9 +44,10 @@ def test_a_disagreement_tells_no_time(
 ) -> None:
     monkeypatch.setattr(stage, "make_workload", lambda *_, **__: workload)
     monkeypatch.setattr(stage, "make_contenders", lambda *_: [Baseline(workload), Wrong(workload, 0.1)])
-    request = StageRequest("stage", tmp_path / "rows.csv", iterations=1)
-    assert stage.run(request, ranks_here(config)) == 1
+    output = tmp_path / "rows.csv"
+    values = values_of("stage", "--iterations", "1", "--output", str(output))
+    assert stage.run("stage", replace(ranks_here(config), values=values)) == 1
     out, err = capsys.readouterr()
     assert "wrong: outputs differ from the baseline's by 1.0e-01" in err
     assert out == ""
-    assert not request.output.exists()
+    assert not output.exists()

@@ -8,30 +8,25 @@ import torch
 import torch.distributed as dist
 
 from dlrm_overlap.bench.figures import backward
-from dlrm_overlap.bench.figures.backward import (
-    CollectiveBaseline,
-    GradientBatch,
-    make_batches,
-    pack_gradient,
-)
+from dlrm_overlap.bench.figures.backward import GradientBatch, Update, make_batches
 from dlrm_overlap.bench.harness.agreement import check_rows, rows_of
-from dlrm_overlap.bench.harness.contenders import Contender
 from dlrm_overlap.bench.harness.workload import Workload, make_workload, read_ids
 from dlrm_overlap.config import Config
+from dlrm_overlap.embedding.options import ExchangeOptions
 from tests.agreement import assert_same
 
 CPU = torch.device("cpu")
+BASELINE = ExchangeOptions("nccl", backward="collective")
 
 
-class Off(CollectiveBaseline):
+class Off(Update):
     """The baseline, but for an element of its rows or their state, which `error` is added to in every step."""
 
-    def __init__(self, workload: Workload, what: str, error: float) -> None:
-        super().__init__(workload)
-        self.name, self.error = "off", error
-        self.tensor = rows_of(workload)[what == "state"][-1]
+    def __init__(self, workload: Workload, batches: list[GradientBatch], what: str, error: float) -> None:
+        super().__init__("off", workload, BASELINE, batches, exposed=True)
+        self.error, self.tensor = error, rows_of(workload)[what == "state"][-1]
 
-    def step(self, batch: GradientBatch, *_: object) -> None:
+    def step(self, batch: GradientBatch) -> None:
         super().step(batch)
         self.tensor.view(-1)[-1] += self.error
 
@@ -52,25 +47,15 @@ def batches(workload: Workload) -> list[GradientBatch]:
 
 
 @pytest.fixture
-def contenders(config: Config, workload: Workload, batches: list[GradientBatch]) -> Iterator[list[Contender]]:
+def contenders(config: Config, workload: Workload, batches: list[GradientBatch]) -> Iterator[list[Update]]:
     made = backward.make_contenders(config.embedding, workload, batches)
     yield made
     for contender in made:
         contender.close()
 
 
-@pytest.mark.parametrize("wire_dtype", [torch.float32, torch.bfloat16])
-def test_packings_send_each_owner_its_columns(wire_dtype: torch.dtype) -> None:
-    gradient = torch.randn(5, 12)
-    owned = gradient[:, :4], gradient[:, 4:8], gradient[:, 8:]
-    expected = torch.cat([(part * 0.25).to(wire_dtype).flatten() for part in owned])
-    assert_same(pack_gradient(gradient, (4, 4, 4), 0.25, wire_dtype), expected, "alike")
-    unequal = torch.cat([(part * 0.5).to(wire_dtype).flatten() for part in (gradient[:, :8], gradient[:, 8:])])
-    assert_same(pack_gradient(gradient, (8, 4), 0.5, wire_dtype), unequal, "unequal")
-
-
 def test_all_contenders_agree_and_leave_the_rows_as_they_were(
-    contenders: list[Contender], workload: Workload, optimizer: str, batches: list[GradientBatch]
+    contenders: list[Update], workload: Workload, optimizer: str, batches: list[GradientBatch]
 ) -> None:
     before = [rows.clone() for rows in rows_of(workload)[0]]
     agreements = check_rows(contenders, workload, batches, optimizer)
@@ -91,7 +76,8 @@ def test_all_contenders_agree_and_leave_the_rows_as_they_were(
 def test_a_single_wrong_element_is_found(
     workload: Workload, batches: list[GradientBatch], optimizer: str, what: str, error: float
 ) -> None:
-    contenders = [CollectiveBaseline(workload), Off(workload, what, error)]
+    baseline = Update("baseline", workload, BASELINE, batches, exposed=True)
+    contenders = [baseline, Off(workload, batches, what, error)]
     right, wrong = check_rows(contenders, workload, batches, optimizer)
     assert (right.equal, right.agrees) == (True, True)
     assert wrong.agrees == (error < right.tolerance)

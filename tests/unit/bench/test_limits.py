@@ -4,7 +4,7 @@ import pytest
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dlrm_overlap.bench.harness.limits import Limit, RankIds, count_bytes, count_update
+from dlrm_overlap.bench.harness.limits import Limit, RankIds
 from dlrm_overlap.embedding.layout import FeatureShard, Layout
 
 
@@ -20,7 +20,7 @@ def test_bytes_of_a_hand_computed_step() -> None:
     ids = KeyedJaggedTensor(
         ["t_0_0", "t_0_1"], values=torch.arange(7), lengths=torch.tensor([2, 0, 3, 1, 1, 0])
     )  # 5 ids for the first table, 2 for the second
-    hbm, link = count_bytes(RankIds(layout, 0, (2, 1), [ids]), torch.bfloat16)
+    hbm, link = RankIds(layout, 0, (2, 1), [ids]).forward_bytes(torch.bfloat16)
     rows, indices, offsets = 5 * 4 * 4 + 2 * 8 * 4, 7 * 8, 7 * 8
     assert hbm == rows + indices + offsets + 2 * (4 + 8 + 4) * 2
     assert link == 1 * (4 + 8) * 2
@@ -36,22 +36,23 @@ def test_bytes_of_a_hand_computed_backward(optimizer: str, state_of_4: int, stat
     # The first table: 5 ids of 3 rows in 2 of 3 bags; the second: 2 ids of one row in 2 of 3.
     lengths, values = torch.tensor([2, 0, 3, 1, 1, 0]), torch.tensor([7, 3, 7, 7, 9, 7, 7])
     ids = KeyedJaggedTensor(["t_0_0", "t_0_1"], values, lengths=lengths)
-    counts = count_update(RankIds(layout, 0, (2, 1), [ids]), torch.bfloat16, optimizer)
+    own = RankIds(layout, 0, (2, 1), [ids])
+    hbm, link, compulsory = own.update_bytes(torch.bfloat16, optimizer)
     rows = 3 * 2 * (4 * 4 + state_of_4) + 1 * 2 * (8 * 4 + state_of_8)
     told = 7 * 4 + 4 * 16
     sent, arrived = 2 * (4 + 8 + 4) * 4, 3 * (4 + 8) * 2
-    assert counts.hbm_bytes == rows + told + sent + arrived + 5 * 4 * 2 + 2 * 8 * 2
-    assert counts.compulsory_bytes == rows + told + sent + arrived + 2 * 4 * 2 + 2 * 8 * 2
-    assert counts.link_bytes == 2 * 4 * 2
-    assert (counts.ids, counts.touched_rows) == (7, 4)
+    assert hbm == rows + told + sent + arrived + 5 * 4 * 2 + 2 * 8 * 2
+    assert compulsory == rows + told + sent + arrived + 2 * 4 * 2 + 2 * 8 * 2
+    assert link == 2 * 4 * 2
+    assert [(each.ids, each.touched_rows) for each in own.tables] == [(5, 3), (2, 1)]
 
 
 def test_a_rank_without_a_table_sends_gradients_alone() -> None:
     """Rank 0: 2 samples, a table of dim 4; rank 1: 1 sample, no table; wire bf16."""
     layout = Layout([_shard(0, 4)], ["t_0_0"], world_size=2)
     none = KeyedJaggedTensor([], torch.arange(0), lengths=torch.arange(0), stride=3)
-    counts = count_update(RankIds(layout, 1, (2, 1), [none]), torch.bfloat16, "sgd")
-    assert counts == (1 * 4 * 4, 1 * 4 * 2, 1 * 4 * 4, 0, 0)
+    counts = RankIds(layout, 1, (2, 1), [none]).update_bytes(torch.bfloat16, "sgd")
+    assert counts == (1 * 4 * 4, 1 * 4 * 2, 1 * 4 * 4)
 
 
 def test_the_slower_of_memory_and_links_is_the_limit() -> None:

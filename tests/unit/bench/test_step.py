@@ -12,10 +12,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.bench.figures import step
-from dlrm_overlap.bench.harness.agreement import check_noise, compare_losses, tolerances
+from dlrm_overlap.bench.harness.agreement import judge_losses
 from dlrm_overlap.bench.harness.limits import Limit, RankIds
 from dlrm_overlap.bench.harness.step_floor import _count_dense_bytes, _count_tables, floor_columns
-from dlrm_overlap.bench.request import StepRequest
 from dlrm_overlap.bench.step_contenders import STEP_CONTENDERS, StepContender, contender_config, expand, heats
 from dlrm_overlap.config import EmbeddingConfig, InputError, ModelConfig, SequenceConfig
 from dlrm_overlap.embedding.layout import FeatureShard, Layout
@@ -23,6 +22,7 @@ from dlrm_overlap.embedding.traffic import DenseCounts, count_dense
 from dlrm_overlap.train.model import build_model
 from tests.conftest import read_rows
 from tests.distributed.workers import quickstart, ranks_here
+from tests.unit.bench.conftest import values_of
 
 CPU = torch.device("cpu")
 SMALL = ["--train.batch_size", "64", "--train.steps", "4"]
@@ -40,18 +40,11 @@ def test_every_contender_is_a_configuration_that_trains(tmp_path: Path) -> None:
 
 def test_int32_ids_are_told_to_torchrec_alone() -> None:
     with_int32 = [name for name, each in STEP_CONTENDERS.items() if "int32_ids" in each.extras]
-    named_alone = ("index_dedup", "bf16_output")
-    assert expand(["strongest"]) == tuple(name for name in with_int32 if not name.endswith(named_alone))
+    assert expand(["strongest"]) == tuple(name for name in with_int32 if not name.endswith("index_dedup"))
 
 
-@pytest.mark.usefixtures("world_of_one")
-def test_index_dedup_is_for_models_with_histories(tmp_path: Path) -> None:
-    ranks, names = ranks_here(quickstart(tmp_path, "run")), ("torchrec", "torchrec_strongest_index_dedup")
-    assert step._possible(names, ranks) == names[:1]
-    attends = replace(ranks.config.model, sequence=SequenceConfig(history=2))
-    ranks = replace(ranks, config=replace(ranks.config, model=attends))
-    assert step._possible(names, ranks) == names
-    config = contender_config(ranks.config, STEP_CONTENDERS[names[1]], "cuda").embedding
+def test_index_dedup_is_of_tables_that_are_not_pooled(tmp_path: Path) -> None:
+    config = quickstart(tmp_path, "run").embedding
     unpooled: Any = step._sharders_with_index_dedup(config, "bf16", 0, fused_params={"output_dtype": None})[1]
     assert unpooled._use_index_dedup
     assert "output_dtype" in unpooled.fused_params
@@ -174,27 +167,29 @@ def test_the_floor_is_the_longest_of_products_memory_and_links() -> None:
 
 
 def test_a_loss_may_differ_by_rounding_or_by_what_the_reference_differs_from_itself() -> None:
-    reference, again = [1.0, 1.0, 2.0, 2.0], [1.0, 1.001, 2.0, 2.0]
-    assert tolerances("fp32", reference, reference) == [1e-4] * 4
-    assert tolerances("fp32", reference, again) == pytest.approx([1e-4, 4e-3, 4e-3, 4e-3])
-    assert tolerances("bf16", reference, again) == pytest.approx([3e-4, 4e-3, 4e-3, 4e-3])
+    expected, again = [1.0, 1.0, 2.0, 2.0], [1.0, 1.0001, 2.0, 2.0]
+    for precision, same, differing in (("fp32", 1e-4, 4e-4), ("bf16", 3e-4, 4e-4)):
+        for other, tolerance in ((expected, same), (again, differing)):
+            losses = {"torchrec": expected, "near": [1.0, 1.0, 2.0, 2.0 * (1 + 0.9 * tolerance)]}
+            losses["far"] = [1.0, 1.0, 2.0, 2.0 * (1 + 1.1 * tolerance)]
+            agreements, (fault,) = judge_losses(precision, losses, other)
+            assert [each.agrees for each in agreements.values()] == [True, True, False]
+            assert agreements["far"].tolerance == pytest.approx(tolerance)
+            assert fault.startswith("far: its loss differs from torchrec's by")
 
 
-def test_losses_are_judged_at_their_worst_step() -> None:
-    agreement = compare_losses([1.0, 2.004, 3.03], [1.0, 2.0, 3.0], [1e-4, 1e-3, 1e-1])
-    assert (agreement.tolerance, agreement.agrees) == (1e-3, False)
-    assert agreement.max_difference == pytest.approx(2e-3)
-    assert compare_losses([1.0, 2.0], [1.0, 2.0], [1e-4, 1e-4]).agrees
-    for bad in (math.nan, math.inf):
-        assert not compare_losses([1.0, bad], [1.0, 2.0], [1.0, 1.0]).agrees
-        assert not compare_losses([1.0, 2.0], [1.0, bad], [1.0, 1.0]).agrees
-        assert not compare_losses([1.0, bad], [1.0, bad], [1.0, 1.0]).agrees
-        assert not check_noise([1.0, bad], [1.0, 2.0]).agrees
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_losses_that_are_no_numbers_do_not_agree(bad: float) -> None:
+    agreements, _ = judge_losses("fp32", {"a": [1.0, 2.0], "b": [1.0, bad]}, [1.0, 2.0])
+    assert [each.agrees for each in agreements.values()] == [True, False]
+    for expected, again in (([1.0, bad], [1.0, 2.0]), ([1.0, 2.0], [1.0, bad]), ([1.0, bad], [1.0, bad])):
+        agreements, _ = judge_losses("fp32", {"a": expected, "b": expected}, again)
+        assert not any(each.agrees for each in agreements.values())
 
 
 def test_nobody_is_judged_by_a_reference_that_differs_from_itself() -> None:
     losses = {"torchrec": [1.0, 1.0], "pgas": [1.0, 1.0]}
-    agreements, (fault,) = step.judge("bf16", losses, [1.0, 1.02])
+    agreements, (fault,) = judge_losses("bf16", losses, [1.0, 1.02])
     assert not any(agreement.agrees for agreement in agreements.values())
     assert fault.startswith("torchrec: its own losses differ by 2.0e-02, relatively, between two runs")
 
@@ -204,8 +199,9 @@ def _run(folder: Path, monkeypatch: pytest.MonkeyPatch, contenders: dict[str, St
     for name, contender in contenders.items():
         monkeypatch.setitem(STEP_CONTENDERS, name, contender)
     ranks = ranks_here(quickstart(folder, "run", *SMALL, *options))
-    request = StepRequest("step", folder / "step.csv", contenders=tuple(contenders), steps=6, batches=3)
-    code = step.run(request, ranks)
+    values = values_of("step", "--steps", "6", "--batches", "3", "--output", str(folder / "step.csv"))
+    values.contenders = list(contenders)
+    code = step.run("step", replace(ranks, values=values))
     return code, read_rows(folder / "step.csv")
 
 

@@ -60,7 +60,6 @@ def test_the_columns_are_those_of_the_rank_that_is_least_busy(monkeypatch: pytes
         found[:] = ranks
 
     monkeypatch.setattr(dist, "all_gather_object", gather)
-    monkeypatch.setattr(step, "mean_step_columns", lambda path: ranks[0])
     trainer = SimpleNamespace(device=torch.device("cuda"), world=SimpleNamespace(world_size=2))
-    run: Any = SimpleNamespace(trainer=trainer, trace=lambda steps, path: None)
+    run: Any = SimpleNamespace(trainer=trainer, traced_columns=lambda steps: ranks[0])
     assert step._trace(run) == {"busy_ms": 2.0, "exposed_ms": 1.0, "exposed_most_ms": 2.0}

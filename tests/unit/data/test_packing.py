@@ -15,7 +15,7 @@ from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.data.loader import open_datasets
 from dlrm_overlap.data.packing import pack_samples
 from dlrm_overlap.data.prepared import Prepared
-from tests.gpu.synthetic import first_difference
+from tests.agreement import assert_same_samples
 
 FIXED = TablesConfig(rows=[3, 300, 70_000, 20_000_000], multi_hot=[1, 3, 2, 1])
 RANGES = TablesConfig(rows=[3, 300, 70_000, 20_000_000], multi_hot=["0..4", 3, "0..1", 1])
@@ -40,8 +40,8 @@ def test_packed_samples_are_those_of_the_data_set(tmp_path: Path, tables: Tables
         assert (one.rows, one.dense_features) == (other.rows, other.dense_features)
         assert all(a <= b and c >= d for (a, c), (b, d) in zip(other.bag_sizes, one.bag_sizes, strict=True))
         for first, count in ((0, 37), (15, 2), (3, 30)):
-            assert first_difference(one.read(first, count), other.read(first, count)) is None
-    assert first_difference(found[0].read(90, 20), Batch.join([found[0].read(90, 10), found[0].read(0, 10)])) is None
+            assert_same_samples(one.read(first, count), other.read(first, count))
+    assert_same_samples(found[0].read(90, 20), Batch.join([found[0].read(90, 10), found[0].read(0, 10)]))
 
 
 def test_a_record_has_no_byte_that_its_table_does_not_need(tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_samples_are_shuffled_in_windows(tmp_path: Path, tables: TablesConfig) -
     config = packed(tmp_path, tables)
     plain, evaluated = open_datasets(config)
     data, same = open_datasets(DataConfig(kind="prepared", path=config.path, shuffle=24, seed=3))
-    assert first_difference(same.read(0, 37), evaluated.read(0, 37)) is None
+    assert_same_samples(same.read(0, 37), evaluated.read(0, 37))
     passes = [[find(plain, data.read(i, 1)) for i in range(n * SAMPLES, (n + 1) * SAMPLES)] for n in range(2)]
     for order in passes:
         for first in range(0, SAMPLES, 24):
@@ -111,7 +111,7 @@ def test_samples_are_shuffled_in_windows(tmp_path: Path, tables: TablesConfig) -
     assert passes[0] != passes[1]
     # However many ranks share the stream, and wherever one begins to read.
     whole = data.read(0, 2 * SAMPLES)
-    assert first_difference(Batch.join([data.read(i, 40) for i in range(0, 2 * SAMPLES, 40)]), whole) is None
+    assert_same_samples(Batch.join([data.read(i, 40) for i in range(0, 2 * SAMPLES, 40)]), whole)
     if data.packed is not None:
         records = data.records_at(np.arange(90, 130)).packed
         parts = [data.records_at(np.array([i])).packed for i in range(90, 130)]
@@ -122,5 +122,5 @@ def find(data: Any, batch: Batch) -> int:
     """Return the position of the only sample of `batch`, which its dense features distinguish from all others."""
     whole = data.read(0, SAMPLES)
     (found,) = (whole.dense == batch.dense).all(dim=1).nonzero()
-    assert first_difference(data.read(int(found), 1), batch) is None
+    assert_same_samples(data.read(int(found), 1), batch)
     return int(found)

@@ -7,20 +7,17 @@ from typing import Any
 import pytest
 
 from dlrm_overlap import cli
-from dlrm_overlap.bench import request, run_all
-from dlrm_overlap.bench.run_all import MEASUREMENTS
+from dlrm_overlap.bench import all
+from dlrm_overlap.bench.all import MEASUREMENTS
 from dlrm_overlap.train import ranks
 
 
-@pytest.mark.parametrize("rehearsed", [False, True])
-def test_every_command_is_one_that_bench_takes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rehearsed: bool
-) -> None:
+def test_every_command_is_one_that_bench_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[int] = []
     monkeypatch.setattr(ranks, "spawn", lambda argv, nproc: started.append(nproc) or 0)
-    for each in MEASUREMENTS:
-        assert cli.main(each.command(2, tmp_path / "rows.csv", rehearsed)) == 0, each.name
-    assert started == [1 if each.alone else 2 for each in MEASUREMENTS]
+    for name in MEASUREMENTS:
+        assert cli.main(all.words_of(name, 2, tmp_path / "rows.csv")) == 0, name
+    assert started == [1 if name == "quickstart" else 2 for name in MEASUREMENTS]
 
 
 @pytest.fixture
@@ -29,11 +26,10 @@ def bench_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
 
     It returns its exit code, the names that it has started, and how many commands are left.
     """
-    for module in (run_all, request):
-        monkeypatch.setattr(module, "commit", lambda: "1234")
-    monkeypatch.setattr(run_all, "visible_gpus", lambda kind: 2)
+    monkeypatch.setattr(all, "commit", lambda: "1234")
+    monkeypatch.setattr(all, "visible_gpus", lambda kind: 2)
 
-    def run(code: int | None, *options: str) -> tuple[int, list[str], int]:
+    def run(code: int | None, *more: str) -> tuple[int, list[str], int]:
         def start(words: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
             if code is None:
                 raise subprocess.TimeoutExpired(words, 0)
@@ -42,8 +38,8 @@ def bench_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
             return subprocess.CompletedProcess(words, code)
 
         monkeypatch.setattr(subprocess, "run", start)
-        names = [each.name for each in MEASUREMENTS[1:4]]
-        ended = cli.main(["bench", "all", "--output", str(tmp_path / "all"), "--only", *names, *options])
+        names = [*MEASUREMENTS][1:4]
+        ended = cli.main(["bench", "all", "--output", str(tmp_path / "all"), "--only", *names, *more])
         lines = capsys.readouterr().out.splitlines()
         started = [line.partition(":")[0] for line in lines if ": dlrm-overlap bench" in line]
         return ended, [name for name in started if name != "left"], started.count("left")
@@ -52,8 +48,8 @@ def bench_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
 
 
 def test_a_call_goes_on_where_the_last_one_stopped(bench_all: Any, tmp_path: Path) -> None:
-    first, second, third = (each.name for each in MEASUREMENTS[1:4])
-    assert bench_all(0, "--minutes", "1") == (0, [], 3), "nothing would end in a minute"
+    first, second, third = [*MEASUREMENTS][1:4]
+    assert bench_all(0, "--minutes", "1e-9") == (0, [], 3), "no time is left"
     (tmp_path / "all" / f"{second}.csv").write_text("kind,contender,commit\nother,a,1234\n")
     assert bench_all(7) == (1, [first, third], 2)
     assert bench_all(None) == (1, [first, third], 2), "cut off"
@@ -63,9 +59,5 @@ def test_a_call_goes_on_where_the_last_one_stopped(bench_all: Any, tmp_path: Pat
 
 def test_rows_of_two_commits_do_not_meet(bench_all: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert bench_all(0)[0] == 0
-    monkeypatch.setattr(run_all, "commit", lambda: "5678")
+    monkeypatch.setattr(all, "commit", lambda: "5678")
     assert bench_all(0) == (cli.USER_ERROR, [], 0)
-    monkeypatch.setattr(request, "commit", lambda: "1234-dirty")
-    monkeypatch.setattr(run_all, "commit", lambda: "1234")
-    assert bench_all(0) == (cli.USER_ERROR, [], 0), "files that differ from the commit"
-    assert bench_all(0, "--uncommitted", "true")[0] == 0

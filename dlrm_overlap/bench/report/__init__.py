@@ -1,1 +1,0 @@
-"""Rows of a CSV file: written, read again and drawn."""
