@@ -168,11 +168,17 @@ class LearntBound:
         room, pinned = self._distinct_from + len(self.distinct.tables), on_gpu or self.distinct.on_gpu
         numbers = torch.empty(room, dtype=torch.int64, device="cpu", pin_memory=pinned)
         numbers.numpy()[:_HEADER] = 0, 0, max((ids.stride() for ids in batch.ids), default=0)
-        counts = [reference.count_bags(ids.lengths().view(len(ids.keys()), ids.stride())) for ids in batch.ids]
-        if counts:
-            device = next((each.device for each in counts if each.is_cuda), _CPU)
-            rows = torch.cat([each.to(device, torch.int64) for each in counts], dim=1)
-            numbers[_HEADER : self._distinct_from].view(rows.shape).copy_(rows, non_blocking=True)
+        rows, first = numbers[_HEADER : self._distinct_from].view(3, len(self._features)), 0
+        for ids in batch.ids:
+            features = len(ids.keys())
+            lengths, part = ids.lengths().view(features, ids.stride()), rows[:, first : first + features]
+            first += features
+            if lengths.is_cuda:
+                from dlrm_overlap.kernels.count_bags import count_bags  # loads Triton, which a CPU may lack
+
+                count_bags(lengths.contiguous(), part)
+            else:
+                part.copy_(reference.count_bags(lengths))
         return Description(numbers, on_gpu)
 
     def add_distinct(self, described: Description, ids: Sequence[KeyedJaggedTensor]) -> Description:
