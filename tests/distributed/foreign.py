@@ -379,7 +379,7 @@ def _halved(model: nn.Module) -> Mapping[str, Any]:
         loss, output = model(batch)
         return loss / 2, output
 
-    return {"custom_model_fwd": forward, "enqueue_batch_after_forward": True}
+    return {"custom_model_fwd": forward}
 
 
 def _scaled(model: nn.Module) -> Mapping[str, Any]:
