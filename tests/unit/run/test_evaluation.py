@@ -96,7 +96,6 @@ def test_a_damaged_checkpoint_is_refused(run: Path, stored: Config, tmp_path: Pa
         ("", "nothing to evaluate"),
         ("--checkpoint", "nothing is named"),
         ("--checkpoint {run}/nowhere", "neither a checkpoint nor the folder of a run"),
-        ("--checkpoint {run} --output {run}/eval.json", "is in the run's folder"),
         ("--checkpoint {old}", "keeps no configuration, as older ones do not; give that of its run by --config"),
         ("--checkpoint {newer}", "embedding.colour is not a key"),
         ("--checkpoint {wrong}", "train.steps: abc is not a whole number above 0 or null"),
