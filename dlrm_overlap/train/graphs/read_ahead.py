@@ -18,7 +18,7 @@ from dlrm_overlap.embedding.exchanging_module import ExchangingModule
 from dlrm_overlap.embedding.steps import weights_of
 from dlrm_overlap.embedding.stock import StockTables
 from dlrm_overlap.train.graphs.bounds import Answer, LearntBound, ended
-from dlrm_overlap.train.graphs.static_batch import IdCuts, Leaves, StaticBatch, on_device, with_even_batches_of
+from dlrm_overlap.train.graphs.static_batch import Leaves, StaticBatch, on_device, with_even_batches_of
 
 log = logging.getLogger("dlrm_overlap")
 
@@ -213,8 +213,7 @@ class ReadAhead:
         if not self._bound.learn(example) or example is None:
             return False
         self._take_bound()
-        cuts = IdCuts()
-        static = [StaticBatch(example.batch, self._device, self._bound.bound, cuts) for _ in range(4)]
+        static = [StaticBatch(example.batch, self._device, self._bound.bound) for _ in range(4)]
         self._landing, self._working = static[:2], static[2:]
         for exchange in self.exchanges:
             exchange.begin_steady()
