@@ -159,8 +159,7 @@ class Trainer(Stepper):
     def _set_aside(self) -> None:
         """Move the log of a run aside that ended before its first checkpoint."""
         if newest_checkpoint(self.checkpointer.folder) is None and has_results(self.folder):
-            aside = set_aside(self.folder)
-            log.info("a run ended here before its first checkpoint, and its log is now %s: this one begins anew", aside)
+            log.info("a run ended here before its first checkpoint: its log is now %s", set_aside(self.folder))
 
     def _replace(self) -> None:
         """Move the files of an earlier run aside, checkpoints included."""

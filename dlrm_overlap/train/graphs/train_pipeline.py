@@ -43,7 +43,7 @@ from dlrm_overlap.train.graphs.capturable import (
     leave_ddp,
     why_not_captured,
 )
-from dlrm_overlap.train.graphs.captured import CapturedStep, GraphPair
+from dlrm_overlap.train.graphs.captured import GraphPair
 from dlrm_overlap.train.graphs.dense_step import DenseStep
 from dlrm_overlap.train.graphs.model_collectives import ModelCollectives
 from dlrm_overlap.train.graphs.optimizers import dense_optimizers, fused_optimizers
@@ -312,10 +312,14 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
             following = self._ahead.is_captured(1 - parity)
             captures = self._captures and not self._ahead.made_in_model
             if captures and self._warmup_steps >= _WARMUP_STEPS and following:
-                return self._launch(parity, lambda: self._capture(parity).launch())
+                return self._launch(parity, partial(self._capture_and_launch, parity))
             output = self._step(parity, following) if self._has_stepped else self._first_step(parity, following)
             self._warmup_steps += 1
             return output
+
+    def _capture_and_launch(self, parity: int) -> Any:
+        step = partial(self._step, parity, following=True)
+        return self._graphs.capture(parity, step, self._streams.main_stream).launch()
 
     def _first_step(self, parity: int, following: bool) -> Any:
         """Take the first step, and learn which ids the model looks up, and in which order gradients are completed."""
@@ -344,7 +348,8 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
             self._ahead.forget_places()
         if self._agreement.is_first:
             log.info("train pipeline: step %d is eager, since a batch is unlike those of captured steps", self._steps)
-        output = self._eager(self._ahead.odd_batch(parity))
+        loss, output = self._forward(self._ahead.odd_batch(parity))
+        self._backward(loss)
         self._streams.step_is_issued(1 - parity)  # which reads where the next batch of its parity lands
         return output
 
@@ -377,11 +382,6 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         self._streams.join_ids()
         return output
 
-    def _eager(self, batch: Any) -> Any:
-        loss, output = self._forward(batch)
-        self._backward(loss)
-        return output
-
     def _backward(self, loss: torch.Tensor) -> None:
         loss.backward()
         self._dense.update()
@@ -409,11 +409,6 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
             fused.step()  # which sets the learning rate of the rows
         for exchange in self._ahead.exchanges:
             exchange.keep_rules_in_place()
-
-    def _capture(self, parity: int) -> CapturedStep:
-        """Capture the step of `parity`; the graph is to be launched next."""
-        step = partial(self._step, parity, following=True)
-        return self._graphs.capture(parity, step, self._streams.main_stream)
 
 
 _HOLDER = "_graph_train_pipeline"  # attribute of a model
