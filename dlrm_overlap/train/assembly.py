@@ -92,7 +92,7 @@ def assemble(
     dlrm = build_model(config.model, config.embedding, list(train.rows), train.dense_features, config.train.seed)
     task = TrainTask(dlrm, device.type, config.train.precision == "bf16", train.label_weights)
     if config.model.top_parallel == "tensor":
-        divide_head(dlrm.head, group, config.train)
+        divide_head(dlrm.head, group)
     sharders = make_sharders(config.embedding, config.train.precision, dlrm.front_columns)
     topology = build_topology(device, world.world_size, world.local_world_size)
     plan = build_plan(task, sharders, topology, config.embedding, config.model.dim, train.pooling, samples, group)
