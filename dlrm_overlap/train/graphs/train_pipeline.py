@@ -95,8 +95,8 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
             model: the sharded model.
             optimizer: of the dense parameters, and of the tables if their learning rates are to be followed.
             device: of this rank.
-            execute_all_batches: as in `TrainPipelineSparseDist`, like the next two.
-            custom_model_fwd: likewise.
+            execute_all_batches: True, as is TorchRec's default.
+            custom_model_fwd: as in `TrainPipelineSparseDist`.
             dmp_collection_sync_interval_batches: likewise.
             bound: of the batches at first; None learns it from the first one.
             group: the model's ranks; None is the default group.
@@ -107,8 +107,13 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
             capture: whether to capture; None captures on GPUs.
 
         Raises:
-            InputError: if `dense_reduce` is not known, or the model's steps cannot be captured.
+            InputError: if `dense_reduce` is not known, `execute_all_batches` is False, or the model's steps cannot be
+                captured.
         """
+        if not execute_all_batches:
+            raise InputError(
+                "execute_all_batches: False, but GraphTrainPipeline trains on all batches that it reads; leave it out"
+            )
         if dense_reduce not in _DENSE_REDUCE:
             raise InputError(f"dense_reduce: {dense_reduce!r} must be one of {', '.join(_DENSE_REDUCE)}; leave it out")
         ranks = group or dist.group.WORLD
@@ -123,7 +128,6 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
             )
         self._model, self._device, self._given = model, device, optimizer
         self._model_fwd = custom_model_fwd or model
-        self._execute_all_batches = execute_all_batches
         self._captures = device.type == "cuda" if capture is None else capture
         self._modules = [m for m in model.modules() if isinstance(m, ExchangingModule)]
         self._group, self._casts = ranks, casts
@@ -281,8 +285,6 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         if not self._ahead.holds(parity):
             self._ahead.begin(batches, parity)
             self._dense.cast_shadow()  # a checkpoint may have been loaded since the last step
-        if not self._execute_all_batches and not self._ahead.reads_on(batches, parity):
-            raise StopIteration
         self._dense.clear()
         self._follow_learning_rates()
         output = self._take_step(parity) if self._ahead.is_captured(parity) else self._take_odd_step(parity)

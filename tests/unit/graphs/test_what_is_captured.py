@@ -318,7 +318,14 @@ def test_what_cannot_be_captured_is_refused(world_of_one: dist.ProcessGroup, sha
         GraphTrainPipeline(model, torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1), CPU)
 
 
-def test_an_unknown_way_to_reduce_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("given", "refused"),
+    [
+        ({"dense_reduce": "nccl"}, "dense_reduce: 'nccl' must be one of auto, collective, stores; leave it out"),
+        ({"execute_all_batches": False}, "execute_all_batches: False, but GraphTrainPipeline trains on all batches"),
+    ],
+)
+def test_what_a_pipeline_cannot_do_is_refused(given: dict[str, Any], refused: str) -> None:
     nothing: Any = None
-    with pytest.raises(InputError, match=r"dense_reduce: 'nccl' must be one of auto, collective, stores; leave it out"):
-        GraphTrainPipeline(nothing, nothing, CPU, dense_reduce="nccl")
+    with pytest.raises(InputError, match=refused):
+        GraphTrainPipeline(nothing, nothing, CPU, **given)
