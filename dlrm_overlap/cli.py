@@ -273,37 +273,24 @@ def trace(argv: list[str]) -> int:
 
 
 def checkpoint(argv: list[str]) -> int:
-    """Show a checkpoint, check that it is whole, or export it for other tools or for inference."""
+    """Show a checkpoint, check that it is whole, or export its weights for other tools."""
     parser = Parser("dlrm-overlap checkpoint", checkpoint.__doc__ or "")
     actions = ["show", "verify", "export"]
     text = "verify ends with code 1 if it is damaged"
     parser.add_argument("action", choices=actions, metavar="|".join(actions), help=text)
     parser.add_argument("path", metavar="PATH", help="folder step_<N>, or that of a run, whose newest is taken")
-    parser.add_argument("output", metavar="OUT", nargs="?", help="export: a new file, .safetensors, .pt or .pt2")
-    text = "export: tensors, to .safetensors or .pt; inference, a program that torch alone runs, to .pt2"
-    parser.add_argument("--format", choices=["tensors", "inference"], default="tensors", help=text)
+    parser.add_argument("output", metavar="OUT", nargs="?", help="export: a new file, .safetensors or .pt")
     parser.add_argument("--optimizer", type=bool, default=False, help="export: with the optimizers' states")
     values = parser.read(argv)
     path = Path(values.path)
     if (values.action == "export") != bool(values.output):
         raise InputError(f"checkpoint {values.action}: OUT is for export, which needs one: name a .safetensors or .pt")
-    what = f"{values.action} --format {values.format}" if values.action == "export" else values.action
-    for option, value, default, needed in (
-        ("--format", values.format, "tensors", "export"),
-        ("--optimizer", values.optimizer, False, "export --format tensors"),
-    ):
-        if value != default and not what.startswith(needed):
-            raise InputError(f"{option}: {str(value).lower()} has no effect on checkpoint {what}; leave it out")
+    if values.optimizer and values.action != "export":
+        raise InputError(f"--optimizer: true has no effect on checkpoint {values.action}; leave it out")
     if (path / "checkpoints").is_dir():
         from dlrm_overlap.checkpoint.storage.branches import locate_checkpoint
 
         path = locate_checkpoint(path, "checkpoint")
-    if what == "export --format inference":
-        from dlrm_overlap.train.inference.export import export_for_inference
-
-        signature = export_for_inference(path, Path(values.output))
-        print(f"{values.output}: {signature['bytes']} bytes of weights; its inputs: {Path(values.output).stem}.json")
-        return 0
     from dlrm_overlap.checkpoint.storage.tools import export, show, verify
 
     if values.action == "show":

@@ -37,27 +37,6 @@ def partial_sums(bag_ids: float, row_shards: int) -> float:
     return 1.0 if row_shards == 1 else row_shards * filled_share(bag_ids, 1 / row_shards)
 
 
-def exchanged_bytes(
-    bag_ids: float, dim: int, row_shards: int, column_shards: int, wire_bytes: int, id_bytes: int = 8
-) -> float:
-    """Return the bytes of a sample's bag that travel in a captured step if all owners are other ranks, of both ways.
-
-    Each owner of columns gets all ids, and each owner of rows sends a partial sum, if it has an id of the bag, and
-    gets a gradient.
-
-    Args:
-        bag_ids: ids of a bag.
-        dim: columns of the table.
-        row_shards: into which the rows are cut, 1 if they are not.
-        column_shards: likewise of the columns.
-        wire_bytes: of an element of pooled embeddings and gradients.
-
-    Example: 20 ids, dim 128, float32. Whole 20 * 8 + 2 * 128 * 4 = 1184 bytes; columns cut in two 1344; rows cut in
-    two, since nearly all bags have ids in both, 160 + 2 * 1024.
-    """
-    return bag_ids * column_shards * id_bytes + 2 * partial_sums(bag_ids, row_shards) * dim * wire_bytes
-
-
 class ShardTraffic(NamedTuple):
     """The load of a batch on one table shard, or its mean; all ranks' samples together."""
 

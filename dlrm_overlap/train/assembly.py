@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,6 @@ from dlrm_overlap.dense.tensor_parallel import products_of, shards_of
 from dlrm_overlap.embedding.id_layout import BatchBound
 from dlrm_overlap.embedding.options import WIRE_DTYPES
 from dlrm_overlap.embedding.plan import build_plan, build_topology
-from dlrm_overlap.embedding.sharder import build_sharders
 from dlrm_overlap.embedding.weights import initialise_tables
 from dlrm_overlap.launching.launcher import World
 from dlrm_overlap.launching.text_table import count_of
@@ -64,22 +63,10 @@ class LearningRate:
             self.current = factor
 
 
-class Assembled(NamedTuple):
-    """A rank's model, optimizers and pipeline, which share memory with its peers."""
-
-    model: DistributedModelParallel
-    optimizer: CombinedOptimizer
-    """of dense parameters and tables"""
-    learning_rate: LearningRate
-    pipeline: TrainPipeline[Any, Any]
-    """whose `progress` takes a step with the model and the optimizer"""
-    plan: ShardingPlan
-
-
 def assemble(
-    config: Config, world: World, device: torch.device, train: Dataset, make_sharders: MakeSharders = build_sharders
-) -> Assembled:
-    """Build the model of `config` on this rank's device, its optimizers and its pipeline; a collective.
+    config: Config, world: World, device: torch.device, train: Dataset, make_sharders: MakeSharders
+) -> tuple[DistributedModelParallel, CombinedOptimizer, TrainPipeline[Any, Any], ShardingPlan]:
+    """Return the model of `config` on this rank's device, its optimizer, the pipeline and the plan; a collective.
 
     The order matters: layers are divided before the model is sharded, compiled and captured in their flat form, and
     tables get their first weights when they are where they stay.
@@ -105,7 +92,7 @@ def assemble(
     dlrm = build_model(config.model, config.embedding, list(train.rows), train.dense_features, config.train.seed)
     task = TrainTask(dlrm, device.type, config.train.precision == "bf16", train.label_weights)
     if config.model.top_parallel == "tensor":
-        divide_head(dlrm.head, group, config.train)
+        divide_head(dlrm.head, group)
     sharders = make_sharders(config.embedding, config.train.precision, dlrm.front_columns)
     topology = build_topology(device, world.world_size, world.local_world_size)
     plan = build_plan(task, sharders, topology, config.embedding, config.model.dim, train.pooling, samples, group)
@@ -122,7 +109,6 @@ def assemble(
         join_dense(model, task, device, samples if config.train.graph_dense else None)
     initialise_tables(model, config.train.seed)
     optimizer = build_optimizer(model, config.train)
-    learning_rate = LearningRate(optimizer, config.train)
     pipeline: TrainPipeline[Any, Any]
     if graph:
         bound = BatchBound(samples, dict(zip(dlrm.keys, train.bag_sizes, strict=True)))
@@ -144,14 +130,10 @@ def assemble(
             capture=None if config.train.capture else False,
         )
     else:
-        cached = any(
-            table.cache_params is not None
-            for tables in plan.plan.values()
-            for table in tables.values()  # type: ignore[attr-defined]
-        )
-        prefetches = cached and config.embedding.backend == "torchrec"
-        pipeline = build_pipeline(model, optimizer, device, prefetches)
-    return Assembled(model, optimizer, learning_rate, pipeline, plan)
+        tables = [each for params in plan.plan.values() for each in params.values()]  # type: ignore[attr-defined]
+        cached = any(table.cache_params is not None for table in tables)
+        pipeline = build_pipeline(model, optimizer, device, cached and config.embedding.backend == "torchrec")
+    return model, optimizer, pipeline, plan
 
 
 def shard_model(

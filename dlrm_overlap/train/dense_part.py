@@ -19,7 +19,6 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.modules.crossnet import LowRankCrossNet
 from torchrec.modules.mlp import MLP, Perceptron
 
-from dlrm_overlap.config import TrainConfig
 from dlrm_overlap.dense.cast import CastWeights
 from dlrm_overlap.dense.cross import CrossLayer, Write, cross
 from dlrm_overlap.dense.flat import FlatParameters
@@ -31,29 +30,23 @@ from dlrm_overlap.train.model import DotInteraction, Head, Part, TrainTask, conc
 log = logging.getLogger("dlrm_overlap")
 
 
-def divide_head(head: Head, group: dist.ProcessGroup, train: TrainConfig) -> None:
+def divide_head(head: Head, group: dist.ProcessGroup) -> None:
     """Divide pairs of layers of the top MLP over the ranks of `group`, for `model.top_parallel` tensor.
 
-    Comes before the model gets its optimizer and is compiled. One rank has all of each layer as it is. The log
-    names keys of `train` that a divided head leaves without effect.
+    Comes before the model gets its optimizer and is compiled. One rank has all of each layer as it is. Divided layers
+    are neither compiled nor captured by themselves.
     """
     ranks = LayerRanks(group, group.rank(), group.size())
     if ranks.world_size == 1:
         return
     pairs = divide_pairs(head.top, ranks)
+    if ranks.rank > 0:
+        return
     if not pairs:
-        _log_once(logging.WARNING, f"model.top_parallel: data, since {ranks.world_size} ranks divide no inner width")
+        log.warning("model.top_parallel: data, since %d ranks divide no inner width", ranks.world_size)
         return
     names = ", ".join(f"layers {first + 1} and {second + 1} of the top MLP" for first, second in pairs)
-    _log_once(logging.INFO, f"divided over {ranks.world_size} ranks: {names}")
-    for key, does in {"compile_dense": "compiled", "graph_dense": "captured by themselves"}.items():
-        if getattr(train, key):
-            _log_once(logging.INFO, f"train.{key}: layers in which ranks exchange activations are not {does}")
-
-
-def _log_once(level: int, text: str) -> None:
-    if dist.get_rank() == 0:
-        log.log(level, "%s", text)
+    log.info("divided over %d ranks: %s", ranks.world_size, names)
 
 
 def compile_dense(task: TrainTask, samples: int, device: torch.device) -> None:

@@ -4,6 +4,7 @@ The configuration is the one that the checkpoint keeps; options change its keys,
 Any number of ranks, backend and plan will do. Nothing is written but the file that `--output` names.
 """
 
+from argparse import ArgumentError, ArgumentParser
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from dlrm_overlap.config import Config, EmbeddingConfig, InputError, LogConfig, 
 from dlrm_overlap.launching.files import write_json
 from dlrm_overlap.launching.parsing import Parser, read_tree, reader_may_leave
 from dlrm_overlap.launching.text_table import count_of, plain
-from dlrm_overlap.train.preflight import check_data, check_start, check_writable
+from dlrm_overlap.train.preflight import check_data, check_output, check_start
 from dlrm_overlap.train.ranks import Ranks, run_on_ranks
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def run(argv: list[str], description: str) -> int:
     def check(config: Config, values: Any) -> None:
         check_data(config.data)
         if named and values.output is not None:
-            _check_output(Path(values.output), named)
+            check_output(Path(values.output))
 
     def work(ranks: Ranks) -> int:
         from dlrm_overlap.observe.result_files import nan_as_none
@@ -150,28 +151,16 @@ def _with_checkpoint(argv: list[str]) -> tuple[list[str], Path | None]:
 
     The ranks that --nproc starts are given the former, so all of them evaluate the same step of a run that goes on.
     """
-    rest, named = [], None
-    options = iter(argv)
-    for option in options:
-        name, _, value = option.partition("=")
-        if name not in (_OPTION, f"{_OPTION}.resume"):
-            rest.append(option)
-            continue
-        value = value or next(options, "")
-        if not value or value.startswith("--"):
-            raise InputError(f"{name}: nothing is named; give a folder step_<N>, or that of a run")
-        named = locate_checkpoint(Path(value), _OPTION)
-    return [*rest, *([f"{_OPTION}.resume={named}"] if named else [])], named
-
-
-def _check_output(path: Path, checkpoint: Path) -> None:
-    folder = checkpoint.resolve().parent
-    run_folder = folder.parent if folder.name == "checkpoints" else checkpoint.resolve()
-    if path.resolve().is_relative_to(run_folder):
-        raise InputError(f"--output: {path} is in the run's folder, which an evaluation leaves alone; name another")
-    if path.is_dir():
-        raise InputError(f"--output: {path} is a folder; name a file, say {path / 'eval.json'}")
-    check_writable(path.parent, "--output")
+    finder = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    finder.add_argument(_OPTION, f"{_OPTION}.resume", dest="path", type=Path)
+    try:
+        found, rest = finder.parse_known_args(argv)
+    except ArgumentError:
+        raise InputError(f"{_OPTION}: nothing is named; give a folder step_<N>, or that of a run") from None
+    if found.path is None:
+        return rest, None
+    named = locate_checkpoint(found.path, _OPTION)
+    return [*rest, f"{_OPTION}.resume={named}"], named
 
 
 def _manifest(path: Path) -> Manifest:

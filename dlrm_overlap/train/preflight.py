@@ -6,8 +6,6 @@ the first of these mistakes are reported at once.
 """
 
 import os
-import re
-import shutil
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,11 +13,7 @@ from typing import TYPE_CHECKING
 
 from dlrm_overlap.checkpoint.storage.branches import is_checkpoint
 from dlrm_overlap.checkpoint.storage.manifest import DamagedError, read_manifest
-from dlrm_overlap.config import (
-    Config,
-    DataConfig,
-    InputError,
-)
+from dlrm_overlap.config import Config, DataConfig, InputError
 from dlrm_overlap.launching.files import check_free
 
 if TYPE_CHECKING:
@@ -57,12 +51,8 @@ def check_data(data: DataConfig) -> None:
         InputError: naming the key.
     """
     for key, path in (("data.path", data.path), ("data.eval_path", data.eval_path)):
-        if data.kind == "synthetic" or path is None:
-            continue
-        if re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", path):
-            raise InputError(f"{key}: {path} is not on this machine, and only local files are read; copy them here")
-        if not os.path.exists(path):
-            raise InputError(f"{key}: {path}: no such file or folder; give one that is there")
+        if data.kind != "synthetic" and path is not None and not os.path.exists(path):
+            raise InputError(f"{key}: {path}: no such file or folder on this machine; give one that is there")
 
 
 def check_runs(config: Config, names: Iterable[str]) -> None:
@@ -85,32 +75,29 @@ def check_writable(folder: Path, key: str) -> None:
     Raises:
         InputError: naming `key`, if it is not.
     """
+    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     try:
-        if b"\0" in os.fsencode(folder):  # pathlib says of such a folder that it is not there
-            raise ValueError("a null byte")
-        nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
         with tempfile.TemporaryFile(dir=nearest):
             pass
-    except (OSError, ValueError) as error:  # ValueError: no name of a file
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise InputError(f"{key}: nothing can be written to {folder} ({reason}); give a folder that is yours") from None
+    except OSError as error:
+        raise InputError(
+            f"{key}: nothing can be written to {folder} ({error.strerror}); give a folder that is yours"
+        ) from None
 
 
 def check_output(path: Path) -> None:
-    """Check that rows can be appended to the file `path`.
+    """Check that the file `path` can be written.
 
     Raises:
-        InputError: if it is a folder or cannot be written.
+        InputError: if it is a folder or in one that cannot be written to.
     """
     if path.is_dir():
-        raise InputError(f"--output: {path} is a folder; name a CSV file, say {path / 'rows.csv'}")
+        raise InputError(f"--output: {path} is a folder; name a file in it")
     check_writable(path.parent, "--output")
-    if path.exists() and not os.access(path, os.W_OK):
-        raise InputError(f"--output: {path} cannot be written; name another file")
 
 
 def check_start(config: Config, device: "torch.device") -> None:
-    """Check that no key asks a CPU for features of GPUs or for a compiler that is missing.
+    """Check that no key asks a CPU for features of GPUs.
 
     Raises:
         InputError: naming the key.
@@ -128,12 +115,6 @@ def check_start(config: Config, device: "torch.device") -> None:
         raise InputError(
             f"embedding.optimizer: {config.embedding.optimizer} needs a GPU, since FBGEMM has none on a CPU; take "
             f"{', '.join(_ON_CPUS)}"
-        )
-    compiler = os.environ.get("CXX", "g++")  # as torch.compile looks for it
-    if config.train.compile_dense and device.type == "cpu" and shutil.which(compiler) is None:
-        raise InputError(
-            f"train.compile_dense: true needs a C++ compiler, and {compiler} is not found; install it, set CXX to "
-            f"another, or set --train.compile_dense false"
         )
 
 

@@ -22,7 +22,7 @@ from dlrm_overlap.embedding.tables import counts, fbgemms_bad_id
 from dlrm_overlap.launching.launcher import World
 from dlrm_overlap.launching.watch import Progress
 from dlrm_overlap.observe.metrics import evaluation_metrics, gather_predictions
-from dlrm_overlap.train.assembly import MakeSharders, assemble
+from dlrm_overlap.train.assembly import LearningRate, MakeSharders, assemble
 from dlrm_overlap.train.graphs.optimizers import fused_optimizers
 from dlrm_overlap.train.graphs.train_pipeline import GraphTrainPipeline
 from dlrm_overlap.train.preflight import total_steps
@@ -59,8 +59,8 @@ class Stepper:
         self.global_batch = self.samples_per_rank * world.world_size
         self.steps = total_steps(config, train, world.world_size)
         torch.set_float32_matmul_precision("high" if config.train.precision == "tf32" else "highest")
-        assembled = assemble(config, world, device, train, make_sharders)
-        self.model, self.optimizer, self.learning_rate, self.pipeline, self.plan = assembled
+        self.model, self.optimizer, self.pipeline, self.plan = assemble(config, world, device, train, make_sharders)
+        self.learning_rate = LearningRate(self.optimizer, config.train)
         self.predictions: list[torch.Tensor] = []
         """logits and labels of this rank in the last step, valid until the next"""
 

@@ -112,7 +112,8 @@ class Trainer(Stepper):
         """
         with hold_run_folder(self.folder):
             try:
-                return self._fit(replace)
+                with self.raising_the_cause():
+                    return self._fit(replace)
             except Exception as error:
                 self.saves.close(error)
                 raise
@@ -152,15 +153,13 @@ class Trainer(Stepper):
                     break
             if evaluated != step:
                 values = self._evaluate(step, run_log)
-            self._finish_save()
-            with self.raising_the_cause():
-                return run_log.summary(step, values, self.running.lifetime())
+            self.saves.finish()
+            return run_log.summary(step, values, self.running.lifetime())
 
     def _set_aside(self) -> None:
         """Move the log of a run aside that ended before its first checkpoint."""
         if newest_checkpoint(self.checkpointer.folder) is None and has_results(self.folder):
-            aside = set_aside(self.folder)
-            log.info("a run ended here before its first checkpoint, and its log is now %s: this one begins anew", aside)
+            log.info("a run ended here before its first checkpoint: its log is now %s", set_aside(self.folder))
 
     def _replace(self) -> None:
         """Move the files of an earlier run aside, checkpoints included."""
@@ -168,7 +167,7 @@ class Trainer(Stepper):
             log.info("log.replace: what lay in %s is now in %s", self.folder, aside)
 
     def _end_early(self, step: int, saves: bool) -> NoReturn:
-        self._finish_save()  # says so, if it was its failure that ended the run
+        self.saves.finish()  # says so, if it was its failure that ended the run
         if saves:
             self.save(step)
         self.progress.is_over = True
@@ -200,11 +199,9 @@ class Trainer(Stepper):
             run_log.advance()
             if step % self.config.log.every == 0 or step == first + stretch.steps:
                 factor = self.learning_rate.factor(step - 1)
-                with self.raising_the_cause():
-                    asked = self._end.asked or self.saves.failed
-                    times = timer.take_ms()
-                    metrics = self.running.take()
-                    run_log.training(step, loss_sum, times, loader.wait_s, factor, metrics, asked)
+                asked = self._end.asked or self.saves.failed
+                times, metrics = timer.take_ms(), self.running.take()
+                run_log.training(step, loss_sum, times, loader.wait_s, factor, metrics, asked)
                 self.check()  # the loss was read, so the records of kernels are there
                 self._require_finite(run_log.loss, "the training loss is", step)
                 loss_sum.zero_()
@@ -224,8 +221,7 @@ class Trainer(Stepper):
         Raises:
             NotFiniteError: if the held-out loss is not finite.
         """
-        with self.raising_the_cause():
-            values = self.evaluate()
+        values = self.evaluate()
         self.check()
         run_log.evaluation(step, values)
         self._require_finite(values["loss"], "the held-out loss is", step)
@@ -233,13 +229,8 @@ class Trainer(Stepper):
 
     def save(self, step: int, metrics: dict[str, float] | None = None, beside: bool = False) -> None:
         """Save a checkpoint after `step`, as `Saves.save` does."""
-        with self.raising_the_cause():
-            self.checkpointer.about["trained_metrics"] = self.running.state()
-            self.saves.save(step, metrics, beside)
-
-    def _finish_save(self) -> None:
-        with self.raising_the_cause():
-            self.saves.finish()
+        self.checkpointer.about["trained_metrics"] = self.running.state()
+        self.saves.save(step, metrics, beside)
 
     def _resume(self) -> dict[str, Any] | None:
         """Return the folder's summary if its run is finished; otherwise load the checkpoint to go on from, if any."""
@@ -257,8 +248,7 @@ class Trainer(Stepper):
                 text = "finished already, nothing is trained: step %d was the last, since %s; results in %s"
                 log.info(text, summary["steps"], why, place)
                 return summary
-        with self.raising_the_cause():
-            self.checkpointer.load(checkpoint, self.model, self.optimizer)
+        self.checkpointer.load(checkpoint, self.model, self.optimizer)
         self.optimizer.set_optimizer_step(self.start)  # FBGEMM's count, by which Adam's means are corrected
         for exchange in exchanges(self.model):
             exchange.counters.steps.value = self.start  # stochastic rounding depends on the step

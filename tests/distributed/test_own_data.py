@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from examples import own_data
 from tests.conftest import read_metrics, run_cli
@@ -47,7 +46,7 @@ def test_other_backends_and_stopped_runs_log_the_same(folder: Path, options: lis
         assert summary[key] == pytest.approx(whole[key], rel=2e-3), key
 
 
-def test_a_checkpoint_is_evaluated_and_exported_with_all_labels(folder: Path) -> None:
+def test_a_checkpoint_is_evaluated_with_all_labels(folder: Path) -> None:
     summary = json.loads((folder / "torchrec" / "summary.json").read_text())
     checkpoint = str(folder / "torchrec" / "checkpoints" / "step_16")
     done = run_cli("eval", "--checkpoint", checkpoint, "--output", str(folder / "eval.json"))
@@ -56,13 +55,6 @@ def test_a_checkpoint_is_evaluated_and_exported_with_all_labels(folder: Path) ->
     found = json.loads((folder / "eval.json").read_text())
     for key in ("loss", "auroc", "ne/click", "calibration/purchase"):
         assert found[key] == pytest.approx(summary[f"eval_{key}"], rel=1e-5)
-    done = run_cli("checkpoint", "export", checkpoint, str(folder / "model.pt2"), "--format", "inference")
-    assert done.returncode == 0, done.stderr
-    program = torch.export.load(folder / "model.pt2").module()
-    rows = 29
-    inputs = torch.zeros(3, 8), [torch.tensor([1, 0]) for _ in range(rows)], torch.tensor([[1, 0, 1]] * rows)
-    assert program(*inputs).shape == (3, 2)
-    assert json.loads((folder / "model.json").read_text())["outputs"]["probability"]["shape"] == ["batch", 2]
 
 
 def test_a_model_of_another_number_of_labels_is_refused(folder: Path) -> None:

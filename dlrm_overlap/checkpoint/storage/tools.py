@@ -77,10 +77,7 @@ def export(path: Path, output: Path, optimizer: bool = False) -> int:
         InputError: if the checkpoint is not whole, or the file cannot be written or is there.
     """
     if output.suffix not in (".safetensors", ".pt"):
-        raise InputError(
-            f"export: {output} must end in .safetensors or .pt, which says how tensors are written; "
-            f"a program ends in .pt2 and needs --format inference"
-        )
+        raise InputError(f"export: {output} must end in .safetensors or .pt, which says how tensors are written")
     if output.exists():
         raise InputError(f"export: {output} is there already; name a new file")
     if faults := verify(path):

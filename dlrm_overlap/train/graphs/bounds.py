@@ -228,32 +228,25 @@ class LearntBound:
         return bool((numbers > self._limits)[_SAMPLES:].any())
 
     def grow(self, numbers: np.ndarray) -> None:
-        """Make room for batches of these greatest numbers: of features that had too little, twice as much at least."""
-        samples, more = max(1, int(numbers[_SAMPLES])), dict[str, int]()
-        old = self._bound or BatchBound(samples, {})
-        sizes, ids = dict(old.bag_sizes), dict(old.ids)
+        """Make room for batches of these greatest numbers: a quarter more than they have, twice what was too little."""
+        old = self._bound or BatchBound(max(1, int(numbers[_SAMPLES])), {})
+        sizes, ids, distinct = dict(old.bag_sizes), dict(old.ids), dict(old.distinct)
         columns = numbers[_HEADER : self._distinct_from].reshape(3, len(self._features)).tolist()
         for key, count, most, least in zip(self._features, *columns, strict=True):
-            seen, room = (-least, most), 0
-            if key in old.bag_sizes:
-                room = old.capacity([key])[0]
-                if count <= room and (seen == old.bag_sizes[key] or not old.known_lengths):
-                    continue
-            before = sizes.get(key, seen)
-            sizes[key] = min(before[0], seen[0]), max(before[1], seen[1])
-            if sizes[key][0] < sizes[key][1]:  # else as many ids as bags of this size have
-                ids[key] = max(ids.get(key, 0), -(-5 * count // 4), 2 * room if count > room else room)
-            more[f"ids of {key}"] = count
-        distinct = dict(old.distinct)
+            room = old.capacity([key])[0] if key in old.bag_sizes else 0
+            before = sizes.get(key, (-least, most))
+            sizes[key] = min(before[0], -least), max(before[1], most)
+            is_new = count > room or sizes[key] != old.bag_sizes.get(key)
+            if is_new and sizes[key][0] < sizes[key][1]:  # else as many ids as bags of this size have
+                ids[key] = _room_for(count, room)
         for table, count in zip(self.distinct.tables, numbers[self._distinct_from :].tolist(), strict=True):
             room = distinct.get(table, 0)
             if self._bound is None or 0 < room < count:
-                distinct[table] = max(1, -(-5 * count // 4), 2 * room)
-                more[f"distinct ids of {table}"] = count
+                distinct[table] = max(1, _room_for(count, room))
+        grown = BatchBound(max(int(numbers[_SAMPLES]), old.samples), sizes, ids, distinct)
         if self._bound is not None and self.agreement.is_first:
-            seen = ", ".join([f"{samples} samples", *(f"{count} {what}" for what, count in more.items())])
-            log.info("train pipeline: a batch is beyond the bound, which grows, and steps are captured anew: %s", seen)
-        self._bound = BatchBound(max(samples, old.samples), sizes, ids, distinct)
+            log.info("train pipeline: a batch is beyond the bound: steps are captured anew, by %s", grown)
+        self._bound = grown
         self._limit()
 
     def _limit(self) -> None:
@@ -297,6 +290,10 @@ class DistinctCounts:
                 counts[table] = count.maximum(counts[table]) if table in counts else count
         none = torch.zeros((), dtype=torch.int64, device=self._device)
         return torch.stack([counts.get(table, none) for table in self.tables])
+
+
+def _room_for(count: int, room: int) -> int:
+    return max(-(-5 * count // 4), 2 * room if count > room else room)
 
 
 def ended(numbers: np.ndarray) -> bool:

@@ -18,7 +18,7 @@ from dlrm_overlap.embedding.exchanging_module import ExchangingModule
 from dlrm_overlap.embedding.steps import weights_of
 from dlrm_overlap.embedding.stock import StockTables
 from dlrm_overlap.train.graphs.bounds import Answer, LearntBound, ended
-from dlrm_overlap.train.graphs.static_batch import IdCuts, Leaves, StaticBatch, on_device, with_even_batches_of
+from dlrm_overlap.train.graphs.static_batch import Leaves, StaticBatch, on_device, with_even_batches_of
 
 log = logging.getLogger("dlrm_overlap")
 
@@ -71,9 +71,6 @@ class ReadAhead:
     def reset(self) -> None:
         """Forget batches and ids that were read and sent for steps that have not been taken."""
         self._held: list[_Held | None] = [None, None]
-        self._read: list[Leaves] = []
-        """the next batch, where it was read before it is landed"""
-        self._iterator: Iterator[Any] | None = None
         self.is_exhausted = False
         """whether this rank has read its last batch"""
         self.forget_sent_ids()
@@ -172,18 +169,8 @@ class ReadAhead:
         if not self.holds(parity):
             raise StopIteration
 
-    def reads_on(self, batches: Iterator[Any], parity: int) -> bool:
-        """Return whether this rank has a batch to land at `parity` next, which is read for that."""
-        self.is_exhausted &= batches is self._iterator
-        with self._streams.copies(parity):
-            batch = self._next(batches)
-        self._read = [batch] if batch is not None else []
-        return batch is not None
-
     def _next(self, batches: Iterator[Any]) -> Leaves | None:
-        if self._read:
-            return self._read.pop()
-        batch, self._iterator = None if self.is_exhausted else next(batches, None), batches
+        batch = None if self.is_exhausted else next(batches, None)
         self.is_exhausted = batch is None
         return None if batch is None else with_even_batches_of(batch, self.unpooled_features)
 
@@ -213,8 +200,7 @@ class ReadAhead:
         if not self._bound.learn(example) or example is None:
             return False
         self._take_bound()
-        cuts = IdCuts()
-        static = [StaticBatch(example.batch, self._device, self._bound.bound, cuts) for _ in range(4)]
+        static = [StaticBatch(example.batch, self._device, self._bound.bound) for _ in range(4)]
         self._landing, self._working = static[:2], static[2:]
         for exchange in self.exchanges:
             exchange.begin_steady()

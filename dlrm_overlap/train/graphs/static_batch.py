@@ -8,9 +8,9 @@ import copyreg
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from enum import Enum
-from functools import partial
+from functools import cache
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
@@ -66,8 +66,8 @@ class StaticBatch:
     Other attributes stay as `example` has them.
     """
 
-    def __init__(self, example: Any, device: torch.device, bound: BatchBound, cuts: "IdCuts | None" = None) -> None:
-        """Take a batch to be like; `cuts` are those of the ids, shared by the static batches that one model reads.
+    def __init__(self, example: Any, device: torch.device, bound: BatchBound) -> None:
+        """Take a batch to be like.
 
         Raises:
             InputError: if no tensor is found in it.
@@ -80,7 +80,7 @@ class StaticBatch:
                 f"dictionaries"
             )
         self._leaves = {
-            place: StaticIds(leaf, device, bound, cuts if cuts is not None else IdCuts())
+            place: StaticIds(leaf, device, bound)
             if isinstance(leaf, KeyedJaggedTensor)
             else torch.zeros(leaf.shape, dtype=leaf.dtype, device=device)
             for place, leaf in leaves.items()
@@ -216,7 +216,7 @@ def _replace(value: Any, replace: Callable[[Any], Any]) -> Any:
 class StaticIds:
     """Memory for the most ids that a batch may have, and the KeyedJaggedTensor of it that the next step reads."""
 
-    def __init__(self, example: KeyedJaggedTensor, device: torch.device, bound: BatchBound, cuts: "IdCuts") -> None:
+    def __init__(self, example: KeyedJaggedTensor, device: torch.device, bound: BatchBound) -> None:
         self._known, self._samples, self.keys = bound.known_lengths, example.stride(), example.keys()
         self._weighted = weights_of(example) is not None
         self._check(example)
@@ -232,7 +232,6 @@ class StaticIds:
         self.count = torch.full((1,), self._room, dtype=torch.int32, device=device)
         """[1] int32: ids of the batch, where lengths are known beforehand"""
         self._count = self._room if self._known else 0  # of ids that are in the memory
-        self._cuts = cuts
         self._inverse: InverseIndices | None = None
         if (inverse := example.inverse_indices_or_none()) is not None:
             self._inverse = inverse[0], torch.zeros(inverse[1].shape, dtype=torch.int64, device=device)
@@ -252,7 +251,6 @@ class StaticIds:
             self._samples,
             self._capacities,
             self._known,
-            self._cuts,
             self._inverse,
         )
 
@@ -312,27 +310,10 @@ class StaticIds:
             self._count = count
 
 
-class IdCut(NamedTuple):
-    """Features that a model takes out of some ids: tensors on the device, which a capture cannot make itself."""
-
-    indices: torch.Tensor
-    """[n] int32: the features, in order"""
-    positions: torch.Tensor
-    """[the most ids of them] int32: 0, 1, 2, .."""
-    capacities: torch.Tensor
-    """[T] int32: the most ids of each feature of those that they are taken out of"""
-
-
-class IdCuts(dict[tuple[tuple[str, ...], tuple[int, ...]], IdCut]):
-    """The cuts that a model makes, by the keys of the ids, and the indices of the features, that it takes them of."""
-
-    def of(self, ids: "BoundedIds", indices: Sequence[int]) -> IdCut:
-        """Return the cut of the features `indices` out of `ids`; made in the steps before the capture."""
-        if (key := (tuple(ids.keys()), tuple(indices))) not in self:
-            int32 = partial(torch.tensor, dtype=torch.int32, device=ids.values().device)
-            room = sum(ids.capacities[i] for i in indices)
-            self[key] = IdCut(int32(indices), int32(range(room)), int32(ids.capacities))
-        return self[key]
+@cache
+def _on_device(indices: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Return indices of features, [n] int32, which a capture cannot copy to the device: the steps before it have."""
+    return torch.tensor(indices, dtype=torch.int32, device=device)
 
 
 class BoundedIds(KeyedJaggedTensor):
@@ -355,7 +336,6 @@ class BoundedIds(KeyedJaggedTensor):
         samples: int,
         capacities: Sequence[int],
         known: bool,
-        cuts: IdCuts,
         inverse: InverseIndices | None = None,
     ) -> None:
         """Take T features of `samples` bags.
@@ -366,10 +346,9 @@ class BoundedIds(KeyedJaggedTensor):
             lengths: [T * samples] int32 or int64.
             capacities: the most ids of each feature.
             known: whether each feature has as many.
-            cuts: of these ids, filled as they are made.
             inverse: which of a feature's bags is each sample's, where features have batches of their own.
         """
-        self.capacities, self._known, self._cuts = list(capacities), known, cuts
+        self.capacities, self._known = list(capacities), known
         super().__init__(list(keys), values, weights, lengths=lengths, stride=samples, inverse_indices=inverse)
 
     @property
@@ -401,17 +380,18 @@ class BoundedIds(KeyedJaggedTensor):
             values, weights, lengths = self.values()[:0], self.weights_or_none(), self.lengths()[:0]
             weights = weights if weights is None else weights[:0]
         else:
-            cut, counts = self._cuts.of(self, indices), self.lengths().view(len(keys), samples)
-            # Of a batch beyond its bound no id is read: there may be none where its lengths say, nor room for it.
-            safe = counts * (counts.sum(1) <= cut.capacities).all()
-            arguments = cut.indices, safe, self.values(), self.weights_or_none(), sum(capacities)
-            _, values, weights = torch.ops.fbgemm.permute_2D_sparse_data(*arguments)
-            values = values.where(cut.positions < safe.index_select(0, cut.indices).sum(), 0)
+            index, counts = _on_device(tuple(indices), self.device()), self.lengths().view(len(keys), samples)
             # The lengths stay as they are, so that a batch beyond its bound is found where its ids are published.
-            lengths = counts.index_select(0, cut.indices).flatten()
+            lengths, room = counts.index_select(0, index).flatten(), sum(capacities)
+            # Of such a batch no id is read: there may be none where its lengths say, nor room for it.
+            safe = counts * ((counts.sum() <= sum(self.capacities)) & (lengths.sum() <= room))
+            arguments = index, safe, self.values(), self.weights_or_none(), room
+            _, values, weights = torch.ops.fbgemm.permute_2D_sparse_data(*arguments)
+            positions = torch.arange(room, device=values.device)
+            values = values.where(positions < safe.index_select(0, index).sum(), 0)
         taken = [keys[i] for i in indices]
         inverse = self.inverse_indices_or_none()
-        return BoundedIds(taken, values, weights, lengths, samples, capacities, self._known, self._cuts, inverse)
+        return BoundedIds(taken, values, weights, lengths, samples, capacities, self._known, inverse)
 
     def to(self, device: torch.device, *args: Any, **kwargs: Any) -> KeyedJaggedTensor:
         """Return these ids where they are on `device`, else see `KeyedJaggedTensor.to`."""

@@ -18,14 +18,11 @@ same steps are taken one by one.
 import logging
 from collections.abc import Callable, Iterator
 from functools import partial
-from inspect import signature
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torchrec.distributed.embedding_types import ShardedEmbeddingModule
 from torchrec.distributed.model_parallel import DistributedModelParallel, DMPCollection
-from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.distributed.train_pipeline.train_pipelines import TrainPipeline
 from torchrec.optim.keyed import KeyedOptimizer
 
@@ -46,7 +43,7 @@ from dlrm_overlap.train.graphs.capturable import (
     leave_ddp,
     why_not_captured,
 )
-from dlrm_overlap.train.graphs.captured import CapturedStep, GraphPair
+from dlrm_overlap.train.graphs.captured import GraphPair
 from dlrm_overlap.train.graphs.dense_step import DenseStep
 from dlrm_overlap.train.graphs.model_collectives import ModelCollectives
 from dlrm_overlap.train.graphs.optimizers import dense_optimizers, fused_optimizers
@@ -68,8 +65,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
     gives a gradient to the same dense parameters. Of several pipelines of one model the one that trains has its graphs.
 
     Steps are captured for batches like the first one, on each rank, with up to a bound of ids. The steps of others are
-    taken eagerly, and the bound grows where they are beyond it. `TrainPipelineSparseDist` trains a model that cannot be
-    captured, and the log has the reason once.
+    taken eagerly, and the bound grows where they are beyond it.
 
     Example:
         pipeline = GraphTrainPipeline(model, optimizer, device)
@@ -82,22 +78,26 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         model: DistributedModelParallel,
         optimizer: torch.optim.Optimizer | KeyedOptimizer,
         device: torch.device,
-        *torchrecs: Any,
+        execute_all_batches: bool = True,
+        *,
+        custom_model_fwd: Callable[[Any], Any] | None = None,
+        dmp_collection_sync_interval_batches: int | None = 1,
         bound: BatchBound | None = None,
         group: dist.ProcessGroup | None = None,
         casts: CastWeights | None = None,
         gradient_dtype: torch.dtype = torch.float32,
         dense_reduce: str = "auto",
         capture: bool | None = None,
-        **stock: Any,
     ) -> None:
-        """Take the arguments of `TrainPipelineSparseDist`, by position or name, and those of captured steps.
-
-        Of TorchRec's, `execute_all_batches`, `custom_model_fwd` and `dmp_collection_sync_interval_batches` mean what
-        they mean there. How TorchRec issues a step, as `apply_jit` says, counts where it does.
+        """Take the arguments of `TrainPipelineSparseDist` that have a meaning here, and those of captured steps.
 
         Args:
-            torchrecs: arguments of `TrainPipelineSparseDist` that follow the device.
+            model: the sharded model.
+            optimizer: of the dense parameters, and of the tables if their learning rates are to be followed.
+            device: of this rank.
+            execute_all_batches: True, as is TorchRec's default.
+            custom_model_fwd: as in `TrainPipelineSparseDist`.
+            dmp_collection_sync_interval_batches: likewise.
             bound: of the batches at first; None learns it from the first one.
             group: the model's ranks; None is the default group.
             casts: gives the model its weights in bfloat16, if it does; made of all dense parameters that it trains.
@@ -105,42 +105,31 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
             dense_reduce: how dense gradients are summed, see `dense.reduction`: collective, stores, or auto, which is
                 stores where all ranks are on one host.
             capture: whether to capture; None captures on GPUs.
-            stock: arguments of `TrainPipelineSparseDist`, by name.
 
         Raises:
-            InputError: if `dense_reduce` or an argument of `stock` is not known, or the model is no
-                `DistributedModelParallel`.
+            InputError: if `dense_reduce` is not known, `execute_all_batches` is False, or the model's steps cannot be
+                captured.
         """
+        if not execute_all_batches:
+            raise InputError(
+                "execute_all_batches: False, but GraphTrainPipeline trains on all batches that it reads; leave it out"
+            )
         if dense_reduce not in _DENSE_REDUCE:
             raise InputError(f"dense_reduce: {dense_reduce!r} must be one of {', '.join(_DENSE_REDUCE)}; leave it out")
-        known = signature(TrainPipelineSparseDist)
-        if unknown := sorted(stock.keys() - known.parameters.keys()):
-            raise InputError(
-                f"GraphTrainPipeline: {', '.join(unknown)} is no argument of it or of TrainPipelineSparseDist; leave "
-                f"it out"
-            )
-        given = known.bind(model, optimizer, device, *torchrecs, **stock)
-        given.apply_defaults()
-        if not hasattr(model, "init_data_parallel"):
-            what = f"{type(model).__name__} is no DistributedModelParallel"
-            raise InputError(f"GraphTrainPipeline: {what}, and the model must be; wrap it in one")
-        self._model, self._device, self._given = model, device, optimizer
-        self._fallback: TrainPipelineSparseDist[Any, Any] | None = None
-        sharded = any(isinstance(module, ShardedEmbeddingModule) for module in model.modules())
-        if sharded and dist.get_rank(group) == 0 and log.isEnabledFor(logging.INFO):
-            log.info("tables:\n%s", explain(model, optimizer=optimizer))
-        if (reason := why_not_captured(model)) is not None:
-            if dist.get_rank(group) == 0:
-                log.warning("train pipeline: TorchRec's, since the step cannot be captured: %s", reason)
-            model.init_data_parallel()  # does nothing to a model that has been wrapped before
-            self._fallback = TrainPipelineSparseDist(*given.args, **given.kwargs)
-            return
-        self._model_fwd = given.arguments["custom_model_fwd"] or model
-        self._execute_all_batches = given.arguments["execute_all_batches"]
-        self._captures = device.type == "cuda" if capture is None else capture
-        self._modules = [m for m in model.modules() if isinstance(m, ExchangingModule)]
         ranks = group or dist.group.WORLD
         assert ranks is not None, "the process group is made before the pipeline"
+        reason = why_not_captured(model)
+        if ranks.rank() == 0 and log.isEnabledFor(logging.INFO) and exchanges(model):
+            log.info("tables:\n%s", explain(model, optimizer=optimizer))
+        if reason is not None:
+            raise InputError(
+                f"GraphTrainPipeline: the step cannot be captured: {reason}; train this model by TorchRec's "
+                f"TrainPipelineSparseDist, with the same sharder"
+            )
+        self._model, self._device, self._given = model, device, optimizer
+        self._model_fwd = custom_model_fwd or model
+        self._captures = device.type == "cuda" if capture is None else capture
+        self._modules = [m for m in model.modules() if isinstance(m, ExchangingModule)]
         self._group, self._casts = ranks, casts
         self._gradient_dtype, self._dense_reduce = gradient_dtype, dense_reduce
         self._order = CommunicationOrder()
@@ -149,7 +138,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         learnt = LearntBound(bound, self._agreement, DistinctCounts(self._modules, device))
         self._ahead = ReadAhead(self._modules, device, learnt, self._streams, self._order)
         self._replicas = model if isinstance(model, DMPCollection) else None
-        self._sync_interval = given.arguments["dmp_collection_sync_interval_batches"]
+        self._sync_interval = dmp_collection_sync_interval_batches
         self._steps = 0
         if _holder(model) is None:
             self._open()
@@ -162,9 +151,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
     @_optimizer.setter
     def _optimizer(self, optimizer: Any) -> None:
         self._given = optimizer
-        if self._fallback is not None:
-            self._fallback._optimizer = optimizer
-        elif self._has_model:
+        if self._has_model:
             self._let_go()
 
     @property
@@ -215,9 +202,6 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
 
     def reset(self) -> None:
         """Forget batches that were read and not trained on: the next `progress` begins with a batch of its iterator."""
-        if self._fallback is not None:
-            self._fallback.reset()
-            return
         self._ahead.reset()
 
     def progress(self, dataloader_iter: Iterator[Any]) -> Any:
@@ -232,8 +216,6 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
                 were moved or given back since a capture.
             RuntimeError: that kernels have recorded, such as of a wait for a peer that has expired.
         """
-        if self._fallback is not None:
-            return self._fallback.progress(dataloader_iter)
         try:
             self.check()
             with self._streams.main():
@@ -248,9 +230,9 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         """Raise the errors that kernels have recorded; never waits for the device."""
         if self._device.type == "cpu":
             return  # where a wait raises its own error
-        for exchange in self._ahead.exchanges if self._fallback is None else exchanges(self._model):
+        for exchange in self._ahead.exchanges:
             exchange.check()
-        if self._fallback is None and self._has_model:
+        if self._has_model:
             self._dense.buckets.check()
 
     def close(self) -> None:
@@ -262,11 +244,11 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
             RuntimeError: that kernels have recorded.
         """
         try:
-            if self._fallback is None and all(exchange.failure is None for exchange in self._ahead.exchanges):
+            if all(exchange.failure is None for exchange in self._ahead.exchanges):
                 self._agreement.any_is(False)  # no rank gives its windows back while another reads them
-            if self._fallback is None and self._has_model:
+            if self._has_model:
                 self._let_go()
-            for exchange in exchanges(self._model):
+            for exchange in self._ahead.exchanges:
                 exchange.close()
         except RuntimeError:
             self.check()
@@ -277,15 +259,11 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
 
         Batches that were read stay. Their bags are within the bound of those that the pipeline has seen.
         """
-        if self._fallback is not None:
-            return cast(DistributedModelParallel, self._fallback.detach())
         self._ahead.forget_sent_ids()
         return self._model
 
     def attach(self, model: DistributedModelParallel | None = None, sparse_dist: bool = True) -> None:
         """Undo `detach`, as the next `progress` does by itself."""
-        if self._fallback is not None:
-            self._fallback.attach(model, sparse_dist)
 
     def _evaluate(self, batches: Iterator[Any]) -> Any:
         training = _holder(self._model)
@@ -307,8 +285,6 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         if not self._ahead.holds(parity):
             self._ahead.begin(batches, parity)
             self._dense.cast_shadow()  # a checkpoint may have been loaded since the last step
-        if not self._execute_all_batches and not self._ahead.reads_on(batches, parity):
-            raise StopIteration
         self._dense.clear()
         self._follow_learning_rates()
         output = self._take_step(parity) if self._ahead.is_captured(parity) else self._take_odd_step(parity)
@@ -338,10 +314,14 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
             following = self._ahead.is_captured(1 - parity)
             captures = self._captures and not self._ahead.made_in_model
             if captures and self._warmup_steps >= _WARMUP_STEPS and following:
-                return self._launch(parity, lambda: self._capture(parity).launch())
+                return self._launch(parity, partial(self._capture_and_launch, parity))
             output = self._step(parity, following) if self._has_stepped else self._first_step(parity, following)
             self._warmup_steps += 1
             return output
+
+    def _capture_and_launch(self, parity: int) -> Any:
+        step = partial(self._step, parity, following=True)
+        return self._graphs.capture(parity, step, self._streams.main_stream).launch()
 
     def _first_step(self, parity: int, following: bool) -> Any:
         """Take the first step, and learn which ids the model looks up, and in which order gradients are completed."""
@@ -370,7 +350,8 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
             self._ahead.forget_places()
         if self._agreement.is_first:
             log.info("train pipeline: step %d is eager, since a batch is unlike those of captured steps", self._steps)
-        output = self._eager(self._ahead.odd_batch(parity))
+        loss, output = self._forward(self._ahead.odd_batch(parity))
+        self._backward(loss)
         self._streams.step_is_issued(1 - parity)  # which reads where the next batch of its parity lands
         return output
 
@@ -403,11 +384,6 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         self._streams.join_ids()
         return output
 
-    def _eager(self, batch: Any) -> Any:
-        loss, output = self._forward(batch)
-        self._backward(loss)
-        return output
-
     def _backward(self, loss: torch.Tensor) -> None:
         loss.backward()
         self._dense.update()
@@ -435,11 +411,6 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
             fused.step()  # which sets the learning rate of the rows
         for exchange in self._ahead.exchanges:
             exchange.keep_rules_in_place()
-
-    def _capture(self, parity: int) -> CapturedStep:
-        """Capture the step of `parity`; the graph is to be launched next."""
-        step = partial(self._step, parity, following=True)
-        return self._graphs.capture(parity, step, self._streams.main_stream)
 
 
 _HOLDER = "_graph_train_pipeline"  # attribute of a model

@@ -36,7 +36,6 @@ from dlrm_overlap.config import InputError
 from tests.distributed.models import CPU, SUM, Tables, table_configs
 
 TABLES: Tables = {f"t{i}": (80, 256, [f"f{i}"], SUM) for i in range(6)}
-BAGS = {f"f{i}": float(i + 1) for i in range(6)}
 FUSED = table_wise(0, compute_kernel="fused")
 
 
@@ -62,13 +61,11 @@ def test_tables_beyond_the_devices_memory() -> None:
     two = dict(list(TABLES.items())[:2])
     model = Model(two)
     plan = _plan(model, 2, FUSED, FUSED)
-    assert "memory" not in str(explain(model, plan))
     kernels = {}
     for kernel in ("fused_uvm_caching", "fused_uvm"):
         next(iter(plan.plan["tables"].values())).compute_kernel = kernel  # type: ignore[attr-defined]
         found = explain(model, plan)
         kernels[kernel] = [(table.memory, table.exchanged) for table in found.tables]
-        assert "memory" in str(found).partition("\n")[0]
     assert kernels["fused_uvm_caching"] == [("cached", True), ("device", True)]
     assert kernels["fused_uvm"] == [("host", False), ("device", False)]
 
@@ -76,25 +73,14 @@ def test_tables_beyond_the_devices_memory() -> None:
 def test_a_plan_of_every_sharding_type_without_a_process_group() -> None:
     model = Model(TABLES)
     ways = table_wise(3), column_wise([1, 0]), row_wise(), table_row_wise(1), grid_shard([0, 1]), data_parallel()
-    found = explain(model, _plan(model, 4, *ways), samples=1000, bag_sizes=BAGS)
-    row = 256 * 4 * 2  # both ways
-    expected = [
-        1 * 8 + row,
-        2 * 8 * 2 + row,
-        3 * 8 + 4 * (1 - 0.75**3) * row,
-        4 * 8 + 2 * (1 - 0.5**4) * row,
-        5 * 8 * 2 + 2 * (1 - 0.5**5) * row,
-    ]
-    sent = [each.sent_bytes for each in found.tables]
-    assert sent[5] is None, "data-parallel"
-    assert sent[:5] == pytest.approx([750 * each for each in expected])  # three of four owners are other ranks
+    found = explain(model, _plan(model, 4, *ways))
     assert all(each.captured and each.why_not is None for each in found.tables)
     assert [each.exchanged for each in found.tables] == [True] * 5 + [False]
     lines = [line.split() for line in str(found).splitlines()]
-    assert lines[0][:5] == ["module", "table", "sharding", "ranks", "shard"]
-    assert lines[2] == ["tables", "t1", "column_wise", "1", "0", "80", "x", "128", "yes", "yes", f"{sent[1] / 1e6:.3f}"]  # type: ignore[operator]
-    assert lines[3][3:8] == ["0-3", "20", "x", "256", "yes"]
-    assert lines[6][3:] == ["0-3", "whole", "no", "yes", "-"]
+    assert lines[0][:6] == ["module", "table", "sharding", "ranks", "shard", "memory"]
+    assert lines[2] == ["tables", "t1", "column_wise", "1", "0", "80", "x", "128", "device", "yes", "yes"]
+    assert lines[3][3:9] == ["0-3", "20", "x", "256", "device", "yes"]
+    assert lines[6][3:] == ["0-3", "whole", "device", "no", "yes"]
 
 
 @pytest.mark.parametrize(
@@ -128,7 +114,7 @@ def test_a_model_of_either_sharder_has_the_reasons_of_its_plan(
     stock = explain(_sharded(EmbeddingBagCollectionSharder({}), Model(two), world_of_one))
     sharded: Any = _sharded(OverlapEmbeddingBagCollectionSharder(), Model(two), world_of_one)
     ours = explain(sharded)
-    with caplog.at_level("INFO", "dlrm_overlap"):
+    with caplog.at_level("INFO", "dlrm_overlap"), pytest.raises(InputError, match="the step cannot be captured"):
         GraphTrainPipeline(sharded, sharded.fused_optimizer, CPU)
     assert f"tables:\n{ours}".rpartition("\n")[0] in caplog.text, "the pipeline's log has it once"
     assert planned == stock == ours
@@ -147,7 +133,6 @@ def test_a_model_of_either_sharder_has_the_reasons_of_its_plan(
     ids=["clipped", "twice", "optimizer"],
 )
 def test_unpooled_tables_of_a_plan(fused_params: dict[str, Any], twice: bool, why_not: str | None) -> None:
-    """A rank sends a row and a gradient of each distinct id; of a table whose number is not given, of each id."""
     configs = [
         EmbeddingConfig(name=f"t{i}", num_embeddings=100, embedding_dim=8, feature_names=[f"f{i}"] * (1 + twice))
         for i in range(2)
@@ -157,14 +142,11 @@ def test_unpooled_tables_of_a_plan(fused_params: dict[str, Any], twice: bool, wh
     ways = {"t0": column_wise([0, 1], compute_kernel="fused"), "t1": row_wise(compute_kernel="fused_uvm_caching")}
     sharder: Any = OverlapEmbeddingCollectionSharder()
     plan = ShardingPlan({"tables": construct_module_sharding_plan(model["tables"], ways, sharder, 2, 2, "cpu")})
-    sizes: dict[str, float] = {"f0": 20.0, "f1": 3.0}
-    asked: Any = {"samples": 10, "distinct": {"t0": 40.0}}
-    found = explain(model, plan, fused_params=fused_params, bag_sizes=sizes, **asked).tables
+    found = explain(model, plan, fused_params=fused_params).tables
     assert [each.exchanged for each in found] == [why_not is None] * 2
     assert [each.memory for each in found] == ["device", "cached"]
     if why_not is None:
         assert all(each.captured and each.why_not is None for each in found)
-        assert [each.sent_bytes for each in found] == [40 * (8 * 2 + 2 * 32) / 2, 30 * (8 + 2 * 32) / 2]
     else:
         assert [(each.captured, each.why_not) for each in found] == [(False, why_not)] * 2
 
@@ -236,9 +218,6 @@ def test_the_dense_optimizer_is_explained() -> None:
     )
 
 
-def test_input_errors() -> None:
-    model = Model({"t0": TABLES["t0"]})
+def test_a_model_that_is_not_sharded_needs_a_plan() -> None:
     with pytest.raises(InputError, match="no module of the model is sharded"):
-        explain(model)
-    with pytest.raises(InputError, match="no bag size of feature f0"):
-        explain(model, _plan(model, 2, row_wise()), samples=8, bag_sizes={})
+        explain(Model({"t0": TABLES["t0"]}))

@@ -9,7 +9,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.config import InputError
 from dlrm_overlap.embedding.id_layout import BatchBound
-from dlrm_overlap.train.graphs.static_batch import IdCuts, StaticIds
+from dlrm_overlap.train.graphs.static_batch import StaticIds
 from tests.agreement import assert_same
 
 CPU = torch.device("cpu")
@@ -27,7 +27,7 @@ OF_KNOWN = [_ids([1, 1, 2, 2, 0, 0], [*range(first, first + 6)]) for first in (1
 
 
 def _static(example: KeyedJaggedTensor, bound: BatchBound = BOUND) -> StaticIds:
-    return StaticIds(example, CPU, bound, IdCuts())
+    return StaticIds(example, CPU, bound)
 
 
 def _assert_alike(ours: Any, theirs: Any, room: int) -> None:

@@ -1,17 +1,19 @@
 """A checkpoint evaluated on its own gives what the run that saved it logged, and changes nothing in its folder."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from dlrm_overlap.checkpoint.storage.manifest import MANIFEST, Manifest, dump_manifest
 from dlrm_overlap.cli import main
 from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.launching.parsing import parse_config
 from dlrm_overlap.train.evaluation import evaluate, stored_config
-from tests.conftest import read_metrics
+from tests.conftest import ROOT, read_metrics
 from tests.distributed.workers import make_trainer, quickstart, ranks_here
 
 pytestmark = [pytest.mark.usefixtures("world_of_one"), pytest.mark.filterwarnings("ignore::FutureWarning")]
@@ -49,6 +51,25 @@ def test_gives_what_the_run_logged_at_that_step(run: Path, stored: Config, step:
     assert {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in run.rglob("*") if path.is_file()} == before
 
 
+def test_exported_weights_predict_in_the_unsharded_model(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["checkpoint", "export", str(run), "dlrm.pt"]) == 0
+    page = (ROOT / "docs/serving.md").read_text().partition("```python\n")[2].partition("```")[0]
+    names: dict[str, Any] = {}
+    exec(page, names)
+    assert re.search(r"^tensor\(\[0\.\d+, 0\.\d+\]\)$", capsys.readouterr().out, re.MULTILINE)
+    trainer = make_trainer(quickstart(tmp_path, "loads", "--train.batch_size", "64", "--data.eval_samples", "64"))
+    trainer.evaluate_checkpoint(run / "checkpoints" / "step_4")
+    batch = trainer.held_out_data.read(0, 64)
+    trainer.model.eval()
+    trainer.pipeline.reset()
+    with torch.no_grad():
+        (_, logits, _), found = trainer.pipeline.progress(iter([batch])), names["dlrm"](batch.dense, batch.sparse)
+    torch.testing.assert_close(found, logits, rtol=0, atol=1e-5)
+
+
 def test_another_model_is_refused_with_all_that_differs(run: Path, stored: Config) -> None:
     data = replace(stored.data, tables=replace(stored.data.tables, max_rows=500))
     config = replace(stored, model=replace(stored.model, dim=8, bottom_mlp=[8]), data=data)
@@ -75,7 +96,6 @@ def test_a_damaged_checkpoint_is_refused(run: Path, stored: Config, tmp_path: Pa
         ("", "nothing to evaluate"),
         ("--checkpoint", "nothing is named"),
         ("--checkpoint {run}/nowhere", "neither a checkpoint nor the folder of a run"),
-        ("--checkpoint {run} --output {run}/eval.json", "is in the run's folder"),
         ("--checkpoint {old}", "keeps no configuration, as older ones do not; give that of its run by --config"),
         ("--checkpoint {newer}", "embedding.colour is not a key"),
         ("--checkpoint {wrong}", "train.steps: abc is not a whole number above 0 or null"),

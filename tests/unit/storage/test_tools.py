@@ -54,7 +54,6 @@ def test_exports_unsharded_tensors(tmp_path: Path) -> None:
         ("export {path}", "OUT is for export"),
         ("show {path} x.pt", "OUT is for export"),
         ("export {path} {path}/x.npz", "must end in .safetensors or .pt"),
-        ("export {path} {path}/x.pt2", "needs --format inference"),
         ("export {path} {path}/nowhere/x.pt", "cannot be written"),
         ("export {path} {path}/rank_0.safetensors", "is there already"),
         ("verify {path} --optimizer true", "has no effect"),
