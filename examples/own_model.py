@@ -80,7 +80,7 @@ def made_up(steps: int, rank: int) -> Iterator[Batch]:
 def main() -> None:
     """Build the model, shard it and train it."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--backend", choices=["stock", "pgas", "fused"], default="pgas")
+    parser.add_argument("--backend", choices=["stock", "nccl", "pgas", "fused"], default="pgas")
     parser.add_argument("--steps", type=int, default=100)
     options = parser.parse_args()
 
@@ -105,7 +105,8 @@ def main() -> None:
     dense = dict(in_backward_optimizer_filter(model.named_parameters()))  # what the backward does not update itself
     adagrad = KeyedOptimizerWrapper(dense, lambda parameters: torch.optim.Adagrad(parameters, lr=0.03))
     optimizer = CombinedOptimizer([model.fused_optimizer, ("dense", adagrad)])
-    pipeline = (TrainPipelineSparseDist if is_stock else GraphTrainPipeline)(model, optimizer, device)  # the second
+    # The second. Under nccl, whose steps are not captured, it hands them to TrainPipelineSparseDist.
+    pipeline = (TrainPipelineSparseDist if is_stock else GraphTrainPipeline)(model, optimizer, device)
 
     batches = made_up(options.steps, world.rank)
     for step in range(1, options.steps + 1):

@@ -379,7 +379,7 @@ def _halved(model: nn.Module) -> Mapping[str, Any]:
         loss, output = model(batch)
         return loss / 2, output
 
-    return {"custom_model_fwd": forward}
+    return {"custom_model_fwd": forward, "enqueue_batch_after_forward": True}
 
 
 def _scaled(model: nn.Module) -> Mapping[str, Any]:
@@ -458,6 +458,7 @@ PROGRAMS: dict[str, Program] = {
     "unlike_samples_fixed": Program(Weighted, bags=FIXED, samples=lambda step, rank: SAMPLES - rank),
     "other_samples": Program(steps=14, samples=lambda step, rank: SAMPLES - 2 * (step > 2), captured=(2, 2)),
     "own_forward": Program(arguments=_halved),
+    "not_all_batches": Program(arguments=lambda _: {"execute_all_batches": False}, captured=(2, STEPS - 3 - 2 - 2)),
 }
 if find_spec("torchrec.distributed.train_pipeline.gradient_accumulation"):  # not in every release
     accumulated = Program(wrap=_accumulated, why_after=f"_GAOptimizerWrapper {_NONE}", scheduled=_all_of_them)

@@ -33,7 +33,6 @@ from dlrm_overlap.embedding.id_layout import BatchBound
 from dlrm_overlap.embedding.sharded_module import exchanges
 from dlrm_overlap.embedding.weights import initialise_tables
 from dlrm_overlap.train.assembly import build_pipeline
-from dlrm_overlap.train.graphs.capturable import why_not_captured
 from dlrm_overlap.train.graphs.train_pipeline import GraphTrainPipeline
 
 CPU = torch.device("cpu")
@@ -162,10 +161,10 @@ def open_pipeline(
     bound: BatchBound | None = None,
     device: torch.device = CPU,
 ) -> Any:
-    """Return TorchRec's pipeline that works ahead, its simplest one, or ours where it takes the model."""
+    """Return TorchRec's pipeline that works ahead, its simplest one, or ours of steps that are captured on GPUs."""
     if kind == "none":
         return TrainPipelineBase(model, optimizer, device)
-    if kind == "sparse_dist" or why_not_captured(model) is not None:
+    if kind == "sparse_dist":
         return build_pipeline(model, optimizer, device)
     return GraphTrainPipeline(model, optimizer, device, bound=bound)
 

@@ -223,11 +223,20 @@ def test_outputs_weights_and_states(folder: Path, name: str, way: str) -> None:
         assert ours["exchanged"] == [used] * 2
 
 
+def _why_not_captured(way: str) -> str | None:
+    backend = WAYS[way]["backend"]
+    return None if way in PUSHING else f"backend {backend} waits for the host"
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", CASES)
-def test_nothing_falls_back(folder: Path, name: str, way: str) -> None:
+def test_what_falls_back_is_logged_once(folder: Path, name: str, way: str) -> None:
+    case, lines = CASES[name], []
+    if case.pipeline == "graph" and (reason := _why_not_captured(way)) is not None:
+        lines += [f"train pipeline: TorchRec's, since the step cannot be captured: {reason}"]
     for rank in range(2):
-        assert torch.load(folder / f"{name}_{rank}.pt")[way]["log"] == []
+        saved = torch.load(folder / f"{name}_{rank}.pt")
+        assert sorted(saved[way]["log"]) == (sorted(lines) if rank == 0 else [])
 
 
 @pytest.mark.parametrize("where", ["post_lookup", "post_odist", "optim_state"])

@@ -285,6 +285,7 @@ def train(
     found = exchanges(sharded)
     assert all(isinstance(each, UnpooledExchange) for each in found[:1])
     if isinstance(steps, GraphTrainPipeline):
+        assert steps._fallback is None, "steps are not captured"
         if case.tables is None:
             assert bool(found[0].tables._cached_features) == (case.kernel != "fused"), "rows in caches"
         steps.close()

@@ -71,6 +71,9 @@ class ReadAhead:
     def reset(self) -> None:
         """Forget batches and ids that were read and sent for steps that have not been taken."""
         self._held: list[_Held | None] = [None, None]
+        self._read: list[Leaves] = []
+        """the next batch, where it was read before it is landed"""
+        self._iterator: Iterator[Any] | None = None
         self.is_exhausted = False
         """whether this rank has read its last batch"""
         self.forget_sent_ids()
@@ -169,8 +172,18 @@ class ReadAhead:
         if not self.holds(parity):
             raise StopIteration
 
+    def reads_on(self, batches: Iterator[Any], parity: int) -> bool:
+        """Return whether this rank has a batch to land at `parity` next, which is read for that."""
+        self.is_exhausted &= batches is self._iterator
+        with self._streams.copies(parity):
+            batch = self._next(batches)
+        self._read = [batch] if batch is not None else []
+        return batch is not None
+
     def _next(self, batches: Iterator[Any]) -> Leaves | None:
-        batch = None if self.is_exhausted else next(batches, None)
+        if self._read:
+            return self._read.pop()
+        batch, self._iterator = None if self.is_exhausted else next(batches, None), batches
         self.is_exhausted = batch is None
         return None if batch is None else with_even_batches_of(batch, self.unpooled_features)
 

@@ -18,11 +18,14 @@ same steps are taken one by one.
 import logging
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from inspect import signature
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torchrec.distributed.embedding_types import ShardedEmbeddingModule
 from torchrec.distributed.model_parallel import DistributedModelParallel, DMPCollection
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.distributed.train_pipeline.train_pipelines import TrainPipeline
 from torchrec.optim.keyed import KeyedOptimizer
 
@@ -65,7 +68,8 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
     gives a gradient to the same dense parameters. Of several pipelines of one model the one that trains has its graphs.
 
     Steps are captured for batches like the first one, on each rank, with up to a bound of ids. The steps of others are
-    taken eagerly, and the bound grows where they are beyond it.
+    taken eagerly, and the bound grows where they are beyond it. `TrainPipelineSparseDist` trains a model that cannot be
+    captured, and the log has the reason once.
 
     Example:
         pipeline = GraphTrainPipeline(model, optimizer, device)
@@ -78,26 +82,22 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         model: DistributedModelParallel,
         optimizer: torch.optim.Optimizer | KeyedOptimizer,
         device: torch.device,
-        execute_all_batches: bool = True,
-        *,
-        custom_model_fwd: Callable[[Any], Any] | None = None,
-        dmp_collection_sync_interval_batches: int | None = 1,
+        *torchrecs: Any,
         bound: BatchBound | None = None,
         group: dist.ProcessGroup | None = None,
         casts: CastWeights | None = None,
         gradient_dtype: torch.dtype = torch.float32,
         dense_reduce: str = "auto",
         capture: bool | None = None,
+        **stock: Any,
     ) -> None:
-        """Take the arguments of `TrainPipelineSparseDist` that have a meaning here, and those of captured steps.
+        """Take the arguments of `TrainPipelineSparseDist`, by position or name, and those of captured steps.
+
+        Of TorchRec's, `execute_all_batches`, `custom_model_fwd` and `dmp_collection_sync_interval_batches` mean what
+        they mean there. How TorchRec issues a step, as `apply_jit` says, counts where it does.
 
         Args:
-            model: the sharded model.
-            optimizer: of the dense parameters, and of the tables if their learning rates are to be followed.
-            device: of this rank.
-            execute_all_batches: True, as is TorchRec's default.
-            custom_model_fwd: as in `TrainPipelineSparseDist`.
-            dmp_collection_sync_interval_batches: likewise.
+            torchrecs: arguments of `TrainPipelineSparseDist` that follow the device.
             bound: of the batches at first; None learns it from the first one.
             group: the model's ranks; None is the default group.
             casts: gives the model its weights in bfloat16, if it does; made of all dense parameters that it trains.
@@ -105,31 +105,42 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
             dense_reduce: how dense gradients are summed, see `dense.reduction`: collective, stores, or auto, which is
                 stores where all ranks are on one host.
             capture: whether to capture; None captures on GPUs.
+            stock: arguments of `TrainPipelineSparseDist`, by name.
 
         Raises:
-            InputError: if `dense_reduce` is not known, `execute_all_batches` is False, or the model's steps cannot be
-                captured.
+            InputError: if `dense_reduce` or an argument of `stock` is not known, or the model is no
+                `DistributedModelParallel`.
         """
-        if not execute_all_batches:
-            raise InputError(
-                "execute_all_batches: False, but GraphTrainPipeline trains on all batches that it reads; leave it out"
-            )
         if dense_reduce not in _DENSE_REDUCE:
             raise InputError(f"dense_reduce: {dense_reduce!r} must be one of {', '.join(_DENSE_REDUCE)}; leave it out")
-        ranks = group or dist.group.WORLD
-        assert ranks is not None, "the process group is made before the pipeline"
-        reason = why_not_captured(model)
-        if ranks.rank() == 0 and log.isEnabledFor(logging.INFO) and exchanges(model):
-            log.info("tables:\n%s", explain(model, optimizer=optimizer))
-        if reason is not None:
+        known = signature(TrainPipelineSparseDist)
+        if unknown := sorted(stock.keys() - known.parameters.keys()):
             raise InputError(
-                f"GraphTrainPipeline: the step cannot be captured: {reason}; train this model by TorchRec's "
-                f"TrainPipelineSparseDist, with the same sharder"
+                f"GraphTrainPipeline: {', '.join(unknown)} is no argument of it or of TrainPipelineSparseDist; leave "
+                f"it out"
             )
+        given = known.bind(model, optimizer, device, *torchrecs, **stock)
+        given.apply_defaults()
+        if not hasattr(model, "init_data_parallel"):
+            what = f"{type(model).__name__} is no DistributedModelParallel"
+            raise InputError(f"GraphTrainPipeline: {what}, and the model must be; wrap it in one")
         self._model, self._device, self._given = model, device, optimizer
-        self._model_fwd = custom_model_fwd or model
+        self._fallback: TrainPipelineSparseDist[Any, Any] | None = None
+        sharded = any(isinstance(module, ShardedEmbeddingModule) for module in model.modules())
+        if sharded and dist.get_rank(group) == 0 and log.isEnabledFor(logging.INFO):
+            log.info("tables:\n%s", explain(model, optimizer=optimizer))
+        if (reason := why_not_captured(model)) is not None:
+            if dist.get_rank(group) == 0:
+                log.warning("train pipeline: TorchRec's, since the step cannot be captured: %s", reason)
+            model.init_data_parallel()  # does nothing to a model that has been wrapped before
+            self._fallback = TrainPipelineSparseDist(*given.args, **given.kwargs)
+            return
+        self._model_fwd = given.arguments["custom_model_fwd"] or model
+        self._execute_all_batches = given.arguments["execute_all_batches"]
         self._captures = device.type == "cuda" if capture is None else capture
         self._modules = [m for m in model.modules() if isinstance(m, ExchangingModule)]
+        ranks = group or dist.group.WORLD
+        assert ranks is not None, "the process group is made before the pipeline"
         self._group, self._casts = ranks, casts
         self._gradient_dtype, self._dense_reduce = gradient_dtype, dense_reduce
         self._order = CommunicationOrder()
@@ -138,7 +149,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         learnt = LearntBound(bound, self._agreement, DistinctCounts(self._modules, device))
         self._ahead = ReadAhead(self._modules, device, learnt, self._streams, self._order)
         self._replicas = model if isinstance(model, DMPCollection) else None
-        self._sync_interval = dmp_collection_sync_interval_batches
+        self._sync_interval = given.arguments["dmp_collection_sync_interval_batches"]
         self._steps = 0
         if _holder(model) is None:
             self._open()
@@ -151,7 +162,9 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
     @_optimizer.setter
     def _optimizer(self, optimizer: Any) -> None:
         self._given = optimizer
-        if self._has_model:
+        if self._fallback is not None:
+            self._fallback._optimizer = optimizer
+        elif self._has_model:
             self._let_go()
 
     @property
@@ -202,6 +215,9 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
 
     def reset(self) -> None:
         """Forget batches that were read and not trained on: the next `progress` begins with a batch of its iterator."""
+        if self._fallback is not None:
+            self._fallback.reset()
+            return
         self._ahead.reset()
 
     def progress(self, dataloader_iter: Iterator[Any]) -> Any:
@@ -216,6 +232,8 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
                 were moved or given back since a capture.
             RuntimeError: that kernels have recorded, such as of a wait for a peer that has expired.
         """
+        if self._fallback is not None:
+            return self._fallback.progress(dataloader_iter)
         try:
             self.check()
             with self._streams.main():
@@ -230,9 +248,9 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         """Raise the errors that kernels have recorded; never waits for the device."""
         if self._device.type == "cpu":
             return  # where a wait raises its own error
-        for exchange in self._ahead.exchanges:
+        for exchange in self._ahead.exchanges if self._fallback is None else exchanges(self._model):
             exchange.check()
-        if self._has_model:
+        if self._fallback is None and self._has_model:
             self._dense.buckets.check()
 
     def close(self) -> None:
@@ -244,11 +262,11 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
             RuntimeError: that kernels have recorded.
         """
         try:
-            if all(exchange.failure is None for exchange in self._ahead.exchanges):
+            if self._fallback is None and all(exchange.failure is None for exchange in self._ahead.exchanges):
                 self._agreement.any_is(False)  # no rank gives its windows back while another reads them
-            if self._has_model:
+            if self._fallback is None and self._has_model:
                 self._let_go()
-            for exchange in self._ahead.exchanges:
+            for exchange in exchanges(self._model):
                 exchange.close()
         except RuntimeError:
             self.check()
@@ -259,11 +277,15 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
 
         Batches that were read stay. Their bags are within the bound of those that the pipeline has seen.
         """
+        if self._fallback is not None:
+            return cast(DistributedModelParallel, self._fallback.detach())
         self._ahead.forget_sent_ids()
         return self._model
 
     def attach(self, model: DistributedModelParallel | None = None, sparse_dist: bool = True) -> None:
         """Undo `detach`, as the next `progress` does by itself."""
+        if self._fallback is not None:
+            self._fallback.attach(model, sparse_dist)
 
     def _evaluate(self, batches: Iterator[Any]) -> Any:
         training = _holder(self._model)
@@ -285,6 +307,8 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         if not self._ahead.holds(parity):
             self._ahead.begin(batches, parity)
             self._dense.cast_shadow()  # a checkpoint may have been loaded since the last step
+        if not self._execute_all_batches and not self._ahead.reads_on(batches, parity):
+            raise StopIteration
         self._dense.clear()
         self._follow_learning_rates()
         output = self._take_step(parity) if self._ahead.is_captured(parity) else self._take_odd_step(parity)

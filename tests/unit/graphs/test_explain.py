@@ -114,7 +114,7 @@ def test_a_model_of_either_sharder_has_the_reasons_of_its_plan(
     stock = explain(_sharded(EmbeddingBagCollectionSharder({}), Model(two), world_of_one))
     sharded: Any = _sharded(OverlapEmbeddingBagCollectionSharder(), Model(two), world_of_one)
     ours = explain(sharded)
-    with caplog.at_level("INFO", "dlrm_overlap"), pytest.raises(InputError, match="the step cannot be captured"):
+    with caplog.at_level("INFO", "dlrm_overlap"):
         GraphTrainPipeline(sharded, sharded.fused_optimizer, CPU)
     assert f"tables:\n{ours}".rpartition("\n")[0] in caplog.text, "the pipeline's log has it once"
     assert planned == stock == ours

@@ -144,6 +144,14 @@ def test_a_forward_must_return_losses_and_output(returned: Any) -> None:
         losses_and_output(returned)
 
 
+def test_a_model_that_is_not_sharded_is_refused() -> None:
+    model: Any = nn.Linear(2, 2)
+    with pytest.raises(
+        InputError, match="Linear is no DistributedModelParallel, and the model must be; wrap it in one"
+    ):
+        GraphTrainPipeline(model, torch.optim.SGD(model.parameters()), CPU)
+
+
 def _sgd(parameters: dict[str, nn.Parameter]) -> KeyedOptimizerWrapper:
     return KeyedOptimizerWrapper(parameters, lambda each: torch.optim.SGD(each, lr=0.1))
 
@@ -309,23 +317,27 @@ def test_which_pipeline_a_run_takes(
     assert caplog.messages == ["train.pipeline: torchrec, since the steps cannot be captured: of this"] * told
 
 
-@pytest.mark.parametrize("sharded", [True, False])
-def test_what_cannot_be_captured_is_refused(world_of_one: dist.ProcessGroup, sharded: bool) -> None:
-    nccl = OverlapEmbeddingBagCollectionSharder(backend="nccl")
-    model: Any = _shard(nccl, world_of_one, FUSED) if sharded else nn.Linear(2, 2)
-    reason = "backend nccl waits for the host" if sharded else "no module was sharded by OverlapEmbeddingBagCollection"
-    with pytest.raises(InputError, match=f"GraphTrainPipeline: the step cannot be captured: {reason}"):
-        GraphTrainPipeline(model, torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1), CPU)
+def test_what_cannot_be_captured_is_told_by_rank_0_alone(
+    world_of_one: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model: Any = _shard(OverlapEmbeddingBagCollectionSharder(backend="nccl"), world_of_one, FUSED)
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
+    for rank, told in ((1, []), (0, [f"train pipeline: TorchRec's, since the step cannot be captured: {_NCCL}"])):
+        monkeypatch.setattr(dist, "get_rank", lambda group=None, rank=rank: rank)
+        GraphTrainPipeline(model, optimizer, CPU)
+        assert [record.getMessage() for record in caplog.records if record.name == "dlrm_overlap"] == told
 
 
-@pytest.mark.parametrize(
-    ("given", "refused"),
-    [
-        ({"dense_reduce": "nccl"}, "dense_reduce: 'nccl' must be one of auto, collective, stores; leave it out"),
-        ({"execute_all_batches": False}, "execute_all_batches: False, but GraphTrainPipeline trains on all batches"),
-    ],
-)
-def test_what_a_pipeline_cannot_do_is_refused(given: dict[str, Any], refused: str) -> None:
+_NCCL = "backend nccl waits for the host"
+
+
+def test_an_unknown_way_to_reduce_is_refused() -> None:
     nothing: Any = None
-    with pytest.raises(InputError, match=refused):
-        GraphTrainPipeline(nothing, nothing, CPU, **given)
+    with pytest.raises(InputError, match=r"dense_reduce: 'nccl' must be one of auto, collective, stores; leave it out"):
+        GraphTrainPipeline(nothing, nothing, CPU, dense_reduce="nccl")
+
+
+def test_an_argument_that_no_pipeline_has_is_refused() -> None:
+    nothing: Any = None
+    with pytest.raises(InputError, match=r"GraphTrainPipeline: overlap is no argument of it or of TrainPipelineSparse"):
+        GraphTrainPipeline(nothing, nothing, CPU, overlap=True, enqueue_batch_after_forward=True)
