@@ -1,4 +1,4 @@
-"""`dlrm-overlap simulate`: simulate a stage, a step or a product, or many that differ in some keys; rows, a trace."""
+"""`dlrm-overlap simulate`: simulate a stage or a step, or many that differ in some keys; rows, a trace."""
 
 import argparse
 import csv
@@ -15,12 +15,10 @@ from dlrm_overlap.launching.environment import commit
 from dlrm_overlap.launching.parsing import parse_config, reader_may_leave
 from dlrm_overlap.launching.text_table import format_table
 from dlrm_overlap.simulate.config import SimulateConfig
-from dlrm_overlap.simulate.product import SimulatedProduct, simulate_product
-from dlrm_overlap.simulate.rows import chrome_trace, describe, describe_product
+from dlrm_overlap.simulate.rows import chrome_trace, describe
 from dlrm_overlap.simulate.step import Simulated, simulate
 
 _SHOWN = ("what", "backend", "world_size", "hosts", "samples", "ms", "samples_per_s", "busiest_link")
-_SHOWN_OF_PRODUCTS = ("name", "layer", "ranks", "way", "ms", "product_ms", "scatter_ms", "memory_mb")
 
 
 def run(argv: Sequence[str], description: str) -> int:
@@ -57,10 +55,8 @@ def _run(argv: Sequence[str], description: str) -> int:
         configs.append(
             parse_config(SimulateConfig, "dlrm-overlap simulate", description, options, _add_options, defaults)[0]
         )
-    if len({config.what == "product" for config in configs}) > 1:
-        raise InputError("--vary what: rows of products have other columns than those of steps; simulate them apart")
     found = _simulate(configs)
-    rows = [describe_product(each) if isinstance(each, SimulatedProduct) else describe(each) for each in found]
+    rows = [describe(each) for each in found]
     if output:
         _write(output, [row | {"commit": commit() or ""} for row in rows])
     with reader_may_leave():
@@ -85,27 +81,26 @@ def _split(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     return own, keys
 
 
-def _simulate(configs: Sequence[SimulateConfig]) -> list[Simulated | SimulatedProduct]:
+def _simulate(configs: Sequence[SimulateConfig]) -> list[Simulated]:
     """Simulate in turn; standard error tells which of several comes next."""
-    found = list[Simulated | SimulatedProduct]()
+    found = list[Simulated]()
     for number, each in enumerate(configs, 1):
         if len(configs) > 1:
             print(f"simulating {number} of {len(configs)}", file=sys.stderr)
-        found.append(simulate_product(each) if each.what == "product" else simulate(each))
+        found.append(simulate(each))
     return found
 
 
 def _print(combinations: Sequence[dict[str, str]], rows: Sequence[dict[str, Any]]) -> None:
     """Print a table: the keys that vary, then the columns that are always shown."""
-    shown = _SHOWN_OF_PRODUCTS if rows[0]["what"] == "product" else _SHOWN
     varied = {key.rpartition(".")[2]: key for key in combinations[0]}
-    more = {name: key for name, key in varied.items() if name not in shown}
+    more = {name: key for name, key in varied.items() if name not in _SHOWN}
     lines = (
-        [*(each[key] for key in more.values()), *(str(row[name]) for name in shown)]
+        [*(each[key] for key in more.values()), *(str(row[name]) for name in _SHOWN)]
         for each, row in zip(combinations, rows, strict=True)
     )
     print("simulated, not measured")
-    print(format_table([[*more, *shown], *lines]))
+    print(format_table([[*more, *_SHOWN], *lines]))
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:

@@ -191,54 +191,12 @@ class ExchangeConfig:
 
 
 @dataclass(frozen=True)
-class ProductConfig:
-    """A matrix product [m, k] x [k, n] with k divided among the ranks, so that its results are summed over them.
-
-    The defaults but m and n describe the GPU of the simulations of T3 (Pati et al. 2024); its rates are in `gpu`.
-    """
-
-    name: str = "T-NLG"
-    """of the model, for the rows"""
-    m: PositiveInt = 8192
-    """rows of the result: the tokens of a batch"""
-    n: PositiveInt = 4256
-    """columns of the result: the hidden size"""
-    layer: Literal["out", "fc2", "fc1_backward", "qkv_backward"] = "fc2"
-    """of a transformer, which gives k: the attention's output, n; the second layer after it, 4 n; the gradient of the
-    first layer's input, 4 n; that of the input of queries, keys and values, 3 n"""
-    k: PositiveInt | None = None
-    """instead of `layer`: terms of each sum, on all ranks together"""
-    way: Literal["serial", "software", "near_memory", "arbitrated", "ideal"] = "serial"
-    """serial: product, then reduce-scatter; software: finished parts are copied by copy engines and summed by kernels
-    beside the product; near_memory: finished parts are sent by triggered copies and summed by the memory; arbitrated:
-    the same, with the product's memory accesses first; ideal: product and reduce-scatter side by side, as if alone"""
-    gather: bool = True
-    """whether an all-gather follows, so that the whole is an all-reduce"""
-    programs: PositiveInt = 80
-    """tiles that are computed at a time"""
-    tile_m: PositiveInt = 128
-    """rows of a tile of the result"""
-    tile_n: PositiveInt = 128
-    """columns of a tile of the result"""
-    cache_mb: PositiveFloat = 16.0
-    """of the GPU's last cache"""
-    update_factor: PositiveFloat = 2.0
-    """time that the memory takes to add a byte to a byte that it holds, over that of a plain write"""
-
-    @property
-    def terms(self) -> int:
-        """Number of terms of each sum, on all ranks together."""
-        return self.k or self.n * {"out": 1, "fc2": 4, "fc1_backward": 4, "qkv_backward": 3}[self.layer]
-
-
-@dataclass(frozen=True)
 class SimulateConfig:
     """One simulation."""
 
-    what: Literal["stage", "backward", "step", "product"] = "step"
+    what: Literal["stage", "backward", "step"] = "step"
     """stage: lookup and exchange, forward only; backward: from the embeddings' gradient to the updated rows, the ids
-    being sorted under push; step: a whole training step; product: a matrix product whose results
-    are summed over the ranks of one host, of which `gpu`, `network` and `product` count"""
+    being sorted under push; step: a whole training step"""
     gpu: GpuConfig = field(default_factory=GpuConfig)
     """rates of a GPU"""
     network: NetworkConfig = field(default_factory=NetworkConfig)
@@ -249,8 +207,6 @@ class SimulateConfig:
     """tables and batch"""
     exchange: ExchangeConfig = field(default_factory=ExchangeConfig)
     """the exchange"""
-    product: ProductConfig = field(default_factory=ProductConfig)
-    """the matrix product"""
 
     def __post_init__(self) -> None:
         world_size = self.network.world_size
@@ -261,15 +217,3 @@ class SimulateConfig:
         history, tables = self.model.sequence.history, self.work.number_of_tables(world_size)
         if history is not None and history >= tables:
             raise InputError(f"model.sequence.history: {history} is no table; the {tables} count from 0")
-        if self.what == "product":
-            self._check_product(world_size)
-
-    def _check_product(self, ranks: int) -> None:
-        if self.network.hosts > 1 or ranks < 2:
-            raise InputError(
-                f"network: {self.network.hosts} hosts of {self.network.gpus_per_host} GPUs, but a product is simulated "
-                f"on one host of 2 GPUs or more; set network.hosts 1 and network.gpus_per_host"
-            )
-        for key, value in (("product.m", self.product.m), ("product.k", self.product.terms)):
-            if value % ranks:
-                raise InputError(f"{key}: {value} is no multiple of {ranks} ranks; give one that is")

@@ -3,7 +3,6 @@
 from dataclasses import asdict
 from typing import Any
 
-from dlrm_overlap.simulate.product import SimulatedProduct
 from dlrm_overlap.simulate.step import Simulated
 
 _TRACED_RANKS = 8
@@ -39,27 +38,7 @@ def describe(simulated: Simulated) -> dict[str, Any]:
     }
 
 
-def describe_product(simulated: SimulatedProduct) -> dict[str, Any]:
-    """Return the row of a simulated product."""
-    config, product = simulated.config, simulated.config.product
-    keys = ("name", "layer", "m", "n", "way", "gather", "update_factor")
-    moved = {"memory": sum(simulated.memory_bytes.values()), **simulated.memory_bytes}
-    return {
-        "kind": "simulated",
-        "what": config.what,
-        **{key: getattr(product, key) for key in keys},
-        "k": product.terms,
-        "ranks": config.network.world_size,
-        "link_gb_per_s": config.gpu.link_gb_per_s,
-        "tflop_per_s": f"{config.gpu.tflop_per_s * config.gpu.dense_efficiency:.4g}",
-        "ms": f"{simulated.ms:.4g}",
-        "product_ms": f"{simulated.product_ms:.4g}",
-        "scatter_ms": f"{simulated.scatter_ms:.4g}",
-        **{f"{name}_mb": f"{nbytes / 1e6:.4g}" for name, nbytes in moved.items()},
-    }
-
-
-def chrome_trace(simulated: Simulated | SimulatedProduct) -> dict[str, Any]:
+def chrome_trace(simulated: Simulated) -> dict[str, Any]:
     """Return a trace of the first ranks, a process a rank and a thread a lane, times in us."""
     timeline = simulated.timeline
     times = zip(timeline.activities, 1e6 * timeline.start_s, 1e6 * timeline.end_s, strict=True)

@@ -14,8 +14,7 @@ from dlrm_overlap.cli import main
 from dlrm_overlap.kernels.schedule import SCHEDULES, TaskGrid
 from dlrm_overlap.launching.parsing import parse_config
 from dlrm_overlap.simulate.config import SimulateConfig
-from dlrm_overlap.simulate.product import simulate_product
-from dlrm_overlap.simulate.rows import describe, describe_product
+from dlrm_overlap.simulate.rows import describe
 from dlrm_overlap.simulate.stage import puts_to_host, waves
 from dlrm_overlap.simulate.step import Simulated, simulate
 from dlrm_overlap.simulate.workload import build_workload, misses
@@ -101,16 +100,6 @@ def test_the_shown_rows_are_what_is_simulated_now(backend: str) -> None:
     assert {name: shown[0][name] for name in now} == {name: str(value) for name, value in now.items()}
 
 
-@pytest.mark.parametrize("way", ["software", "arbitrated", "ideal"])
-def test_the_shown_products_are_what_is_simulated_now(way: str) -> None:
-    with Path("docs/results/simulated_products.csv").open(newline="") as file:
-        shown = [row for row in csv.DictReader(file) if (row["name"], row["layer"], row["way"]) == ("PaLM", "fc2", way)]
-    options = ["--network.gpus_per_host", "32", "--product.name", "PaLM", "--product.m", "6144", "--product.n", "18432"]
-    config = _read(Path("configs/simulate/t3.yaml"), *options, "--product.way", way)
-    now = describe_product(simulate_product(config))
-    assert {name: shown[0][name] for name in now} == {name: str(value) for name, value in now.items()}
-
-
 @pytest.mark.parametrize("path", sorted(Path("docs/results").glob("simulated_*.csv")), ids=lambda path: path.stem)
 def test_published_rows_name_the_commit_that_made_them(path: Path) -> None:
     with path.open(newline="") as file:
@@ -131,14 +120,6 @@ def test_a_cache_misses_as_often_as_one_that_keeps_the_last_used_rows(rows: int,
         if len(kept) > cached:
             del kept[next(iter(kept))]
     assert misses(rows, alpha, float(len(ids)), float(cached)) == pytest.approx(missed, rel=0.02)
-
-
-def test_keys_that_change_together(tmp_path: Path) -> None:
-    rows = tmp_path / "rows.csv"
-    vary = ["--vary", "product.name/product.m=a/1024,b/2048"]
-    assert main(["simulate", "--config", "configs/simulate/t3.yaml", *vary, "--output", str(rows)]) == 0
-    with rows.open(newline="") as file:
-        assert [(row["name"], row["m"]) for row in csv.DictReader(file)] == [("a", "1024"), ("b", "2048")]
 
 
 def test_the_table_tells_what_varies(capsys: pytest.CaptureFixture[str]) -> None:
@@ -183,10 +164,7 @@ def test_rows_and_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         (["--vary", "network.hosts/work.samples=1,2"], "as many values as keys"),
         (["--output", "no/folder/rows.csv"], "no folder"),
         (["--output", "/dev/full"], "No space left"),
-        (["--vary", "what=stage,product", "--network.hosts", "1"], "simulate them apart"),
         (["--gpu.fused.gb_per_s", "1e-300"], "some rate is too small"),
-        (["--what", "product"], "one host of 2 GPUs or more"),
-        (["--what", "product", "--network.hosts", "1", "--product.m", "7"], "no multiple of 2"),
     ],
 )
 def test_a_mistake_ends_in_one_line(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
