@@ -27,7 +27,7 @@ from dlrm_overlap.simulate.config import (
     UpdateConfig,
     WorkConfig,
 )
-from dlrm_overlap.simulate.stage import Simulation, forward, has_few_bags, pooling_s
+from dlrm_overlap.simulate.stage import forward, has_few_bags, pooling_s
 from dlrm_overlap.simulate.step import dense_seconds, simulate
 from dlrm_overlap.simulate.workload import Workload, build_workload
 
@@ -209,7 +209,6 @@ def stage_config(row: Row, gpu: GpuConfig) -> SimulateConfig:
         work=_work(row),
         exchange=ExchangeConfig(
             backend=BACKENDS[row["contender"]],  # pyright: ignore[reportArgumentType]
-            schedule=row.get("schedule") or "balanced",  # pyright: ignore[reportArgumentType]
         ),
     )
 
@@ -217,10 +216,9 @@ def stage_config(row: Row, gpu: GpuConfig) -> SimulateConfig:
 def stage_ms(row: Row, gpu: GpuConfig) -> float:
     """Return the simulated time of what a row has measured."""
     config = stage_config(row, gpu)
-    sim = Simulation.of(config)
+    work = build_workload(config.model, config.work, config.network.world_size)
     copies = row["contender"] != "baseline"  # TorchRec copies its output into the send buffer; this one sends it as is
-    forward(sim, [[]] * sim.cluster.world_size, copies=copies)
-    return sim.cluster.engine.run().seconds * 1e3
+    return forward(config, work, 0.0, copies=copies) * 1e3
 
 
 def fit_step(gpu: GpuConfig, quickstart: Measured, head: Measured) -> GpuConfig:
@@ -317,19 +315,12 @@ def fit_shared_updates(traced: Sequence[Measured], gpu: GpuConfig) -> UpdateConf
     update, nbytes = gpu.update, [_update_bytes(each.config) for each in traced]
     for _ in range(12):
         alone = [each / update.gb_per_s / 1e6 + update.us / 1e3 for each in nbytes]
-        shared = [_rows_ms(replace(each.config, gpu=replace(gpu, update=update))) for each in traced]
+        shared = [simulate(replace(each.config, gpu=replace(gpu, update=update))).updates_ms for each in traced]
         longer = [ms / own for ms, own in zip(shared, alone, strict=True)]
         equations = [[k * b, k] for k, b in zip(longer, nbytes, strict=True)]
         per_byte, on_top = np.linalg.lstsq(np.array(equations), np.array([each.ms for each in traced]), rcond=None)[0]
         update = replace(update, gb_per_s=1 / per_byte / 1e6, us=max(on_top, 0.0) * 1e3)
     return replace(update, gb_per_s=round_rate(update.gb_per_s), us=round_rate(update.us))
-
-
-def _rows_ms(config: SimulateConfig) -> float:
-    """Return how long the simulated updates of a rank's rows take, on the mean rank."""
-    timeline = simulate(config).timeline
-    rows = [number for number, each in enumerate(timeline.activities) if each.name == "rows"]
-    return float((timeline.end_s[rows] - timeline.start_s[rows]).sum()) * 1e3 / config.network.world_size
 
 
 # The rows of `bench step` lack them: of configs/bench/step_mlperf.yaml and step_dot.yaml, and of the quickstart.
