@@ -23,13 +23,11 @@ from dlrm_overlap.simulate.config import (
     GpuConfig,
     LookupConfig,
     NetworkConfig,
-    ProductConfig,
     SimulateConfig,
     UpdateConfig,
     WorkConfig,
 )
-from dlrm_overlap.simulate.product import product_alone_ms, simulate_product
-from dlrm_overlap.simulate.stage import Simulation, forward, has_few_bags, pooling_s
+from dlrm_overlap.simulate.stage import forward, has_few_bags, pooling_s
 from dlrm_overlap.simulate.step import dense_seconds, simulate
 from dlrm_overlap.simulate.workload import Workload, build_workload
 
@@ -211,7 +209,6 @@ def stage_config(row: Row, gpu: GpuConfig) -> SimulateConfig:
         work=_work(row),
         exchange=ExchangeConfig(
             backend=BACKENDS[row["contender"]],  # pyright: ignore[reportArgumentType]
-            schedule=row.get("schedule") or "balanced",  # pyright: ignore[reportArgumentType]
         ),
     )
 
@@ -219,10 +216,9 @@ def stage_config(row: Row, gpu: GpuConfig) -> SimulateConfig:
 def stage_ms(row: Row, gpu: GpuConfig) -> float:
     """Return the simulated time of what a row has measured."""
     config = stage_config(row, gpu)
-    sim = Simulation.of(config)
+    work = build_workload(config.model, config.work, config.network.world_size)
     copies = row["contender"] != "baseline"  # TorchRec copies its output into the send buffer; this one sends it as is
-    forward(sim, [[]] * sim.cluster.world_size, copies=copies)
-    return sim.cluster.engine.run().seconds * 1e3
+    return forward(config, work, 0.0, copies=copies) * 1e3
 
 
 def fit_step(gpu: GpuConfig, quickstart: Measured, head: Measured) -> GpuConfig:
@@ -319,7 +315,7 @@ def fit_shared_updates(traced: Sequence[Measured], gpu: GpuConfig) -> UpdateConf
     update, nbytes = gpu.update, [_update_bytes(each.config) for each in traced]
     for _ in range(12):
         alone = [each / update.gb_per_s / 1e6 + update.us / 1e3 for each in nbytes]
-        shared = [_rows_ms(replace(each.config, gpu=replace(gpu, update=update))) for each in traced]
+        shared = [simulate(replace(each.config, gpu=replace(gpu, update=update))).updates_ms for each in traced]
         longer = [ms / own for ms, own in zip(shared, alone, strict=True)]
         equations = [[k * b, k] for k, b in zip(longer, nbytes, strict=True)]
         per_byte, on_top = np.linalg.lstsq(np.array(equations), np.array([each.ms for each in traced]), rcond=None)[0]
@@ -327,16 +323,8 @@ def fit_shared_updates(traced: Sequence[Measured], gpu: GpuConfig) -> UpdateConf
     return replace(update, gb_per_s=round_rate(update.gb_per_s), us=round_rate(update.us))
 
 
-def _rows_ms(config: SimulateConfig) -> float:
-    """Return how long the simulated updates of a rank's rows take, on the mean rank."""
-    timeline = simulate(config).timeline
-    rows = [number for number, each in enumerate(timeline.activities) if each.name == "rows"]
-    return float((timeline.end_s[rows] - timeline.start_s[rows]).sum()) * 1e3 / config.network.world_size
-
-
 # The rows of `bench step` lack them: of configs/bench/step_mlperf.yaml and step_dot.yaml, and of the quickstart.
 _LAYERS = {128: ([512, 256, 128], [1024, 1024, 512, 256, 1]), 16: ([64, 16], [64, 32, 1])}
-_MULTIPROCESSORS = 132  # of an H200
 _HOST = 0.75  # part of a simulated time above which the host's is what was measured
 _CONTENDERS = {"torchrec_strongest": "torchrec", "pgas_graph": "pgas", "fused_graph": "fused"}
 _HEAD_MS = 1.848  # of MLPerf's step, 8192 samples, alone on one H200: `python -m tests.gpu.cross`, docs/results/step.md
@@ -354,46 +342,6 @@ def step_config(row: Row, gpu: GpuConfig) -> SimulateConfig:
         work=_work(row, id_bytes=4, wire_bytes=2 if row["precision"] == "bf16" else 4, optimizer=row["optimizer"]),
         exchange=ExchangeConfig(_CONTENDERS[row["contender"]]),  # pyright: ignore[reportArgumentType]
     )
-
-
-def product_config(row: Mapping[str, str], gpu: GpuConfig) -> SimulateConfig | None:
-    """Return the simulation of what a row of `bench gemm` has measured, or None where there is no model of it.
-
-    There is one of `reduce_scatter` by `serial`. The product [M, N / W] x [N / W, K] takes as long as it was measured
-    alone, `gemm_ms`, on each rank; all that is simulated is what comes after it.
-    """
-    if (row["operator"], row["contender"], row["device"]) != ("reduce_scatter", "serial", "cuda"):
-        return None
-    config = SimulateConfig(
-        what="product",
-        gpu=gpu,
-        network=NetworkConfig(gpus_per_host=int(row["world_size"])),
-        product=ProductConfig(
-            name="measured",
-            m=int(row["m"]),
-            n=int(row["k"]),
-            k=int(row["n"]),
-            way="serial",
-            gather=False,
-            programs=_MULTIPROCESSORS,
-            tile_n=256,  # of cuBLAS's usual tile on this GPU
-            cache_mb=50.0,
-        ),
-    )
-    return with_product_ms(config, float(row["gemm_ms"]))
-
-
-def with_product_ms(config: SimulateConfig, ms: float) -> SimulateConfig:
-    """Return the configuration with that part of the GPU's greatest rate with which the product alone takes `ms`.
-
-    Where the loads and stores of the tiles alone take longer, they set the time.
-    """
-    few, many = 0.01, 100.0
-    for _ in range(16):  # to 1 in 7000
-        middle = (few * many) ** 0.5
-        tried = replace(config, gpu=replace(config.gpu, dense_efficiency=middle))
-        few, many = (middle, many) if product_alone_ms(tried) > ms else (few, middle)
-    return replace(config, gpu=replace(config.gpu, dense_efficiency=few))
 
 
 def calibrate(folder: Path) -> GpuConfig:
@@ -506,24 +454,12 @@ def predict_parts(rows: Sequence[Row], gpu: GpuConfig) -> list[Prediction]:
     return found
 
 
-def predict_products(rows: Sequence[Mapping[str, str]], gpu: GpuConfig) -> list[Prediction]:
-    """Return the measured and the simulated time of each row of `bench gemm` that the simulator has a model of."""
-    found: list[Prediction] = []
-    for row in rows:
-        config = product_config(row, gpu)
-        if config is not None:
-            name = f"{row['operator']} {row['contender']}, {row['m']} x {row['k']} x {row['n']}"
-            found.append(Prediction(name, float(row["median_ms"]), simulate_product(config).ms))
-    return found
-
-
 def predictions(folder: Path, gpu: GpuConfig) -> dict[str, list[Prediction]]:
     """Return all predictions, by the rows that they are of."""
     found = predict_held_out(folder, gpu) | predict_four(folder, gpu)
     for name in ("cut", "parts", "clock"):
         rows = read_rows(folder / "calibration" / f"{name}.csv")
         found[f"two GPUs: step, {name}.csv"] = predict_parts(rows, gpu)
-    found["four GPUs: reduce-scatter, gemm.csv"] = predict_products(read_rows(folder / "gemm.csv"), gpu)
     return found
 
 

@@ -4,7 +4,6 @@ Numbers are shown as the simulated rows have them. The simulator's own errors co
 """
 
 import re
-import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -87,56 +86,10 @@ def table_of_grid(name: str, down: str, across: str, shown: str = "ms") -> Lines
         yield [f"{value:g}", *(cells[each] for each in columns)]
 
 
-WAYS = ("software", "near_memory", "arbitrated", "ideal")
-_ASSUMPTIONS = ("link_gb_per_s", "tflop_per_s", "update_factor", "gather")
-
-
-_SHOWN = ("{}", "{} GB/s a link", "{} TFLOP/s", "an update as long as {} writes", "all-gather {}")
-
-
-def table_of_products(name: str) -> Lines:
-    """Return a line for each set of assumptions: all of the first one, then the differences from these."""
-    yield ["assumed", *WAYS, "bytes less"]
-    rows, first = read(name), tuple[str, ...]()
-    for key in dict.fromkeys(map(_group, rows)):
-        of = [row for row in rows if _group(row) == key]
-        assumed = [text.format(_short(each)) for text, each in zip(_SHOWN, key, strict=True) if each not in first]
-        first = first or key
-        moved = [less for _, less in gains(of, "arbitrated")]
-        cells = [_mean_and_most([speedup for speedup, _ in gains(of, way)]) for way in WAYS]
-        cells.append(f"{100 - 100 * statistics.geometric_mean(moved):.0f}%, {100 - 100 * min(moved):.0f}%")
-        yield [", ".join(assumed), *cells]
-
-
-def _short(value: str) -> str:
-    """Return a number with two digits or more, all of an integer; and other text as it is, in small letters."""
-    return f"{float(value):.3g}" if value.replace(".", "").isdigit() else value.lower()
-
-
-def _group(row: Row) -> tuple[str, ...]:
-    return ("32 ranks" if row["ranks"] == "32" else "8 and 16 ranks", *(row[each] for each in _ASSUMPTIONS))
-
-
-def gains(rows: Sequence[Row], way: str) -> list[tuple[float, float]]:
-    """Return for each product the speedup of a way over `serial`, and its bytes of memory over those of `serial`."""
-
-    def key(row: Row) -> tuple[str, ...]:
-        return tuple(row[each] for each in ("name", "ranks", "layer", *_ASSUMPTIONS))
-
-    serial = {key(row): row for row in rows if row["way"] == "serial"}
-    found = [(row, serial[key(row)]) for row in rows if row["way"] == way]
-    return [(float(a["ms"]) / float(b["ms"]), float(b["memory_mb"]) / float(a["memory_mb"])) for b, a in found]
-
-
-def _mean_and_most(speedups: Sequence[float]) -> str:
-    return f"{100 * statistics.geometric_mean(speedups) - 100:.0f}%, {100 * max(speedups) - 100:.0f}%"
-
-
 TABLES: dict[str, Callable[..., Lines]] = {
     "errors": table_of_errors,
     "hosts": table_of_hosts,
     "grid": table_of_grid,
-    "products": table_of_products,
 }
 
 

@@ -8,12 +8,12 @@ from the files that the runs have written.
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from dlrm_overlap.launching.text_table import format_table
-from dlrm_overlap.observe.agreement import Losses, judge, loss_bound
+from dlrm_overlap.observe.agreement import find_fault, greatest_difference, loss_bound
 from dlrm_overlap.observe.result_files import nan_as_none, read_summary, write_atomically
 
 _RESULTS = ("train_loss", "eval_loss", "eval_auroc", "eval_ne", "samples_per_s", "step_ms_p50", "step_ms_p95")
@@ -35,41 +35,32 @@ def compare_runs(folders: Mapping[str, Path], rtol: float, noise_runs: int = 0) 
     summaries = {name: read_summary(folder) or {} for name, folder in folders.items()}
     shared = next((summary for summary in summaries.values() if summary), {})
     losses = {name: _read_losses(folder) for name, folder in folders.items()}
-    reference_losses = [losses[name] for name in (reference, *again)]
+    first, of_again = losses[reference], [losses[name] for name in again]
     results = {}
     for backend in backends:
-        summary, verdict = summaries[backend], judge(losses[backend], reference_losses, rtol)
+        summary, fault = summaries[backend], find_fault(losses[backend], first, of_again, rtol)
         results[backend] = {
             **nan_as_none({key: summary.get(key) for key in _RESULTS}),
-            "speedup": None if verdict.fault else summaries[reference]["step_ms_p50"] / summary["step_ms_p50"],
-            "max_relative_difference": verdict.max_difference,
-            "max_relative_difference_step": verdict.max_difference_step,
-            "agree": verdict.fault is None,
-            "fault": verdict.fault and f"{backend} against {reference}: {verdict.fault}",
+            "speedup": None if fault else summaries[reference]["step_ms_p50"] / summary["step_ms_p50"],
+            "max_relative_difference": greatest_difference(losses[backend], first),
+            "agree": fault is None,
+            "fault": fault and f"{backend} against {reference}: {fault}",
         }
+    runs = {
+        name: {
+            "max_relative_difference": greatest_difference(losses[name], first),
+            "step_ms_p50": nan_as_none(summaries[name].get("step_ms_p50")),
+        }
+        for name in again
+    }
     return {
         "reference": reference,
         "rtol": rtol,
-        "noise": _noise(reference_losses, again, summaries, rtol) if again else None,
+        "noise": {"runs": runs, "bound": nan_as_none(loss_bound(first, of_again, rtol))} if again else None,
         "agree": all(result["agree"] for result in results.values()),
         **{key: shared.get(key) for key in _SHARED},
         "backends": results,
     }
-
-
-def _noise(
-    reference_losses: Sequence[Losses], again: Sequence[str], summaries: Mapping[str, Mapping[str, Any]], rtol: float
-) -> dict[str, Any]:
-    """Return of each further run of the reference its difference from the first and its time, and the bounds."""
-    runs = {}
-    for name, losses in zip(again, reference_losses[1:], strict=True):
-        verdict = judge(losses, reference_losses[:1], rtol)
-        runs[name] = {
-            "max_relative_difference": verdict.max_difference,
-            "max_relative_difference_step": verdict.max_difference_step,
-            "step_ms_p50": nan_as_none(summaries[name].get("step_ms_p50")),
-        }
-    return {"runs": runs, "bound": loss_bound(reference_losses, rtol)}
 
 
 def _read_losses(folder: Path) -> dict[int, float]:

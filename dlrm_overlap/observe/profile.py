@@ -13,7 +13,7 @@ from typing import Any
 from dlrm_overlap.launching.text_table import count_of, format_table
 from dlrm_overlap.observe.trace_summary import Span, exclusive, gpu_work, issued_work, length
 
-# Collectives, by patterns for the names of NCCL's kernels and gloo's operations. The first that matches counts.
+# Collectives, by patterns for the names of NCCL's kernels. The first that matches counts.
 _COLLECTIVES = {
     "all-reduce": r"(?i)all_?reduce",
     "reduce-scatter": r"(?i)reduce_?scatter",
@@ -52,9 +52,6 @@ def step_parts(events: Sequence[dict[str, Any]], steps: int, step_ms: float) -> 
         spans |= {"GPU busy": sum(parts.values()), **parts}
         spans["GPU waits for the CPU"] = max(0.0, step_ms * 1e3 * steps - spans["GPU busy"])
         spans["collectives, hidden or not"] = length(span for _, span in communicates)
-    else:
-        gloo = [(_collective(event["name"]), _span(event)) for event in marked if event["name"].startswith("gloo:")]
-        spans |= {f"in {name}": length(own) for name, own in _by_collective(gloo)}
     if loads:
         spans["CPU waits for the DataLoader"] = length(loads)
     return {"step": step_ms} | {name: us * 1e-3 / steps for name, us in spans.items()}

@@ -1,7 +1,4 @@
-"""The files of a run's results: whole lines of `metrics.jsonl`, files that are written whole or not at all.
-
-A damaged file of a finished run counts as none, with a warning.
-"""
+"""The files of a run's results: lines of `metrics.jsonl`, files that are written whole or not at all."""
 
 import json
 import logging
@@ -16,70 +13,53 @@ from dlrm_overlap.launching.files import LOCK_NAME, replacing
 
 log = logging.getLogger("dlrm_overlap")
 
-_SHOWN = ("eval_auroc", "eval_ne", "samples_per_s", "step_ms_p50")  # of a summary, as the command ends
 _EARLIER = "earlier_"
 
 
 class MetricsFile:
     """`metrics.jsonl`: one JSON object a line, NaN written as null.
 
-    A line is whole or not there. One that cannot be written, as on a full disk, is left out with a warning, and the run
-    goes on: it is the checkpoint that must be written, and where it cannot be, saving it ends the run.
+    Where a line cannot be written, as on a full disk, a warning says so once, and the run goes on: it is the checkpoint
+    that must be written, and where it cannot be, saving it ends the run.
     """
 
     def __init__(self, path: Path, keep_up_to_step: int) -> None:
         """Open `path` to append, without its lines past `keep_up_to_step`, which a resumed run writes again.
 
-        A line that is not whole, as a crash or a full disk leaves it, is left out with a warning.
+        A line that is not whole, as a crash leaves it, is left out.
 
         Raises:
             InputError: if it cannot be read or written.
         """
-        kept = []
-        if path.exists() and keep_up_to_step:
-            try:
-                lines = path.read_text(errors="replace").splitlines()
-            except OSError as error:
-                raise InputError(
-                    f"log.dir: {path} cannot be read ({error.strerror}); move it away, and the run starts another"
-                ) from None
-            steps = [_step_of(line) for line in lines]
-            if torn := steps.count(None):
-                log.warning("%s: %d of %d lines are not whole, and left out", path, torn, len(lines))
-            kept = [line for line, step in zip(lines, steps, strict=True) if step and step <= keep_up_to_step]
-        write_atomically(path, "".join(line + "\n" for line in kept))
-        self._path, self._lost = path, 0
-        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        kept = path.read_text(errors="replace").splitlines() if keep_up_to_step and path.exists() else []
+        write_atomically(path, "".join(f"{line}\n" for line in kept if 0 < _step_of(line) <= keep_up_to_step))
+        self._path, self._warned = path, False
+        self._file = path.open("ab", buffering=0)
 
     def write(self, record: dict[str, Any]) -> None:
         """Append `record`, or leave it out where that fails."""
-        line = (json.dumps(nan_as_none(record)) + "\n").encode()
-        size = os.fstat(self._file).st_size
+        line, end = (json.dumps(nan_as_none(record)) + "\n").encode(), self._file.seek(0, os.SEEK_END)
         try:
-            written = os.write(self._file, line)
-            reason = "no room for the whole line"
-        except OSError as error:
-            written, reason = 0, error.strerror
-        if written < len(line):
-            os.ftruncate(self._file, size)  # or else the next line would be joined to this one's beginning
-            if not self._lost:
-                log.warning("%s: cannot be written (%s); the run goes on without these lines", self._path, reason)
-            self._lost += 1
+            whole = self._file.write(line) == len(line)
+        except OSError:
+            whole = False
+        if not whole:
+            self._file.truncate(end)  # or else the next line would be joined to this one's beginning
+            if not self._warned:
+                log.warning("%s: cannot be written; the run goes on without these lines", self._path)
+            self._warned = True
 
     def close(self) -> None:
         """Close the file."""
-        if self._lost:
-            log.warning("%s: %d lines could not be written, and are missing", self._path, self._lost)
-        os.close(self._file)
+        self._file.close()
 
 
-def _step_of(line: str) -> int | None:
-    """Return the step of a line of `metrics.jsonl`, None where it is not whole."""
+def _step_of(line: str) -> int:
+    """Return the step of a line of `metrics.jsonl`, 0 where it is not whole."""
     try:
-        step = json.loads(line)["step"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return None
-    return step if type(step) is int else None
+        return int(json.loads(line)["step"])
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return 0
 
 
 def nan_as_none(value: Any) -> Any:
@@ -140,11 +120,7 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
     try:
-        content = json.loads(path.read_bytes())
-        numbers = [content[key] for key in _SHOWN]
-        if type(content["steps"]) is not int or not all(each is None or math.isfinite(each) for each in numbers):
-            raise ValueError
-    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        return {key: math.nan if value is None else value for key, value in json.loads(path.read_bytes()).items()}
+    except (ValueError, AttributeError, RecursionError):
         log.warning("%s is not what was written, and left out", path)
         return None
-    return {key: math.nan if value is None else value for key, value in content.items()}

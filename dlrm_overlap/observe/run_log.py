@@ -2,7 +2,6 @@
 configuration and `summary.json`; every rank writes its own trace.
 """
 
-import errno
 import json
 import logging
 import math
@@ -20,9 +19,9 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from torchrec.distributed.types import ShardingPlan
 
 from dlrm_overlap.checkpoint.storage.branches import newest_checkpoint, same_checkpoint
-from dlrm_overlap.config import Config, InputError, LogConfig, flatten
+from dlrm_overlap.config import Config, InputError, LogConfig
 from dlrm_overlap.launching.environment import environment
-from dlrm_overlap.launching.files import LOCK_NAME, make_folder
+from dlrm_overlap.launching.files import make_folder
 from dlrm_overlap.launching.launcher import World
 from dlrm_overlap.launching.text_table import markdown_table, plain
 from dlrm_overlap.observe.metrics import memory_bytes, quantile, steady_ms
@@ -30,8 +29,6 @@ from dlrm_overlap.observe.result_files import MetricsFile, nan_as_none, write_at
 from dlrm_overlap.observe.tensorboard import TensorBoard
 
 log = logging.getLogger("dlrm_overlap")
-
-_FIRST_RESULTS = ("step_ms_p50", "step_ms_p95", "samples_per_s", "eval_auroc", "train_loss")  # as HParams shows them
 
 
 class _PlainFormatter(logging.Formatter):
@@ -106,7 +103,6 @@ class RunLog:
         if world.rank:
             return
         make_folder(folder)
-        self._lock = _inode(folder / LOCK_NAME)
         (folder / "summary.json").unlink(missing_ok=True)  # until this run has its own, or a resume would believe it
         if start == 0:  # an earlier run's would contradict what this run writes beside them
             shutil.rmtree(folder / "traces", ignore_errors=True)
@@ -154,8 +150,6 @@ class RunLog:
     ) -> None:
         """Log the steps since the last call; a collective, in which the ranks also agree on whether to end early.
 
-        A run whose folder is gone ends: its log is lost, and a save would appear in another run's folder.
-
         Args:
             step: the last of these steps.
             loss_sum: [] sum of this rank's mean losses over these steps.
@@ -164,22 +158,13 @@ class RunLog:
             lr_factor: the factor by which the learning rates are multiplied.
             metrics: of all ranks' predictions, see `RunningMetrics`.
             asked_to_end: whether this rank was asked to end; `self.asked_to_end` then is whether any was.
-
-        Raises:
-            InputError: on all ranks, if the folder that rank 0 holds was removed or replaced.
         """
         count = len(step_ms)
         loss = loss_sum.double()
-        gone = self.world.rank == 0 and _inode(self.folder / LOCK_NAME) not in (self._lock, -1)
-        greatest = torch.tensor([wait_s, asked_to_end, gone], dtype=torch.float64, device=self.device)
+        greatest = torch.tensor([wait_s, asked_to_end], dtype=torch.float64, device=self.device)
         dist.all_reduce(loss)
         dist.all_reduce(greatest, dist.ReduceOp.MAX)  # one rank's wait holds up all
-        waited_s, asked, gone = greatest.tolist()
-        if gone:
-            raise InputError(
-                f"log.dir: {self.folder} was removed or replaced while the run trains, so its log and checkpoints are "
-                f"lost by step {step}; start again, in a folder that stays"
-            )
+        waited_s, asked = greatest.tolist()
         self.asked_to_end = bool(asked)
         self.loss = loss.item() / self.world.world_size / count
         mean_ms, wait_ms = sum(step_ms) / count, (waited_s - self.waited_s) * 1e3 / count
@@ -208,7 +193,7 @@ class RunLog:
         )
 
     def summary(self, step: int, values: dict[str, float], trained: Mapping[str, float]) -> dict[str, Any]:
-        """Write `summary.json` and TensorBoard's hyperparameters, and return the summary; a collective.
+        """Write `summary.json` and return the summary; a collective.
 
         Times are those of this rank's `steady_ms`; memory is the greatest of all ranks.
 
@@ -237,10 +222,6 @@ class RunLog:
         }
         if self.world.rank == 0:
             write_atomically(self.folder / "summary.json", json.dumps(nan_as_none(summary), indent=1) + "\n")
-        if self._board:
-            order = [*_FIRST_RESULTS, *(key for key in summary if key not in _FIRST_RESULTS)]
-            results = {f"result/{key}": summary[key] for key in order if isinstance(summary.get(key), float)}
-            self._board.hyperparameters(flatten(self.config.as_dict()), results)
         return summary
 
     def _write(self, step: int, values: dict[str, float]) -> None:
@@ -248,14 +229,6 @@ class RunLog:
             self._metrics.write({"step": step, **values})
         if self._board:
             self._board.scalars(values, step)
-
-
-def _inode(path: Path) -> int | None:
-    """Return the inode at `path`, None if there is none, and -1 if it cannot be found."""
-    try:
-        return path.stat().st_ino
-    except OSError as error:  # ESTALE: on NFS, of a folder that was removed
-        return None if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE) else -1
 
 
 def _make_tracer(config: LogConfig, folder: Path, rank: int, device: torch.device, start: int) -> profile | None:

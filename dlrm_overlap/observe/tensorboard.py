@@ -1,13 +1,10 @@
 """TensorBoard: a run's curves, and, as text, its configuration, plan and environment."""
 
-import json
 import logging
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
-from torch.utils.tensorboard.summary import hparams
 from torch.utils.tensorboard.writer import SummaryWriter
 
 log = logging.getLogger("dlrm_overlap")
@@ -40,15 +37,6 @@ class TensorBoard:
     def text(self, tag: str, markdown: str) -> None:
         """Write a Markdown text."""
         self._write(lambda writer: [writer.add_text(tag, markdown), writer.flush()])
-
-    def hyperparameters(self, config: Mapping[str, Any], results: Mapping[str, float]) -> None:
-        """Write the flat configuration beside the final results, for the HParams page."""
-        # A switch as text, as in the configuration's file: the page would show it as 0 or 1, between bounds to set.
-        values = {k: v if type(v) in (int, float, str) else json.dumps(v) for k, v in config.items()}
-        finite = {k: v for k, v in results.items() if math.isfinite(v)}
-        for summary in hparams(values, finite):
-            self._write(lambda writer, summary=summary: writer._get_file_writer().add_summary(summary))
-        self._write(lambda writer: [writer.add_scalar(tag, value) for tag, value in finite.items()])
 
     def close(self) -> None:
         """Flush and close the events file."""

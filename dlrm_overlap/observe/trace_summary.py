@@ -88,12 +88,11 @@ def read_events(path: Path) -> list[dict[str, Any]]:
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             return [event for event in json.load(file)["traceEvents"] if event.get("ph") == "X"]
-    except (EOFError, zlib.error):
-        raise InputError(f"{path}: ends early or is damaged; copy it again, or trace the steps again") from None
-    except (gzip.BadGzipFile, ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        raise InputError(f"{path}: not a Chrome trace; give a file that log.trace_steps has written") from None
     except OSError as error:
-        raise InputError(f"{path}: {error.strerror}; give a file that log.trace_steps has written") from None
+        fault = error.strerror or "not gzipped"
+    except (EOFError, zlib.error, ValueError, LookupError, TypeError, AttributeError):
+        fault = "not a whole Chrome trace"
+    raise InputError(f"{path}: {fault}; give a file that log.trace_steps has written")
 
 
 def gpu_work(events: Iterable[dict[str, Any]]) -> list[Work]:

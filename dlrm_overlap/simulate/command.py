@@ -1,10 +1,8 @@
-"""`dlrm-overlap simulate`: simulate a stage, a step or a product, or many that differ in some keys; rows, a trace."""
+"""`dlrm-overlap simulate`: simulate a stage or a step, or many that differ in some keys; print and write rows."""
 
 import argparse
 import csv
 import itertools
-import json
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -15,12 +13,9 @@ from dlrm_overlap.launching.environment import commit
 from dlrm_overlap.launching.parsing import parse_config, reader_may_leave
 from dlrm_overlap.launching.text_table import format_table
 from dlrm_overlap.simulate.config import SimulateConfig
-from dlrm_overlap.simulate.product import SimulatedProduct, simulate_product
-from dlrm_overlap.simulate.rows import chrome_trace, describe, describe_product
 from dlrm_overlap.simulate.step import Simulated, simulate
 
-_SHOWN = ("what", "backend", "world_size", "hosts", "samples", "ms", "samples_per_s", "busiest_link")
-_SHOWN_OF_PRODUCTS = ("name", "layer", "ranks", "way", "ms", "product_ms", "scatter_ms", "memory_mb")
+_SHOWN = ("what", "backend", "world_size", "hosts", "samples", "ms", "samples_per_s")
 
 
 def run(argv: Sequence[str], description: str) -> int:
@@ -32,8 +27,7 @@ def run(argv: Sequence[str], description: str) -> int:
     try:
         return _run(argv, description)
     except OSError as error:
-        file = error.filename or "--output or --trace"
-        raise InputError(f"{file}: {error.strerror or error}; name another file") from None
+        raise InputError(f"{error.filename or '--output'}: {error.strerror or error}; name another file") from None
 
 
 def _run(argv: Sequence[str], description: str) -> int:
@@ -42,14 +36,9 @@ def _run(argv: Sequence[str], description: str) -> int:
     if defaults:
         own.vary.append(f"exchange.backend=torchrec,{defaults['exchange']['backend']}")
     combinations = list(_combinations(own.vary))
-    output, trace = own.output and Path(own.output), own.trace and Path(own.trace)
-    for path in filter(None, (output, trace)):
-        if not path.parent.is_dir():
-            raise InputError(f"{path}: there is no folder {path.parent}; make it, or name another file")
-    if trace and len(combinations) > 1:
-        raise InputError(
-            f"--trace {trace}: it takes one simulation, and --vary asks for {len(combinations)}; leave one of both out"
-        )
+    output = own.output and Path(own.output)
+    if output and not output.parent.is_dir():
+        raise InputError(f"{output}: there is no folder {output.parent}; make it, or name another file")
     # All are read before the first is simulated, so that a mistake in the last value costs no time.
     configs: list[SimulateConfig] = []
     for each in combinations:
@@ -57,19 +46,13 @@ def _run(argv: Sequence[str], description: str) -> int:
         configs.append(
             parse_config(SimulateConfig, "dlrm-overlap simulate", description, options, _add_options, defaults)[0]
         )
-    if len({config.what == "product" for config in configs}) > 1:
-        raise InputError("--vary what: rows of products have other columns than those of steps; simulate them apart")
-    found = _simulate(configs)
-    rows = [describe_product(each) if isinstance(each, SimulatedProduct) else describe(each) for each in found]
+    rows = [describe(simulate(each)) for each in configs]
     if output:
         _write(output, [row | {"commit": commit() or ""} for row in rows])
     with reader_may_leave():
         _print(combinations, rows)
         for base, ours in zip(rows[::2], rows[1::2], strict=True) if own.train else ():
             print(_verdict(base, ours))
-    if trace:
-        trace.write_text(json.dumps(chrome_trace(found[0])))
-        print(f"\ntrace: {trace}")
     return 0
 
 
@@ -85,34 +68,45 @@ def _split(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     return own, keys
 
 
-def _simulate(configs: Sequence[SimulateConfig]) -> list[Simulated | SimulatedProduct]:
-    """Simulate in turn; standard error tells which of several comes next."""
-    found = list[Simulated | SimulatedProduct]()
-    for number, each in enumerate(configs, 1):
-        if len(configs) > 1:
-            print(f"simulating {number} of {len(configs)}", file=sys.stderr)
-        found.append(simulate_product(each) if each.what == "product" else simulate(each))
-    return found
+def describe(simulated: Simulated) -> dict[str, Any]:
+    """Return a simulation's row: the keys of its exchange and network, its work, its time."""
+    config, work = simulated.config, simulated.work
+    return {
+        "kind": "simulated",
+        "what": config.what,
+        **asdict(config.exchange),
+        **asdict(config.network),
+        "world_size": work.world_size,
+        "arch": config.model.arch,
+        "dim": config.model.dim,
+        "tables": round(work.features * work.world_size),
+        "samples": work.samples,
+        "id_bytes": config.work.id_bytes,
+        "plan": config.work.plan,
+        **{f"fullest_{name}": f"{getattr(work.shares, name).max():.4g}" for name in ("memory", "links", "ids")},
+        "hbm_bytes": round(work.hbm_bytes),
+        "link_bytes": round(work.link_bytes),
+        "ms": f"{simulated.ms:.4g}",
+        "samples_per_s": f"{work.samples * work.world_size / simulated.ms * 1e3:.4g}",
+    }
 
 
 def _print(combinations: Sequence[dict[str, str]], rows: Sequence[dict[str, Any]]) -> None:
     """Print a table: the keys that vary, then the columns that are always shown."""
-    shown = _SHOWN_OF_PRODUCTS if rows[0]["what"] == "product" else _SHOWN
     varied = {key.rpartition(".")[2]: key for key in combinations[0]}
-    more = {name: key for name, key in varied.items() if name not in shown}
+    more = {name: key for name, key in varied.items() if name not in _SHOWN}
     lines = (
-        [*(each[key] for key in more.values()), *(str(row[name]) for name in shown)]
+        [*(each[key] for key in more.values()), *(str(row[name]) for name in _SHOWN)]
         for each, row in zip(combinations, rows, strict=True)
     )
     print("simulated, not measured")
-    print(format_table([[*more, *shown], *lines]))
+    print(format_table([[*more, *_SHOWN], *lines]))
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", help="CSV file for the rows; one that exists is replaced")
     text = "instead of the sections model, work and exchange: a training configuration; says whether its backend pays"
     parser.add_argument("--train", metavar="FILE", help=text)
-    parser.add_argument("--trace", help="file for a trace of the first ranks, for chrome://tracing or Perfetto")
     text = (
         "values of a key: --vary network.hosts=1,2,4; several of these are simulated in all combinations, and keys "
         "joined by / change together: --vary network.hosts/work.samples=1/4096,2/2048"
@@ -154,18 +148,16 @@ def _together(keys: Sequence[str], values: Sequence[str], text: str) -> dict[str
 def _verdict(torchrec: dict[str, Any], ours: dict[str, Any]) -> str:
     """Return one line: does the backend of a row pay, compared with that of torchrec?"""
     over = float(torchrec["ms"]) / float(ours["ms"])
-    idle = f"; {ours['idle_ranks']} ranks hold no table" if ours["idle_ranks"] else ""
     return (
         f"simulated, on {ours['world_size']} GPUs: {ours['backend']} {'pays' if over > 1 else 'does not pay'}, "
-        f"{over:.2f} times as fast as torchrec's exchange in a captured step{idle}"
+        f"{over:.2f} times as fast as torchrec's exchange in a captured step"
     )
 
 
 def read_training(path: Path) -> dict[str, Any]:
     """Return the keys of a simulated step that a training configuration gives, nested as in a simulation's file.
 
-    All rows travel in one type, which is that of a history's if there is one. A run reads the tables' rows from its
-    data; here they must be in the file.
+    A run reads the tables' rows from its data; here they must be in the file.
 
     Raises:
         InputError: if the file is none, or lacks the tables' rows.
@@ -175,7 +167,7 @@ def read_training(path: Path) -> dict[str, Any]:
     tables, embedding, train = config.data.tables, replace(config.embedding, backend=backend), config.train
     if tables.rows is None:
         raise InputError(f"--train {path}: data.tables.rows is null; write the tables' rows into the file")
-    wire = embedding.resolved_wire_dtype("fp32" if config.model.sequence.history is not None else train.precision)
+    wire = embedding.resolved_wire_dtype(train.precision)
     return {
         "model": asdict(config.model),
         "network": {"gpus_per_host": 8},
@@ -195,7 +187,6 @@ def read_training(path: Path) -> dict[str, Any]:
         },
         "exchange": {
             "backend": backend,
-            "schedule": embedding.schedule,
             "slice_bags": embedding.slice_bags,
             "aggregate_bytes": embedding.aggregate_bytes,
         },

@@ -65,9 +65,9 @@ class GpuConfig:
     """of the passes that unpack a collective's output or pack its input, bytes read and written"""
     tflop_per_s: PositiveFloat = 790.0
     """of matrix products in bf16, at best"""
-    dense_efficiency: PositiveFloat = 0.6157
+    dense_efficiency: PositiveFloat = 0.6154
     """part of `tflop_per_s` that the dense part reaches, its elementwise work included"""
-    kernel_us: NonNegativeFloat = 3.66
+    kernel_us: NonNegativeFloat = 3.648
     """that each kernel of a captured step takes beside its work, where the next one waits for it"""
     pair_tflop_per_s: PositiveFloat | None = 6.46
     """of the dot interaction's products, each pair counted once; null: as of other products"""
@@ -81,7 +81,7 @@ class GpuConfig:
     """the lookup of the backend pgas"""
     fused: LookupConfig = field(default_factory=lambda: LookupConfig(4341.0, 0.08768, 4970.0, 11.3, 0.2982))
     """the lookup of the backend fused"""
-    update: UpdateConfig = field(default_factory=lambda: UpdateConfig(4238.0, us=43.67, sort_ns=0.05676))
+    update: UpdateConfig = field(default_factory=lambda: UpdateConfig(4788.0, us=42.3, sort_ns=0.05676))
     """the update of rows of the backward push"""
     baseline_update: UpdateConfig = field(default_factory=lambda: UpdateConfig(2680.0, sort_ns=0.05678, sort_us=79.97))
     """FBGEMM's, of the backward collective"""
@@ -131,9 +131,6 @@ class WorkConfig:
     """ids a bag: 3, or '0..8' for a uniform range"""
     zipf_alpha: NonNegativeFloat | list[NonNegativeFloat] = 0.0
     """skew of the ids, P(k-th row) ~ 1/k^alpha; 0 is uniform"""
-    dedup: bool = True
-    """of the table model.sequence.history, whose rows are not pooled: whether each distinct id of a rank's batch
-    travels once, and its row and the sum of its gradients; of torchrec this is its index dedup"""
     samples: PositiveInt = 8192
     """samples of a rank"""
     global_batch: PositiveInt | None = None
@@ -182,8 +179,6 @@ class ExchangeConfig:
     backend: Literal["torchrec", "pgas", "fused"] = "pgas"
     """torchrec: lookup, collective, unpack, one after the other, and gradients likewise; pgas and fused: as they are
     pooled, and gradients pushed"""
-    schedule: Literal["linear", "remote_first", "balanced"] = "balanced"
-    """order of the destinations, as embedding.schedule"""
     slice_bags: PositiveInt = 32
     """fused: bags a slice; a slice for another host is one put"""
     aggregate_bytes: NonNegativeInt = 0
@@ -191,54 +186,12 @@ class ExchangeConfig:
 
 
 @dataclass(frozen=True)
-class ProductConfig:
-    """A matrix product [m, k] x [k, n] with k divided among the ranks, so that its results are summed over them.
-
-    The defaults but m and n describe the GPU of the simulations of T3 (Pati et al. 2024); its rates are in `gpu`.
-    """
-
-    name: str = "T-NLG"
-    """of the model, for the rows"""
-    m: PositiveInt = 8192
-    """rows of the result: the tokens of a batch"""
-    n: PositiveInt = 4256
-    """columns of the result: the hidden size"""
-    layer: Literal["out", "fc2", "fc1_backward", "qkv_backward"] = "fc2"
-    """of a transformer, which gives k: the attention's output, n; the second layer after it, 4 n; the gradient of the
-    first layer's input, 4 n; that of the input of queries, keys and values, 3 n"""
-    k: PositiveInt | None = None
-    """instead of `layer`: terms of each sum, on all ranks together"""
-    way: Literal["serial", "software", "near_memory", "arbitrated", "ideal"] = "serial"
-    """serial: product, then reduce-scatter; software: finished parts are copied by copy engines and summed by kernels
-    beside the product; near_memory: finished parts are sent by triggered copies and summed by the memory; arbitrated:
-    the same, with the product's memory accesses first; ideal: product and reduce-scatter side by side, as if alone"""
-    gather: bool = True
-    """whether an all-gather follows, so that the whole is an all-reduce"""
-    programs: PositiveInt = 80
-    """tiles that are computed at a time"""
-    tile_m: PositiveInt = 128
-    """rows of a tile of the result"""
-    tile_n: PositiveInt = 128
-    """columns of a tile of the result"""
-    cache_mb: PositiveFloat = 16.0
-    """of the GPU's last cache"""
-    update_factor: PositiveFloat = 2.0
-    """time that the memory takes to add a byte to a byte that it holds, over that of a plain write"""
-
-    @property
-    def terms(self) -> int:
-        """Number of terms of each sum, on all ranks together."""
-        return self.k or self.n * {"out": 1, "fc2": 4, "fc1_backward": 4, "qkv_backward": 3}[self.layer]
-
-
-@dataclass(frozen=True)
 class SimulateConfig:
     """One simulation."""
 
-    what: Literal["stage", "backward", "step", "product"] = "step"
+    what: Literal["stage", "backward", "step"] = "step"
     """stage: lookup and exchange, forward only; backward: from the embeddings' gradient to the updated rows, the ids
-    being sorted under push; step: a whole training step; product: a matrix product whose results
-    are summed over the ranks of one host, of which `gpu`, `network` and `product` count"""
+    being sorted under push; step: a whole training step"""
     gpu: GpuConfig = field(default_factory=GpuConfig)
     """rates of a GPU"""
     network: NetworkConfig = field(default_factory=NetworkConfig)
@@ -249,8 +202,6 @@ class SimulateConfig:
     """tables and batch"""
     exchange: ExchangeConfig = field(default_factory=ExchangeConfig)
     """the exchange"""
-    product: ProductConfig = field(default_factory=ProductConfig)
-    """the matrix product"""
 
     def __post_init__(self) -> None:
         world_size = self.network.world_size
@@ -258,18 +209,7 @@ class SimulateConfig:
             raise InputError(
                 f"work.global_batch: {self.work.global_batch} is no multiple of {world_size} ranks; give one that is"
             )
-        history, tables = self.model.sequence.history, self.work.number_of_tables(world_size)
-        if history is not None and history >= tables:
-            raise InputError(f"model.sequence.history: {history} is no table; the {tables} count from 0")
-        if self.what == "product":
-            self._check_product(world_size)
-
-    def _check_product(self, ranks: int) -> None:
-        if self.network.hosts > 1 or ranks < 2:
+        if self.model.sequence.history is not None:
             raise InputError(
-                f"network: {self.network.hosts} hosts of {self.network.gpus_per_host} GPUs, but a product is simulated "
-                f"on one host of 2 GPUs or more; set network.hosts 1 and network.gpus_per_host"
+                "model.sequence.history: the simulator has no model of tables that are not pooled; leave it out"
             )
-        for key, value in (("product.m", self.product.m), ("product.k", self.product.terms)):
-            if value % ranks:
-                raise InputError(f"{key}: {value} is no multiple of {ranks} ranks; give one that is")

@@ -22,18 +22,6 @@ class PlannedTable(NamedTuple):
     rows: int
     bag_sizes: range
     """ids of a bag, any as often"""
-    distinct: float = 1.0
-    """share of the ids that are looked up and travel, where the table is not pooled"""
-
-    @property
-    def looked_up(self) -> float:
-        """Ids of a sample that are looked up."""
-        return self.load.pooling * self.distinct
-
-    @property
-    def sent_columns(self) -> float:
-        """Columns that travel for a sample, if the table is not cut by rows."""
-        return self.load.sent_columns * self.distinct
 
 
 class Placement(NamedTuple):
@@ -76,11 +64,6 @@ class Shares(NamedTuple):
     added: np.ndarray
     """the same to add up what has come for its own samples"""
 
-    @property
-    def idle_ranks(self) -> int:
-        """Ranks that hold no table."""
-        return int((self.links == 0).sum())
-
     @staticmethod
     def even(world_size: int) -> "Shares":
         """Return those of ranks with alike work, without a table that is cut by rows."""
@@ -110,7 +93,7 @@ def shares_of(
     Of a table that is cut by rows, the exchange sends within a host the partial sums of bags that have ids of a shard.
     For samples of other hosts it gathers all partial sums of a host, each of G ranks for one sample in G, adds them up
     and sends the sums. A `dense` collective does so for its own host's samples, too: of table-row-wise shards, and of
-    others about, by rings. Of a table that is not pooled each row is on one rank, which sends it.
+    others about, by rings.
 
     Example: 2 ranks of a host, a table of 2 ids a bag, 64 columns, cut by rows. Each rank reads a row a sample, and of
     memory, ids and all else but columns has 1. It pools 64 columns, where the mean of whole tables is 32: of `links` it
@@ -119,10 +102,9 @@ def shares_of(
     W, G = world_size, gpus_per_host
     found, made = np.zeros((6, W)), np.zeros((2, W))
     for table, shards in zip(tables, plan, strict=True):
-        pooled, cut = table.load.pooled, table.load.pooled and any(shard.rows < 1 for shard in shards)
-        for rank, dim, rows in shards:
+        cut, ids = any(shard.rows < 1 for shard in shards), table.load.pooling
+        for rank, columns, rows in shards:
             here = sum(shard.rank // G == rank // G for shard in shards)
-            columns = dim if pooled else dim * table.looked_up * rows
             near, away, sums = float(columns), float(columns), 0.0
             if cut and dense:
                 near, away = columns * W / G, columns / G
@@ -131,11 +113,12 @@ def shares_of(
                 if here > 1:
                     near += columns * (W - G) / G
                     away = sums = columns / here
-            found[:, rank] += table.looked_up * dim * rows, columns, table.looked_up * rows, near, away, sums
+            found[:, rank] += ids * columns * rows, columns, ids * rows, near, away, sums
         if cut and not dense:
             made += _added_up(table, shards, W, G)
-    columns, looked_up = sum(table.sent_columns for table in tables), sum(table.looked_up for table in tables)
-    totals = [sum(t.looked_up * t.load.dim for t in tables), columns, looked_up, columns, columns, columns]
+    loads = [table.load for table in tables]
+    columns, ids = sum(load.dim for load in loads), sum(load.pooling for load in loads)
+    totals = [sum(load.pooling * load.dim for load in loads), columns, ids, columns, columns, columns]
     memory, links, ids, near, away, sums = found * (W / np.array(totals))[:, None]
     return Shares(memory, links, ids, near, away, sums, *made / columns)
 
@@ -186,27 +169,23 @@ def _torchrecs(tables: Sequence[PlannedTable], placement: Placement) -> Iterator
     from torchrec.distributed.planner.types import PlannerError
     from torchrec.distributed.types import ShardingType
     from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig
-    from torchrec.modules.embedding_configs import EmbeddingConfig as RowConfig
-    from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+    from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
     from dlrm_overlap.config import EmbeddingConfig
     from dlrm_overlap.embedding.plan import torchrecs_planner
     from dlrm_overlap.embedding.sharder import build_sharders
 
     configs = [
-        (EmbeddingBagConfig if load.pooled else RowConfig)(
+        EmbeddingBagConfig(
             num_embeddings=rows,
             embedding_dim=load.dim,
             name=f"t{number}",
             feature_names=[f"f{number}"],
             data_type=DataType.FP16 if load.row_bytes == 2 * load.dim else DataType.FP32,
         )
-        for number, (load, rows, *_) in enumerate(tables)
+        for number, (load, rows, _) in enumerate(tables)
     ]
-    modules, meta = torch.nn.ModuleDict(), torch.device("meta")
-    for kind, make in ((EmbeddingBagConfig, EmbeddingBagCollection), (RowConfig, EmbeddingCollection)):
-        if own := [config for config in configs if type(config) is kind]:
-            modules[make.__name__] = make(own, device=meta)  # pyright: ignore[reportArgumentType]
+    collection = EmbeddingBagCollection(configs, device=torch.device("meta"))
     types = [each.value for each in ShardingType if each != ShardingType.DATA_PARALLEL]  # which has no fused lookup
     constraints = {
         config.name: ParameterConstraints(types, compute_kernels=["fused"], pooling_factors=[table.load.pooling])
@@ -218,10 +197,9 @@ def _torchrecs(tables: Sequence[PlannedTable], placement: Placement) -> Iterator
     planner = torchrecs_planner(topology, placement.samples, constraints)
     sharders = build_sharders(EmbeddingConfig(backend="pgas", optimizer=placement.optimizer), "fp32", 0)
     try:
-        plans = planner.plan(modules, sharders).plan.values()
+        (plan,) = planner.plan(torch.nn.Sequential(collection), sharders).plan.values()
     except PlannerError as error:
         raise _no_room(tables, placement, f"a plan ({in_one_line(error):.200}...)") from None
-    plan = {name: each for made in plans for name, each in made.items()}  # pyright: ignore[reportAttributeAccessIssue]
     for config in configs:
         shards = plan[config.name].sharding_spec.shards  # type: ignore[index]
         yield [Shard(s.placement.rank(), s.shard_sizes[1], s.shard_sizes[0] / config.num_embeddings) for s in shards]

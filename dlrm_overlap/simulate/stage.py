@@ -1,77 +1,96 @@
-"""The embedding stage as activities: who pools when, and when pooled embeddings travel and arrive.
+"""The embedding stage and its backward in closed form: when all ranks have what they pool, send and receive.
 
-**pgas and fused.** A rank's tasks are taken in the order of `kernels.schedule`, cut into waves of equal numbers of
-tasks. A wave is one activity: it takes the rank's memory to pool, and the links to peers in the host to store, in
-proportion, so a full link holds the pooling up, as it does when programs store. The embeddings for other hosts are put
-when the wave ends, and travel beside the next waves: a put is not waited for. Puts to the same ranks
-follow one another, those to others share the links with them. Sums of tables that are cut by rows over a host's ranks
-are put when the ranks of the host have pooled all. Waves of equal destinations, all within the host, count as one.
+A phase takes as long as the fullest of what it uses at once: of a rank its memory, each direction of its links within
+the host and of its NIC, and the issuing of its puts. An exchange ends on all ranks when it has ended on the last one.
 
-**torchrec.** FBGEMM's lookup, a copy of the output into the send buffer, a collective, and the pass that unpacks.
+**pgas and fused.** A rank pools while it stores to peers and puts to other hosts, and the ids of the next batch travel
+over the same links. Sums of tables that are cut by rows over a host's ranks are put when these have pooled all.
+Gradients travel in parts of a rank's tables, the first half as long as the others; the rows of a part are updated while
+the next one travels. The ids have been sorted beside the forward.
 
-Rows of a history, which is not pooled, travel as bags of one id do, and are expanded to the ids that name them.
+**torchrec.** FBGEMM's lookup, a copy of the output into the send buffer, a collective, and the pass that unpacks. The
+gradients are packed and sent by a collective, the ids sorted, and all rows updated by FBGEMM.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from dlrm_overlap.kernels.grouping import group_rows
-from dlrm_overlap.kernels.schedule import TaskGrid
 from dlrm_overlap.simulate.config import LookupConfig, SimulateConfig
-from dlrm_overlap.simulate.network import Cluster, arrivals
-from dlrm_overlap.simulate.workload import Workload, build_workload
+from dlrm_overlap.simulate.workload import Workload
 
 _MANY_BAGS = 1 << 17
-_WAVES = 16  # parts in which a rank's tasks are simulated; puts to other hosts leave at the end of each
+_PART_BYTES, _MOST_PARTS = 32 << 20, 6  # as `embedding.layout` cuts a rank's window
 
 
-class Simulation(NamedTuple):
-    """A simulation: the functions here and in `backward` and `step` add its activities to the cluster's engine."""
-
-    config: SimulateConfig
-    cluster: Cluster
-    work: Workload
-
-    @staticmethod
-    def of(config: SimulateConfig) -> "Simulation":
-        """Return a simulation without an activity yet."""
-        network, link, nic = config.network, config.gpu.link_gb_per_s * 1e9, config.network.nic_gbit_per_s / 8 * 1e9
-        latencies_s = network.latency_ns / 1e9, config.gpu.peer_us / 1e6
-        cluster = Cluster(network.hosts, network.gpus_per_host, link, nic, *latencies_s)
-        where, dense = (cluster.world_size, config.network.gpus_per_host), config.exchange.backend == "torchrec"
-        return Simulation(config, cluster, build_workload(config.model, config.work, *where, dense))
-
-    def pair_bytes(self) -> np.ndarray:
-        """Return [W, W]: the bytes of pooled embeddings from each rank, a row, to each other, a column."""
-        shares = self.work.shares
-        return self.work.pair_bytes * np.where(self.near(), shares.near[:, None], shares.away[:, None])
-
-    def near(self) -> np.ndarray:
-        """Return [W, W] bool: whether two ranks are of one host."""
-        return np.stack([self.cluster.same_host(rank) for rank in range(self.cluster.world_size)])
+def is_collective(config: SimulateConfig) -> bool:
+    """Return whether pooled embeddings and gradients travel by a collective; else they are stored and put."""
+    return config.exchange.backend == "torchrec"
 
 
-@lru_cache(maxsize=8)
-def _waves_of_rank_0(world_size: int, schedule: str, count: int) -> np.ndarray:
-    grid = TaskGrid(0, world_size, features=1, samples=count, task_bags=1)
-    order = np.fromiter((task.destination for task in grid.order(schedule)), np.int64, len(grid))
-    each = [np.bincount(part, minlength=world_size) / count for part in np.array_split(order, count)]
-    return np.stack(each)
+def link_seconds(
+    config: SimulateConfig, near_bytes: np.ndarray, away_bytes: np.ndarray, collective: bool = False
+) -> np.ndarray:
+    """Return [4, W], how long each rank's ways out and in are busy: of its link within the host, and of its NIC.
 
+    What goes back the same ways, as gradients do, takes the same times with out and in exchanged.
 
-def waves(rank: int, world_size: int, schedule: str, count: int) -> np.ndarray:
-    """Return [count, W]: the part of the tasks for each destination that each wave of `rank` has.
+    Args:
+        config: has the rates.
+        near_bytes: [W] that each rank sends to each other rank of its host.
+        away_bytes: [W] that each rank sends to each rank of another host.
+        collective: whether by the collective library, whose rate within a host is lower.
 
-    All ranks have one order, turned by their number, but for `linear`, which is the same on all.
-
-    Example: rank 0 of 2, two waves, remote_first: [[0, 1], [1, 0]]; balanced: [[0.5, 0.5], [0.5, 0.5]].
+    Example: 2 hosts of 2 ranks, near [1, 0, 0, 0] and away [0, 0, 3, 0] bytes at 1 byte a second: rank 0's link is busy
+    for 1 s out and rank 1's for 1 s in, rank 2's NIC for 6 s out, and those of ranks 0 and 1 for 3 s in.
     """
-    first = _waves_of_rank_0(world_size, schedule, count)
-    return first if schedule == "linear" else np.roll(first, rank, axis=1)
+    W, G = config.network.world_size, config.network.gpus_per_host
+    of_host_near, of_host_away = (each.reshape(-1, G).sum(1).repeat(G) for each in (near_bytes, away_bytes))
+    link = 1e9 * (config.gpu.collective_gb_per_s if collective else config.gpu.link_gb_per_s)
+    nic = 1e9 / 8 * config.network.nic_gbit_per_s
+    return np.stack(
+        [
+            near_bytes * (G - 1) / link,
+            (of_host_near - near_bytes) / link,
+            away_bytes * (W - G) / nic,
+            (away_bytes.sum() - of_host_away) / nic,
+        ]
+    )
+
+
+def arrival_s(config: SimulateConfig, sent_s: np.ndarray) -> float:
+    """Return when all has arrived that each rank has sent and received by `sent_s`, [W]."""
+    network = config.network
+    latency_s = config.gpu.peer_us / 1e6 + (network.hosts > 1) * network.latency_ns / 1e9
+    return float(sent_s.max()) + latency_s
+
+
+def all_reduce_s(config: SimulateConfig, nbytes: float) -> float:
+    """Return how long the ranks sum buffers of so many bytes: a ring within each host, and between hosts rail by rail.
+
+    Sums are scattered within each host, their parts summed over the hosts, which halve and double, and gathered.
+    """
+    gpu, network, G, H = config.gpu, config.network, config.network.gpus_per_host, config.network.hosts
+    within_s = (G - 1) / G * nbytes / gpu.link_gb_per_s / 1e9 + (G - 1) * gpu.peer_us / 1e6
+    between_s = (H - 1) / H * nbytes / G / network.nic_gbit_per_s * 8 / 1e9
+    steps_s = (H - 1).bit_length() * (gpu.peer_us / 1e6 + network.latency_ns / 1e9)
+    return 2 * (within_s + between_s + steps_s)
+
+
+def _ids_seconds(config: SimulateConfig, work: Workload) -> np.ndarray:
+    """Return [4, W], how long the links are busy with the ids of the next batch, which a step sends beside its own."""
+    if config.what != "step":
+        return np.zeros((4, work.world_size))
+    received = work.id_bytes / max(1, work.world_size - 1) * work.shares.ids
+    return link_seconds(config, received, received, is_collective(config))[[1, 0, 3, 2]]
+
+
+def pooled_seconds(config: SimulateConfig, work: Workload) -> np.ndarray:
+    """Return [4, W], how long the links are busy with pooled embeddings, as `link_seconds` does."""
+    near, away = work.pair_bytes * work.shares.near, work.pair_bytes * work.shares.away
+    return link_seconds(config, near, away, is_collective(config))
 
 
 def has_few_bags(work: Workload) -> bool:
@@ -87,83 +106,10 @@ def pooling_s(lookup: LookupConfig, work: Workload) -> np.ndarray:
     """
     from_memory = work.missed_bytes if lookup.cached_gb_per_s else work.read_bytes
     through_cache_s = work.read_bytes / (lookup.cached_gb_per_s or np.inf)
-    with np.errstate(over="ignore"):  # the engine refuses such times
-        rows_s = np.maximum(from_memory / lookup.gb_per_s, through_cache_s).sum() / 1e9
+    rows_s = np.maximum(from_memory / lookup.gb_per_s, through_cache_s).sum() / 1e9
     bag_ns = lookup.bag_ns + lookup.few_bag_ns * has_few_bags(work)
     other_s = (work.hbm_bytes - work.read_bytes.sum()) / lookup.gb_per_s / 1e9 + work.bags * bag_ns / 1e9
     return rows_s * work.shares.memory + other_s * work.shares.links
-
-
-def forward(sim: Simulation, after: Sequence[Sequence[int]], copies: bool = True) -> list[int]:
-    """Add the stage, forward, of all ranks; return for each the activity that ends when its embeddings are there.
-
-    `copies` is false where torchrec's lookup is not followed by a copy into the send buffer, as in `bench`'s baseline.
-    """
-    collective = sim.config.exchange.backend == "torchrec"
-    here = _collective_forward(sim, after, copies) if collective else _fused_forward(sim, after)
-    rows, ids = sim.work.history_rows, sim.work.history_ids
-    if not ids or (collective and not sim.config.work.dedup):  # which unpacks a row for each id already
-        return here
-    return pass_over_rows(sim, "expand", rows + ids, each_alone(here))
-
-
-def pass_over_rows(sim: Simulation, name: str, rows: float, after: Sequence[Sequence[int]]) -> list[int]:
-    """Add a kernel of each rank that reads or writes so many rows of the history, which is not pooled."""
-    seconds = rows * sim.config.model.dim * sim.config.work.wire_bytes / sim.config.gpu.memory_gb_per_s / 1e9
-    delay_s = sim.config.gpu.kernel_us / 1e6
-    return sim.cluster.add_each(name, [sim.cluster.memory], seconds, after, lane="memory", delay_s=delay_s)
-
-
-def send_all(
-    sim: Simulation,
-    pair_bytes: np.ndarray,
-    after: Sequence[Sequence[int]],
-    name: str,
-    collective: bool,
-) -> list[int]:
-    """Send `pair_bytes` from each rank to each other at once: by the collective library, or by stores and puts.
-
-    `pair_bytes` is [W, W], a row a rank that sends, or [W], of the rank that receives.
-    """
-    config, cluster, _ = sim
-    gpu, W = config.gpu, cluster.world_size
-    factor = gpu.link_gb_per_s / gpu.collective_gb_per_s if collective else 1.0
-    delay_s = gpu.collective_us / 1e6 if collective else 0.0
-    sends = []
-    for rank, bytes_to in enumerate(np.broadcast_to(pair_bytes, (W, W)).copy()):
-        bytes_to[rank] = 0.0
-        away = int((~cluster.same_host(rank)).sum())
-        demands = cluster.sent(rank, bytes_to, issue_s=away * config.network.message_ns / 1e9, peer_factor=factor)
-        number = cluster.engine.add(
-            name, demands, max(float(bytes_to.sum()), 1.0), after[rank], rank=rank, lane="links", delay_s=delay_s
-        )
-        sends.append(number)
-    return arrivals(cluster, sends, name)
-
-
-def _collective_forward(sim: Simulation, after: Sequence[Sequence[int]], copies: bool) -> list[int]:
-    config, cluster, work = sim
-    gpu, several = config.gpu, cluster.world_size > 1
-
-    def pass_s(nbytes: float | np.ndarray) -> float | np.ndarray:
-        return 2 * nbytes / gpu.copy_gb_per_s / 1e9
-
-    seconds = pooling_s(gpu.baseline, work)
-    if several and copies:
-        seconds = seconds + pass_s(work.pair_bytes * work.shares.links * cluster.world_size)
-    looked_up = cluster.add_each(
-        "lookup", [cluster.memory], seconds, after, lane="memory", size=work.hbm_bytes, delay_s=gpu.baseline.us / 1e6
-    )
-    if not several:  # one rank's output is neither sent nor copied
-        return looked_up
-    here = send_all(sim, sim.pair_bytes(), each_alone(looked_up), "all-to-all", collective=True)
-    nbytes = work.pooled_bytes
-    return cluster.add_each("unpack", [cluster.memory], pass_s(nbytes), each_alone(here), lane="memory", size=nbytes)
-
-
-def each_alone(numbers: Sequence[int]) -> list[list[int]]:
-    """Return for each rank a list of its one activity, as `after` takes it."""
-    return [[number] for number in numbers]
 
 
 class Puts(NamedTuple):
@@ -196,84 +142,113 @@ def puts_to_host(config: SimulateConfig, work: Workload, host_bytes_per_s: float
     return Puts(gathered * each, (gathered - 1) * each / host_bytes_per_s)
 
 
-def _fused_forward(sim: Simulation, after: Sequence[Sequence[int]]) -> list[int]:
-    config, cluster, work = sim
-    engine, gpu, exchange, W = cluster.engine, config.gpu, config.exchange, cluster.world_size
-    hosts = config.network.hosts
-    lookup = gpu.fused if exchange.backend == "fused" else gpu.pgas
-    schedule = exchange.schedule
-    count = max(_WAVES, 4 * W) if hosts == 1 else _WAVES
-    alone_s, pair_bytes = pooling_s(lookup, work), sim.pair_bytes()
-    summed = np.where(sim.near(), 0.0, work.pair_bytes * work.shares.sums[:, None])
-    direct = pair_bytes - summed
-    to_host = work.pair_bytes * config.network.gpus_per_host
-    # Unless destinations take turns, a rank pools for one host at a time.
-    put = puts_to_host(config, work, to_host / alone_s.mean() * (1 if schedule == "balanced" else hosts))
-    arriving_s = work.pair_bytes / gpu.memory_gb_per_s / 1e9  # of a peer's memory, for the stores of one rank
-    ends = []
-    for rank in range(W):
-        near = cluster.same_host(rank)
-        parts = waves(rank, W, schedule, count)
-        if hosts == 1:
-            parts = _merge(parts)
-        last, puts = list(after[rank]), {}
-        delay_s = lookup.us / 1e6
-        for part in parts:
-            inside = np.where(near, part, 0.0) * pair_bytes[rank]
-            inside[rank] = 0.0
-            own_s = part.sum() / W * alone_s[rank]  # `alone_s` counts stores of peers once, in all waves
-            own_s -= part.sum() / W * (near.sum() - 1) * arriving_s if W > 1 else 0.0
-            demands = cluster.sent(rank, inside, memory_s=inside / gpu.memory_gb_per_s / 1e9, own_s=max(own_s, 0.0))
-            size = work.hbm_bytes * part.sum() / W
-            last = [engine.add("pool", demands, size, last, rank=rank, lane="memory", delay_s=delay_s)]
-            delay_s = 0.0
-            away = np.where(near, 0.0, part) * direct[rank]
-            if away.any():
-                issue_s = away.sum() / put.bytes * config.network.message_ns / 1e9
-                demands = cluster.sent(rank, away, issue_s=issue_s)
-                ready = engine.add("gathered", {}, after=last, rank=rank, lane="flags", delay_s=put.wait_s)
-                to_same, size = away.nonzero()[0].tobytes(), float(away.sum())
-                before = [puts[to_same]] if to_same in puts else []
-                puts[to_same] = engine.add("put", demands, size, [ready, *before], rank=rank, lane="network")
-        ends.append(engine.add("sent", {}, after=[*last, *puts.values()], rank=rank, lane="flags"))
-    if W == 1:
-        return ends
-    kernel = {"lane": "memory", "delay_s": gpu.kernel_us / 1e6}
-    if summed.any():
-        ends = _put_sums(sim, ends, summed, put, kernel)
-    here = arrivals(cluster, ends, "embeddings")
-    if not work.shares.added.any():
-        return here
-    seconds = work.pooled_bytes * work.shares.added / gpu.copy_gb_per_s / 1e9
-    return cluster.add_each("partial sums", [cluster.memory], seconds, each_alone(here), **kernel)
+def forward(config: SimulateConfig, work: Workload, begin_s: float, copies: bool = True) -> float:
+    """Return when the embeddings of all ranks are there, of a stage that begins at `begin_s`.
+
+    `copies` is false where torchrec's lookup is not followed by a copy into the send buffer, as in `bench`'s baseline.
+    """
+    if not is_collective(config):
+        return _stored_forward(config, work, begin_s)
+    gpu = config.gpu
+    looked_up = begin_s + gpu.baseline.us / 1e6 + pooling_s(gpu.baseline, work)
+    if work.world_size == 1:  # one rank's output is neither sent nor copied
+        return float(looked_up[0])
+    if copies:
+        looked_up += 2 * work.pair_bytes * work.shares.links * work.world_size / gpu.copy_gb_per_s / 1e9
+    begun = np.maximum(looked_up, begin_s + _ids_seconds(config, work).max(0)) + gpu.collective_us / 1e6
+    here = arrival_s(config, begun + pooled_seconds(config, work).max(0))
+    return here + 2 * work.pooled_bytes / gpu.copy_gb_per_s / 1e9
 
 
-def _put_sums(
-    sim: Simulation, pooled: Sequence[int], summed: np.ndarray, put: Puts, kernel: Mapping[str, Any]
-) -> list[int]:
-    """Add up each host's partial sums once its ranks have `pooled`, and put the sums, [W, W] bytes, to other hosts."""
-    config, cluster, work = sim
-    engine, G = cluster.engine, config.network.gpus_per_host
-    hosts = [pooled[first : first + G] for first in range(0, cluster.world_size, G)]
-    latency_s = cluster.peer_latency_s
-    here = [engine.add("gathered: here", {}, after=ranks, lane="flags", delay_s=latency_s) for ranks in hosts]
-    after = [[here[rank // G]] for rank in range(cluster.world_size)]
-    seconds = work.pooled_bytes * work.shares.gathered / config.gpu.copy_gb_per_s / 1e9
-    made = cluster.add_each("sums", [cluster.memory], seconds, after, **kernel)
-    sent = []
-    for rank, number in enumerate(made):
-        issue_s = summed[rank].sum() / put.bytes * config.network.message_ns / 1e9
-        demands, size = cluster.sent(rank, summed[rank], issue_s=issue_s), max(float(summed[rank].sum()), 1.0)
-        sent.append(engine.add("put sums", demands, size, [number], rank=rank, lane="network"))
-    return sent
+def _stored_forward(config: SimulateConfig, work: Workload, begin_s: float) -> float:
+    gpu, network, shares = config.gpu, config.network, work.shares
+    lookup = gpu.fused if config.exchange.backend == "fused" else gpu.pgas
+    begun, pool_s = begin_s + lookup.us / 1e6, pooling_s(lookup, work)
+    if work.world_size == 1:
+        return begun + float(pool_s[0])
+    put = puts_to_host(config, work, work.pair_bytes * network.gpus_per_host / float(pool_s.mean()))
+
+    def sent_s(near: np.ndarray, away: np.ndarray, beside_s: np.ndarray | float = 0.0) -> np.ndarray:
+        puts = away * work.pair_bytes * (work.world_size - network.gpus_per_host) / put.bytes
+        links_s = link_seconds(config, work.pair_bytes * near, work.pair_bytes * away) + beside_s
+        return np.maximum(links_s.max(0), puts * network.message_ns / 1e9)
+
+    busy_s = np.maximum(pool_s, sent_s(shares.near, shares.away - shares.sums, _ids_seconds(config, work)))
+    sent = begun + put.wait_s * (network.hosts > 1) + busy_s
+    here = arrival_s(config, sent)
+
+    def pass_s(share: np.ndarray) -> np.ndarray:
+        return gpu.kernel_us / 1e6 + work.pooled_bytes * share / gpu.copy_gb_per_s / 1e9
+
+    if shares.sums.any():
+        gathered = sent.reshape(network.hosts, -1).max(1).repeat(network.gpus_per_host) + gpu.peer_us / 1e6
+        sent = gathered + pass_s(shares.gathered) + sent_s(np.zeros_like(shares.sums), shares.sums)
+        here = max(here, arrival_s(config, sent))
+    return here + float(pass_s(shares.added).max()) if shares.added.any() else here
 
 
-def _merge(parts: np.ndarray) -> list[np.ndarray]:
-    """Return the waves with those that follow each other and have the same destinations, in equal parts, as one."""
-    merged: list[np.ndarray] = []
-    for part in parts:
-        if merged and np.allclose(merged[-1] / merged[-1].sum(), part / part.sum()):
-            merged[-1] = merged[-1] + part
-        else:
-            merged.append(part)
-    return merged
+def sort_s(config: SimulateConfig, work: Workload) -> tuple[np.ndarray, np.ndarray]:
+    """Return the seconds [W] in which each rank's sort of its ids has the multiprocessors alone, and takes in all."""
+    rates = config.gpu.baseline_update if is_collective(config) else config.gpu.update
+    busy_s = work.ids * work.shares.ids * rates.sort_ns / 1e9
+    return busy_s, busy_s + rates.sort_us / 1e6
+
+
+def rows_s(config: SimulateConfig, work: Workload) -> np.ndarray:
+    """Return [W], how long the rows of each rank take to be updated alone, in seconds, all at once."""
+    rates = config.gpu.baseline_update if is_collective(config) else config.gpu.update
+    return (work.update.hbm / rates.gb_per_s / 1e9 + rates.us / 1e6) * work.shares.memory
+
+
+def gradient_parts(work: Workload) -> list[float]:
+    """Return the share of each part in which gradients are pushed; all together are 1.
+
+    Example: a window of 100 MB is cut into 2, of which the first is half as long: [1 / 3, 2 / 3].
+    """
+    window_bytes = work.pair_bytes * work.world_size
+    count = max(1, min(_MOST_PARTS, int(window_bytes) // _PART_BYTES)) if work.world_size > 1 else 1
+    return [(0.5 if part == 0 else 1.0) / (count - 0.5) if count > 1 else 1.0 for part in range(count)]
+
+
+class Backward(NamedTuple):
+    """When the parts of a backward end, in seconds."""
+
+    arrived_s: float
+    """all gradients are with the owners of their rows"""
+    updated_s: np.ndarray
+    """[W] each rank's rows are updated"""
+    updates_s: np.ndarray
+    """[W] that a rank's updates run, with products beside them"""
+    products_s: np.ndarray
+    """[W] the products beside it have ended"""
+
+
+def backward(
+    config: SimulateConfig, work: Workload, begin_s: np.ndarray, sorted_s: np.ndarray, products_s: np.ndarray
+) -> Backward:
+    """Return when gradients have arrived and rows are updated.
+
+    Args:
+        config: has the rates.
+        work: of the mean rank, with the shares of each.
+        begin_s: [W] when each rank has its gradient.
+        sorted_s: [W] when its ids are sorted; the collective's are sorted once the gradients are there.
+        products_s: [W] when the products beside it end, if nothing is beside them.
+    """
+    gpu, kernel_s, alone_s = config.gpu, config.gpu.kernel_us / 1e6, rows_s(config, work)
+    arrived, links_s = float(begin_s.max()), pooled_seconds(config, work).max(0)
+    if is_collective(config):
+        if work.world_size > 1:
+            pack_s = kernel_s + 2 * work.pooled_bytes / gpu.copy_gb_per_s / 1e9
+            arrived = arrival_s(config, begin_s + pack_s + gpu.collective_us / 1e6 + links_s)
+        return Backward(arrived, arrived + kernel_s + sort_s(config, work)[1] + alone_s, alone_s, products_s)
+    issue_s = (work.world_size - config.network.gpus_per_host) * config.network.message_ns / 1e9
+    updated, first = sorted_s, np.full_like(sorted_s, np.inf)
+    for share in gradient_parts(work):
+        if work.world_size > 1:
+            arrived = arrival_s(config, arrived + np.maximum(links_s * share, issue_s))
+        begun = np.maximum(arrived, updated) + kernel_s
+        first, updated = np.minimum(first, begun), begun + alone_s * share
+    # Updates and products leave each other half of the multiprocessors: both take longer by what the shorter one needs.
+    shared = np.clip(products_s - first, 0.0, alone_s)
+    return Backward(arrived, updated + shared, alone_s + shared, products_s + shared)

@@ -1,34 +1,31 @@
-"""A training step as activities: the graph of docs/architecture/step.md, and the baseline's.
+"""A training step in closed form: the graph of docs/architecture/step.md, and the baseline's.
 
-    ids of the next batch     | over the links, beside everything; of a history its distinct ids are found before
+    ids of the next batch     | over the links, beside the forward
     lookup, exchange          | the bottom MLP's forward beside it
-    ids are sorted            | after the lookup, beside the head's forward, which waits for their kernels
-    attention to a history    | when the embeddings and the bottom MLP's output are there, before the head
-    head, forward             | when these are there
-    head's backward           | up to the embeddings' gradient, the attention's after it
+    ids are sorted            | after the lookup, beside the head, which waits for their kernels
+    head, forward, backward   | when the embeddings and the bottom MLP's output are there
     weights' gradients        | pgas, fused: of the cross network, after the backward
     push of gradients         | after the first of these products, or after the head's backward
     bottom MLP's backward     | beside the push
     rows are updated          | part by part, when their gradients are there and the ids are sorted
     all-reduce, optimizer     | after the products of all weights, and after the push
 
-That is the step of pgas and fused. Under torchrec, all weights' gradients are
-part of the backward, gradients of embeddings are packed and sent by a collective, and dense gradients are summed in
-buckets, the first of them while the head's backward goes on.
+That is the step of pgas and fused. Under torchrec, all weights' gradients are part of the backward, gradients of
+embeddings are packed and sent by a collective, and dense gradients are summed in buckets, the first of them while the
+head's backward goes on.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
+import numpy as np
+
+from dlrm_overlap.config import InputError
 from dlrm_overlap.embedding.traffic import DenseCounts, count_dense
-from dlrm_overlap.simulate.backward import add_backward, collective_backward, sort_s
 from dlrm_overlap.simulate.config import SimulateConfig
-from dlrm_overlap.simulate.engine import Timeline
-from dlrm_overlap.simulate.network import hierarchical_all_reduce, ring_all_reduce
-from dlrm_overlap.simulate.stage import Simulation, each_alone, forward, send_all
-from dlrm_overlap.simulate.workload import Workload
+from dlrm_overlap.simulate.stage import all_reduce_s, backward, forward, is_collective, sort_s
+from dlrm_overlap.simulate.workload import Workload, build_workload
 
 _OPTIMIZER_BYTES = 26  # a parameter, read and written by an update under Adagrad with a bfloat16 shadow
 _BUCKETS = 4  # in which the collective backward sums dense gradients
@@ -36,11 +33,6 @@ _BUCKETS = 4  # in which the collective backward sums dense gradients
 # layer is one, product and activation; in the backward two products, two that sum the bias' gradient, and the
 # activation's; in all, those of the loss and of casts.
 _FORWARD, _BACKWARD, _LOSS = 2, 5, 9
-# Of a history, counted in operators of PyTorch and the bytes that each reads and writes, not measured: those by which
-# `DistinctIds` finds the distinct ids, for each id, the passes of a radix sort among them; those of `TargetAttention`,
-# forward and backward, for each element of the rows that it is given, in bf16, or in TorchRec's float32 that it casts.
-_FIND = (61, 592)
-_ATTEND = {"bfloat16": ((71, 12), (45, 15)), "float32": ((73, 18), (47, 21))}
 
 
 class DenseSeconds(NamedTuple):
@@ -73,7 +65,7 @@ def dense_seconds(config: SimulateConfig, work: Workload) -> DenseSeconds:
     if model.arch == "dot" and config.gpu.pair_tflop_per_s:
         pairs = 2.0 * work.samples * (tables + 1) * tables // 2 * model.dim
         pairs_s, head = pairs / config.gpu.pair_tflop_per_s / 1e12, head - pairs
-    if model.arch == "dcn" and not collective_backward(config):
+    if model.arch == "dcn" and not is_collective(config):
         width = (tables + 1) * model.dim
         cross = 2.0 * work.samples * model.cross_layers * 2 * width * model.cross_rank
     layers_of_head = len(model.top_mlp) + (model.cross_layers if model.arch == "dcn" else 1)
@@ -96,124 +88,67 @@ class Simulated:
     """One simulated stage or step."""
 
     config: SimulateConfig
-    timeline: Timeline
     work: Workload
     ms: float
     """until the last rank has ended"""
+    updates_ms: float = 0.0
+    """that the updates of the mean rank's rows run, with what is beside them"""
 
 
 def simulate(config: SimulateConfig) -> Simulated:
-    """Simulate a stage, a backward or a step."""
-    sim = Simulation.of(config)
-    none: list[list[int]] = [[] for _ in range(sim.cluster.world_size)]
-    if config.what == "stage":
-        forward(sim, none)
-    elif config.what == "backward":
-        add_backward(sim, none, none)
-    else:
-        _add_step(sim, none)
-    timeline = sim.cluster.engine.run()
-    return Simulated(config, timeline, sim.work, timeline.seconds * 1e3)
+    """Simulate a stage, a backward or a step.
 
-
-def _add_sorts(sim: Simulation, after: Sequence[int]) -> list[list[int]]:
-    """Add the sort of each rank's ids and return it; none where sorts take no time.
-
-    Its kernels are in the same queue of programs as the dense part's: while they have the multiprocessors, those wait.
+    Raises:
+        InputError: if a rate is so near to 0, or a size so great, that the time is no number.
     """
-    config, cluster, work = sim
-    busy_s, least_s = sort_s(config, work)
-    if not least_s.any():
-        return [[] for _ in after]
-    numbers = cluster.add_each("sort", [cluster.products], busy_s, each_alone(after), lane="ids", least_s=least_s)
-    return each_alone(numbers)
+    network = config.network
+    work = build_workload(config.model, config.work, network.world_size, network.gpus_per_host, is_collective(config))
+    none, updates_s = np.zeros(work.world_size), 0.0
+    with np.errstate(over="ignore", invalid="ignore"):
+        if config.what == "stage":
+            seconds = forward(config, work, 0.0)
+        elif config.what == "backward":
+            seconds = float(backward(config, work, none, none, none).updated_s.max())
+        else:
+            seconds, updates_s = _step(config, work)
+    if not np.isfinite(seconds):
+        raise InputError(f"the {config.what} takes {seconds} s; some rate is too small, or some size too great")
+    return Simulated(config, work, seconds * 1e3, updates_s * 1e3)
 
 
-def _add_passes(
-    sim: Simulation,
-    name: str,
-    each: tuple[int, int],
-    count: float,
-    after: Sequence[Sequence[int]],
-    lane: str = "products",
-) -> list[int]:
-    """Add kernels of each rank, one after the other, that read and write memory.
-
-    Args:
-        each: kernels, and the bytes of all of them for each of `count` elements.
-    """
-    kernels, nbytes = each
-    gpu, cluster = sim.config.gpu, sim.cluster
-    resources = [cluster.memory, cluster.products]  # they leave products no multiprocessor
-    seconds, delay_s = count * nbytes / gpu.memory_gb_per_s / 1e9, kernels * gpu.kernel_us / 1e6
-    return cluster.add_each(name, resources, seconds, after, lane=lane, delay_s=delay_s)
-
-
-def _add_step(sim: Simulation, none: list[list[int]]) -> None:
-    config, cluster, work = sim
-    gpu, dense, engine = config.gpu, dense_seconds(config, work), cluster.engine
-    several, collective = cluster.world_size > 1, collective_backward(config)
-
-    def products(name: str, seconds: float, after: list[list[int]], kernels: float) -> list[int]:
-        delay_s = kernels * gpu.kernel_us / 1e6
-        return cluster.add_each(name, [cluster.products], seconds, after, lane="products", delay_s=delay_s)
-
-    def each(*numbers: list[int]) -> list[list[int]]:
-        return [list(together) for together in zip(*numbers, strict=True)]
-
-    attend, attend_back = _ATTEND["float32" if collective else "bfloat16"]
-    begun = each_alone([engine.add("step begins", {}, rank=r, delay_s=gpu.step_us / 1e6) for r in range(len(none))])
-    found = none
-    if work.history_ids and config.work.dedup:
-        found = each_alone(_add_passes(sim, "distinct ids", _FIND, work.history_ids, none, "ids"))
-    if several:
-        received = work.id_bytes / (cluster.world_size - 1) * work.shares.ids
-        send_all(sim, received, found, "ids", collective)
-    embeddings = forward(sim, begun)
-    bottom = products("bottom MLP", dense.bottom_forward, begun, dense.bottom_forward_kernels)
-    rows, front = work.history_ids * config.model.dim, each(embeddings, bottom)
-    if work.history_ids:
-        front = each_alone(_add_passes(sim, "attention", attend, rows, front))
-    head = products("head", dense.head_forward, front, dense.head_forward_kernels)
-    buckets = _BUCKETS if collective else 1
-    back, ready = head, []
-    for _ in range(buckets):
-        kernels = dense.head_backward_kernels / buckets
-        back = products("head's backward", dense.head_backward / buckets, each(back), kernels)
-        ready.append(each(back))
-    if work.history_ids:
-        back = _add_passes(sim, "attention's backward", attend_back, rows, each(back))
-    first, weights = back, back
-    if dense.weights:
-        layers = config.model.cross_layers
-        first = products("weights' gradients, first", dense.weights / layers, each(back), 1)
-        weights = products("weights' gradients", dense.weights * (layers - 1) / layers, each(first), 1)
-    bottom_back = products("bottom MLP's backward", dense.bottom_backward, each(back), dense.bottom_backward_kernels)
-    ids = none if collective else _add_sorts(sim, embeddings)
-    arrived, _ = add_backward(sim, each(back if collective else first), ids)
-    summed = bottom_back
-    if several:
+def _step(config: SimulateConfig, work: Workload) -> tuple[float, float]:
+    """Return the seconds of a step, and those that the mean rank's updates of rows run."""
+    gpu, dense, several = config.gpu, dense_seconds(config, work), work.world_size > 1
+    kernel_s, begin_s, none = gpu.kernel_us / 1e6, gpu.step_us / 1e6, np.zeros(work.world_size)
+    nbytes = 4.0 * dense.counts.parameters
+    embeddings = forward(config, work, begin_s)
+    bottom = begin_s + dense.bottom_forward_kernels * kernel_s + dense.bottom_forward
+    head = max(embeddings, bottom) + dense.head_forward_kernels * kernel_s
+    backward_s = dense.head_backward_kernels * kernel_s + dense.head_backward
+    bottom_backward_s = dense.bottom_backward_kernels * kernel_s + dense.bottom_backward
+    if is_collective(config):
+        head += dense.head_forward
+        bottom_back = head + backward_s + bottom_backward_s
+        found = backward(config, work, none + head + backward_s, none, none)
         # The last bucket is that of the layers whose gradients come last.
-        ready[-1] = each(bottom_back)
-        if not collective:
-            ready[-1] = [[*a, *b] for a, b in zip(each(bottom_back, weights), arrived, strict=True)]
-        summed = _add_all_reduces(sim, ready, 4.0 * dense.counts.parameters)
-    seconds = _OPTIMIZER_BYTES * dense.counts.parameters / gpu.optimizer_gb_per_s / 1e9
-    cluster.add_each(
-        "optimizer", [cluster.memory], seconds, each_alone(summed), lane="memory", delay_s=gpu.kernel_us / 1e6
-    )
-
-
-def _add_all_reduces(sim: Simulation, ready: Sequence[list[list[int]]], nbytes: float) -> list[int]:
-    """Add the sums of all buckets, one after the other; each begins when its gradients are `ready`."""
-    config, cluster, _ = sim
-    all_reduce = ring_all_reduce if config.network.hosts == 1 else hierarchical_all_reduce
-    delay_s = config.gpu.collective_us / 1e6 if collective_backward(config) else 0.0
-    summed: list[int] = []
-    for bucket in ready:
-        begins = [
-            cluster.engine.add("all-reduce begins", {}, after=[*after, *summed[r : r + 1]], rank=r, delay_s=delay_s)
-            for r, after in enumerate(bucket)
-        ]
-        summed = all_reduce(cluster, nbytes / len(ready), each_alone(begins))
-    return summed
+        ready = [head + backward_s * bucket / _BUCKETS for bucket in range(1, _BUCKETS)]
+        summed = 0.0
+        for each in [*ready, bottom_back]:
+            summed = max(each, summed) + several * (gpu.collective_us / 1e6 + all_reduce_s(config, nbytes / _BUCKETS))
+    else:
+        # The sort leaves the head half of the multiprocessors.
+        busy_s, least_s = sort_s(config, work)
+        products_s = dense.head_forward + dense.head_backward
+        shared = np.clip(embeddings + busy_s - head, 0.0, products_s)
+        back = head + products_s + dense.head_backward_kernels * kernel_s + shared
+        kernels = 2 if dense.weights else 0  # of the first cross layer, and of the others
+        first = back + (kernel_s + dense.weights / config.model.cross_layers if dense.weights else 0.0)
+        products = back + dense.weights + max(kernels * kernel_s + dense.bottom_backward, bottom_backward_s)
+        found = backward(config, work, first, embeddings + least_s + shared, products)
+        summed = float(found.products_s.max())
+        if several:
+            summed = max(summed, found.arrived_s) + all_reduce_s(config, nbytes)
+    # Updates of rows and of dense parameters share the memory.
+    optimizer_s = _OPTIMIZER_BYTES * dense.counts.parameters / gpu.optimizer_gb_per_s / 1e9
+    seconds = max(summed + kernel_s, float(found.updated_s.max())) + optimizer_s
+    return seconds, float(found.updates_s.mean())

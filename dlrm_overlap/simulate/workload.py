@@ -48,18 +48,12 @@ class Workload:
     ids: float
     """that a rank looks up"""
     shares: Shares
-    history_ids: float = 0.0
-    """of a rank's samples, in the table that is not pooled; each gets a row"""
-    history_rows: float = 0.0
-    """that travel to a rank for these"""
 
 
 def build_workload(
     model: ModelConfig, work: WorkConfig, world_size: int, gpus_per_host: int | None = None, dense: bool = False
 ) -> Workload:
     """Return the work of the mean rank, and the ranks' shares of it by the plan.
-
-    A history, which is not pooled, counts as so many bags of one id as rows of it travel.
 
     Args:
         model: gives the dim.
@@ -78,28 +72,22 @@ def build_workload(
     every_hot = work.multi_hot if isinstance(work.multi_hot, list) else [work.multi_hot] * tables
     every_alpha = work.zipf_alpha if isinstance(work.zipf_alpha, list) else [work.zipf_alpha] * tables
     shards, planned, read, missed = [], [], [], []
-    total_dim = bags = history_ids = history_rows = 0.0
-    for number, (rows, spec, alpha) in enumerate(zip(every_rows, every_hot, every_alpha, strict=True)):
+    total_dim = tables * dim
+    for rows, spec, alpha in zip(every_rows, every_hot, every_alpha, strict=True):
         least, most = parse_multi_hot(spec)
         ids = batch * (least + most) / 2
         rows = min(rows, work.max_rows or rows)
         row_bytes = dim * work.row_bytes
         size = round(rows * (row_bytes + state_bytes(work.optimizer, dim)))
-        load = TableLoad((least + most) / 2, dim, row_bytes, size, rows, number != model.sequence.history)
+        load = TableLoad((least + most) / 2, dim, row_bytes, size, rows)
         touched, missing = expected_rows(rows, alpha, ids), misses(rows, alpha, ids, CACHE_BYTES / row_bytes)
-        filled, distinct = batch * (1.0 if least else most / (most + 1)), 1.0
-        if not load.pooled:
-            history_ids = ids / world_size
-            history_rows = expected_rows(rows, alpha, history_ids) if work.dedup else history_ids
-            distinct = history_rows / history_ids
-            filled = ids = history_rows * world_size
-        planned.append(PlannedTable(load, rows, range(least, most + 1), distinct))
+        filled = batch * (1.0 if least else most / (most + 1))
+        planned.append(PlannedTable(load, rows, range(least, most + 1)))
         read.append(ids * row_bytes / world_size)
         missed.append(min(ids, missing) * row_bytes / world_size)
-        total_dim, bags = total_dim + planned[-1].sent_columns, bags + (batch if load.pooled else filled) / world_size
         # The rank's part of a table counts as a shard of all its columns and of a part of its rows and bags.
         shards.append(ShardTraffic(ids / world_size, touched / world_size, filled / world_size, dim, work.row_bytes))
-    owner_dim = total_dim / world_size
+    owner_dim, bags = total_dim / world_size, tables * samples
     hbm, link = pooling_bytes(shards, batch, samples, total_dim, owner_dim, work.id_bytes, work.wire_bytes)
     update = update_bytes(
         shards,
@@ -129,8 +117,6 @@ def build_workload(
         id_bytes=(own_ids + bags) * work.id_bytes * (world_size - 1) / world_size,
         ids=own_ids,
         shares=shares,
-        history_ids=history_ids,
-        history_rows=history_rows,
     )
 
 

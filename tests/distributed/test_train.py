@@ -96,12 +96,10 @@ def test_tensorboard_shows_curves_and_texts(run: Path) -> None:
         "speed/step_ms_p10",
         "speed/step_ms_p50",
         "speed/step_ms_p90",
-        "result/step_ms_p50",
         "speed/input_wait_ms",
         "memory/peak_bytes",
     } <= scalars
     assert {tag.split("/")[0] for tag in events.Tags()["tensors"]} >= {"plan", "environment", "config"}
-    assert "_hparams_/session_start_info" in events.summary_metadata
     losses = {event.step: event.value for event in events.Scalars("train/loss")}
     assert losses == pytest.approx(read_metrics(run, "train/loss"))
 

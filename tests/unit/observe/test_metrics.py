@@ -1,6 +1,5 @@
 import json
 import math
-import re
 from pathlib import Path
 
 import pytest
@@ -113,56 +112,35 @@ def test_metrics_file_of_a_resumed_run(tmp_path: Path) -> None:
     assert records == [{"step": s, "loss": x} for s, x in ((1, 0.0), (2, 0.0), (3, 2.0), (4, None))]
 
 
-TORN = [
-    '{"step": 1, "loss": 0.5}\n{"step": 2, "lo',
-    '{"step": 2, "lo{"step": 1, "loss": 0.5}\n{"step": 1, "loss": 0.5}\n',
-    '{"step": 1, "loss": 0.5}\n{"a": {}\n"step"\n[1]\n{}\n\0\0\0',
-    '{"step": 1, "loss": 0.5}\n{"step": Infinity}\n{"step": NaN}\n{"step": "1"}\n{"step": 1e999}',
-]
-
-
-@pytest.mark.parametrize("text", TORN)
-def test_a_line_that_a_crash_cut_is_dropped_with_one_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str
+def test_lines_that_are_not_whole_are_left_out_and_a_full_disk_ends_no_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_text(text)
-    MetricsFile(path, 2).close()
-    assert path.read_text() == '{"step": 1, "loss": 0.5}\n'
-    (line,) = caplog.messages
-    assert re.search(r"metrics\.jsonl: \d of \d lines are not whole", line)
-
-
-def test_a_full_disk_loses_whole_lines_and_only_those(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = tmp_path / "metrics.jsonl"
     file = MetricsFile(path, 0)
-    with file_limit(50):
+    with file_limit(60):
         for step in (1, 2, 3, 4):
             file.write({"step": step, "loss": 0.5})
     file.write({"step": 5, "loss": 0.5})
     file.close()
+    (line,) = caplog.messages
+    assert line.endswith("metrics.jsonl: cannot be written; the run goes on without these lines")
+    with path.open("a") as torn:
+        torn.write('{"a": 1}\n[1]\n{"step": "x"}\n{"step": 6, "lo')
+    MetricsFile(path, 9).close()
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 5]
-    full, missing = caplog.messages
-    assert "the run goes on without these lines" in full
-    assert "2 lines could not be written" in missing
 
 
-@pytest.mark.parametrize("key", ["steps", "eval_auroc", "eval_ne", "samples_per_s", "step_ms_p50"])
-def test_a_summary_with_a_wrong_value_counts_as_none(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, key: str
-) -> None:
-    whole = {"steps": 3, "eval_auroc": 0.5, "eval_ne": None, "samples_per_s": 7, "step_ms_p50": 0.25}
+def test_a_summary_is_read_as_it_was_returned(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "summary.json"
-    path.write_text(json.dumps(whole))
+    path.write_text('{"steps": 3, "eval_ne": null}')
     summary = read_summary(tmp_path)
     assert summary is not None
     assert math.isnan(summary.pop("eval_ne"))
-    assert summary.items() <= whole.items()
-    for wrong in ("Infinity", "1e999", '"text"', "[]", "{}", *(["true", "1.5"] if key == "steps" else ["9" * 400])):
-        path.write_text(json.dumps(whole | {key: "wrong"}).replace('"wrong"', wrong))
-        assert read_summary(tmp_path) is None, wrong
+    assert summary == {"steps": 3}
+    for damage in ("", "{", "[]"):
+        path.write_text(damage)
+        assert read_summary(tmp_path) is None
         assert caplog.messages.pop().endswith("summary.json is not what was written, and left out")
-        caplog.clear()
 
 
 def test_slowed_steps_are_left_out_where_others_are_left() -> None:

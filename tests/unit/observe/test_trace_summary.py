@@ -128,8 +128,8 @@ def test_a_window_is_shared_among_computing_exposed_communication_copies_and_not
     ("data", "message"),
     [
         (None, "No such file or directory; give a file that log.trace_steps has written"),
-        (b"{", "not a Chrome trace"),
-        (b"[]", "not a Chrome trace"),
+        (b"{", "not a whole Chrome trace"),
+        (b"[]", "not a whole Chrome trace"),
         (json.dumps({"traceEvents": [STEPS[2]]}).encode(), "nothing in it ran on a GPU"),
     ],
 )

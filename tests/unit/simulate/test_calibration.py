@@ -12,9 +12,8 @@ import yaml
 from dlrm_overlap.config import ModelConfig
 from dlrm_overlap.embedding.traffic import count_dense
 from dlrm_overlap.simulate.config import GpuConfig, NetworkConfig, SimulateConfig, WorkConfig
-from dlrm_overlap.simulate.product import product_alone_ms, simulate_product
 from dlrm_overlap.simulate.workload import build_workload
-from tests.calibration import calibrate, product_config, read_rows, split_sweep, step_config
+from tests.calibration import calibrate, read_rows, split_sweep, step_config
 
 RESULTS = Path("docs/results")
 
@@ -67,16 +66,3 @@ def test_the_mean_step_has_the_bytes_of_the_measured_one(gpu: GpuConfig) -> None
     total = found.hbm_bytes + found.update.hbm + 4 * dense.parameters + 2 * dense.outputs
     assert dense.flop == int(row["dense_flop"])
     assert total == pytest.approx(float(row["uncached_hbm_bytes"]), rel=0.1)
-
-
-def test_a_row_of_bench_gemm_is_simulated_with_its_own_product(gpu: GpuConfig) -> None:
-    row = {"operator": "reduce_scatter", "device": "cuda", "world_size": "4", "m": "4096", "k": "2048", "n": "8192"}
-    row |= {"gemm_ms": "0.2"}
-    serial = product_config(row | {"contender": "serial"}, gpu)
-    assert serial is not None
-    assert product_alone_ms(serial) == pytest.approx(0.2, rel=0.01)
-    part = 4096 * 2048 * 2 / 4
-    scatter_ms = (gpu.collective_us + 3 * gpu.peer_us) / 1e3 + 3 * part / gpu.collective_gb_per_s / 1e6
-    assert simulate_product(serial).ms == pytest.approx(0.2 + scatter_ms, rel=0.01)
-    assert product_config(row | {"contender": "copies"}, gpu) is None
-    assert product_config(row | {"operator": "all_gather", "contender": "serial"}, gpu) is None
