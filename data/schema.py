@@ -17,7 +17,6 @@ Features are taken in the order of the file, which is that of the tables `t_00`,
 
 import datetime
 import importlib.util
-import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -84,11 +83,6 @@ class Schema:
     dense: Mapping[str, Dense] = field(default_factory=dict)
     categorical: Mapping[str, Categorical] = field(default_factory=dict)
     time: Time | None = None
-    format: Literal["csv", "parquet", "arrow"] | None = None
-    """null: as the files' names end"""
-    files: str | None = None
-    """regular expression of the names of a folder's files, without .gz; null: those that end in .csv, .tsv, .txt,
-    .parquet, .arrow or .feather"""
     delimiter: str = ","
     """text: what separates fields, one character"""
     columns: list[str] | None = None
@@ -110,11 +104,6 @@ class Schema:
             for key, value in (("longest", column.longest), ("size", column.size)):
                 if value is not None and not column.list:
                     raise InputError(f"categorical.{name}.{key}: {value} is of lists; set list")
-            if column.size is not None and column.longest is not None:
-                raise InputError(
-                    f"categorical.{name}: size {column.size}, longest {column.longest}; give one of them: lists of one "
-                    f"size have no longest"
-                )
         for section in ("labels", "categorical"):
             if not getattr(self, section):
                 raise InputError(f"{section}: none, but a model needs one; name its columns")
@@ -123,10 +112,6 @@ class Schema:
             raise InputError(f"{twice}: a column with two uses; write it twice into the table, under two names")
         if len(self.delimiter.encode()) != 1:
             raise InputError(f"delimiter: {self.delimiter!r} is not one character; take ',' or \"\\t\"")
-        try:
-            re.compile(self.files or "")
-        except re.error as error:
-            raise InputError(f"files: {self.files!r} is no regular expression ({error}); correct it") from None
 
     @property
     def names(self) -> list[str]:
@@ -148,18 +133,8 @@ class Schema:
         """Whether `prepare` reads all values once before it writes any."""
         return bool(self.counted or self.standardised)
 
-    @property
-    def tasks(self) -> tuple[list[str], list[float]]:
-        """Names and weights of the labels."""
-        return list(self.labels), [label.weight for label in self.labels.values()]
-
-    @property
-    def sizes(self) -> list[int | None]:
-        """Of each table, ids of a bag; None where bags differ in size."""
-        return [column.size if column.list else 1 for column in self.categorical.values()]
-
     def as_dict(self) -> dict[str, Any]:
-        """Return what `schema_of` makes it from, as JSON has it."""
+        """Return the keys and their values as JSON has them."""
         found = asdict(self)
         if self.time is not None and isinstance(self.time.held_out_from, datetime.date):
             found["time"]["held_out_from"] = self.time.held_out_from.isoformat()
@@ -167,7 +142,7 @@ class Schema:
 
 
 def read_schema(path: Path) -> Schema:
-    """Return the schema in the YAML file `path`.
+    """Return the schema that the YAML file `path` describes.
 
     Raises:
         InputError: naming the file, the key and the rule that it breaks.
@@ -177,11 +152,6 @@ def read_schema(path: Path) -> Schema:
             tree = yaml.load(file, UniqueKeyLoader)
     except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
         raise InputError(f"{path}: no schema can be read ({in_one_line(error)}); give a YAML file") from None
-    return schema_of(tree, path)
-
-
-def schema_of(tree: Any, path: Path) -> Schema:
-    """Return the schema that `tree` describes, as read from the file `path`; errors are those of `read_schema`."""
     if not isinstance(tree, dict):
         raise InputError(f"{path}: not a section of keys; it needs labels, dense and categorical")
     time = tree.get("time")
@@ -202,8 +172,6 @@ def criteo_schema(rows: list[int] | None, min_count: int | None = None) -> Schem
     dense, tables = [f"I{i + 1}" for i in range(CRITEO_DENSE)], [f"C{t + 1}" for t in range(CRITEO_TABLES)]
     columns = [Categorical("hex", rows[t] if rows else None, min_count) for t in range(CRITEO_TABLES)]
     return Schema(
-        format="csv",
-        files=r"train\.txt|day_\d+|.+\.tsv",
         delimiter="\t",
         columns=["label", *dense, *tables],
         labels={"label": Label()},

@@ -221,8 +221,6 @@ def prepare(argv: list[str]) -> int:
         "--min_count", type=PositiveInt, help="criteo: a row for each value seen this often (default 10)"
     )
     parser.add_argument("--rows", type=PositiveInt, help="criteo, instead: hash each table's values into so many rows")
-    text = "error: a row that is no sample ends it; skip: such rows are left out, and counted in meta.json"
-    parser.add_argument("--bad_rows", choices=["error", "skip"], default="error", help=text)
     _add_dense(parser)
     values = parser.read(argv)
     if values.rows and values.min_count:
@@ -242,8 +240,8 @@ def prepare(argv: list[str]) -> int:
     hashed = [values.rows] * CRITEO_TABLES if values.rows else None
     schema = read_schema(Path(values.schema)) if values.schema else None
     schema = schema or criteo_schema(hashed, None if hashed else values.min_count or 10)
-    skip, target = values.bad_rows == "skip", Path(values.target)
-    return _report_days(target, prepare_days(Path(values.source), target, schema, skip, dense=values.dense))
+    target = Path(values.target)
+    return _report_days(target, prepare_days(Path(values.source), target, schema, values.dense))
 
 
 def _prepare_samples(argv: list[str]) -> int:
@@ -270,8 +268,7 @@ def _add_dense(parser: Parser) -> None:
 
 def _report_days(target: Path, meta: Any) -> int:
     samples, held_out = sum(day.samples or 0 for day in meta.days), sum(day.held_out for day in meta.days)
-    rows, skipped = meta.rows or [], sum(day.skipped for day in meta.days)
-    besides = f", {held_out} held out" * bool(held_out) + f", {count_of(skipped, 'row')} left out" * bool(skipped)
+    rows, besides = meta.rows or [], f", {held_out} held out" * bool(held_out)
     print(f"{target}: {count_of(samples, 'sample')}{besides}, {min(rows)} to {max(rows)} rows a table")
     return 0
 

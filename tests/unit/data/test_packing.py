@@ -74,7 +74,7 @@ def test_packing_goes_on_with_the_day_that_is_not_whole(tmp_path: Path, monkeypa
     assert written == [0, 1, 2, *range(2, 7)]
     for file in (tmp_path / "whole").rglob("*.npy"):
         assert (tmp_path / "days" / file.relative_to(tmp_path / "whole")).read_bytes() == file.read_bytes()
-    with pytest.raises(InputError, match="was prepared of other samples; choose another folder"):
+    with pytest.raises(InputError, match="was prepared of other files, or in another way; choose"):
         pack_samples(config_of(FIXED, seed=1), tmp_path / "days", SAMPLES, day_samples=16)
 
 
