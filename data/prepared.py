@@ -21,10 +21,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-import torch
 
 from dlrm_overlap.config import InputError, TablesConfig
-from dlrm_overlap.data.batch import Records
 from dlrm_overlap.data.days import Day, Days, Ragged
 from dlrm_overlap.data.npy_files import map_npy
 from dlrm_overlap.data.records import Layout, Packed, bytes_below, field_of_ids
@@ -176,16 +174,7 @@ class Prepared(Days):
         self.holds_out = meta.holds_out
         self.label_names = list(meta.schema["labels"])
         self.label_weights = [label["weight"] for label in meta.schema["labels"].values()]
-        self._moduli = [kept if kept < made else 0 for kept, made in zip(self.rows, rows, strict=True)]
         self.packed = None if layout.lists else (layout, self._moduli)
-
-    def records_at(self, positions: np.ndarray) -> Records:
-        """Return the samples at `positions` as records: a view of the file where they follow each other in a day."""
-        found = []
-        for each in self._stretches(positions % self.num_samples):
-            assert each.day.records is not None, "days of this class have records"
-            found.append(each.day.records[each.samples])
-        return Records(torch.from_numpy(found[0] if len(found) == 1 else np.concatenate(found)))
 
 
 def _open_day(folder: Path, i: int, samples: int, layout: Layout) -> Day:

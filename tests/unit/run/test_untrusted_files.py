@@ -97,7 +97,7 @@ def test_members_of_an_archive_execute_nothing(tmp_path: Path, mark: Path) -> No
             Criteo(tmp_path, TablesConfig(rows=50), multi_hot=True)
         (tmp_path / "day_0_dense.npy").write_bytes(b"\x93NUMPY\x01\x00" + size + header.encode() + b"\n" + bytes(80))
         np.save(tmp_path / "day_0_sparse.npy", np.zeros((20, 26), np.int32))
-        with pytest.raises(InputError, match=r"day_0_dense\.npy: not a whole numpy file"):
+        with pytest.raises(InputError, match=r"day_0_dense\.npy: not the array"):
             Criteo(tmp_path, TablesConfig(rows=50), multi_hot=False)
     assert not mark.exists()
 
