@@ -1,22 +1,10 @@
 """The columns of a table of samples: which are labels, dense or categorical features, and the time; a YAML file.
 
-    labels:
-      click:
-      purchase: {weight: 0.2}
-    dense:
-      price: {transform: log1p}
-      age: {transform: standardised}
-    categorical:
-      site: {rows: 100000}
-      user: {type: int, min_count: 5}
-      genres: {rows: 1000, list: "|", longest: 20}
-    time: {column: day, held_out_from: 2024-03-01}
-
+docs/configuration.md has an example.
 Features are taken in the order of the file, which is that of the tables `t_00`, `t_01`, ..
 """
 
 import datetime
-import importlib.util
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -178,15 +166,3 @@ def criteo_schema(rows: list[int] | None, min_count: int | None = None) -> Schem
         dense=dict.fromkeys(dense, Dense("log1p")),
         categorical=dict(zip(tables, columns, strict=True)),
     )
-
-
-def require_pyarrow() -> None:
-    """Check that pyarrow is installed, which reads files of samples.
-
-    Raises:
-        InputError: if it is not.
-    """
-    if importlib.util.find_spec("pyarrow") is None:
-        raise InputError(
-            'pyarrow: not installed, but text, Parquet and Arrow files are read by it; pip install "dlrm-overlap[data]"'
-        )

@@ -232,10 +232,12 @@ def prepare(argv: list[str]) -> int:
     for name, path in (("IN", values.source), ("OUT", values.target)):
         if not path:  # pathlib's word for the working folder, which an unset variable does not mean
             raise InputError(f"prepare: {name} is empty; give a file or folder")
-    from dlrm_overlap.data.schema import criteo_schema, read_schema, require_pyarrow
+    from dlrm_overlap.data.schema import criteo_schema, read_schema
 
-    require_pyarrow()
-    from dlrm_overlap.data.prepare import prepare as prepare_days
+    try:
+        from dlrm_overlap.data.prepare import prepare as prepare_days
+    except ModuleNotFoundError as error:
+        raise InputError(f'{error.name}: not installed; pip install "dlrm-overlap[data]"') from None
 
     hashed = [values.rows] * CRITEO_TABLES if values.rows else None
     schema = read_schema(Path(values.schema)) if values.schema else None
