@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
@@ -110,37 +109,6 @@ class Batch(Pipelineable):
         return Batch(self.dense.pin_memory(), self.sparse.pin_memory(), self.labels.pin_memory())
 
 
-@dataclass
-class Records:
-    """The samples of one rank and step as packed bytes, all of one size: `data/records.py`."""
-
-    packed: torch.Tensor
-    """[b, record_bytes] uint8"""
-    lease: Lease | None = None
-    """keeps lent memory for these records"""
-
-    @classmethod
-    def from_tensors(cls, packed: torch.Tensor) -> "Records":
-        """Return records [b, record_bytes] uint8."""
-        return cls(packed)
-
-    @property
-    def tensors(self) -> tuple[torch.Tensor]:
-        """The one that `from_tensors` takes."""
-        return (self.packed,)
-
-    def to(self, device: torch.device) -> torch.Tensor:
-        """Return `packed` on `device`; the copy is enqueued on the current stream."""
-        moved = self.packed.to(device, non_blocking=True)
-        if self.lease:
-            self.lease.copying()
-        return moved
-
-    def clone(self) -> "Records":
-        """Return a copy in memory of its own."""
-        return Records(self.packed.clone())
-
-
 class Dataset(Protocol):
     """A stream of samples in a fixed order, read by position.
 
@@ -173,8 +141,7 @@ class Dataset(Protocol):
     """factors of their losses in the loss that is trained"""
 
     packed: Any = None
-    """where `records_at` has all of a sample: the `records.Layout`, and the numbers of which ids are taken the
-    remainder"""
+    """where `records` has all of a sample: its `Layout`, and the numbers of which ids are taken the remainder"""
 
     on_gpu: bool = False
     """samples are made on a GPU, by kernels on the stream that is current in `read`, rather than read on the CPU"""
@@ -186,12 +153,8 @@ class Dataset(Protocol):
         """
         return ""
 
-    def read_at(self, positions: np.ndarray) -> Batch:
-        """Return the samples at `positions` [count] int64, as `read` does."""
-        return Batch.join([self.read(position, 1) for position in positions.tolist()])
-
-    def records_at(self, positions: np.ndarray) -> Records:
-        """Return the samples at `positions` as records; only where `packed` is not None."""
+    def records(self, first: int, count: int) -> torch.Tensor:
+        """Return the samples of `read` as records [count, record_bytes] uint8; only where `packed` is not None."""
         raise AssertionError("a data set whose `packed` is None has no records")
 
     def read(self, first: int, count: int) -> Batch:

@@ -21,46 +21,26 @@ class Criteo(Days):
         """Map the days of the folder `path`.
 
         Raises:
-            InputError: if `tables` has no rows, if a file is missing, breaks the format, is compressed or differs in
-                length from the others of its day, or if a day's bags hold other numbers of ids than the first day's.
+            InputError: if `tables` has no rows, or if a file is missing, breaks the format, is compressed or differs in
+                length from the others of its day.
         """
         if tables.rows is None:
             raise InputError("data.tables.rows: null, but Criteo's arrays name no rows; set data.tables.rows")
         rows = [tables.rows] * CRITEO_TABLES if isinstance(tables.rows, int) else tables.rows
-        folder, ids = Path(path), "sparse_multi_hot.npz" if multi_hot else "sparse.npy"
-        days = [_open_day(folder, day, ids) for day in _days_in(folder, ids)]
-        first, *others = ([np.asarray(ids).shape[1] for ids in day.ids] for day in days)
-        for day, found in zip(days[1:], others, strict=True):
-            if found != first:
-                raise InputError(f"{day.name}: bags of {found} ids, but the first day's have {first}; take one day out")
-        super().__init__(days, rows, tables.max_rows)
+        names = [re.match(r"day_(\d+)_", file.name) for file in Path(path).glob("day_*.np[yz]")]
+        days = sorted({int(name[1]) for name in names if name})
+        if not days:
+            raise InputError(f"{path}: holds no day_0_dense.npy nor its like; set data.path, or data.eval_path, anew")
+        super().__init__([_open_day(f"{path}/day_{day}", multi_hot) for day in days], rows, tables.max_rows)
 
 
-def _days_in(folder: Path, ids: str) -> list[int]:
-    """Return, in ascending order, the days of which `folder` holds a file.
-
-    Raises:
-        InputError: if there is none.
-    """
-    if not folder.is_dir():
-        raise InputError(
-            f"{folder}: not a folder; set data.path, or data.eval_path, to the one that holds day_0_{ids} and its like"
-        )
-    name = re.compile(rf"day_(\d+)_(dense\.npy|labels\.npy|{re.escape(ids)})")
-    days = {int(match[1]) for file in folder.iterdir() if (match := name.fullmatch(file.name))}
-    if not days:
-        raise InputError(f"{folder}: holds no day_0_{ids} nor its like; give another folder or data.kind")
-    return sorted(days)
-
-
-def _open_day(folder: Path, day: int, ids: str) -> Day:
-    name = f"{folder}/day_{day}"
-    file = Path(f"{name}_{ids}")
-    tables = map_npz(file) if file.suffix == ".npz" else list(map_npy(file, np.int32, CRITEO_TABLES).T[:, :, None])
+def _open_day(name: str, multi_hot: bool) -> Day:
+    if multi_hot:
+        tables = map_npz(Path(f"{name}_sparse_multi_hot.npz"))
+    else:
+        tables = list(map_npy(Path(f"{name}_sparse.npy"), np.int32, CRITEO_TABLES).T[:, :, None])
     dense = map_npy(Path(f"{name}_dense.npy"), np.float32, CRITEO_DENSE)
     labels = map_npy(Path(f"{name}_labels.npy"), np.int32, 1)
     if len(lengths := {len(dense), len(labels), *map(len, tables)}) > 1:
-        raise InputError(
-            f"{name}: files of {sorted(lengths)} samples, but dense, labels and sparse must agree; replace them"
-        )
+        raise InputError(f"{name}: arrays of {sorted(lengths)} samples, which must agree; replace them")
     return Day(name, labels, dense, tables)

@@ -1,11 +1,13 @@
 """Days of samples as arrays, in memory or mapped from disk, read one after the other.
 
-Samples keep the order of the files. Positions count on from day to day; beyond the last sample comes the first one
-again. Every value is checked when it is read.
+Samples keep the order of the files, unless they are shuffled. Positions count on from day to day; beyond the last
+sample comes the first one again. Every value is checked when it is read.
 """
 
+import copy
+import functools
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -16,8 +18,6 @@ from dlrm_overlap.config import InputError
 from dlrm_overlap.data.batch import Batch, Dataset
 
 _FINGERPRINTED = 64  # samples, a page or two of a file each
-ROWS_CURE = "set data.tables.rows to the rows the ids were made for, or fold the ids by data.tables.max_rows"
-
 
 Samples = slice | np.ndarray  # some of a day, by their numbers
 
@@ -31,9 +31,6 @@ class Ragged:
     ends: np.ndarray
     """[n] int64, where each bag ends in `values`"""
 
-    def __len__(self) -> int:
-        return len(self.ends)
-
 
 @dataclass(frozen=True)
 class Day:
@@ -45,37 +42,33 @@ class Day:
     """[n, L], any number type"""
     dense: np.ndarray
     """[n, F] float32"""
-    ids: Sequence[np.ndarray | Ragged] | np.ndarray
+    ids: Sequence[np.ndarray | Ragged]
     """of each table: [n, pooling factor] int32, or ragged"""
     records: np.ndarray | None = None
     """[n, bytes] uint8, which the others are unpacked from, if they are"""
 
-    def bags(self, table: int, samples: Samples) -> tuple[np.ndarray, np.ndarray | int]:
-        """Return the ids [m] int32 of some samples, and the sizes [samples] of their bags, or that of all."""
+    def bags(self, table: int, samples: Samples) -> tuple[np.ndarray, np.ndarray]:
+        """Return the ids [m] int32 of some samples, and the sizes [samples] of their bags."""
         ids = self.ids[table]
         if not isinstance(ids, Ragged):
-            return ids[samples].reshape(-1), ids.shape[1]
+            taken = ids[samples]
+            return taken.reshape(-1), np.full(len(taken), taken.shape[1])
+        ends = ids.ends[samples]
         if isinstance(samples, slice):
-            ends = ids.ends[samples]
             first = ids.ends[samples.start - 1] if samples.start else 0
             return ids.values[first : ends[-1]].reshape(-1), np.diff(ends, prepend=first)
-        ends = ids.ends[samples]
         sizes = ends - np.where(samples > 0, ids.ends[samples - 1], 0)
         within = np.arange(sizes.sum()) - np.repeat(sizes.cumsum() - sizes, sizes)
         return ids.values[np.repeat(ends - sizes, sizes) + within].reshape(-1), sizes
 
-
-@dataclass(frozen=True)
-class _Stretch:
-    """Some samples of a day."""
-
-    day: Day
-    samples: Samples
-    size: int
-
-    def number(self, i: int) -> int:
-        """Return the number in the day of the i-th one."""
-        return self.samples.start + i if isinstance(self.samples, slice) else int(self.samples[i])
+    def bag_sizes(self, table: int) -> tuple[int, int, int]:
+        """Return the least and the most ids of a bag, and the number of all ids; the day must not be empty."""
+        ids = self.ids[table]
+        if isinstance(ids, Ragged):
+            sizes = np.diff(ids.ends, prepend=0)
+            return int(sizes.min()), int(sizes.max()), len(ids.values)
+        samples, size = ids.shape
+        return size, size, samples * size
 
 
 class Days(Dataset):
@@ -83,142 +76,118 @@ class Days(Dataset):
 
     def __init__(self, days: Sequence[Day], rows: Sequence[int], max_rows: int | None):
         """`rows` are those that each table's ids were made for; above `max_rows` ids are folded by modulo."""
-        self.rows: list[int] = cap_rows(rows, max_rows)
-        self._folded = [kept < table_rows for kept, table_rows in zip(self.rows, rows, strict=True)]
+        self.rows: list[int] = [min(table_rows, max_rows or table_rows) for table_rows in rows]
+        if max(self.rows) >= 2**31:
+            raise InputError(f"data.tables.rows: {max(self.rows)} overflows int32 ids; stay below {2**31}")
+        self._moduli = [kept if kept < made else 0 for kept, made in zip(self.rows, rows, strict=True)]
         self._days = days
         self._ends = list(accumulate(len(day.labels) for day in days))
+        self._start, self._shuffle, self._seed = 0, 0, 0
         self.num_samples: int = self._ends[-1]
         if self.num_samples == 0:
             raise InputError(f"{days[0].name}: no samples; give a data set that has some")
-        sizes = [_bag_sizes([day.ids[t] for day in days if len(day.labels)]) for t in range(len(self.rows))]
-        self.pooling: list[float] = [total / self.num_samples for _, _, total in sizes]
+        sizes = [[day.bag_sizes(t) for day in days if len(day.labels)] for t in range(len(self.rows))]
+        self.pooling: list[float] = [sum(total for _, _, total in table) / self.num_samples for table in sizes]
         """mean number of ids in a bag, of each table"""
-        self.bag_sizes: list[tuple[int, int]] = [(least, most) for least, most, _ in sizes]
+        self.bag_sizes: list[tuple[int, int]] = [
+            (min(least for least, _, _ in table), max(1, *(most for _, most, _ in table))) for table in sizes
+        ]
         self.max_ids = sum(most for _, most in self.bag_sizes)
         self.dense_features: int = days[0].dense.shape[1]
 
+    def part(self, start: int, num_samples: int, shuffle: int = 0, seed: int = 0) -> "Days":
+        """Return the samples [start, start + num_samples) as a data set, whose positions wrap at its own end.
+
+        With `shuffle`, so many successive samples are in an order drawn from `seed`, another one in each pass.
+        """
+        part = copy.copy(self)
+        part._start, part.num_samples = start, num_samples
+        part._shuffle, part._seed = shuffle, seed
+        return part
+
     def fingerprint(self) -> str:
-        """Return the number of samples, and a digest of some that lie evenly spread, as the files have them."""
+        """Return the number of samples, and a digest of some that lie evenly spread, those of other parts too."""
+        positions = np.linspace(0, self._ends[-1] - 1, _FINGERPRINTED).astype(np.int64)
         digest = hashlib.sha256()
-        for position in np.linspace(0, self.num_samples - 1, _FINGERPRINTED).astype(np.int64).tolist():
-            (stretch,) = self._stretches(np.array([position]))
-            day, samples = stretch.day, stretch.samples
-            bags = [day.bags(t, samples)[0] for t in range(len(self.rows))]
-            for array in (day.labels[samples], day.dense[samples], *bags):
-                digest.update(array.tobytes())
-        return f"{self.num_samples} samples, {digest.hexdigest()[:12]}"
+        for tensor in self._gather(positions).tensors:
+            digest.update(tensor.numpy().tobytes())
+        return f"{self._ends[-1]} samples, {digest.hexdigest()[:12]}"
 
     def read(self, first: int, count: int) -> Batch:
-        """Return the samples [first, first + count), modulo the number of samples; see `read_at`."""
-        return self.read_at(np.arange(first, first + count))
-
-    def read_at(self, positions: np.ndarray) -> Batch:
-        """Return the samples at `positions` [count] int64, modulo the number of samples.
+        """Return the samples [first, first + count), modulo the number of samples.
 
         Raises:
-            InputError: naming the day, the sample and the value of a bad one: a label other than 0 or 1, a dense
-                feature that is not finite, or an id that is no row of its table.
+            InputError: naming the day and the value of a bad one: a label other than 0 or 1, a dense feature that is
+                not finite, or an id that is no row of its table.
         """
-        return self._gather(self._stretches(positions % self.num_samples))
+        return self._gather(self._positions(np.arange(first, first + count)))
 
-    def _gather(self, stretches: Sequence[_Stretch]) -> Batch:
-        """Return the samples of `stretches` in a batch, and check them."""
-        dense = np.concatenate([each.day.dense[each.samples] for each in stretches], dtype=np.float32)
-        labels = np.concatenate([each.day.labels[each.samples] for each in stretches], dtype=np.float32)
-        _check(labels, _is_label, stretches, "label", "0 or 1; correct the file")
-        _check(dense, np.isfinite, stretches, "dense feature", "finite; correct the file")
-        bags = [[each.day.bags(t, each.samples) for each in stretches] for t in range(len(self.rows))]
-        values = np.concatenate([ids for table in bags for ids, _ in table], dtype=np.int32)
-        lengths, end = np.empty((len(bags), len(labels)), np.int32), 0
-        ends = [0, *accumulate(each.size for each in stretches)]
-        for t, table in enumerate(bags):
-            for k, (_, sizes) in enumerate(table):
-                lengths[t, ends[k] : ends[k + 1]] = sizes
-            start, end = end, end + sum(len(ids) for ids, _ in table)
-            self._fold_and_check(t, values[start:end], lengths[t], stretches)
-        labels = labels[:, 0] if labels.shape[1] == 1 else labels
-        return Batch.from_tensors(*map(torch.from_numpy, (dense, lengths.reshape(-1), values, labels)))
+    def records(self, first: int, count: int) -> torch.Tensor:
+        """Return the samples of `read` as records, if `packed`: a view of the file where they follow each other."""
+        found = []
+        for day, samples in self._stretches(self._positions(np.arange(first, first + count))):
+            assert day.records is not None, "packed days have records"
+            found.append(day.records[samples])
+        return torch.from_numpy(found[0] if len(found) == 1 else np.concatenate(found))
 
-    def _stretches(self, positions: np.ndarray) -> list[_Stretch]:
-        """Return the samples at `positions`, day by day; successive ones are a slice, which is not copied."""
+    def _positions(self, positions: np.ndarray) -> np.ndarray:
+        """Return the positions in all days of samples at `positions`, which go on beyond the end.
+
+        Example: 6 samples, shuffled by 4. Positions 0 to 3 are samples 0 to 3 in some order, 4 and 5 are 4 and 5; 6 to
+        9 are samples 0 to 3 again, in another order.
+        """
+        if not self._shuffle:
+            return self._start + positions % self.num_samples
+        passes, within = np.divmod(positions, self.num_samples)
+        windows = within // self._shuffle
+        found = np.empty_like(positions)
+        for each, window in set(zip(passes.tolist(), windows.tolist(), strict=True)):
+            here, first = (passes == each) & (windows == window), window * self._shuffle
+            size = min(self._shuffle, self.num_samples - first)
+            found[here] = self._start + first + _order(self._seed, each, window, size)[within[here] - first]
+        return found
+
+    def _stretches(self, positions: np.ndarray) -> list[tuple[Day, Samples]]:
+        """Return the samples at `positions` [count] in all days, day by day; successive ones as a slice, not copied."""
         found, numbers = [], np.searchsorted(self._ends, positions, "right")
         for part in np.split(np.arange(len(positions)), np.flatnonzero(np.diff(numbers)) + 1):
             day = self._days[i := int(numbers[part[0]])]
             samples: Samples = positions[part] - (self._ends[i] - len(day.labels))
             if (np.diff(samples) == 1).all():
                 samples = slice(int(samples[0]), int(samples[-1]) + 1)
-            found.append(_Stretch(day, samples, len(part)))
+            found.append((day, samples))
         return found
 
-    def _fold_and_check(self, t: int, ids: np.ndarray, sizes: np.ndarray, stretches: Sequence[_Stretch]) -> None:
-        if not len(ids):
-            return
-        # The least and the greatest id show whether all are valid, and cost a fraction of a mask.
-        rows, what = self.rows[t], f"table {t}, id"
-        if ids.min() < 0:
-            _check(ids, lambda x: x >= 0, stretches, what, "at least 0; correct the file", sizes)
-        if ids.max() >= rows:
-            if not self._folded[t]:
-                rule = f"below {rows}, the table's rows; {ROWS_CURE}"
-                _check(ids, lambda x: x < rows, stretches, what, rule, sizes)
-            ids -= ids // rows * rows  # numpy vectorises the division by a scalar, but not `%`
+    def _gather(self, positions: np.ndarray) -> Batch:
+        """Return the samples at `positions` in all days in a batch, and check them."""
+        stretches = self._stretches(positions)
+        where = ", ".join(dict.fromkeys(day.name for day, _ in stretches))
+        dense = np.concatenate([day.dense[samples] for day, samples in stretches], dtype=np.float32)
+        labels = np.concatenate([day.labels[samples] for day, samples in stretches], dtype=np.float32)
+        _require(np.isfinite(dense), dense, f"{where}: dense feature", "finite")
+        _require((labels == 0) | (labels == 1), labels, f"{where}: label", "0 or 1")
+        bags = [[day.bags(t, samples) for day, samples in stretches] for t in range(len(self.rows))]
+        values = np.concatenate([ids for table in bags for ids, _ in table], dtype=np.int32)
+        lengths = np.stack([np.concatenate([sizes for _, sizes in table], dtype=np.int32) for table in bags])
+        tables = np.split(values, lengths.sum(axis=1).cumsum()[:-1])
+        for t, (ids, rows, modulus) in enumerate(zip(tables, self.rows, self._moduli, strict=True)):
+            # The least and the greatest id show whether all are valid, and cost a fraction of a mask.
+            if len(ids) and (ids.min() < 0 or (ids.max() >= rows and not modulus)):
+                rule = (
+                    f"from 0 to {rows - 1}, a row of its table; set data.tables.rows to the rows the ids were made for"
+                )
+                _require((ids >= 0) & ((ids < rows) | bool(modulus)), ids, f"{where}: id of table {t}", rule)
+            if modulus:
+                ids -= ids // modulus * modulus  # numpy vectorises the division by a scalar, but not `%`
+        labels = labels[:, 0] if labels.shape[1] == 1 else labels
+        return Batch.from_tensors(*map(torch.from_numpy, (dense, lengths.reshape(-1), values, labels)))
 
 
-def _bag_sizes(ids: Sequence[np.ndarray | Ragged]) -> tuple[int, int, int]:
-    """Return the least and the most ids of a bag of a table, and how many ids there are, over its days."""
-    least, most, total = [], [], 0
-    for each in ids:
-        if isinstance(each, Ragged):
-            sizes = np.diff(each.ends, prepend=0)
-            least.append(int(sizes.min()))
-            most.append(int(sizes.max()))
-            total += len(each.values)
-        else:
-            least.append(each.shape[1])
-            most.append(each.shape[1])
-            total += len(each) * each.shape[1]
-    return min(least), max(1, *most), total
+@functools.lru_cache(4)
+def _order(seed: int, epoch: int, window: int, size: int) -> np.ndarray:
+    return np.random.default_rng((seed, epoch, window)).permutation(size)
 
 
-def _is_label(values: np.ndarray) -> np.ndarray:
-    return (values == 0) | (values == 1)
-
-
-def _check(
-    values: np.ndarray,
-    rule: Callable[[np.ndarray], np.ndarray],
-    stretches: Sequence[_Stretch],
-    what: str,
-    words: str,
-    sizes: np.ndarray | None = None,
-) -> None:
-    """Raise an InputError for the first of `values` that breaks `rule`.
-
-    `values` [n, columns] are those of the samples of `stretches`, or [m] the ids of their bags of `sizes`. The message
-    names the day, `what` and the sample, and ends with `words`, rule and cure.
-    """
-    good = rule(values)
-    if good.all():
-        return
-    found = np.argwhere(~good)[0]
-    sample, column, is_only = int(found[0]), int(found[-1]), values.shape[-1] == 1
-    if sizes is not None:
-        sample = int(np.searchsorted(sizes.cumsum(), found[0], "right"))
-        column, is_only = int(found[0] - sizes[:sample].sum()), False
-    for each in stretches:
-        if sample < each.size:
-            where = f"sample {each.number(sample)}" + f", column {column}" * (not is_only)
-            raise InputError(f"{each.day.name}: {what} of {where} is {values[tuple(found)]}, not {words}")
-        sample -= each.size
-
-
-def cap_rows(rows: Sequence[int], max_rows: int | None) -> list[int]:
-    """Return the rows of each table, none above `max_rows`.
-
-    Raises:
-        InputError: if ids would not fit in int32.
-    """
-    capped = [min(table_rows, max_rows or table_rows) for table_rows in rows]
-    if max(capped) >= 2**31:
-        raise InputError(f"data.tables.rows: {max(capped)} overflows int32 ids; stay below {2**31}")
-    return capped
+def _require(good: np.ndarray, values: np.ndarray, what: str, rule: str) -> None:
+    if not good.all():
+        raise InputError(f"{what} is {values[~good][0]}, not {rule}; correct the file")

@@ -1,14 +1,14 @@
 """Packs the samples of a configuration, of any kind, into the days of a folder: `dlrm-overlap prepare samples`."""
 
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 from dlrm_overlap.config import DataConfig, InputError
 from dlrm_overlap.data.batch import Batch, Dataset
 from dlrm_overlap.data.days import Day, Ragged
 from dlrm_overlap.data.loader import make_loader, open_datasets
-from dlrm_overlap.data.prepared import Meta, SourceDay, hold_days, is_whole, read_meta, write_day, write_meta
+from dlrm_overlap.data.prepared import Meta, SourceDay, hold_days, write_day
 from dlrm_overlap.data.schema import Categorical, Dense, Label, Schema
 
 _BATCH = 8192  # samples that are packed at once
@@ -20,8 +20,7 @@ def pack_samples(
 ) -> Meta:
     """Pack the samples of `config` into the folder `target`, and return its meta.json.
 
-    Those to evaluate on are held out. Started again, it goes on with the first day that is not whole; files appear
-    whole or not at all. One process at a time writes to a folder.
+    Those to evaluate on are held out. Started again, it goes on after the last day that was done.
 
     Args:
         config: of the samples, which `config.workers` processes read.
@@ -42,27 +41,20 @@ def pack_samples(
     of = " and ".join(dataset.fingerprint() for dataset in datasets)
     days = [SourceDay(f"samples from {i} on of {of}", 0, 0) for i in range(0, max(ends), day_samples)]
     source = {**asdict(config), "workers": 0, "prefetch": 0, "samples": samples}
-    meta = Meta(_schema_of(datasets[0]).as_dict(), list(datasets[0].rows), days, dense, source)
-    with hold_days(target):
-        if (old := read_meta(target)) is not None:
-            if replace(old, days=[]) != replace(meta, days=[]) or len(old.days) != len(days):
-                raise InputError(f"{target}: was prepared of other samples; choose another folder or delete it")
-            days[:] = [each if is_whole(target, i, old) else days[i] for i, each in enumerate(old.days)]
-        for i in range(len(days)):
-            if days[i].samples is None:
-                write_meta(target, meta)
-                days[i] = write_day(target, i, meta, _blocks(i, day_samples, datasets, ends, config.workers))
-        write_meta(target, meta)
+    rows = list(datasets[0].rows)
+    with hold_days(target, Meta(_schema_of(datasets[0]).as_dict(), rows, days, dense, source)) as meta:
+        for i in meta.unfinished:
+            write_day(target, i, meta, _blocks(i, day_samples, datasets, ends, config.workers))
     return meta
 
 
 def _blocks(
     i: int, size: int, datasets: tuple[Dataset, Dataset], ends: list[int], workers: int
-) -> Iterator[tuple[Day, bool, int]]:
+) -> Iterator[tuple[Day, bool]]:
     for is_held_out, dataset in enumerate(datasets):
         end = min((i + 1) * size, ends[is_held_out])
         for batch in _batches(dataset, i * size, end, min(size, _BATCH), workers):
-            yield _day_of(batch, dataset), bool(is_held_out), 0
+            yield _day_of(batch, dataset), bool(is_held_out)
 
 
 def _batches(dataset: Dataset, first: int, end: int, size: int, workers: int) -> Iterator[Batch]:

@@ -13,27 +13,25 @@ Samples held out by their time are days of the same numbers in the folder held_o
 """
 
 import json
+import operator
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
-import torch
 
 from dlrm_overlap.config import InputError, TablesConfig
-from dlrm_overlap.data.batch import Records
-from dlrm_overlap.data.days import ROWS_CURE, Day, Days, Ragged
+from dlrm_overlap.data.days import Day, Days, Ragged
 from dlrm_overlap.data.npy_files import map_npy
 from dlrm_overlap.data.records import Layout, Packed, bytes_below, field_of_ids
-from dlrm_overlap.data.schema import schema_of
 from dlrm_overlap.launching.files import hold_folder, remove_temporaries, replacing
 
 _META = "meta.json"
 _PAGE = 4096  # bytes
-FORMAT = 2
-HELD_OUT = "held_out"
+_FORMAT = 2
+_HELD_OUT = "held_out"
 
 
 def parts_of(layout: Layout) -> dict[str, tuple[str, int]]:
@@ -43,6 +41,11 @@ def parts_of(layout: Layout) -> dict[str, tuple[str, int]]:
         parts |= {f"list_{k}": ("|u1", bytes_below(layout.rows[t])) for k, t in enumerate(lists)}
         parts["ends"] = ("<i8", len(lists))
     return parts
+
+
+def day_file(folder: Path, day: int, part: str) -> Path:
+    """Return the file of a day's `part`, such as records."""
+    return folder / f"day_{day}_{part}.npy"
 
 
 @dataclass(frozen=True)
@@ -56,8 +59,6 @@ class SourceDay:
     """None until the day's arrays are whole"""
     held_out: int = 0
     """samples besides, in the day of the folder held_out"""
-    skipped: int = 0
-    """rows that were no samples, and were left out"""
 
 
 @dataclass(frozen=True)
@@ -73,24 +74,32 @@ class Meta:
     """type of dense features in records: float32 or float16"""
     source: dict[str, Any] = field(default_factory=dict)
     """the keys of `data` whose samples were packed, where they were no files of a schema"""
-    format: int = FORMAT
+    format: int = _FORMAT
 
     @property
     def holds_out(self) -> bool:
         """Whether days have samples to evaluate on."""
         return bool(self.schema.get("time") or self.source)
 
+    @property
+    def unfinished(self) -> list[int]:
+        """The numbers of the days that are not written yet."""
+        return [i for i, day in enumerate(self.days) if day.samples is None]
+
     def layout(self) -> Layout:
         """Return what records hold, once the rows are known."""
         assert self.rows is not None, "values are counted before records are written"
-        schema = schema_of(self.schema, Path(_META))
-        dense = max(1, len(schema.dense))
-        return Layout(dense, len(schema.labels), self.rows, schema.sizes, self.dense == "float16")
+        sizes = [column["size"] if column["list"] else 1 for column in self.schema["categorical"].values()]
+        dense, labels = max(1, len(self.schema["dense"])), len(self.schema["labels"])
+        return Layout(dense, labels, self.rows, sizes, self.dense == "float16")
 
-
-def day_file(folder: Path, day: int, part: str) -> Path:
-    """Return the file of a day's `part`, such as dense."""
-    return folder / f"day_{day}_{part}.npy"
+    def is_of(self, other: "Meta") -> bool:
+        """Return whether both are of the same files and making, however much of them is done."""
+        metas = [
+            replace(each, rows=None, days=[replace(day, samples=None, held_out=0) for day in each.days])
+            for each in (self, other)
+        ]
+        return metas[0] == metas[1]
 
 
 def read_meta(folder: Path) -> Meta | None:
@@ -102,27 +111,22 @@ def read_meta(folder: Path) -> Meta | None:
     file = folder / _META
     try:
         found = json.loads(file.read_text())
-        if (version := found["format"]) != FORMAT:
+        if (version := found["format"]) != _FORMAT:
             raise InputError(
-                f"{folder}: was prepared in format {version}, and this version reads format {FORMAT}; make it anew, "
+                f"{folder}: was prepared in format {version}, and this version reads format {_FORMAT}; make it anew, "
                 f"into another folder"
             )
-        meta = Meta(**found | {"days": [SourceDay(**day) for day in found["days"]]})
-        tables = len(schema_of(meta.schema, file).categorical)
-        if meta.rows is None and any(day.samples is not None for day in meta.days):
-            raise ValueError("days, but no rows")
-        rows = [1] * tables if meta.rows is None else meta.rows
-        if len(rows) != tables or not all(isinstance(count, int) and count > 0 for count in rows):
-            raise ValueError(f"rows are not {tables} positive numbers")
+        keys = SourceDay.__dataclass_fields__
+        days = [SourceDay(**{key: day[key] for key in keys}) for day in found["days"]]
+        return Meta(found["schema"], found["rows"], days, found["dense"], found["source"])
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         if isinstance(error, InputError):
             raise
         raise InputError(
             f"{file}: not what `dlrm-overlap prepare` writes ({error!r}); choose another folder"
         ) from error
-    return meta
 
 
 def write_meta(target: Path, meta: Meta) -> None:
@@ -150,157 +154,129 @@ class Prepared(Days):
                 f"{folder}: has no {_META} of `dlrm-overlap prepare`; set data.path, or data.eval_path, to a folder "
                 f"that it has written, or data.kind to what this one holds"
             )
-        if unfinished := [day.name for day in meta.days if day.samples is None] or [_META] * (not meta.days):
+        if meta.unfinished:
             raise InputError(
-                f"{folder}: `dlrm-overlap prepare` did not finish {unfinished[0]}; run it again with the same arguments"
+                f"{folder}: `dlrm-overlap prepare` did not finish {meta.days[meta.unfinished[0]].name}; run it again "
+                f"with the same arguments"
             )
         layout = meta.layout()
         rows = tables.rows or list(layout.rows)
         rows = [rows] * len(layout.rows) if isinstance(rows, int) else rows
-        if len(rows) != len(layout.rows):
+        if len(rows) != len(layout.rows) or any(map(operator.lt, rows, layout.rows)):
             raise InputError(
-                f"data.tables.rows: {len(rows)} values, but {folder} has {len(layout.rows)} tables; leave it out"
+                f"data.tables.rows: {rows}, but {folder} has tables of {list(layout.rows)} rows; leave it out, or fold "
+                f"the ids by data.tables.max_rows"
             )
-        for t, (given, made) in enumerate(zip(rows, layout.rows, strict=True)):
-            if given < made:
-                raise InputError(f"{folder}: ids of table {t} are below {made}, its rows only {given}; {ROWS_CURE}")
-        source = folder / HELD_OUT if held_out else folder
+        source = folder / _HELD_OUT if held_out else folder
         numbers = [day.held_out if held_out else day.samples or 0 for day in meta.days]
-        days = [open_day(source, i, samples, layout) for i, samples in enumerate(numbers)]
+        days = [_open_day(source, i, samples, layout) for i, samples in enumerate(numbers)]
         super().__init__(days, rows, tables.max_rows)
-        self.schema = schema_of(meta.schema, folder / _META)
         self.holds_out = meta.holds_out
-        self.label_names, self.label_weights = self.schema.tasks
-        self._moduli = [kept if kept < made else 0 for kept, made in zip(self.rows, rows, strict=True)]
+        self.label_names = list(meta.schema["labels"])
+        self.label_weights = [label["weight"] for label in meta.schema["labels"].values()]
         self.packed = None if layout.lists else (layout, self._moduli)
 
-    def records_at(self, positions: np.ndarray) -> Records:
-        """Return the samples at `positions` as records: a view of the file where they follow each other in a day."""
-        found = []
-        for each in self._stretches(positions % self.num_samples):
-            assert each.day.records is not None, "days of this class have records"
-            found.append(each.day.records[each.samples])
-        return Records(torch.from_numpy(found[0] if len(found) == 1 else np.concatenate(found)))
 
-
-def is_whole(target: Path, i: int, meta: Meta) -> bool:
-    """Return whether day `i` of the folder `target` has the samples that meta.json gives.
-
-    Its files were synced before they got their names, and numpy maps no file that is shorter than its header says.
-    """
-    day = meta.days[i]
-    if day.samples is None:
-        return False
-    try:
-        open_day(target, i, day.samples, meta.layout())
-        if meta.holds_out:
-            open_day(target / HELD_OUT, i, day.held_out, meta.layout())
-        return True
-    except InputError:
-        return False
-
-
-def open_day(folder: Path, i: int, samples: int, layout: Layout) -> Day:
+def _open_day(folder: Path, i: int, samples: int, layout: Layout) -> Day:
     """Map day `i` of `folder`, of so many samples.
 
     Raises:
         InputError: naming a file that is missing, breaks the format, or is not of these samples.
     """
-    name, parts, lists = str(folder / f"day_{i}"), parts_of(layout), layout.lists
     arrays = {
-        part: map_npy(day_file(folder, i, part), np.dtype(dtype), columns) for part, (dtype, columns) in parts.items()
+        part: map_npy(day_file(folder, i, part), np.dtype(dtype), columns)
+        for part, (dtype, columns) in parts_of(layout).items()
     }
-    lengths = {len(array) for part, array in arrays.items() if not part.startswith("list_")}
-    if lengths != {samples}:
-        raise InputError(f"{name}: files of {sorted(lengths)} samples, not {samples}; replace them")
     records = arrays["records"]
+    lengths: dict[str, int] = {"records": samples, "ends": samples}
+    if "ends" in arrays and samples == len(arrays["ends"]):
+        ends = arrays["ends"][-1] if samples else [0] * len(layout.lists)
+        lengths |= {f"list_{k}": int(end) for k, end in enumerate(ends)}
+    for part, array in arrays.items():
+        if len(array) != lengths.get(part):
+            raise InputError(
+                f"{day_file(folder, i, part)}: {len(array)} rows, which are not those of {samples} samples; "
+                f"run `dlrm-overlap prepare` anew, into another folder"
+            )
     unpacked: list[Any] = [Packed(records, each) for each in layout.fields()]
     dense, labels, *tables = unpacked
-    single, ids = iter(tables), list[Any]()
-    for t, rows in enumerate(layout.rows):
-        if t not in lists:
-            ids.append(next(single))
-            continue
-        k = lists.index(t)
-        values: Any = Packed(arrays[f"list_{k}"], field_of_ids(rows))
-        ids.append(Ragged(values, ends := arrays["ends"][:, k]))
-        if len(ends) and ends[-1] != len(values):
-            raise InputError(f"{name}: list_{k} has {len(values)} ids, not the {ends[-1]} of ends; replace them")
-    return Day(name, labels, dense, ids, records)
+    for k, t in enumerate(layout.lists):
+        ids: Any = Packed(arrays[f"list_{k}"], field_of_ids(layout.rows[t]))
+        tables.insert(t, Ragged(ids, arrays["ends"][:, k]))
+    return Day(str(folder / f"day_{i}"), labels, dense, tables, records)
 
 
-class DayWriter(ExitStack):
-    """Writes the files of a day, which get their names when the block ends without an error."""
+class _NpyFile:
+    """An array of rows in an npy file, to which rows are appended. Its header fills a page."""
 
-    def __init__(self, folder: Path, day: int, layout: Layout) -> None:
-        super().__init__()
-        self.samples = 0
-        self._layout, self._parts = layout, parts_of(layout)
-        self._streams = {part: self.enter_context(replacing(day_file(folder, day, part))) for part in self._parts}
-        self._lengths = dict.fromkeys(self._parts, 0)
-        for part in self._parts:
-            self._write_header(part)
+    def __init__(self, stream: BinaryIO, dtype: str, columns: int) -> None:
+        self.rows = 0
+        self._stream, self._dtype, self._columns = stream, dtype, columns
+        self.write_header()
 
-    def add(self, day: Day) -> None:
-        """Append the samples of `day`; errors are those of `Layout.pack`."""
-        if not len(day.labels):
-            return
-        arrays = {"records": self._layout.pack(day)}
-        if lists := [day.ids[t] for t in self._layout.lists]:
-            arrays |= {f"list_{k}": self._layout.pack_ids(t, day) for k, t in enumerate(self._layout.lists)}
-            ends = [bags.ends + self._lengths[f"list_{k}"] for k, bags in enumerate(lists) if isinstance(bags, Ragged)]
-            arrays["ends"] = np.stack(ends, axis=1)
-        for part, array in arrays.items():
-            self._streams[part].write(np.ascontiguousarray(array, self._parts[part][0]).data)
-            self._lengths[part] += len(array)
-        self.samples += len(day.labels)
+    def append(self, rows: np.ndarray) -> None:
+        self._stream.write(np.ascontiguousarray(rows, self._dtype).data)
+        self.rows += len(rows)
 
-    def __exit__(self, kind: Any, *error: Any) -> bool | None:
-        if kind is None:
-            for part in self._parts:
-                self._write_header(part)  # anew, with the lengths that the arrays have in the end
-        return super().__exit__(kind, *error)
-
-    def _write_header(self, part: str) -> None:
-        """Write the npy header at the start of a file, which fills a page."""
-        (dtype, columns), stream = self._parts[part], self._streams[part]
-        header = {"descr": dtype, "fortran_order": False, "shape": (self._lengths[part], columns)}
+    def write_header(self) -> None:
+        """Write the header, which has the number of rows so far."""
+        header = {"descr": self._dtype, "fortran_order": False, "shape": (self.rows, self._columns)}
         start = np.lib.format.magic(1, 0)
         size = _PAGE - len(start) - 2
-        stream.seek(0)
-        stream.write(start + size.to_bytes(2, "little") + f"{header!r}".ljust(size - 1).encode() + b"\n")
+        self._stream.seek(0)
+        self._stream.write(start + size.to_bytes(2, "little") + f"{header!r}".ljust(size - 1).encode() + b"\n")
 
 
 @contextmanager
-def hold_days(target: Path) -> Iterator[None]:
-    """Make the folder `target` and hold its lock, while the block writes days and meta.json there.
+def hold_days(target: Path, wanted: Meta) -> Iterator[Meta]:
+    """Make the folder `target` and hold its lock, while the block writes days there, and yield what it has of `wanted`.
 
     Raises:
-        InputError: if it cannot be written to, or is being written to by another process.
+        InputError: if it cannot be written to, is being written to by another process, or holds days of another making.
     """
     try:
         target.mkdir(parents=True, exist_ok=True)
         with hold_folder(target, "prepare") as is_alone:
-            for folder in (target, target / HELD_OUT) if is_alone else ():
+            for folder in (target, target / _HELD_OUT) if is_alone else ():
                 remove_temporaries(folder)
-            yield
+            if (meta := read_meta(target)) is None:
+                write_meta(target, meta := wanted)
+            elif not meta.is_of(wanted):
+                raise InputError(
+                    f"{target}: was prepared of other files, or in another way; choose another folder or delete it"
+                )
+            yield meta
     except OSError as error:
         reason = "there is a file of that name" if isinstance(error, FileExistsError) else error.strerror
         raise InputError(f"{target}: cannot be written ({reason}); free it or choose another, and run again") from error
 
 
-def write_day(target: Path, i: int, meta: Meta, blocks: Iterable[tuple[Day, bool, int]]) -> SourceDay:
-    """Write day `i` of `target`, and return what meta.json is to say of it.
+def write_day(target: Path, i: int, meta: Meta, blocks: Iterable[tuple[Day, bool]]) -> None:
+    """Write day `i` of `target`, whose files appear whole, and that it is done. Its lock must be held.
 
-    `blocks` are samples, whether they are held out, and how many rows beside them were no samples.
+    `blocks` are samples, and whether they are held out; errors are those of `Layout.pack`.
     """
-    folders, all_skipped = [target, target / HELD_OUT] if meta.holds_out else [target], 0
+    layout = meta.layout()
     with ExitStack() as stack:
-        for folder in folders:
+        folders = []
+        for folder in [target, target / _HELD_OUT] if meta.holds_out else [target]:
             folder.mkdir(exist_ok=True)
-        writers = [stack.enter_context(DayWriter(folder, i, meta.layout())) for folder in folders]
-        for day, is_held_out, skipped in blocks:
-            writers[is_held_out].add(day)
-            all_skipped += skipped
-    samples, *held_out = (writer.samples for writer in writers)
-    return replace(meta.days[i], samples=samples, held_out=sum(held_out), skipped=all_skipped)
+            streams = {part: stack.enter_context(replacing(day_file(folder, i, part))) for part in parts_of(layout)}
+            folders.append({part: _NpyFile(streams[part], *shape) for part, shape in parts_of(layout).items()})
+        for day, is_held_out in blocks:
+            files = folders[is_held_out]
+            files["records"].append(layout.pack(day))
+            ends = []
+            for k, t in enumerate(layout.lists):
+                bags, ids = day.ids[t], files[f"list_{k}"]
+                assert isinstance(bags, Ragged), "bags of a list differ in size"
+                ends.append(bags.ends + ids.rows)
+                ids.append(layout.pack_ids(t, day))
+            if ends:
+                files["ends"].append(np.stack(ends, axis=1))
+        for files in folders:
+            for file in files.values():
+                file.write_header()
+    samples, *held_out = (files["records"].rows for files in folders)
+    meta.days[i] = replace(meta.days[i], samples=samples, held_out=sum(held_out))
+    write_meta(target, meta)

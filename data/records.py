@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from dlrm_overlap.config import InputError
-from dlrm_overlap.data.batch import Batch, Records
+from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.data.days import Day
 from dlrm_overlap.kernels import reference
 
@@ -129,20 +129,20 @@ class Unpacker:
         """Copy the fields to `device`. Ids of a table are those modulo `moduli`, where that is not 0."""
         fields = layout.fields(moduli)
         counts = torch.tensor([field.count for field in fields])
-        self._layout, self._device = layout, device
+        self._layout = layout
         self._fields = torch.tensor(fields, device=device)
         self._field_of = torch.arange(len(fields), dtype=torch.int32).repeat_interleave(counts).to(device)
         self._sizes = torch.tensor(layout.sizes, dtype=torch.int32, device=device)
         self._lengths: dict[int, torch.Tensor] = {}
 
-    def __call__(self, records: Records) -> Batch:
-        """Return the batch, which one copy and one kernel make on the current stream."""
+    def __call__(self, records: torch.Tensor) -> Batch:
+        """Return the batch of records [b, record_bytes] uint8 on the device, which a kernel makes."""
         from dlrm_overlap.kernels.unpack import unpack  # loads Triton, which a CPU may lack
 
-        packed, samples, layout = records.to(self._device), len(records.packed), self._layout
+        samples, layout = len(records), self._layout
         if samples not in self._lengths:
             self._lengths[samples] = self._sizes.repeat_interleave(samples)
-        words = unpack(packed, self._fields, self._field_of)
+        words = unpack(records, self._fields, self._field_of)
         dense, labels, values = words.tensor_split((layout.dense * samples, (layout.dense + layout.labels) * samples))
         dense, labels = (each.view(torch.float32).view(samples, -1) for each in (dense, labels))
         labels = labels.flatten() if layout.labels == 1 else labels

@@ -1,24 +1,22 @@
 """Batches from reader processes, through a ring of slots in shared memory from which a GPU copies directly.
 
-The training process only waits for a count and wraps the slot's memory in tensors: unpickling, mapping or copying would
-keep its interpreter from launching kernels.
+The training process only receives the lengths of a batch's tensors and wraps the slot's memory in tensors: unpickling,
+mapping or copying a batch would keep its interpreter from launching kernels.
 
-A reader waits until a slot is free, fills it and counts up `_filled`. The training process lends the slot out as a
+A reader is sent the number of a free slot, fills it and sends it back. The training process lends the slot out as a
 batch. When that batch is dropped, and the copies to the GPU that `Batch.to` started from it are done, the slot is free
 again.
 
-A reader may be killed at any instruction, and is in the end, so there is no lock between the processes. Once the ring
-is made nothing of it has a name, so nothing is left of it.
+A reader may be killed at any instruction, and is in the end, so there is no lock between the processes: each has a pipe
+of its own. Once the ring is made nothing of it has a name, so nothing is left of it.
 """
 
-import contextlib
 import gc
 import math
 import mmap
 import multiprocessing
 import os
 import signal
-import stat
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -30,89 +28,38 @@ import torch
 
 from dlrm_overlap.comm.patience import Patience
 from dlrm_overlap.config import InputError
-from dlrm_overlap.data.batch import Batch, Lease, Records
+from dlrm_overlap.data.batch import Lease
 from dlrm_overlap.launching.lifetime import end_with_parent
 
+Form = Sequence[tuple[tuple[int, ...], torch.dtype]]
+"""shape and type of each tensor of the greatest batch; a batch may fill the first so many elements of each"""
+
 _POLL_S = 0.05
-_HEADER_BYTES, _MESSAGE_BYTES = 64, 4096
-_BATCH, _INPUT_ERROR, _FAILURE = range(3)  # what is in a slot
+_ALIGNED_BYTES = 64  # more than the 16 bytes that a kernel reads of records at a time
 # For the training process to handle, which needs batches until it ends; sent to a whole group, they reach readers too.
 _DEAF_TO = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
-class Form(NamedTuple):
-    """The greatest batch that a slot has room for."""
+class Lent(NamedTuple):
+    """A batch's tensors."""
 
-    kind: type[Batch] | type[Records]
-    tensors: Sequence[tuple[tuple[int, ...], torch.dtype]]
-    """shape and type of each of its `tensors`, of which a batch may fill the first so many elements"""
-
-    def slot_bytes(self) -> int:
-        """Return the bytes of a slot, in whole pages."""
-        used = sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.tensors)
-        return -(-(_HEADER_BYTES + _MESSAGE_BYTES + used) // mmap.PAGESIZE) * mmap.PAGESIZE
-
-
-class Slot:
-    """Memory for one batch, or for a reader process's error: a header, room for a message, and the tensors.
-
-    The header has what is in the slot, then the length of each tensor. Records begin where a kernel reads 16 bytes at a
-    time.
-    """
-
-    def __init__(self, memory: torch.Tensor, form: Form) -> None:
-        self._kind, self._header = form.kind, memory[:_HEADER_BYTES].view(torch.int64)
-        start = _HEADER_BYTES + _MESSAGE_BYTES
-        self._message, self.tensors = memory[_HEADER_BYTES:start], list[torch.Tensor]()
-        for shape, dtype in form.tensors:
-            end = start + math.prod(shape) * dtype.itemsize
-            self.tensors.append(memory[start:end].view(dtype).view(shape))
-            start = end
-
-    def write(self, batch: Batch | Records) -> None:
-        """Store `batch` in the slot."""
-        for i, (target, tensor) in enumerate(zip(self.tensors, batch.tensors, strict=True)):
-            assert tensor.dtype == target.dtype, "a form has the types of its batches"
-            target[: len(tensor)].copy_(tensor)
-            self._header[1 + i] = len(tensor)
-        self._header[0] = _BATCH
-
-    def write_error(self, kind: int, message: str) -> None:
-        """Store the message of an `InputError`, or the end of the traceback of any other, instead of a batch."""
-        if kind == _FAILURE:
-            message = message[-_MESSAGE_BYTES // 2 :]  # of which a character may take several bytes
-        text = message.encode()[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0")
-        self._message.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
-        self._header[0] = kind
-
-    def read(self) -> Any:
-        """Return the batch, or the records, whose tensors are views of the slot's memory.
-
-        Raises:
-            InputError: as the data set raised it.
-            RuntimeError: with the traceback of any other failure.
-        """
-        kind, *lengths = self._header.tolist()
-        if kind == _BATCH:
-            return self._kind.from_tensors(*(tensor[:n] for tensor, n in zip(self.tensors, lengths, strict=False)))
-        text = self._message.numpy().tobytes().rstrip(b"\0").decode(errors="replace")
-        raise InputError(text) if kind == _INPUT_ERROR else RuntimeError(f"a loader process failed:\n{text}")
+    tensors: list[torch.Tensor]
+    lease: Lease | None
+    """of the slot that they are views of; None if they are copies"""
 
 
 class Ring:
     """An iterator over the batches `read(step)` of `steps`, in order, which `workers` processes read.
 
-    The i-th step is read by worker i modulo `workers` into slot i modulo the number of slots. There are
-    `slots_per_worker` slots for each worker, so a slot is always filled by the same one.
-
-    With `pin`, the slots are page-locked for the current GPU, and a batch is in its slot until it is dropped. Without
-    it, a batch is a copy. A batch that does not come in `timeout_s` seconds ends the reading. The readers end with the
-    thread that has made the ring.
+    The i-th step is read by worker i modulo `workers`, which has `slots_per_worker` slots. With `pin`, the slots are
+    page-locked for the current GPU, and a batch is in its slot until it is dropped. Without it, a batch is a copy. A
+    batch that does not come in `timeout_s` seconds ends the reading. The readers end with the thread that has made the
+    ring.
     """
 
     def __init__(
         self,
-        read: Callable[[int], Batch | Records],
+        read: Callable[[int], Sequence[torch.Tensor]],
         steps: range,
         form: Form,
         workers: int,
@@ -120,38 +67,29 @@ class Ring:
         pin: bool,
         timeout_s: float = math.inf,
     ) -> None:
-        size, slots = form.slot_bytes(), workers * slots_per_worker
-        # Anonymous memory, which forked readers share: it needs no file, and none of a container's small /dev/shm.
-        self._memory = torch.frombuffer(mmap.mmap(-1, slots * size), dtype=torch.uint8)
-        self._slots = [Slot(self._memory[i * size : (i + 1) * size], form) for i in range(slots)]
-        context = multiprocessing.get_context("fork")
-        # Semaphores are counters that a killed reader cannot hold.
-        self._free = [context.Semaphore(1) for _ in range(slots)]
-        self._filled = [context.Semaphore(0) for _ in range(slots)]
+        self._memory, self._slots = _make_slots(form, workers * slots_per_worker)
         self._steps, self._next, self._pin, self._timeout_s = steps, 0, pin, timeout_s
         self._returned: deque[Lease] = deque()
-        self._workers = [
-            context.Process(target=self._fill, args=(read, worker, workers, os.getpid()), daemon=True)
-            for worker in range(min(workers, len(steps)))
-        ]
+        self._workers: list[BaseProcess] = []
+        # They are deaf to SIGTERM, by which multiprocessing would end them at this process's end, and wait for that.
+        self._end = Finalize(self, _kill, args=(self._workers,), exitpriority=0)
+        context = multiprocessing.get_context("fork")
+        self._pipes = [context.Pipe() for _ in range(workers)]
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _DEAF_TO)  # until they ignore these
         collects = gc.isenabled()
         gc.disable()  # in a fork, freeing what this process has on a GPU ends it
         try:
-            for process in self._workers:
+            for worker in range(min(workers, len(steps))):
+                args = read, steps[worker::workers], self._slots, self._pipes[worker][1], os.getpid()
+                process = context.Process(target=_fill, args=args, daemon=True)
                 process.start()
-        except OSError as error:
-            _kill([process for process in self._workers if process.pid])
-            raise InputError(
-                f"data.workers: {workers} loader processes with {slots} batches cannot be started ({error.strerror}); "
-                f"lower data.workers, or raise what this user may have (`ulimit -u`)"
-            ) from None
+                self._workers.append(process)
         finally:
             if collects:
                 gc.enable()
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-        # They are deaf to SIGTERM, by which multiprocessing would end them at this process's end, and wait for that.
-        self._end = Finalize(self, _kill, args=(list(self._workers),), exitpriority=0)
+        for slot in range(len(self._slots)):
+            self._free(slot)
         if pin:
             runtime: Any = torch.cuda.cudart()
             torch.cuda.check_error(runtime.cudaHostRegister(self._memory.data_ptr(), self._memory.numel(), 0))
@@ -159,29 +97,30 @@ class Ring:
     def __iter__(self) -> Self:
         return self
 
-    def __next__(self) -> Any:
-        """Return the next batch, or its records, as `read` gives them.
+    def __next__(self) -> Lent:
+        """Return the tensors of the next batch.
 
         Raises:
             InputError: as the data set raised it, or if a reader process died or stalls.
-            RuntimeError: if a reader process failed.
+            RuntimeError: with the traceback of any other failure of a reader.
         """
         if self._next == len(self._steps):
             raise StopIteration
-        index = self._next % len(self._slots)
         self._reclaim()
-        patience = Patience(self._timeout_s)
-        while not self._filled[index].acquire(timeout=_POLL_S):
+        patience, pipe = Patience(self._timeout_s), self._pipes[self._next % len(self._pipes)][0]
+        while not pipe.poll(_POLL_S):
             self._reclaim()
             self._check_readers(patience)
+        slot, lengths = pipe.recv()
+        if isinstance(lengths, Exception):
+            raise lengths
         self._next += 1
-        batch = self._slots[index].read()
+        tensors = [tensor[:length] for tensor, length in zip(self._slots[slot], lengths, strict=True)]
         if self._pin:
-            batch.lease = Lease(index, self._returned)
-        else:
-            batch = batch.clone()
-            self._free[index].release()
-        return batch
+            return Lent(tensors, Lease(slot, self._returned))
+        tensors = [tensor.clone() for tensor in tensors]
+        self._free(slot)
+        return Lent(tensors, None)
 
     def close(self) -> None:
         """End the reader processes, whatever they do."""
@@ -192,12 +131,15 @@ class Ring:
             torch.cuda.synchronize()  # a copy from a slot may still run
             runtime: Any = torch.cuda.cudart()
             torch.cuda.check_error(runtime.cudaHostUnregister(self._memory.data_ptr()))
-        self._workers = []
+
+    def _free(self, slot: int) -> None:
+        """Send a slot to its reader, which is always the same one."""
+        self._pipes[slot % len(self._pipes)][0].send(slot)
 
     def _reclaim(self) -> None:
         """Free the slots whose batches have been dropped and whose copies are done."""
         while self._returned and self._returned[0].is_copied():
-            self._free[self._returned.popleft().slot].release()
+            self._free(self._returned.popleft().slot)
 
     def _check_readers(self, patience: Patience) -> None:
         """Raise an InputError that names a reader that has ended or, once `patience` is over, still reads."""
@@ -219,42 +161,51 @@ class Ring:
                 f"it is only slow"
             )
 
-    def _fill(self, read: Callable[[int], Batch | Records], worker: int, workers: int, parent: int) -> None:
-        """Read every `workers`-th step into its slot, as that becomes free; runs in a reader process."""
-        end_with_parent(parent)
-        gc.freeze()  # what is there is the parent's
-        gc.enable()
-        for number in _DEAF_TO:
-            signal.signal(number, signal.SIG_IGN)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _DEAF_TO)
-        _close_sockets()
-        torch.set_num_threads(1)
-        for position in range(worker, len(self._steps), workers):
-            index = position % len(self._slots)
-            while not self._free[index].acquire(timeout=1.0):
-                pass
-            failed = True
-            try:
-                self._slots[index].write(read(self._steps[position]))
-                failed = False
-            except InputError as error:
-                self._slots[index].write_error(_INPUT_ERROR, str(error))
-            except Exception:
-                self._slots[index].write_error(_FAILURE, traceback.format_exc())
-            self._filled[index].release()
-            if failed:
-                return
+
+def _make_slots(form: Form, count: int) -> tuple[torch.Tensor, list[list[torch.Tensor]]]:
+    """Return memory that forked processes share, and in it the tensors of each of `count` slots."""
+    sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in form]
+    rooms = [-(-size // _ALIGNED_BYTES) * _ALIGNED_BYTES for size in sizes]
+    # Anonymous memory needs no file, and none of a container's small /dev/shm.
+    memory = torch.frombuffer(mmap.mmap(-1, count * sum(rooms)), dtype=torch.uint8)
+    slots = []
+    for slot in memory.chunk(count):
+        parts = zip(slot.split(rooms), sizes, form, strict=True)
+        slots.append([part[:size].view(dtype).view(shape) for part, size, (shape, dtype) in parts])
+    return memory, slots
+
+
+def _fill(
+    read: Callable[[int], Sequence[torch.Tensor]],
+    steps: Sequence[int],
+    slots: list[list[torch.Tensor]],
+    pipe: Any,
+    parent: int,
+) -> None:
+    """Read each step into a free slot, and send that with the lengths of its tensors; runs in a reader process."""
+    end_with_parent(parent)
+    gc.freeze()  # what is there is the parent's
+    gc.enable()
+    for number in _DEAF_TO:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _DEAF_TO)
+    torch.set_num_threads(1)
+    for step in steps:
+        slot = pipe.recv()
+        try:
+            tensors = read(step)
+            for target, tensor in zip(slots[slot], tensors, strict=True):
+                assert tensor.dtype == target.dtype, "a form has the types of its batches"
+                target[: len(tensor)].copy_(tensor)
+            pipe.send((slot, [len(tensor) for tensor in tensors]))
+        except Exception as error:
+            known = isinstance(error, InputError)
+            pipe.send((slot, error if known else RuntimeError(f"a loader process failed:\n{traceback.format_exc()}")))
+            return
 
 
 def _kill(processes: list[BaseProcess]) -> None:
-    for process in processes:
+    while processes:
+        process = processes.pop()
         process.kill()  # does nothing to one that has ended
         process.join()
-
-
-def _close_sockets() -> None:
-    """Close the forked process's copies of sockets: they would keep up the connections and ports of a dead rank."""
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # the one that listed them is gone
-            if int(name) > 2 and stat.S_ISSOCK(os.fstat(int(name)).st_mode):
-                os.close(int(name))

@@ -1,23 +1,10 @@
 """The columns of a table of samples: which are labels, dense or categorical features, and the time; a YAML file.
 
-    labels:
-      click:
-      purchase: {weight: 0.2}
-    dense:
-      price: {transform: log1p}
-      age: {transform: standardised}
-    categorical:
-      site: {rows: 100000}
-      user: {type: int, min_count: 5}
-      genres: {rows: 1000, list: "|", longest: 20}
-    time: {column: day, held_out_from: 2024-03-01}
-
+docs/configuration.md has an example.
 Features are taken in the order of the file, which is that of the tables `t_00`, `t_01`, ..
 """
 
 import datetime
-import importlib.util
-import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -84,11 +71,6 @@ class Schema:
     dense: Mapping[str, Dense] = field(default_factory=dict)
     categorical: Mapping[str, Categorical] = field(default_factory=dict)
     time: Time | None = None
-    format: Literal["csv", "parquet", "arrow"] | None = None
-    """null: as the files' names end"""
-    files: str | None = None
-    """regular expression of the names of a folder's files, without .gz; null: those that end in .csv, .tsv, .txt,
-    .parquet, .arrow or .feather"""
     delimiter: str = ","
     """text: what separates fields, one character"""
     columns: list[str] | None = None
@@ -110,11 +92,6 @@ class Schema:
             for key, value in (("longest", column.longest), ("size", column.size)):
                 if value is not None and not column.list:
                     raise InputError(f"categorical.{name}.{key}: {value} is of lists; set list")
-            if column.size is not None and column.longest is not None:
-                raise InputError(
-                    f"categorical.{name}: size {column.size}, longest {column.longest}; give one of them: lists of one "
-                    f"size have no longest"
-                )
         for section in ("labels", "categorical"):
             if not getattr(self, section):
                 raise InputError(f"{section}: none, but a model needs one; name its columns")
@@ -123,10 +100,6 @@ class Schema:
             raise InputError(f"{twice}: a column with two uses; write it twice into the table, under two names")
         if len(self.delimiter.encode()) != 1:
             raise InputError(f"delimiter: {self.delimiter!r} is not one character; take ',' or \"\\t\"")
-        try:
-            re.compile(self.files or "")
-        except re.error as error:
-            raise InputError(f"files: {self.files!r} is no regular expression ({error}); correct it") from None
 
     @property
     def names(self) -> list[str]:
@@ -148,18 +121,8 @@ class Schema:
         """Whether `prepare` reads all values once before it writes any."""
         return bool(self.counted or self.standardised)
 
-    @property
-    def tasks(self) -> tuple[list[str], list[float]]:
-        """Names and weights of the labels."""
-        return list(self.labels), [label.weight for label in self.labels.values()]
-
-    @property
-    def sizes(self) -> list[int | None]:
-        """Of each table, ids of a bag; None where bags differ in size."""
-        return [column.size if column.list else 1 for column in self.categorical.values()]
-
     def as_dict(self) -> dict[str, Any]:
-        """Return what `schema_of` makes it from, as JSON has it."""
+        """Return the keys and their values as JSON has them."""
         found = asdict(self)
         if self.time is not None and isinstance(self.time.held_out_from, datetime.date):
             found["time"]["held_out_from"] = self.time.held_out_from.isoformat()
@@ -167,7 +130,7 @@ class Schema:
 
 
 def read_schema(path: Path) -> Schema:
-    """Return the schema in the YAML file `path`.
+    """Return the schema that the YAML file `path` describes.
 
     Raises:
         InputError: naming the file, the key and the rule that it breaks.
@@ -177,11 +140,6 @@ def read_schema(path: Path) -> Schema:
             tree = yaml.load(file, UniqueKeyLoader)
     except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
         raise InputError(f"{path}: no schema can be read ({in_one_line(error)}); give a YAML file") from None
-    return schema_of(tree, path)
-
-
-def schema_of(tree: Any, path: Path) -> Schema:
-    """Return the schema that `tree` describes, as read from the file `path`; errors are those of `read_schema`."""
     if not isinstance(tree, dict):
         raise InputError(f"{path}: not a section of keys; it needs labels, dense and categorical")
     time = tree.get("time")
@@ -202,23 +160,9 @@ def criteo_schema(rows: list[int] | None, min_count: int | None = None) -> Schem
     dense, tables = [f"I{i + 1}" for i in range(CRITEO_DENSE)], [f"C{t + 1}" for t in range(CRITEO_TABLES)]
     columns = [Categorical("hex", rows[t] if rows else None, min_count) for t in range(CRITEO_TABLES)]
     return Schema(
-        format="csv",
-        files=r"train\.txt|day_\d+|.+\.tsv",
         delimiter="\t",
         columns=["label", *dense, *tables],
         labels={"label": Label()},
         dense=dict.fromkeys(dense, Dense("log1p")),
         categorical=dict(zip(tables, columns, strict=True)),
     )
-
-
-def require_pyarrow() -> None:
-    """Check that pyarrow is installed, which reads files of samples.
-
-    Raises:
-        InputError: if it is not.
-    """
-    if importlib.util.find_spec("pyarrow") is None:
-        raise InputError(
-            'pyarrow: not installed, but text, Parquet and Arrow files are read by it; pip install "dlrm-overlap[data]"'
-        )

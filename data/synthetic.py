@@ -89,15 +89,6 @@ class Synthetic(Dataset):
         tensors = (dense, lengths.reshape(-1), values, labels.astype(np.float32))
         return Batch.from_tensors(*map(torch.from_numpy, tensors))
 
-    def click_probability(self, batch: Batch) -> torch.Tensor:
-        """Return the teacher's probability of a click, [b] float64, for each sample of a CPU batch of this data set.
-
-        No model can rank the samples better, so the AUROC of this probability bounds what training can reach.
-        """
-        dense, values = batch.dense.numpy(), batch.sparse.values().numpy()
-        lengths = batch.sparse.lengths().numpy().reshape(len(self.rows), -1)
-        return torch.from_numpy(self._teacher.click_probability(dense, lengths, values))
-
 
 def _per_table(value: _T | list[_T], number: int) -> list[_T]:
     return value if isinstance(value, list) else [value] * number

@@ -7,7 +7,6 @@ import numpy as np
 _MAX_ALPHA = 32.0  # above, all but 3e-10 of the ids are the first row, and rows**alpha would overflow
 _HEAD_BITS = 7  # ranks below 128 are items of their own
 _LEAST_MASS = 2.0**-80  # of an item; no run draws so many ids that it misses one of less
-_CACHED_DRAWS = 8192  # drawn at once: what lies between the steps then stays in a core's cache
 _WITHIN = 1 - 2.0**-48  # keeps a position below its item's width, whatever its rounding
 
 
@@ -80,12 +79,6 @@ class ZipfRanks:
 
     def draw(self, draws: np.ndarray) -> np.ndarray:
         """Return a rank, int64, for each of `draws` [n], uint64 and uniform."""
-        ranks = np.empty(draws.shape, dtype=np.int64)
-        for start in range(0, draws.size, _CACHED_DRAWS):
-            self._draw(draws[start : start + _CACHED_DRAWS], ranks[start : start + _CACHED_DRAWS])
-        return ranks
-
-    def _draw(self, draws: np.ndarray, ranks: np.ndarray) -> None:
         item = (draws >> np.uint64(64 - self.bits)).view(np.int64)
         within = draws << np.uint64(self.bits)
         within >>= np.uint64(1)  # a signed integer from here on, which processors convert to float64 at once
@@ -98,8 +91,7 @@ class ZipfRanks:
         position *= y
         position += self.slopes.take(item)
         position *= y
-        ranks[:] = position
-        ranks += self.first_ranks.take(item)
+        return position.astype(np.int64) + self.first_ranks.take(item)
 
 
 class ZipfTable:

@@ -205,8 +205,6 @@ def prepare(argv: list[str]) -> int:
         "--min_count", type=PositiveInt, help="criteo: a row for each value seen this often (default 10)"
     )
     parser.add_argument("--rows", type=PositiveInt, help="criteo, instead: hash each table's values into so many rows")
-    text = "error: a row that is no sample ends it; skip: such rows are left out, and counted in meta.json"
-    parser.add_argument("--bad_rows", choices=["error", "skip"], default="error", help=text)
     _add_dense(parser)
     values = parser.read(argv)
     if values.rows and values.min_count:
@@ -218,16 +216,18 @@ def prepare(argv: list[str]) -> int:
     for name, path in (("IN", values.source), ("OUT", values.target)):
         if not path:  # pathlib's word for the working folder, which an unset variable does not mean
             raise InputError(f"prepare: {name} is empty; give a file or folder")
-    from dlrm_overlap.data.schema import criteo_schema, read_schema, require_pyarrow
+    from dlrm_overlap.data.schema import criteo_schema, read_schema
 
-    require_pyarrow()
-    from dlrm_overlap.data.prepare import prepare as prepare_days
+    try:
+        from dlrm_overlap.data.prepare import prepare as prepare_days
+    except ModuleNotFoundError as error:
+        raise InputError(f'{error.name}: not installed; pip install "dlrm-overlap[data]"') from None
 
     hashed = [values.rows] * CRITEO_TABLES if values.rows else None
     schema = read_schema(Path(values.schema)) if values.schema else None
     schema = schema or criteo_schema(hashed, None if hashed else values.min_count or 10)
-    skip, target = values.bad_rows == "skip", Path(values.target)
-    return _report_days(target, prepare_days(Path(values.source), target, schema, skip, dense=values.dense))
+    target = Path(values.target)
+    return _report_days(target, prepare_days(Path(values.source), target, schema, values.dense))
 
 
 def _prepare_samples(argv: list[str]) -> int:
@@ -254,8 +254,7 @@ def _add_dense(parser: Parser) -> None:
 
 def _report_days(target: Path, meta: Any) -> int:
     samples, held_out = sum(day.samples or 0 for day in meta.days), sum(day.held_out for day in meta.days)
-    rows, skipped = meta.rows or [], sum(day.skipped for day in meta.days)
-    besides = f", {held_out} held out" * bool(held_out) + f", {count_of(skipped, 'row')} left out" * bool(skipped)
+    rows, besides = meta.rows or [], f", {held_out} held out" * bool(held_out)
     print(f"{target}: {count_of(samples, 'sample')}{besides}, {min(rows)} to {max(rows)} rows a table")
     return 0
 

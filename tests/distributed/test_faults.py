@@ -10,7 +10,7 @@ import pytest
 
 from dlrm_overlap.launching.lifetime import SAVED
 from tests.conftest import read_metrics
-from tests.distributed.faults import children_of, fail_at, sockets_of, train
+from tests.distributed.faults import children_of, fail_at, train
 from tests.distributed.launchers import NO_MPI, mpi_is_here
 
 pytestmark = pytest.mark.slow
@@ -60,7 +60,7 @@ def test_a_run_that_is_asked_to_end_saves_and_goes_on_as_if_it_never_ended(tmp_p
 
 
 def test_ranks_listen_on_loopback_alone_and_a_killed_launcher_leaves_nothing(tmp_path: Path) -> None:
-    """Loader processes hold no socket, and one of them is stopped when the launcher is killed."""
+    """One of the loader processes is stopped when the launcher is killed."""
     run = train(tmp_path, *FOREVER, fault=fail_at(1, 12, "stop_reader"))
     run.wait_for("step 10:")
     listening, ranks = run.listening(), children_of(run.process.pid)
@@ -69,7 +69,6 @@ def test_ranks_listen_on_loopback_alone_and_a_killed_launcher_leaves_nothing(tmp
     addresses = {address for rank in ranks for address in listening[rank]}
     assert addresses <= {"0100007F", f"{0:024X}01000000"}, addresses
     assert addresses
-    assert [sockets_of(reader) for reader in readers] == [[], []]
     run.process.kill()
     code, _ = run.end(10)
     assert code == -signal.SIGKILL

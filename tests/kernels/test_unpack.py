@@ -8,7 +8,7 @@ import torch
 
 from dlrm_overlap.config import DataConfig, TablesConfig
 from dlrm_overlap.data import loader as loader_module
-from dlrm_overlap.data.batch import Lease, Records
+from dlrm_overlap.data.batch import Lease
 from dlrm_overlap.data.days import Day, Days
 from dlrm_overlap.data.loader import make_loader, open_datasets
 from dlrm_overlap.data.packing import pack_samples
@@ -50,7 +50,7 @@ def test_a_batch_is_what_was_packed(labels: int, half: bool, samples: int, max_r
     expected = Days([day], ROWS, max_rows).read(0, samples)
     moduli = [max_rows if max_rows and rows > max_rows else 0 for rows in ROWS]
     records = torch.from_numpy(packed)
-    made = Unpacker(layout, moduli, CPU)(Records(records))
+    made = Unpacker(layout, moduli, CPU)(records)
     assert_same_samples(made, expected)
     words = torch.cat([made.dense.view(torch.int32).flatten(), made.labels.view(torch.int32).flatten()])
     twin = reference.unpack(records, layout.fields(moduli))

@@ -12,7 +12,7 @@ import torch
 from dlrm_overlap.config import DataConfig, InputError, TablesConfig
 from dlrm_overlap.data.batch import Dataset
 from dlrm_overlap.data.criteo import Criteo
-from dlrm_overlap.data.loader import Slice, open_files
+from dlrm_overlap.data.loader import open_files
 from dlrm_overlap.data.prepared import Prepared
 from tests.unit.data.criteo_lines import (
     ROWS,
@@ -48,7 +48,7 @@ def test_fingerprints_tell_other_samples_wherever_they_lie(tmp_path: Path) -> No
             np.save(tmp_path / name / "day_0_labels.npy", arrays["labels"])
         data = Criteo(tmp_path / name, TablesConfig(rows=ROWS), multi_hot=False)
         found[name] = data.fingerprint()
-        assert Slice(data, 3, 4).fingerprint() == found[name]
+        assert data.part(3, 4).fingerprint() == found[name]
     assert found["here"] == found["elsewhere"]
     assert len(set(found.values())) == 3
 
@@ -143,8 +143,7 @@ def test_an_id_out_of_range_is_named(tmp_path: Path, hot: Sequence[int] | None) 
         write_id(tmp_path, hot, t, 17, value)
         data = Criteo(tmp_path, TablesConfig(rows=ROWS), hot is not None)
         data.read(0, 17)
-        limit = "at least 0" if value < 0 else f"below {ROWS[t]}, .*; set data.tables.rows"
-        rule = rf"day_0: table {t}, id of sample 17, column \d is {value}, not {limit}"
+        rule = rf"day_0: id of table {t} is {value}, not from 0 to {ROWS[t] - 1}, .*; set data.tables.rows"
         with pytest.raises(InputError, match=rule) as error:
             data.read(10, 10)
         assert_one_line(error)
@@ -160,7 +159,7 @@ def test_a_wrong_label_or_dense_feature_is_named(tmp_path: Path, part: str, valu
     np.save(tmp_path / f"day_1_{part}.npy", arrays[part])
     data = Criteo(tmp_path, TablesConfig(rows=ROWS), multi_hot=False)
     data.read(0, 25)
-    what = "label of sample 17 is" if part == "labels" else "dense feature of sample 17, column 12 is"
+    what = "label is" if part == "labels" else "dense feature is"
     with pytest.raises(InputError, match=f"day_1: {what} {value}.*not") as error:
         data.read(20, 10)
     assert_one_line(error)
@@ -190,14 +189,13 @@ def damage(folder: Path, how: str) -> None:
 @pytest.mark.parametrize(
     ("how", "rule"),
     [
-        ("no dense.npy", "day_0_dense.npy: missing"),
-        ("no labels.npy", "day_0_labels.npy: missing"),
-        ("cut", "day_0_dense.npy: not a whole"),
-        ("empty", "day_0_labels.npy: not a whole"),
-        ("int64", "day_0_labels.npy: int64 .* must be int32"),
+        ("no dense.npy", "day_0_dense.npy: .*No such file"),
+        ("cut", "day_0_dense.npy: not the array"),
+        ("empty", "day_0_labels.npy: not the array"),
+        ("int64", "day_0_labels.npy: .*int64 .* must be int32"),
         ("12 columns", "day_0_dense.npy: .*12.* must be float32 .*13"),
         ("one dimension", "day_0_dense.npy: .*390.* must be float32 .*13"),
-        ("29 labels", r"day_0: files of \[29, 30\] samples"),
+        ("29 labels", r"day_0: arrays of \[29, 30\] samples"),
     ],
 )
 def test_wrong_files_are_named(tmp_path: Path, hot: Sequence[int] | None, how: str, rule: str) -> None:
@@ -212,15 +210,14 @@ def test_wrong_files_are_named(tmp_path: Path, hot: Sequence[int] | None, how: s
 @pytest.mark.parametrize(
     ("how", "rule"),
     [
-        ("missing", "day_0_sparse_multi_hot.npz: missing"),
+        ("missing", "day_0_sparse_multi_hot.npz: .*No such file"),
         ("compressed", "compressed.*numpy.savez"),
-        ("25 members", "no member 25.npy"),
-        ("one dimension", r"member 4.npy: int32 \[30\]"),
-        ("empty bags", r"member 4.npy: int32 \[30, 0\]"),
-        ("int64", "member 4.npy: int64"),
-        ("29 samples", r"files of \[29, 30\] samples"),
-        ("other bags", r"day_1: bags of .* but the first day's"),
-        ("cut", "not a whole"),
+        ("25 members", "no item named '25.npy'"),
+        ("one dimension", r"int32 \[30\]"),
+        ("empty bags", r"int32 \[30, 0\]"),
+        ("int64", "int64"),
+        ("29 samples", r"arrays of \[29, 30\] samples"),
+        ("cut", "not a zip file"),
     ],
 )
 def test_wrong_npz_files_are_named(tmp_path: Path, how: str, rule: str) -> None:
@@ -233,7 +230,6 @@ def test_wrong_npz_files_are_named(tmp_path: Path, how: str, rule: str) -> None:
         "empty bags": tables["4"][:, :0],
         "int64": tables["4"].astype(np.int64),
         "29 samples": tables["4"][:29],
-        "other bags": np.repeat(tables["4"], 2, axis=1),
     }
     if how == "missing":
         file.unlink()

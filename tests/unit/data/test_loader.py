@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from typing import Literal
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,7 +13,8 @@ from dlrm_overlap.config import DataConfig, InputError, TablesConfig
 from dlrm_overlap.data import loader as loader_module
 from dlrm_overlap.data import synthetic_device
 from dlrm_overlap.data.batch import Batch, Dataset
-from dlrm_overlap.data.loader import Loader, Slice, make_loader, open_datasets
+from dlrm_overlap.data.days import Day, Days, Ragged
+from dlrm_overlap.data.loader import Loader, make_loader, open_datasets
 from dlrm_overlap.data.synthetic import Synthetic
 from tests.conftest import wait_until
 
@@ -157,16 +159,6 @@ def test_a_dropped_loader_ends_the_reading(workers: int):
     gc.collect()
 
 
-@pytest.mark.usefixtures("leaves_nothing_behind")
-def test_thread_reads_ahead_and_no_further():
-    dataset = Numbered()
-    with load(dataset, 0, prefetch=3, last_step=100) as batches:
-        next(batches)
-        wait_until(lambda: len(dataset.reads) == 4, 10, "no batch is read ahead")
-        time.sleep(0.05)
-        assert dataset.reads == [0, 4, 8, 12]
-
-
 @pytest.mark.gpu
 @WORKERS
 @pytest.mark.usefixtures("leaves_nothing_behind")
@@ -180,15 +172,16 @@ def test_batches_are_pinned(workers: int):
             assert tensors(batch) == tensors(Numbered().read(4 * step, 4))
 
 
-def test_slice_wraps_table_by_table():
-    tables = TablesConfig(rows=[100, 7, 50], multi_hot=["0..4", 2, "1..3"])
-    dataset = Synthetic(DataConfig(tables=tables), "train")
-    view = Slice(dataset, start=3, num_samples=6)
-    wrapped, batches = view.read(4, 5), [dataset.read(7, 2), dataset.read(3, 3)]
-    for key in ("t_00", "t_01", "t_02"):
+def test_a_part_wraps_table_by_table():
+    bags = np.array([2, 0, 3, 1, 1, 0, 4, 2, 1, 5])
+    ids = [Ragged(np.arange(bags.sum(), dtype=np.int32), bags.cumsum()), np.arange(20, dtype=np.int32).reshape(10, 2)]
+    dataset = Days([Day("day_0", np.zeros((10, 1)), np.arange(10.0)[:, None], ids)], [100, 50], None)
+    part = dataset.part(3, 6)
+    wrapped, batches = part.read(4, 5), [dataset.read(7, 2), dataset.read(3, 3)]
+    for key in ("t_00", "t_01"):
         expected = [bag.tolist() for batch in batches for bag in batch.sparse[key].to_dense()]
         assert [bag.tolist() for bag in wrapped.sparse[key].to_dense()] == expected
-    assert (view.rows, view.pooling, view.num_samples) == ([100, 7, 50], [2.0, 2.0, 2.0], 6)
+    assert (part.rows, part.pooling, part.num_samples) == ([100, 50], [1.9, 2.0], 6)
 
 
 def test_synthetic_samples_are_made_on_the_runs_device(monkeypatch: pytest.MonkeyPatch):
@@ -205,10 +198,10 @@ def test_synthetic_samples_are_made_on_the_runs_device(monkeypatch: pytest.Monke
 def file_config(monkeypatch: pytest.MonkeyPatch) -> Callable[..., DataConfig]:
     """Make a config whose paths are numbers of samples, or `other`, 4 samples of a larger table."""
 
-    def open_numbered(config: DataConfig, path: str) -> tuple[Dataset, None]:
-        dataset = Numbered(num_samples=4 if path == "other" else int(path))
-        dataset.rows = [2000] if path == "other" else dataset.rows
-        return dataset, None
+    def open_numbered(config: DataConfig, path: str) -> tuple[Days, None]:
+        samples, rows = (4, 2000) if path == "other" else (int(path), 1000)
+        numbers = np.arange(samples)[:, None]
+        return Days([Day(path, numbers % 2, numbers, [numbers])], [rows], None), None
 
     monkeypatch.setattr(loader_module, "open_files", open_numbered)
     return lambda **keys: DataConfig(kind="criteo_npy", **keys)

