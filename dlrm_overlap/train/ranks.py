@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from dlrm_overlap.config import Config, InputError, PeerError, PositiveInt, flatten
 from dlrm_overlap.launching import launcher, process_group
 from dlrm_overlap.launching.environment import code_digest
-from dlrm_overlap.launching.lifetime import EndRequest, end_with_launcher, heed_asks
+from dlrm_overlap.launching.lifetime import HOLD_BACK_S, EndRequest, end_with_launcher, heed_asks
 from dlrm_overlap.launching.parsing import Parser, parse_config
 from dlrm_overlap.launching.spawn import spawn
 from dlrm_overlap.launching.watch import Progress
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("dlrm_overlap")
 
 _NOT_COMPARED = ("config", "nproc")  # the configuration is compared as it is resolved
-_HOLD_BACK_S = 2.0  # by then a launcher has ended the other ranks of one that has failed
 
 
 @dataclass(frozen=True)
@@ -187,7 +186,7 @@ def _one_rank_reports() -> Iterator[None]:
         held_back = 3 if isinstance(error, PeerError) else (rank != 0) + (not isinstance(error, InputError))
         if rank is not None and held_back:
             heed_asks()  # torchrun and mpirun end a rank by SIGTERM
-            time.sleep(_HOLD_BACK_S * held_back)
+            time.sleep(HOLD_BACK_S * held_back)
         raise
 
 

@@ -15,6 +15,7 @@ import torch
 import dlrm_overlap
 from dlrm_overlap.cli import main, run
 from dlrm_overlap.config import Config, InputError, PeerError
+from dlrm_overlap.launching.lifetime import HOLD_BACK_S
 from dlrm_overlap.train.ranks import run_on_ranks
 from tests.conftest import configuration
 
@@ -155,18 +156,18 @@ def test_nproc_auto(
 
 
 @pytest.mark.parametrize(
-    ("rank", "error", "waited_s"),
+    ("rank", "error", "held_back"),
     [
         (None, RuntimeError("of this process alone"), 0),
         (0, InputError("found by all"), 0),
-        (1, InputError("found by all"), 2),
-        (0, RuntimeError("a peer's end, perhaps"), 2),
-        (1, RuntimeError("a peer's end, perhaps"), 4),
-        (0, PeerError("rank 1 has failed"), 6),
+        (1, InputError("found by all"), 1),
+        (0, RuntimeError("a peer's end, perhaps"), 1),
+        (1, RuntimeError("a peer's end, perhaps"), 2),
+        (0, PeerError("rank 1 has failed"), 3),
     ],
 )
 def test_one_rank_reports_an_error(
-    rank: int | None, error: Exception, waited_s: float, monkeypatch: pytest.MonkeyPatch
+    rank: int | None, error: Exception, held_back: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits = [0.0]
     monkeypatch.setattr("time.sleep", waits.append)
@@ -177,4 +178,4 @@ def test_one_rank_reports_an_error(
 
     with pytest.raises(type(error), match=str(error)):
         run_on_ranks(["train"], "", ["--config", "configs/quickstart.yaml"], lambda ranks: 0, check=fail)
-    assert sum(waits) == waited_s
+    assert sum(waits) == held_back * HOLD_BACK_S
