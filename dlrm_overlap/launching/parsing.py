@@ -43,7 +43,7 @@ def reader_may_leave() -> Iterator[None]:
 
 
 def words_of(kind: Any) -> str:
-    """Return what a value of the type `kind` is, such as "a whole number above 0 or null"."""
+    """Return what a value of the type `kind` is, such as "a finite number above 0 or null"."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is Annotated:
         return arguments[1].words
@@ -67,7 +67,7 @@ def convert(kind: Any, value: Any, text: str | None = None) -> Any:
         if arguments[1].holds(found):
             return found
     elif origin in (Union, UnionType):
-        for each in sorted(arguments, key=lambda each: each is str):  # any option is a text
+        for each in sorted(arguments, key=lambda each: str in (each, *get_args(each))):  # any option is a text
             with contextlib.suppress(ValueError):
                 return convert(each, value, text)
     elif origin is Literal:
@@ -75,7 +75,8 @@ def convert(kind: Any, value: Any, text: str | None = None) -> Any:
         if found in arguments:
             return found
     elif origin is list and isinstance(value, list):
-        return [convert(arguments[0], each) for each in value]
+        if value:
+            return [convert(arguments[0], each) for each in value]
     elif kind is str and (text is not None or isinstance(value, str)):
         return value if text is None else text
     elif kind is float and type(value) in (int, float, str):

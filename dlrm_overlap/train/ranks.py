@@ -58,8 +58,6 @@ class Ranks:
         if is_new:
             start_logging(self.world.rank)
             log.info("%s", self.world.describe())
-            if line := self.config.train.overridden_batch_size:
-                log.info("%s", line)
             wait_s = self.config.embedding.wait_timeout_s
             process_group.init_process_group(self.world, self.device, wait_timeout_s=wait_s)
             process_group.watch_ranks(self.world, wait_s, self.progress)
