@@ -8,10 +8,10 @@ whose message is one line: value, rule, cure.
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from dlrm_overlap.backends import BACKENDS
 
@@ -428,13 +428,6 @@ class CheckpointConfig:
 @dataclass(frozen=True)
 class Config:
     """A run: every key that `dlrm-overlap train` takes."""
-
-    common: ClassVar[Sequence[str]] = (
-        *("data.kind", "data.path", "data.tables.rows", "data.tables.max_rows", "embedding.backend", "embedding.lr"),
-        *("train.batch_size", "train.steps", "train.epochs", "train.lr", "train.precision", "train.eval_every"),
-        *("log.dir", "log.name", "checkpoint.every"),
-    )
-    """keys that are set most often, which plain --help shows"""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)

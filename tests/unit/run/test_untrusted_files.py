@@ -119,7 +119,7 @@ def test_what_is_nested_without_end_is_refused(tmp_path: Path) -> None:
     deep = "[" * 100_000
     for file in ("evil.yaml", "metrics.jsonl", "summary.json", "meta.json", LOCK_NAME):
         (tmp_path / file).write_text(f"{deep}\n")
-    with pytest.raises(InputError, match=r"evil\.yaml is nested too deeply"):
+    with pytest.raises(InputError, match=r"evil\.yaml is not YAML"):
         parse_config(Config, "train", "", ["--config", str(tmp_path / "evil.yaml")])
     with pytest.raises(InputError, match=r"meta\.json: not what `dlrm-overlap prepare` writes"):
         read_meta(tmp_path)
