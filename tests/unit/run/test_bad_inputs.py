@@ -134,15 +134,13 @@ def test_bad_input(command: str, parts: list[str], tmp_path: Path, capsys: pytes
 @pytest.mark.parametrize(
     ("options", "parts"),
     [
-        ("--backends torchrec fusde", ["--backends fusde: not a backend", "did you mean fused?"]),
-        ("--backends torchrec,pgas", ["--backends torchrec,pgas: not a backend; put spaces between names"]),
-        ("--backends torchrec magic", ["--backends magic", "torchrec, nccl, pgas, fused"]),
-        ("--backends pgas torchrec pgas", ["pgas torchrec pgas", "name each once"]),
+        ("--backends torchrec,pgas", ["--backends: invalid choice: 'torchrec,pgas' (choose from 'torchrec', 'nccl'"]),
+        ("--backends pgas torchrec pgas", ["pgas torchrec pgas", "each once"]),
         ("--backends torchrec", ["--backends torchrec", "two or more"]),
         ("--backends", ["backends"]),
         ("--rtol -1", ["rtol", "-1"]),
         ("--rtol nan", ["rtol", "nan"]),
-        ("--rtol inf", ["--rtol: inf is not a finite number from 0 on"]),
+        ("--rtol inf", ["--rtol: inf is not a number from 0 to below 1"]),
         ("--noise_runs -1", ["noise_runs", "-1"]),
         ("--noise_runs some", ["noise_runs", "some"]),
         ("--log.name mine", ["log.name: mine", "set log.dir"]),
@@ -190,11 +188,6 @@ def test_bad_file(text: str, parts: list[str], tmp_path: Path, capsys: pytest.Ca
 
 def test_a_value_of_several_lines_is_told_in_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert "data.path: 'a\\nb', but data.kind is synthetic" in refusal([*TRAIN.split(), "--data.path", "a\nb"], capsys)
-
-
-@pytest.mark.parametrize(("paths", "name"), [(["", "out"], "IN"), (["in", ""], "OUT")])
-def test_an_empty_path(paths: list[str], name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert f"{name} is empty" in refusal(["prepare", "criteo", *paths], capsys)
 
 
 def test_a_data_set_below_one_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -92,7 +92,6 @@ def test_tables_are_put_together_from_pieces(tmp_path: Path) -> None:
         ("export {path} {path}/x.pt --format inference", "must end in .pt2"),
         ("export {path} --format inference {path}/there.pt2", "there.json is there already"),
         ("export {path} --format inference {path}/nowhere/x.pt2", "cannot be written (No such file or directory)"),
-        ("export {path} {path}/x.pt2 --format inference --optimizer true", "--optimizer: true has no effect on"),
     ],
 )
 def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], options: str, reason: str) -> None:

@@ -57,7 +57,6 @@ def test_exports_unsharded_tensors(tmp_path: Path) -> None:
         ("export {path} {path}/x.pt2", "needs --format inference"),
         ("export {path} {path}/nowhere/x.pt", "cannot be written"),
         ("export {path} {path}/rank_0.safetensors", "is there already"),
-        ("verify {path} --optimizer true", "has no effect"),
         ("show {path}/..", "has no checkpoint.json; give a folder"),
     ],
 )
