@@ -9,17 +9,11 @@ import ctypes
 import importlib.util
 import logging
 import os
-import threading
-import time
-import uuid
-from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
-from torch.distributed.distributed_c10d import PrefixStore, _get_process_group_store
 
 from dlrm_overlap.comm.arena import CudaMemory
 from dlrm_overlap.comm.every_rank import faults, gathered, on_every_rank
@@ -32,7 +26,6 @@ log = logging.getLogger("dlrm_overlap")
 _HOST_LIBRARY, _DEVICE_LIBRARY = "libnvshmem_host.so.3", "libnvshmem_device.bc"
 _WITH_UNIQUE_ID = 1 << 3  # NVSHMEMX_INIT_WITH_UNIQUEID
 _UNIQUE_ID_BYTES, _ATTRIBUTE_BYTES, _ARGUMENT_BYTES, _ID_ARGUMENT_BYTES = 128, 144, 128, 24
-_POLL_S = 0.02
 
 
 def missing_puts() -> str:
@@ -94,16 +87,10 @@ class NvshmemHeap:
         self._nvshmem.keep(self._size, self._address)
 
 
-def start_puts(group: dist.ProcessGroup, device: torch.device, timeout_s: float) -> str:
+def start_puts(group: dist.ProcessGroup, device: torch.device) -> str:
     """Start NVSHMEM on all ranks of `group` and return an empty string, or why some rank cannot; a collective.
 
-    Args:
-        group: all ranks.
-        device: of this rank.
-        timeout_s: bound of the start, in which ranks wait for each other within NVSHMEM.
-
-    Raises:
-        InputError: if rank 0 is not there any more.
+    Ranks wait for each other within NVSHMEM, without a bound of its own; the trainer's `Watch` ends them.
     """
     why = missing_puts() if device.type == "cuda" else "CPUs have no kernels that put"
     try:
@@ -112,87 +99,25 @@ def start_puts(group: dist.ProcessGroup, device: torch.device, timeout_s: float)
     except (OSError, AttributeError) as error:
         why = f"NVSHMEM's {_HOST_LIBRARY} does not load ({in_one_line(error):.200})"
     found = faults(why and f"{why} (rank {group.rank()})", group)
-    return found[0] if found else _start(_nvshmem(), group, device, timeout_s)
+    return found[0] if found else _start(_nvshmem(), group, device)
 
 
-def _start(nvshmem: "_Nvshmem", group: dist.ProcessGroup, device: torch.device, timeout_s: float) -> str:
+def _start(nvshmem: "_Nvshmem", group: dist.ProcessGroup, device: torch.device) -> str:
     """Start as `start_puts`, once every rank has the library; a failed start is not tried again."""
     if not any(gathered(nvshmem.verdict is not None, group)):
-        # Where it cannot start, NVSHMEM may end the process: then this is the last line.
+        # Where it cannot start, NVSHMEM may wait or end the process: then this is the last line.
         log.info("NVSHMEM starts, for puts to other hosts; embedding.between_hosts: messages goes without")
-        shared = [nvshmem.unique_id(), uuid.uuid4().hex] if group.rank() == 0 else [b"", ""]
-        dist.broadcast_object_list(shared, dist.get_global_rank(group, 0), group)
-        unique_id, name = shared
-
-        def start() -> str:
-            if device.type == "cuda":
-                torch.cuda.set_device(device)  # of the thread that this runs in
-                torch.cuda.synchronize(device)  # the context is there
-            return nvshmem.start(unique_id, group.rank(), group.size())
-
-        store = PrefixStore(f"dlrm_overlap/nvshmem/{name}", _get_process_group_store(group))
-        nvshmem.verdict = start_together(start, store, group.rank(), group.size(), timeout_s)
+        unique_id = [nvshmem.unique_id() if group.rank() == 0 else b""]
+        dist.broadcast_object_list(unique_id, dist.get_global_rank(group, 0), group)
+        torch.cuda.synchronize(device)  # the context is there
+        fault = nvshmem.start(unique_id[0], group.rank(), group.size())
+        found = faults(fault and f"{fault} (rank {group.rank()})", group)
+        nvshmem.verdict = found[0] if found else ""
     found = faults(nvshmem.verdict or nvshmem.misfit(group.rank(), group.size()), group)
     return found[0] if found else ""
 
 
-def start_together(start: Callable[[], str], store: Store, rank: int, world_size: int, timeout_s: float) -> str:
-    """Start NVSHMEM, which waits for all ranks without a bound; a collective.
-
-    Each rank starts it in a thread, which adds to a count in the ranks' store when it is through, or writes there why
-    it has failed: the other ranks' threads then wait within the library for ever, and are left there. The first rank
-    that finds all started, a failure or the time over writes the verdict, which all take, so all go on alike.
-
-    Args:
-        start: returns an empty string, or why this rank cannot; an exception counts as its text.
-        store: of these ranks, with no key that an earlier call has left.
-        rank: this one.
-        world_size: number of ranks, W.
-        timeout_s: bound for all of it.
-
-    Returns:
-        An empty string, or the fault of a rank, alike on all of them.
-
-    Raises:
-        InputError: if the store does not answer: rank 0 is stopped or gone.
-    """
-
-    def run() -> None:
-        try:
-            fault = start()
-        except Exception as error:
-            fault = f"NVSHMEM does not start ({in_one_line(error):.200})"
-        if fault:
-            store.set("failed", f"{fault} (rank {rank})")
-            return
-        store.set(f"rank_{rank}", "started")
-        store.add("started", 1)
-
-    threading.Thread(target=run, name="start of NVSHMEM", daemon=True).start()
-    deadline, verdict = time.monotonic() + timeout_s, ""
-    try:
-        while not verdict:
-            if store.add("started", 0) == world_size:
-                verdict = "started"
-            elif store.check(["failed"]):
-                verdict = store.get("failed").decode()
-            elif time.monotonic() > deadline:
-                silent = [rank for rank in range(world_size) if not store.check([f"rank_{rank}"])]
-                more = f" and {len(silent) - 1} more" if silent[1:] else ""
-                verdict = f"NVSHMEM has not started within {timeout_s:g} s on rank {silent[0]}{more}" if silent else ""
-            else:
-                time.sleep(_POLL_S)
-        verdict = store.compare_set("verdict", "", verdict).decode()
-    except RuntimeError:  # of torch's kinds
-        raise InputError(
-            "NVSHMEM: the ranks' store does not answer while all ranks start it; see the log of rank 0, which serves it"
-        ) from None
-    return "" if verdict == "started" else verdict
-
-
-def agree_on_puts(
-    wanted: str, reach: Reach, group: dist.ProcessGroup, device: torch.device, timeout_s: float
-) -> tuple[bool, str]:
+def agree_on_puts(wanted: str, reach: Reach, group: dist.ProcessGroup, device: torch.device) -> tuple[bool, str]:
     """Return whether kernels put to other hosts, and if not, why, alike on all ranks; a collective.
 
     Args:
@@ -200,14 +125,13 @@ def agree_on_puts(
         reach: with one host, nothing is put to another, and no rank looks.
         group: all ranks.
         device: of this rank.
-        timeout_s: bound of a wait for a peer.
 
     Raises:
-        InputError: if puts are wanted and some rank has none, or rank 0 is not there any more.
+        InputError: if puts are wanted and some rank has none.
     """
     if reach.whole or wanted == "messages":
         return False, "embedding.between_hosts is messages"
-    why = start_puts(group, device, timeout_s)
+    why = start_puts(group, device)
     if why and wanted == "puts":
         raise InputError(f"embedding.between_hosts: puts, but {why}; take auto or messages")
     return not why, why

@@ -30,7 +30,7 @@ def reach_of(options: ExchangeOptions, group: dist.ProcessGroup, device: torch.d
 
 def are_put(options: ExchangeOptions, reach: Reach, group: dist.ProcessGroup, device: torch.device) -> bool:
     """Return whether kernels put messages to other hosts; a collective. Where there are some, rank 0's log says so."""
-    puts, why = agree_on_puts(options.between_hosts, reach, group, device, options.wait_timeout_s)
+    puts, why = agree_on_puts(options.between_hosts, reach, group, device)
     if not reach.whole and reach.rank == 0:
         carrier = "NCCL" if device.type == "cuda" else "gloo"
         by = "put group by group by kernels (NVSHMEM)" if puts else f"by {carrier}, since {why}"

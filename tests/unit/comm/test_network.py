@@ -1,8 +1,5 @@
 """How messages go between hosts: the key, what there is, and errors."""
 
-import threading
-import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -11,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from dlrm_overlap.comm import network
-from dlrm_overlap.comm.network import _Nvshmem, start_together
+from dlrm_overlap.comm.network import _Nvshmem
 from dlrm_overlap.comm.reach import Reach
 from dlrm_overlap.config import InputError
 from tests.unit.comm.threads import Rank, Threads
@@ -31,7 +28,7 @@ class Group:
 
 
 def _choose(wanted: str, reach: Reach = TWO_HOSTS, device: torch.device = CUDA) -> tuple[bool, str]:
-    return network.agree_on_puts(wanted, reach, Group(), device, 1.0)  # type: ignore[arg-type]
+    return network.agree_on_puts(wanted, reach, Group(), device)  # type: ignore[arg-type]
 
 
 def test_puts_are_taken_only_where_they_are_wanted_and_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,39 +51,21 @@ def test_who_has_no_nvshmem_is_told_why(monkeypatch: pytest.MonkeyPatch) -> None
     assert _choose("auto", device=torch.device("cpu")) == (False, "CPUs have no kernels that put (rank 0)")
 
 
-def _fails() -> str:
-    return "no network"
+@pytest.mark.parametrize(("fault", "verdict"), [("", ""), ("status 7", "status 7 (rank 0)")])
+def test_nvshmem_is_started_once(monkeypatch: pytest.MonkeyPatch, fault: str, verdict: str) -> None:
+    starts = []
 
+    def start(unique_id: bytes, rank: int, world_size: int) -> str:
+        starts.append((unique_id, rank, world_size))
+        return fault
 
-def _raises() -> str:
-    raise RuntimeError("CUDA error:\n  out of memory")
-
-
-def _waits() -> str:
-    threading.Event().wait(20)  # for ranks that have failed, as NVSHMEM does without a bound
-    return ""
-
-
-def _starts() -> str:
-    return ""
-
-
-@pytest.mark.parametrize(
-    ("starts", "verdict"),
-    [
-        ((_starts, _starts, _starts), ""),
-        ((_waits, _fails, _waits), "no network (rank 1)"),
-        ((_raises, _waits, _waits), "NVSHMEM does not start (CUDA error: out of memory) (rank 0)"),
-        ((_starts, _waits, _starts), "NVSHMEM has not started within 0.5 s on rank 1"),
-        ((_waits, _waits, _waits), "NVSHMEM has not started within 0.5 s on rank 0 and 2 more"),
-    ],
-)
-def test_all_ranks_learn_what_keeps_one_from_starting(starts: tuple[Callable[[], str], ...], verdict: str) -> None:
-    store, begin = dist.HashStore(), time.monotonic()  # pyright: ignore[reportPrivateImportUsage]
-    with ThreadPoolExecutor(len(starts)) as ranks:
-        told = list(ranks.map(lambda rank: start_together(starts[rank], store, rank, 3, 0.5), range(3)))
-    assert told == [verdict] * 3
-    assert time.monotonic() - begin < 5
+    nvshmem = SimpleNamespace(verdict=None, unique_id=lambda: b"id", start=start, misfit=lambda *_: "")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(dist, "get_global_rank", lambda group, rank: rank)
+    monkeypatch.setattr(dist, "broadcast_object_list", lambda *_: None)
+    for _ in range(2):
+        assert network._start(nvshmem, Group(), CUDA) == verdict  # type: ignore[arg-type]
+    assert starts == [(b"id", 0, 1)]
 
 
 def test_ranks_take_a_kept_block_only_if_all_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
