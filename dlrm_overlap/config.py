@@ -8,11 +8,10 @@ whose message is one line: value, rule, cure.
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import reduce
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from dlrm_overlap.backends import BACKENDS
 
@@ -25,29 +24,37 @@ class Rule(NamedTuple):
     holds: Callable[[Any], bool]
 
 
-PositiveInt = Annotated[int, Rule("a whole number above 0", lambda value: value > 0)]
-NonNegativeInt = Annotated[int, Rule("a whole number from 0 on", lambda value: value >= 0)]
+# Kernels and seeds take 32 bits.
+PositiveInt = Annotated[int, Rule("a whole number from 1 to 2^31 - 1", lambda value: 0 < value < 2**31)]
+NonNegativeInt = Annotated[int, Rule("a whole number from 0 to 2^31 - 1", lambda value: 0 <= value < 2**31)]
 PositiveFloat = Annotated[float, Rule("a finite number above 0", lambda value: 0 < value < math.inf)]
 NonNegativeFloat = Annotated[float, Rule("a finite number from 0 on", lambda value: 0 <= value < math.inf)]
+BelowOne = Annotated[float, Rule("a number from 0 to below 1", lambda value: 0 <= value < 1)]
+Share = Annotated[float, Rule("a number above 0, up to 1", lambda value: 0 < value <= 1)]
+Seconds = Annotated[float, Rule("a number of seconds from 0.1 to 86400", lambda value: 0.1 <= value <= 86400)]
 HalfLife = Annotated[int, Rule("a whole number from 0 to 100", lambda value: 0 <= value <= 100)]  # sums fit 32 bits
+SliceBags = Annotated[int, Rule("a power of two from 4 on", lambda value: value >= 4 and value.bit_count() == 1)]
+Dim = Annotated[int, Rule("a multiple of 4 above 0", lambda value: value > 0 and value % 4 == 0)]  # as FBGEMM asks
+FullPath = Annotated[
+    str, Rule("a path written in full: after = and in files no shell replaces ~", lambda value: value[:1] != "~")
+]
+FolderName = Annotated[
+    str,
+    Rule(
+        "the name of one folder, which the run makes in log.dir",
+        lambda value: value not in ("", ".", "..") and "/" not in value and value.isprintable(),
+    ),
+]
 TableOptimizer = Literal[
     "sgd", "adagrad", "rowwise_adagrad", "adam", "partial_rowwise_adam", "lamb", "partial_rowwise_lamb"
 ]
 Memory = Literal["gpu", "cached", "auto"]
-
-
-def _one_of(names: Collection[str]) -> Rule:
-    return Rule(f"one of {', '.join(map(repr, names))}", names.__contains__)
-
-
-BackendName = Annotated[str, _one_of(BACKENDS)]
+BackendName = Annotated[str, Rule(f"one of {', '.join(map(repr, BACKENDS))}", BACKENDS.__contains__)]
 
 CRITEO_DENSE, CRITEO_TABLES = 13, 26
 HELD_BATCHES = 3  # that loader processes keep beyond those read ahead: copies of so many may be under way at once
 _MOST_HOT = 100_000  # ids of a bag
 _RANGE = re.compile(r"([0-9]{1,18})(?:\.\.([0-9]{1,18}))?")
-_WAIT_S = (0.1, 86400.0)
-_GREATEST = {int: 2**31 - 1, float: (2 - 2**-23) * 2.0**127}  # a float32's
 
 
 class InputError(ValueError):
@@ -82,12 +89,8 @@ class TablesConfig:
     their order matters; 0 has all ids of a bag count alike"""
 
     def __post_init__(self) -> None:
-        _check_numbers("data.tables", self)
         for spec in self.multi_hot if isinstance(self.multi_hot, list) else [self.multi_hot]:
             parse_multi_hot(spec)
-        for name in ("rows", "multi_hot", "zipf_alpha", "half_life"):
-            if getattr(self, name) == []:
-                raise InputError(f"data.tables.{name}: an empty list, but a model has a table; give one value a table")
         lengths = {len(value) for value in self._per_table if isinstance(value, list)}
         if len(lengths | ({self.count} if lengths and self.count else set())) > 1:
             raise InputError(
@@ -122,11 +125,11 @@ class DataConfig:
 
     kind: Literal["synthetic", "prepared", "criteo_npy", "criteo_multihot"] = "synthetic"
     """synthetic | prepared (by `prepare`) | criteo_npy (TorchRec's day files) | criteo_multihot (MLPerf's npz)"""
-    path: str | None = None
+    path: FullPath | None = None
     """file or folder of the samples; needed by all kinds but synthetic"""
-    eval_path: str | None = None
+    eval_path: FullPath | None = None
     """file or folder of the held-out samples; null holds out the last eval_fraction of path"""
-    eval_fraction: NonNegativeFloat = 0.25
+    eval_fraction: BelowOne = 0.25
     """share of path's samples, the last ones, held out for evaluation"""
     shuffle: NonNegativeInt = 0
     """files: so many successive samples to train on are taken in an order drawn from seed, in each pass another; 0
@@ -146,9 +149,6 @@ class DataConfig:
     """batches each worker reads ahead"""
 
     def __post_init__(self) -> None:
-        _check_numbers("data", self)
-        if self.eval_fraction >= 1:
-            raise InputError(f"data.eval_fraction: {self.eval_fraction} must be below 1; 0.25 holds out a quarter")
         if self.kind.startswith("criteo") and self.dense_features != CRITEO_DENSE:
             raise InputError(
                 f"data.dense_features: {self.dense_features}, but a sample of data.kind {self.kind} has "
@@ -162,6 +162,8 @@ class DataConfig:
             InputError: if a key is missing that `kind` needs.
         """
         if self.kind == "synthetic":
+            if self.path:
+                raise InputError(f"data.path: {self.path!r}, but data.kind is synthetic; set data.kind to its format")
             self.tables.number()
             if self.tables.rows is None:
                 raise InputError("data.tables.rows: null, but synthetic tables need their rows; set data.tables.rows")
@@ -190,7 +192,6 @@ class SequenceConfig:
     """queries of a candidate"""
 
     def __post_init__(self) -> None:
-        _check_numbers("model.sequence", self)
         if self.history == self.candidate:
             raise InputError(
                 f"model.sequence.candidate: {self.candidate} is the history itself; name another table by its number"
@@ -203,7 +204,7 @@ class ModelConfig:
 
     arch: Literal["dot", "dcn"] = "dot"
     """interaction: pairwise dot products (DLRM) or a low-rank cross network (DCNv2)"""
-    dim: PositiveInt = 16
+    dim: Dim = 16
     """embedding dimension D, a multiple of 4"""
     bottom_mlp: list[PositiveInt] = field(default_factory=lambda: [64, 16])
     """layer sizes of the bottom MLP; the last is dim"""
@@ -222,8 +223,6 @@ class ModelConfig:
     sequence: SequenceConfig = field(default_factory=SequenceConfig)
 
     def __post_init__(self) -> None:
-        if self.dim % 4:
-            raise InputError(f"model.dim: {self.dim} must be a multiple of 4, as FBGEMM's kernels ask")
         if self.bottom_mlp[-1:] != [self.dim]:
             raise InputError(f"model.bottom_mlp: {self.bottom_mlp} must end in model.dim, {self.dim}")
         if len(self.top_mlp) < 2:
@@ -245,7 +244,7 @@ class EmbeddingConfig:
     put: Literal["in_place", "stores"] = "in_place"
     """fused, on GPUs: how pooled rows get into the peer's window. in_place: each is stored there at once. stores: rows
     are staged, and the program that finishes a slice copies it"""
-    slice_bags: PositiveInt = 32
+    slice_bags: SliceBags = 32
     """fused, put stores: bags of a table in a slice; a power of two from 4 on"""
     programs_per_sm: PositiveInt | None = None
     """fused: programs of the persistent kernel a multiprocessor; null takes as many as fit"""
@@ -257,7 +256,7 @@ class EmbeddingConfig:
     as of all else. puts: kernels send each group when it is ready, by NVSHMEM, tried on emulated hosts alone"""
     aggregate_bytes: NonNegativeInt = 65536
     """pgas, fused, between_hosts puts: rows leave in groups of at least so many bytes; 0 takes the smallest"""
-    wait_timeout_s: PositiveFloat = 600.0
+    wait_timeout_s: Seconds = 600.0
     """every backend: a step, an evaluation or a save that waits longer for another rank or a loader process ends the
     run, and names it"""
     plan: Literal["auto", "torchrec", "table_wise", "column_wise", "row_wise"] = "auto"
@@ -268,7 +267,7 @@ class EmbeddingConfig:
     """where a table's rows and their optimizer's states are: gpu, or cached: in the host's memory, with a
     cache on the GPU, filled a step ahead. auto caches the largest tables until the others fit on the GPUs. One value,
     or one a table; pgas and fused cache in a step as train.pipeline graph takes it, torchrec by FBGEMM"""
-    cache_fraction: PositiveFloat = 0.2
+    cache_fraction: Share = 0.2
     """cached tables: the share of the rows for which there is room on the GPU; with pgas and fused at least the ids of
     two steps"""
     data_parallel_rows: NonNegativeInt = 0
@@ -287,24 +286,6 @@ class EmbeddingConfig:
     is not torchrec, else fp32"""
 
     def __post_init__(self) -> None:
-        if self.slice_bags < 4 or self.slice_bags & (self.slice_bags - 1):
-            raise InputError(
-                f"embedding.slice_bags: {self.slice_bags} must be a power of two from 4 on, so that a slice is made of "
-                f"whole tasks; take 32"
-            )
-        least, most = _WAIT_S
-        if not least <= self.wait_timeout_s <= most:
-            raise InputError(
-                f"embedding.wait_timeout_s: {self.wait_timeout_s:g} must lie in {least:g} .. {most:g} s: a shorter "
-                f"wait ends a run that is well, a longer one ends none; the default is 600"
-            )
-        _check_numbers("embedding", self)
-        if self.cache_fraction > 1:
-            raise InputError(
-                f"embedding.cache_fraction: {self.cache_fraction:g} must be at most 1, all rows; the default is 0.2"
-            )
-        if self.memory == []:
-            raise InputError("embedding.memory: an empty list, but a model has a table; give one value a table")
         caches = self.backend == "torchrec" or BACKENDS[self.backend].stores_to_peers
         if self.may_cache and not caches:
             raise InputError(
@@ -372,30 +353,17 @@ class TrainConfig:
     false leaves casts to autocast"""
     eval_every: NonNegativeInt = 0
     """steps between evaluations; 0 evaluates at the end only"""
-    target_auroc: NonNegativeFloat = 0.0
+    target_auroc: BelowOne = 0.0
     """stop when an evaluation reaches this AUROC; 0 is off"""
     seed: NonNegativeInt = 0
     """seed of the initial weights"""
 
     def __post_init__(self) -> None:
-        _check_numbers("train", self)
-        if self.target_auroc >= 1:
-            raise InputError(f"train.target_auroc: {self.target_auroc} must be below 1; 0 is off")
         if self.decay_steps and self.decay_start_step < self.warmup_steps:
             raise InputError(
                 f"train.decay_start_step: {self.decay_start_step} must not lie before the end of the warm-up, "
                 f"train.warmup_steps {self.warmup_steps}"
             )
-
-    @property
-    def overridden_batch_size(self) -> str:
-        """A line on a `batch_size` that was set and that `global_batch_size` overrides; else empty."""
-        if self.global_batch_size is None or self.batch_size == type(self).batch_size:
-            return ""
-        return (
-            f"train.batch_size: {self.batch_size} counts for nothing, since train.global_batch_size is "
-            f"{self.global_batch_size}; set that one, or null"
-        )
 
     def samples_per_rank(self, world_size: int) -> int:
         """Return b, the samples of one rank and step.
@@ -417,9 +385,9 @@ class TrainConfig:
 class LogConfig:
     """The log of a run: folder, lines, events and traces."""
 
-    dir: str = "runs"
+    dir: FullPath = "runs"
     """folder of the runs; this one writes to dir/name"""
-    name: str | None = None
+    name: FolderName | None = None
     """name of the run; null takes embedding.backend"""
     every: PositiveInt = 10
     """steps between two log lines"""
@@ -431,13 +399,6 @@ class LogConfig:
     """first step to trace, counted from 1"""
     replace: bool = False
     """begin anew where an earlier run lies in dir/name, which is moved to earlier_1 in it, or the next free number"""
-
-    def __post_init__(self) -> None:
-        if self.name is not None and (self.name in ("", ".", "..") or "/" in self.name or not self.name.isprintable()):
-            raise InputError(
-                f"log.name: {self.name!r} must be the name of one folder, which the run makes in log.dir; set log.dir "
-                f"to write elsewhere"
-            )
 
     @property
     def traced(self) -> range:
@@ -458,7 +419,7 @@ class CheckpointConfig:
     asynchronous: bool = False
     """save while training goes on: a copy of the state is written, which takes as much memory again as the tables and
     their optimizer's state, on the GPU if half of its free memory suffices, else on the CPU"""
-    resume: str = "auto"
+    resume: FullPath = "auto"
     """auto goes on where dir/name left off; never starts anew; else the path of a checkpoint"""
     resume_changed: bool = False
     """go on although the samples, the global batch or a seed are not those that the checkpoint was trained with"""
@@ -467,13 +428,6 @@ class CheckpointConfig:
 @dataclass(frozen=True)
 class Config:
     """A run: every key that `dlrm-overlap train` takes."""
-
-    common: ClassVar[Sequence[str]] = (
-        *("data.kind", "data.path", "data.tables.rows", "data.tables.max_rows", "embedding.backend", "embedding.lr"),
-        *("train.batch_size", "train.steps", "train.epochs", "train.lr", "train.precision", "train.eval_every"),
-        *("log.dir", "log.name", "checkpoint.every"),
-    )
-    """keys that are set most often, which plain --help shows"""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -490,52 +444,6 @@ class Config:
             table, tables = getattr(self.model.sequence, name), self.data.tables.number(CRITEO_TABLES)
             if table is not None and self.model.sequence.history is not None and table >= tables:
                 raise InputError(f"model.sequence.{name}: {table} is no table; the {tables} count from 0")
-        for key, has_effect, reason in self._dependent_keys():
-            *sections, name = key.split(".")
-            section = reduce(getattr, sections, self)
-            value, default = getattr(section, name), getattr(type(section), name)
-            if value != default and not has_effect:
-                shown = str(value).lower() if isinstance(value, bool) else value  # as it is written in a file
-                raise InputError(f"{key}: {shown} has no effect {reason}, or leave it out")
-        for key, path in (
-            ("log.dir", self.log.dir),
-            ("data.path", self.data.path),
-            ("data.eval_path", self.data.eval_path),
-            ("checkpoint.resume", self.checkpoint.resume),
-        ):
-            if path and path.startswith("~"):
-                raise InputError(
-                    f"{key}: {path} begins with ~, which a shell alone takes for the home folder, and not behind = or "
-                    f"in a file; write the path in full"
-                )
-
-    def _dependent_keys(self) -> Iterator[tuple[str, bool, str]]:
-        """Yield each key that needs another, whether it has an effect here, and, if not, why and how to give it one.
-
-        Left out are keys of one backend and of synthetic samples, since one file may serve several backends and kinds
-        of data, and keys that another one overrides by its meaning, as train.steps overrides train.epochs.
-        """
-        model, data, embedding, train, log = self.model, self.data, self.embedding, self.train, self.log
-        for name in ("cross_layers", "cross_rank"):
-            yield f"model.{name}", model.arch == "dcn", f"under model.arch {model.arch}; set model.arch dcn"
-        for name in ("candidate", "positions", "heads"):
-            attends = model.sequence.history is not None
-            yield f"model.sequence.{name}", attends, "while all tables are pooled; set model.sequence.history"
-        reads_files = data.kind != "synthetic"
-        for name in ("path", "eval_path", "eval_fraction"):
-            yield f"data.{name}", reads_files, "under data.kind synthetic; set data.kind to the files' format"
-        draws = not reads_files or data.shuffle > 0
-        yield "data.seed", draws, f"on the samples of data.kind {data.kind} in their order; set data.shuffle"
-        yield "embedding.eps", embedding.optimizer != "sgd", "on sgd; set another embedding.optimizer"
-        yield "embedding.cache_fraction", embedding.may_cache, "on tables on the GPU; set embedding.memory"
-        yield "train.eps", train.optimizer != "sgd", "on sgd; set another train.optimizer"
-        yield "train.decay_start_step", train.decay_steps > 0, "without a decay; set train.decay_steps"
-        yield "train.target_auroc", train.eval_every > 0, "while train.eval_every is 0; set train.eval_every"
-        resumes = not log.replace or self.checkpoint.resume == "never"
-        yield "checkpoint.resume", resumes, "under log.replace, which begins anew; set log.replace false"
-        saves = self.checkpoint.every > 0
-        yield "checkpoint.asynchronous", saves, "while checkpoint.every is 0; set checkpoint.every"
-        yield "log.trace_first", log.trace_steps > 0, "while log.trace_steps is 0; set log.trace_steps"
 
     @property
     def folder(self) -> Path:
@@ -570,11 +478,3 @@ def parse_multi_hot(spec: int | str) -> tuple[int, int]:
             f"write 3 or '0..8'"
         )
     return low, high
-
-
-def _check_numbers(name: str, section: Any) -> None:
-    """Check that the numbers of the section `name` fit into 32 bits, as kernels and seeds take them."""
-    for key, value in vars(section).items():
-        for kind, most in _GREATEST.items():
-            if isinstance(value, kind) and value > most:
-                raise InputError(f"{name}.{key}: {value} is above {most:.10g}, the most there may be; take less")

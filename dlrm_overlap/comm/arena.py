@@ -1,8 +1,8 @@
 """Memory of one rank that its peers read and write: the only file that touches symmetric memory.
 
 An arena is made of regions, alike on every rank, each a tensor that every rank of its host can address (`comm.reach`).
-On GPUs it is one allocation of PyTorch's symmetric memory; between processes of one host, a nameless file in shared
-memory that all map.
+On GPUs it is one allocation of PyTorch's symmetric memory; between processes of one host, a nameless file in memory
+that all map.
 
 Synchronisation is by epochs, 1, 2, 3, .., one a step: a producer stores, then raises its flag at the consumer to the
 step's epoch; the consumer waits until the flag has reached it. Flags are never reset. On GPUs kernels raise and await
@@ -13,12 +13,10 @@ import mmap
 import os
 import platform
 import socket
-import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from math import prod
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -223,24 +221,20 @@ class HostArena(Arena):
                 os.close(file)
 
     def _make_file(self) -> int:
-        """Return the descriptor of a new file of zeros: in /dev/shm, whose size bounds it, or else where it can be."""
+        """Return the descriptor of a new file of zeros in memory, which the size of /dev/shm does not bound."""
         if (machine := platform.machine()) not in _ORDERED_STORES:
             raise InputError(
                 f"embedding.backend: ranks on CPUs lean on the order in which x86-64 stores, and this is {machine}; "
                 f"use --embedding.backend torchrec"
             )
-        folder = "/dev/shm" if Path("/dev/shm").is_dir() else tempfile.gettempdir()
-        try:
-            descriptor = os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        except OSError:  # a file system that makes no files without a name
-            folder, descriptor = "memory", os.memfd_create("dlrm_overlap_arena")
+        descriptor = os.memfd_create("dlrm_overlap_arena")
         try:
             os.posix_fallocate(descriptor, 0, max(1, self.size_bytes))
         except OSError as error:
             os.close(descriptor)
             raise InputError(
-                f"embedding.backend: no room for {self.size_bytes} bytes of shared memory a rank in {folder} "
-                f"({error.strerror}); enlarge it (docker run --shm-size), or take a smaller train.batch_size"
+                f"embedding.backend: no room for {self.size_bytes} bytes of shared memory a rank "
+                f"({error.strerror}); take a smaller train.batch_size"
             ) from None
         return descriptor
 

@@ -1,7 +1,7 @@
 """The drop-in: TorchRec's sharder with the embedding exchange of a backend."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, Literal
 
 import torch
@@ -23,13 +23,14 @@ from torchrec.distributed.types import (
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from dlrm_overlap.backends import BACKENDS, EXCHANGED
-from dlrm_overlap.config import EmbeddingConfig, InputError
+from dlrm_overlap.config import EmbeddingConfig, InputError, NonNegativeInt
 from dlrm_overlap.embedding.options import PUTS, WIRE_DTYPES, ExchangeOptions
 from dlrm_overlap.embedding.sharded_module import OverlapShardedEmbeddingBagCollection
 from dlrm_overlap.embedding.sharded_unpooled import OverlapShardedEmbeddingCollection
 from dlrm_overlap.embedding.shardings import cached_shares, check_columns, exchanging_group, precisions
 from dlrm_overlap.embedding.tables import OPTIMIZERS
 from dlrm_overlap.kernels.schedule import SCHEDULES
+from dlrm_overlap.launching.parsing import convert, words_of
 
 _OPTIMIZERS = {name: optimizer for optimizer, name in OPTIMIZERS.items()}
 
@@ -302,13 +303,14 @@ def make_options(
     _check_known("output_dtype", output_dtype, tuple(WIRE_DTYPES))
     if output_dtype not in ("fp32", wire_dtype) and (is_pooled or wire_dtype != "fp32"):
         raise InputError(f"output_dtype: {output_dtype!r}, but the wire's type is {wire_dtype}; take fp32 or that")
-    for name, least, cure in (("programs_per_sm", 1, None), ("leading_columns", 0, 0)):
-        count = given.get(name)
-        if count is not None and not (isinstance(count, int) and count >= least):
-            raise InputError(f"{name}: {count!r} must be a whole number from {least} on; take {cure}")
-    # The configuration's own checks of the other keys.
-    checked = "slice_bags", "programs_per_sm", "wait_timeout_s", "hosts", "aggregate_bytes"
-    EmbeddingConfig(**{name: given[name] for name in checked if name in given})
+    kinds: dict[str, Any] = {each.name: each.type for each in fields(EmbeddingConfig)}
+    kinds["leading_columns"] = NonNegativeInt
+    checked = {"slice_bags", "programs_per_sm", "wait_timeout_s", "hosts", "aggregate_bytes", "leading_columns"}
+    for name in sorted(checked & given.keys()):
+        try:
+            convert(kinds[name], given[name])
+        except ValueError:
+            raise InputError(f"{name}: {given[name]!r} is not {words_of(kinds[name])}") from None
     return ExchangeOptions(wire_dtype=WIRE_DTYPES[wire_dtype], output_dtype=WIRE_DTYPES[output_dtype], **given)
 
 

@@ -20,6 +20,7 @@ from dlrm_overlap.config import InputError
 log = logging.getLogger("dlrm_overlap")
 
 LOCK_NAME = ".lock"
+_OWNER_CHARACTERS = 200
 _PATIENCE_S = 0.5  # `check_free` of another process holds the lock for a moment
 # Errors of a file system without locks, such as Lustre mounted without `flock`.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
@@ -43,9 +44,9 @@ def make_folder(folder: Path) -> None:
 def hold_folder(folder: Path, key: str) -> Iterator[bool]:
     """Hold the lock of `folder`, which must exist, while the block runs.
 
-    The lock is the kernel's (flock) on the file `.lock`, which names its owner. It ends with the owner's process, so a
-    dead owner blocks nobody, and forked children do not hold it. On NFS all clients see it, unless the mount says
-    otherwise. Where the file system has no locks at all, a warning says so, and the block runs without one.
+    The lock is the kernel's (flock) on the file `.lock`, which names its owner. It ends with the owner's
+    process, so a dead owner blocks nobody, and forked children do not hold it. On NFS all clients see it, unless the
+    mount says otherwise. Where the file system has no locks at all, a warning says so, and the block runs without one.
 
     Args:
         folder: the folder.
@@ -67,18 +68,16 @@ def hold_folder(folder: Path, key: str) -> Iterator[bool]:
         log.warning("%s: the file system has no locks, so nothing keeps another process out", folder)
         yield False
         return
+    locked = path.stat()
     try:
-        owner = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+        since = time.strftime("%Y-%m-%d %H:%M:%S")
         with contextlib.suppress(OSError):  # a full disk: the lock holds all the same
-            path.write_text(json.dumps(owner))
-        locked = path.stat()
-        try:
-            yield True
-        finally:
-            with contextlib.suppress(OSError):
-                if os.path.samestat(locked, path.stat()):  # else the folder was replaced, and the file is another's
-                    path.unlink()  # while it is held: a process that waits for it then makes the file anew
+            path.write_text(f"process {os.getpid()} on {socket.gethostname()}, since {since}")
+        yield True
     finally:
+        with contextlib.suppress(OSError):
+            if os.path.samestat(locked, path.stat()):  # else the folder was replaced, and the file is another's
+                path.unlink()  # while it is held: a process that waits for it then makes the file anew
         lock.release()
 
 
@@ -98,17 +97,10 @@ def _acquire(path: Path, key: str) -> FileLock:
     try:
         lock.acquire()
     except Timeout:
-        raise _in_use(path, key) from None
+        who = path.read_text(errors="replace")[:_OWNER_CHARACTERS] or "another process"
+        cure = "wait until it ends, or give another folder"
+        raise InputError(f"{key}: {path.parent} is in use by {who}; {cure}") from None
     return lock
-
-
-def _in_use(path: Path, key: str) -> InputError:
-    try:
-        owner = json.loads(path.read_bytes())
-        who = f"process {owner['pid']} on {owner['host']}, since {owner['since']}"
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):  # its owner is about to write it
-        who = "another process"
-    return InputError(f"{key}: {path.parent} is in use by {who}; wait until it ends, or give another folder")
 
 
 def temporary_of(file: Path) -> Path:

@@ -80,19 +80,11 @@ def detect(environ: Mapping[str, str] = os.environ) -> World:
     Raises:
         InputError: on a contradiction, if a variable is missing or not a number, or if mpi4py cannot use this MPI.
     """
-    mpi, step = mpi_task(environ), slurm_task(environ)
+    for mark, source in ((NPROC_MARKER, "nproc"), ("TORCHELASTIC_RUN_ID", "torchrun")):
+        if mark in environ:
+            return _from_variables(environ, source)
+    mpi, step = _mpi_task(environ), _slurm_task(environ)
     bare = "RANK" in environ or "WORLD_SIZE" in environ
-    if NPROC_MARKER in environ:
-        return _from_variables(environ, "nproc")
-    if "TORCHELASTIC_RUN_ID" in environ:
-        agents = _integer(environ, "GROUP_WORLD_SIZE", "torchrun")
-        for outer, task in (("mpirun", mpi), ("srun", step)):
-            if task and task[1] != agents:
-                raise InputError(
-                    f"torchrun of {agents} agents inside {outer} of {task[1]} tasks: both would start the ranks; start "
-                    f"one torchrun a host with --nnodes {task[1]}, or {outer} python -m dlrm_overlap without torchrun"
-                )
-        return _from_variables(environ, "torchrun")
     if mpi:
         _check_agreement(environ, "mpirun", *mpi)
         return _from_mpi(environ, mpi[1])
@@ -112,17 +104,17 @@ def _integer(environ: Mapping[str, str], name: str, source: str) -> int:
     return int(value)
 
 
-def mpi_task(environ: Mapping[str, str]) -> tuple[int, int] | None:
+def _mpi_task(environ: Mapping[str, str]) -> tuple[int, int] | None:
     """Return (rank, size) as mpirun announces them, or None outside mpirun."""
     for prefix in ("OMPI_COMM_WORLD_", "PMI_"):
         if prefix + "SIZE" in environ:
             task = _integer(environ, prefix + "RANK", "mpirun"), _integer(environ, prefix + "SIZE", "mpirun")
             # srun with its PMI plugin sets PMI_* for its tasks too: then Slurm's variables suffice, without mpi4py.
-            return None if prefix == "PMI_" and task == slurm_task(environ) else task
+            return None if prefix == "PMI_" and task == _slurm_task(environ) else task
     return None
 
 
-def slurm_task(environ: Mapping[str, str]) -> tuple[int, int] | None:
+def _slurm_task(environ: Mapping[str, str]) -> tuple[int, int] | None:
     """Return (rank, size) in the Slurm step, or None outside srun."""
     if "SLURM_STEP_ID" not in environ:
         return None

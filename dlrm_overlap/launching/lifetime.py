@@ -8,18 +8,18 @@ import ctypes
 import os
 import signal
 import sys
-import threading
-import time
 from collections.abc import Mapping
+from types import FrameType
 
 LAUNCHER_PID = "DLRM_OVERLAP_LAUNCHER_PID"  # set by `spawn` in its workers
 SAVED = 75
 """exit code of a run that was asked to end, and can go on from what it has saved: EX_TEMPFAIL of sysexits.h"""
+HOLD_BACK_S = 3.0
+"""by then a launcher has ended the other ranks of one that has failed, which would report what follows from it"""
 ENDS_SOON = "SIGINT: the run saves and ends after its next log line; a second one ends it at once"
 ENDED_AT_ONCE = "interrupted: what was trained after the newest checkpoint is lost"
 _ASKS = (signal.SIGTERM, signal.SIGUSR1)
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-_SAME_S = 2.0  # in which a second SIGTERM is the first one, come by another way
 
 
 def end_with_parent(parent: int) -> None:
@@ -70,11 +70,7 @@ def report_missing(error: ModuleNotFoundError) -> bool:
 
 
 class EndRequest:
-    """Whether this process was asked to end: SIGTERM, SIGUSR1 and SIGINT only ask. A second SIGTERM or SIGINT ends it.
-
-    A SIGTERM within two seconds counts as the first: a batch system may send one to all processes, and the launcher
-    pass its own on.
-    """
+    """Whether this process was asked to end: SIGTERM, SIGUSR1 and SIGINT only ask. A second SIGINT ends it at once."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -84,28 +80,16 @@ class EndRequest:
 
         A SIGINT that is ignored, as in a background job of a script, stays so. One process `answers` it by a line.
         """
-        ours, theirs = os.pipe2(os.O_CLOEXEC)
-        os.set_blocking(theirs, False)
+
+        def hear(number: int, frame: FrameType | None) -> None:
+            again, self.asked = self.asked, True
+            if number != signal.SIGINT:
+                return
+            if answers:
+                say(f"dlrm-overlap: {ENDED_AT_ONCE if again else ENDS_SOON}")
+            if again:
+                os._exit(128 + number)
+
         heeds_keys = signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
         for number in (*_ASKS, *[signal.SIGINT] * heeds_keys):
-            signal.signal(number, lambda number, frame: None)
-        # A handler runs in the main thread, which may be in a call that does not return; this thread hears of it still.
-        signal.set_wakeup_fd(theirs, warn_on_full_buffer=False)
-        threading.Thread(target=self._hear, args=(ours, answers), name="signals", daemon=True).start()
-
-    def _hear(self, pipe: int, answers: bool) -> None:
-        first: dict[int, float] = {}
-        while True:
-            number = os.read(pipe, 1)[0]
-            if number not in (*_ASKS, signal.SIGINT):
-                continue
-            self.asked = True
-            again = number in first
-            first.setdefault(number, time.monotonic())
-            if number == signal.SIGTERM and time.monotonic() - first[number] > _SAME_S:
-                os._exit(128 + number)
-            if number == signal.SIGINT:
-                if answers:
-                    say(f"dlrm-overlap: {ENDED_AT_ONCE if again else ENDS_SOON}")
-                if again:
-                    os._exit(128 + number)
+            signal.signal(number, hear)

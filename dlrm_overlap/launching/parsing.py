@@ -43,7 +43,7 @@ def reader_may_leave() -> Iterator[None]:
 
 
 def words_of(kind: Any) -> str:
-    """Return what a value of the type `kind` is, such as "a whole number above 0 or null"."""
+    """Return what a value of the type `kind` is, such as "a finite number above 0 or null"."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is Annotated:
         return arguments[1].words
@@ -67,7 +67,7 @@ def convert(kind: Any, value: Any, text: str | None = None) -> Any:
         if arguments[1].holds(found):
             return found
     elif origin in (Union, UnionType):
-        for each in sorted(arguments, key=lambda each: each is str):  # any option is a text
+        for each in sorted(arguments, key=lambda each: str in (each, *get_args(each))):  # any option is a text
             with contextlib.suppress(ValueError):
                 return convert(each, value, text)
     elif origin is Literal:
@@ -75,7 +75,8 @@ def convert(kind: Any, value: Any, text: str | None = None) -> Any:
         if found in arguments:
             return found
     elif origin is list and isinstance(value, list):
-        return [convert(arguments[0], each) for each in value]
+        if value:
+            return [convert(arguments[0], each) for each in value]
     elif kind is str and (text is not None or isinstance(value, str)):
         return value if text is None else text
     elif kind is float and type(value) in (int, float, str):
@@ -139,12 +140,8 @@ def _read_file(path: Path, config: type) -> dict[str, Any]:
         names = sorted(str(own.relative_to(_CONFIGS).with_suffix("")) for own in _CONFIGS.rglob("*.yaml"))
         cure = f"give an existing YAML file, or the name of one of ours: {suggest(path.stem, names)}"
         raise InputError(f"--config: {path}: {error.strerror}; {cure}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise InputError(f"--config: {path} is not YAML in UTF-8: {in_one_line(error)}; correct it") from None
-    except RecursionError:
-        raise InputError(f"--config: {path} is nested too deeply; sections hold keys") from None
-    if tree is None:
-        raise InputError(f"--config: {path} holds no key; write some into it, or leave --config out")
     return read_tree(tree, config, path)
 
 
@@ -154,8 +151,6 @@ def read_tree(tree: Any, section: type, path: Path | str, prefix: str = "") -> d
     Raises:
         InputError: naming `path`, the key after `prefix`, and the nearest known key or the rule of its value.
     """
-    if tree is None:
-        raise InputError(f"{path}: {prefix.rstrip('.')} holds no key; write some below it, or leave it out")
     if not isinstance(tree, dict):
         raise InputError(
             f"{path}: {prefix.rstrip('.') or 'the file'} must be a section of keys, not {tree!r}; indent them below it"
@@ -165,12 +160,7 @@ def read_tree(tree: Any, section: type, path: Path | str, prefix: str = "") -> d
     for name, value in tree.items():
         key = f"{prefix}{name}"
         if name not in kinds:
-            nested, _, rest = str(name).partition(".")
-            if rest and nested in kinds:  # as on the command line
-                cure = f"write {rest} below a line `{nested}:`, indented"
-            else:
-                cure = suggest(key, [prefix + each for each in kinds])
-            raise InputError(f"{path}: {key} is not a key; {cure}")
+            raise InputError(f"{path}: {key} is not a key; {suggest(key, [prefix + each for each in kinds])}")
         if dataclasses.is_dataclass(kinds[name]):
             found |= read_tree(value, kinds[name], path, f"{key}.")
             continue
@@ -180,11 +170,8 @@ def read_tree(tree: Any, section: type, path: Path | str, prefix: str = "") -> d
         try:
             found[key] = convert(kinds[name], value)
         except ValueError:
-            if value is None:
-                rule = "null, or left empty, is no value of it; give one, or leave the key out"
-            else:
-                rule = f"{in_one_line(str(value))} is not {words_of(kinds[name])}; see --help"
-            raise InputError(f"{path}: {key}: {rule}") from None
+            shown = "null" if value is None else in_one_line(str(value))
+            raise InputError(f"{path}: {key}: {shown} is not {words_of(kinds[name])}; see --help") from None
     return found
 
 
@@ -287,29 +274,9 @@ def keys_of(section: Any, prefix: str = "") -> Iterator[Key]:
             )
 
 
-def _prepare_help(parser: Parser, config: type, argv: Sequence[str]) -> None:
-    """Give the keys of `parser` their help, or hide those that `--help` or `--help SECTION` in `argv` do not ask for.
-
-    Raises:
-        InputError: if that is no section of the dataclass `config`.
-    """
-    asked = next((i for i, option in enumerate(argv) if option in ("-h", "--help")), None)
-    if asked is None:
-        return
-    sections, common = [each.name for each in dataclasses.fields(config)], getattr(config, "common", ())
-    topic = next((word for word in argv[asked + 1 : asked + 2] if not word.startswith("-")), None if common else "all")
-    if topic not in (None, "all", *sections):
-        raise InputError(f"--help {topic}: not a section; {suggest(topic, [*sections, 'all'])}")
-    actions = {action.dest: action for action in parser._actions}
-    if common and topic is None:
-        names = f"{', '.join(sections[:-1])} or {sections[-1]}"
-        text = "show these options, among them the keys that are set most often; --help SECTION shows all keys of"
-        actions["help"].help = f"{text} {names}, --help all every key"
-    for key in keys_of(config):
-        if key.name in common if topic is None else topic == "all" or key.name.startswith(f"{topic}."):
-            meaning = meanings_of(key.section)[key.name.rpartition(".")[2]]
-            about = f"{meaning} ({words_of(key.kind)}; default {json.dumps(key.default)})"
-            actions[key.name].metavar, actions[key.name].help = "VALUE", about.replace("%", "%%")
+def _help_of(key: Key) -> str:
+    meaning = meanings_of(key.section)[key.name.rpartition(".")[2]]
+    return f"{meaning} ({words_of(key.kind)}; default {json.dumps(key.default)})".replace("%", "%%")
 
 
 def _changes(section: Any, values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -356,9 +323,10 @@ def parse_config(
     )
     add_options(parser)
     keys = list(keys_of(config))
+    asks_help = not {"-h", "--help"}.isdisjoint(argv)  # which reads the sources of the configuration
     for key in keys:
-        parser.add_argument(f"--{key.name}", type=key.kind, default=SUPPRESS, help=SUPPRESS)
-    _prepare_help(parser, config, argv)
+        text = _help_of(key) if asks_help else None
+        parser.add_argument(f"--{key.name}", type=key.kind, default=SUPPRESS, metavar="VALUE", help=text)
     options = parser.read(argv)
     values = read_tree(defaults, config, "defaults") if defaults else {}
     for file in options.config:

@@ -10,12 +10,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from dlrm_overlap.config import InputError
-from dlrm_overlap.launching.launcher import LOOPBACK, NPROC_MARKER, free_port, mpi_task, slurm_task
+from dlrm_overlap.launching.launcher import LOOPBACK, NPROC_MARKER, free_port
 from dlrm_overlap.launching.lifetime import ENDED_AT_ONCE, LAUNCHER_PID, SAVED, say
 
 # Passed on to the ranks, which may save before they end.
 _ASKS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)
-_ENDS = (signal.SIGQUIT,)
 _POLL_S = 0.05
 _USER_ERROR = 2
 _REASONS = {
@@ -31,8 +30,7 @@ def spawn(argv: Sequence[str], nproc: int) -> int:
     rank.
 
     SIGTERM, SIGUSR1, and as SIGTERM also SIGHUP and SIGINT, are passed on to the ranks, which may save before they end;
-    a second one and SIGQUIT end all at once. Then the exit code is theirs if all have saved (`lifetime.SAVED`), else
-    128 + signal.
+    a second one ends all at once. The exit code is theirs if all have saved (`lifetime.SAVED`), else 128 + signal.
 
     Each rank leads a process group of its own, so its loader processes end with it. When this function returns, none is
     alive; if this process is killed, the kernel ends the ranks (`lifetime.end_with_launcher`), and these their loader
@@ -43,7 +41,7 @@ def spawn(argv: Sequence[str], nproc: int) -> int:
     """
     _refuse_nesting(os.environ)
     caught: list[int] = []
-    previous = {number: signal.getsignal(number) for number in (*_ASKS, *_ENDS)}
+    previous = {number: signal.getsignal(number) for number in _ASKS}
     for number, handler in previous.items():
         if handler is not signal.SIG_IGN:  # under nohup, or as a background job of a script, it stays ignored
             signal.signal(number, lambda number, frame: caught.append(number))
@@ -62,7 +60,7 @@ def spawn(argv: Sequence[str], nproc: int) -> int:
 
 def _wait(workers: Sequence[subprocess.Popen[bytes]], caught: Sequence[int]) -> int:
     """Wait until all workers have ended well, one has failed, or a signal ends them; return the exit code."""
-    passed_on = 0
+    is_passed_on = False
     while True:
         codes = [worker.poll() for worker in workers]
         failed = [(code, rank) for rank, code in enumerate(codes) if code not in (None, 0, SAVED)]
@@ -74,12 +72,12 @@ def _wait(workers: Sequence[subprocess.Popen[bytes]], caught: Sequence[int]) -> 
             return code if code > 0 else 128 - code
         if None not in codes:
             return SAVED if SAVED in codes else 0
-        if len(caught) > 1 or (caught and caught[0] in _ENDS):
+        if len(caught) > 1:
             if signal.SIGINT in caught:  # as a process without --nproc says
                 say(f"dlrm-overlap: {ENDED_AT_ONCE}")
             return 128 + caught[0]
-        if len(caught) > passed_on:
-            passed_on = len(caught)
+        if caught and not is_passed_on:
+            is_passed_on = True
             number = signal.SIGUSR1 if caught[0] == signal.SIGUSR1 else signal.SIGTERM
             name = signal.Signals(caught[0]).name
             say(f"dlrm-overlap: {name}: asking the ranks to end; a second one ends them at once")
@@ -101,16 +99,13 @@ def _report(rank: int, pid: int, code: int) -> None:
 
 
 def _refuse_nesting(environ: Mapping[str, str]) -> None:
-    mpi, step = mpi_task(environ), slurm_task(environ)
-    for launcher, found in (
-        ("dlrm-overlap --nproc", NPROC_MARKER in environ),
-        ("torchrun", "TORCHELASTIC_RUN_ID" in environ),
-        ("mpirun", mpi and mpi[1] > 1),
-        ("srun", step and step[1] > 1),
-        (f"WORLD_SIZE {environ.get('WORLD_SIZE')}", environ.get("WORLD_SIZE", "1") != "1"),
-    ):
-        if found:
-            raise InputError(f"--nproc inside {launcher}: both would start the ranks; drop one of the two")
+    if "TORCHELASTIC_RUN_ID" in environ:
+        raise InputError("--nproc inside torchrun: both would start the ranks; drop one of the two")
+    for name in ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"):
+        if (size := environ.get(name, "1")) != "1":
+            raise InputError(
+                f"--nproc inside another launcher ({name} is {size}): both would start the ranks; drop one of the two"
+            )
 
 
 def import_path() -> dict[str, str]:

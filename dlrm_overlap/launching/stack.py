@@ -1,15 +1,12 @@
 """torch, FBGEMM, TorchRec and Triton: the versions that work together, and whether those installed match."""
 
 import importlib.metadata
-import importlib.util
 import logging
 import re
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from dlrm_overlap.config import InputError
 
-_DRIVER_LIBRARIES = ("libcuda.so", "libnvidia-ml.so")  # FBGEMM's CUDA build loads with them alone
 _OPERATOR = "fbgemm::permute_2D_sparse_data"  # TorchRec calls it in every input dist
 
 
@@ -23,92 +20,40 @@ class Stack(NamedTuple):
 
 
 STACKS = {"cuda": Stack("2.11.0", "1.6.0", "1.6.1", "3.6.0"), "cpu": Stack("2.13.0", "1.8.0", "1.8.0", "3.7.1")}
-_FBGEMM_NAMES = {"cuda": "fbgemm-gpu", "cpu": "fbgemm-gpu-cpu"}
-
-
-@dataclass(frozen=True)
-class Finding:
-    """The state of one thing that training needs or can use; `cure` mends it."""
-
-    status: Literal["ok", "missing", "wrong"]
-    name: str
-    detail: str
-    cure: str = ""
-    needed: bool = True
-    """training cannot run without it"""
+FBGEMM_NAMES = {"cuda": "fbgemm-gpu", "cpu": "fbgemm-gpu-cpu"}
 
 
 def check_stack() -> None:
     """Check that FBGEMM and TorchRec match torch, and that FBGEMM's operators load. Takes about a second.
 
     Raises:
-        InputError: naming the first package that does not, and its cure.
+        InputError: naming the first package that does not, and the command that installs all of them.
     """
-    for check in (check_torch, check_fbgemm, check_torchrec):
-        finding = check()
-        if finding.status != "ok":
-            raise InputError(f"{finding.name}: {finding.detail}; {finding.cure}")
-
-
-def check_torch() -> Finding:
-    """Return whether torch is there, and not too old."""
-    version, oldest = version_of("torch"), min((stack.torch for stack in STACKS.values()), key=_as_numbers)
-    cure = f"pip install torch=={STACKS['cuda'].torch} for GPUs, torch=={STACKS['cpu'].torch} for a CPU"
-    if version is None:
-        return Finding("missing", "torch", "not installed", cure)
-    if _as_numbers(version) < _as_numbers(oldest):
-        return Finding("wrong", "torch", f"{version} is older than {oldest}", cure)
-    import torch
-
-    build = f"CUDA {torch.version.cuda}, NCCL {nccl_version()}" if torch.version.cuda else "CPU build"
-    return Finding("ok", "torch", f"{torch.__version__}, {build}")
-
-
-def check_fbgemm() -> Finding:
-    """Return whether FBGEMM is there, is of torch's release, and has operators for this machine's devices."""
-    wanted, name = _stack_of_torch(), _FBGEMM_NAMES[_build()]
-    cure = f"pip install {name}=={wanted.fbgemm}" if wanted else f"pip install {name} of the release for this torch"
-    if not importlib.util.find_spec("fbgemm_gpu"):
-        return Finding("missing", "FBGEMM", "not installed", cure)
-    versions = fbgemm_versions()
-    for found, version in versions.items():
-        if wanted and _as_numbers(version) != _as_numbers(wanted.fbgemm):
-            return _mismatch("FBGEMM", f"{found} {version}", cure)
+    torch_version = version_of("torch")
+    if torch_version is None:
+        raise InputError(
+            f"torch: not installed; for GPUs {install_command('cuda')}, for a CPU {install_command('cpu')}"
+        )
+    # Of another release there is no row, and so no check of FBGEMM and TorchRec.
+    wanted = next((each for each in STACKS.values() if _release(each.torch) == _release(torch_version)), None)
+    cure = install_command(build())
+    if _release(torch_version) < min(_release(each.torch) for each in STACKS.values()):
+        raise InputError(f"torch: {torch_version} is too old; {cure}")
+    fbgemm = fbgemm_versions() or dict.fromkeys(["FBGEMM"])
+    wants = [(name, version, wanted and wanted.fbgemm) for name, version in fbgemm.items()]
+    for name, version, want in [*wants, ("torchrec", version_of("torchrec"), wanted and wanted.torchrec)]:
+        if version is None:
+            raise InputError(f"{name}: not installed; {cure}")
+        if want and _release(version) != _release(want):
+            raise InputError(f"{name}: {version} does not match torch {torch_version}; {cure}")
     if error := _load_fbgemm():
-        cure = f"pip uninstall -y {' '.join(_FBGEMM_NAMES.values())}; {cure}"
-        if any(library in error for library in _DRIVER_LIBRARIES):
-            cure = f"it is NVIDIA's driver's: docker run --gpus all in a container; without GPUs: {_command('cpu')}"
-        return Finding("wrong", "FBGEMM", error, cure)
-    return Finding("ok", "FBGEMM", f"{', '.join(map(' '.join, versions.items()))}, operators load")
+        raise InputError(f"FBGEMM {error}; pip uninstall -y {' '.join(FBGEMM_NAMES.values())}; {cure}")
 
 
-def check_torchrec() -> Finding:
-    """Return whether TorchRec is there, is of torch's release, and has its dependencies."""
-    wanted, version = _stack_of_torch(), version_of("torchrec")
-    # Without its dependencies: among them is the CUDA fbgemm-gpu, which would overwrite fbgemm-gpu-cpu.
-    cure = f"pip install --no-deps torchrec{f'=={wanted.torchrec}' if wanted else ''}"
-    if version is None:
-        return Finding("missing", "TorchRec", "not installed", cure)
-    if wanted and _as_numbers(version) != _as_numbers(wanted.torchrec):
-        return _mismatch("TorchRec", version, cure)
-    needs = [line for line in importlib.metadata.requires("torchrec") or [] if "extra ==" not in line]
-    names = [re.split(r"[^\w.-]", line, maxsplit=1)[0] for line in needs]
-    if absent := [name for name in names if not name.startswith("fbgemm") and version_of(name) is None]:
-        return Finding("wrong", "TorchRec", f"{version} needs {', '.join(absent)}", f"pip install {' '.join(absent)}")
-    return Finding("ok", "TorchRec", version)
-
-
-def check_tried() -> Finding:
-    """Return whether torch, FBGEMM, TorchRec and Triton have versions that were tried together."""
-    build = _build()
-    fbgemm = next(iter(fbgemm_versions().values()), None)
-    found = [version_of("torch"), fbgemm, version_of("torchrec"), version_of("triton")]
-    public = [version and version.partition("+")[0] for version in found]
-    rows = list(zip(Stack._fields, public, STACKS[build], strict=True))
-    if others := [f"{name} {there or 'missing'} (tried: {tried})" for name, there, tried in rows if there != tried]:
-        detail = f"not tried together: {', '.join(others)}"
-        return Finding("wrong", "versions", detail, _command(build), needed=False)
-    return Finding("ok", "versions", f"these and triton {STACKS[build].triton} were tried together")
+def versions() -> dict[str, str | None]:
+    """Return package -> version of those that `STACKS` has, None if it is not installed."""
+    found = [version_of("torch"), next(iter(fbgemm_versions().values()), None), version_of("torchrec")]
+    return dict(zip(Stack._fields, [*found, version_of("triton")], strict=True))
 
 
 def version_of(name: str) -> str | None:
@@ -132,11 +77,26 @@ def nccl_version() -> str | None:
 
 def fbgemm_versions() -> dict[str, str]:
     """Return FBGEMM's distributions and their versions."""
-    return {name: version for name in _FBGEMM_NAMES.values() if (version := version_of(name))}
+    return {name: version for name in FBGEMM_NAMES.values() if (version := version_of(name))}
 
 
-def _load_fbgemm() -> str | None:
-    """Import FBGEMM and return why it cannot be used on this machine's devices, or None."""
+def build() -> str:
+    """Return the kind of this torch's build, "cuda" or "cpu"."""
+    import torch
+
+    return "cuda" if torch.version.cuda else "cpu"
+
+
+def install_command(build: str) -> str:
+    """Return the command that installs the versions for `build`, "cuda" or "cpu"."""
+    stack = STACKS[build]
+    libraries = f"torch=={stack.torch} {FBGEMM_NAMES[build]}=={stack.fbgemm} triton=={stack.triton}"
+    # Without its dependencies: among them is the CUDA fbgemm-gpu, which would overwrite fbgemm-gpu-cpu.
+    return f"pip install {libraries} && pip install --no-deps torchrec=={stack.torchrec}"
+
+
+def _load_fbgemm() -> str:
+    """Import FBGEMM and return why it cannot be used on this machine's devices, or an empty string."""
     import torch
 
     level = logging.root.manager.disable
@@ -156,37 +116,9 @@ def _load_fbgemm() -> str | None:
         usable = torch._C._dispatch_has_kernel_for_dispatch_key(_OPERATOR, key)
     except RuntimeError:  # no such operator at all
         usable = False
-    return None if usable else f"has no {key} operators (a build for other devices, or its libraries did not load)"
+    return "" if usable else f"has no {key} operators (a build for other devices, or its libraries did not load)"
 
 
-def _mismatch(name: str, found: str, cure: str) -> Finding:
-    import torch
-
-    return Finding("wrong", name, f"{found} does not match torch {torch.__version__}", cure)
-
-
-def _command(build: str) -> str:
-    """Return the command that installs the versions for `build`, "cuda" or "cpu"."""
-    stack = STACKS[build]
-    libraries = f"torch=={stack.torch} {_FBGEMM_NAMES[build]}=={stack.fbgemm} triton=={stack.triton}"
-    return f"pip install {libraries} && pip install --no-deps torchrec=={stack.torchrec}"
-
-
-def _build() -> str:
-    """Return the kind of this torch's build, "cuda" or "cpu"."""
-    import torch
-
-    return "cuda" if torch.version.cuda else "cpu"
-
-
-def _stack_of_torch() -> Stack | None:
-    """Return the versions of this torch's release, such as 2.11, or None if none of that release was tried."""
-    import torch
-
-    release = _as_numbers(torch.__version__)
-    return next((stack for stack in STACKS.values() if _as_numbers(stack.torch) == release), None)
-
-
-def _as_numbers(version: str) -> tuple[int, ...]:
+def _release(version: str) -> tuple[int, ...]:
     """Return the release of `version`: (2, 11) of 2.11.0+cu130."""
     return tuple(map(int, re.findall(r"\d+", version)[:2]))

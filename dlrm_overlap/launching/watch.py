@@ -16,13 +16,13 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from dlrm_overlap.comm.patience import Patience
+from dlrm_overlap.launching.lifetime import HOLD_BACK_S
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
 SLACK = 1.1
 """a rank is ended after so many timeouts, so that an exchange whose own wait expires names its slice first"""
-_HOLD_BACK_S = 3.0  # in which the launcher ends the other ranks of the one that has reported
 _POLL_S = 0.5
 _SHOWN_RANKS = 8
 _SILENT = "it is stopped, or its host is gone or cut off"
@@ -109,7 +109,7 @@ class Watch:
     def _end(self, lines: list[str], answering: list[int], stood_s: float) -> NoReturn:
         """Say which ranks are silent and where the others are, and end this process."""
         if self._rank != min(answering, default=self._rank):
-            time.sleep(_HOLD_BACK_S)
+            time.sleep(HOLD_BACK_S)
         head = f"dlrm-overlap: rank {self._rank} has stood still in step {self.progress.step} for {stood_s:.0f} s"
         tail = f"the bound is embedding.wait_timeout_s, {self._timeout_s:g} s: raise it if the silent rank is only slow"
         print("\n".join([f"{head}:", *(f"  {line}" for line in lines), f"  {tail}"]), file=sys.stderr, flush=True)

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from dlrm_overlap.config import Config, InputError, PeerError, PositiveInt, flatten
 from dlrm_overlap.launching import launcher, process_group
-from dlrm_overlap.launching.lifetime import EndRequest, end_with_launcher, heed_asks
+from dlrm_overlap.launching.environment import code_digest
+from dlrm_overlap.launching.lifetime import HOLD_BACK_S, EndRequest, end_with_launcher, heed_asks
 from dlrm_overlap.launching.parsing import Parser, parse_config
 from dlrm_overlap.launching.spawn import spawn
 from dlrm_overlap.launching.watch import Progress
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("dlrm_overlap")
 
 _NOT_COMPARED = ("config", "nproc")  # the configuration is compared as it is resolved
-_HOLD_BACK_S = 2.0  # by then a launcher has ended the other ranks of one that has failed
 
 
 @dataclass(frozen=True)
@@ -54,19 +54,20 @@ class Ranks:
 
         from dlrm_overlap.observe.run_log import start_logging
 
-        if not dist.is_initialized():
+        is_new = not dist.is_initialized()
+        if is_new:
             start_logging(self.world.rank)
             log.info("%s", self.world.describe())
-            if line := self.config.train.overridden_batch_size:
-                log.info("%s", line)
             wait_s = self.config.embedding.wait_timeout_s
-            own = {f"--{key}": str(value) for key, value in vars(self.values).items() if key not in _NOT_COMPARED}
-            read = {f"the samples of data.{key}": value for key, value in samples.items()}
-            facts = flatten(self.config.as_dict()) | own | read
-            process_group.init_process_group(self.world, self.device, wait_timeout_s=wait_s, facts=facts)
+            process_group.init_process_group(self.world, self.device, wait_timeout_s=wait_s)
             process_group.watch_ranks(self.world, wait_s, self.progress)
         group = dist.group.WORLD
         assert isinstance(group, dist.ProcessGroup)
+        if is_new:
+            own = {f"--{key}": str(value) for key, value in vars(self.values).items() if key not in _NOT_COMPARED}
+            read = {f"the samples of data.{key}": value for key, value in samples.items()}
+            facts = flatten(self.config.as_dict()) | own | read | {"code": code_digest()}
+            process_group.check_alike(facts, group)
         return group
 
     def trainer(
@@ -183,7 +184,7 @@ def _one_rank_reports() -> Iterator[None]:
         held_back = 3 if isinstance(error, PeerError) else (rank != 0) + (not isinstance(error, InputError))
         if rank is not None and held_back:
             heed_asks()  # torchrun and mpirun end a rank by SIGTERM
-            time.sleep(_HOLD_BACK_S * held_back)
+            time.sleep(HOLD_BACK_S * held_back)
         raise
 
 

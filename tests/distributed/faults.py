@@ -143,15 +143,6 @@ class Run:
                 found.append(int(entry.name))
         return found
 
-    def listening(self) -> dict[int, list[str]]:
-        """Return process -> the addresses, in hexadecimal as Linux shows them, at which it listens."""
-        addresses = {}
-        for table in ("tcp", "tcp6"):
-            rows = [line.split() for line in Path("/proc/net", table).read_text().splitlines()[1:]]
-            addresses |= {f"socket:[{row[9]}]": row[1].split(":")[0] for row in rows if row[3] == "0A"}
-        found = {pid: sockets_of(pid) for pid in self.processes()}
-        return {pid: [addresses[name] for name in names if name in addresses] for pid, names in found.items()}
-
     def wait_for(self, text: str, timeout_s: float = 90) -> None:
         """Wait until standard error has `text`."""
         deadline = time.monotonic() + timeout_s

@@ -106,5 +106,5 @@ def test_a_host_whose_configuration_differs_is_refused_on_both(tmp_path: Path) -
     said = [agent.communicate(timeout=120)[1] for agent in agents]
     assert 0 not in [agent.returncode for agent in agents]
     for each in said:
-        assert 'differs from rank 0: embedding.lr is 0.3, not 0.1, train.optimizer is "adam", not' in each, each
+        assert "rank 1 differs from rank 0: embedding.lr is 0.3, not 0.1, train.optimizer is 'adam', not" in each, each
     assert not list(tmp_path.glob("*/*.jsonl")), "something was trained"

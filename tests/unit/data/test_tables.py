@@ -275,7 +275,10 @@ def test_a_time_holds_out_and_a_share_does_where_there_is_none(tmp_path: Path) -
             "labels: {a: {}}\ncategorical: {b: {row: 2}}",
             r"categorical\.b\.row is not a key; did you mean categorical\.b\.rows",
         ),
-        ("labels: {a: {}}\ncategorical: {b: {rows: 0}}", r"categorical\.b\.rows: 0 is not a whole number above 0"),
+        (
+            "labels: {a: {}}\ncategorical: {b: {rows: 0}}",
+            r"categorical\.b\.rows: 0 is not a whole number from 1 to 2\^31 - 1",
+        ),
         ("labels: {a: {}}\ncategorical: {a: {rows: 2}}", "a: a column with two uses"),
         ("labels: {a: {}}\ncategorical: {b: {rows: 2, longest: 3}}", "is of lists; set list"),
         ("labels: {a: {}}\ncategorical: {b: {rows: 2}}\ntime: {column: t}", "time: .*held_out_from"),

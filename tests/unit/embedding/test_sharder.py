@@ -28,11 +28,11 @@ from tests.distributed.models import CPU, SUM, table_configs
         ({"put": "x"}, "put: 'x' is not known; take one of in_place, stores"),
         ({"wire_dtype": "x"}, "wire_dtype: 'x' is not known; take one of fp32, bf16, fp16"),
         ({"output_order": "x"}, "output_order: 'x' is not known; take one of plan, model"),
-        ({"slice_bags": 3}, "slice_bags: 3 must be a power of two from 4 on"),
+        ({"slice_bags": 3}, "slice_bags: 3 is not a power of two from 4 on"),
         ({"output_dtype": "bf16"}, "output_dtype: 'bf16', but the wire's type is fp32"),
-        ({"programs_per_sm": 0}, "programs_per_sm: 0 must be a whole number from 1 on; take None"),
-        ({"programs_per_sm": 1.5}, "programs_per_sm: 1.5 must be a whole number from 1 on; take None"),
-        ({"leading_columns": -4}, "leading_columns: -4 must be a whole number from 0 on; take 0"),
+        ({"programs_per_sm": 0}, "programs_per_sm: 0 is not a whole number from 1 to 2^31 - 1 or null"),
+        ({"programs_per_sm": 1.5}, "programs_per_sm: 1.5 is not a whole number from 1 to 2^31 - 1 or null"),
+        ({"leading_columns": -4}, "leading_columns: -4 is not a whole number from 0 to 2^31 - 1"),
     ],
 )
 def test_a_value_that_breaks_a_rule(arguments: dict[str, Any], told: str) -> None:

@@ -98,7 +98,7 @@ def test_a_damaged_checkpoint_is_refused(run: Path, stored: Config, tmp_path: Pa
         ("--checkpoint {run}/nowhere", "neither a checkpoint nor the folder of a run"),
         ("--checkpoint {old}", "keeps no configuration, as older ones do not; give that of its run by --config"),
         ("--checkpoint {newer}", "embedding.colour is not a key"),
-        ("--checkpoint {wrong}", "train.steps: abc is not a whole number above 0 or null"),
+        ("--checkpoint {wrong}", "train.steps: abc is not a whole number from 1"),
         ("--checkpoint {tmp_path}", "step_12/checkpoint.json is not what was written"),
     ],
 )

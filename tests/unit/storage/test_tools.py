@@ -56,7 +56,6 @@ def test_exports_unsharded_tensors(tmp_path: Path) -> None:
         ("export {path} {path}/x.npz", "must end in .safetensors or .pt"),
         ("export {path} {path}/nowhere/x.pt", "cannot be written"),
         ("export {path} {path}/rank_0.safetensors", "is there already"),
-        ("verify {path} --optimizer true", "has no effect"),
         ("show {path}/..", "has no checkpoint.json; give a folder"),
     ],
 )
