@@ -289,52 +289,41 @@ def trace(argv: list[str]) -> int:
 
 
 def checkpoint(argv: list[str]) -> int:
-    """Show a checkpoint, check that it is whole, or export it for other tools or for inference."""
+    """Show a checkpoint, check that it is whole, or export it for inference."""
     parser = Parser("dlrm-overlap checkpoint", checkpoint.__doc__ or "")
     actions = ["show", "verify", "export"]
     text = "verify ends with code 1 if it is damaged"
     parser.add_argument("action", choices=actions, metavar="|".join(actions), help=text)
     parser.add_argument("path", metavar="PATH", help="folder step_<N>, or that of a run, whose newest is taken")
-    parser.add_argument("output", metavar="OUT", nargs="?", help="export: a new file, .safetensors, .pt or .pt2")
-    text = "export: tensors, to .safetensors or .pt; inference, a program that torch alone runs, to .pt2"
-    parser.add_argument("--format", choices=["tensors", "inference"], default="tensors", help=text)
-    parser.add_argument("--optimizer", type=bool, default=False, help="export: with the optimizers' states")
+    text = "export: a new file .pt2, a program that torch alone runs"
+    parser.add_argument("output", metavar="OUT", nargs="?", help=text)
     values = parser.read(argv)
     path = Path(values.path)
     if (values.action == "export") != bool(values.output):
-        raise InputError(f"checkpoint {values.action}: OUT is for export, which needs one: name a .safetensors or .pt")
-    what = f"{values.action} --format {values.format}" if values.action == "export" else values.action
-    for option, value, default, needed in (
-        ("--format", values.format, "tensors", "export"),
-        ("--optimizer", values.optimizer, False, "export --format tensors"),
-    ):
-        if value != default and not what.startswith(needed):
-            raise InputError(f"{option}: {str(value).lower()} has no effect on checkpoint {what}; leave it out")
+        raise InputError(f"checkpoint {values.action}: OUT is for export, which needs one: name a .pt2")
     if (path / "checkpoints").is_dir():
-        from dlrm_overlap.checkpoint.storage.branches import locate_checkpoint
+        from dlrm_overlap.checkpoint.manifest import locate_checkpoint
 
         path = locate_checkpoint(path, "checkpoint")
-    if what == "export --format inference":
+    if values.action == "export":
         from dlrm_overlap.train.inference.export import export_for_inference
 
         signature = export_for_inference(path, Path(values.output))
         print(f"{values.output}: {signature['bytes']} bytes of weights; its inputs: {Path(values.output).stem}.json")
         return 0
-    from dlrm_overlap.checkpoint.storage.tools import export, show, verify
+    from dlrm_overlap.checkpoint.tools import show, verify
 
     if values.action == "show":
         text = show(path)
         with reader_may_leave():
             print(text)
-    elif values.action == "export":
-        print(f"{values.output}: {export(path, Path(values.output), values.optimizer)} tensors")
-    else:
-        faults = verify(path)
-        for fault in faults:
-            print(f"dlrm-overlap: {plain(fault)}", file=sys.stderr)
-        if faults:
-            return DAMAGED
-        print(f"{path}: whole")
+        return 0
+    faults = verify(path)
+    for fault in faults:
+        print(f"dlrm-overlap: {plain(fault)}", file=sys.stderr)
+    if faults:
+        return DAMAGED
+    print(f"{path}: whole")
     return 0
 
 

@@ -13,8 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dlrm_overlap.checkpoint.storage.branches import is_checkpoint
-from dlrm_overlap.checkpoint.storage.manifest import DamagedError, read_manifest
+from dlrm_overlap.checkpoint.manifest import is_checkpoint, read_manifest
 from dlrm_overlap.config import (
     Config,
     DataConfig,
@@ -46,7 +45,7 @@ def check_resume(config: Config) -> None:
         )
     try:
         read_manifest(Path(resume))
-    except DamagedError as error:
+    except InputError as error:
         raise InputError(f"checkpoint.resume: {error}; name another checkpoint") from None
 
 

@@ -56,7 +56,7 @@ def test_a_checkpoint_is_evaluated_and_exported_with_all_labels(folder: Path) ->
     found = json.loads((folder / "eval.json").read_text())
     for key in ("loss", "auroc", "ne/click", "calibration/purchase"):
         assert found[key] == pytest.approx(summary[f"eval_{key}"], rel=1e-5)
-    done = run_cli("checkpoint", "export", checkpoint, str(folder / "model.pt2"), "--format", "inference")
+    done = run_cli("checkpoint", "export", checkpoint, str(folder / "model.pt2"))
     assert done.returncode == 0, done.stderr
     program = torch.export.load(folder / "model.pt2").module()
     rows = 29

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from dlrm_overlap.checkpoint.storage.manifest import Manifest, read_manifest
-from dlrm_overlap.checkpoint.storage.tools import verify
+from dlrm_overlap.checkpoint.manifest import Manifest, read_manifest
+from dlrm_overlap.checkpoint.tools import verify
 from dlrm_overlap.config import InputError
 from dlrm_overlap.data.batch import table_keys
 from dlrm_overlap.launching.files import replacing, write_json

@@ -1,7 +1,6 @@
 """The model that is exported, put together from the files of a checkpoint.
 
-No table is held in memory. One that the checkpoint keeps in one piece is the mapped file itself; one that is put
-together of pieces is made in a mapped file of its own.
+No table is held in memory: each is made in a mapped file of its own.
 """
 
 import math
@@ -13,8 +12,9 @@ import torch
 from torch import nn
 from torch.nn.functional import embedding_bag, pad
 
-from dlrm_overlap.checkpoint.storage.extents import Checkpoint, Extent, fill
-from dlrm_overlap.checkpoint.storage.manifest import Manifest
+from dlrm_overlap.checkpoint.extents import Extent
+from dlrm_overlap.checkpoint.manifest import Manifest
+from dlrm_overlap.checkpoint.storage import load_extents, stored_dtypes
 from dlrm_overlap.config import ModelConfig, SequenceConfig
 from dlrm_overlap.train.model import DLRM
 
@@ -101,43 +101,26 @@ def build_for_inference(path: Path, manifest: Manifest, scratch: Scratch) -> Inf
     Args:
         path: of the checkpoint.
         manifest: of the checkpoint.
-        scratch: for tables that are not a piece of one of the checkpoint's files.
+        scratch: for the tables.
 
     Raises:
         InputError: if the checkpoint lacks a tensor of its model.
         OSError: if there is no room for a table.
     """
-    stored = Checkpoint(path, manifest)
     rows = manifest.shape["rows"]
     model = {key[6:]: value for key, value in manifest.shape.items() if key.startswith("model.")}
     dense_features = model.pop("dense_features")
     sequence = {key: model.pop(f"sequence.{key}") for key in vars(SequenceConfig()) if f"sequence.{key}" in model}
     with torch.random.fork_rng(devices=[]):
         dlrm = DLRM(ModelConfig(**model, sequence=SequenceConfig(**sequence)), rows, dense_features, "fp32")
-    for name, parameter in dlrm.named_parameters():
-        if not parameter.is_meta:
-            _read(f"model.dlrm.{name}", parameter.data, stored)
+    dtypes = stored_dtypes(path)
+    into = {f"dlrm.{name}": each.data for name, each in dlrm.named_parameters() if not each.is_meta}
     tables = []
     for key, count in zip(dlrm.keys, rows, strict=True):
         place = "history.embeddings" if key == dlrm.history_key else "embedding.embedding_bags"
-        weight = stored_table(f"model.dlrm.{place}.{key}.weight", (count, dlrm.dim), stored, scratch)
-        tables.append(Table(weight))
+        name = f"dlrm.{place}.{key}.weight"
+        into[name] = scratch.empty((count, dlrm.dim), dtypes.get(f"model.{name}", torch.float32))
+        tables.append(Table(into[name]))
+    extents = [Extent(("model", name), tuple(each.shape), (0,) * each.dim(), each) for name, each in into.items()]
+    load_extents(path, extents)
     return InferenceModel(tables, dlrm).eval()
-
-
-def _read(name: str, into: torch.Tensor, stored: Checkpoint) -> None:
-    """Copy the tensor `name` into `into`."""
-    shape = tuple(into.shape)
-    fill(Extent(name, shape, (0,) * len(shape), shape, into), stored)
-
-
-def stored_table(name: str, shape: tuple[int, int], stored: Checkpoint, scratch: Scratch) -> torch.Tensor:
-    """Return a table [rows, D]: a view of the checkpoint's file where it lies there in one piece."""
-    source = stored.tensors.get(name)
-    pieces = source.pieces if source and source.shape == shape else ()
-    first = stored.read(pieces[0]) if pieces else torch.empty(0)
-    if len(pieces) == 1:
-        return first
-    weight = scratch.empty(shape, first.dtype)
-    _read(name, weight, stored)
-    return weight

@@ -11,18 +11,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from dlrm_overlap.checkpoint.storage.extents import Checkpoint
-from dlrm_overlap.checkpoint.storage.manifest import read_manifest
+from dlrm_overlap.checkpoint.manifest import read_manifest
 from dlrm_overlap.cli import main
-from dlrm_overlap.config import Config, InputError
+from dlrm_overlap.config import Config
 from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.data.loader import open_datasets
 from dlrm_overlap.train.inference.export import export_for_inference
-from dlrm_overlap.train.inference.model import Scratch, build_for_inference, stored_table
+from dlrm_overlap.train.inference.model import Scratch, build_for_inference
 from dlrm_overlap.train.trainer import Trainer
 from tests.conftest import ROOT
 from tests.distributed.workers import make_trainer, quickstart
-from tests.unit.storage.test_format import NAME, ROWS, D, make_table, write_new
+from tests.unit.storage.test_storage import write_table
 
 pytestmark = [pytest.mark.usefixtures("world_of_one"), pytest.mark.filterwarnings("ignore::FutureWarning")]
 SHORT = ["--train.batch_size", "16", "--train.steps", "2", "--data.eval_samples", "32", "--train.lr", "0.02"]
@@ -78,25 +77,16 @@ def test_predicts_what_the_trainer_does(tmp_path: Path, options: list[str]) -> N
         torch.testing.assert_close(model.logits(*_inputs(batch)), _logits(trainer, batch), rtol=0, atol=TOLERANCE)
 
 
-def test_tables_are_put_together_from_pieces(tmp_path: Path) -> None:
-    path, wanted = write_new(tmp_path, make_table([0, 2, 6])), torch.arange(float(ROWS * D)).view(ROWS, D)
-    stored = Checkpoint(path, read_manifest(path))
-    assert torch.equal(stored_table(NAME, (ROWS, D), stored, Scratch(tmp_path)), wanted)
-    with pytest.raises(InputError, match=r"has model\.t\.weight of shape \[5, 8\]"):
-        stored_table(NAME, (ROWS + 1, D), stored, Scratch(tmp_path))
-
-
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ("export {path} {path}/x.pt --format inference", "must end in .pt2"),
-        ("export {path} --format inference {path}/there.pt2", "there.json is there already"),
-        ("export {path} --format inference {path}/nowhere/x.pt2", "cannot be written (No such file or directory)"),
-        ("export {path} {path}/x.pt2 --format inference --optimizer true", "--optimizer: true has no effect on"),
+        ("export {path} {path}/x.pt", "must end in .pt2"),
+        ("export {path} {path}/there.pt2", "there.json is there already"),
+        ("export {path} {path}/nowhere/x.pt2", "cannot be written (No such file or directory)"),
     ],
 )
 def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], options: str, reason: str) -> None:
-    path = write_new(tmp_path, make_table([0]))
+    path = write_table(tmp_path, [0])
     (path / "there.json").touch()
     before = sorted(path.iterdir())
     assert main(["checkpoint", *options.format(path=path).split()]) == 2
