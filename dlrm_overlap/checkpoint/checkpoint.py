@@ -93,7 +93,7 @@ def agree_on(path: Path) -> Manifest | str:
     """Return the manifest of the checkpoint `path`, or its fault, if it is not whole; a collective.
 
     Raises:
-        InputError: if ranks see different checkpoints there, naming one that sees another than rank 0.
+        InputError: if ranks see different checkpoints there.
     """
     try:
         seen = read_whole(path)
@@ -207,12 +207,8 @@ class Checkpointer:
         )
 
         def on_rank_0(act: Callable[[], None]) -> None:
-            def act_on_rank_0() -> None:
-                if dist.get_rank() == 0:
-                    with _writing(final):
-                        act()
-
-            on_every_rank(act_on_rank_0, ranks)
+            guarded = _writing(final)(act)
+            on_every_rank(lambda: guarded() if dist.get_rank() == 0 else None, ranks)
 
         try:
             on_rank_0(self._remove_partial)

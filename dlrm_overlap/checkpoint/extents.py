@@ -22,6 +22,8 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 Cut = tuple[tuple[int, ...], tuple[int, ...]]
 """shape of a whole tensor, and offsets of an extent of it"""
 
+_LOOKED_AT = 1 << 28  # elements at a time
+
 
 @dataclass(frozen=True)
 class Extent:
@@ -86,7 +88,9 @@ def _extents_of(path: tuple[str, ...], tensor: Any, table: Any = None, cut: Cut 
         yield Extent(path, tuple(tensor.shape), (0,) * tensor.dim(), tensor)
     elif isinstance(table, ShardedTensor) and len(tensor.size()) == 1:
         rows, width = table.size()
-        boxes = dict(zip(sorted(_boxes(tensor)), in_order_of_states(_boxes(table).values()), strict=True))
+        # TorchRec joins the states of a table's shards to one tensor of one dimension: by columns, then by rows.
+        in_order = sorted(_boxes(table).values(), key=lambda box: (box[0][1], box[0][0]))
+        boxes = dict(zip(sorted(_boxes(tensor)), in_order, strict=True))
         for shard in tensor.local_shards():
             (row, first), (_, columns) = boxes[tuple(shard.metadata.shard_offsets)]
             yield Extent(path, (rows,), (row,), shard.tensor, None if columns == width else (first, first + columns))
@@ -101,20 +105,15 @@ def _boxes(tensor: ShardedTensor) -> dict[tuple[int, ...], Box]:
     return {tuple(m.shard_offsets): (tuple(m.shard_offsets), tuple(m.shard_sizes)) for m in shards}
 
 
-def in_order_of_states(boxes: Iterable[Box]) -> list[Box]:
-    """Return the (offsets, sizes) of a table's shards in the order of their per-row states.
-
-    TorchRec joins these to one tensor of one dimension: by columns, then by rows.
-    """
-    return sorted(boxes, key=lambda box: (box[0][1], box[0][0]))
-
-
 def is_finite(tensor: torch.Tensor) -> bool:
     """Return whether no element is NaN or infinite."""
     if not (tensor.is_floating_point() and tensor.numel()):
         return True
-    least, greatest = tensor.detach().aminmax()  # NaN, if there is one
-    return math.isfinite(least) and math.isfinite(greatest)
+    for elements in tensor.detach().reshape(-1).split(_LOOKED_AT):
+        least, greatest = elements.aminmax()  # NaN, if there is one
+        if not (math.isfinite(least) and math.isfinite(greatest)):
+            return False
+    return True
 
 
 def sources(extent: Extent, stored: Iterable[str]) -> dict[str, int]:
