@@ -268,37 +268,38 @@ def trace(argv: list[str]) -> int:
 
 
 def checkpoint(argv: list[str]) -> int:
-    """Show a checkpoint, check that it is whole, or export its weights for other tools."""
+    """Show a checkpoint, check that it is whole, or export it as one file for torch.load."""
     parser = Parser("dlrm-overlap checkpoint", checkpoint.__doc__ or "")
     actions = ["show", "verify", "export"]
     text = "verify ends with code 1 if it is damaged"
     parser.add_argument("action", choices=actions, metavar="|".join(actions), help=text)
     parser.add_argument("path", metavar="PATH", help="folder step_<N>, or that of a run, whose newest is taken")
-    parser.add_argument("output", metavar="OUT", nargs="?", help="export: a new file, .safetensors or .pt")
-    parser.add_argument("--optimizer", type=bool, default=False, help="export: with the optimizers' states")
+    text = "export: a new file for torch.load, with the keys model and optimizer"
+    parser.add_argument("output", metavar="OUT", nargs="?", help=text)
     values = parser.read(argv)
     path = Path(values.path)
     if (values.action == "export") != bool(values.output):
-        raise InputError(f"checkpoint {values.action}: OUT is for export, which needs one: name a .safetensors or .pt")
+        raise InputError(f"checkpoint {values.action}: OUT is for export, which needs one: name a .pt")
     if (path / "checkpoints").is_dir():
-        from dlrm_overlap.checkpoint.storage.branches import locate_checkpoint
+        from dlrm_overlap.checkpoint.manifest import locate_checkpoint
 
         path = locate_checkpoint(path, "checkpoint")
-    from dlrm_overlap.checkpoint.storage.tools import export, show, verify
+    from dlrm_overlap.checkpoint.tools import export, show, verify
 
     if values.action == "show":
         text = show(path)
         with reader_may_leave():
             print(text)
-    elif values.action == "export":
-        print(f"{values.output}: {export(path, Path(values.output), values.optimizer)} tensors")
-    else:
-        faults = verify(path)
-        for fault in faults:
-            print(f"dlrm-overlap: {plain(fault)}", file=sys.stderr)
-        if faults:
-            return DAMAGED
-        print(f"{path}: whole")
+        return 0
+    if values.action == "export":
+        export(path, Path(values.output))
+        return 0
+    faults = verify(path)
+    for fault in faults:
+        print(f"dlrm-overlap: {plain(fault)}", file=sys.stderr)
+    if faults:
+        return DAMAGED
+    print(f"{path}: whole")
     return 0
 
 

@@ -415,10 +415,10 @@ class CheckpointConfig:
     last: bool = True
     """save after the last step, also that of an early stop"""
     keep: PositiveInt = 2
-    """newest checkpoints to keep, of those that led to the last one"""
+    """checkpoints to keep, those that were saved last"""
     asynchronous: bool = False
-    """save while training goes on: a copy of the state is written, which takes as much memory again as the tables and
-    their optimizer's state, on the GPU if half of its free memory suffices, else on the CPU"""
+    """save while training goes on: a copy of the state is written, which takes as much memory of the host as the tables
+    and their optimizer\x27s state"""
     resume: FullPath = "auto"
     """auto goes on where dir/name left off; never starts anew; else the path of a checkpoint"""
     resume_changed: bool = False

@@ -1,15 +1,18 @@
 """Checkpoints of a run: tables, dense part and optimizer state, whatever the plan.
 
 A checkpoint is a folder `step_<N>`; it appears under that name once it is whole, so a run that dies while writing
-leaves the one before. Its tensors are stored by their names in the unsharded model, in files that nothing can be
-executed from, so it loads under another plan, number of ranks or backend. All ranks must see the same file system.
-`storage` has the files.
+leaves the one before. Its tensors are stored by their names in the unsharded model, so it loads under another plan,
+number of ranks or backend. All ranks must see the same file system.
 """
 
 import logging
 import math
+import os
+import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +21,26 @@ from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 
-from dlrm_overlap.checkpoint.storage.branches import check_fits, line, read_manifests, same_checkpoint, surplus
-from dlrm_overlap.checkpoint.storage.extents import Cut, Extent, deal, local_extents
-from dlrm_overlap.checkpoint.storage.load import agree_on, fill_state
-from dlrm_overlap.checkpoint.storage.manifest import Manifest, read_manifest
-from dlrm_overlap.checkpoint.storage.save import gather, remove_checkpoint, write_checkpoint
-from dlrm_overlap.checkpoint.storage.tensor_file import ToCpu, copy_to_cpu
+from dlrm_overlap.checkpoint.extents import Cut, Extent, local_extents
+from dlrm_overlap.checkpoint.manifest import (
+    Manifest,
+    check_fits,
+    newest_first,
+    read_manifest,
+    read_whole,
+    write_manifest,
+)
+from dlrm_overlap.checkpoint.storage import load_extents, save_extents
+from dlrm_overlap.comm.every_rank import gathered, on_every_rank
 from dlrm_overlap.config import Config, InputError, flatten
 from dlrm_overlap.dense.tensor_parallel import shards_of
 from dlrm_overlap.embedding.plan import data_parallel_tables
-from dlrm_overlap.launching.files import make_folder
+from dlrm_overlap.launching.files import make_folder, sync_folder
 
 log = logging.getLogger("dlrm_overlap")
 
 _SEEN_WITHIN_S = 60.0  # for a while, a network file system may still answer that a new folder is not there
+_PARTIAL = ".partial_"  # in front of the name of a folder that is being written or removed
 _FREE = ("workers", "prefetch")  # keys of `data` that change no sample
 
 
@@ -69,22 +78,41 @@ def trained_with(config: Config, global_batch: int) -> dict[str, Any]:
     }
 
 
-def step_of(checkpoint: Path) -> int:
-    """Return the step after which `checkpoint` was written."""
-    return read_manifest(checkpoint).step
-
-
 def extents_to_store(model: DistributedModelParallel, optimizer: CombinedOptimizer) -> list[Extent]:
-    """Return the extents that this rank stores, which share memory with the state."""
-    extents = local_extents(model.state_dict(), optimizer.state_dict(), cuts_of(model))
-    return deal(extents, dist.get_rank(), dist.get_world_size())
+    """Return the extents that this rank has, which share memory with the state."""
+    return local_extents(model.state_dict(), optimizer.state_dict(), cuts_of(model))
+
+
+def world() -> dist.ProcessGroup:
+    """Return the group of all ranks."""
+    assert dist.group.WORLD is not None, "a checkpoint is found and written by all ranks"
+    return dist.group.WORLD
+
+
+def agree_on(path: Path) -> Manifest | str:
+    """Return the manifest of the checkpoint `path`, or its fault, if it is not whole; a collective.
+
+    Raises:
+        InputError: if ranks see different checkpoints there.
+    """
+    try:
+        seen = read_whole(path)
+    except InputError as error:
+        seen = str(error)
+    for rank, other in enumerate(everywhere := gathered(seen, world())):
+        if other != everywhere[0]:
+            raise InputError(
+                f"checkpoint: rank {rank} does not see the same in {path} as rank 0; put it on a file system that all "
+                f"hosts see"
+            )
+    return seen
 
 
 class Checkpointer:
     """Writes the checkpoints of one run to a folder, keeps the newest few, and finds where to go on."""
 
     def __init__(self, folder: Path, keep: int, shape: dict[str, Any], settings: dict[str, Any] | None = None) -> None:
-        """Keep the newest `keep` checkpoints that led to the last one in `folder`.
+        """Keep the `keep` checkpoints in `folder` that were saved last.
 
         `shape` is this run's `checkpoint_shape`, `settings` its `trained_with`: see `check_fits`.
         """
@@ -94,42 +122,35 @@ class Checkpointer:
         self.settings = settings or {}
         self.about: dict[str, Any] = {}  # of this run, for readers of manifests
         self.tick: Callable[[], None] = lambda: None
-        """called for every piece that is read, or written while steps wait: other ranks wait until all are"""
-        self._line: tuple[int, ...] = ()  # steps of the checkpoints in the folder that led to this run's next one
-        self._parent: str | None = None
+        """called for every piece that is read or written: other ranks wait until all are"""
 
     def find(self, resume: str, changed: bool = False) -> Path | None:
-        """Return the checkpoint that `checkpoint.resume` names, once its files were found whole; a collective.
+        """Return the checkpoint that `checkpoint.resume` names, once its files were found; a collective.
 
-        For `auto` it is the one written last, or, where that is damaged, the newest before it that is whole; None
-        without any, and for `never`. Rank 0 finds it, and each rank reads a share of its files.
+        For `auto` it is the one saved last, or, where that is not whole, the newest before it that is; None without
+        any, and for `never`.
 
         Raises:
-            InputError: if the checkpoint is damaged, if ranks see different ones, or if it does
-                not fit this run, see `check_fits`.
+            InputError: if the checkpoint is not whole, if ranks see different ones, or if it does not fit this run, see
+                `check_fits`.
         """
         if resume == "never":
             return None
-        faults: list[str] = []
+        paths = [Path(resume)]
         if resume == "auto":
-            is_first = not (dist.is_initialized() and dist.get_rank())
-            manifests, broken = read_manifests(self.folder) if is_first else ({}, {})
-            found = line(manifests)
-            newest = manifests[found[0]].step if found else -1
-            faults = [fault for path, fault in broken.items() if int(path.name.split("_")[1]) > newest]
-            found, faults = gather((found, faults))[0]
-            if not found and not faults:
-                return None
-        else:
-            found = [Path(resume)]
-        for path in found:
-            manifest, wrong = agree_on(path, self.tick)
-            if manifest is not None and not wrong:
-                check_fits(path, manifest, self.shape, self.settings, changed)
-                if faults and not (dist.is_initialized() and dist.get_rank()):
+            manifests, unreadable = newest_first(self.folder)
+            paths = gathered([*unreadable, *manifests], world())[0]
+        faults: list[str] = []
+        for path in paths:
+            found = agree_on(path)
+            if isinstance(found, Manifest):
+                check_fits(path, found, self.shape, self.settings, changed)
+                if faults and dist.get_rank() == 0:
                     log.warning("checkpoint.resume: %s; going on from %s, the newest that is whole", faults[0], path)
                 return path
-            faults += wrong
+            faults.append(found)
+        if not faults:
+            return None
         others = ", and no checkpoint before it is whole" if resume == "auto" else ""
         raise InputError(
             f"checkpoint.resume: {faults[0]}{others}; name another checkpoint, or start anew with --checkpoint.resume "
@@ -148,7 +169,7 @@ class Checkpointer:
         deadline = time.monotonic() + _SEEN_WITHIN_S
         while not (found := self.folder.is_dir()) and time.monotonic() < deadline:
             time.sleep(0.5)
-        if blind := [rank for rank, seen in enumerate(gather(found)) if not seen]:
+        if blind := [rank for rank, seen in enumerate(gathered(found, world())) if not seen]:
             raise InputError(
                 f"log.dir: {self.folder} is not seen by all ranks (not by rank {blind[0]}), which write checkpoints "
                 f"together; put it on a file system of all hosts, or save none by --checkpoint.last false "
@@ -161,8 +182,6 @@ class Checkpointer:
         extents: list[Extent],
         metrics: dict[str, float] | None = None,
         group: dist.ProcessGroup | None = None,
-        to_cpu: ToCpu = copy_to_cpu,
-        refusal: Callable[[], InputError | None] = lambda: None,
         about: dict[str, Any] | None = None,
     ) -> Path:
         """Write `step_<step>` from all ranks, remove surplus checkpoints, and return the new one; a collective.
@@ -171,61 +190,94 @@ class Checkpointer:
             step: number of steps taken.
             extents: `extents_to_store`, or a copy of it.
             metrics: of an evaluation after this step.
-            group: see `write_checkpoint`, like `to_cpu` and `refusal`.
-            to_cpu: see there.
-            refusal: see there.
+            group: of all ranks, which nothing else uses meanwhile; None is the default group.
             about: as it was when `extents` were copied; None takes that of now.
 
         Raises:
-            InputError: as `write_checkpoint` does.
+            InputError: on all ranks, if one cannot write. No checkpoint appears, those that are there stay.
         """
         final = self.folder / f"step_{step}"
-        manifests, broken = read_manifests(self.folder) if dist.get_rank() == 0 else ({}, {})
-        self._line = (*self._line, step)
+        temporary, ranks = final.with_name(f"{_PARTIAL}{final.name}"), group or world()
+        manifest = Manifest(
+            step,
+            self.shape,
+            self.settings,
+            metrics={key: value for key, value in (metrics or {}).items() if math.isfinite(value)},
+            about=self.about if about is None else about,
+        )
 
-        def manifest() -> Manifest:
-            return Manifest(
-                step,
-                self.shape,
-                self.settings,
-                saved=1 + max((each.saved for each in manifests.values()), default=0),
-                line=self._line,
-                parent=self._parent,
-                metrics={key: value for key, value in (metrics or {}).items() if math.isfinite(value)},
-                about=self.about if about is None else about,
-            )
+        def on_rank_0(act: Callable[[], None]) -> None:
+            guarded = _writing(final)(act)
+            on_every_rank(lambda: guarded() if dist.get_rank() == 0 else None, ranks)
 
-        write_checkpoint(final, extents, manifest, group, to_cpu, refusal)
-        self._parent = final.name
-        if dist.get_rank() == 0:
-            broken.pop(final, None)
-            manifests[final] = read_manifest(final)
-            for old in surplus(manifests, list(broken), self.keep):
-                remove_checkpoint(old)
-        dist.barrier(group)
+        try:
+            on_rank_0(self._remove_partial)
+            with _writing(final):
+                save_extents(temporary, extents, group, self.tick)
+            on_rank_0(lambda: self._commit(temporary, final, manifest))
+        except Exception:
+            if dist.get_rank() == 0:
+                shutil.rmtree(temporary, ignore_errors=True)
+            raise
         return final
 
+    def _remove_partial(self) -> None:
+        """Remove what a run that died has left."""
+        for left in self.folder.glob(f"{_PARTIAL}*"):
+            shutil.rmtree(left)
+
+    def _commit(self, temporary: Path, final: Path, manifest: Manifest) -> None:
+        """Write the manifest, give the folder its name, and remove surplus checkpoints."""
+        manifests, unreadable = newest_first(self.folder)
+        files = {path.name: path.stat().st_size for path in sorted(temporary.iterdir())}
+        saved = 1 + max((each.saved for each in manifests.values()), default=0)
+        write_manifest(temporary, replace(manifest, files=files, saved=saved))
+        sync_folder(temporary)
+        if final.exists():  # abandoned or damaged, since it has this very step
+            _remove(final)
+        os.replace(temporary, final)
+        sync_folder(self.folder)
+        others = [path for path in (*manifests, *unreadable) if path != final]
+        for surplus in others[self.keep - 1 :]:
+            _remove(surplus)
+
     def load(self, path: Path, model: DistributedModelParallel, optimizer: CombinedOptimizer) -> int:
-        """Load `path` on all ranks and return its step. Later saves follow it, if it is in this run's folder.
+        """Load `path` on all ranks and return its step.
 
         Raises:
             InputError: if it lacks a tensor of this model or its optimizers.
         """
-        manifest = read_manifest(path)
         for _, each in optimizer.optimizers:
             if isinstance(each, KeyedOptimizer):
                 each.init_state()  # some optimizers make it at their first step, and loading needs it
         state = model.state_dict(), optimizer.state_dict()
         try:
-            fill_state(path, manifest, *state, cuts_of(model), self.tick)
+            load_extents(path, local_extents(*state, cuts_of(model)), self.tick)
         except InputError as error:
-            raise InputError(f"checkpoint.resume: {error}") from None
+            raise InputError(f"checkpoint.resume: {error}; name another checkpoint") from None
         model.load_state_dict(state[0])  # type: ignore[arg-type]
         optimizer.load_state_dict(state[1])
-        source = same_checkpoint(self.folder, path)
-        self._parent = source.name if source else str(path.absolute())
-        self._line = manifest.line if source else ()
-        return manifest.step
+        return read_manifest(path).step
+
+
+@contextmanager
+def _writing(final: Path) -> Iterator[None]:
+    """Raise the operating system's error as an InputError."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(
+            f"checkpoint: {final} cannot be written ({error.strerror or error}); the checkpoints before it are as they "
+            f"were; make room or mend the folder, and start again: the run goes on from the newest, or, without any, "
+            f"begins anew"
+        ) from None
+
+
+def _remove(path: Path) -> None:
+    """Remove the checkpoint `path`, which is not found any more from the first moment on."""
+    removed = path.with_name(f"{_PARTIAL}removed_{path.name}")
+    os.replace(path, removed)
+    shutil.rmtree(removed, ignore_errors=True)  # the next save tries again
 
 
 def cuts_of(model: nn.Module) -> dict[str, Cut]:
@@ -242,7 +294,8 @@ def check_resume_fits(config: Config, rows: list[int], dense_features: int, glob
     resume = config.checkpoint.resume
     if resume == "never":
         return
-    path = (line(read_manifests(config.folder / "checkpoints")[0]) or [None])[0] if resume == "auto" else Path(resume)
+    manifests, _ = newest_first(config.folder / "checkpoints")
+    path = next(iter(manifests), None) if resume == "auto" else Path(resume)
     if path is not None:
         shape = checkpoint_shape(config, rows, dense_features)
         settings = trained_with(config, global_batch)

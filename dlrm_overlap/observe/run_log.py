@@ -18,7 +18,7 @@ import yaml
 from torch.profiler import ProfilerActivity, profile, schedule
 from torchrec.distributed.types import ShardingPlan
 
-from dlrm_overlap.checkpoint.storage.branches import newest_checkpoint, same_checkpoint
+from dlrm_overlap.checkpoint.manifest import newest_checkpoint, same_checkpoint
 from dlrm_overlap.config import Config, InputError, LogConfig
 from dlrm_overlap.launching.environment import environment
 from dlrm_overlap.launching.files import make_folder

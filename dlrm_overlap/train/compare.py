@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 
+from dlrm_overlap.checkpoint.manifest import newest_checkpoint
 from dlrm_overlap.checkpoint.saving import NotFiniteError
-from dlrm_overlap.checkpoint.storage.branches import newest_checkpoint
 from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.observe.result_files import has_results
 from dlrm_overlap.observe.run_folder import hold_run_folder

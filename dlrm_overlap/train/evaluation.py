@@ -9,8 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dlrm_overlap.checkpoint.storage.branches import locate_checkpoint
-from dlrm_overlap.checkpoint.storage.manifest import DamagedError, Manifest, read_manifest
+from dlrm_overlap.checkpoint.manifest import Manifest, differences, locate_checkpoint, read_manifest
 from dlrm_overlap.config import Config, EmbeddingConfig, InputError, LogConfig, TrainConfig
 from dlrm_overlap.launching.files import write_json
 from dlrm_overlap.launching.parsing import Parser, read_tree, reader_may_leave
@@ -75,7 +74,7 @@ def evaluate(ranks: Ranks, path: Path) -> dict[str, Any]:
     Raises:
         InputError: as `run` does; for a model that does not fit, before the process group is made.
     """
-    from dlrm_overlap.checkpoint.storage.load import agree_on
+    from dlrm_overlap.checkpoint.checkpoint import agree_on
     from dlrm_overlap.data.loader import open_held_out
     from dlrm_overlap.train.stepping import Stepper
 
@@ -84,9 +83,9 @@ def evaluate(ranks: Ranks, path: Path) -> dict[str, Any]:
     held_out = open_held_out(config.data, ranks.device)
     check_same_model(path, config, held_out)
     ranks.connect(eval_path=held_out.fingerprint())
-    manifest, faults = agree_on(path, ranks.progress.tick)
-    if manifest is None or faults:
-        raise InputError(f"{_OPTION}: {faults[0]}; evaluate another checkpoint")
+    manifest = agree_on(path)
+    if isinstance(manifest, str):
+        raise InputError(f"{_OPTION}: {manifest}; evaluate another checkpoint")
     stepper = Stepper(config, ranks.world, ranks.device, held_out, held_out, progress=ranks.progress)
     values = stepper.evaluate_checkpoint(path)
     stepper.close()
@@ -136,7 +135,6 @@ def check_same_model(path: Path, config: Config, data: "Dataset") -> None:
         InputError: with every difference.
     """
     from dlrm_overlap.checkpoint.checkpoint import checkpoint_shape
-    from dlrm_overlap.checkpoint.storage.branches import differences
 
     shape = checkpoint_shape(config, list(data.rows), data.dense_features)
     model = {key: shape[key] for key in shape if key.startswith("model.") or key in ("rows", "weight_dtype")}
@@ -166,5 +164,5 @@ def _with_checkpoint(argv: list[str]) -> tuple[list[str], Path | None]:
 def _manifest(path: Path) -> Manifest:
     try:
         return read_manifest(path)
-    except DamagedError as error:
+    except InputError as error:
         raise InputError(f"{_OPTION}: {error}; evaluate another checkpoint") from None

@@ -11,8 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dlrm_overlap.checkpoint.storage.branches import is_checkpoint
-from dlrm_overlap.checkpoint.storage.manifest import DamagedError, read_manifest
+from dlrm_overlap.checkpoint.manifest import is_checkpoint, read_manifest
 from dlrm_overlap.config import Config, DataConfig, InputError
 from dlrm_overlap.launching.files import check_free
 
@@ -40,7 +39,7 @@ def check_resume(config: Config) -> None:
         )
     try:
         read_manifest(Path(resume))
-    except DamagedError as error:
+    except InputError as error:
         raise InputError(f"checkpoint.resume: {error}; name another checkpoint") from None
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from dlrm_overlap.checkpoint.checkpoint import cuts_of
-from dlrm_overlap.checkpoint.storage.load import load_weights
+from dlrm_overlap.checkpoint.storage import load_weights
 from dlrm_overlap.config import Config
 from dlrm_overlap.data.batch import Batch, Dataset
 from dlrm_overlap.data.loader import Loader, make_loader

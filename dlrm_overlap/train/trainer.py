@@ -10,16 +10,16 @@ from typing import Any, NoReturn
 
 import torch
 
-from dlrm_overlap.checkpoint.checkpoint import Checkpointer, checkpoint_shape, step_of, trained_with
+from dlrm_overlap.checkpoint.checkpoint import Checkpointer, checkpoint_shape, trained_with
+from dlrm_overlap.checkpoint.manifest import newest_checkpoint, read_manifest
 from dlrm_overlap.checkpoint.saving import Saves, require_finite
-from dlrm_overlap.checkpoint.storage.branches import newest_checkpoint
-from dlrm_overlap.checkpoint.storage.manifest import read_manifest
 from dlrm_overlap.config import Config
 from dlrm_overlap.data.batch import Batch, Dataset
 from dlrm_overlap.data.loader import Loader
 from dlrm_overlap.embedding.plan import plan_record
 from dlrm_overlap.embedding.sharded_module import exchanges
 from dlrm_overlap.embedding.sharder import build_sharders
+from dlrm_overlap.launching import stack
 from dlrm_overlap.launching.launcher import World
 from dlrm_overlap.launching.lifetime import EndRequest
 from dlrm_overlap.launching.watch import Progress
@@ -82,6 +82,7 @@ class Trainer(Stepper):
             "config": config.as_dict(),
             "plan": plan_record(self.plan),
             "world_size": world.world_size,
+            "versions": {name: stack.version_of(name) for name in ("torch", "torchrec")},
             "trained_metrics": [],
         }
         self.running = RunningMetrics(train.label_names, self.samples_per_rank, config.log.every, device)
@@ -128,7 +129,7 @@ class Trainer(Stepper):
             from_rank_0(self._set_aside)
         every_eval, every_save = self.config.train.eval_every, self.config.checkpoint.every
         save_last, target = self.config.checkpoint.last, self.config.train.target_auroc
-        self.saves.prepare(self.world.local_world_size, self.progress)
+        self.saves.prepare(self.world.local_world_size)
         step, evaluated, values = self.start, -1, {}
         with (
             RunLog(self.config, self.world, self.device, self.folder, self.start, self.plan) as run_log,
@@ -136,9 +137,8 @@ class Trainer(Stepper):
         ):
             batches = iter(loader)
             while step < self.steps:
-                # The next step after which the run evaluates, stops to save or ends.
-                stops = (every_eval, every_save if self.saves.stop_the_run else 0)
-                border = min([self.steps, *((step // n + 1) * n for n in stops if n)])
+                # The next step after which the run evaluates, saves or ends.
+                border = min([self.steps, *((step // n + 1) * n for n in (every_eval, every_save) if n)])
                 step = self._train(step, border, batches, loader, run_log)
                 if run_log.asked_to_end and step < self.steps:
                     self._end_early(step, saves=bool(every_save or save_last))
@@ -192,7 +192,6 @@ class Trainer(Stepper):
             self.progress.step = step
             self.learning_rate.set(step - 1)
             loss = self.step(stretch)
-            self.saves.took_step(loss)
             loss_sum += loss
             self.running.add(*self.predictions)
             timer.mark()
@@ -207,12 +206,6 @@ class Trainer(Stepper):
                 loss_sum.zero_()
                 if run_log.asked_to_end:
                     stretch.cut()
-            if (
-                not self.saves.stop_the_run
-                and step % self.config.checkpoint.every == 0
-                and step < first + stretch.steps
-            ):
-                self.save(step, beside=True)
         return step
 
     def _evaluate(self, step: int, run_log: RunLog) -> dict[str, float]:
@@ -238,7 +231,8 @@ class Trainer(Stepper):
         checkpoint = self.checkpointer.find(config.checkpoint.resume, config.checkpoint.resume_changed)
         if checkpoint is None:
             return None
-        self.start = self.saves.step = step_of(checkpoint)
+        manifest = read_manifest(checkpoint)
+        self.start = self.saves.step = manifest.step
         summary, target = from_rank_0(lambda: read_summary(self.folder)), config.train.target_auroc
         if summary is not None and (config.checkpoint.resume == "auto" or self.start >= summary["steps"]):
             reached = 0 < target <= summary["eval_auroc"]
@@ -252,9 +246,9 @@ class Trainer(Stepper):
         self.optimizer.set_optimizer_step(self.start)  # FBGEMM's count, by which Adam's means are corrected
         for exchange in exchanges(self.model):
             exchange.counters.steps.value = self.start  # stochastic rounding depends on the step
-        self.running.load(read_manifest(checkpoint).about.get("trained_metrics", []))
+        self.running.load(manifest.about.get("trained_metrics", []))
         log.info("resume: %s, after step %d", checkpoint, self.start)
         return None
 
     def _require_finite(self, loss: float, text: str, step: int) -> None:
-        require_finite(math.isfinite(loss), f"{text} {loss}", step, self.config)
+        require_finite("" if math.isfinite(loss) else f"{text} {loss}", step, self.config)

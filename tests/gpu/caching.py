@@ -45,7 +45,7 @@ def _batches(trainer: Trainer, step: int) -> Iterator[Batch]:
 def _rows(trainer: Trainer) -> dict[str, torch.Tensor]:
     """Return this rank's rows and their optimizer's states, which are those of the tables themselves."""
     extents = extents_to_store(trainer.model, trainer.optimizer)
-    return {extent.key: extent.tensor for extent in extents}
+    return {f"{extent.stored_name} {extent.offsets}": extent.tensor for extent in extents}
 
 
 def _same(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], what: str) -> None:

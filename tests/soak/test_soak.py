@@ -13,9 +13,8 @@ from random import Random
 
 import pytest
 
-from dlrm_overlap.checkpoint.storage.branches import checkpoint_folders
-from dlrm_overlap.checkpoint.storage.load import find_faults
-from dlrm_overlap.checkpoint.storage.manifest import read_manifest
+from dlrm_overlap.checkpoint.manifest import checkpoint_folders, read_manifest
+from dlrm_overlap.checkpoint.tools import verify
 from dlrm_overlap.launching.lifetime import SAVED
 from tests.conftest import read_metrics
 from tests.distributed.faults import Run, children_of, train
@@ -62,7 +61,7 @@ def test_random_kills_and_resumes_lose_nothing(tmp_path: Path) -> None:
         code = _strike(run, victim)
         assert code == SAVED or (code and victim != "asked") or ": loss" not in run.errors.read_text(), (number, victim)
         for path in checkpoint_folders(checkpoints):
-            assert find_faults(path, read_manifest(path)) == [], (number, victim)
+            assert verify(path) == [], (number, victim)
     reached = max((read_manifest(path).step for path in checkpoint_folders(checkpoints)), default=0)
     steps = ["--train.steps", str(reached + 5)]
     for place in (folder, whole):

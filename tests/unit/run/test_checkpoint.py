@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from dlrm_overlap.checkpoint.checkpoint import Checkpointer, check_resume_fits, checkpoint_shape, trained_with
-from dlrm_overlap.checkpoint.storage.branches import line, newest_checkpoint, read_manifests, surplus
-from dlrm_overlap.checkpoint.storage.manifest import MANIFEST, Manifest, StoredFile, dump_manifest, read_manifest
+from dlrm_overlap.checkpoint.manifest import MANIFEST, Manifest, newest_checkpoint, read_manifest, write_manifest
 from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.observe.run_log import check_folder
 from tests.conftest import configuration
 
+pytestmark = pytest.mark.usefixtures("world_of_one")
 ROWS = [10, 20]
 
 
@@ -40,7 +40,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 def _describe(checkpoint: Path, manifest: Manifest) -> None:
     checkpoint.mkdir(parents=True, exist_ok=True)
-    (checkpoint / MANIFEST).write_text(dump_manifest(manifest))
+    write_manifest(checkpoint, manifest)
 
 
 def _find(checkpoint: Path, *options: str, world_size: int = 2, changed: bool = False) -> Path | None:
@@ -141,46 +141,26 @@ def test_a_runs_own_checkpoints_alone_are_gone_on_from(tmp_path: Path) -> None:
         check_folder(_run(tmp_path, "--checkpoint.resume", str(tmp_path / "gone")))
 
 
-def _save(folder: Path, saved: int, *line: int) -> None:
-    _describe(folder / f"step_{line[-1]}", Manifest(line[-1], {}, {}, saved, line))
+def test_the_last_saves_are_kept_and_the_last_one_is_gone_on_from(tmp_path: Path) -> None:
+    """Also where a run went back to an earlier checkpoint and on from there; what cannot be read goes first."""
 
+    def save(*steps: int) -> list[str]:
+        for step in steps:
+            Checkpointer(tmp_path, 2, {}).write(step, [])
+        return sorted(path.name for path in tmp_path.iterdir())
 
-def _names(paths: list[Path]) -> list[str]:
-    return [path.name for path in paths]
-
-
-def test_an_abandoned_branch_is_not_gone_on_from(tmp_path: Path) -> None:
-    for saved in (1, 2, 3):
-        _save(tmp_path, saved, *(10, 20, 30)[:saved])
-    assert _names(line(read_manifests(tmp_path)[0])) == ["step_30", "step_20", "step_10"]
-    _save(tmp_path, 4, 10, 20, 25)
-    assert _names(line(read_manifests(tmp_path)[0])) == ["step_25", "step_20", "step_10"]
+    assert save(10, 20, 30) == ["step_20", "step_30"]
+    assert save(25) == ["step_25", "step_30"]
     assert newest_checkpoint(tmp_path) == tmp_path / "step_25"
-    _save(tmp_path, 5, 10, 20, 22)
-    assert _names(line(read_manifests(tmp_path)[0])) == ["step_22", "step_20", "step_10"]
-
-
-def test_what_a_branch_came_from_is_kept_until_it_has_enough(tmp_path: Path) -> None:
-    for saved in (1, 2, 3):
-        _save(tmp_path, saved, *(10, 20, 30)[:saved])
     (tmp_path / "step_40").mkdir()  # its manifest is gone
-
-    def removed(keep: int) -> list[str]:
-        manifests, faults = read_manifests(tmp_path)
-        return _names(surplus(manifests, list(faults), keep))
-
-    _save(tmp_path, 4, 10, 20, 25)
-    assert removed(1) == ["step_20", "step_10", "step_30", "step_40"]
-    assert removed(2) == ["step_10"]
-    _save(tmp_path, 5, 10, 20, 25, 30)  # in the place of the abandoned one
-    assert removed(2) == ["step_20", "step_10", "step_40"]
-    assert removed(3) == ["step_10", "step_40"]
+    assert save(30) == ["step_25", "step_30"], "in the place of the older one"
+    assert newest_checkpoint(tmp_path) == tmp_path / "step_30"
 
 
 def test_the_newest_that_is_whole_is_found(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
     manifest, newer = read_manifest(checkpoint), checkpoint.with_name("step_4")
-    files = {"rank_0.safetensors": StoredFile(7, "")}
-    _describe(newer, replace(manifest, step=4, saved=1, line=(2, 4), files=files))
+    files = {"__0_0.distcp": 7}
+    _describe(newer, replace(manifest, step=4, saved=1, files=files))
     _describe(checkpoint.with_name("step_6"), manifest)
     (checkpoint.with_name("step_6") / MANIFEST).write_text("{")
     with caplog.at_level("WARNING", "dlrm_overlap"):
@@ -188,13 +168,16 @@ def test_the_newest_that_is_whole_is_found(checkpoint: Path, caplog: pytest.LogC
     (text,) = caplog.messages
     assert f"{checkpoint.with_name('step_6') / MANIFEST} is not what was written" in text
     assert text.endswith(f"going on from {checkpoint}, the newest that is whole")
-    with pytest.raises(InputError, match=rf"resume: {newer}/rank_0.safetensors cannot be read \(No such file"):
+    with pytest.raises(InputError, match=rf"resume: {newer}/__0_0.distcp cannot be read \(No such file"):
         _checkpointer(checkpoint.parent, _config(), 2).find(str(newer))
     _describe(checkpoint, replace(manifest, files=files))
     with pytest.raises(
         InputError, match="and no checkpoint before it is whole; name another checkpoint, or start anew"
     ):
         _find(checkpoint)
+    _describe(newer, replace(manifest, format=2))
+    with pytest.raises(InputError, match=f"{newer}/{MANIFEST} has format 2, and this program knows 3"):
+        _checkpointer(checkpoint.parent, _config(), 2).find(str(newer))
 
 
 def test_other_data_parallel_tables_are_refused(checkpoint: Path) -> None:

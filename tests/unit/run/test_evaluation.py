@@ -1,5 +1,6 @@
 """A checkpoint evaluated on its own gives what the run that saved it logged, and changes nothing in its folder."""
 
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from dlrm_overlap.checkpoint.storage.manifest import MANIFEST, Manifest, dump_manifest
+from dlrm_overlap.checkpoint.manifest import MANIFEST, Manifest, write_manifest
 from dlrm_overlap.cli import main
 from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.launching.parsing import parse_config
@@ -84,9 +85,12 @@ def test_a_damaged_checkpoint_is_refused(run: Path, stored: Config, tmp_path: Pa
     path.mkdir()
     for file in (run / "checkpoints" / "step_4").iterdir():
         (path / file.name).write_bytes(file.read_bytes())
-    file = path / "rank_0.safetensors"
-    file.write_bytes(file.read_bytes()[:-4] + b"\1\1\1\1")
-    with pytest.raises(InputError, match=r"rank_0\.safetensors is not what was written"):
+    file = path / "__0_0.distcp"
+    file.write_bytes(bytes(size := file.stat().st_size))
+    with pytest.raises(InputError, match=r"step_4 cannot be read by rank 0 \("):
+        _evaluate(path, stored)
+    os.truncate(file, size - 1)
+    with pytest.raises(InputError, match=rf"__0_0\.distcp has {size - 1} bytes, not {size}"):
         _evaluate(path, stored)
 
 
@@ -109,10 +113,11 @@ def test_mistakes_are_one_line(
     manifests["wrong"] = {"config": {"train": {"steps": "abc"}}}
     for name, about in manifests.items():
         (tmp_path / name).mkdir()
-        (tmp_path / name / MANIFEST).write_text(dump_manifest(Manifest(1, {}, about=about)))
-    for step, text in ((4, dump_manifest(Manifest(4, {}))), (12, "{}")):  # the newest is damaged
+        write_manifest(tmp_path / name, Manifest(1, {}, about=about))
+    for step in (4, 12):
         (tmp_path / "checkpoints" / f"step_{step}").mkdir(parents=True)
-        (tmp_path / "checkpoints" / f"step_{step}" / MANIFEST).write_text(text)
+        write_manifest(tmp_path / "checkpoints" / f"step_{step}", Manifest(step, {}))
+    (tmp_path / "checkpoints" / "step_12" / MANIFEST).write_text("{}")  # the newest is damaged
     argv = options.format(run=run, tmp_path=tmp_path, **{name: tmp_path / name for name in manifests}).split()
     assert main(["eval", *argv]) == 2
     (line,) = capsys.readouterr().err.splitlines()

@@ -1,0 +1,256 @@
+"""The tensors of a checkpoint, in the format of `torch.distributed.checkpoint` (DCP).
+
+Names and shapes are those that DCP gives to `{"model": model.state_dict(), "optimizer": optimizer.state_dict()}`, so
+`dcp.load` reads them into any model of TorchRec, under any plan. DCP asks a planner which elements a rank has: those
+here answer by extents.
+"""
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from dlrm_overlap.checkpoint.extents import Cut, Extent, is_finite, local_extents, sources
+from dlrm_overlap.config import InputError, PeerError, in_one_line
+
+_PIECE_BYTES = 1 << 26  # so much of a tensor is copied to the CPU and read at a time
+
+
+def save_extents(
+    folder: Path,
+    extents: Sequence[Extent],
+    group: dist.ProcessGroup | None = None,
+    tick: Callable[[], None] = lambda: None,
+) -> None:
+    """Write the extents of all ranks to `folder`, those that several ranks hold once; a collective.
+
+    Args:
+        folder: a new one.
+        extents: of this rank.
+        group: of all ranks, which nothing else uses meanwhile; None is the default group.
+        tick: called for each piece.
+
+    Raises:
+        OSError: on all ranks, if one of them cannot write.
+        PeerError: on the other ranks, if one fails otherwise.
+    """
+    try:
+        save({}, storage_writer=_Writer(folder), planner=_SavePlanner(extents, tick), process_group=group)
+    except CheckpointException as error:
+        rank, cause = _first_failure(error)
+        if isinstance(cause, OSError) or rank == dist.get_rank():
+            raise cause from None
+        raise PeerError(f"rank {rank} has failed: {type(cause).__name__}: {in_one_line(cause):.300}") from None
+
+
+def load_extents(path: Path, extents: Sequence[Extent], tick: Callable[[], None] = lambda: None) -> None:
+    """Fill `extents` from the checkpoint `path`; a collective where there is a process group.
+
+    Raises:
+        InputError: on all ranks, if a tensor is not there, has another shape, or cannot be read.
+    """
+    planner = _LoadPlanner(extents, tick)
+    _read(path, planner)
+    planner.take_means()
+
+
+def load_weights(path: Path, model: nn.Module, cuts: Mapping[str, Cut]) -> None:
+    """Load the weights of the checkpoint `path`, and no optimizer's state, into `model`, as `load_extents` does.
+
+    `cuts` are those of `local_extents`.
+    """
+    state = model.state_dict()
+    load_extents(path, local_extents(state, {"state": {}}, cuts))
+    model.load_state_dict(state)
+
+
+def find_faults(path: Path) -> list[str]:
+    """Return the faults of the tensors of the checkpoint `path`: that they cannot be read, or are not finite."""
+    planner = _VerifyPlanner([], lambda: None)
+    try:
+        _read(path, planner)
+    except InputError as error:
+        return [str(error)]
+    return [f"{path}: {name} is nan or infinite" for name in dict.fromkeys(planner.not_finite)]
+
+
+def stored_dtypes(path: Path) -> dict[str, torch.dtype]:
+    """Return the names of the tensors of the checkpoint `path`, each with its type."""
+    return {name: each.properties.dtype for name, each in _tensors(FileSystemReader(path).read_metadata()).items()}
+
+
+def _tensors(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
+    stored = metadata.state_dict_metadata
+    return {name: each for name, each in stored.items() if isinstance(each, TensorStorageMetadata)}
+
+
+def _read(path: Path, planner: DefaultLoadPlanner) -> None:
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+            load({}, storage_reader=FileSystemReader(path), planner=planner)
+    except CheckpointException as error:
+        rank, cause = _first_failure(error)
+        if isinstance(cause, InputError):
+            raise InputError(f"{path}: {cause}") from None
+        text = f"{type(cause).__name__}: {in_one_line(cause):.200}"
+        raise InputError(f"{path} cannot be read by rank {rank} ({text})") from None
+
+
+def _first_failure(error: CheckpointException) -> tuple[int, BaseException]:
+    rank = min(error.failures)
+    return rank, error.failures[rank][0]
+
+
+class _Writer(FileSystemWriter):
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:  # torch.save has another error in its end, once the disk was full
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
+
+
+class _SavePlanner(DefaultSavePlanner):
+    """Has the extents of this rank written, in pieces. DCP leaves out what another rank writes."""
+
+    def __init__(self, extents: Sequence[Extent], tick: Callable[[], None]) -> None:
+        super().__init__()
+        self._extents, self._tick = extents, tick
+        self._pieces: dict[MetadataIndex, torch.Tensor] = {}
+
+    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
+        self.state_dict, self.is_coordinator = state_dict, is_coordinator
+
+    def create_local_plan(self) -> SavePlan:
+        items, paths = [], {}
+        for extent in self._extents:
+            name, size = extent.stored_name, torch.Size(extent.shape)
+            paths[name] = *extent.path[:-1], extent.path[-1] + name.removeprefix(extent.name)
+            for offsets, piece in _pieces(extent):
+                index = MetadataIndex(name, offsets)
+                self._pieces[index] = piece
+                chunk = ChunkStorageMetadata(torch.Size(offsets), piece.size())
+                data = TensorWriteData(chunk, TensorProperties(dtype=piece.dtype), size)
+                items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
+        self.plan = SavePlan(items, planner_data=paths)
+        return self.plan
+
+    def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
+        self._tick()
+        return self._pieces[index]
+
+
+def _pieces(extent: Extent) -> list[tuple[tuple[int, ...], torch.Tensor]]:
+    """Return the offsets and the elements of each piece of `extent`, some of its first dimension."""
+    tensor = extent.tensor.detach()
+    if not tensor.numel() and 0 not in extent.shape:  # a rank without rows of this table
+        return []
+    if not tensor.dim() or not tensor.numel():
+        return [(extent.offsets, tensor)]
+    rows = max(1, _PIECE_BYTES // (tensor.nbytes // len(tensor)))
+    first, *others = extent.offsets
+    return [((first + i * rows, *others), piece) for i, piece in enumerate(tensor.split(rows))]
+
+
+class _LoadPlanner(DefaultLoadPlanner):
+    """Has the extents of this rank filled."""
+
+    stored: dict[str, TensorStorageMetadata]
+
+    def __init__(self, extents: Sequence[Extent], tick: Callable[[], None]) -> None:
+        super().__init__()
+        self._extents, self._tick = extents, tick
+        self._means: list[tuple[Extent, list[tuple[int, torch.Tensor]]]] = []
+        self._targets: dict[str, list[torch.Tensor]] = {}
+        """of each stored tensor, what is filled from it"""
+
+    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
+        assert metadata is not None
+        self.stored = _tensors(metadata)
+
+    def create_local_plan(self) -> LoadPlan:
+        chunks: dict[str, list[ChunkStorageMetadata]] = {}
+        for extent in self._extents:
+            found = sources(extent, self.stored)
+            if not found:
+                raise InputError(f"the checkpoint has no {extent.name}, which this run's model and optimizers have")
+            targets = [extent.tensor.detach()]
+            if len(found) > 1:
+                targets = [torch.empty(extent.tensor.shape, dtype=torch.float64) for _ in found]
+                self._means.append((extent, list(zip(found.values(), targets, strict=True))))
+            for name, target in zip(found, targets, strict=True):
+                if (shape := tuple(self.stored[name].size)) != extent.shape:
+                    raise InputError(
+                        f"the checkpoint has {extent.name} of shape {list(shape)}, this run {list(extent.shape)}"
+                    )
+                chunk = ChunkStorageMetadata(torch.Size(extent.offsets), target.size())
+                chunks.setdefault(name, []).append(chunk)
+                self._targets.setdefault(name, []).append(target)
+        return _reading({name: (self.stored[name], chunks[name]) for name in chunks})
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        assert index.index is not None
+        return self._targets[index.fqn][index.index]
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        self._tick()
+
+    def take_means(self) -> None:
+        """Fill the extents that are the mean of several stored tensors, weighted by columns."""
+        for extent, parts in self._means:
+            total = torch.stack([columns * part for columns, part in parts]).sum(0)
+            extent.tensor.detach().copy_(total / sum(columns for columns, _ in parts))
+
+
+class _VerifyPlanner(_LoadPlanner):
+    """Has all that is stored read, piece by piece, and looked at."""
+
+    def create_local_plan(self) -> LoadPlan:
+        self.not_finite: list[str] = []
+        return _reading({name: (each, each.chunks) for name, each in self.stored.items()})
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        return torch.empty(read_item.lengths, dtype=self.stored[read_item.dest_index.fqn].properties.dtype)
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        if not is_finite(tensor):
+            self.not_finite.append(read_item.dest_index.fqn)
+
+
+def _reading(wanted: Mapping[str, tuple[TensorStorageMetadata, list[ChunkStorageMetadata]]]) -> LoadPlan:
+    """Return what is read of each stored tensor, of which some chunks are wanted."""
+    return LoadPlan(
+        [
+            item
+            for name, (stored, chunks) in wanted.items()
+            for item in create_read_items_for_chunk_list(name, stored, chunks)
+        ]
+    )

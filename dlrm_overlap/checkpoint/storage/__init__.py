@@ -1,1 +1,0 @@
-"""Checkpoints on disk: files of tensors, the manifest that describes them, and the branches of a folder."""

@@ -1,0 +1,73 @@
+"""The command `checkpoint`: show, verify and export. It needs no process group and no GPU."""
+
+from pathlib import Path
+
+from dlrm_overlap.checkpoint.manifest import MANIFEST, is_checkpoint, read_manifest, read_whole
+from dlrm_overlap.config import InputError, in_one_line
+from dlrm_overlap.launching.text_table import plain
+
+
+def show(path: Path) -> str:
+    """Return the manifest of the checkpoint `path`, in lines.
+
+    Raises:
+        InputError: if it is no checkpoint, or its manifest is damaged.
+    """
+    _check_named(path)
+    manifest = read_manifest(path)
+    about = manifest.about
+    kinds = [table["sharding"] for table in about.get("plan", {}).values()]
+    facts = {
+        "step": manifest.step,
+        "format": manifest.format,
+        "ranks": about.get("world_size", "unknown"),
+        "backend": about.get("config", {}).get("embedding", {}).get("backend", "unknown"),
+        "plan": ", ".join(f"{kinds.count(kind)} {kind}" for kind in sorted(set(kinds))) or "unknown",
+        **about.get("versions", {}),
+        **manifest.metrics,
+        **manifest.shape,
+        **manifest.settings,
+        **{f"file {name}": f"{size} bytes" for name, size in manifest.files.items()},
+    }
+    return "\n".join(plain(f"{key}: {value}") for key, value in facts.items())
+
+
+def verify(path: Path) -> list[str]:
+    """Return the faults of the checkpoint `path`, none if every tensor can be read and is finite.
+
+    Raises:
+        InputError: if it is no checkpoint.
+    """
+    _check_named(path)
+    try:
+        read_whole(path)
+    except InputError as error:
+        return [str(error)]
+    from dlrm_overlap.checkpoint.storage import find_faults  # loads torch
+
+    return find_faults(path)
+
+
+def export(path: Path, output: Path) -> None:
+    """Write the checkpoint `path` as one file for `torch.load`: {"model": weights by name, "optimizer": states}.
+
+    All of them are in memory meanwhile.
+
+    Raises:
+        InputError: if it is not whole, or `output` is there, or cannot be written.
+    """
+    if output.exists():
+        raise InputError(f"export: {output} is there already; name a new file")
+    if faults := verify(path):
+        raise InputError(f"export: {faults[0]}; export another checkpoint")
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    try:
+        dcp_to_torch_save(path, output)
+    except (OSError, RuntimeError) as error:  # torch's writer raises the latter
+        raise InputError(f"export: {output} cannot be written ({in_one_line(error):.200}); name another file") from None
+
+
+def _check_named(path: Path) -> None:
+    if not is_checkpoint(path):
+        raise InputError(f"checkpoint: {path} is not a checkpoint, it has no {MANIFEST}; give a folder named step_<N>")
