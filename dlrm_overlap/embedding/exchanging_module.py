@@ -12,7 +12,6 @@ from torchrec.distributed.sharding.dp_sequence_sharding import DpSequenceEmbeddi
 from torchrec.distributed.sharding.dp_sharding import DpPooledEmbeddingSharding
 from torchrec.distributed.types import ShardingEnv, ShardingEnv2D, ShardingStrategy, ShardingType
 from torchrec.optim.keyed import CombinedOptimizer
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.backends import BACKENDS
 from dlrm_overlap.comm.order import CommunicationOrder
@@ -199,19 +198,6 @@ class ExchangingModule(nn.Module, Generic[Served]):
         shards = [shard for shards in exchanged.by_owner for shard in shards] + replicated_shards(shardings)
         layout = Layout(shards, list(self._exchanged_names()), exchanged.world_size)
         return layout, ReplicatedTables.of(shardings, lookups)
-
-    def _why_falls_back(self, features: KeyedJaggedTensor | None = None) -> str | None:
-        """Return why TorchRec must take a step, alike on all ranks, or None.
-
-        Args:
-            features: of the step, if they are known.
-        """
-        if features is not None and features.variable_stride_per_key():
-            return "features have batches of different sizes"
-        trackers = (getattr(self._lookups[i], "optim_state_tracker_fn", None) for i in self._exchanged)
-        if self.post_lookup_tracker_fn or self.post_odist_tracker_fn or any(trackers):
-            return "a tracker is registered"
-        return None
 
     def compute(self, ctx: Any, dist_input: Any) -> list[torch.Tensor]:
         """Look up as TorchRec does, for a module that calls this and `output_dist` itself, one after the other."""

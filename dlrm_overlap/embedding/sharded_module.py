@@ -192,9 +192,10 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
         """Look up and exchange; TorchRec's train pipelines call this with ids that are already at their owners."""
         if self.exchange is None or not self._exchanged:
             return super().compute_and_output_dist(ctx, input)
-        own_batches = "features have batches of different sizes" if ctx.variable_batch_per_feature else None
-        if (reason := own_batches or self._why_falls_back()) is not None:
-            self._tell_once(reason)
+        trackers = (getattr(self._lookups[i], "optim_state_tracker_fn", None) for i in self._exchanged)
+        is_tracked = self.post_lookup_tracker_fn or self.post_odist_tracker_fn or any(trackers)
+        if ctx.variable_batch_per_feature or is_tracked:
+            self._tell_once("a tracker is registered" if is_tracked else "features have batches of different sizes")
             return _of_samples(ctx, super().compute_and_output_dist(ctx, input))
         first: Any = ctx.sharding_contexts[self._exchanged[0]]
         batch_sizes = first.batch_size_per_rank

@@ -151,9 +151,9 @@ class OverlapEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
 class OverlapEmbeddingCollectionSharder(EmbeddingCollectionSharder):
     """TorchRec's sharder of unpooled tables with another exchange, for any model that `DistributedModelParallel` takes.
 
-    Each distinct id of a table travels once, and so does its row, and the sum of its gradients. Exchanged are shards as
-    under `OverlapEmbeddingBagCollectionSharder`; steps of TorchRec's pipelines stay with TorchRec where rows are on
-    several hosts. The output is TorchRec's.
+    Each distinct id of a table travels once, and so does its row, and the sum of its gradients, in the steps of
+    `GraphTrainPipeline`; those of TorchRec's pipelines stay with TorchRec. Exchanged are shards as under
+    `OverlapEmbeddingBagCollectionSharder`. The output is TorchRec's.
 
     Example:
         DistributedModelParallel(model, sharders=[OverlapEmbeddingCollectionSharder(), ..])
@@ -178,7 +178,7 @@ class OverlapEmbeddingCollectionSharder(EmbeddingCollectionSharder):
         """Take TorchRec's arguments, and those of `OverlapEmbeddingBagCollectionSharder` that concern unpooled tables.
 
         Args:
-            use_index_dedup: of the tables that stay with TorchRec, where all of a module do.
+            use_index_dedup: of the steps that stay with TorchRec.
             dedup: whether each distinct id of a batch travels once, or as often as it is there; auto does the former
                 unless more than 0.9 of the ids of the first batch are distinct.
             backend: that stores into the peers' memory: pgas or fused.

@@ -1,9 +1,8 @@
 """TorchRec's shardings of a module: which of them an exchange can take, and the layout of those."""
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
-from itertools import chain
 from typing import Any
 
 import torch
@@ -206,25 +205,6 @@ def names_of(shardings: Sequence[Any]) -> dict[str, str]:
 def groups_of(sharding: Any) -> list[Any]:
     """Return the `GroupedEmbeddingConfig`s of a sharding's lookups on all ranks."""
     return [group for groups in sharding._grouped_embedding_configs_per_rank for group in groups]
-
-
-def tables_in_order(sharding: Any) -> Iterator[Any]:
-    """Yield the tables of a sharding, and once more for each shard whose owner gets its ids, as in its features."""
-    groups = sharding._grouped_embedding_configs_per_rank
-    if isinstance(sharding, RwSequenceEmbeddingSharding):
-        groups = [sharding._grouped_embedding_configs]
-    for group in chain.from_iterable(groups):
-        yield from group.embedding_tables
-
-
-def first_features(sharding: Any) -> list[int]:
-    """Return of the features that arrive at this rank for a sharding the first one of each table."""
-    found, feature = list[int](), 0
-    for group in sharding._grouped_embedding_configs:
-        for table in group.embedding_tables:
-            found.append(feature)
-            feature += len(table.feature_names)
-    return found
 
 
 def output_types(sharding: Any) -> set[SparseType]:

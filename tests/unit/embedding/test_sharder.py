@@ -86,12 +86,10 @@ def test_a_batch_beyond_the_bound_of_its_distinct_ids(world_of_one: dist.Process
     sharded.exchange.close()
 
 
-@pytest.mark.parametrize("takes_ids", [False, True], ids=["ids by TorchRec", "ids by the exchange"])
-def test_rows_are_narrowed_where_they_arrive(world_of_one: dist.ProcessGroup, takes_ids: bool) -> None:
+def test_rows_are_narrowed_where_they_arrive(world_of_one: dist.ProcessGroup) -> None:
     """Sums of their gradients are not: 1 + 2^-8 is no number of bf16, in which gradients come."""
     sharded = _unpooled(world_of_one, {"f": 9}, output_dtype="bf16", dedup=True)
-    if takes_ids:
-        sharded.take_ids(["f"], BatchBound(2, {"f": (0, 4)}))
+    sharded.take_ids(["f"], BatchBound(2, {"f": (0, 4)}))
     (shard,) = sharded.state_dict()["embeddings.t_f.weight"].local_shards()
     wanted, ids = shard.tensor.clone(), KeyedJaggedTensor(["f"], torch.tensor([8, 0, 8]), lengths=torch.tensor([2, 1]))
     rows = sharded(ids)["f"].values()
