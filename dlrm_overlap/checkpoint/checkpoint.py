@@ -26,7 +26,6 @@ from dlrm_overlap.checkpoint.storage.save import gather, remove_checkpoint, writ
 from dlrm_overlap.checkpoint.storage.tensor_file import ToCpu, copy_to_cpu
 from dlrm_overlap.config import Config, InputError, flatten
 from dlrm_overlap.dense.tensor_parallel import shards_of
-from dlrm_overlap.embedding.plan import data_parallel_tables
 from dlrm_overlap.launching.files import make_folder
 
 log = logging.getLogger("dlrm_overlap")
@@ -48,7 +47,6 @@ def checkpoint_shape(config: Config, rows: list[int], dense_features: int) -> di
         "rows": rows,
         "optimizers": [config.embedding.optimizer, config.train.optimizer],
         "weight_dtype": config.embedding.weight_dtype,
-        "data_parallel": data_parallel_tables(config.embedding, rows, [] if history is None else [history]),
     }
 
 

@@ -74,7 +74,6 @@ def balance(
     world_size: int,
     capacity_bytes: int,
     cut_columns: bool = True,
-    everywhere: Sequence[TableLoad] = (),
     host_size: int | None = None,
 ) -> Balance | None:
     """Place all tables on the ranks; None if they do not fit.
@@ -89,8 +88,6 @@ def balance(
     Args:
         capacity_bytes: the room of a rank.
         cut_columns: whether tables may be cut by columns.
-        everywhere: tables that every rank holds and looks up for its own samples: of their work each rank has an equal
-            part, beside which an imbalance of the others counts less. They are not placed.
         host_size: ranks of a host, which divide the ranks; None for all of them.
 
     Example:
@@ -98,9 +95,8 @@ def balance(
         first table is cut in two, of 64 columns on two ranks each, which so read 50 ids' worth of it and little else.
         Without cuts of columns its rows are cut: each rank reads 25 ids' worth of it, and sends 128 columns for it.
     """
-    every = [*tables, *everywhere]
-    memory = sum(table.pooling * table.dim for table in every) / world_size or 1.0  # all bags may be empty
-    links = sum(table.sent_columns for table in every) / world_size or 1.0
+    memory = sum(table.pooling * table.dim for table in tables) / world_size or 1.0  # all bags may be empty
+    links = sum(table.sent_columns for table in tables) / world_size or 1.0
     neighbours = world_size if host_size in (None, 1) else host_size
     one_host = neighbours == world_size
     counts = 1.0 if one_host else min(1.0, _ELEMENT_OVER_COLUMN * memory / links)
@@ -109,9 +105,7 @@ def balance(
         _Shard(t, table.pooling * table.dim / memory, table.sent_columns / links, table.bytes)
         for t, table in enumerate(tables)
     ]
-    even_memory = sum(table.pooling * table.dim for table in everywhere) / world_size / memory
-    even_links = sum(table.dim for table in everywhere) / world_size / links
-    begun = [_Rank(capacity_bytes, even_memory, even_links) for _ in range(world_size)]  # with the tables cut by rows
+    begun = [_Rank(capacity_bytes, 0.0, 0.0) for _ in range(world_size)]  # with the tables cut by rows
     owners = [neighbours if table.pooled else world_size for table in tables]  # where rows are cut
     columns, by_rows = [1] * len(tables), dict[int, range]()
     tries = _Tries()

@@ -1,7 +1,7 @@
 """The sharding plan: tables balanced over the ranks, or the plan of TorchRec's planner."""
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import psutil
@@ -16,7 +16,6 @@ from torchrec.distributed.sharding_plan import (
     ParameterShardingGenerator,
     column_wise,
     construct_module_sharding_plan,
-    data_parallel,
     row_wise,
     table_row_wise,
     table_wise,
@@ -33,7 +32,6 @@ from dlrm_overlap.kernels.arguments import looks_at_rows, state_bytes
 log = logging.getLogger("dlrm_overlap")
 
 _RESERVED = 0.2  # of a device's memory: all but tables
-_REPLICATED_BYTES = 4 * 4  # of an element of a data-parallel table: weight, gradient, up to two states of the optimizer
 
 _CACHING = EmbeddingComputeKernel.FUSED_UVM_CACHING.value
 
@@ -126,7 +124,7 @@ class Unsharded:
         """Take the arguments of `build_plan`; a collective.
 
         Raises:
-            InputError: if the host has no memory for cached tables, or see `cached_tables`.
+            InputError: see `cached_tables`.
         """
         self._module, self._sharders, self._topology, self._config, self._group = (
             module, sharders, topology, config, group
@@ -143,16 +141,12 @@ class Unsharded:
             for table in configs
         }
         """those all of whose rows travel, rather than one sum of a bag"""
-        sequences, rows = [names.index(name) for name in self.unpooled], [each.num_embeddings for each in self.tables]
-        self.replicated = {names[index] for index in data_parallel_tables(config, rows, sequences)}
         self._on_gpu, self._world_size = topology.compute_device == "cuda", group.size()
         storage, capacities = topology.devices[group.rank()].storage, [0] * group.size()
         dist.all_gather_object(capacities, storage.hbm if self._on_gpu else storage.ddr, group)
-        whole = sum(each.num_embeddings * each.embedding_dim for each in self.tables if each.name in self.replicated)
-        self._capacity = int(min(capacities) * (1 - _RESERVED)) - whole * _REPLICATED_BYTES
-        """bytes of a rank for tables that are not on every rank"""
+        self._capacity = int(min(capacities) * (1 - _RESERVED))
+        """bytes of a rank for tables"""
         self._cached = self.cached_tables(self._capacity * self._world_size if self._on_gpu else None)
-        self._require_host_memory()
 
     def cached_tables(self, capacity_bytes: float | None) -> set[str]:
         """Return the tables that are cached, see `embedding.memory`.
@@ -171,34 +165,19 @@ class Unsharded:
             raise InputError(
                 f"embedding.memory: {len(memory)} values for {len(names)} tables; give one value, or one a table"
             )
-        asked = {name for name, each in zip(names, memory, strict=True) if each == "cached"}
-        cached = asked - self.replicated
+        cached = {name for name, each in zip(names, memory, strict=True) if each == "cached"}
         if capacity_bytes is None:
             return cached
         sizes = {table.name: float(_table_bytes(table, config.optimizer)) for table in self.tables}
         held = {table.name: _held_share(table, config) for table in self.tables}
         needed = sum(sizes[name] * (held[name] if name in cached else 1.0) for name in names)
-        may = [name for name, each in zip(names, memory, strict=True) if each == "auto" and name not in self.replicated]
+        may = [name for name, each in zip(names, memory, strict=True) if each == "auto"]
         for name in sorted(may, key=lambda each: (-sizes[each], each)):
             if needed <= capacity_bytes:
                 break
             cached.add(name)
             needed -= sizes[name] * (1 - held[name])
         return cached
-
-    def _require_host_memory(self) -> None:
-        """Check that this host has memory for its share of the cached tables.
-
-        Raises:
-            InputError: if it has not.
-        """
-        held = sum(_table_bytes(table, self._config.optimizer) for table in self.tables if table.name in self._cached)
-        here = held * self._topology.local_world_size // self._topology.world_size
-        if here > (room := psutil.virtual_memory().available):
-            raise InputError(
-                f"embedding.memory: cached tables take {here / 1e9:.1f} GB of a host's memory, and {room / 1e9:.1f} GB "
-                f"are there; cache fewer, use more hosts, or cap them by data.tables.max_rows"
-            )
 
     def _cache_params(self) -> CacheParams:
         config = self._config
@@ -235,25 +214,20 @@ class Unsharded:
         return plan
 
     def balanced(self) -> ShardingPlan:
-        """Return data-parallel tables, and the shards of the others placed by `balance`; all ranks do so alike."""
+        """Return the shards of the tables placed by `balance`; all ranks do so alike."""
         config, local, world_size = self._config, self._topology.local_world_size, self._world_size
-        divided, everywhere = dict[str, TableLoad](), list[TableLoad]()
+        loads = list[TableLoad]()
         for table in self.tables:
             row_bytes = table.embedding_dim * data_type_to_dtype(table.data_type).itemsize
             size, pooled = _table_bytes(table, config.optimizer), table.name not in self.unpooled
             if table.name in self._cached and self._on_gpu:
                 size = round(size * _held_share(table, config))
             ids, rows = self.pooling[table.name], table.num_embeddings
-            load = TableLoad(ids, table.embedding_dim, row_bytes, size, rows, pooled)
-            if table.name in self.replicated:
-                everywhere.append(load)
-            else:
-                divided[table.name] = load
+            loads.append(TableLoad(ids, table.embedding_dim, row_bytes, size, rows, pooled))
         # FBGEMM updates each shard's columns apart, row-wise states and norms of rows included: where cuts of columns
         # depend on the number of ranks, so would the training, and losses would part on another number of them.
         cut_columns, host_size = not looks_at_rows(config.optimizer), local if world_size % local == 0 else None
-        loads = list(divided.values())
-        placed = balance(loads, world_size, self._capacity, cut_columns, everywhere, host_size)
+        placed = balance(loads, world_size, self._capacity, cut_columns, host_size)
         if placed is None:
             held = sum(load.bytes for load in loads)
             text = f"{held} bytes of tables on {world_size} ranks with room for {self._capacity} each"
@@ -261,26 +235,25 @@ class Unsharded:
         if self._group.rank() == 0:
             log.info(
                 "plan: no rank reads more than %.2f times the mean of rows, nor has more than %.2f times that of "
-                "columns; %d tables are on every rank",
+                "columns",
                 placed.memory,
                 placed.links,
-                len(everywhere),
             )
-        shardings: dict[str, ParameterShardingGenerator] = {name: data_parallel() for name in sorted(self.replicated)}
-        for number, (name, ranks) in enumerate(zip(divided, placed.ranks, strict=True)):
+        shardings = dict[str, ParameterShardingGenerator]()
+        for number, (table, ranks) in enumerate(zip(self.tables, placed.ranks, strict=True)):
             if number in placed.by_rows:
-                shardings[name] = row_wise() if len(ranks) == world_size else table_row_wise(ranks[0] // local)
+                shardings[table.name] = row_wise() if len(ranks) == world_size else table_row_wise(ranks[0] // local)
             elif len(ranks) == 1:
-                shardings[name] = table_wise(rank=ranks[0])
+                shardings[table.name] = table_wise(rank=ranks[0])
             else:
-                shardings[name] = column_wise(ranks=ranks)
+                shardings[table.name] = column_wise(ranks=ranks)
         plan = ShardingPlan({})
         for path, (collection, configs) in self._collections.items():
             (sharder,) = [each for each in self._sharders if isinstance(collection, each.module_type)]
             own = {table.name: shardings[table.name] for table in configs}
             device_type = self._topology.compute_device
             made = construct_module_sharding_plan(collection, own, sharder, local, world_size, device_type)
-            for name in own.keys() - self.replicated:
+            for name in own:
                 made[name].compute_kernel = EmbeddingComputeKernel.FUSED.value
             self._cache(made)
             plan.plan[path] = made
@@ -307,22 +280,6 @@ def _collections(module: nn.Module) -> dict[str, tuple[nn.Module, Sequence[BaseE
         elif isinstance(each, EmbeddingCollection):
             found[path] = each, each.embedding_configs()
     return found
-
-
-def data_parallel_tables(config: EmbeddingConfig, rows: Sequence[int], unpooled: Collection[int] = ()) -> list[int]:
-    """Return the numbers of the tables, which have `rows`, that a plan of `config` makes data-parallel.
-
-    Those that are not pooled are none of them.
-
-    On every number of ranks they are the same, one included, since the dense optimizer trains them and holds their
-    state: otherwise training would depend on the number of ranks, and a checkpoint would load on no other number.
-    Where all tables are so small none is, since a module without an exchange is left to TorchRec's pipeline.
-    """
-    if config.plan != "auto" or config.weight_dtype != "fp32":
-        return []
-    pooled = [index for index in range(len(rows)) if index not in unpooled]
-    small = [index for index in pooled if rows[index] <= config.data_parallel_rows]
-    return small if len(small) < len(pooled) else []
 
 
 def _does_not_fit(kind: str, reason: str) -> InputError:

@@ -42,7 +42,6 @@ SHAPE += ["--embedding.backend", "pgas", "--embedding.lr", "1.0"]
 DCN = ["--model.arch", "dcn", "--model.cross_rank", "4", "--model.cross_layers", "2"]
 BF16 = ["--train.precision", "bf16"]
 KNOWN = ["--data.tables.multi_hot", "[4,3,1,1,2,1,1,1]"]
-DATA_PARALLEL = ["--embedding.data_parallel_rows", "1000"]  # all tables but two
 CACHED = ["--embedding.memory", "cached", "--embedding.cache_fraction", "0.001"]  # and so two steps' ids
 HISTORY = ["--model.sequence.history", "1", "--model.sequence.candidate", "2", "--model.sequence.positions", "6"]
 ADAM = ["--train.optimizer", "adam", "--train.lr", "0.01"]
@@ -125,20 +124,6 @@ def _check_segments(*options: str, ours_alone: Sequence[str] = ()) -> None:
     _assert_same(losses, expected, "loss")
     _assert_same(evaluated, expected_evaluated, "held-out loss")
     _assert_same_state(ours, theirs)
-    _close(ours, theirs)
-
-
-def _check_data_parallel() -> None:
-    """Data-parallel tables learn as under TorchRec, and by the bits of TorchRec's pipeline with our exchange."""
-    _check_segments(*DATA_PARALLEL)
-    sgd = [*DATA_PARALLEL, "--train.optimizer", "sgd", "--train.lr", "1.0", "--embedding.optimizer", "sgd"]
-    theirs, ours = _trainer("torchrec", *sgd, "--embedding.backend", "torchrec"), _trainer("graph", *sgd)
-    before = _state(ours)
-    found, expected = (torch.stack(_train(trainer, 0, 12)) for trainer in (ours, theirs))
-    assert_near(found, expected, LOSS_TOLERANCE["sgd"], "loss")
-    small = [name for name in before if ".t_02.weight, shard" in name]
-    assert len(small) == 1
-    assert not torch.equal(_state(ours)[small[0]], before[small[0]])
     _close(ours, theirs)
 
 
@@ -538,16 +523,14 @@ CASES: dict[str, Callable[[], None]] = {
     "pipelines in turns": _check_pipelines_in_turns,
     "an unused layer": partial(_check_models, Unused, "none", dense_optimizer=torch.optim.AdamW),
     "a model's own ids": partial(_check_models, OwnIds, "none"),
-    "data-parallel tables": _check_data_parallel,
     "cached tables": partial(_check_cached, *HISTORY, "--embedding.optimizer", "adagrad"),
     "cached tables, segments": partial(_check_segments, *HISTORY, ours_alone=CACHED),
-    "torchrec, then graph, data-parallel tables": partial(_check_resume, "torchrec", "graph", *DATA_PARALLEL, *ADAM),
+    "torchrec, then graph": partial(_check_resume, "torchrec", "graph", *ADAM),
 }
 if INTERPRETED:
     CASES |= {
         "captured": partial(_check_captured, BORDERS[0]),
-        "captured, data-parallel tables": partial(_check_captured, (0, 5, 12), *DATA_PARALLEL),
-        "captured, data-parallel tables, bf16": partial(_check_captured, BORDERS[1], *DATA_PARALLEL, *KNOWN, *BF16),
+        "captured, bf16": partial(_check_captured, BORDERS[1], *BF16),
         "captured, known lengths, bf16": partial(_check_captured, BORDERS[2], *KNOWN, *BF16),
         "captured, cached tables": partial(_check_captured, BORDERS[3], *HISTORY, ours_alone=CACHED),
         "captured, an unused layer": partial(_check_captured_models, Unused, "none", dense_optimizer=torch.optim.AdamW),

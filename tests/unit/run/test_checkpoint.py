@@ -195,8 +195,3 @@ def test_the_newest_that_is_whole_is_found(checkpoint: Path, caplog: pytest.LogC
         InputError, match="and no checkpoint before it is whole; name another checkpoint, or start anew"
     ):
         _find(checkpoint)
-
-
-def test_other_data_parallel_tables_are_refused(checkpoint: Path) -> None:
-    with pytest.raises(InputError, match=r"has data_parallel \[\], this run has \[0\]; use the same, or start anew"):
-        _find(checkpoint, "--embedding.data_parallel_rows", "10")

@@ -29,7 +29,7 @@ SHORT = ["--train.batch_size", "16", "--train.steps", "2", "--data.eval_samples"
 TINY = ["--data.tables.rows", "[50, 20, 3]", "--data.tables.multi_hot", "[3, 0..2, 1]"]
 DCN = ["--model.arch", "dcn", "--model.cross_layers", "2", "--model.cross_rank", "4", "--model.activation", "relu"]
 MODELS = {
-    "dot": ["--embedding.data_parallel_rows", "5"],
+    "dot": [],
     "dcn, fp16": [*DCN, "--embedding.weight_dtype", "fp16"],
     "history": ["--model.sequence.history", "1", "--model.sequence.candidate", "2", "--model.sequence.positions", "1"],
 }
