@@ -10,7 +10,7 @@ from fbgemm_gpu.split_embedding_configs import SparseType
 from torch import nn
 from torchrec.distributed.sharding.dp_sequence_sharding import DpSequenceEmbeddingSharding
 from torchrec.distributed.sharding.dp_sharding import DpPooledEmbeddingSharding
-from torchrec.distributed.types import ShardingEnv, ShardingEnv2D, ShardingStrategy, ShardingType
+from torchrec.distributed.types import ShardingEnv, ShardingEnv2D, ShardingType
 from torchrec.optim.keyed import CombinedOptimizer
 
 from dlrm_overlap.backends import BACKENDS
@@ -20,16 +20,15 @@ from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.embedding.id_layout import BatchBound
 from dlrm_overlap.embedding.layout import Layout
 from dlrm_overlap.embedding.options import ExchangeOptions
+from dlrm_overlap.embedding.reasons import reasons_to_fall_back, why_not_beside_graphs
 from dlrm_overlap.embedding.replicated import ReplicatedTables, replicated_shards
 from dlrm_overlap.embedding.shardings import (
     build_layout,
     exchanging_group,
     groups_of,
     output_types,
-    why_not_exchanged,
-    why_not_together,
 )
-from dlrm_overlap.embedding.stock import StockTables, why_not_beside_graphs
+from dlrm_overlap.embedding.stock import StockTables
 from dlrm_overlap.embedding.tables import LocalTables, max_gradients
 
 log = logging.getLogger("dlrm_overlap")
@@ -111,9 +110,6 @@ class ExchangingModule(nn.Module, Generic[Served]):
         """Whether this rank says what falls back: rank 0 of all, not of each sharding group."""
         return (self._env.global_rank if isinstance(self._env, ShardingEnv2D) else self._env.rank) == 0
 
-    def _reasons(self, by_type: Mapping[str, Any]) -> dict[str, str | None]:
-        return reasons_to_fall_back(by_type, self._env, self._options.wire_dtype, self.cached)
-
     def _set_up_exchange(self, tables: int) -> None:
         """Find out which shardings can be exchanged, say so, and make their exchange; `tables` are the module's."""
         if self.cached:
@@ -121,7 +117,7 @@ class ExchangingModule(nn.Module, Generic[Served]):
         self.takes_ids, self.stock = False, None
         every: list[Any] = self._shardings
         by_type: dict[str, Any] = dict(zip(self._sharding_types, every, strict=True))  # type: ignore[arg-type]
-        reasons = self._reasons(by_type)
+        reasons = reasons_to_fall_back(by_type, self._env, self._options.wire_dtype, self.cached, self._device)
         self.why_not_exchanged: Mapping[str, str | None] = reasons
         """sharding type -> why its tables stay with TorchRec, alike on all ranks, or None if they are exchanged"""
         for sharding_type, reason in reasons.items():
@@ -224,22 +220,3 @@ class _TableOptimizer(CombinedOptimizer):
         """The states by parameter, which may be written to until the next step."""
         self._note_writes()
         return super().state
-
-
-def reasons_to_fall_back(
-    shardings: Mapping[str, Any], env: ShardingEnv, wire_dtype: torch.dtype, cached: Collection[str] = ()
-) -> dict[str, str | None]:
-    """Return by sharding type why tables of a module stay with TorchRec, alike on all ranks, or None if they do not.
-
-    Args:
-        shardings: sharding type -> TorchRec's sharding.
-        wire_dtype: in which embeddings would travel.
-        cached: names of the tables whose rows the exchange caches.
-    """
-    if isinstance(env, ShardingEnv2D) and env.sharding_strategy == ShardingStrategy.FULLY_SHARDED:
-        whole = "2D parallelism with fully sharded rows"
-    else:
-        whole = None
-    reasons = {kind: why_not_exchanged(each, wire_dtype, cached) or whole for kind, each in shardings.items()}
-    alone = why_not_together([shardings[kind] for kind, reason in reasons.items() if reason is None])
-    return {kind: reason or alone for kind, reason in reasons.items()}

@@ -18,7 +18,6 @@ from dlrm_overlap.embedding.id_layout import BatchBound
 from dlrm_overlap.embedding.layout import RowRange
 from dlrm_overlap.embedding.options import ExchangeOptions
 from dlrm_overlap.embedding.own_batches import with_bags_of_samples
-from dlrm_overlap.embedding.shardings import groups_of
 from dlrm_overlap.embedding.unpooled import UnpooledExchange
 
 _WORTH = 0.9  # share of a batch's ids that are distinct, up to which they are found under dedup auto
@@ -64,17 +63,6 @@ class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], Shar
     def _shardings(self) -> list[Any]:
         """TorchRec's shardings, by number."""
         return list(self._sharding_type_to_sharding.values())
-
-    def _reasons(self, by_type: Mapping[str, Any]) -> dict[str, str | None]:
-        reasons = super()._reasons(by_type)
-        if None not in reasons.values():
-            return reasons
-        assert self._device is not None
-        params = [each.fused_params or {} for sharding in by_type.values() for each in groups_of(sharding)]
-        if self._device.type == "cpu" and any(each.get("weight_decay") or each.get("max_norm") for each in params):
-            whole = "rows that decay, which on a CPU FBGEMM updates, feature by feature"
-            return {kind: reason or whole for kind, reason in reasons.items()}
-        return reasons
 
     def _new_exchange(self, *arguments: Any) -> UnpooledExchange:
         return UnpooledExchange(*arguments, dim=self._embedding_dim)

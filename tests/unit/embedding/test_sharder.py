@@ -30,9 +30,6 @@ from tests.distributed.models import CPU, SUM, table_configs
         ({"output_order": "x"}, "output_order: 'x' is not known; take one of plan, model"),
         ({"slice_bags": 3}, "slice_bags: 3 must be a power of two from 4 on"),
         ({"output_dtype": "bf16"}, "output_dtype: 'bf16', but the wire's type is fp32"),
-        ({"programs_per_sm": 0}, "programs_per_sm: 0 must be a whole number from 1 on; take None"),
-        ({"programs_per_sm": 1.5}, "programs_per_sm: 1.5 must be a whole number from 1 on; take None"),
-        ({"leading_columns": -4}, "leading_columns: -4 must be a whole number from 0 on; take 0"),
     ],
 )
 def test_a_value_that_breaks_a_rule(arguments: dict[str, Any], told: str) -> None:
