@@ -15,7 +15,6 @@ from torchrec.optim.keyed import CombinedOptimizer
 
 from dlrm_overlap.backends import BACKENDS
 from dlrm_overlap.comm.order import CommunicationOrder
-from dlrm_overlap.config import InputError
 from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.embedding.id_layout import BatchBound
 from dlrm_overlap.embedding.layout import Layout
@@ -147,20 +146,6 @@ class ExchangingModule(nn.Module, Generic[Served]):
         if (output := output_types(shardings[0]).pop()) != SparseType.FP32:
             options = replace(options, output_dtype=output.as_dtype(), wire_dtype=output.as_dtype())
         return replace(options, max_gradient=max_gradients(group.fused_params or {} for group in groups).pop())
-
-    def _create_input_dist(self, input_feature_names: list[str], *more: Any, **others: Any) -> None:
-        """Have TorchRec find the tables' features in the first batch.
-
-        Raises:
-            InputError: if one is not there.
-        """
-        wanted = {name for sharding in self._shardings for name in sharding.feature_names()}
-        if absent := sorted(wanted.difference(input_feature_names)):
-            raise InputError(
-                f"ids: features {', '.join(absent)} of the tables are not in the batch, which has "
-                f"{', '.join(input_feature_names)}; give every batch all, with lengths of 0 for no ids"
-            )
-        super()._create_input_dist(input_feature_names, *more, **others)  # type: ignore[misc]
 
     def why_ids_are_not_taken(self) -> str | None:
         """Return why this module leaves the ids to TorchRec, alike on all ranks, or None if `take_ids` would work."""

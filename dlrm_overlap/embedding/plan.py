@@ -33,6 +33,7 @@ log = logging.getLogger("dlrm_overlap")
 
 _RESERVED = 0.2  # of a device's memory: all but tables
 
+_FUSED = EmbeddingComputeKernel.FUSED.value
 _CACHING = EmbeddingComputeKernel.FUSED_UVM_CACHING.value
 
 _LEAST_COLUMNS = 32  # of a shard by `constraints`, a quarter of the usual 128, of which TorchRec's planner cuts none
@@ -52,7 +53,7 @@ def constraints(model: nn.Module, bag_sizes: Mapping[str, float] | None = None) 
     """
     return {
         config.name: ParameterConstraints(
-            compute_kernels=[EmbeddingComputeKernel.FUSED.value],
+            compute_kernels=[_FUSED],
             min_partition=_LEAST_COLUMNS,
             pooling_factors=[(bag_sizes or {}).get(feature, 1.0) for feature in config.feature_names],
         )
@@ -68,32 +69,6 @@ def build_topology(device: torch.device, world_size: int, local_world_size: int)
     else:
         room = {"hbm_cap": torch.cuda.get_device_properties(device).total_memory}
     return Topology(world_size, device.type, local_world_size=local_world_size, **room)
-
-
-def build_plan(
-    module: nn.Module,
-    sharders: list[ModuleSharder[Any]],
-    topology: Topology,
-    config: EmbeddingConfig,
-    dim: int,
-    pooling: Sequence[float],
-    batch_size: int,
-    group: dist.ProcessGroup,
-) -> ShardingPlan:
-    """Return the plan of `config.plan`, the same on every rank of `group`; a collective.
-
-    Args:
-        module: whose collections have the tables `table_keys`.
-        sharders: of the collections.
-        dim: embedding dimension D.
-        pooling: mean number of ids in a bag, per table.
-        batch_size: samples a rank.
-
-    Raises:
-        InputError: if the tables do not fit.
-    """
-    unsharded = Unsharded(module, sharders, topology, config, pooling, group)
-    return unsharded.balanced() if config.plan == "auto" else unsharded.planned_by_torchrec(dim, batch_size)
 
 
 def torchrecs_planner(
@@ -121,14 +96,19 @@ class Unsharded:
         pooling: Sequence[float],
         group: dist.ProcessGroup,
     ) -> None:
-        """Take the arguments of `build_plan`; a collective.
+        """Take the tables and their ranks; a collective.
+
+        Args:
+            module: whose collections have the tables `table_keys`.
+            sharders: of the collections.
+            pooling: mean number of ids in a bag, per table.
+            group: the ranks.
 
         Raises:
             InputError: see `cached_tables`.
         """
-        self._module, self._sharders, self._topology, self._config, self._group = (
-            module, sharders, topology, config, group
-        )  # fmt: skip
+        self._module, self._sharders, self._topology = module, sharders, topology
+        self._config, self._group = config, group
         self._collections, names = _collections(module), table_keys(len(pooling))
         by_name = {table.name: table for _, configs in self._collections.values() for table in configs}
         self.tables = [by_name[name] for name in names]
@@ -147,6 +127,14 @@ class Unsharded:
         self._capacity = int(min(capacities) * (1 - _RESERVED))
         """bytes of a rank for tables"""
         self._cached = self.cached_tables(self._capacity * self._world_size if self._on_gpu else None)
+
+    def plan(self, batch_size: int) -> ShardingPlan:
+        """Return the plan of `config.plan` for so many samples a rank, the same on every rank; a collective.
+
+        Raises:
+            InputError: if the tables do not fit.
+        """
+        return self._balanced() if self._config.plan == "auto" else self.planned_by_torchrec(batch_size)
 
     def cached_tables(self, capacity_bytes: float | None) -> set[str]:
         """Return the tables that are cached, see `embedding.memory`.
@@ -188,16 +176,16 @@ class Unsharded:
         for name in self._cached & tables.keys():
             tables[name].compute_kernel, tables[name].cache_params = _CACHING, self._cache_params()
 
-    def planned_by_torchrec(self, dim: int, batch_size: int) -> ShardingPlan:
+    def planned_by_torchrec(self, batch_size: int) -> ShardingPlan:
         """Return the plan of TorchRec's planner, which rank 0 makes, with shards of the configured type."""
-        kind = self._config.plan
+        kind, dim = self._config.plan, self.tables[0].embedding_dim
         # TorchRec never cuts columns below 128 of itself: where columns are asked for, every rank may have some.
         min_partition = max(4, dim // self._topology.world_size // 4 * 4) if kind == "column_wise" else None
         cached = self._cached if self._on_gpu else set()  # for CPUs the planner knows no other kernel
         constraints = {
             name: ParameterConstraints(
                 sharding_types=None if kind == "torchrec" else [kind],
-                compute_kernels=[_CACHING if name in cached else EmbeddingComputeKernel.FUSED.value],
+                compute_kernels=[_CACHING if name in cached else _FUSED],
                 pooling_factors=[factor],
                 min_partition=min_partition,
                 cache_params=self._cache_params() if name in cached else None,
@@ -213,7 +201,7 @@ class Unsharded:
             self._cache(tables)
         return plan
 
-    def balanced(self) -> ShardingPlan:
+    def _balanced(self) -> ShardingPlan:
         """Return the shards of the tables placed by `balance`; all ranks do so alike."""
         config, local, world_size = self._config, self._topology.local_world_size, self._world_size
         loads = list[TableLoad]()
@@ -233,20 +221,14 @@ class Unsharded:
             text = f"{held} bytes of tables on {world_size} ranks with room for {self._capacity} each"
             raise _does_not_fit("auto", text)
         if self._group.rank() == 0:
-            log.info(
-                "plan: no rank reads more than %.2f times the mean of rows, nor has more than %.2f times that of "
-                "columns",
-                placed.memory,
-                placed.links,
-            )
+            text = "plan: the fullest rank reads %.2f times the mean of rows, and sends %.2f times that of columns"
+            log.info(text, placed.memory, placed.links)
         shardings = dict[str, ParameterShardingGenerator]()
         for number, (table, ranks) in enumerate(zip(self.tables, placed.ranks, strict=True)):
             if number in placed.by_rows:
                 shardings[table.name] = row_wise() if len(ranks) == world_size else table_row_wise(ranks[0] // local)
-            elif len(ranks) == 1:
-                shardings[table.name] = table_wise(rank=ranks[0])
             else:
-                shardings[table.name] = column_wise(ranks=ranks)
+                shardings[table.name] = table_wise(ranks[0]) if len(ranks) == 1 else column_wise(ranks)
         plan = ShardingPlan({})
         for path, (collection, configs) in self._collections.items():
             (sharder,) = [each for each in self._sharders if isinstance(collection, each.module_type)]
@@ -254,7 +236,7 @@ class Unsharded:
             device_type = self._topology.compute_device
             made = construct_module_sharding_plan(collection, own, sharder, local, world_size, device_type)
             for name in own:
-                made[name].compute_kernel = EmbeddingComputeKernel.FUSED.value
+                made[name].compute_kernel = _FUSED
             self._cache(made)
             plan.plan[path] = made
         return plan

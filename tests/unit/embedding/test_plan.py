@@ -13,7 +13,7 @@ from torchrec.distributed.types import ShardingPlan
 from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.embedding import plan
 from dlrm_overlap.embedding.balance import Balance, TableLoad
-from dlrm_overlap.embedding.plan import Unsharded, build_plan, build_topology
+from dlrm_overlap.embedding.plan import Unsharded, build_topology
 from dlrm_overlap.embedding.sharder import build_sharders
 from dlrm_overlap.launching.parsing import parse_config
 from dlrm_overlap.train.model import build_model
@@ -29,7 +29,7 @@ def _plan(config: Config, group: dist.ProcessGroup, rows: list[int] | None = Non
     module = build_model(config.model, config.embedding, rows or _ROWS, 13, seed=0)
     topology = build_topology(torch.device("cpu"), 1, 1)
     sharders = build_sharders(config.embedding, "fp32", 0)
-    return build_plan(module, sharders, topology, config.embedding, config.model.dim, _POOLING, 8, group)
+    return Unsharded(module, sharders, topology, config.embedding, _POOLING, group).plan(8)
 
 
 @pytest.mark.parametrize("kind", ["torchrec", "table_wise", "column_wise"])
@@ -85,7 +85,7 @@ def test_torchrecs_own_plan_has_shards_of_any_type(world_of_one: dist.ProcessGro
     topology, mean = Topology(4, "cuda", hbm_cap=141 * 10**9, local_world_size=4), [float(ids) for ids in pooling]
     sharders: list[Any] = build_sharders(config.embedding)[:1]
     unsharded = Unsharded(module, sharders, topology, config.embedding, mean, world_of_one)
-    tables = unsharded.planned_by_torchrec(config.model.dim, 8192).plan["embedding"]
+    tables = unsharded.planned_by_torchrec(8192).plan["embedding"]
     kinds = {name: sharding.sharding_type for name, sharding in tables.items()}  # type: ignore[attr-defined]
     assert [name for name, kind in kinds.items() if kind == "row_wise"] == ["t_20"]
     assert Counter(kinds.values()) == {"table_wise": 25, "row_wise": 1}
