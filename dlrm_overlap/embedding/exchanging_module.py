@@ -94,6 +94,15 @@ class ExchangingModule(nn.Module, Generic[Served]):
         Args:
             order: of the step that this one's ids are captured in; None leaves the exchange's own.
         """
+        if self._replicated:
+            self.exchange = self.exchange or self._make_exchange()
+        if self.exchange is not None and order is not None:
+            self.exchange.order = order
+        self._take_ids(keys, bound, weighted)
+        self.takes_ids = True
+
+    def _take_ids(self, keys: Sequence[str], bound: BatchBound, weighted: bool) -> None:
+        """Do so, once there is an exchange of the tables that one can take, if there are any."""
         raise NotImplementedError
 
     def _begin(self, options: ExchangeOptions, cached: Mapping[str, float]) -> None:

@@ -18,7 +18,6 @@ from torchrec.modules.embedding_configs import PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from dlrm_overlap.backends import BACKENDS
-from dlrm_overlap.comm.order import CommunicationOrder
 from dlrm_overlap.embedding.exchange import Exchange, PooledAwaitable
 from dlrm_overlap.embedding.exchanging_module import ExchangingModule
 from dlrm_overlap.embedding.id_layout import BatchBound
@@ -104,29 +103,13 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
         options = self.exchange.options
         return options.leading_columns if BACKENDS[options.backend].stores_to_peers else 0
 
-    def take_ids(
-        self,
-        keys: Sequence[str],
-        bound: BatchBound,
-        order: CommunicationOrder | None = None,
-        weighted: bool = False,
-    ) -> None:
-        """From now on, send ids to the owners of their rows by the exchange; a collective, see `Exchange.take_ids`.
-
-        Args:
-            order: of the step that this one's ids are captured in; None leaves the exchange's own.
-        """
+    def _take_ids(self, keys: Sequence[str], bound: BatchBound, weighted: bool) -> None:
         stock = self._stock()
         self.stock = StockTables(self, stock) if stock else None
-        if self._replicated:
-            self.exchange = self.exchange or self._make_exchange()
         if self.exchange is not None:
-            if order is not None:
-                self.exchange.order = order
             layout, replicated = self._with_replicated(self.exchange.layout)
             self.exchange.take_ids(keys, bound, layout, replicated, weighted)
             self._order_output(layout)
-        self.takes_ids = True
         if self._has_mean_pooling_callback:
             self._divided_by = self._rows_of_divisor(keys).to(self._device)
 

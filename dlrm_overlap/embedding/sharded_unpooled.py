@@ -10,7 +10,6 @@ from torchrec.distributed.types import Awaitable, LazyAwaitable
 from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from dlrm_overlap.comm.order import CommunicationOrder
 from dlrm_overlap.config import InputError
 from dlrm_overlap.embedding.distinct import DistinctIds, NamedSequence
 from dlrm_overlap.embedding.exchanging_module import ExchangingModule
@@ -89,24 +88,14 @@ class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], Shar
         firsts = [[each.first for each in ranges if each.table == table] or [0] for table in tables]
         return DistinctIds(sequences, rows, self._device, firsts)
 
-    def take_ids(
-        self,
-        keys: Sequence[str],
-        bound: BatchBound,
-        order: CommunicationOrder | None = None,
-        weighted: bool = False,
-    ) -> None:
-        """From now on, send ids to the owners of their rows by the exchange; a collective, see `Exchange.take_ids`."""
-        self.exchange = self.exchange or self._make_exchange()
-        if order is not None:
-            self.exchange.order = order
+    def _take_ids(self, keys: Sequence[str], bound: BatchBound, weighted: bool) -> None:
+        assert self.exchange is not None
         layout, replicated = self._with_replicated(self.exchange.table_layout)
         ranges = layout.row_ranges(self.exchange.has_rows_apart)
         distinct = self._distinct_of(layout.names, ranges.values())
         if self.dedup == "auto":  # by numbers that all ranks agree on
             self.dedup = self._is_worth(bound)
         self.exchange.take_distinct(distinct, bound, layout, replicated, bool(self.dedup))
-        self.takes_ids = True
 
     def _is_worth(self, bound: BatchBound) -> bool:
         """Return whether batches of a bound have few enough distinct ids to be found."""

@@ -7,6 +7,7 @@ from typing import Any, Literal, TypedDict, Unpack
 import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
+from torch import nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -124,20 +125,9 @@ class OverlapEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
         Raises:
             InputError: on every rank, if ranks have unlike plans.
         """
-        params, cached = _checked(params, env, self.options)
-        return OverlapShardedEmbeddingBagCollection(
-            module,
-            params,
-            env,
-            self.fused_params,
-            device,
-            qcomm_codecs_registry=self.qcomm_codecs_registry,
-            module_fqn=module_fqn,
-            sharded_module_order_overwrite=self._sharded_module_order_overwrite,
-            options=self.options,
-            output_order=self.output_order,
-            cached=cached,
-        )
+        more = {"sharded_module_order_overwrite": self._sharded_module_order_overwrite}
+        more |= {"output_order": self.output_order}
+        return _shard(self, module, params, env, device, module_fqn, **more)
 
     @property
     def sharded_module_type(self) -> type[OverlapShardedEmbeddingBagCollection]:
@@ -193,20 +183,8 @@ class OverlapEmbeddingCollectionSharder(EmbeddingCollectionSharder):
         Raises:
             InputError: on every rank, if ranks have unlike plans.
         """
-        params, cached = _checked(params, env, self.options)
-        return OverlapShardedEmbeddingCollection(
-            module,
-            params,
-            env,
-            self.fused_params,
-            device,
-            qcomm_codecs_registry=self.qcomm_codecs_registry,
-            use_index_dedup=self._use_index_dedup,
-            module_fqn=module_fqn,
-            options=self.options,
-            dedup=self.dedup,
-            cached=cached,
-        )
+        more = {"use_index_dedup": self._use_index_dedup, "dedup": self.dedup}
+        return _shard(self, module, params, env, device, module_fqn, **more)
 
     @property
     def sharded_module_type(self) -> type[OverlapShardedEmbeddingCollection]:
@@ -214,25 +192,42 @@ class OverlapEmbeddingCollectionSharder(EmbeddingCollectionSharder):
         return OverlapShardedEmbeddingCollection
 
 
-def _checked(
-    params: dict[str, ParameterSharding], env: ShardingEnv, options: ExchangeOptions
-) -> tuple[dict[str, ParameterSharding], dict[str, float]]:
-    """Check a module's plan; a collective.
+def _shard(
+    sharder: Any,
+    module: nn.Module,
+    params: dict[str, ParameterSharding],
+    env: ShardingEnv,
+    device: torch.device | None,
+    module_fqn: str | None,
+    **more: Any,
+) -> Any:
+    """Return a sharder's sharded module; a collective.
 
-    Returns:
-        The plan, with tables that the exchange caches in the host's memory, and the shares of their rows in a cache.
-        Where the exchange caches none, such tables stay with TorchRec, and FBGEMM caches them.
+    Tables that the exchange caches are in the host's memory. Where it caches none, FBGEMM does, and they stay with
+    TorchRec.
 
     Raises:
         InputError: see `require_same_plan`.
     """
     require_same_plan(params, env)
+    options: ExchangeOptions = sharder.options
     # The replicas of 2D parallelism are averaged where FBGEMM keeps the rows.
     caches = BACKENDS[options.backend].stores_to_peers and options.resolved_backward == "push"
     cached = cached_shares(params) if caches and not isinstance(env, ShardingEnv2D) else {}
     kernel = EmbeddingComputeKernel.FUSED_UVM.value
     at_home = {name: replace(params[name], compute_kernel=kernel, cache_params=None) for name in cached}
-    return params | at_home, cached
+    return sharder.sharded_module_type(
+        module,
+        params | at_home,
+        env,
+        sharder.fused_params,
+        device,
+        qcomm_codecs_registry=sharder.qcomm_codecs_registry,
+        module_fqn=module_fqn,
+        options=options,
+        cached=cached,
+        **more,
+    )
 
 
 def _check_known(name: str, value: str, known: Sequence[str]) -> None:
