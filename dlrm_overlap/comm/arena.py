@@ -111,6 +111,7 @@ class Arena(ABC):
         self.reached = self.reach.here
         """the ranks whose regions are seen here, this rank among them"""
         self._places: dict[str, tuple[int, Region]] = {}
+        self._addresses: dict[str, torch.Tensor] = {}
         self.size_bytes = 0
         for name, region in regions.items():
             self._places[name] = self.size_bytes, region
@@ -133,9 +134,14 @@ class Arena(ABC):
         return self.view(name, self.rank)
 
     def addresses(self, name: str) -> torch.Tensor:
-        """Return int64 on the device, one for each rank reached: where this process finds its region `name`."""
-        pointers = [self.view(name, rank).data_ptr() for rank in self.reached]
-        return torch.tensor(pointers, dtype=torch.int64, device=self.device)
+        """Return int64 on the device, one for each rank reached: where this process finds its region `name`.
+
+        The first call copies them to the device, so it may not be within a capture; later ones return the same tensor.
+        """
+        if name not in self._addresses:
+            pointers = [self.view(name, rank).data_ptr() for rank in self.reached]
+            self._addresses[name] = torch.tensor(pointers, dtype=torch.int64, device=self.device)
+        return self._addresses[name]
 
     def loan(self, name: str) -> Loan:
         """Return a `Loan` of region `name` of this rank's arena, by which its window is lent to the model."""
