@@ -270,9 +270,6 @@ class EmbeddingConfig:
     cache_fraction: Share = 0.2
     """cached tables: the share of the rows for which there is room on the GPU; with pgas and fused at least the ids of
     two steps"""
-    data_parallel_rows: NonNegativeInt = 0
-    """plan auto, fp32 rows: every rank holds tables of at most so many rows whole and looks them up without an
-    exchange, unless all are so small; train.optimizer, train.lr and train.eps train them"""
     optimizer: TableOptimizer = "rowwise_adagrad"
     """optimizer of the tables, fused into the backward; of Adam and LAMB FBGEMM has no form for CPUs"""
     lr: PositiveFloat = 0.05

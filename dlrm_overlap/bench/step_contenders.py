@@ -32,7 +32,6 @@ def _keys(backend: str, pipeline: str = "torchrec", compiled: bool = True, graph
 _TORCHREC = _keys("torchrec", compiled=False, graphed=False)  # as users run it
 _GRAPH = _keys("pgas", "graph", graphed=False)  # the whole step as a CUDA graph, the dense part with it
 _WHOLE, _DEFAULT = {"embedding.plan": "table_wise"}, {"embedding.plan": "torchrec"}
-_SMALL = {"embedding.data_parallel_rows": 7812}  # as in HugeCTR's record: 13 of MLPerf's tables
 _BF16 = {"embedding.wire_dtype": "bf16"}
 
 # What TorchRec is at its strongest with depends on the model and the machine: the fastest of these.
@@ -44,7 +43,6 @@ _STRONGEST: Mapping[str, tuple[Mapping[str, Any], str]] = {
     "_bf16": (_BF16, ""),
     "_bf16_table_wise": (_BF16 | _WHOLE, ""),
     "_fp16": ({"embedding.wire_dtype": "fp16"}, ""),
-    "_data_parallel": (_SMALL, ""),
     "_default_plan": (_DEFAULT, ""),
     "_fused_pipeline": ({}, "fused_pipeline"),
 }
@@ -58,7 +56,6 @@ _ABLATION: Mapping[str, Mapping[str, Any]] = {
     "no_compile": {"train.compile_dense": False},
     "no_flat": {"train.flat_dense": False},
     "fp32_wire": {"embedding.wire_dtype": "fp32"},
-    "data_parallel": _SMALL,
     "collective": {"train.dense_reduce": "collective"},
     "no_balance": _WHOLE,
 }

@@ -34,7 +34,6 @@ from dlrm_overlap.checkpoint.storage import load_extents, save_extents
 from dlrm_overlap.comm.every_rank import gathered, on_every_rank
 from dlrm_overlap.config import Config, InputError, flatten
 from dlrm_overlap.dense.tensor_parallel import shards_of
-from dlrm_overlap.embedding.plan import data_parallel_tables
 from dlrm_overlap.launching.files import make_folder, sync_folder
 
 log = logging.getLogger("dlrm_overlap")
@@ -57,7 +56,6 @@ def checkpoint_shape(config: Config, rows: list[int], dense_features: int) -> di
         "rows": rows,
         "optimizers": [config.embedding.optimizer, config.train.optimizer],
         "weight_dtype": config.embedding.weight_dtype,
-        "data_parallel": data_parallel_tables(config.embedding, rows, [] if history is None else [history]),
     }
 
 

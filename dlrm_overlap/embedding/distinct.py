@@ -81,11 +81,6 @@ class Distinct(NamedTuple):
     runs: Runs
     """of the gradients of the P ids, by place"""
 
-    def record_stream(self, stream: torch.Stream) -> None:
-        """Note that `stream` uses the tensors, see `torch.Tensor.record_stream`."""
-        for tensor in (self.values, self.lengths, self.places, *self.runs):
-            tensor.record_stream(stream)
-
 
 class _Rooms(NamedTuple):
     """Where the ids of sequences with so much room each are: tensors on the device, which a capture cannot make."""

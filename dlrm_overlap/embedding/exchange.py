@@ -128,7 +128,6 @@ class Exchange:
         """where the exchange takes ids: whether the steps of now have as many samples, on each rank, as the first of
         them; otherwise ranks agree on the most in each step, which waits for the CPU"""
         self._steady_samples: int | None = None
-        self._told_uncached = False
 
     @cached_property
     def reach(self) -> Reach:
@@ -269,19 +268,11 @@ class Exchange:
             InputError: if this exchange takes ids, and has caches of rows for them; nothing has begun.
             RuntimeError: within a graph's capture, or if an earlier step has failed on this rank.
         """
-        if self.tables.fractions:
-            if self._ids is not None:
-                raise InputError(
-                    "exchange: ids that TorchRec has sent, but the rows of cached tables wait for those that "
-                    "GraphTrainPipeline sends ahead; train and evaluate this model by that pipeline alone"
-                )
-            if not self._told_uncached and self._group.rank() == 0:
-                log.warning(
-                    "backend %s: cached tables are read and updated in the host's memory, since their ids do not come "
-                    "ahead; GraphTrainPipeline sends them ahead",
-                    self.options.backend,
-                )
-            self._told_uncached = True
+        if self.tables.fractions and self._ids is not None:
+            raise InputError(
+                "exchange: ids that TorchRec has sent, but the rows of cached tables wait for those that "
+                "GraphTrainPipeline sends ahead; train and evaluate this model by that pipeline alone"
+            )
         return self._start(Step(inputs, BatchSizes.of(tuple(batch_sizes))))
 
     def _start(self, step: Step) -> "PooledAwaitable":

@@ -10,27 +10,24 @@ from fbgemm_gpu.split_embedding_configs import SparseType
 from torch import nn
 from torchrec.distributed.sharding.dp_sequence_sharding import DpSequenceEmbeddingSharding
 from torchrec.distributed.sharding.dp_sharding import DpPooledEmbeddingSharding
-from torchrec.distributed.types import ShardingEnv, ShardingEnv2D, ShardingStrategy, ShardingType
+from torchrec.distributed.types import ShardingEnv, ShardingEnv2D, ShardingType
 from torchrec.optim.keyed import CombinedOptimizer
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.backends import BACKENDS
 from dlrm_overlap.comm.order import CommunicationOrder
-from dlrm_overlap.config import InputError
 from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.embedding.id_layout import BatchBound
 from dlrm_overlap.embedding.layout import Layout
 from dlrm_overlap.embedding.options import ExchangeOptions
+from dlrm_overlap.embedding.reasons import reasons_to_fall_back, why_not_beside_graphs
 from dlrm_overlap.embedding.replicated import ReplicatedTables, replicated_shards
 from dlrm_overlap.embedding.shardings import (
     build_layout,
     exchanging_group,
     groups_of,
     output_types,
-    why_not_exchanged,
-    why_not_together,
 )
-from dlrm_overlap.embedding.stock import StockTables, why_not_beside_graphs
+from dlrm_overlap.embedding.stock import StockTables
 from dlrm_overlap.embedding.tables import LocalTables, max_gradients
 
 log = logging.getLogger("dlrm_overlap")
@@ -97,6 +94,15 @@ class ExchangingModule(nn.Module, Generic[Served]):
         Args:
             order: of the step that this one's ids are captured in; None leaves the exchange's own.
         """
+        if self._replicated:
+            self.exchange = self.exchange or self._make_exchange()
+        if self.exchange is not None and order is not None:
+            self.exchange.order = order
+        self._take_ids(keys, bound, weighted)
+        self.takes_ids = True
+
+    def _take_ids(self, keys: Sequence[str], bound: BatchBound, weighted: bool) -> None:
+        """Do so, once there is an exchange of the tables that one can take, if there are any."""
         raise NotImplementedError
 
     def _begin(self, options: ExchangeOptions, cached: Mapping[str, float]) -> None:
@@ -112,9 +118,6 @@ class ExchangingModule(nn.Module, Generic[Served]):
         """Whether this rank says what falls back: rank 0 of all, not of each sharding group."""
         return (self._env.global_rank if isinstance(self._env, ShardingEnv2D) else self._env.rank) == 0
 
-    def _reasons(self, by_type: Mapping[str, Any]) -> dict[str, str | None]:
-        return reasons_to_fall_back(by_type, self._env, self._options.wire_dtype, self.cached)
-
     def _set_up_exchange(self, tables: int) -> None:
         """Find out which shardings can be exchanged, say so, and make their exchange; `tables` are the module's."""
         if self.cached:
@@ -122,7 +125,7 @@ class ExchangingModule(nn.Module, Generic[Served]):
         self.takes_ids, self.stock = False, None
         every: list[Any] = self._shardings
         by_type: dict[str, Any] = dict(zip(self._sharding_types, every, strict=True))  # type: ignore[arg-type]
-        reasons = self._reasons(by_type)
+        reasons = reasons_to_fall_back(by_type, self._env, self._options.wire_dtype, self.cached, self._device)
         self.why_not_exchanged: Mapping[str, str | None] = reasons
         """sharding type -> why its tables stay with TorchRec, alike on all ranks, or None if they are exchanged"""
         for sharding_type, reason in reasons.items():
@@ -152,20 +155,6 @@ class ExchangingModule(nn.Module, Generic[Served]):
         if (output := output_types(shardings[0]).pop()) != SparseType.FP32:
             options = replace(options, output_dtype=output.as_dtype(), wire_dtype=output.as_dtype())
         return replace(options, max_gradient=max_gradients(group.fused_params or {} for group in groups).pop())
-
-    def _create_input_dist(self, input_feature_names: list[str], *more: Any, **others: Any) -> None:
-        """Have TorchRec find the tables' features in the first batch.
-
-        Raises:
-            InputError: if one is not there.
-        """
-        wanted = {name for sharding in self._shardings for name in sharding.feature_names()}
-        if absent := sorted(wanted.difference(input_feature_names)):
-            raise InputError(
-                f"ids: features {', '.join(absent)} of the tables are not in the batch, which has "
-                f"{', '.join(input_feature_names)}; give every batch all, with lengths of 0 for no ids"
-            )
-        super()._create_input_dist(input_feature_names, *more, **others)  # type: ignore[misc]
 
     def why_ids_are_not_taken(self) -> str | None:
         """Return why this module leaves the ids to TorchRec, alike on all ranks, or None if `take_ids` would work."""
@@ -200,19 +189,6 @@ class ExchangingModule(nn.Module, Generic[Served]):
         layout = Layout(shards, list(self._exchanged_names()), exchanged.world_size)
         return layout, ReplicatedTables.of(shardings, lookups)
 
-    def _why_falls_back(self, features: KeyedJaggedTensor | None = None) -> str | None:
-        """Return why TorchRec must take a step, alike on all ranks, or None.
-
-        Args:
-            features: of the step, if they are known.
-        """
-        if features is not None and features.variable_stride_per_key():
-            return "features have batches of different sizes"
-        trackers = (getattr(self._lookups[i], "optim_state_tracker_fn", None) for i in self._exchanged)
-        if self.post_lookup_tracker_fn or self.post_odist_tracker_fn or any(trackers):
-            return "a tracker is registered"
-        return None
-
     def compute(self, ctx: Any, dist_input: Any) -> list[torch.Tensor]:
         """Look up as TorchRec does, for a module that calls this and `output_dist` itself, one after the other."""
         if self.exchange is not None:
@@ -238,22 +214,3 @@ class _TableOptimizer(CombinedOptimizer):
         """The states by parameter, which may be written to until the next step."""
         self._note_writes()
         return super().state
-
-
-def reasons_to_fall_back(
-    shardings: Mapping[str, Any], env: ShardingEnv, wire_dtype: torch.dtype, cached: Collection[str] = ()
-) -> dict[str, str | None]:
-    """Return by sharding type why tables of a module stay with TorchRec, alike on all ranks, or None if they do not.
-
-    Args:
-        shardings: sharding type -> TorchRec's sharding.
-        wire_dtype: in which embeddings would travel.
-        cached: names of the tables whose rows the exchange caches.
-    """
-    if isinstance(env, ShardingEnv2D) and env.sharding_strategy == ShardingStrategy.FULLY_SHARDED:
-        whole = "2D parallelism with fully sharded rows"
-    else:
-        whole = None
-    reasons = {kind: why_not_exchanged(each, wire_dtype, cached) or whole for kind, each in shardings.items()}
-    alone = why_not_together([shardings[kind] for kind, reason in reasons.items() if reason is None])
-    return {kind: reason or alone for kind, reason in reasons.items()}

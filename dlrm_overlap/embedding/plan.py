@@ -1,7 +1,7 @@
 """The sharding plan: tables balanced over the ranks, or the plan of TorchRec's planner."""
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import psutil
@@ -16,7 +16,6 @@ from torchrec.distributed.sharding_plan import (
     ParameterShardingGenerator,
     column_wise,
     construct_module_sharding_plan,
-    data_parallel,
     row_wise,
     table_row_wise,
     table_wise,
@@ -33,8 +32,8 @@ from dlrm_overlap.kernels.arguments import looks_at_rows, state_bytes
 log = logging.getLogger("dlrm_overlap")
 
 _RESERVED = 0.2  # of a device's memory: all but tables
-_REPLICATED_BYTES = 4 * 4  # of an element of a data-parallel table: weight, gradient, up to two states of the optimizer
 
+_FUSED = EmbeddingComputeKernel.FUSED.value
 _CACHING = EmbeddingComputeKernel.FUSED_UVM_CACHING.value
 
 _LEAST_COLUMNS = 32  # of a shard by `constraints`, a quarter of the usual 128, of which TorchRec's planner cuts none
@@ -54,7 +53,7 @@ def constraints(model: nn.Module, bag_sizes: Mapping[str, float] | None = None) 
     """
     return {
         config.name: ParameterConstraints(
-            compute_kernels=[EmbeddingComputeKernel.FUSED.value],
+            compute_kernels=[_FUSED],
             min_partition=_LEAST_COLUMNS,
             pooling_factors=[(bag_sizes or {}).get(feature, 1.0) for feature in config.feature_names],
         )
@@ -70,32 +69,6 @@ def build_topology(device: torch.device, world_size: int, local_world_size: int)
     else:
         room = {"hbm_cap": torch.cuda.get_device_properties(device).total_memory}
     return Topology(world_size, device.type, local_world_size=local_world_size, **room)
-
-
-def build_plan(
-    module: nn.Module,
-    sharders: list[ModuleSharder[Any]],
-    topology: Topology,
-    config: EmbeddingConfig,
-    dim: int,
-    pooling: Sequence[float],
-    batch_size: int,
-    group: dist.ProcessGroup,
-) -> ShardingPlan:
-    """Return the plan of `config.plan`, the same on every rank of `group`; a collective.
-
-    Args:
-        module: whose collections have the tables `table_keys`.
-        sharders: of the collections.
-        dim: embedding dimension D.
-        pooling: mean number of ids in a bag, per table.
-        batch_size: samples a rank.
-
-    Raises:
-        InputError: if the tables do not fit.
-    """
-    unsharded = Unsharded(module, sharders, topology, config, pooling, group)
-    return unsharded.balanced() if config.plan == "auto" else unsharded.planned_by_torchrec(dim, batch_size)
 
 
 def torchrecs_planner(
@@ -123,14 +96,19 @@ class Unsharded:
         pooling: Sequence[float],
         group: dist.ProcessGroup,
     ) -> None:
-        """Take the arguments of `build_plan`; a collective.
+        """Take the tables and their ranks; a collective.
+
+        Args:
+            module: whose collections have the tables `table_keys`.
+            sharders: of the collections.
+            pooling: mean number of ids in a bag, per table.
+            group: the ranks.
 
         Raises:
-            InputError: if the host has no memory for cached tables, or see `cached_tables`.
+            InputError: see `cached_tables`.
         """
-        self._module, self._sharders, self._topology, self._config, self._group = (
-            module, sharders, topology, config, group
-        )  # fmt: skip
+        self._module, self._sharders, self._topology = module, sharders, topology
+        self._config, self._group = config, group
         self._collections, names = _collections(module), table_keys(len(pooling))
         by_name = {table.name: table for _, configs in self._collections.values() for table in configs}
         self.tables = [by_name[name] for name in names]
@@ -143,16 +121,20 @@ class Unsharded:
             for table in configs
         }
         """those all of whose rows travel, rather than one sum of a bag"""
-        sequences, rows = [names.index(name) for name in self.unpooled], [each.num_embeddings for each in self.tables]
-        self.replicated = {names[index] for index in data_parallel_tables(config, rows, sequences)}
         self._on_gpu, self._world_size = topology.compute_device == "cuda", group.size()
         storage, capacities = topology.devices[group.rank()].storage, [0] * group.size()
         dist.all_gather_object(capacities, storage.hbm if self._on_gpu else storage.ddr, group)
-        whole = sum(each.num_embeddings * each.embedding_dim for each in self.tables if each.name in self.replicated)
-        self._capacity = int(min(capacities) * (1 - _RESERVED)) - whole * _REPLICATED_BYTES
-        """bytes of a rank for tables that are not on every rank"""
+        self._capacity = int(min(capacities) * (1 - _RESERVED))
+        """bytes of a rank for tables"""
         self._cached = self.cached_tables(self._capacity * self._world_size if self._on_gpu else None)
-        self._require_host_memory()
+
+    def plan(self, batch_size: int) -> ShardingPlan:
+        """Return the plan of `config.plan` for so many samples a rank, the same on every rank; a collective.
+
+        Raises:
+            InputError: if the tables do not fit.
+        """
+        return self._balanced() if self._config.plan == "auto" else self.planned_by_torchrec(batch_size)
 
     def cached_tables(self, capacity_bytes: float | None) -> set[str]:
         """Return the tables that are cached, see `embedding.memory`.
@@ -171,34 +153,19 @@ class Unsharded:
             raise InputError(
                 f"embedding.memory: {len(memory)} values for {len(names)} tables; give one value, or one a table"
             )
-        asked = {name for name, each in zip(names, memory, strict=True) if each == "cached"}
-        cached = asked - self.replicated
+        cached = {name for name, each in zip(names, memory, strict=True) if each == "cached"}
         if capacity_bytes is None:
             return cached
         sizes = {table.name: float(_table_bytes(table, config.optimizer)) for table in self.tables}
         held = {table.name: _held_share(table, config) for table in self.tables}
         needed = sum(sizes[name] * (held[name] if name in cached else 1.0) for name in names)
-        may = [name for name, each in zip(names, memory, strict=True) if each == "auto" and name not in self.replicated]
+        may = [name for name, each in zip(names, memory, strict=True) if each == "auto"]
         for name in sorted(may, key=lambda each: (-sizes[each], each)):
             if needed <= capacity_bytes:
                 break
             cached.add(name)
             needed -= sizes[name] * (1 - held[name])
         return cached
-
-    def _require_host_memory(self) -> None:
-        """Check that this host has memory for its share of the cached tables.
-
-        Raises:
-            InputError: if it has not.
-        """
-        held = sum(_table_bytes(table, self._config.optimizer) for table in self.tables if table.name in self._cached)
-        here = held * self._topology.local_world_size // self._topology.world_size
-        if here > (room := psutil.virtual_memory().available):
-            raise InputError(
-                f"embedding.memory: cached tables take {here / 1e9:.1f} GB of a host's memory, and {room / 1e9:.1f} GB "
-                f"are there; cache fewer, use more hosts, or cap them by data.tables.max_rows"
-            )
 
     def _cache_params(self) -> CacheParams:
         config = self._config
@@ -209,16 +176,16 @@ class Unsharded:
         for name in self._cached & tables.keys():
             tables[name].compute_kernel, tables[name].cache_params = _CACHING, self._cache_params()
 
-    def planned_by_torchrec(self, dim: int, batch_size: int) -> ShardingPlan:
+    def planned_by_torchrec(self, batch_size: int) -> ShardingPlan:
         """Return the plan of TorchRec's planner, which rank 0 makes, with shards of the configured type."""
-        kind = self._config.plan
+        kind, dim = self._config.plan, self.tables[0].embedding_dim
         # TorchRec never cuts columns below 128 of itself: where columns are asked for, every rank may have some.
         min_partition = max(4, dim // self._topology.world_size // 4 * 4) if kind == "column_wise" else None
         cached = self._cached if self._on_gpu else set()  # for CPUs the planner knows no other kernel
         constraints = {
             name: ParameterConstraints(
                 sharding_types=None if kind == "torchrec" else [kind],
-                compute_kernels=[_CACHING if name in cached else EmbeddingComputeKernel.FUSED.value],
+                compute_kernels=[_CACHING if name in cached else _FUSED],
                 pooling_factors=[factor],
                 min_partition=min_partition,
                 cache_params=self._cache_params() if name in cached else None,
@@ -234,54 +201,42 @@ class Unsharded:
             self._cache(tables)
         return plan
 
-    def balanced(self) -> ShardingPlan:
-        """Return data-parallel tables, and the shards of the others placed by `balance`; all ranks do so alike."""
+    def _balanced(self) -> ShardingPlan:
+        """Return the shards of the tables placed by `balance`; all ranks do so alike."""
         config, local, world_size = self._config, self._topology.local_world_size, self._world_size
-        divided, everywhere = dict[str, TableLoad](), list[TableLoad]()
+        loads = list[TableLoad]()
         for table in self.tables:
             row_bytes = table.embedding_dim * data_type_to_dtype(table.data_type).itemsize
             size, pooled = _table_bytes(table, config.optimizer), table.name not in self.unpooled
             if table.name in self._cached and self._on_gpu:
                 size = round(size * _held_share(table, config))
             ids, rows = self.pooling[table.name], table.num_embeddings
-            load = TableLoad(ids, table.embedding_dim, row_bytes, size, rows, pooled)
-            if table.name in self.replicated:
-                everywhere.append(load)
-            else:
-                divided[table.name] = load
+            loads.append(TableLoad(ids, table.embedding_dim, row_bytes, size, rows, pooled))
         # FBGEMM updates each shard's columns apart, row-wise states and norms of rows included: where cuts of columns
         # depend on the number of ranks, so would the training, and losses would part on another number of them.
         cut_columns, host_size = not looks_at_rows(config.optimizer), local if world_size % local == 0 else None
-        loads = list(divided.values())
-        placed = balance(loads, world_size, self._capacity, cut_columns, everywhere, host_size)
+        placed = balance(loads, world_size, self._capacity, cut_columns, host_size)
         if placed is None:
             held = sum(load.bytes for load in loads)
             text = f"{held} bytes of tables on {world_size} ranks with room for {self._capacity} each"
             raise _does_not_fit("auto", text)
         if self._group.rank() == 0:
-            log.info(
-                "plan: no rank reads more than %.2f times the mean of rows, nor has more than %.2f times that of "
-                "columns; %d tables are on every rank",
-                placed.memory,
-                placed.links,
-                len(everywhere),
-            )
-        shardings: dict[str, ParameterShardingGenerator] = {name: data_parallel() for name in sorted(self.replicated)}
-        for number, (name, ranks) in enumerate(zip(divided, placed.ranks, strict=True)):
+            text = "plan: the fullest rank reads %.2f times the mean of rows, and sends %.2f times that of columns"
+            log.info(text, placed.memory, placed.links)
+        shardings = dict[str, ParameterShardingGenerator]()
+        for number, (table, ranks) in enumerate(zip(self.tables, placed.ranks, strict=True)):
             if number in placed.by_rows:
-                shardings[name] = row_wise() if len(ranks) == world_size else table_row_wise(ranks[0] // local)
-            elif len(ranks) == 1:
-                shardings[name] = table_wise(rank=ranks[0])
+                shardings[table.name] = row_wise() if len(ranks) == world_size else table_row_wise(ranks[0] // local)
             else:
-                shardings[name] = column_wise(ranks=ranks)
+                shardings[table.name] = table_wise(ranks[0]) if len(ranks) == 1 else column_wise(ranks)
         plan = ShardingPlan({})
         for path, (collection, configs) in self._collections.items():
             (sharder,) = [each for each in self._sharders if isinstance(collection, each.module_type)]
             own = {table.name: shardings[table.name] for table in configs}
             device_type = self._topology.compute_device
             made = construct_module_sharding_plan(collection, own, sharder, local, world_size, device_type)
-            for name in own.keys() - self.replicated:
-                made[name].compute_kernel = EmbeddingComputeKernel.FUSED.value
+            for name in own:
+                made[name].compute_kernel = _FUSED
             self._cache(made)
             plan.plan[path] = made
         return plan
@@ -307,22 +262,6 @@ def _collections(module: nn.Module) -> dict[str, tuple[nn.Module, Sequence[BaseE
         elif isinstance(each, EmbeddingCollection):
             found[path] = each, each.embedding_configs()
     return found
-
-
-def data_parallel_tables(config: EmbeddingConfig, rows: Sequence[int], unpooled: Collection[int] = ()) -> list[int]:
-    """Return the numbers of the tables, which have `rows`, that a plan of `config` makes data-parallel.
-
-    Those that are not pooled are none of them.
-
-    On every number of ranks they are the same, one included, since the dense optimizer trains them and holds their
-    state: otherwise training would depend on the number of ranks, and a checkpoint would load on no other number.
-    Where all tables are so small none is, since a module without an exchange is left to TorchRec's pipeline.
-    """
-    if config.plan != "auto" or config.weight_dtype != "fp32":
-        return []
-    pooled = [index for index in range(len(rows)) if index not in unpooled]
-    small = [index for index in pooled if rows[index] <= config.data_parallel_rows]
-    return small if len(small) < len(pooled) else []
 
 
 def _does_not_fit(kind: str, reason: str) -> InputError:

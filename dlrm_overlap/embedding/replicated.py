@@ -8,18 +8,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from fbgemm_gpu.split_embedding_configs import SparseType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.composable.table_batched_embedding_slice import TableBatchedEmbeddingSlice
-from torchrec.distributed.embedding_types import EmbeddingComputeKernel
-from torchrec.modules.embedding_configs import DataType, PoolingType, data_type_to_dtype
+from torchrec.modules.embedding_configs import PoolingType, data_type_to_dtype
 
 from dlrm_overlap.embedding.layout import EVERY_RANK, FeatureShard, outputs_of
 from dlrm_overlap.embedding.tables import StoredRows, bounds_check_modes
-
-MOST_COLUMNS = 1024  # of a shard: a program holds whole rows in registers
 
 
 class ReplicatedTables:
@@ -82,30 +78,6 @@ class ReplicatedGradients(ReplicatedTables):
     def stored(self, shard: FeatureShard) -> StoredRows:
         """Return the flat gradient that holds a table's, and by which rule it is updated."""
         return StoredRows(self._gradient(shard.lookup), (), "sgd", stochastic_rounding=False)
-
-
-def why_not_looked_up(sharding: Any) -> str | None:
-    """Return why an exchange cannot look up a table of a data-parallel sharding, or None if it can look up all."""
-    for group in sharding._grouped_embedding_configs:
-        for table in group.embedding_tables:
-            if (reason := _why_not_pooled(group, table)) is not None:
-                return f"data-parallel table {table.name} stays with TorchRec: {reason}"
-    return None
-
-
-def _why_not_pooled(group: Any, table: Any) -> str | None:
-    """Return why an exchange cannot look up a table of a group, or None if it can."""
-    if table.compute_kernel != EmbeddingComputeKernel.DENSE:
-        return f"compute kernel {table.compute_kernel.value}"
-    if group.has_feature_processor:
-        return "feature processors"
-    if group.data_type != DataType.FP32:
-        return f"rows of type {group.data_type.value}"
-    if (group.fused_params or {}).get("output_dtype", SparseType.FP32) != SparseType.FP32:
-        return "output of another type than fp32"
-    if table.local_cols % 4 or table.local_cols > MOST_COLUMNS:
-        return f"a dim that is no multiple of 4, or more than {MOST_COLUMNS}"
-    return None
 
 
 def replicated_shards(shardings: Sequence[Any]) -> list[FeatureShard]:

@@ -18,7 +18,6 @@ from torchrec.modules.embedding_configs import PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from dlrm_overlap.backends import BACKENDS
-from dlrm_overlap.comm.order import CommunicationOrder
 from dlrm_overlap.embedding.exchange import Exchange, PooledAwaitable
 from dlrm_overlap.embedding.exchanging_module import ExchangingModule
 from dlrm_overlap.embedding.id_layout import BatchBound
@@ -104,29 +103,13 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
         options = self.exchange.options
         return options.leading_columns if BACKENDS[options.backend].stores_to_peers else 0
 
-    def take_ids(
-        self,
-        keys: Sequence[str],
-        bound: BatchBound,
-        order: CommunicationOrder | None = None,
-        weighted: bool = False,
-    ) -> None:
-        """From now on, send ids to the owners of their rows by the exchange; a collective, see `Exchange.take_ids`.
-
-        Args:
-            order: of the step that this one's ids are captured in; None leaves the exchange's own.
-        """
+    def _take_ids(self, keys: Sequence[str], bound: BatchBound, weighted: bool) -> None:
         stock = self._stock()
         self.stock = StockTables(self, stock) if stock else None
-        if self._replicated:
-            self.exchange = self.exchange or self._make_exchange()
         if self.exchange is not None:
-            if order is not None:
-                self.exchange.order = order
             layout, replicated = self._with_replicated(self.exchange.layout)
             self.exchange.take_ids(keys, bound, layout, replicated, weighted)
             self._order_output(layout)
-        self.takes_ids = True
         if self._has_mean_pooling_callback:
             self._divided_by = self._rows_of_divisor(keys).to(self._device)
 
@@ -192,9 +175,10 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
         """Look up and exchange; TorchRec's train pipelines call this with ids that are already at their owners."""
         if self.exchange is None or not self._exchanged:
             return super().compute_and_output_dist(ctx, input)
-        own_batches = "features have batches of different sizes" if ctx.variable_batch_per_feature else None
-        if (reason := own_batches or self._why_falls_back()) is not None:
-            self._tell_once(reason)
+        trackers = (getattr(self._lookups[i], "optim_state_tracker_fn", None) for i in self._exchanged)
+        is_tracked = self.post_lookup_tracker_fn or self.post_odist_tracker_fn or any(trackers)
+        if ctx.variable_batch_per_feature or is_tracked:
+            self._tell_once("a tracker is registered" if is_tracked else "features have batches of different sizes")
             return _of_samples(ctx, super().compute_and_output_dist(ctx, input))
         first: Any = ctx.sharding_contexts[self._exchanged[0]]
         batch_sizes = first.batch_size_per_rank

@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict, Unpack
 
 import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
+from torch import nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -25,9 +26,10 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from dlrm_overlap.backends import BACKENDS, EXCHANGED
 from dlrm_overlap.config import EmbeddingConfig, InputError, NonNegativeInt
 from dlrm_overlap.embedding.options import PUTS, WIRE_DTYPES, ExchangeOptions
+from dlrm_overlap.embedding.reasons import precisions
 from dlrm_overlap.embedding.sharded_module import OverlapShardedEmbeddingBagCollection
 from dlrm_overlap.embedding.sharded_unpooled import OverlapShardedEmbeddingCollection
-from dlrm_overlap.embedding.shardings import cached_shares, check_columns, exchanging_group, precisions
+from dlrm_overlap.embedding.shardings import cached_shares, exchanging_group
 from dlrm_overlap.embedding.tables import OPTIMIZERS
 from dlrm_overlap.kernels.schedule import SCHEDULES
 from dlrm_overlap.launching.parsing import convert, words_of
@@ -35,13 +37,42 @@ from dlrm_overlap.launching.parsing import convert, words_of
 _OPTIMIZERS = {name: optimizer for optimizer, name in OPTIMIZERS.items()}
 
 
-_KEYS = (
-    "backend", "schedule", "put", "slice_bags", "programs_per_sm", "wait_timeout_s", "hosts", "between_hosts",
-    "aggregate_bytes",
-)  # fmt: skip
-"""Keys of the section `embedding` that the sharders take as they are."""
+_KEYS = "backend", "schedule", "slice_bags", "programs_per_sm", "wait_timeout_s", "hosts"
+"""keys of the section `embedding` that the sharders take as they are"""
 _POOLED_KEYS = "put", "between_hosts", "aggregate_bytes"
-"""those that the sharder of unpooled tables does not take"""
+"""more of those, of the sharder of pooled tables"""
+
+
+class ExchangeArguments(TypedDict, total=False):
+    """Arguments of both sharders: the configuration's keys of section `embedding`, and the type of the output.
+
+    Raises:
+        InputError: by the sharder, if a value breaks a rule.
+    """
+
+    backend: str
+    """pgas, the default, fused or, of pooled tables, nccl"""
+    schedule: str
+    slice_bags: int
+    programs_per_sm: int | None
+    wire_dtype: str
+    wait_timeout_s: float
+    hosts: int | Literal["auto"]
+    output_dtype: str
+    """type of the output of exchanged tables: "fp32", the default, or that of the wire; of unpooled tables any of its
+    types where the wire's is fp32. `output_dtype` in `fused_params` sets both, and the type of the tables that stay
+    with TorchRec"""
+
+
+class PooledArguments(ExchangeArguments, total=False):
+    """Arguments of the sharder of pooled tables."""
+
+    put: str
+    between_hosts: str
+    aggregate_bytes: int
+    leading_columns: int
+    """number of columns in front of the pooled embeddings in each row of a window, under `copy_output` False; the
+    module's `leading_columns` is 0 where there are none"""
 
 
 class OverlapEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
@@ -62,22 +93,11 @@ class OverlapEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
         qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
         sharded_module_order_overwrite: list[str] | None = None,
         *,
-        backend: str = "pgas",
-        schedule: str = EmbeddingConfig.schedule,
-        put: str = EmbeddingConfig.put,
-        slice_bags: int = EmbeddingConfig.slice_bags,
-        programs_per_sm: int | None = None,
-        wire_dtype: str = "fp32",
-        wait_timeout_s: float = EmbeddingConfig.wait_timeout_s,
-        hosts: int | Literal["auto"] = "auto",
-        between_hosts: str = "messages",
-        aggregate_bytes: int = EmbeddingConfig.aggregate_bytes,
         copy_output: bool = True,
         output_order: str = "plan",
-        output_dtype: str = "fp32",
-        leading_columns: int = 0,
+        **given: Unpack[PooledArguments],
     ) -> None:
-        """Take TorchRec's arguments, the configuration's keys of section `embedding`, and the form of the output.
+        """Take TorchRec's arguments, the form of the output, and those of `PooledArguments`.
 
         Args:
             qcomm_codecs_registry: fp32, bf16 or fp16, alike both ways, becomes `wire_dtype`; under other codecs tables
@@ -87,33 +107,11 @@ class OverlapEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
                 `WindowHeldError` otherwise.
             output_order: order of the features in the output: "plan", as under TorchRec, or "model", as in the
                 unsharded module.
-            output_dtype: type of the pooled embeddings of exchanged tables: "fp32", or that of the wire. `output_dtype`
-                in `fused_params` sets both, and the type of the tables that stay with TorchRec.
-            leading_columns: number of columns in front of the pooled embeddings in each row of a window, under
-                copy_output False; the module's `leading_columns` is 0 where there are none.
-
-        Raises:
-            InputError: if a value breaks a rule.
         """
         super().__init__(fused_params, qcomm_codecs_registry, sharded_module_order_overwrite)
         _check_known("output_order", output_order, ("plan", "model"))
         self.output_order = output_order
-        self.options = make_options(
-            precisions(qcomm_codecs_registry),
-            backend=backend,
-            schedule=schedule,
-            put=put,
-            slice_bags=slice_bags,
-            programs_per_sm=programs_per_sm,
-            wire_dtype=wire_dtype,
-            wait_timeout_s=wait_timeout_s,
-            hosts=hosts,
-            between_hosts=between_hosts,
-            aggregate_bytes=aggregate_bytes,
-            copy_output=copy_output,
-            output_dtype=output_dtype,
-            leading_columns=leading_columns,
-        )
+        self.options = make_options(precisions(qcomm_codecs_registry), EXCHANGED, copy_output=copy_output, **given)
 
     def shard(
         self,
@@ -126,22 +124,11 @@ class OverlapEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
         """Shard `module` by the plan's `params`.
 
         Raises:
-            InputError: if a shard's columns are no multiple of 4, or, on every rank, if ranks have unlike plans.
+            InputError: on every rank, if ranks have unlike plans.
         """
-        params, cached = _checked(params, env, self.options)
-        return OverlapShardedEmbeddingBagCollection(
-            module,
-            params,
-            env,
-            self.fused_params,
-            device,
-            qcomm_codecs_registry=self.qcomm_codecs_registry,
-            module_fqn=module_fqn,
-            sharded_module_order_overwrite=self._sharded_module_order_overwrite,
-            options=self.options,
-            output_order=self.output_order,
-            cached=cached,
-        )
+        more = {"sharded_module_order_overwrite": self._sharded_module_order_overwrite}
+        more |= {"output_order": self.output_order}
+        return _shard(self, module, params, env, device, module_fqn, **more)
 
     @property
     def sharded_module_type(self) -> type[OverlapShardedEmbeddingBagCollection]:
@@ -152,9 +139,9 @@ class OverlapEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
 class OverlapEmbeddingCollectionSharder(EmbeddingCollectionSharder):
     """TorchRec's sharder of unpooled tables with another exchange, for any model that `DistributedModelParallel` takes.
 
-    Each distinct id of a table travels once, and so does its row, and the sum of its gradients. Exchanged are shards as
-    under `OverlapEmbeddingBagCollectionSharder`; steps of TorchRec's pipelines stay with TorchRec where rows are on
-    several hosts. The output is TorchRec's.
+    Each distinct id of a table travels once, and so does its row, and the sum of its gradients, in the steps of
+    `GraphTrainPipeline`; those of TorchRec's pipelines stay with TorchRec. Exchanged are shards as under
+    `OverlapEmbeddingBagCollectionSharder`. The output is TorchRec's.
 
     Example:
         DistributedModelParallel(model, sharders=[OverlapEmbeddingCollectionSharder(), ..])
@@ -167,45 +154,22 @@ class OverlapEmbeddingCollectionSharder(EmbeddingCollectionSharder):
         use_index_dedup: bool = False,
         *,
         dedup: bool | Literal["auto"] = "auto",
-        backend: str = "pgas",
-        schedule: str = EmbeddingConfig.schedule,
-        slice_bags: int = EmbeddingConfig.slice_bags,
-        programs_per_sm: int | None = None,
-        wire_dtype: str = "fp32",
-        wait_timeout_s: float = EmbeddingConfig.wait_timeout_s,
-        hosts: int | Literal["auto"] = "auto",
-        output_dtype: str = "fp32",
+        **given: Unpack[ExchangeArguments],
     ) -> None:
-        """Take TorchRec's arguments, and those of `OverlapEmbeddingBagCollectionSharder` that concern unpooled tables.
+        """Take TorchRec's arguments, and those of `ExchangeArguments`.
 
         Args:
-            use_index_dedup: of the tables that stay with TorchRec, where all of a module do.
+            use_index_dedup: of the steps that stay with TorchRec.
             dedup: whether each distinct id of a batch travels once, or as often as it is there; auto does the former
                 unless more than 0.9 of the ids of the first batch are distinct.
-            backend: that stores into the peers' memory: pgas or fused.
-            output_dtype: type of the rows of exchanged tables, and of their gradients: "fp32", that of the wire or,
-                where this is fp32, any of its types.
-
-        Raises:
-            InputError: if a value breaks a rule.
         """
         super().__init__(fused_params, qcomm_codecs_registry, use_index_dedup)
-        _check_known("backend", backend, tuple(name for name, each in BACKENDS.items() if each.stores_to_peers))
         if dedup not in (True, False, "auto"):
             raise InputError(f"dedup: {dedup!r} is not known; take True, False or auto")
         self.dedup = dedup
-        self.options = make_options(
-            precisions(qcomm_codecs_registry, [CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL]),
-            backend=backend,
-            schedule=schedule,
-            slice_bags=slice_bags,
-            programs_per_sm=programs_per_sm,
-            wire_dtype=wire_dtype,
-            wait_timeout_s=wait_timeout_s,
-            hosts=hosts,
-            output_dtype=output_dtype,
-            is_pooled=False,
-        )
+        asked = precisions(qcomm_codecs_registry, [CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL])
+        storing = [name for name, each in BACKENDS.items() if each.stores_to_peers]
+        self.options = make_options(asked, storing, is_pooled=False, **given)
 
     def shard(
         self,
@@ -218,22 +182,10 @@ class OverlapEmbeddingCollectionSharder(EmbeddingCollectionSharder):
         """Shard `module` by the plan's `params`.
 
         Raises:
-            InputError: if a shard's columns are no multiple of 4, or, on every rank, if ranks have unlike plans.
+            InputError: on every rank, if ranks have unlike plans.
         """
-        params, cached = _checked(params, env, self.options)
-        return OverlapShardedEmbeddingCollection(
-            module,
-            params,
-            env,
-            self.fused_params,
-            device,
-            qcomm_codecs_registry=self.qcomm_codecs_registry,
-            use_index_dedup=self._use_index_dedup,
-            module_fqn=module_fqn,
-            options=self.options,
-            dedup=self.dedup,
-            cached=cached,
-        )
+        more = {"use_index_dedup": self._use_index_dedup, "dedup": self.dedup}
+        return _shard(self, module, params, env, device, module_fqn, **more)
 
     @property
     def sharded_module_type(self) -> type[OverlapShardedEmbeddingCollection]:
@@ -241,26 +193,42 @@ class OverlapEmbeddingCollectionSharder(EmbeddingCollectionSharder):
         return OverlapShardedEmbeddingCollection
 
 
-def _checked(
-    params: dict[str, ParameterSharding], env: ShardingEnv, options: ExchangeOptions
-) -> tuple[dict[str, ParameterSharding], dict[str, float]]:
-    """Check a module's plan; a collective.
+def _shard(
+    sharder: Any,
+    module: nn.Module,
+    params: dict[str, ParameterSharding],
+    env: ShardingEnv,
+    device: torch.device | None,
+    module_fqn: str | None,
+    **more: Any,
+) -> Any:
+    """Return a sharder's sharded module; a collective.
 
-    Returns:
-        The plan, with tables that the exchange caches in the host's memory, and the shares of their rows in a cache.
-        Where the exchange caches none, such tables stay with TorchRec, and FBGEMM caches them.
+    Tables that the exchange caches are in the host's memory. Where it caches none, FBGEMM does, and they stay with
+    TorchRec.
 
     Raises:
-        InputError: see `check_columns` and `require_same_plan`.
+        InputError: see `require_same_plan`.
     """
-    check_columns(params)
     require_same_plan(params, env)
+    options: ExchangeOptions = sharder.options
     # The replicas of 2D parallelism are averaged where FBGEMM keeps the rows.
     caches = BACKENDS[options.backend].stores_to_peers and options.resolved_backward == "push"
     cached = cached_shares(params) if caches and not isinstance(env, ShardingEnv2D) else {}
     kernel = EmbeddingComputeKernel.FUSED_UVM.value
     at_home = {name: replace(params[name], compute_kernel=kernel, cache_params=None) for name in cached}
-    return params | at_home, cached
+    return sharder.sharded_module_type(
+        module,
+        params | at_home,
+        env,
+        sharder.fused_params,
+        device,
+        qcomm_codecs_registry=sharder.qcomm_codecs_registry,
+        module_fqn=module_fqn,
+        options=options,
+        cached=cached,
+        **more,
+    )
 
 
 def _check_known(name: str, value: str, known: Sequence[str]) -> None:
@@ -274,20 +242,29 @@ def _check_known(name: str, value: str, known: Sequence[str]) -> None:
 
 
 def make_options(
-    asked: set[str], *, wire_dtype: str, output_dtype: str, is_pooled: bool = True, **given: Any
+    asked: set[str],
+    backends: Sequence[str],
+    *,
+    backend: str = "pgas",
+    wire_dtype: str = "fp32",
+    output_dtype: str = "fp32",
+    is_pooled: bool = True,
+    **given: Any,
 ) -> ExchangeOptions:
     """Return the options of an exchange, once their values are checked.
 
     Args:
         asked: precisions that codecs ask for; one that the wire has becomes the wire's.
+        backends: those that may be taken.
         is_pooled: whether the tables are pooled; the rows of others are narrowed where they have arrived.
         given: others of `ExchangeOptions`.
 
     Raises:
         InputError: if a value breaks a rule.
     """
+    given["backend"] = backend
     for name, known in (
-        ("backend", EXCHANGED),
+        ("backend", backends),
         ("schedule", SCHEDULES),
         ("put", PUTS),
         ("between_hosts", ("messages", "puts")),
@@ -338,7 +315,7 @@ def build_sharders(
         pooled = OverlapEmbeddingBagCollectionSharder(
             about_tables,
             wire_dtype=pooled_wire,
-            **{name: getattr(config, name) for name in _KEYS},
+            **{name: getattr(config, name) for name in (*_KEYS, *_POOLED_KEYS)},
             copy_output=False,  # our model lets go of it in its forward, and reads it in the model's order
             output_order="model",
             output_dtype=dense_dtype if dense_dtype == pooled_wire else "fp32",
@@ -349,7 +326,7 @@ def build_sharders(
             dict(about_tables),
             wire_dtype=unpooled_wire,
             output_dtype=dense_dtype if unpooled_wire in ("fp32", dense_dtype) else "fp32",
-            **{name: getattr(config, name) for name in _KEYS if name not in _POOLED_KEYS},
+            **{name: getattr(config, name) for name in _KEYS},
         )
     return [pooled, unpooled]
 

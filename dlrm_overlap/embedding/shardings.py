@@ -1,14 +1,12 @@
-"""TorchRec's shardings of a module: which of them an exchange can take, and the layout of those."""
+"""TorchRec's shardings of a module: their kinds, their lookups, and the layout of those that an exchange takes."""
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from fbgemm_gpu.quantize_comm import QuantizedCommCodec
 from fbgemm_gpu.split_embedding_configs import SparseType
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.sharding.cw_sequence_sharding import CwSequenceEmbeddingSharding
@@ -21,10 +19,7 @@ from torchrec.distributed.sharding.tw_sharding import TwPooledEmbeddingSharding
 from torchrec.distributed.sharding.twcw_sharding import TwCwPooledEmbeddingSharding
 from torchrec.distributed.sharding.twrw_sharding import TwRwPooledEmbeddingSharding
 from torchrec.distributed.types import (
-    CommOp,
-    NoOpQuantizedCommCodec,
     ParameterSharding,
-    QuantizedCommCodecs,
     ShardingEnv,
     ShardingEnv2D,
 )
@@ -32,15 +27,12 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType, 
 from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dlrm_overlap.config import EmbeddingConfig, InputError
+from dlrm_overlap.config import EmbeddingConfig
 from dlrm_overlap.embedding.layout import FeatureShard, Layout, distinct, outputs_of
-from dlrm_overlap.embedding.options import WIRE_DTYPES
-from dlrm_overlap.embedding.replicated import MOST_COLUMNS
-from dlrm_overlap.embedding.tables import max_gradients, unsupported
 
-_UNPOOLED = TwSequenceEmbeddingSharding, CwSequenceEmbeddingSharding, RwSequenceEmbeddingSharding
-_EXCHANGED = (
-    *_UNPOOLED,
+UNPOOLED = TwSequenceEmbeddingSharding, CwSequenceEmbeddingSharding, RwSequenceEmbeddingSharding
+TAKEN = (
+    *UNPOOLED,
     TwPooledEmbeddingSharding,
     CwPooledEmbeddingSharding,
     TwCwPooledEmbeddingSharding,
@@ -49,7 +41,7 @@ _EXCHANGED = (
     GridPooledEmbeddingSharding,
 )
 # TorchRec pools sums of these, and divides by the lengths of the whole bags after the exchange, if it does.
-_CUT_BY_ROWS = (
+CUT_BY_ROWS = (
     RwPooledEmbeddingSharding,
     TwRwPooledEmbeddingSharding,
     GridPooledEmbeddingSharding,
@@ -61,11 +53,10 @@ _CUT_BY_COLUMNS = (
     GridPooledEmbeddingSharding,
     CwSequenceEmbeddingSharding,
 )
+SUMMED_ALONE = RwPooledEmbeddingSharding
+"""whose partial sums no other collective brings on"""
 # TorchRec reduces the partial sums of these within a host first.
 _BY_HOST = TwRwPooledEmbeddingSharding, GridPooledEmbeddingSharding
-_UNPOOLED_OP = CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL
-_POOLED_OPS = CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL, CommOp.POOLED_EMBEDDINGS_REDUCE_SCATTER
-_OUTPUT_TYPES = (SparseType.FP32, SparseType.BF16, SparseType.FP16)
 
 
 def exchanging_group(env: ShardingEnv) -> dist.ProcessGroup:
@@ -78,28 +69,6 @@ def exchanging_group(env: ShardingEnv) -> dist.ProcessGroup:
     return group
 
 
-def check_columns(params: Mapping[str, ParameterSharding]) -> None:
-    """Check that the shards of a plan have as many columns as FBGEMM takes.
-
-    FBGEMM itself asserts so where a shard is made, which is on its own rank alone, while the others wait for that one.
-
-    Args:
-        params: table -> its sharding, of one module.
-
-    Raises:
-        InputError: on every rank alike, if a shard's columns are no multiple of 4; but where its lookup is PyTorch's.
-    """
-    for table, sharding in params.items():
-        if sharding.compute_kernel == EmbeddingComputeKernel.DENSE.value or sharding.sharding_spec is None:
-            continue
-        for shard in sharding.sharding_spec.shards:  # type: ignore[attr-defined]
-            if (columns := shard.shard_sizes[1]) % 4:
-                raise InputError(
-                    f"table {table}: a shard of {columns} columns, but FBGEMM takes multiples of 4; give the table "
-                    f"another embedding_dim, or cut its columns elsewhere"
-                )
-
-
 def cached_shares(params: Mapping[str, ParameterSharding]) -> dict[str, float]:
     """Return the tables of a plan with compute kernel `fused_uvm_caching`, and the share of their rows in a cache."""
     kernel = EmbeddingComputeKernel.FUSED_UVM_CACHING.value
@@ -108,94 +77,6 @@ def cached_shares(params: Mapping[str, ParameterSharding]) -> dict[str, float]:
         for name, each in params.items()
         if each.compute_kernel == kernel
     }
-
-
-def why_not_exchanged(sharding: Any, wire_dtype: torch.dtype, cached: Collection[str] = ()) -> str | None:
-    """Return why an exchange cannot take a sharding of TorchRec's, alike on all ranks, or None if it can.
-
-    Args:
-        wire_dtype: in which pooled embeddings would travel.
-        cached: names of the tables whose rows the exchange caches.
-    """
-    if type(sharding) not in _EXCHANGED:
-        return f"shards of type {type(sharding).__name__} are not exchanged"
-    if (reason := _why_not_sent(sharding, wire_dtype)) is not None:
-        return reason
-    reasons = (_why_not_pooled(group, wire_dtype, cached) for group in groups_of(sharding))
-    return next((reason for reason in reasons if reason is not None), None)
-
-
-def _why_not_sent(sharding: Any, wire_dtype: torch.dtype) -> str | None:
-    """Return why `wire_dtype` cannot take the place of the codecs of a sharding, or None if it can."""
-    asked = precisions(sharding.qcomm_codecs_registry, _collectives(sharding))
-    if not asked:
-        return None
-    if {WIRE_DTYPES.get(precision) for precision in asked} != {wire_dtype}:
-        return f"quantised communication: {' and '.join(sorted(asked))}"
-    if outputs := output_types(sharding) - {SparseType.FP32}:  # which TorchRec's codecs decode to float32
-        return f"quantised communication of output of type {outputs.pop().value}"
-    return None
-
-
-def precisions(registry: Mapping[str, QuantizedCommCodecs] | None, used: Sequence[CommOp] = ()) -> set[str]:
-    """Return in which precisions collectives send pooled embeddings and gradients; none without codecs for any.
-
-    Args:
-        registry: the sharder's `qcomm_codecs_registry`.
-        used: the collectives that are asked for; by default those that have codecs.
-
-    Example: {"fp16"} for float16 both ways, {"fp16 forward, bf16 backward"}, {"int8"}, {"fp16 with loss scale 8.0"}.
-    """
-    registry = registry or {}
-    kind = (_UNPOOLED_OP,) if _UNPOOLED_OP in used else _POOLED_OPS
-    if not (known := [op for op in kind if op.name in registry]):
-        return set()
-    return {_precision(registry.get(op.name, QuantizedCommCodecs())) for op in used or known}
-
-
-def _precision(codecs: QuantizedCommCodecs) -> str:
-    forward, backward = _of_one(codecs.forward), _of_one(codecs.backward)
-    return forward if forward == backward else f"{forward} forward, {backward} backward"
-
-
-def _of_one(codec: Any) -> str:
-    if isinstance(codec, NoOpQuantizedCommCodec):
-        return "fp32"
-    if type(codec) is not QuantizedCommCodec:  # a class of the user's, which may do anything
-        return type(codec).__name__
-    scale = codec._loss_scale
-    return codec._comm_precision.value + ("" if scale is None else f" with loss scale {scale}")
-
-
-def _collectives(sharding: Any) -> list[CommOp]:
-    """Return the collectives by which TorchRec would send a sharding's embeddings."""
-    if isinstance(sharding, _UNPOOLED):
-        return [CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL]
-    summed = [CommOp.POOLED_EMBEDDINGS_REDUCE_SCATTER] if isinstance(sharding, _CUT_BY_ROWS) else []
-    alone = isinstance(sharding, RwPooledEmbeddingSharding)
-    return summed if alone else [*summed, CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL]
-
-
-def _why_not_pooled(group: Any, wire_dtype: torch.dtype, cached: Collection[str]) -> str | None:
-    """Return why an exchange cannot pool and update the tables of one lookup, or None if it can."""
-    kernels = {table.compute_kernel for table in group.embedding_tables if table.name not in cached}
-    if kernels - {EmbeddingComputeKernel.FUSED}:
-        return f"compute kernel {' '.join(sorted(kernel.value for kernel in kernels))}"
-    if group.has_feature_processor:
-        return "feature processors"
-    if max(table.local_cols for table in group.embedding_tables) > MOST_COLUMNS:
-        return f"shards of more than {MOST_COLUMNS} columns"
-    if data_type_to_dtype(group.data_type) not in WIRE_DTYPES.values():
-        return f"rows of type {group.data_type.value}"
-    params = group.fused_params or {}
-    features = [table.feature_names for table in group.embedding_tables]
-    if group.pooling == PoolingType.NONE and any(len(set(names)) < len(names) for names in features):
-        return "a table that is not pooled names a feature twice"
-    if (output := params.get("output_dtype", SparseType.FP32)) not in _OUTPUT_TYPES:
-        return f"output of type {output.value}"
-    if output != SparseType.FP32 and wire_dtype not in (torch.float32, output.as_dtype()):
-        return f"output of type {output.value}: leave wire_dtype out"
-    return unsupported(params)
 
 
 def names_of(shardings: Sequence[Any]) -> dict[str, str]:
@@ -208,39 +89,9 @@ def groups_of(sharding: Any) -> list[Any]:
     return [group for groups in sharding._grouped_embedding_configs_per_rank for group in groups]
 
 
-def tables_in_order(sharding: Any) -> Iterator[Any]:
-    """Yield the tables of a sharding, and once more for each shard whose owner gets its ids, as in its features."""
-    groups = sharding._grouped_embedding_configs_per_rank
-    if isinstance(sharding, RwSequenceEmbeddingSharding):
-        groups = [sharding._grouped_embedding_configs]
-    for group in chain.from_iterable(groups):
-        yield from group.embedding_tables
-
-
-def first_features(sharding: Any) -> list[int]:
-    """Return of the features that arrive at this rank for a sharding the first one of each table."""
-    found, feature = list[int](), 0
-    for group in sharding._grouped_embedding_configs:
-        for table in group.embedding_tables:
-            found.append(feature)
-            feature += len(table.feature_names)
-    return found
-
-
 def output_types(sharding: Any) -> set[SparseType]:
     """Return the types in which a sharding's lookups return pooled embeddings."""
     return {(group.fused_params or {}).get("output_dtype", SparseType.FP32) for group in groups_of(sharding)}
-
-
-def why_not_together(shardings: Sequence[Any]) -> str | None:
-    """Return the difference of shardings that keeps them from one exchange, alike on all ranks, or None."""
-    types = {output.value for sharding in shardings for output in output_types(sharding)}
-    if len(types) > 1:
-        return f"outputs of types {' and '.join(sorted(types))}"
-    params = [group.fused_params or {} for sharding in shardings for group in groups_of(sharding)]
-    if len(bounds := max_gradients(params)) > 1:
-        return f"gradients clipped to {' and '.join(sorted(map(str, bounds)))}"
-    return None
 
 
 def hosts_of(sharding: Any) -> int:
@@ -319,7 +170,7 @@ def build_layout(shardings: Sequence[Any], names: Sequence[str], world_size: int
         lookup = 0
         for number, sharding in enumerate(shardings):
             feature = 0
-            by_rows, unpooled = isinstance(sharding, _CUT_BY_ROWS), isinstance(sharding, _UNPOOLED)
+            by_rows, unpooled = isinstance(sharding, CUT_BY_ROWS), isinstance(sharding, UNPOOLED)
             for config in sharding._grouped_embedding_configs_per_rank[owner]:
                 for index, table in enumerate(config.embedding_tables):
                     first_row = table.local_metadata.shard_offsets[0]

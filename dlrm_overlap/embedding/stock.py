@@ -1,50 +1,12 @@
 """The tables of a module that stay with TorchRec, where an exchange takes the ids of the others."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torchrec.distributed.embedding_sharding import EmbeddingShardingContext, KJTListSplitsAwaitable
-from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionContext, ShardedEmbeddingBagCollection
-from torchrec.distributed.types import ShardingType
-from torchrec.modules.embedding_configs import PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
-
-from dlrm_overlap.embedding.replicated import why_not_looked_up
-from dlrm_overlap.embedding.shardings import groups_of
-
-_UPDATED_IN_BACKWARD = (
-    EmbeddingComputeKernel.FUSED,
-    EmbeddingComputeKernel.FUSED_UVM,
-    EmbeddingComputeKernel.FUSED_UVM_CACHING,
-)
-
-
-def why_not_beside_graphs(shardings: Mapping[str, Any], why_not_exchanged: Mapping[str, str | None]) -> str | None:
-    """Return why captured steps cannot do without the tables of a module that are not exchanged, or None if they can.
-
-    Kernels of the step look up data-parallel tables. TorchRec looks up the others before the step, and updates them
-    after it.
-
-    Args:
-        shardings: sharding type -> TorchRec's sharding.
-        why_not_exchanged: sharding type -> why its tables are not exchanged, or None if they are.
-
-    Returns:
-        The first such table and the reason, alike on all ranks.
-    """
-    for kind, sharding in shardings.items():
-        if kind == ShardingType.DATA_PARALLEL.value:
-            if (reason := why_not_looked_up(sharding)) is not None:
-                return reason
-        elif why_not_exchanged[kind] is not None:
-            for table in (table for group in groups_of(sharding) for table in group.embedding_tables):
-                if table.pooling == PoolingType.NONE:
-                    return f"unpooled table {table.name} stays with TorchRec: {why_not_exchanged[kind]}"
-                if table.compute_kernel not in _UPDATED_IN_BACKWARD:
-                    return f"table {table.name} stays with TorchRec, with compute kernel {table.compute_kernel.value}"
-    return None
 
 
 class StockTables:

@@ -42,7 +42,6 @@ _BUFFERS = {
 
 log = logging.getLogger("dlrm_overlap")
 
-_WEIGHT_DECAYS = (WeightDecayMode.NONE, WeightDecayMode.L2, WeightDecayMode.DECOUPLE, WeightDecayMode.COUNTER)
 # FBGEMM's words on a CPU: those of its check of ids and, for the id -1, of the lookup.
 _FBGEMMS_BAD_ID = ("idx < num_rows", "idx >= 0", "is out of bounds: -1")
 _SEGMENT_LENGTH = 32  # ids of one row that a warp sums, as FBGEMM's own autograd function passes it on NVIDIA GPUs
@@ -347,7 +346,7 @@ class FbgemmUpdate:
             "output_dtype": tbe.output_dtype,
             "learning_rate_tensor": torch.full_like(tbe.learning_rate_tensor, rule.lr),
             "iter": rule.count,
-            "max_counter": 1.0,  # read by learning rates of rare ids alone, which `unsupported` leaves to TorchRec
+            "max_counter": 1.0,  # read by learning rates of rare ids alone, which stay with TorchRec
             **rule.arguments._asdict(),
         }
         if optimizer_of(tbe) == "adam":  # a state of its row-wise correction, which is off, but whose type is checked
@@ -437,23 +436,3 @@ def fbgemms_bad_id(error: RuntimeError) -> ValueError | None:
 def max_gradients(fused_params: Iterable[Mapping[str, Any]]) -> set[float | None]:
     """Return the bounds to which lookups made with these clip gradients of pooled embeddings; None is no bound."""
     return {each.get("max_gradient", 1.0) if each.get("gradient_clipping") else None for each in fused_params}
-
-
-def unsupported(fused_params: Mapping[str, Any]) -> str | None:
-    """Return why `FbgemmUpdate` cannot replace the backward of a lookup made with these, or None if it can."""
-    optimizer = fused_params.get("optimizer", EmbOptimType.EXACT_SGD)
-    decay = WeightDecayMode(fused_params.get("weight_decay_mode", WeightDecayMode.NONE))
-    if optimizer not in OPTIMIZERS:
-        return f"optimizer {optimizer}"
-    extra, counter = fused_params.get("extra_optimizer_config"), fused_params.get("counter_based_regularization")
-    if getattr(extra, "use_writeback_bwd_prehook", False):
-        return "a writeback hook"
-    if getattr(extra, "use_rowwise_bias_correction", False):
-        return "row-wise bias correction"
-    if fused_params.get("optimizer_state_dtypes"):
-        return "optimizer states of given types"
-    if decay not in _WEIGHT_DECAYS:
-        return f"weight decay {decay.name}"
-    if counter is not None and counter.learning_rate_mode >= 0:
-        return f"learning rates by a counter, {counter.learning_rate_mode.name}"
-    return None

@@ -8,7 +8,7 @@ backward      gradients summed by slot --------------------------> owners, which
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dlrm_overlap.comm.order import uncompiled
 from dlrm_overlap.embedding.backends.ids import ArrivedIds
 from dlrm_overlap.embedding.distinct import Distinct, DistinctIds, SlotBlocks
-from dlrm_overlap.embedding.exchange import Exchange, PooledAwaitable, fails_for_good
+from dlrm_overlap.embedding.exchange import Exchange, fails_for_good
 from dlrm_overlap.embedding.id_layout import BatchBound
 from dlrm_overlap.embedding.layout import Layout, RowRange
 from dlrm_overlap.embedding.options import ExchangeOptions
@@ -46,11 +46,11 @@ class UnpooledExchange(Exchange):
         widest = torch.promote_types(options.wire_dtype, options.output_dtype)
         super().__init__(layout, tables, replace(options, output_dtype=widest), group, device)
         self._expanded_dtype = options.output_dtype
-        self.names, self.dim = list(layout.names), dim
-        """the tables in the order of the output"""
+        self.dim = dim
         self._sums = RowSums(dim, self.device) if self.device.type == "cuda" else None
         self._batch_bound: BatchBound | None = None
-        self._distinct: DistinctIds
+        self.distinct: DistinctIds
+        """of the tables in the order of `table_layout`, where this exchange takes ids"""
         self._dedup = True
         self._is_counted = False  # whether the distinct ids of the batches are within the bound's
         self.table_layout = layout
@@ -75,7 +75,7 @@ class UnpooledExchange(Exchange):
             bound: of batches.
             dedup: whether each distinct id travels once.
         """
-        self._distinct, self._dedup, self._is_counted = distinct, dedup, bool(bound.distinct)
+        self.distinct, self._dedup, self._is_counted = distinct, dedup, bool(bound.distinct)
         self.table_layout, self._replicated = layout, replicated
         self.take_bound(bound)
 
@@ -107,9 +107,9 @@ class UnpooledExchange(Exchange):
 
     def _most_slots(self, bound: BatchBound) -> dict[str, int]:
         """Return the most slots that a batch fills, by name of `row_ranges`."""
-        ids = dict.fromkeys(self.names, 0)
-        for sequence, room in zip(self._distinct.sequences, self._most(bound), strict=True):
-            ids[self.names[sequence.table]] += room
+        ids = dict.fromkeys(self.table_layout.names, 0)
+        for sequence, room in zip(self.distinct.sequences, self._most(bound), strict=True):
+            ids[self.table_layout.names[sequence.table]] += room
         distinct = bound.distinct if self._dedup and self._is_counted else {}
         return {
             name: min(most, distinct.get(name, distinct.get(of.table, most)))
@@ -119,12 +119,12 @@ class UnpooledExchange(Exchange):
 
     def _most(self, bound: BatchBound) -> list[int]:
         """Return the most ids of each sequence."""
-        return bound.capacity([sequence.feature for sequence in self._distinct.sequences])
+        return bound.capacity([sequence.feature for sequence in self.distinct.sequences])
 
     def rooms_of(self, features: KeyedJaggedTensor) -> list[int]:
         """Return the room for the ids of each sequence in a batch, where this exchange takes ids."""
         assert self._batch_bound is not None
-        return self._distinct.rooms_of(features, self._most(self._batch_bound))
+        return self.distinct.rooms_of(features, self._most(self._batch_bound))
 
     def _make_memory(self) -> None:
         """Make the memory that captured steps find what is known of their ids in."""
@@ -164,27 +164,23 @@ class UnpooledExchange(Exchange):
         if values.dtype == torch.int64:  # ids that no int32 holds stay outside every table
             features = _with_values(features, values.clamp(-1, torch.iinfo(torch.int32).max))
         slots = self._blocks.slots
-        distinct = self._keep(self._distinct.place(self._distinct.sort(features, rooms, self._dedup), self._blocks))
+        distinct = self._keep(self.distinct.place(self.distinct.sort(features, rooms, self._dedup), self._blocks))
         bags = KeyedJaggedTensor(list(self._ids.keys), distinct.values, lengths=distinct.lengths, stride=slots)
         return super()._send(bags, None)._replace(distinct=distinct)
 
     def start_sent_rows(self, features: KeyedJaggedTensor) -> Callable[[], torch.Tensor]:
-        """Start the step of `features`, see `start_sent`; the result waits for its rows, see `rows_of`."""
+        """Start the step of `features`, see `start_sent`.
+
+        Returns:
+            A function that waits for the rows [P, D] of the ids of this rank's samples, see `Distinct`, of the options'
+            `output_dtype`.
+        """
         if not self._sent:
             self.send_ids(features)
         distinct = self._sent[0][1].distinct
-        awaitable = self.start_sent(features)
-        assert distinct is not None
-        awaitable.samples = None
-        return partial(self.rows_of, awaitable, distinct)
-
-    @uncompiled
-    def rows_of(self, slots: PooledAwaitable, distinct: Distinct) -> torch.Tensor:
-        """Wait for the slots of a step, and return the rows [P, D] of the ids of this rank's samples, see `Distinct`.
-
-        They are of the options' `output_dtype`. Of a step whose ids TorchRec has brought, `start` counted slots.
-        """
-        return ExpandRows.apply(slots.wait(), self, distinct)  # type: ignore[no-any-return]
+        slots = self.start_sent(features)
+        slots.samples = None
+        return uncompiled(lambda: ExpandRows.apply(slots.wait(), self, distinct))
 
     def expand(self, rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         """Return the rows that the places name, and zeros where there is none; of the options' `output_dtype`."""

@@ -16,9 +16,9 @@ from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingP
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from dlrm_overlap.config import InputError
-from dlrm_overlap.embedding.exchanging_module import ExchangingModule, reasons_to_fall_back
+from dlrm_overlap.embedding.exchanging_module import ExchangingModule
+from dlrm_overlap.embedding.reasons import reasons_to_fall_back, why_not_beside_graphs
 from dlrm_overlap.embedding.shardings import cached_shares
-from dlrm_overlap.embedding.stock import why_not_beside_graphs
 from dlrm_overlap.launching.text_table import format_table
 from dlrm_overlap.train.graphs.capturable import (
     dense_parameters,

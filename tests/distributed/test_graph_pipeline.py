@@ -42,7 +42,6 @@ SHAPE += ["--embedding.backend", "pgas", "--embedding.lr", "1.0"]
 DCN = ["--model.arch", "dcn", "--model.cross_rank", "4", "--model.cross_layers", "2"]
 BF16 = ["--train.precision", "bf16"]
 KNOWN = ["--data.tables.multi_hot", "[4,3,1,1,2,1,1,1]"]
-DATA_PARALLEL = ["--embedding.data_parallel_rows", "1000"]  # all tables but two
 CACHED = ["--embedding.memory", "cached", "--embedding.cache_fraction", "0.001"]  # and so two steps' ids
 HISTORY = ["--model.sequence.history", "1", "--model.sequence.candidate", "2", "--model.sequence.positions", "6"]
 ADAM = ["--train.optimizer", "adam", "--train.lr", "0.01"]
@@ -117,28 +116,15 @@ def _run(trainer: Trainer, borders: Sequence[int]) -> tuple[Losses, Losses]:
 
 
 def _check_segments(*options: str, ours_alone: Sequence[str] = ()) -> None:
-    """Under both pipelines, with `ours_alone` under ours, the same bits."""
+    """The same bits under both pipelines or, as histories are exchanged by ours, with and without `ours_alone`."""
     borders = (0, 1, 5, 12)
-    theirs, ours = _trainer("torchrec", *options), _trainer("graph", *options, *ours_alone)
+    theirs = _trainer("graph" if ours_alone else "torchrec", *options)
+    ours = _trainer("graph", *options, *ours_alone)
     expected, expected_evaluated = _run(theirs, borders)
     losses, evaluated = _run(ours, borders)
     _assert_same(losses, expected, "loss")
     _assert_same(evaluated, expected_evaluated, "held-out loss")
     _assert_same_state(ours, theirs)
-    _close(ours, theirs)
-
-
-def _check_data_parallel() -> None:
-    """Data-parallel tables learn as under TorchRec, and by the bits of TorchRec's pipeline with our exchange."""
-    _check_segments(*DATA_PARALLEL)
-    sgd = [*DATA_PARALLEL, "--train.optimizer", "sgd", "--train.lr", "1.0", "--embedding.optimizer", "sgd"]
-    theirs, ours = _trainer("torchrec", *sgd, "--embedding.backend", "torchrec"), _trainer("graph", *sgd)
-    before = _state(ours)
-    found, expected = (torch.stack(_train(trainer, 0, 12)) for trainer in (ours, theirs))
-    assert_near(found, expected, LOSS_TOLERANCE["sgd"], "loss")
-    small = [name for name in before if ".t_02.weight, shard" in name]
-    assert len(small) == 1
-    assert not torch.equal(_state(ours)[small[0]], before[small[0]])
     _close(ours, theirs)
 
 
@@ -469,7 +455,7 @@ BORDERS = ((0, 5, 9, 16, 17, 21), (0, 5, 6, 9, 15), (0, 4, 12, 19), (0, 3, 7, 9,
 
 
 def _check_captured(borders: Sequence[int], *options: str, ours_alone: Sequence[str] = ()) -> None:
-    theirs = _trainer("torchrec", *options)
+    theirs = _trainer("graph" if ours_alone else "torchrec", *options)
     expected, expected_evaluated = _run(theirs, borders)
     with captures() as taken:
         ours = _trainer("graph", *options, *ours_alone)
@@ -538,16 +524,14 @@ CASES: dict[str, Callable[[], None]] = {
     "pipelines in turns": _check_pipelines_in_turns,
     "an unused layer": partial(_check_models, Unused, "none", dense_optimizer=torch.optim.AdamW),
     "a model's own ids": partial(_check_models, OwnIds, "none"),
-    "data-parallel tables": _check_data_parallel,
     "cached tables": partial(_check_cached, *HISTORY, "--embedding.optimizer", "adagrad"),
     "cached tables, segments": partial(_check_segments, *HISTORY, ours_alone=CACHED),
-    "torchrec, then graph, data-parallel tables": partial(_check_resume, "torchrec", "graph", *DATA_PARALLEL, *ADAM),
+    "torchrec, then graph": partial(_check_resume, "torchrec", "graph", *ADAM),
 }
 if INTERPRETED:
     CASES |= {
         "captured": partial(_check_captured, BORDERS[0]),
-        "captured, data-parallel tables": partial(_check_captured, (0, 5, 12), *DATA_PARALLEL),
-        "captured, data-parallel tables, bf16": partial(_check_captured, BORDERS[1], *DATA_PARALLEL, *KNOWN, *BF16),
+        "captured, bf16": partial(_check_captured, BORDERS[1], *BF16),
         "captured, known lengths, bf16": partial(_check_captured, BORDERS[2], *KNOWN, *BF16),
         "captured, cached tables": partial(_check_captured, BORDERS[3], *HISTORY, ours_alone=CACHED),
         "captured, an unused layer": partial(_check_captured_models, Unused, "none", dense_optimizer=torch.optim.AdamW),
@@ -566,20 +550,20 @@ def _run_case(case: str) -> None:
 
 # What every `make test` runs; the rest differs little from it.
 QUICK_ALONE = ["ends and resets", "another optimizer"]
-SLOW_ALONE = ["dot, fp32", "dcn, bf16", "evaluations within a segment", "data-parallel tables"]
+SLOW_ALONE = ["dot, fp32", "dcn, bf16", "evaluations within a segment"]
 SLOW_OF_TWO = [
     "dcn, fp32",
     "cached tables, segments",
     "dcn, in place",
     "dense gradients by gloo",
-    "torchrec, then graph, data-parallel tables",
+    "torchrec, then graph",
 ]
-OF_FOUR = ["data-parallel tables"]
+OF_FOUR = ["dot, fp32"]
 if INTERPRETED:
-    SLOW_ALONE += ["captured", "captured, data-parallel tables, bf16"]
+    SLOW_ALONE += ["captured", "captured, bf16"]
     quick = ("captured", "captured, another optimizer")
     SLOW_OF_TWO += [case for case in CASES if case.startswith("captured") and case not in quick]
-    OF_FOUR += ["captured, data-parallel tables"]
+    OF_FOUR += ["captured"]
 QUICK_OF_TWO = [case for case in CASES if case not in SLOW_OF_TWO]
 
 

@@ -20,7 +20,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.data.batch import Batch
-from dlrm_overlap.embedding.exchanging_module import reasons_to_fall_back
+from dlrm_overlap.embedding.reasons import reasons_to_fall_back
 from dlrm_overlap.embedding.sharded_module import exchanges
 from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder
 from tests.agreement import WEIGHT_TOLERANCE, assert_all_near

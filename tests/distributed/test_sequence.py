@@ -27,7 +27,8 @@ def _work(folder: Path) -> None:
     whole = train(_config(folder, "torchrec", "--checkpoint.every", "6", "--checkpoint.keep", "3"))
     checkpoints = whole / "checkpoints"
     for backend in ("pgas", "fused"):
-        train(_config(folder, backend, "--embedding.backend", backend, "--checkpoint.last", "false"))
+        options = "--embedding.backend", backend, "--train.pipeline", "graph", "--checkpoint.last", "false"
+        train(_config(folder, backend, *options))
     hosts = ["--embedding.backend", "pgas", "--embedding.hosts", "2", "--train.pipeline", "graph"]
     trainer = make_trainer(_config(folder, "two_hosts", *hosts, "--checkpoint.last", "false"))
     assert all(table.exchanged for table in explain(trainer.model).tables)

@@ -22,29 +22,20 @@ pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpre
 CACHED = "fused_uvm_caching"
 STEADY = Case(samples=(6,), bags=(0, 3), steps=9, longer={99: 1})  # whose first batch is the largest
 CASES = {
-    "plain": Case(),
-    "jagged": Case(samples=(5, 0, 3), repeated=100_000, optimizer="rowwise_adagrad"),
-    "rank_0_without": Case(samples=(0, 4)),
+    "jagged": Case(samples=(5, 0, 3), repeated=1000, optimizer="rowwise_adagrad"),
     "own_batches": Case(own_batches=True, need_indices=True),
-    "decay": Case(optimizer="decay"),  # which on a CPU stays with TorchRec
-    "pooled_beside": Case(pooled=True, need_indices=True),
-    "fp16_rows": Case(rows=DataType.FP16, plan="row_wise"),
-    "two_hosts": Case(hosts=2),  # between which steps with tables that are cut by rows stay with TorchRec
 }
 # how the drop-in trains, whether each distinct id travels once, and what
 WAYS: dict[str, tuple[str, bool, Case]] = {
-    "plain": ("none", True, CASES["plain"]),
-    "all_ids": ("none", False, CASES["jagged"]),
-    "jagged_cached": ("sparse_dist", True, replace(CASES["jagged"], kernel=CACHED)),  # at home, in TorchRec's pipeline
-    "pooled_beside": ("sparse_dist", True, CASES["pooled_beside"]),
-    "fp16_rows": ("none", True, CASES["fp16_rows"]),
-    "rank_0_without": ("none", True, CASES["rank_0_without"]),
-    "own_batches": ("sparse_dist", True, CASES["own_batches"]),
-    "decay": ("none", True, CASES["decay"]),
-    "two_hosts": ("sparse_dist", True, CASES["two_hosts"]),
+    "stays_with_torchrec": ("sparse_dist", True, replace(CASES["own_batches"], kernel=CACHED)),  # at home
+    "decay": ("none", True, Case(optimizer="decay")),  # which on a CPU stays with TorchRec
+    "graph_pooled_beside": ("graph", True, Case(pooled=True, need_indices=True)),
+    "graph_fp16_rows": ("graph", True, Case(rows=DataType.FP16, plan="row_wise")),
+    "graph_rank_0_without": ("graph", True, Case(samples=(0, 4))),
     "graph_two_hosts": ("graph", True, replace(STEADY, steps=4, pooled=True, hosts=2, kernel=CACHED)),
     "graph_all_ids_cached": ("graph", False, replace(STEADY, steps=4, optimizer="rowwise_adagrad", kernel=CACHED)),
-    "graph_jagged": ("graph", True, replace(CASES["jagged"], repeated=1000)),
+    "graph_all_ids": ("graph", False, CASES["jagged"]),
+    "graph_jagged": ("graph", True, CASES["jagged"]),
     "graph_data_parallel": ("graph", True, replace(STEADY, plan="data_parallel", steps=4, optimizer="dense_sgd")),
     "graph_own_batches": ("graph", True, replace(CASES["own_batches"], pooled=True)),
     "captured_cached": ("captured", True, replace(STEADY, pooled=True, kernel=CACHED)),

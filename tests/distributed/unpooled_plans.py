@@ -29,7 +29,7 @@ class Way(NamedTuple):
     backend: str
     dedup: bool | str
     pipeline: str
-    """none, sparse_dist, graph or, by a stand-in for CUDA graphs, captured"""
+    """graph or, by a stand-in for CUDA graphs, captured"""
     least_block: int
     """slots, see `SlotBlocks`"""
 
@@ -56,7 +56,7 @@ def drawn_sequences(draw_from: st.DrawFn, ranks: int, local: int) -> Drawn:
     pooled = happens(draw, 0.3)
     features += ["unused", *["p", "q"] * pooled]
     # The stand-in for CUDA graphs takes thirty times as long.
-    pipelines = ["none", "sparse_dist", *["graph"] * 3, *["captured"] * happens(draw, 0.3)]
+    pipelines = [*["graph"] * 3, *["captured"] * happens(draw, 0.3)]
     ways = [
         Way(
             draw.choice(["pgas", "fused"]),

@@ -7,7 +7,6 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.embedding.distinct import Distinct, DistinctIds, NamedSequence, SlotBlocks
-from dlrm_overlap.embedding.sequences import to_sequences
 
 SEQUENCES = [
     NamedSequence("f@a", "f", 0),
@@ -142,8 +141,3 @@ def test_there_are_few_more_slots_than_distinct_ids(most: list[int]) -> None:
     shares = blocks.by_feature(tables)
     assert len(shares) == sum(blocks.counts)
     assert {name: sum(n for table, n in shares.values() if table == name) for name in tables} == tables
-
-
-def test_the_gradient_of_a_single_sequence_is_not_copied() -> None:
-    finder, rows = DistinctIds([NamedSequence("f", "f", 0)], [10], torch.device("cpu")), torch.zeros(3, 4)
-    assert to_sequences(finder, _batch(f=[[1, 2], [3]]), [3], False, rows)["f"].values() is rows

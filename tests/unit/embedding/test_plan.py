@@ -1,9 +1,7 @@
 """The plan that a run gets, and what is said of it."""
 
-import logging
 from collections import Counter
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +13,7 @@ from torchrec.distributed.types import ShardingPlan
 from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.embedding import plan
 from dlrm_overlap.embedding.balance import Balance, TableLoad
-from dlrm_overlap.embedding.plan import Unsharded, build_plan, build_topology, data_parallel_tables
+from dlrm_overlap.embedding.plan import Unsharded, build_topology
 from dlrm_overlap.embedding.sharder import build_sharders
 from dlrm_overlap.launching.parsing import parse_config
 from dlrm_overlap.train.model import build_model
@@ -31,7 +29,7 @@ def _plan(config: Config, group: dist.ProcessGroup, rows: list[int] | None = Non
     module = build_model(config.model, config.embedding, rows or _ROWS, 13, seed=0)
     topology = build_topology(torch.device("cpu"), 1, 1)
     sharders = build_sharders(config.embedding, "fp32", 0)
-    return build_plan(module, sharders, topology, config.embedding, config.model.dim, _POOLING, 8, group)
+    return Unsharded(module, sharders, topology, config.embedding, _POOLING, group).plan(8)
 
 
 @pytest.mark.parametrize("kind", ["torchrec", "table_wise", "column_wise"])
@@ -66,7 +64,7 @@ def test_the_largest_tables_are_cached(world_of_one: dist.ProcessGroup, memory: 
     assert unsharded.cached_tables(room) == {names[int(n)] for n in expected.split()}
 
 
-def test_caches_that_no_plan_has(world_of_one: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cached_tables_of_a_plan(world_of_one: dist.ProcessGroup) -> None:
     with pytest.raises(InputError, match=r"embedding\.memory: 2 values for 4 tables"):
         _plan(_config("--embedding.memory", "[gpu,auto]"), world_of_one)
     kernels = {"t_00": "fused", "t_01": "fused_uvm_caching", "t_02": "fused", "t_03": "fused"}
@@ -74,9 +72,6 @@ def test_caches_that_no_plan_has(world_of_one: dist.ProcessGroup, monkeypatch: p
         made = _plan(_config("--embedding.memory", "[gpu,cached,gpu,gpu]", "--embedding.plan", kind), world_of_one)
         tables = made.plan["embedding"].items()  # type: ignore[attr-defined]
         assert {name: each.compute_kernel for name, each in tables} == kernels
-    monkeypatch.setattr(plan.psutil, "virtual_memory", lambda: SimpleNamespace(total=1 << 40, available=1000))
-    with pytest.raises(InputError, match=r"cached tables take 0\.0 GB of a host's memory, and 0\.0 GB are there"):
-        _plan(_config("--embedding.memory", "cached"), world_of_one)
 
 
 def test_torchrecs_own_plan_has_shards_of_any_type(world_of_one: dist.ProcessGroup) -> None:
@@ -90,7 +85,7 @@ def test_torchrecs_own_plan_has_shards_of_any_type(world_of_one: dist.ProcessGro
     topology, mean = Topology(4, "cuda", hbm_cap=141 * 10**9, local_world_size=4), [float(ids) for ids in pooling]
     sharders: list[Any] = build_sharders(config.embedding)[:1]
     unsharded = Unsharded(module, sharders, topology, config.embedding, mean, world_of_one)
-    tables = unsharded.planned_by_torchrec(config.model.dim, 8192).plan["embedding"]
+    tables = unsharded.planned_by_torchrec(8192).plan["embedding"]
     kinds = {name: sharding.sharding_type for name, sharding in tables.items()}  # type: ignore[attr-defined]
     assert [name for name, kind in kinds.items() if kind == "row_wise"] == ["t_20"]
     assert Counter(kinds.values()) == {"table_wise": 25, "row_wise": 1}
@@ -98,14 +93,13 @@ def test_torchrecs_own_plan_has_shards_of_any_type(world_of_one: dist.ProcessGro
 
 def test_histories_have_shards_of_their_own(world_of_one: dist.ProcessGroup) -> None:
     options = ["--model.sequence.history", "2", "--model.sequence.candidate", "3", "--embedding.memory", "cached"]
-    made = _plan(_config(*options, "--embedding.data_parallel_rows", "20"), world_of_one)
+    made = _plan(_config(*options), world_of_one)
     types = {
         path: {name: (each.sharding_type, each.compute_kernel) for name, each in tables.items()}  # type: ignore[attr-defined]
         for path, tables in made.plan.items()
     }
     whole = ("table_wise", "fused_uvm_caching")
-    pooled = {"t_00": whole, "t_01": whole, "t_03": ("data_parallel", "dense")}
-    assert types == {"embedding": pooled, "history": {"t_02": whole}}
+    assert types == {"embedding": dict.fromkeys(("t_00", "t_01", "t_03"), whole), "history": {"t_02": whole}}
 
 
 def test_state_is_room_too(world_of_one: dist.ProcessGroup) -> None:
@@ -120,24 +114,13 @@ def test_state_is_room_too(world_of_one: dist.ProcessGroup) -> None:
     _plan(sgd, world_of_one, rows)
 
 
-def test_data_parallel_tables_are_room_too(world_of_one: dist.ProcessGroup) -> None:
-    room = build_topology(torch.device("cpu"), 1, 1).devices[0].storage.ddr * 0.8
-    small = int(room / (16 * _config().model.dim))  # with gradient and states as large as the room; four times its rows
-    rows = [small + 1, small, 20, 10]
-    _plan(_config(), world_of_one, rows)
-    with pytest.raises(InputError, match="no plan of kind auto"):
-        _plan(_config("--embedding.data_parallel_rows", str(small)), world_of_one, rows)
-
-
 def test_auto_cuts_what_balance_cuts(world_of_one: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     placed = Balance([[1, 0], [0], [1], [0]], memory=1.0, links=1.0, by_rows=frozenset({3}))
     given: list[list[TableLoad]] = []
     may_cut: list[bool] = []
 
-    def balance(
-        tables: list[TableLoad], _: int, __: int, cut: bool, everywhere: list[TableLoad], host_size: int
-    ) -> Balance:
-        assert (everywhere, host_size) == ([], 1)
+    def balance(tables: list[TableLoad], _: int, __: int, cut: bool, host_size: int) -> Balance:
+        assert host_size == 1
         given.append(tables)
         may_cut.append(cut)
         return placed
@@ -163,26 +146,3 @@ def test_auto_cuts_what_balance_cuts(world_of_one: dist.ProcessGroup, monkeypatc
     assert given[:1] == [
         [TableLoad(p, 16, row_bytes, n * (row_bytes + 4), n) for n, p in zip(_ROWS, _POOLING, strict=True)]
     ]
-
-
-def test_small_tables_are_data_parallel(world_of_one: dist.ProcessGroup, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    made = _plan(_config("--embedding.data_parallel_rows", "20"), world_of_one)
-    types = {name: sharding.sharding_type for name, sharding in made.plan["embedding"].items()}  # type: ignore[attr-defined]
-    assert types == {"t_00": "table_wise", "t_01": "table_wise", "t_02": "data_parallel", "t_03": "data_parallel"}
-    told = "no rank reads more than 1.00 times the mean of rows, nor has more than 1.00 times that of columns"
-    assert caplog.messages[-1] == f"plan: {told}; 2 tables are on every rank"
-
-
-@pytest.mark.parametrize(
-    ("options", "found"),
-    [
-        ((), []),
-        (("--embedding.data_parallel_rows", "50"), [1, 2, 3]),
-        (("--embedding.data_parallel_rows", "100"), []),
-        (("--embedding.data_parallel_rows", "50", "--embedding.weight_dtype", "fp16"), []),
-        (("--embedding.data_parallel_rows", "50", "--embedding.plan", "table_wise"), []),
-    ],
-)
-def test_which_tables_are_data_parallel(options: tuple[str, ...], found: list[int]) -> None:
-    assert data_parallel_tables(_config(*options).embedding, _ROWS) == found

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
 from torchrec.distributed.types import ShardingEnv
 from torchrec.modules.embedding_configs import EmbeddingConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.config import InputError
@@ -17,7 +17,7 @@ from dlrm_overlap.embedding.id_layout import BatchBound
 from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder, OverlapEmbeddingCollectionSharder
 from dlrm_overlap.embedding.weights import initialise_tables
 from tests.agreement import assert_same
-from tests.distributed.models import CPU, SUM, table_configs
+from tests.distributed.models import CPU
 
 
 @pytest.mark.parametrize(
@@ -86,12 +86,10 @@ def test_a_batch_beyond_the_bound_of_its_distinct_ids(world_of_one: dist.Process
     sharded.exchange.close()
 
 
-@pytest.mark.parametrize("takes_ids", [False, True], ids=["ids by TorchRec", "ids by the exchange"])
-def test_rows_are_narrowed_where_they_arrive(world_of_one: dist.ProcessGroup, takes_ids: bool) -> None:
+def test_rows_are_narrowed_where_they_arrive(world_of_one: dist.ProcessGroup) -> None:
     """Sums of their gradients are not: 1 + 2^-8 is no number of bf16, in which gradients come."""
     sharded = _unpooled(world_of_one, {"f": 9}, output_dtype="bf16", dedup=True)
-    if takes_ids:
-        sharded.take_ids(["f"], BatchBound(2, {"f": (0, 4)}))
+    sharded.take_ids(["f"], BatchBound(2, {"f": (0, 4)}))
     (shard,) = sharded.state_dict()["embeddings.t_f.weight"].local_shards()
     wanted, ids = shard.tensor.clone(), KeyedJaggedTensor(["f"], torch.tensor([8, 0, 8]), lengths=torch.tensor([2, 1]))
     rows = sharded(ids)["f"].values()
@@ -134,15 +132,3 @@ def test_memory_is_that_of_the_bounds_of_distinct_ids(world_of_one: dist.Process
         with pytest.raises(ValueError, match="has 2001 distinct ids of table t_f, beyond the 2000 of its bound"):
             sharded(ids(1))
     sharded.exchange.close()
-
-
-def test_a_batch_without_a_feature(world_of_one: dist.ProcessGroup) -> None:
-    tables = {"one": (5, 4, ["f"], SUM), "two": (5, 4, ["g", "h"], SUM)}
-    module = EmbeddingBagCollection(table_configs(tables), device=torch.device("meta"))
-    sharder: Any = OverlapEmbeddingBagCollectionSharder()
-    ways = dict.fromkeys(tables, table_wise(0, compute_kernel="fused"))
-    plan = construct_module_sharding_plan(module, ways, sharder, 1, 1, "cpu")
-    sharded = sharder.shard(module, dict(plan), ShardingEnv.from_process_group(world_of_one), CPU)
-    ids = KeyedJaggedTensor(["h", "x"], torch.tensor([1, 2]), lengths=torch.tensor([1, 1]))
-    with pytest.raises(InputError, match="ids: features f, g of the tables are not in the batch, which has h, x; give"):
-        sharded(ids)

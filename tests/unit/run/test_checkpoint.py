@@ -178,8 +178,3 @@ def test_the_newest_that_is_whole_is_found(checkpoint: Path, caplog: pytest.LogC
     _describe(newer, replace(manifest, format=2))
     with pytest.raises(InputError, match=f"{newer}/{MANIFEST} has format 2, and this program knows 3"):
         _checkpointer(checkpoint.parent, _config(), 2).find(str(newer))
-
-
-def test_other_data_parallel_tables_are_refused(checkpoint: Path) -> None:
-    with pytest.raises(InputError, match=r"has data_parallel \[\], this run has \[0\]; use the same, or start anew"):
-        _find(checkpoint, "--embedding.data_parallel_rows", "10")

@@ -45,14 +45,8 @@ _BORDERS = (0, 5, 9, 10, 23, _STEPS)  # of segments: one that ends with a single
 _BACKENDS = ("pgas", "fused")
 
 
-def graph_config(place: Place, backend: str, optimizer: str, known: bool, data_parallel: bool = False) -> Config:
+def graph_config(place: Place, backend: str, optimizer: str, known: bool) -> Config:
     config = small_config(place, backend, optimizer, pipeline="graph")
-    if data_parallel:  # all tables but two, by SGD, which shows a wrong scale of their gradients at once
-        config = replace(
-            config,
-            embedding=replace(config.embedding, data_parallel_rows=1000),
-            train=replace(config.train, optimizer="sgd", lr=0.3),
-        )
     if not known:
         return config
     tables = replace(config.data.tables, multi_hot=[4, 3, 1, 1, 2, 1, 1, 1])
@@ -121,11 +115,11 @@ def delayed(place: Place, pipeline: Any, late: bool) -> Iterator[None]:
     del pipeline.progress
 
 
-def _check_losses(place: Place, optimizer: str, known: bool, data_parallel: bool = False) -> None:
-    config = graph_config(place, "pgas", optimizer, known, data_parallel)
+def _check_losses(place: Place, optimizer: str, known: bool) -> None:
+    config = graph_config(place, "pgas", optimizer, known)
     expected = train_in_segments(place, replace(config, train=replace(config.train, pipeline="torchrec")))
     for backend, put in (("pgas", "in_place"), *(("fused", put) for put in PUTS)):
-        config = graph_config(place, backend, optimizer, known, data_parallel)
+        config = graph_config(place, backend, optimizer, known)
         run = train_in_segments(place, replace(config, embedding=replace(config.embedding, put=put)))
         run.assert_near(expected, LOSS_TOLERANCE.get(optimizer, LOSS_TOLERANCE["adagrad"]), f"{backend}, put {put}")
         assert run.rows.keys() == expected.rows.keys()
@@ -169,18 +163,17 @@ def _check_bf16(place: Place, backend: str, arch: str) -> None:
         run.assert_same(expected, pipeline)
 
 
-def _check_delays(place: Place, backend: str, known: bool, data_parallel: bool = False) -> None:
+def _check_delays(place: Place, backend: str, known: bool) -> None:
     """Whoever is late, and wherever, the bits are the same."""
-    config = graph_config(place, backend, "rowwise_adagrad", known, data_parallel)
+    config = graph_config(place, backend, "rowwise_adagrad", known)
     expected = train_in_segments(place, config)
     for number in (1, 2):
         train_in_segments(place, config, delays=True).assert_same(expected, f"run {number}")
 
 
-def _check_checkpoint(place: Place, pipelines: tuple[str, str], rows: int = 0) -> None:
-    """A checkpoint of either pipeline is gone on from by the other; tables of at most `rows` are data-parallel."""
+def _check_checkpoint(place: Place, pipelines: tuple[str, str]) -> None:
+    """A checkpoint of either pipeline is gone on from by the other."""
     config = small_config(place, "pgas", "adagrad")
-    config = replace(config, embedding=replace(config.embedding, data_parallel_rows=rows))
     first, second = (replace(config, train=replace(config.train, pipeline=each)) for each in pipelines)
     check_goes_on(place, first, second, _STEPS)
 
@@ -310,7 +303,6 @@ def _check_foreign(place: Place, name: str, least_block: int = distinct._LEAST_B
 _KNOWN = {"ranges": False, "known": True}
 _PIPELINES = (("torchrec", "graph"), ("graph", "torchrec"))
 _resumed = {f"{writer}_{reader}": (writer, reader) for writer, reader in _PIPELINES}
-_divided = partial(_check_losses, optimizer="sgd", data_parallel=True)
 CHECKS = (
     every("graph_losses", _check_losses, optimizer=("sgd", "adagrad"), known=_KNOWN)
     | every("graph_losses", _check_losses, optimizer=COUNTING, known={"known": True}, gpu_only=True)
@@ -318,9 +310,6 @@ CHECKS = (
     | every("graph_losses", _check_bf16, arch={"dot_bf16": "dot", "dcn_bf16": "dcn"}, backend=_BACKENDS)
     | every("graph_delays", _check_delays, backend=_BACKENDS, known=_KNOWN)
     | every("graph_checkpoint", _check_checkpoint, pipelines=_resumed)
-    | every("graph_losses_data_parallel", _divided, known=_KNOWN)
-    | every("graph_delays_data_parallel", partial(_check_delays, backend="pgas", data_parallel=True), known=_KNOWN)
-    | every("graph_checkpoint_data_parallel", partial(_check_checkpoint, rows=1000), pipelines=_resumed)
     | {"graph_learning_rates": Check(_check_learning_rates)}
     | every("program", _check_program, name=list(two_lines.PROGRAMS), timeout_s=240.0)
     | every("foreign", _check_foreign, name=list(PROGRAMS))

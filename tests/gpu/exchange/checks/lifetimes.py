@@ -109,9 +109,9 @@ def _others_between(place: Place) -> Iterator[Between]:
         yield between
 
 
-def _check_sizes(place: Place, known: bool, data_parallel: bool = False, **embedding: Any) -> None:
+def _check_sizes(place: Place, known: bool, **embedding: Any) -> None:
     """Evaluations of many sizes between captured steps change no bit of these."""
-    config = graph_config(place, embedding.pop("backend"), "rowwise_adagrad", known, data_parallel)
+    config = graph_config(place, embedding.pop("backend"), "rowwise_adagrad", known)
     config = replace(config, embedding=replace(config.embedding, **embedding))
     if "hosts" in embedding:  # between hosts, dense gradients are summed by a collective
         config = replace(config, train=replace(config.train, dense_reduce="collective"))
@@ -233,7 +233,6 @@ def _check_garbage(place: Place) -> None:
 _WAYS: dict[str, dict[str, Any]] = {
     "pgas": {"backend": "pgas", "known": False},
     "pgas_known": {"backend": "pgas", "known": True},
-    "pgas_data_parallel": {"backend": "pgas", "known": False, "data_parallel": True},
     **{f"fused_{put}": {"backend": "fused", "put": put, "known": put == "stores"} for put in PUTS},
 }
 

@@ -1,0 +1,197 @@
+"""Why tables stay with TorchRec: all that an exchange, or a captured step, cannot take. Alike on all ranks."""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from fbgemm_gpu.quantize_comm import QuantizedCommCodec
+from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMode
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.types import (
+    CommOp,
+    NoOpQuantizedCommCodec,
+    QuantizedCommCodecs,
+    ShardingEnv,
+    ShardingEnv2D,
+    ShardingStrategy,
+    ShardingType,
+)
+from torchrec.modules.embedding_configs import DataType, PoolingType, data_type_to_dtype
+
+from dlrm_overlap.embedding.options import WIRE_DTYPES
+from dlrm_overlap.embedding.shardings import CUT_BY_ROWS, SUMMED_ALONE, TAKEN, UNPOOLED, groups_of, output_types
+from dlrm_overlap.embedding.tables import OPTIMIZERS, max_gradients
+
+_MOST_COLUMNS = 1024  # of a shard: a program holds whole rows in registers
+_UNPOOLED_OP = CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL
+_POOLED_OPS = CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL, CommOp.POOLED_EMBEDDINGS_REDUCE_SCATTER
+_OUTPUT_TYPES = SparseType.FP32, SparseType.BF16, SparseType.FP16
+_WEIGHT_DECAYS = WeightDecayMode.NONE, WeightDecayMode.L2, WeightDecayMode.DECOUPLE, WeightDecayMode.COUNTER
+_UPDATED_IN_BACKWARD = (
+    EmbeddingComputeKernel.FUSED,
+    EmbeddingComputeKernel.FUSED_UVM,
+    EmbeddingComputeKernel.FUSED_UVM_CACHING,
+)
+
+
+def reasons_to_fall_back(
+    shardings: Mapping[str, Any],
+    env: ShardingEnv,
+    wire_dtype: torch.dtype,
+    cached: Collection[str] = (),
+    device: torch.device | None = None,
+) -> dict[str, str | None]:
+    """Return by sharding type why tables of a module stay with TorchRec, or None if they do not.
+
+    Args:
+        shardings: sharding type -> TorchRec's sharding.
+        wire_dtype: in which embeddings would travel.
+        cached: names of the tables whose rows the exchange caches.
+        device: of the rows.
+    """
+    whole, on_cpu = None, device is not None and device.type == "cpu"
+    if isinstance(env, ShardingEnv2D) and env.sharding_strategy == ShardingStrategy.FULLY_SHARDED:
+        whole = "2D parallelism with fully sharded rows"
+    elif on_cpu and any(_decays_unpooled(group) for each in shardings.values() for group in groups_of(each)):
+        whole = "rows that decay, which on a CPU FBGEMM updates, feature by feature"
+    found = {kind: next(_of_sharding(each, wire_dtype, cached), whole) for kind, each in shardings.items()}
+    alone = _why_not_together([shardings[kind] for kind, reason in found.items() if reason is None])
+    return {kind: reason or alone for kind, reason in found.items()}
+
+
+def _decays_unpooled(group: Any) -> bool:
+    params = group.fused_params or {}
+    return group.pooling == PoolingType.NONE and bool(params.get("weight_decay") or params.get("max_norm"))
+
+
+def _of_sharding(sharding: Any, wire_dtype: torch.dtype, cached: Collection[str]) -> Iterator[str]:
+    """Yield why an exchange cannot take a sharding of TorchRec's."""
+    if type(sharding) not in TAKEN:
+        yield f"shards of type {type(sharding).__name__} are not exchanged"
+        return
+    if asked := precisions(sharding.qcomm_codecs_registry, _collectives(sharding)):
+        if {WIRE_DTYPES.get(precision) for precision in asked} != {wire_dtype}:
+            yield f"quantised communication: {' and '.join(sorted(asked))}"
+        elif outputs := output_types(sharding) - {SparseType.FP32}:  # which TorchRec's codecs decode to float32
+            yield f"quantised communication of output of type {outputs.pop().value}"
+    for group in groups_of(sharding):
+        yield from _of_lookup(group, wire_dtype, cached)
+
+
+def _collectives(sharding: Any) -> list[CommOp]:
+    """Return the collectives by which TorchRec would send a sharding's embeddings."""
+    if isinstance(sharding, UNPOOLED):
+        return [_UNPOOLED_OP]
+    summed = [CommOp.POOLED_EMBEDDINGS_REDUCE_SCATTER] if isinstance(sharding, CUT_BY_ROWS) else []
+    return summed if isinstance(sharding, SUMMED_ALONE) else [*summed, CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL]
+
+
+def precisions(registry: Mapping[str, QuantizedCommCodecs] | None, used: Sequence[CommOp] = ()) -> set[str]:
+    """Return in which precisions collectives send pooled embeddings and gradients; none without codecs for any.
+
+    Args:
+        registry: the sharder's `qcomm_codecs_registry`.
+        used: the collectives that are asked for; by default those that have codecs.
+
+    Example: {"fp16"} for float16 both ways, {"fp16", "bf16"} for one each way, {"int8"}, {"fp16 with a loss scale"}.
+    """
+    registry = registry or {}
+    kind = (_UNPOOLED_OP,) if _UNPOOLED_OP in used else _POOLED_OPS
+    if not (known := [op for op in kind if op.name in registry]):
+        return set()
+    codecs = [registry.get(op.name, QuantizedCommCodecs()) for op in used or known]
+    return {_precision(codec) for each in codecs for codec in (each.forward, each.backward)}
+
+
+def _precision(codec: Any) -> str:
+    if isinstance(codec, NoOpQuantizedCommCodec):
+        return "fp32"
+    if type(codec) is not QuantizedCommCodec:  # a class of the user's, which may do anything
+        return type(codec).__name__
+    return codec._comm_precision.value + (" with a loss scale" if codec._loss_scale is not None else "")
+
+
+def _of_lookup(group: Any, wire_dtype: torch.dtype, cached: Collection[str]) -> Iterator[str]:
+    """Yield why an exchange cannot pool and update the tables of one lookup."""
+    kernels = {table.compute_kernel for table in group.embedding_tables if table.name not in cached}
+    if kernels - {EmbeddingComputeKernel.FUSED}:
+        yield f"compute kernel {' '.join(sorted(kernel.value for kernel in kernels))}"
+    if group.has_feature_processor:
+        yield "feature processors"
+    if max(table.local_cols for table in group.embedding_tables) > _MOST_COLUMNS:
+        yield f"shards of more than {_MOST_COLUMNS} columns"
+    if data_type_to_dtype(group.data_type) not in WIRE_DTYPES.values():
+        yield f"rows of type {group.data_type.value}"
+    features = [table.feature_names for table in group.embedding_tables]
+    if group.pooling == PoolingType.NONE and any(len(set(names)) < len(names) for names in features):
+        yield "a table that is not pooled names a feature twice"
+    params = group.fused_params or {}
+    if (output := params.get("output_dtype", SparseType.FP32)) not in _OUTPUT_TYPES:
+        yield f"output of type {output.value}"
+    elif output != SparseType.FP32 and wire_dtype not in (torch.float32, output.as_dtype()):
+        yield f"output of type {output.value}: leave wire_dtype out"
+    if (optimizer := params.get("optimizer", EmbOptimType.EXACT_SGD)) not in OPTIMIZERS:
+        yield f"optimizer {optimizer}"
+    extra, counter = params.get("extra_optimizer_config"), params.get("counter_based_regularization")
+    if getattr(extra, "use_writeback_bwd_prehook", False):
+        yield "a writeback hook"
+    if getattr(extra, "use_rowwise_bias_correction", False):
+        yield "row-wise bias correction"
+    if params.get("optimizer_state_dtypes"):
+        yield "optimizer states of given types"
+    if (decay := WeightDecayMode(params.get("weight_decay_mode", WeightDecayMode.NONE))) not in _WEIGHT_DECAYS:
+        yield f"weight decay {decay.name}"
+    if counter is not None and counter.learning_rate_mode >= 0:
+        yield f"learning rates by a counter, {counter.learning_rate_mode.name}"
+
+
+def _why_not_together(shardings: Sequence[Any]) -> str | None:
+    """Return the difference of shardings that keeps them from one exchange, or None."""
+    types = {output.value for sharding in shardings for output in output_types(sharding)}
+    if len(types) > 1:
+        return f"outputs of types {' and '.join(sorted(types))}"
+    params = [group.fused_params or {} for sharding in shardings for group in groups_of(sharding)]
+    if len(bounds := max_gradients(params)) > 1:
+        return f"gradients clipped to {' and '.join(sorted(map(str, bounds)))}"
+    return None
+
+
+def why_not_beside_graphs(shardings: Mapping[str, Any], why_not_exchanged: Mapping[str, str | None]) -> str | None:
+    """Return why captured steps cannot do without the tables of a module that are not exchanged, or None if they can.
+
+    Kernels of the step look up data-parallel tables. TorchRec looks up the others before the step, and updates them
+    after it, see `stock`.
+
+    Args:
+        shardings: sharding type -> TorchRec's sharding.
+        why_not_exchanged: sharding type -> why its tables are not exchanged, or None if they are.
+
+    Returns:
+        The first such table and the reason.
+    """
+    for kind, sharding in shardings.items():
+        replicated, exchanged = kind == ShardingType.DATA_PARALLEL.value, why_not_exchanged[kind] is None
+        pairs = [(group, table) for group in groups_of(sharding) for table in group.embedding_tables if not exchanged]
+        for group, table in pairs:
+            if replicated and (reason := next(_of_replicated(group, table), None)) is not None:
+                return f"data-parallel table {table.name} stays with TorchRec: {reason}"
+            if not replicated and table.pooling == PoolingType.NONE:
+                return f"unpooled table {table.name} stays with TorchRec: {why_not_exchanged[kind]}"
+            if not replicated and table.compute_kernel not in _UPDATED_IN_BACKWARD:
+                return f"table {table.name} stays with TorchRec, with compute kernel {table.compute_kernel.value}"
+    return None
+
+
+def _of_replicated(group: Any, table: Any) -> Iterator[str]:
+    """Yield why captured steps cannot look up a data-parallel table of a group."""
+    if table.compute_kernel != EmbeddingComputeKernel.DENSE:
+        yield f"compute kernel {table.compute_kernel.value}"
+    if group.has_feature_processor:
+        yield "feature processors"
+    if group.data_type != DataType.FP32:
+        yield f"rows of type {group.data_type.value}"
+    if (group.fused_params or {}).get("output_dtype", SparseType.FP32) != SparseType.FP32:
+        yield "output of another type than fp32"
+    if table.local_cols % 4 or table.local_cols > _MOST_COLUMNS:
+        yield f"a dim that is no multiple of 4, or more than {_MOST_COLUMNS}"
