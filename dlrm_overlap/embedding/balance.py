@@ -14,14 +14,13 @@ several hosts would each take. There columns are cut where rows are few, and of 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from math import ceil
 from typing import NamedTuple
 
 from dlrm_overlap.embedding.traffic import partial_sums
 
-_ENOUGH = 1.13  # times the mean: a fuller rank is worth another cut
-_WORTH = 1.1  # times less work: worth cuts by rows
+_ENOUGH = 1.1  # times the mean: a fuller rank is worth another cut; times less work: worth cuts by rows
+_MOST_TRIES = 400_000  # a second or so
 _LEAST_ROW_BYTES = 64  # of a shard: the least that memory gives at once
 # The time of a row's element in memory, read by the lookup, read and written by the update (4 bytes at 3.35 TB/s), over
 # that of a column between hosts, there and back (2 bytes at 400 Gb/s).
@@ -79,12 +78,12 @@ def balance(
 ) -> Balance | None:
     """Place all tables on the ranks; None if they do not fit.
 
-    Starts from whole tables. While there is no room, or the fullest rank has more than 1.13 times the mean's work, the
+    Starts from whole tables. While there is no room, or the fullest rank has more than 1.1 times the mean's work, the
     table whose shards are the largest, or the heaviest, is cut by columns in twice as many, down to rows of 64 bytes.
     If that was not enough, tables are cut by rows instead, one after the other, from the best of these placements on.
     Of several hosts, each is cut at once as the module says. Of all placements on the way the one with the least
     `worst` is returned, the least cut of equals; cuts by rows must make it 1.1 times less. The same arguments give the
-    same placement.
+    same placement; the search's length is counted, not timed.
 
     Args:
         capacity_bytes: the room of a rank.
@@ -106,32 +105,33 @@ def balance(
         _Shard(t, table.pooling * table.dim / memory, table.sent_columns / links, table.bytes)
         for t, table in enumerate(tables)
     ]
-    begun = [_Rank(capacity_bytes) for _ in range(world_size)]  # with the tables that are cut by rows
+    begun = [_Rank(capacity_bytes, 0.0, 0.0) for _ in range(world_size)]  # with the tables cut by rows
     owners = [neighbours if table.pooled else world_size for table in tables]  # where rows are cut
     columns, by_rows = [1] * len(tables), dict[int, range]()
+    tries = _Tries()
     best: Balance | None = None
 
-    def weight(t: int) -> tuple[float, float, int]:
-        """Return what is cut first: a table of heavy shards or, while there is no room, of large ones."""
-        shard = whole[t].part(columns[t])
-        return (shard.bytes, shard.work, -t) if best is None else (shard.work, shard.bytes, -t)
+    def worst_of(candidates: Sequence[int]) -> int:
+        """Return the table of the heaviest shards or, while there is no room, of the largest."""
+        shards = [(whole[t].cut(columns[t])[0], -t) for t in candidates]
+        return -max((s.bytes, s.work, t) if best is None else (s.work, s.bytes, t) for s, t in shards)[-1]
 
     while True:
         left = [t for t in range(len(tables)) if t not in by_rows]
-        shards = [shard for t in left for shard in [whole[t].part(columns[t])] * columns[t]]
-        if (ranks := _place(shards, begun)) is not None:
+        shards = [shard for t in left for shard in whole[t].cut(columns[t])]
+        if (ranks := _place(shards, begun, tries)) is not None:
             held = [list(by_rows.get(t, ())) for t in range(len(tables))]
             for number, rank in enumerate(ranks):
-                for table in sorted(rank.tables):
-                    held[table].append(number)
+                for shard in rank.shards:
+                    held[shard.table].append(number)
             memory, links = max(rank.memory for rank in ranks), max(rank.links for rank in ranks)
-            least_gain = _WORTH if by_rows else 1 + 1e-9  # to add partial sums up is work, too
+            least_gain = _ENOUGH if by_rows else 1 + 1e-9  # to add partial sums up is work, too
             if best is None or max(memory, links) * least_gain < best.worst:
                 best = Balance(held, memory / counts, links, frozenset(by_rows), counts)
             if best.worst <= _ENOUGH:
                 return best
         mean = (sum(rank.links for rank in begun) + sum(whole[t].links for t in left)) / world_size
-        if best is not None and mean >= best.worst:  # further cuts by rows only add to the mean
+        if best is not None and (tries.used_up or mean >= best.worst):  # further cuts by rows only add to the mean
             return best
         in_rows = [t for t in left if _can_cut_rows(tables[t], owners[t])]
         in_columns = [t for t in left if cut_columns and _can_cut_columns(tables[t], 2 * columns[t], world_size)]
@@ -146,7 +146,7 @@ def balance(
             in_columns = [t for t in in_columns if t not in in_rows]
         if not in_rows and not in_columns:
             return best
-        if (chosen := max([*in_rows, *in_columns], key=weight)) in in_columns:
+        if (chosen := worst_of([*in_rows, *in_columns])) in in_columns:
             columns[chosen] *= 2
             continue
         for count in dict.fromkeys((owners[chosen], world_size)):  # all ranks, if no host has room
@@ -169,23 +169,61 @@ def _can_cut_rows(table: TableLoad, owners: int) -> bool:
     return owners > 1 and table.rows >= owners**2
 
 
-@dataclass(frozen=True)
-class _Shard:
-    """Columns or rows of a table, all or some, as shares of the mean rank's work."""
+class _Tries:
+    """How many changes of placements have been tried, over all placements."""
 
-    table: int
-    memory: float
-    links: float
-    bytes: float
+    def __init__(self) -> None:
+        self.count = 0
 
     @property
-    def work(self) -> float:
-        """The greater share."""
-        return max(self.memory, self.links)
+    def used_up(self) -> bool:
+        """Whether the search has gone on for long enough."""
+        return self.count > _MOST_TRIES
 
-    def part(self, shards: int) -> "_Shard":
-        """Return one of so many equal ranges of the columns."""
-        return _Shard(self.table, self.memory / shards, self.links / shards, self.bytes / shards)
+
+class _Rank:
+    """The shards that have been placed on a rank, as shares of the mean rank's work."""
+
+    def __init__(self, room: float, memory: float, links: float) -> None:
+        self.room, self.memory, self.links = room, memory, links
+        self.shards: list[_Shard] = []
+
+    def score(self, plus: "_Shard | None" = None, minus: "_Shard | None" = None) -> tuple[float, float]:
+        """Return the greater share, then their sum, if a shard were added and another taken away."""
+        memory, links = self.memory, self.links
+        if plus is not None:
+            memory, links = memory + plus.memory, links + plus.links
+        if minus is not None:
+            memory, links = memory - minus.memory, links - minus.links
+        return max(memory, links), memory + links
+
+    def takes(self, shard: "_Shard", instead_of: "_Shard | None" = None) -> bool:
+        """Return whether there is room for a shard, and no other shard of its table."""
+        room = self.room + (instead_of.bytes if instead_of is not None else 0.0)
+        return shard.bytes <= room and all(s.table != shard.table or s is instead_of for s in self.shards)
+
+    def add(self, shard: "_Shard", sign: int = 1) -> None:
+        """Place a shard here, or take it away again."""
+        self.memory += sign * shard.memory
+        self.links += sign * shard.links
+        self.room -= sign * shard.bytes
+        if sign > 0:
+            self.shards.append(shard)
+        else:
+            self.shards.remove(shard)
+
+
+class _Shard:
+    """Columns or rows of a table, all or some, as shares of the mean rank's work; two of a table are not the same."""
+
+    def __init__(self, table: int, memory: float, links: float, bytes: float) -> None:
+        self.table, self.memory, self.links, self.bytes = table, memory, links, bytes
+        self.work = max(memory, links)
+
+    def cut(self, shards: int) -> "list[_Shard]":
+        """Return so many equal ranges of the columns."""
+        n = shards
+        return [_Shard(self.table, self.memory / n, self.links / n, self.bytes / n) for _ in range(n)]
 
     def cut_by_rows(self, table: TableLoad, shards: int, summed: bool) -> "_Shard":
         """Return the largest of so many ranges of the rows, of which only bags travel that have one of them.
@@ -197,26 +235,21 @@ class _Shard:
         return _Shard(self.table, self.memory / shards, links, self.bytes * rows)
 
 
-@dataclass
-class _Rank:
-    """A rank's room, and its work as shares of the mean rank's."""
+def _place(shards: Sequence[_Shard], begun: Sequence[_Rank], tries: _Tries) -> list[_Rank] | None:
+    """Place all shards on ranks like `begun`, the heaviest first, or the largest first if there is no room so.
 
-    room: float
-    memory: float = 0.0
-    links: float = 0.0
-    tables: set[int] = field(default_factory=set)
-    """those of which it holds a shard; none has two here"""
-
-    def score(self, shard: _Shard) -> tuple[float, float]:
-        """Return the greater share, then their sum, if a shard were added."""
-        memory, links = self.memory + shard.memory, self.links + shard.links
-        return max(memory, links), memory + links
-
-    def add(self, shard: _Shard) -> None:
-        """Place a shard here."""
-        self.memory += shard.memory
-        self.links += shard.links
-        self.room -= shard.bytes
+    Then mend the fullest rank.
+    """
+    if any(rank.room < 0 for rank in begun):
+        return None
+    ranks = _fill(sorted(shards, key=lambda shard: (-shard.work, -shard.bytes, shard.table)), begun)
+    if ranks is None:
+        ranks = _fill(sorted(shards, key=lambda shard: -shard.bytes), begun)
+    if ranks is None:
+        return None
+    while max(rank.score() for rank in ranks)[0] > _ENOUGH and not tries.used_up and _mend(ranks, tries):
+        pass
+    return ranks
 
 
 def _lightest(ranks: Sequence[_Rank], owners: int, shard: _Shard) -> range:
@@ -230,22 +263,36 @@ def _lightest(ranks: Sequence[_Rank], owners: int, shard: _Shard) -> range:
     return range(first, first + owners)
 
 
-def _place(shards: Sequence[_Shard], begun: Sequence[_Rank]) -> list[_Rank] | None:
-    """Place all shards on ranks like `begun`, the heaviest first, or the largest first if there is no room so."""
-    if any(rank.room < 0 for rank in begun):
-        return None
-    heaviest_first = sorted(shards, key=lambda shard: (-shard.work, -shard.bytes, shard.table))
-    return _fill(heaviest_first, begun) or _fill(sorted(shards, key=lambda shard: -shard.bytes), begun)
-
-
 def _fill(shards: Sequence[_Shard], begun: Sequence[_Rank]) -> list[_Rank] | None:
     """Place each shard, in order, on the rank that then has the least work; None if one finds no room."""
     ranks = [_Rank(rank.room, rank.memory, rank.links) for rank in begun]
     for shard in shards:
-        free = [rank for rank in ranks if shard.bytes <= rank.room and shard.table not in rank.tables]
+        free = [rank for rank in ranks if rank.takes(shard)]
         if not free:
             return None
-        lightest = min(free, key=lambda rank: rank.score(shard))
-        lightest.add(shard)
-        lightest.tables.add(shard.table)
+        min(free, key=lambda rank: rank.score(shard)).add(shard)
     return ranks
+
+
+def _mend(ranks: Sequence[_Rank], tries: _Tries) -> bool:
+    """Move a shard away from the fullest rank, or swap it for another, if that helps; return whether it did."""
+    fullest = max(ranks, key=lambda rank: rank.score())
+    best, change = fullest.score()[0] - 1e-6, None
+    for other in ranks:
+        if other is fullest:
+            continue
+        tries.count += len(fullest.shards) * (1 + len(other.shards))
+        for shard in fullest.shards:
+            for back in (None, *other.shards):
+                after = max(fullest.score(back, shard)[0], other.score(shard, back)[0])
+                if after < best and other.takes(shard, back) and (back is None or fullest.takes(back, shard)):
+                    best, change = after, (other, shard, back)
+    if change is None:
+        return False
+    other, shard, back = change
+    fullest.add(shard, -1)
+    other.add(shard)
+    if back is not None:
+        other.add(back, -1)
+        fullest.add(back)
+    return True

@@ -44,13 +44,13 @@ def _work(tables: list[TableLoad], placed: Balance, world_size: int) -> tuple[li
 
 
 @pytest.mark.parametrize(("world_size", "cut"), [(1, []), (2, []), (4, [20]), (8, [20, 21])])
-def test_mlperfs_tables_are_within_13_percent(world_size: int, cut: list[int]) -> None:
+def test_mlperfs_tables_are_within_10_percent(world_size: int, cut: list[int]) -> None:
     tables = _mlperf()
     placed = _placed(tables, world_size)
     memory, links, _ = _work(tables, placed, world_size)
     for work, said in ((memory, placed.memory), (links, placed.links)):
         assert max(work) * world_size / sum(work) == pytest.approx(said)
-        assert said <= 1.13
+        assert said <= 1.1
     assert [t for t, ranks in enumerate(placed.ranks) if len(ranks) > 1] == cut, "the tables of most ids, and no others"
     assert placed == balance(tables, world_size, _ROOM), "all ranks compute the same"
 
