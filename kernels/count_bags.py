@@ -43,12 +43,9 @@ def _count_bags(lengths, numbers: tl.int64, features: tl.int64, samples: tl.int6
     tl.store(row + 2 * features, tl.where(samples > 0, tl.max(least), 0))
 
 
-_ARGUMENTS = ("lengths", "numbers", "features", "samples")
-
-
 @lru_cache
 def _counting() -> CompiledKernel:
-    return CompiledKernel(_count_bags, _ARGUMENTS, {"BLOCK": BLOCK}, num_warps=8)
+    return CompiledKernel(_count_bags, {"BLOCK": BLOCK}, num_warps=8)
 
 
 def count_bags(lengths: torch.Tensor, numbers: torch.Tensor) -> None:

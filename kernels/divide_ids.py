@@ -94,16 +94,10 @@ def _divide_ids(
         tl.store(counts + 1 + number * samples + sample, found, mask=live)
 
 
-_ARGUMENTS = (
-    "window", "shares", "counts", "samples", "blocks", "room", "offsets_at", "features", "values_end",
-    "weights_at",
-)  # fmt: skip
-
-
 @lru_cache
 def _compiled(fill: bool, weighted: bool = False) -> CompiledKernel:
     constants = {"FILL": fill, "WEIGHTED": weighted, "BAGS": _BAGS}
-    return CompiledKernel(_divide_ids, _ARGUMENTS, constants, num_warps=_NUM_WARPS)
+    return CompiledKernel(_divide_ids, constants, num_warps=_NUM_WARPS)
 
 
 def divide_ids(window: torch.Tensor, shares: Shares, samples: int, counts: torch.Tensor) -> None:

@@ -242,20 +242,6 @@ class Blocks(NamedTuple):
 
 
 _BLOCKS = Blocks()
-_ARGUMENTS = {
-    "look_up": (
-        "ids", "offsets", "first_rows", "slot_of", "used_at", "named", "clock", "ids_count", "samples", "features",
-    ),
-    "count": ("named", "used_at", "uses", "clock", "counts", "words", "slots", "word_blocks", "slot_blocks"),
-    "list": (
-        "named", "used_at", "uses", "clock", "counts", "ends", "taken", "entering",
-        "words", "slots", "word_blocks", "slot_blocks",
-    ),
-    "take": (
-        "slot_of", "row_in", "used_at", "uses", "clock", "ends", "taken", "leaving", "entering", "count", "word_blocks",
-    ),
-    "replace": ("ids", "offsets", "first_rows", "slot_of", "clock", "ids_count", "samples", "features"),
-}  # fmt: skip
 
 
 @lru_cache
@@ -270,8 +256,7 @@ def _compiled(blocks: Blocks, features: int) -> dict[str, CompiledKernel]:
         "replace": (_replace, by_id),
     }
     return {
-        name: CompiledKernel(kernel, _ARGUMENTS[name], constants, num_warps=_NUM_WARPS)
-        for name, (kernel, constants) in kernels.items()
+        name: CompiledKernel(kernel, constants, num_warps=_NUM_WARPS) for name, (kernel, constants) in kernels.items()
     }
 
 

@@ -74,19 +74,15 @@ def _await_flags(
     primitives.await_flags(ready, counts, slots, first, rank, world_size, epoch, timeout, status, BLOCK, INTERPRETED)
 
 
-_RAISE_ARGUMENTS = ("peers_ready", "clock", "rank", "world_size", "slots", "first_slot", "epoch")
-_AWAIT_ARGUMENTS = ("ready", "counts", "clock", "status", "rank", "world_size", "slots", "epoch", "timeout")
-
-
 @lru_cache
 def _raising(world_size: int) -> CompiledKernel:
-    return CompiledKernel(_raise_flags, _RAISE_ARGUMENTS, {"PEERS": power_of_2(world_size)}, num_warps=1)
+    return CompiledKernel(_raise_flags, {"PEERS": power_of_2(world_size)}, num_warps=1)
 
 
 @lru_cache
 def _awaiting(block: int) -> CompiledKernel:
     constants = {"BLOCK": block, "INTERPRETED": INTERPRETED}
-    return CompiledKernel(_await_flags, _AWAIT_ARGUMENTS, constants, num_warps=max(1, block // 128))
+    return CompiledKernel(_await_flags, constants, num_warps=max(1, block // 128))
 
 
 def raise_flags(flags: Flags, rank: int, slot: int, epoch: int) -> None:
@@ -101,7 +97,7 @@ def raising_flags(flags: Flags, rank: int, slot: int) -> Launch:
 
 
 def _raise_arguments(flags: Flags, rank: int, slot: int, epoch: int) -> tuple[Any, ...]:
-    """Return the arguments in the order of `_RAISE_ARGUMENTS`."""
+    """Return the arguments of `_raise_flags`."""
     return flags.addresses, flags.clock, rank, flags.addresses.numel(), flags.local.shape[1], slot, epoch
 
 
@@ -127,6 +123,6 @@ def _awaited_blocks(flags: Flags) -> tuple[int, int]:
 
 
 def _await_arguments(flags: Flags, rank: int, epoch: int) -> tuple[Any, ...]:
-    """Return the arguments in the order of `_AWAIT_ARGUMENTS`."""
+    """Return the arguments of `_await_flags`."""
     world_size, slots = flags.local.shape
     return flags.local, flags.counts, flags.clock, flags.status, rank, world_size, slots, epoch, flags.timeout

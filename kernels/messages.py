@@ -146,25 +146,15 @@ def _await_message(
     tl.debug_barrier()
 
 
-_PUT_ARGUMENTS = (
-    "heaps", "clock_word", "rank", "peer", "rows", "row_bytes", "group_rows",
-    "address", "shift", "signals", "epoch",
-)  # fmt: skip
-_AWAIT_ARGUMENTS = (
-    "clock_word", "status", "first_sample", "rank", "source", "rows", "group_rows", "each",
-    "signals", "epoch", "timeout",
-)  # fmt: skip
-
-
 @lru_cache
 def _putting(form: str, options: tuple) -> CompiledKernel:
-    return CompiledKernel(_put_message, _PUT_ARGUMENTS, {"FORM": form}, num_warps=_NUM_WARPS, **dict(options))
+    return CompiledKernel(_put_message, {"FORM": form}, num_warps=_NUM_WARPS, **dict(options))
 
 
 @lru_cache
 def _awaiting(runs: bool, form: str, options: tuple) -> CompiledKernel:
     constants = {"RUNS": runs, "LANES": _LANES, "FORM": form, "INTERPRETED": INTERPRETED}
-    return CompiledKernel(_await_message, _AWAIT_ARGUMENTS, constants, num_warps=_LANES // 32, **dict(options))
+    return CompiledKernel(_await_message, constants, num_warps=_LANES // 32, **dict(options))
 
 
 def put_message(

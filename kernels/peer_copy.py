@@ -92,12 +92,6 @@ def _store_rows(
     count_and_raise(counted, peers_ready, rank, world_size, tl.load(clock), PEERS)
 
 
-_ARGUMENTS = (
-    "targets", "peers_ready", "counted", "clock",
-    "source", "rank", "world_size", "destinations", "stride", "words", "offset",
-)  # fmt: skip
-
-
 @lru_cache
 def _storing(world_size: int, word: int) -> CompiledKernel:
     kind, vector = WORDS[word]
@@ -109,7 +103,7 @@ def _storing(world_size: int, word: int) -> CompiledKernel:
         "WORD": word,
         "BLOCK": _NUM_WARPS * 32 * lane_elements,
     }
-    return CompiledKernel(_store_rows, _ARGUMENTS, constants, num_warps=_NUM_WARPS)
+    return CompiledKernel(_store_rows, constants, num_warps=_NUM_WARPS)
 
 
 def store_rows(rows: Rows, flags: RowFlags, rank: int, programs: int = PROGRAMS) -> None:

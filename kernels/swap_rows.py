@@ -78,8 +78,7 @@ def _compiled(words: int, alignment: int) -> CompiledKernel:
         "SHARE": _SHARE_WORDS,
         "STAGES": _STAGES,
     }
-    names = "cached", "address", "slots", "leaving", "entering", "count"
-    return CompiledKernel(_swap_rows, names, constants, num_warps=_NUM_WARPS)
+    return CompiledKernel(_swap_rows, constants, num_warps=_NUM_WARPS)
 
 
 def swap_rows(home: torch.Tensor, cached: torch.Tensor, swaps: Swaps) -> None:

@@ -54,12 +54,9 @@ def _unpack_records(out, records, fields, field_of, samples, record_bytes, words
     tl.store(out + at, tl.where(kind == 2, half, word), mask=mask)
 
 
-_ARGUMENTS = ("out", "records", "fields", "field_of", "samples", "record_bytes", "words")
-
-
 @lru_cache
 def _unpacking() -> CompiledKernel:
-    return CompiledKernel(_unpack_records, _ARGUMENTS, {"BLOCK": BLOCK}, num_warps=4)
+    return CompiledKernel(_unpack_records, {"BLOCK": BLOCK}, num_warps=4)
 
 
 def unpack(records: torch.Tensor, fields: torch.Tensor, field_of: torch.Tensor) -> torch.Tensor:

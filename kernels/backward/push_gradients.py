@@ -135,13 +135,6 @@ def _push_gradients(
             raise_flags(peers_ready, rank * parts + part, world_size, epoch + tl.load(clock), PEERS)
 
 
-_ARGUMENTS = (
-    "gradient", "offsets", "shards", "counts", "windows", "peers_ready", "done", "clock",
-    "rank", "world_size", "parts", "first_part", "end_part",
-    "most", "blocks", "samples", "batch", "first_sample", "scale", "programs", "epoch",
-)  # fmt: skip
-
-
 @lru_cache
 def _compiled(
     schedule: str,
@@ -171,7 +164,7 @@ def _compiled(
         "SCALED": scaled,
         "SHARES": shares,
     }
-    return CompiledKernel(_push_gradients, _ARGUMENTS, constants, num_warps=_NUM_WARPS)
+    return CompiledKernel(_push_gradients, constants, num_warps=_NUM_WARPS)
 
 
 def pushing_gradients(

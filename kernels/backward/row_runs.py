@@ -215,25 +215,16 @@ class PreparedRuns(NamedTuple):
     """whether ids have weights"""
 
 
-_PLACE_ARGUMENTS = (
-    "infos", "offsets", "input_features", "scales", "shared", "words",
-    "ids", "batch", "bits", "row_units",
-)  # fmt: skip
-_CUT_ARGUMENTS = (
-    "run_keys", "run_starts", "run_count", "boundaries", "shared", "chunk_run", "chunk_first", "bounds", "ranges",
-)  # fmt: skip
-
-
 @lru_cache
 def _placing(any_mean: bool, weighted: bool) -> CompiledKernel:
     constants = {"ANY_MEAN": any_mean, "WEIGHTED": weighted, "BLOCK": _PLACED_IDS}
-    return CompiledKernel(_place_gradients, _PLACE_ARGUMENTS, constants, num_warps=4)
+    return CompiledKernel(_place_gradients, constants, num_warps=4)
 
 
 @lru_cache
 def _cutting(chunk_ids: int, ranges: int) -> CompiledKernel:
     constants = {"CHUNK_IDS": chunk_ids, "BLOCK": _CUT_RUNS, "RANGES": power_of_2(ranges)}
-    return CompiledKernel(_cut_runs, _CUT_ARGUMENTS, constants, num_warps=1)
+    return CompiledKernel(_cut_runs, constants, num_warps=1)
 
 
 class Preparation:

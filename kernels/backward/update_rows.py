@@ -241,14 +241,6 @@ def _update_rows(
                     )  # fmt: skip
 
 
-_ARGUMENTS = (
-    *PreparedRuns._fields[:-1],
-    "gradient", "weights", "first_states", "second_states", "third_states", "chunk_sums",
-    "range_index", "weight_at", "first_at", "second_at", "third_at",
-    *Rule._fields,
-)  # fmt: skip
-
-
 def _runs_a_task(dim: int) -> int:
     return min(8, max(1, _ROW_ELEMENTS // power_of_2(dim)))
 
@@ -273,7 +265,7 @@ def _compiled(
         "WEIGHT": TYPES[weights],
         "STOCHASTIC": stochastic and weights != torch.float32,
     }
-    return CompiledKernel(_update_rows, _ARGUMENTS, constants, num_warps=warps)
+    return CompiledKernel(_update_rows, constants, num_warps=warps)
 
 
 class RowUpdate:

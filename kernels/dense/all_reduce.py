@@ -67,9 +67,6 @@ def _average_share(
     count_and_raise(counted, peers_ready, slot, WORLD_SIZE, epoch + tl.load(clock), PEERS)
 
 
-_ARGUMENTS = ("shares", "peers_ready", "counted", "clock", "rank", "lines", "scale", "slot", "epoch")
-
-
 def lane_elements(world_size: int, dtype: torch.dtype) -> int:
     """Return how many elements of each rank a lane of `_average_share` reads at a time: 32 bytes of two, then 16."""
     return max(16, power_of_2(_LANE_BYTES // world_size + 1) // 2) // dtype.itemsize
@@ -85,7 +82,7 @@ def _averaging(world_size: int, dtype: torch.dtype) -> CompiledKernel:
         "LINE": LINE,
         "BLOCK": lanes * lane_elements(world_size, dtype),
     }
-    return CompiledKernel(_average_share, _ARGUMENTS, constants, num_warps=NUM_WARPS)
+    return CompiledKernel(_average_share, constants, num_warps=NUM_WARPS)
 
 
 def average_share(

@@ -138,10 +138,6 @@ def _gradient_of_layer(
     tl.store(sums + group.to(tl.int64) * WIDTH + column, tl.sum(total, 0), mask=within)
 
 
-_ADD_ARGUMENTS = ("x0", "x", "w", "bias", "out", "rows")
-_GRADIENT_ARGUMENTS = (*CrossGradient._fields, "rows")
-
-
 def _constants(width: int, tiles: Tiles) -> dict[str, int]:
     return {"WIDTH": width, "ROWS": tiles.rows, "TURNS": tiles.turns, "COLUMNS": tiles.columns}
 
@@ -149,13 +145,13 @@ def _constants(width: int, tiles: Tiles) -> dict[str, int]:
 @lru_cache
 def _compiled_add(first: bool, width: int, tiles: Tiles) -> CompiledKernel:
     constants = {"FIRST": first} | _constants(width, tiles)
-    return CompiledKernel(_add_layer, _ADD_ARGUMENTS, constants, num_warps=tiles.num_warps)
+    return CompiledKernel(_add_layer, constants, num_warps=tiles.num_warps)
 
 
 @lru_cache
 def _compiled_gradient(layers: int, layer: int, width: int, tiles: Tiles) -> CompiledKernel:
     constants = {"LAYERS": layers, "LAYER": layer, "STACKED": STACKED} | _constants(width, tiles)
-    return CompiledKernel(_gradient_of_layer, _GRADIENT_ARGUMENTS, constants, num_warps=tiles.num_warps)
+    return CompiledKernel(_gradient_of_layer, constants, num_warps=tiles.num_warps)
 
 
 def _programs(rows: int, width: int, tiles: Tiles) -> int:

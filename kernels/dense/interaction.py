@@ -99,9 +99,9 @@ def _compiled(forward: bool, features: int, dim: int, width: int) -> CompiledKer
     block_f, block_d = product_block(features), product_block(dim)
     constants = {"FEATURES": features, "DIM": dim, "WIDTH": width, "BLOCK_F": block_f, "BLOCK_D": block_d}
     constants["INTERPRETED"] = INTERPRETED
-    kernel, names = (_interact, ()) if forward else (_gradient_of_interaction, ("gradient",))
+    kernel = _interact if forward else _gradient_of_interaction
     warps = min(8, max(1, block_f * max(block_f, block_d) // 4096))
-    return CompiledKernel(kernel, (*names, "embeddings", "out"), constants, num_warps=warps)
+    return CompiledKernel(kernel, constants, num_warps=warps)
 
 
 def interact(embeddings: torch.Tensor, features: int, out: torch.Tensor) -> None:

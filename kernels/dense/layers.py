@@ -118,22 +118,19 @@ def _gradient_of_logits(
 def _compiled_logits(width: int) -> CompiledKernel:
     block = 1 << (width - 1).bit_length()
     constants = {"WIDTH": width, "ROWS": max(1, _ELEMENTS // block), "BLOCK": block}
-    return CompiledKernel(_logits, ("x", "weight", "bias", "out", "rows"), constants, num_warps=4)
+    return CompiledKernel(_logits, constants, num_warps=4)
 
 
 @lru_cache
 def _compiled_gradient_of_logits(width: int) -> CompiledKernel:
     constants = {"WIDTH": width, "GROUP": GROUP, "ROWS": _ROWS, "COLUMNS": _COLUMNS}
-    names = ("gradient", "output", "weight", "out", "sums", "rows", "stride")
-    return CompiledKernel(_gradient_of_logits, names, constants, num_warps=4)
+    return CompiledKernel(_gradient_of_logits, constants, num_warps=4)
 
 
 @lru_cache
 def _compiled(width: int) -> CompiledKernel:
     constants = {"WIDTH": width, "GROUP": GROUP, "ROWS": _ROWS, "COLUMNS": _COLUMNS}
-    return CompiledKernel(
-        _mask_and_sum, ("gradient", "output", "out", "sums", "rows", "stride"), constants, num_warps=4
-    )
+    return CompiledKernel(_mask_and_sum, constants, num_warps=4)
 
 
 def mask_and_sum(gradient: torch.Tensor, output: torch.Tensor, out: torch.Tensor, sums: torch.Tensor) -> None:

@@ -119,10 +119,9 @@ def _update_parameters(
 @lru_cache
 def _compiled(kind: str, decays: bool, shadow: torch.dtype | None) -> tuple[CompiledKernel, CompiledKernel]:
     forms = {"KIND": kind, "DECAYS": decays}
-    begin = CompiledKernel(_begin_update, ("step", "numbers", "factors"), forms, num_warps=1)
-    names = ("weights", "gradients", "state", "square", "shadow", "rows", "factors")
+    begin = CompiledKernel(_begin_update, forms, num_warps=1)
     constants = forms | {"SHADOW": TYPES[shadow] if shadow else None, "BLOCK": BLOCK, "LINE": LINE}
-    return begin, CompiledKernel(_update_parameters, names, constants, num_warps=4)
+    return begin, CompiledKernel(_update_parameters, constants, num_warps=4)
 
 
 def _kernels(update: FlatUpdate) -> tuple[CompiledKernel, CompiledKernel]:

@@ -39,13 +39,10 @@ def _begin_call(
     tl.store(clock, epoch + 1)
 
 
-_BEGIN_ARGUMENTS = ("done", "counts", "clock", "status", "rank", "world_size", "timeout")
-
-
 @lru_cache
 def _beginning(world_size: int) -> CompiledKernel:
     constants = {"PEERS": power_of_2(world_size), "INTERPRETED": INTERPRETED}
-    return CompiledKernel(_begin_call, _BEGIN_ARGUMENTS, constants, num_warps=1)
+    return CompiledKernel(_begin_call, constants, num_warps=1)
 
 
 def begin_call(done: Flags, rank: int) -> None:
@@ -106,12 +103,6 @@ def _sum_parts(
         count_and_raise(counted, peers_done, rank, WORLD_SIZE, tl.load(clock), PEERS)
 
 
-_SUM_ARGUMENTS = (
-    "window", "out", "bias", "peers_done", "counted", "clock",
-    "rank", "lines", "begin", "end", "columns",
-)  # fmt: skip
-
-
 @lru_cache
 def _summing(world_size: int, last: bool, bias: bool, relu: bool) -> CompiledKernel:
     constants = {
@@ -123,7 +114,7 @@ def _summing(world_size: int, last: bool, bias: bool, relu: bool) -> CompiledKer
         "LINE": LINE,
         "BLOCK": _SUM_WARPS * 32 * 8,
     }
-    return CompiledKernel(_sum_parts, _SUM_ARGUMENTS, constants, num_warps=_SUM_WARPS)
+    return CompiledKernel(_sum_parts, constants, num_warps=_SUM_WARPS)
 
 
 def sum_parts(parts: Parts, done: Flags, counted: torch.Tensor, rank: int, rows: tuple[int, int], last: bool) -> None:

@@ -68,12 +68,6 @@ class Destinations(NamedTuple):
 TILING = Tiling()
 _STAGES = 4  # reads of both matrices that are under way at once, with the one that is used
 
-_ARGUMENTS = (
-    "out", "bias", "targets", "owners", "peers_ready", "ready", "done", "clock", "status", "x", "weight",
-    "rank", "world_size", "shard_rows", "n_eighths", "k_eighths", "slot_rows", "slots",
-    "timeout",
-)  # fmt: skip
-
 
 class _Kind(NamedTuple):
     """The variants of a kernel of products, beside its tiling."""
@@ -97,9 +91,9 @@ def _compiled(kind: _Kind, tiling: Tiling) -> CompiledKernel:
 
         registers = {"LOAD_REGISTERS": hopper.LOAD_REGISTERS, "PRODUCT_REGISTERS": hopper.PRODUCT_REGISTERS}
         constants |= {"STAGES": _STAGES, "GROUPS": hopper.GROUPS} | registers
-        return CompiledKernel(hopper.product_on_hopper, _ARGUMENTS, constants, num_warps=4)
+        return CompiledKernel(hopper.product_on_hopper, constants, num_warps=4)
     constants["INTERPRETED"] = INTERPRETED
-    return CompiledKernel(product_in_triton, _ARGUMENTS, constants, num_warps=8, num_stages=_STAGES)
+    return CompiledKernel(product_in_triton, constants, num_warps=8, num_stages=_STAGES)
 
 
 def _descriptor(matrix: torch.Tensor, rows: int, columns: int, tiling: Tiling) -> Any:

@@ -187,24 +187,15 @@ def _draw_ids(
     _store_id(d, block * 4 + 3, i, mask, values, lengths, offsets, sums, columns, tables, cells, count, RANGES)
 
 
-_FEATURE_ARGUMENTS = (
-    "dense", "lengths", "sums", "key", "bag_sizes", "first", "blocks", "count", "features", "tables",
-)  # fmt: skip
-_ID_ARGUMENTS = (
-    "values", "lengths", "offsets", "sums", "key", "columns", "tables", "cells",
-    "first", "blocks", "count", "first_block",
-)  # fmt: skip
-
-
 @lru_cache
 def _drawing_features(scale: float) -> CompiledKernel:
-    return CompiledKernel(_draw_features, _FEATURE_ARGUMENTS, {"SCALE": scale, "BLOCK": BLOCK}, num_warps=4)
+    return CompiledKernel(_draw_features, {"SCALE": scale, "BLOCK": BLOCK}, num_warps=4)
 
 
 @lru_cache
 def _drawing_ids(ranges: bool) -> CompiledKernel:
     constants = {"RANGES": ranges, "BLOCK": BLOCK}
-    return CompiledKernel(_draw_ids, _ID_ARGUMENTS, constants, num_warps=4, fuse_sums=False)
+    return CompiledKernel(_draw_ids, constants, num_warps=4, fuse_sums=False)
 
 
 def draw_features(

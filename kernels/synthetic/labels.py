@@ -77,16 +77,10 @@ def _draw_labels(
     tl.store(labels + i, (uniform < probability).to(tl.float32), mask=mask)
 
 
-_ARGUMENTS = (
-    "labels", "dense", "lengths", "sums", "key", "signal_tables", "weights", "dense_weights", "factors", "curve",
-    "first", "blocks", "count", "features", "signals",
-)  # fmt: skip
-
-
 @lru_cache
 def _drawing(bias: float, end: float, pieces: int) -> CompiledKernel:
     constants = {"BIAS": bias, "END": end, "PIECES": pieces, "BLOCK": BLOCK}
-    return CompiledKernel(_draw_labels, _ARGUMENTS, constants, num_warps=4, fuse_sums=False)
+    return CompiledKernel(_draw_labels, constants, num_warps=4, fuse_sums=False)
 
 
 def draw_labels(
