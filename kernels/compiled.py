@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -129,3 +130,25 @@ class CompiledKernel:
                     f"{kernel.__name__}: {name} begins {argument.data_ptr() % 16} bytes behind a multiple of 16; pass "
                     f"one that does not, or name it in the kernel's do_not_specialize_on_alignment"
                 )
+
+
+@lru_cache(maxsize=None, typed=True)
+def specialised(
+    kernel: Any,
+    *,
+    num_warps: int,
+    num_stages: int | None = None,
+    fuse_sums: bool = True,
+    registers: int | None = None,
+    **constants: Any,
+) -> CompiledKernel:
+    """Return the kernel with these compile-time arguments, made once; the options are those of `CompiledKernel`.
+
+    Args:
+        constants: in the order of the kernel's parameters, all hashable.
+
+    Example:
+        specialised(_scale, num_warps=4, BLOCK=1024)(programs, (values.dtype,), values, values.numel(), 0.5)
+    """
+    options: dict[str, Any] = {"num_stages": num_stages, "fuse_sums": fuse_sums, "registers": registers}
+    return CompiledKernel(kernel, constants, num_warps=num_warps, **options)

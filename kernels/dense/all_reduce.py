@@ -9,14 +9,12 @@ Example: two ranks, a range of 4 elements, rank 0 has 1 2 3 4 and rank 1 has 5 6
 stores 3 4 to the first half of both ranks' ranges; rank 1 reads 3 4 and 7 8, and stores 5 6 to the second half.
 """
 
-from functools import lru_cache
-
 import torch
 import triton
 import triton.language as tl
 
 from dlrm_overlap.kernels.arguments import power_of_2
-from dlrm_overlap.kernels.compiled import TYPES, CompiledKernel
+from dlrm_overlap.kernels.compiled import TYPES, CompiledKernel, specialised
 from dlrm_overlap.kernels.dense.arguments import LINE
 from dlrm_overlap.kernels.flags import Flags
 from dlrm_overlap.kernels.primitives import count_and_raise
@@ -72,17 +70,13 @@ def lane_elements(world_size: int, dtype: torch.dtype) -> int:
     return max(16, power_of_2(_LANE_BYTES // world_size + 1) // 2) // dtype.itemsize
 
 
-@lru_cache
 def _averaging(world_size: int, dtype: torch.dtype) -> CompiledKernel:
     lanes = NUM_WARPS * 32
-    constants = {
-        "WORLD_SIZE": world_size,
-        "PEERS": power_of_2(world_size),
-        "TYPE": TYPES[dtype],
-        "LINE": LINE,
-        "BLOCK": lanes * lane_elements(world_size, dtype),
-    }
-    return CompiledKernel(_average_share, constants, num_warps=NUM_WARPS)
+    return specialised(
+        _average_share, num_warps=NUM_WARPS,
+        WORLD_SIZE=world_size, PEERS=power_of_2(world_size), TYPE=TYPES[dtype], LINE=LINE,
+        BLOCK=lanes * lane_elements(world_size, dtype),
+    )  # fmt: skip
 
 
 def average_share(

@@ -24,7 +24,7 @@ from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.embedding.cache import RowCache
 from dlrm_overlap.kernels import swap_rows
 from dlrm_overlap.kernels.arguments import Swaps
-from dlrm_overlap.kernels.compiled import CompiledKernel
+from dlrm_overlap.kernels.compiled import specialised
 from dlrm_overlap.launching.parsing import Parser
 from dlrm_overlap.launching.text_table import format_table
 from dlrm_overlap.observe.metrics import StepTimer
@@ -43,13 +43,12 @@ _KERNELS = 15
 
 def _as_variant(name: str) -> AbstractContextManager[Any]:
     """Return a context in which the kernel is compiled and launched so."""
-    swap_rows._compiled.cache_clear()
     if name == "own":
         return ExitStack()
     programs, warps, kilobytes, stages, *registers = map(int, name.split("x"))
     return patch.multiple(
         swap_rows,
-        CompiledKernel=partial(CompiledKernel, registers=registers[0] if registers else None),
+        specialised=partial(specialised, registers=registers[0] if registers else None),
         _PROGRAMS=programs,
         _FEWEST=programs,
         _NUM_WARPS=warps,
