@@ -570,7 +570,6 @@ SLOW_OF_TWO = [
     "dcn, fp32",
     "cached tables, segments",
     "dcn, in place",
-    "dense gradients by gloo",
     "torchrec, then graph, data-parallel tables",
 ]
 OF_FOUR = ["data-parallel tables"]
