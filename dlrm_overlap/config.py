@@ -339,7 +339,7 @@ class TrainConfig:
     """pipeline graph: in which the dense gradients are sent over the ranks"""
     dense_reduce: Literal["auto", "collective", "stores"] = "auto"
     """pipeline graph: how the dense gradients are summed over the ranks. collective: by NCCL (gloo on CPU). stores: by
-    loads and stores of the peers' memory, in pieces. auto is stores where all ranks are on one host"""
+    loads and stores of the peers' memory, in pieces. auto is stores between GPUs where all ranks are on one host"""
     pipeline: Literal["auto", "torchrec", "graph"] = "auto"
     """torchrec: TrainPipelineSparseDist, which overlaps the next batches' copy and id exchange with the step. graph:
     steps are CUDA graphs; pgas and fused alone. auto takes graph on GPUs where it can"""

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from itertools import zip_longest
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -20,10 +20,7 @@ class CompiledKernel:
     host longer than a small kernel takes the GPU. This class inspects the arguments of the first launch only, and hands
     those of later launches to the GPU as they come. So a kernel and its caller keep to four rules:
 
-    - Names. Launches pass the run-time arguments in the order of the kernel's parameters. The caller states their names
-      in that order when it makes the `CompiledKernel`, which asserts that they are the kernel's own. A parameter that
-      is moved or renamed on one side alone is so found before anything is launched; a NamedTuple that is passed whole
-      gives its `_fields` as names. Values are not matched to names: a call has them in the same lines as the names.
+    - Order. Launches pass the run-time arguments in the order of the kernel's parameters.
     - Integers. The kernel names them in `do_not_specialize`, since compiled kernels are found by the types in `dtypes`
       alone; those that may need 64 bits it annotates as `tl.int64`.
     - Alignment. Every tensor begins at a multiple of 16 bytes, but those that the kernel names in
@@ -35,14 +32,13 @@ class CompiledKernel:
 
     Example:
         # for a kernel _scale(values, count, factor, BLOCK: tl.constexpr)
-        scale = CompiledKernel(_scale, ("values", "count", "factor"), {"BLOCK": 1024}, num_warps=4)
+        scale = CompiledKernel(_scale, {"BLOCK": 1024}, num_warps=4)
         scale(programs, (values.dtype,), values, values.numel(), 0.5)
     """
 
     def __init__(
         self,
         kernel: Any,
-        arguments: Sequence[str],
         constants: Mapping[str, Any],
         *,
         num_warps: int,
@@ -52,11 +48,10 @@ class CompiledKernel:
         libraries: tuple[tuple[str, str], ...] = (),
         prepare: Callable[[int], None] | None = None,
     ) -> None:
-        """Fix the constants, and check all names against the kernel's own.
+        """Fix the constants.
 
         Args:
             kernel: whose `tl.constexpr` parameters come last.
-            arguments: names of the run-time arguments, in the order in which launches pass them.
             constants: values of the `tl.constexpr` parameters by name, in the order of the parameters.
             num_warps: warps a program.
             num_stages: reads of a pipelined loop that are under way at once; None takes Triton's default.
@@ -66,13 +61,11 @@ class CompiledKernel:
             libraries: of device functions, name and file of each, that the kernel is linked with.
             prepare: is called with the module's handle before the first launch; None calls nothing.
         """
-        parameters = inspect.signature(kernel.fn).parameters
-        own_constants = [name for name in parameters if parameters[name].annotation is tl.constexpr]
-        own_arguments = [name for name in parameters if name not in own_constants]
-        assert [*own_arguments, *own_constants] == [*parameters], f"{kernel.__name__}: its constants do not come last"
-        _check_names(kernel, "argument", arguments, own_arguments)
-        _check_names(kernel, "constant", tuple(constants), own_constants)
-        self._kernel, self.constants = kernel, constants
+        names = tuple(inspect.signature(kernel.fn).parameters)
+        self.arguments = names[: len(names) - len(constants)]
+        """names of the run-time arguments"""
+        assert names == (*self.arguments, *constants), f"{kernel.__name__}: its parameters do not end in {[*constants]}"
+        self._kernel, self.constants, self._values = kernel, constants, tuple(constants.values())
         self._options: dict[str, Any] = {"num_warps": num_warps} | ({} if fuse_sums else {"enable_fp_fusion": False})
         self._options |= {} if num_stages is None else {"num_stages": num_stages}
         if registers is not None:
@@ -80,8 +73,6 @@ class CompiledKernel:
         if libraries:
             self._options["extern_libs"] = dict(libraries)
         self._prepare = prepare
-        self.arguments, self._values = tuple(arguments), tuple(constants.values())
-        """names of the run-time arguments"""
         self._compiled: dict[tuple[int, tuple[torch.dtype, ...]], Any] = {}
 
     def __call__(self, programs: int, dtypes: tuple[torch.dtype, ...], *arguments: Any) -> None:
@@ -89,29 +80,21 @@ class CompiledKernel:
 
         Args:
             dtypes: of the tensors whose type the constants leave open.
-            arguments: the kernel's run-time arguments, in the order of the names; the first is a tensor.
+            arguments: the kernel's run-time arguments, in the order of its parameters; the first is a tensor.
         """
         if programs == 0:
             return
-        device = arguments[0].device.index
-        compiled = self._compiled.get((device, dtypes))
-        if compiled is None:
-            if self._prepare is not None:
-                compiled = self.compiled(dtypes, *arguments)
-            else:
-                self.check(*arguments)
-                compiled = self._kernel[(programs,)](*arguments, **self.constants, **self._options)
-                if compiled is not None:  # the interpreter compiles nothing
-                    self._compiled[device, dtypes] = compiled
-                return
+        if INTERPRETED:
+            self.check(*arguments)
+            self._kernel[(programs,)](*arguments, **self.constants, **self._options)
+            return
+        self.launch(self.compiled(dtypes, *arguments), programs, arguments[0].device.index, arguments)
+
+    def launch(self, compiled: Any, programs: int, device: int, arguments: Sequence[Any]) -> None:
+        """Launch what `compiled` returned; a tensor may be its address, of which Triton asks the driver nothing."""
         stream = torch._C._cuda_getCurrentRawStream(device)
         metadata, values = compiled.packed_metadata, self._values
         compiled.run(programs, 1, 1, stream, compiled.function, metadata, None, None, None, *arguments, *values)
-
-    @property
-    def name(self) -> str:
-        """The kernel's name."""
-        return self._kernel.__name__
 
     def compiled(self, dtypes: tuple[torch.dtype, ...], *arguments: Any) -> Any:
         """Return the compiled kernel that launches with such arguments run, which is compiled the first time."""
@@ -133,8 +116,7 @@ class CompiledKernel:
         """Assert that these arguments keep to the class's rules, as far as their values show it."""
         kernel = self._kernel
         assert len(arguments) == len(self.arguments), (
-            f"{kernel.__name__}: {len(arguments)} arguments are passed for {len(self.arguments)} parameters; pass "
-            f"{', '.join(self.arguments)}"
+            f"{kernel.__name__}: {len(arguments)} arguments are passed; pass {', '.join(self.arguments)}"
         )
         named = vars(kernel) if isinstance(kernel, triton.JITFunction) else kernel.kwargs
         general, unaligned = named["do_not_specialize"] or (), named["do_not_specialize_on_alignment"] or ()
@@ -150,10 +132,23 @@ class CompiledKernel:
                 )
 
 
-def _check_names(kernel: Any, kind: str, given: Sequence[str], own: Sequence[str]) -> None:
-    """Assert that the names are those of the kernel's parameters, in their order."""
-    for index, (name, parameter) in enumerate(zip_longest(given, own)):
-        assert name == parameter, (
-            f"{kernel.__name__}: {kind} {index} is named {name}, but the kernel's is {parameter}; name the "
-            f"{kind}s as the kernel's parameters, in their order"
-        )
+@lru_cache(maxsize=None, typed=True)
+def specialised(
+    kernel: Any,
+    *,
+    num_warps: int,
+    num_stages: int | None = None,
+    fuse_sums: bool = True,
+    registers: int | None = None,
+    **constants: Any,
+) -> CompiledKernel:
+    """Return the kernel with these compile-time arguments, made once; the options are those of `CompiledKernel`.
+
+    Args:
+        constants: in the order of the kernel's parameters, all hashable.
+
+    Example:
+        specialised(_scale, num_warps=4, BLOCK=1024)(programs, (values.dtype,), values, values.numel(), 0.5)
+    """
+    options: dict[str, Any] = {"num_stages": num_stages, "fuse_sums": fuse_sums, "registers": registers}
+    return CompiledKernel(kernel, constants, num_warps=num_warps, **options)

@@ -1,12 +1,10 @@
 """Counts the ids of each feature of a batch, and those of its largest and its smallest bag, into the CPU's memory."""
 
-from functools import lru_cache
-
 import torch
 import triton
 import triton.language as tl
 
-from dlrm_overlap.kernels.compiled import INTERPRETED, CompiledKernel
+from dlrm_overlap.kernels.compiled import INTERPRETED, specialised
 
 BLOCK = 64 if INTERPRETED else 2048  # bags at a time
 
@@ -43,14 +41,6 @@ def _count_bags(lengths, numbers: tl.int64, features: tl.int64, samples: tl.int6
     tl.store(row + 2 * features, tl.where(samples > 0, tl.max(least), 0))
 
 
-_ARGUMENTS = ("lengths", "numbers", "features", "samples")
-
-
-@lru_cache
-def _counting() -> CompiledKernel:
-    return CompiledKernel(_count_bags, _ARGUMENTS, {"BLOCK": BLOCK}, num_warps=8)
-
-
 def count_bags(lengths: torch.Tensor, numbers: torch.Tensor) -> None:
     """Count the ids of features, on the current stream, see `reference.count_bags`; the CPU does not wait.
 
@@ -59,4 +49,5 @@ def count_bags(lengths: torch.Tensor, numbers: torch.Tensor) -> None:
         numbers: [3, T] int64 in page-locked memory, whose rows are apart: a row's elements follow each other.
     """
     features, samples = lengths.shape
-    _counting()(features, (lengths.dtype,), lengths, numbers.data_ptr(), numbers.stride(0), samples)
+    kernel = specialised(_count_bags, num_warps=8, BLOCK=BLOCK)
+    kernel(features, (lengths.dtype,), lengths, numbers.data_ptr(), numbers.stride(0), samples)

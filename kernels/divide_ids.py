@@ -9,14 +9,13 @@ Example: T = 1, b = 2, bags [5, 1] [7, 4]; shares of the ids 0 .. 3 and 4 .. 7. 
 bags [1] []; those of the second are 1 3 0, of [1] [3, 0].
 """
 
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from dlrm_overlap.kernels.compiled import CompiledKernel
+from dlrm_overlap.kernels.compiled import CompiledKernel, specialised
 
 _BAGS = 128  # of a program, a lane each
 _NUM_WARPS = 4
@@ -94,16 +93,8 @@ def _divide_ids(
         tl.store(counts + 1 + number * samples + sample, found, mask=live)
 
 
-_ARGUMENTS = (
-    "window", "shares", "counts", "samples", "blocks", "room", "offsets_at", "features", "values_end",
-    "weights_at",
-)  # fmt: skip
-
-
-@lru_cache
 def _compiled(fill: bool, weighted: bool = False) -> CompiledKernel:
-    constants = {"FILL": fill, "WEIGHTED": weighted, "BAGS": _BAGS}
-    return CompiledKernel(_divide_ids, _ARGUMENTS, constants, num_warps=_NUM_WARPS)
+    return specialised(_divide_ids, num_warps=_NUM_WARPS, FILL=fill, WEIGHTED=weighted, BAGS=_BAGS)
 
 
 def divide_ids(window: torch.Tensor, shares: Shares, samples: int, counts: torch.Tensor) -> None:

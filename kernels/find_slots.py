@@ -17,7 +17,7 @@ Example: 4 slots have rows 7 3 9 5, none of which was used again, and 9 and 5 ca
 leaves, row 8 slot 1, which row 3 leaves; the ids become 1 1 0, and the hand is at slot 2.
 """
 
-from functools import lru_cache
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -26,7 +26,7 @@ import triton.language as tl
 
 from dlrm_overlap.kernels import reference
 from dlrm_overlap.kernels.arguments import MOST_USES, CacheState, Swaps
-from dlrm_overlap.kernels.compiled import INTERPRETED, CompiledKernel
+from dlrm_overlap.kernels.compiled import INTERPRETED, specialised
 
 _PROGRAMS = 2 if INTERPRETED else 128  # of _take
 _NUM_WARPS = 4
@@ -242,37 +242,6 @@ class Blocks(NamedTuple):
 
 
 _BLOCKS = Blocks()
-_ARGUMENTS = {
-    "look_up": (
-        "ids", "offsets", "first_rows", "slot_of", "used_at", "named", "clock", "ids_count", "samples", "features",
-    ),
-    "count": ("named", "used_at", "uses", "clock", "counts", "words", "slots", "word_blocks", "slot_blocks"),
-    "list": (
-        "named", "used_at", "uses", "clock", "counts", "ends", "taken", "entering",
-        "words", "slots", "word_blocks", "slot_blocks",
-    ),
-    "take": (
-        "slot_of", "row_in", "used_at", "uses", "clock", "ends", "taken", "leaving", "entering", "count", "word_blocks",
-    ),
-    "replace": ("ids", "offsets", "first_rows", "slot_of", "clock", "ids_count", "samples", "features"),
-}  # fmt: skip
-
-
-@lru_cache
-def _compiled(blocks: Blocks, features: int) -> dict[str, CompiledKernel]:
-    by_id = {"HALVINGS": features.bit_length(), "BLOCK": blocks.ids}
-    by_block = {"WORDS": blocks.words, "SLOTS": blocks.slots}
-    kernels = {
-        "look_up": (_look_up, by_id),
-        "count": (_count, {"MOST": MOST_USES, **by_block}),
-        "list": (_list, by_block),
-        "take": (_take, {"BLOCK": blocks.entries}),
-        "replace": (_replace, by_id),
-    }
-    return {
-        name: CompiledKernel(kernel, _ARGUMENTS[name], constants, num_warps=_NUM_WARPS)
-        for name, (kernel, constants) in kernels.items()
-    }
 
 
 def find_slots(
@@ -308,15 +277,20 @@ def find_slots(
     counts = torch.empty(word_blocks + 2 * slot_blocks, dtype=torch.int32, device=ids.device)
     taken, leaving, entering = (torch.empty(most, dtype=torch.int64, device=ids.device) for _ in range(3))
     count = torch.empty(1, dtype=torch.int64, device=ids.device)
-    kernels, bags = _compiled(blocks, features), (ids, offsets, first_rows)
+    make, bags = partial(specialised, num_warps=_NUM_WARPS), (ids, offsets, first_rows)
     sizes, by_id = (words, slots, word_blocks, slot_blocks), -(-ids.numel() // blocks.ids)
     types, bounds = (offsets.dtype,), (ids.numel(), samples, features)
-    kernels["look_up"](by_id, types, *bags, slot_of, used_at, named, clock, *bounds)
-    kernels["count"](word_blocks + slot_blocks, (), named, used_at, uses, clock, counts, *sizes)
+    look_up = make(_look_up, HALVINGS=features.bit_length(), BLOCK=blocks.ids)
+    look_up(by_id, types, *bags, slot_of, used_at, named, clock, *bounds)
+    counting = make(_count, MOST=MOST_USES, WORDS=blocks.words, SLOTS=blocks.slots)
+    counting(word_blocks + slot_blocks, (), named, used_at, uses, clock, counts, *sizes)
     ends = counts.cumsum(0, dtype=torch.int32)
     changed = (named, used_at, uses, clock)
-    kernels["list"](word_blocks + slot_blocks, (), *changed, counts, ends, taken, entering, *sizes)
+    listing = make(_list, WORDS=blocks.words, SLOTS=blocks.slots)
+    listing(word_blocks + slot_blocks, (), *changed, counts, ends, taken, entering, *sizes)
     by_row = (slot_of, row_in, used_at, uses, clock)
-    kernels["take"](_PROGRAMS, (), *by_row, ends, taken, leaving, entering, count, word_blocks)
-    kernels["replace"](by_id, types, *bags, slot_of, clock, *bounds)
+    take = make(_take, BLOCK=blocks.entries)
+    take(_PROGRAMS, (), *by_row, ends, taken, leaving, entering, count, word_blocks)
+    replace = make(_replace, HALVINGS=features.bit_length(), BLOCK=blocks.ids)
+    replace(by_id, types, *bags, slot_of, clock, *bounds)
     return Swaps(taken, leaving, entering, count)

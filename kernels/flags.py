@@ -1,8 +1,6 @@
 """Ready flags: a rank raises its own flags at every rank, and waits, for a bounded time, for the peers' flags."""
 
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any
 
 import torch
 import triton
@@ -10,7 +8,7 @@ import triton.language as tl
 
 from dlrm_overlap.kernels import primitives
 from dlrm_overlap.kernels.arguments import power_of_2
-from dlrm_overlap.kernels.compiled import INTERPRETED, CompiledKernel
+from dlrm_overlap.kernels.compiled import INTERPRETED, CompiledKernel, specialised
 from dlrm_overlap.kernels.launches import Launch
 
 _GENERAL = {"do_not_specialize": ["rank", "world_size", "slots", "first_slot", "epoch", "timeout"]}
@@ -74,35 +72,21 @@ def _await_flags(
     primitives.await_flags(ready, counts, slots, first, rank, world_size, epoch, timeout, status, BLOCK, INTERPRETED)
 
 
-_RAISE_ARGUMENTS = ("peers_ready", "clock", "rank", "world_size", "slots", "first_slot", "epoch")
-_AWAIT_ARGUMENTS = ("ready", "counts", "clock", "status", "rank", "world_size", "slots", "epoch", "timeout")
-
-
-@lru_cache
-def _raising(world_size: int) -> CompiledKernel:
-    return CompiledKernel(_raise_flags, _RAISE_ARGUMENTS, {"PEERS": power_of_2(world_size)}, num_warps=1)
-
-
-@lru_cache
 def _awaiting(block: int) -> CompiledKernel:
-    constants = {"BLOCK": block, "INTERPRETED": INTERPRETED}
-    return CompiledKernel(_await_flags, _AWAIT_ARGUMENTS, constants, num_warps=max(1, block // 128))
+    return specialised(_await_flags, num_warps=max(1, block // 128), BLOCK=block, INTERPRETED=INTERPRETED)
 
 
 def raise_flags(flags: Flags, rank: int, slot: int, epoch: int) -> None:
     """Raise slot `slot` of `rank` to `epoch` + `flags.clock` at every rank that has an address, after all before it."""
-    _raising(flags.addresses.numel())(1, (), *_raise_arguments(flags, rank, slot, epoch))
+    raising_flags(flags, rank, slot)(epoch)
 
 
 def raising_flags(flags: Flags, rank: int, slot: int) -> Launch:
     """Return the launch of `raise_flags` that is called with the epoch alone."""
-    arguments = _raise_arguments(flags, rank, slot, epoch=0)
-    return Launch(_raising(flags.addresses.numel()), 1, (), arguments, changing=("epoch",))
-
-
-def _raise_arguments(flags: Flags, rank: int, slot: int, epoch: int) -> tuple[Any, ...]:
-    """Return the arguments in the order of `_RAISE_ARGUMENTS`."""
-    return flags.addresses, flags.clock, rank, flags.addresses.numel(), flags.local.shape[1], slot, epoch
+    ranks = flags.addresses.numel()
+    kernel = specialised(_raise_flags, num_warps=1, PEERS=power_of_2(ranks))
+    arguments = flags.addresses, flags.clock, rank, ranks, flags.local.shape[1], slot, 0
+    return Launch(kernel, 1, (), arguments, changing=("epoch",))
 
 
 def wait_flags(flags: Flags, rank: int, epoch: int) -> None:
@@ -110,23 +94,12 @@ def wait_flags(flags: Flags, rank: int, epoch: int) -> None:
 
     A wait that lasts longer than `flags.timeout` is recorded and stops the GPU's work.
     """
-    block, programs = _awaited_blocks(flags)
-    _awaiting(block)(programs, (), *_await_arguments(flags, rank, epoch))
+    awaiting_flags(flags, rank)(epoch)
 
 
 def awaiting_flags(flags: Flags, rank: int) -> Launch:
     """Return the launch of `wait_flags` that is called with the epoch alone."""
-    block, programs = _awaited_blocks(flags)
-    return Launch(_awaiting(block), programs, (), _await_arguments(flags, rank, epoch=0), changing=("epoch",))
-
-
-def _awaited_blocks(flags: Flags) -> tuple[int, int]:
-    """Return how many flags a program awaits, and the programs."""
-    block = min(1024, power_of_2(flags.local.numel()))
-    return block, -(-flags.local.numel() // block)
-
-
-def _await_arguments(flags: Flags, rank: int, epoch: int) -> tuple[Any, ...]:
-    """Return the arguments in the order of `_AWAIT_ARGUMENTS`."""
-    world_size, slots = flags.local.shape
-    return flags.local, flags.counts, flags.clock, flags.status, rank, world_size, slots, epoch, flags.timeout
+    (world_size, slots), block = flags.local.shape, min(1024, power_of_2(flags.local.numel()))
+    arguments = flags.local, flags.counts, flags.clock, flags.status, rank, world_size, slots, 0, flags.timeout
+    programs = -(-flags.local.numel() // block)
+    return Launch(_awaiting(block), programs, (), arguments, changing=("epoch",))

@@ -110,21 +110,15 @@ def _await_message(
     tl.debug_barrier()
 
 
-_SEND_ARGUMENTS = ("heaps", "clock_word", "rank", "peer", "signal", "epoch")
-_AWAIT_ARGUMENTS = (
-    "clock_word", "status", "first_sample", "rank", "source", "group_rows", "each", "signals", "epoch", "timeout",
-)  # fmt: skip
-
-
 @lru_cache
 def _sending(form: str, options: tuple) -> CompiledKernel:
-    return CompiledKernel(_send_signal, _SEND_ARGUMENTS, {"FORM": form}, num_warps=1, **dict(options))
+    return CompiledKernel(_send_signal, {"FORM": form}, num_warps=1, **dict(options))
 
 
 @lru_cache
 def _awaiting(form: str, options: tuple) -> CompiledKernel:
     constants = {"LANES": _LANES, "FORM": form, "INTERPRETED": INTERPRETED}
-    return CompiledKernel(_await_message, _AWAIT_ARGUMENTS, constants, num_warps=_LANES // 32, **dict(options))
+    return CompiledKernel(_await_message, constants, num_warps=_LANES // 32, **dict(options))
 
 
 def send_signal(heap: Network, message: Outgoing, clock: torch.Tensor, epoch: int) -> None:

@@ -1,6 +1,5 @@
 """Rows of any bytes, stored where they belong in the ranks' memory by a kernel that then raises a flag at each."""
 
-from functools import lru_cache
 from math import gcd
 from typing import NamedTuple
 
@@ -9,7 +8,7 @@ import triton
 import triton.language as tl
 
 from dlrm_overlap.kernels.arguments import power_of_2
-from dlrm_overlap.kernels.compiled import CompiledKernel
+from dlrm_overlap.kernels.compiled import CompiledKernel, specialised
 from dlrm_overlap.kernels.primitives import count_and_raise
 
 PROGRAMS = 64
@@ -92,24 +91,13 @@ def _store_rows(
     count_and_raise(counted, peers_ready, rank, world_size, tl.load(clock), PEERS)
 
 
-_ARGUMENTS = (
-    "targets", "peers_ready", "counted", "clock",
-    "source", "rank", "world_size", "destinations", "stride", "words", "offset",
-)  # fmt: skip
-
-
-@lru_cache
 def _storing(world_size: int, word: int) -> CompiledKernel:
     kind, vector = WORDS[word]
     lane_elements = min(_LANE_BYTES, 8 * word) * vector // word
-    constants = {
-        "PEERS": power_of_2(world_size),
-        "TYPE": kind,
-        "VECTOR": vector,
-        "WORD": word,
-        "BLOCK": _NUM_WARPS * 32 * lane_elements,
-    }
-    return CompiledKernel(_store_rows, _ARGUMENTS, constants, num_warps=_NUM_WARPS)
+    return specialised(
+        _store_rows, num_warps=_NUM_WARPS,
+        PEERS=power_of_2(world_size), TYPE=kind, VECTOR=vector, WORD=word, BLOCK=_NUM_WARPS * 32 * lane_elements,
+    )  # fmt: skip
 
 
 def store_rows(rows: Rows, flags: RowFlags, rank: int, programs: int = PROGRAMS) -> None:

@@ -207,27 +207,16 @@ def pull_tasks(capacities: Sequence[int], world_size: int, samples: int, padded:
     return tasks
 
 
-_PLACE_ARGUMENTS = (
-    "windows", "requested", "capacities", "sources", "counts", "arrivals", "status",
-    "world_size", "shards", "keys", "samples", "offsets_at", "total",
-)  # fmt: skip
-_PULL_ARGUMENTS = (
-    "tasks", "windows", "requested", "rows", "sources", "counts", "arrivals", "values", "offsets", "weights",
-    "status",
-    "world_size", "shards", "samples", "offsets_at", "weights_at", "capacity",
-)  # fmt: skip
-
-
 @lru_cache
 def _placing(lengths: bool) -> CompiledKernel:
     constants = {"LENGTHS": lengths, "BLOCK": _PAIRS}
-    return CompiledKernel(_place_ids, _PLACE_ARGUMENTS, constants, num_warps=_NUM_WARPS)
+    return CompiledKernel(_place_ids, constants, num_warps=_NUM_WARPS)
 
 
 @lru_cache
 def _pulling(lengths: bool, weighted: bool, check: bool, block: int) -> CompiledKernel:
     constants = {"LENGTHS": lengths, "WEIGHTED": weighted, "CHECK": check, "BLOCK": block}
-    return CompiledKernel(_pull_ids, _PULL_ARGUMENTS, constants, num_warps=_NUM_WARPS)
+    return CompiledKernel(_pull_ids, constants, num_warps=_NUM_WARPS)
 
 
 def place_ids(

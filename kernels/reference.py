@@ -330,19 +330,6 @@ def swap_rows(home: torch.Tensor, cached: torch.Tensor, swaps: Swaps) -> None:
     cached[slots[enters]] = home[entering[enters]]
 
 
-def average_share(shares: Sequence[torch.Tensor]) -> None:
-    """Store the mean of one rank's share, as each rank has it, over all of them; float32 sums in the ranks' order.
-
-    Example: shares [1, 2] and [5, 6]: both become [3, 4].
-    """
-    total = shares[0].float()
-    for share in shares[1:]:
-        total = total + share
-    mean = (total * (1 / len(shares))).to(shares[0].dtype)
-    for share in shares:
-        share.copy_(mean)
-
-
 def begin_update(update: FlatUpdate) -> None:
     """Count an update, before its first range: Adam's corrections depend on the number."""
     update.step.add_(1)

@@ -4,7 +4,6 @@ The kernel reads and writes the host's memory itself, so a captured step needs n
 engine, and the number of rows is read on the device. Rows travel both ways at once, as the link does.
 """
 
-from functools import lru_cache
 from math import gcd
 
 import torch
@@ -13,7 +12,7 @@ import triton.language as tl
 
 from dlrm_overlap.kernels import reference
 from dlrm_overlap.kernels.arguments import Swaps, power_of_2
-from dlrm_overlap.kernels.compiled import INTERPRETED, CompiledKernel
+from dlrm_overlap.kernels.compiled import INTERPRETED, CompiledKernel, specialised
 
 # Products of the step find no room on a multiprocessor beside a program, so few rows have few. Each has 32 KB under way
 # each way while it stores 16.
@@ -66,20 +65,13 @@ def _swap_rows(
         tl.store(cached + place, came, mask=enters)
 
 
-@lru_cache
 def _compiled(words: int, alignment: int) -> CompiledKernel:
     block = power_of_2(words)
-    constants = {
-        "WORDS": words,
-        "BLOCK_WORDS": block,
-        "ROWS": max(1, min(_BLOCK_WORDS // block, _BLOCK_ROWS)),
-        "ALIGNMENT": alignment,
-        "FEWEST": _FEWEST,
-        "SHARE": _SHARE_WORDS,
-        "STAGES": _STAGES,
-    }
-    names = "cached", "address", "slots", "leaving", "entering", "count"
-    return CompiledKernel(_swap_rows, names, constants, num_warps=_NUM_WARPS)
+    return specialised(
+        _swap_rows, num_warps=_NUM_WARPS,
+        WORDS=words, BLOCK_WORDS=block, ROWS=max(1, min(_BLOCK_WORDS // block, _BLOCK_ROWS)), ALIGNMENT=alignment,
+        FEWEST=_FEWEST, SHARE=_SHARE_WORDS, STAGES=_STAGES,
+    )  # fmt: skip
 
 
 def swap_rows(home: torch.Tensor, cached: torch.Tensor, swaps: Swaps) -> None:

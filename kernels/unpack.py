@@ -1,12 +1,10 @@
 """Unpacks records of samples, whose numbers take as few bytes as they need, into words of 32 bits."""
 
-from functools import lru_cache
-
 import torch
 import triton
 import triton.language as tl
 
-from dlrm_overlap.kernels.compiled import INTERPRETED, CompiledKernel
+from dlrm_overlap.kernels.compiled import INTERPRETED, specialised
 
 BLOCK = 64 if INTERPRETED else 256  # words of a program
 
@@ -54,14 +52,6 @@ def _unpack_records(out, records, fields, field_of, samples, record_bytes, words
     tl.store(out + at, tl.where(kind == 2, half, word), mask=mask)
 
 
-_ARGUMENTS = ("out", "records", "fields", "field_of", "samples", "record_bytes", "words")
-
-
-@lru_cache
-def _unpacking() -> CompiledKernel:
-    return CompiledKernel(_unpack_records, _ARGUMENTS, {"BLOCK": BLOCK}, num_warps=4)
-
-
 def unpack(records: torch.Tensor, fields: torch.Tensor, field_of: torch.Tensor) -> torch.Tensor:
     """Return the numbers of records, [words * b] int32: of field after field all samples', see `reference.unpack`.
 
@@ -74,5 +64,6 @@ def unpack(records: torch.Tensor, fields: torch.Tensor, field_of: torch.Tensor) 
     words = field_of.numel()
     out = torch.empty(words * samples, dtype=torch.int32, device=records.device)
     programs = -(-out.numel() // BLOCK)
-    _unpacking()(programs, (), out, records, fields, field_of, samples, record_bytes, words)
+    kernel = specialised(_unpack_records, num_warps=4, BLOCK=BLOCK)
+    kernel(programs, (), out, records, fields, field_of, samples, record_bytes, words)
     return out

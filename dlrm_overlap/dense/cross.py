@@ -43,35 +43,30 @@ Later = Callable[[str, Write], None]
 """takes one of `CrossLayer`'s names, and what writes its gradients"""
 
 
-def cross(x0: torch.Tensor, layers: Sequence[CrossLayer], later: Later | None = None) -> torch.Tensor:
+def cross(x0: torch.Tensor, layers: Sequence[CrossLayer], later: Later) -> torch.Tensor:
     """Return the network's output [b, N], in the type of x0.
 
     Every layer computes x_{l+1} = x_0 * (W_l (V_l x_l) + b_l) + x_l (Wang et al., DCN V2, arXiv 2008.13535, sections
     3.2 and 3.3). Differentiable once.
 
     Args:
-        x0: [b, N] bfloat16 or another float type, contiguous. Its content must stay until the backward.
+        x0: [b, N] bfloat16 or another float type, contiguous, which requires a gradient where one is recorded. Its
+            content must stay until the backward.
         layers: at least one; w and v have the type of x0.
         later: called in the backward for v, w and bias with a function that writes their gradients, to be called once,
-            on the backward's stream: so x0's gradient is there before they are computed. Autograd then sees nothing of
-            the parameters, and x0 must require a gradient. None leaves the gradients to autograd, in the parameters'
-            types. The products of v come first, since they leave some of a GPU's multiprocessors to the kernel that
-            sends x0's gradient; the product of w would keep it back.
+            on the backward's stream: so x0's gradient is there before they are computed. Autograd sees nothing of the
+            parameters. The products of v come first, since they leave some of a GPU's multiprocessors to the kernel
+            that sends x0's gradient; the product of w would keep it back.
     """
-    assert x0.is_contiguous(), "pass contiguous rows"
-    assert layers, "a cross network has at least one layer"
-    parameters = [tensor for layer in layers for tensor in layer]
-    if later is not None:
-        assert x0.requires_grad or not torch.is_grad_enabled(), "no backward would come, and write the gradients"
-        parameters = [tensor.detach() for tensor in parameters]
-    return _Cross.apply(x0, later, *parameters)  # type: ignore[no-any-return]
+    assert x0.requires_grad or not torch.is_grad_enabled(), "no backward would come, and write the gradients"
+    return _Cross.apply(x0, later, *(tensor.detach() for layer in layers for tensor in layer))  # type: ignore[no-any-return]
 
 
 class _Cross(torch.autograd.Function):
     """Forward and backward of all layers; products are torch's, on the current stream."""
 
     @staticmethod
-    def forward(ctx: Any, x0: torch.Tensor, later: Later | None, *parameters: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x0: torch.Tensor, later: Later, *parameters: torch.Tensor) -> torch.Tensor:
         layers = _layers(parameters)
         kernels = kernels_on(x0.device, "cross")
         inputs, products = stack(len(layers) - 1, x0), stack(len(layers), x0)  # x_1 .., w_0 ..
@@ -121,25 +116,14 @@ class _Cross(torch.autograd.Function):
         def write_bias(into: list[torch.Tensor]) -> None:
             torch._foreach_copy_(into, list(sums.sum(1)))  # type: ignore[no-untyped-call]
 
-        writes: dict[str, Write] = {"v": write_v, "w": write_w, "bias": write_bias}
-        if ctx.later is not None:
-            for name, write in writes.items():
-                ctx.later(name, write)
-            return dx, None, *(None for _ in parameters)
-        into = _new_gradients(layers)
-        for name, write in writes.items():
-            write([getattr(layer, name) for layer in into])
-        return dx, None, *(tensor for layer in into for tensor in layer)
+        ctx.later("v", write_v)
+        ctx.later("w", write_w)
+        ctx.later("bias", write_bias)
+        return dx, None, *(None for _ in parameters)
 
 
 def _layers(tensors: Sequence[torch.Tensor]) -> list[CrossLayer]:
     return [CrossLayer(*tensors[first : first + 3]) for first in range(0, len(tensors), 3)]
-
-
-def _new_gradients(layers: Sequence[CrossLayer]) -> list[CrossLayer]:
-    """Return uninitialised tensors for the gradients of all parameters, those of one kind equally apart."""
-    each = (tensor.new_empty(len(layers), *tensor.shape).unbind() for tensor in layers[0])
-    return [CrossLayer(*tensors) for tensors in zip(*each, strict=True)]
 
 
 def _products_into(out: Sequence[torch.Tensor], left: torch.Tensor, right: torch.Tensor) -> None:

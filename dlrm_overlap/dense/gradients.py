@@ -13,7 +13,7 @@ from torch import nn
 from dlrm_overlap.comm.counters import Counters
 from dlrm_overlap.config import InputError
 from dlrm_overlap.dense.flat import FlatParameters
-from dlrm_overlap.dense.reduction import CollectiveReduction, HostStores, StoreOptions, StoreReduction
+from dlrm_overlap.dense.reduction import CollectiveReduction, StoreOptions
 from dlrm_overlap.kernels.dense.arguments import BLOCK
 
 
@@ -78,7 +78,12 @@ class GradientBuckets:
         assert dtype in (torch.float32, torch.bfloat16), f"gradients are sent as float32 or bfloat16, not as {dtype}"
         self._flat, self._group, self._ranks = flat, group, dist.get_world_size(group)
         self._least = -(-bucket_bytes // dtype.itemsize)
-        self._reduction = open_reduction(flat, group, dtype, stores if self._ranks > 1 else None)
+        if stores is None or self._ranks == 1:
+            self._reduction = CollectiveReduction(flat, group, dtype)
+        else:
+            from dlrm_overlap.dense.stores import StoreReduction  # a CPU needs no Triton
+
+            self._reduction = StoreReduction(flat, group, dtype, stores)
         self._order = order or nullcontext()
         on_gpu = flat.device.type == "cuda" and self._ranks > 1
         # As urgent as the exchange's stores (embedding/backends/push.py): the step waits for the last of them all.
@@ -279,16 +284,3 @@ class GradientBuckets:
 
 def _call(complete: Callable[[str], None], name: str, _: nn.Parameter) -> None:
     complete(name)
-
-
-def open_reduction(
-    flat: FlatParameters, group: dist.ProcessGroup, dtype: torch.dtype, stores: StoreOptions | None
-) -> CollectiveReduction | StoreReduction:
-    """Return the reduction by stores, as `stores` says, or by the group's collective where that is None."""
-    if stores is None:
-        return CollectiveReduction(flat, group, dtype)
-    if flat.device.type != "cuda":
-        return HostStores(flat, group, dtype, stores)
-    from dlrm_overlap.dense.device_stores import DeviceStores  # a CPU needs no Triton
-
-    return DeviceStores(flat, group, dtype, stores)

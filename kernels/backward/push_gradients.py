@@ -16,15 +16,13 @@ elements 0 .. 7 of rank 1's window, rank 1 stores its own to elements 8 .. 15.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 from dlrm_overlap.kernels.arguments import Windows, power_of_2
-from dlrm_overlap.kernels.compiled import TYPES, CompiledKernel
+from dlrm_overlap.kernels.compiled import TYPES, specialised
 from dlrm_overlap.kernels.launches import Launch
 from dlrm_overlap.kernels.primitives import raise_flags, task_at
 
@@ -135,45 +133,6 @@ def _push_gradients(
             raise_flags(peers_ready, rank * parts + part, world_size, epoch + tl.load(clock), PEERS)
 
 
-_ARGUMENTS = (
-    "gradient", "offsets", "shards", "counts", "windows", "peers_ready", "done", "clock",
-    "rank", "world_size", "parts", "first_part", "end_part",
-    "most", "blocks", "samples", "batch", "first_sample", "scale", "programs", "epoch",
-)  # fmt: skip
-
-
-@lru_cache
-def _compiled(
-    schedule: str,
-    world_size: int,
-    dim: int,
-    wire: torch.dtype,
-    stride: int,
-    window_alignment: int,
-    source_alignment: int,
-    start_alignment: int,
-    gradient_bytes: int,
-    scaled: bool,
-    shares: bool,
-) -> CompiledKernel:
-    block = power_of_2(dim)
-    constants: dict[str, Any] = {
-        "SCHEDULE": schedule,
-        "PEERS": power_of_2(world_size),
-        "ROWS": max(1, _TASK_BYTES * _NUM_WARPS // (block * gradient_bytes)),
-        "DIM": dim,
-        "BLOCK_DIM": block,
-        "WIRE": TYPES[wire],
-        "STRIDE": stride,
-        "WINDOW_ALIGNMENT": window_alignment,
-        "SOURCE_ALIGNMENT": source_alignment,
-        "START_ALIGNMENT": start_alignment,
-        "SCALED": scaled,
-        "SHARES": shares,
-    }
-    return CompiledKernel(_push_gradients, _ARGUMENTS, constants, num_warps=_NUM_WARPS)
-
-
 def pushing_gradients(
     gradient: torch.Tensor,
     tables: Sequence[ShardTable],
@@ -218,12 +177,16 @@ def pushing_gradients(
     launches: list[Launch] = []
     for table in tables:
         parts, world_size, most, _ = table.entries.shape
-        kernel = _compiled(
-            schedule, world_size, table.dim, windows.dtype, gradient.stride(0),
-            windows.alignment, table.source_alignment, table.start_alignment, gradient.element_size(), scale != 1.0,
-            offsets is not None,
+        block = power_of_2(table.dim)
+        rows = max(1, _TASK_BYTES * _NUM_WARPS // (block * gradient.element_size()))
+        kernel = specialised(
+            _push_gradients, num_warps=_NUM_WARPS,
+            SCHEDULE=schedule, PEERS=power_of_2(world_size), ROWS=rows, DIM=table.dim, BLOCK_DIM=block,
+            WIRE=TYPES[windows.dtype], STRIDE=gradient.stride(0), WINDOW_ALIGNMENT=windows.alignment,
+            SOURCE_ALIGNMENT=table.source_alignment, START_ALIGNMENT=table.start_alignment, SCALED=scale != 1.0,
+            SHARES=offsets is not None,
         )  # fmt: skip
-        blocks, counted = -(-most_samples // kernel.constants["ROWS"]), programs * len(tables)
+        blocks, counted = -(-most_samples // rows), programs * len(tables)
         arguments = (
             gradient, table.counts if offsets is None else offsets, table.entries, table.counts,
             windows.addresses, flags.addresses, flags.done, flags.clock,

@@ -6,7 +6,6 @@ The ids come sorted by row. A run is the ids of one row; a chunk is a part of a 
 Example: ids of rows  a b c c c c c c c d  make runs a, b, c and d. Cut at 3 ids, c has the chunks  c c c | c c c | c.
 """
 
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -14,7 +13,7 @@ import triton
 import triton.language as tl
 
 from dlrm_overlap.kernels.arguments import power_of_2
-from dlrm_overlap.kernels.compiled import CompiledKernel
+from dlrm_overlap.kernels.compiled import specialised
 from dlrm_overlap.kernels.launches import Launch
 
 # Columns of the table of an input's features, [features + 1, 4] int64. A unit is 4 elements.
@@ -215,27 +214,6 @@ class PreparedRuns(NamedTuple):
     """whether ids have weights"""
 
 
-_PLACE_ARGUMENTS = (
-    "infos", "offsets", "input_features", "scales", "shared", "words",
-    "ids", "batch", "bits", "row_units",
-)  # fmt: skip
-_CUT_ARGUMENTS = (
-    "run_keys", "run_starts", "run_count", "boundaries", "shared", "chunk_run", "chunk_first", "bounds", "ranges",
-)  # fmt: skip
-
-
-@lru_cache
-def _placing(any_mean: bool, weighted: bool) -> CompiledKernel:
-    constants = {"ANY_MEAN": any_mean, "WEIGHTED": weighted, "BLOCK": _PLACED_IDS}
-    return CompiledKernel(_place_gradients, _PLACE_ARGUMENTS, constants, num_warps=4)
-
-
-@lru_cache
-def _cutting(chunk_ids: int, ranges: int) -> CompiledKernel:
-    constants = {"CHUNK_IDS": chunk_ids, "BLOCK": _CUT_RUNS, "RANGES": power_of_2(ranges)}
-    return CompiledKernel(_cut_runs, _CUT_ARGUMENTS, constants, num_warps=1)
-
-
 class Preparation:
     """Places each id's gradient, finds the runs of each range of rows, and cuts long runs into chunks.
 
@@ -263,13 +241,17 @@ class Preparation:
             ids.infos.numel(), ids.samples, ids.bits, row_units,
         )  # fmt: skip
         changing = "infos", "offsets", "scales", "shared", "words", "ids"
-        self._place = Launch(_placing(features.any_mean, made.weighted), None, (ids.offsets.dtype,), place, changing)
+        kernel = specialised(
+            _place_gradients, num_warps=4, ANY_MEAN=features.any_mean, WEIGHTED=made.weighted, BLOCK=_PLACED_IDS
+        )
+        self._place = Launch(kernel, None, (ids.offsets.dtype,), place, changing)
         cut = (
             ids.run_keys, ids.run_starts, ids.run_count, features.boundaries,
             made.shared, made.chunk_run, made.chunk_first, made.bounds, ranges,
         )  # fmt: skip
         changing = "run_keys", "run_starts", "run_count", "shared", "chunk_run", "chunk_first", "bounds"
-        self._cut = Launch(_cutting(chunk_ids, ranges), None, (ids.run_keys.dtype,), cut, changing)
+        kernel = specialised(_cut_runs, num_warps=1, CHUNK_IDS=chunk_ids, BLOCK=_CUT_RUNS, RANGES=power_of_2(ranges))
+        self._cut = Launch(kernel, None, (ids.run_keys.dtype,), cut, changing)
 
     def _room(self, ids: SortedIds) -> PreparedRuns:
         """Return runs whose own tensors are yet to be filled."""

@@ -11,8 +11,6 @@ Example: ids of rows  a b c c c c c c c d,  chunks of 3 ids:  c c c | c c c | c 
 the last to finish adds the three sums and updates c; other programs update a, b and d.
 """
 
-from functools import lru_cache
-
 import torch
 import triton
 import triton.language as tl
@@ -29,7 +27,7 @@ from dlrm_overlap.kernels.backward.optimizers import (
     store_updated_rows,
 )
 from dlrm_overlap.kernels.backward.row_runs import CHUNK_IDS, CHUNKS, DONE, PreparedRuns, chunk_ids_of
-from dlrm_overlap.kernels.compiled import TYPES, CompiledKernel
+from dlrm_overlap.kernels.compiled import TYPES, CompiledKernel, specialised
 from dlrm_overlap.kernels.launches import Launch
 
 _PROGRAMS = 1 << 15  # of a launch, at most; each takes one task after the other
@@ -241,39 +239,22 @@ def _update_rows(
                     )  # fmt: skip
 
 
-_ARGUMENTS = (
-    *PreparedRuns._fields[:-1],
-    "gradient", "weights", "first_states", "second_states", "third_states", "chunk_sums",
-    "range_index", "weight_at", "first_at", "second_at", "third_at",
-    *Rule._fields,
-)  # fmt: skip
-
-
 def _runs_a_task(dim: int) -> int:
     return min(8, max(1, _ROW_ELEMENTS // power_of_2(dim)))
 
 
-@lru_cache
 def _compiled(
     dim: int, weights: torch.dtype, scaled: bool, optimizer: str, stochastic: bool, chunk_ids: int
 ) -> CompiledKernel:
     block = power_of_2(dim)
     warps = max(1, block // 256)
-    states = STATES[optimizer]
-    constants = {
-        "RUNS": _runs_a_task(dim),
-        "BESIDE_IDS": min(_BESIDE_IDS, chunk_ids),
-        "TILE": max(1, _TILE_ELEMENTS * warps // block),
-        "CHUNK_IDS": chunk_ids,
-        "SCALED": scaled,
-        "UPDATE": OPTIMIZERS[optimizer],
-        "STATES": (*states, *[None] * (MOST_STATES - len(states))),
-        "DIM": dim,
-        "BLOCK_DIM": block,
-        "WEIGHT": TYPES[weights],
-        "STOCHASTIC": stochastic and weights != torch.float32,
-    }
-    return CompiledKernel(_update_rows, _ARGUMENTS, constants, num_warps=warps)
+    states = (*STATES[optimizer], *[None] * (MOST_STATES - len(STATES[optimizer])))
+    return specialised(
+        _update_rows, num_warps=warps,
+        RUNS=_runs_a_task(dim), BESIDE_IDS=min(_BESIDE_IDS, chunk_ids), TILE=max(1, _TILE_ELEMENTS * warps // block),
+        CHUNK_IDS=chunk_ids, SCALED=scaled, UPDATE=OPTIMIZERS[optimizer], STATES=states, DIM=dim, BLOCK_DIM=block,
+        WEIGHT=TYPES[weights], STOCHASTIC=stochastic and weights != torch.float32,
+    )  # fmt: skip
 
 
 class RowUpdate:

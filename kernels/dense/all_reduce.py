@@ -9,14 +9,12 @@ Example: two ranks, a range of 4 elements, rank 0 has 1 2 3 4 and rank 1 has 5 6
 stores 3 4 to the first half of both ranks' ranges; rank 1 reads 3 4 and 7 8, and stores 5 6 to the second half.
 """
 
-from functools import lru_cache
-
 import torch
 import triton
 import triton.language as tl
 
 from dlrm_overlap.kernels.arguments import power_of_2
-from dlrm_overlap.kernels.compiled import TYPES, CompiledKernel
+from dlrm_overlap.kernels.compiled import TYPES, CompiledKernel, specialised
 from dlrm_overlap.kernels.dense.arguments import LINE
 from dlrm_overlap.kernels.flags import Flags
 from dlrm_overlap.kernels.primitives import count_and_raise
@@ -67,25 +65,18 @@ def _average_share(
     count_and_raise(counted, peers_ready, slot, WORLD_SIZE, epoch + tl.load(clock), PEERS)
 
 
-_ARGUMENTS = ("shares", "peers_ready", "counted", "clock", "rank", "lines", "scale", "slot", "epoch")
-
-
 def lane_elements(world_size: int, dtype: torch.dtype) -> int:
     """Return how many elements of each rank a lane of `_average_share` reads at a time: 32 bytes of two, then 16."""
     return max(16, power_of_2(_LANE_BYTES // world_size + 1) // 2) // dtype.itemsize
 
 
-@lru_cache
 def _averaging(world_size: int, dtype: torch.dtype) -> CompiledKernel:
     lanes = NUM_WARPS * 32
-    constants = {
-        "WORLD_SIZE": world_size,
-        "PEERS": power_of_2(world_size),
-        "TYPE": TYPES[dtype],
-        "LINE": LINE,
-        "BLOCK": lanes * lane_elements(world_size, dtype),
-    }
-    return CompiledKernel(_average_share, _ARGUMENTS, constants, num_warps=NUM_WARPS)
+    return specialised(
+        _average_share, num_warps=NUM_WARPS,
+        WORLD_SIZE=world_size, PEERS=power_of_2(world_size), TYPE=TYPES[dtype], LINE=LINE,
+        BLOCK=lanes * lane_elements(world_size, dtype),
+    )  # fmt: skip
 
 
 def average_share(

@@ -12,33 +12,16 @@ All activations are [b, N] bfloat16 or another float type, b samples of width N;
 where it stores.
 """
 
-from functools import lru_cache
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 
-from dlrm_overlap.kernels.compiled import CompiledKernel
-from dlrm_overlap.kernels.dense.arguments import GROUP, STACKED, CrossGradient
+from dlrm_overlap.kernels.compiled import specialised
+from dlrm_overlap.kernels.dense.arguments import STACKED, CrossGradient
 
-
-class Tiles(NamedTuple):
-    """How a program walks its part of [b, N]."""
-
-    rows: int
-    """read at once"""
-    turns: int
-    """of that many rows each"""
-    columns: int
-    """of a program; a power of two"""
-    num_warps: int
-
-
-FORWARD = Tiles(rows=16, turns=2, columns=128, num_warps=4)
-BACKWARD = Tiles(rows=32, turns=2, columns=128, num_warps=4)
-BACKWARD_FIRST = Tiles(rows=16, turns=4, columns=128, num_warps=4)
-"""of layer 0, which reads more tensors at once"""
+_COLUMNS, _NUM_WARPS = 128, 4
+_FORWARD, _BACKWARD, _BACKWARD_FIRST = (16, 2), (32, 2), (16, 4)
+"""rows that a program reads at once, and how many times; layer 0 reads more tensors at once backward"""
 
 
 @triton.jit
@@ -138,33 +121,11 @@ def _gradient_of_layer(
     tl.store(sums + group.to(tl.int64) * WIDTH + column, tl.sum(total, 0), mask=within)
 
 
-_ADD_ARGUMENTS = ("x0", "x", "w", "bias", "out", "rows")
-_GRADIENT_ARGUMENTS = (*CrossGradient._fields, "rows")
+def _programs(rows: int, width: int, tile: tuple[int, int]) -> int:
+    return -(-rows // (tile[0] * tile[1])) * -(-width // _COLUMNS)
 
 
-def _constants(width: int, tiles: Tiles) -> dict[str, int]:
-    return {"WIDTH": width, "ROWS": tiles.rows, "TURNS": tiles.turns, "COLUMNS": tiles.columns}
-
-
-@lru_cache
-def _compiled_add(first: bool, width: int, tiles: Tiles) -> CompiledKernel:
-    constants = {"FIRST": first} | _constants(width, tiles)
-    return CompiledKernel(_add_layer, _ADD_ARGUMENTS, constants, num_warps=tiles.num_warps)
-
-
-@lru_cache
-def _compiled_gradient(layers: int, layer: int, width: int, tiles: Tiles) -> CompiledKernel:
-    constants = {"LAYERS": layers, "LAYER": layer, "STACKED": STACKED} | _constants(width, tiles)
-    return CompiledKernel(_gradient_of_layer, _GRADIENT_ARGUMENTS, constants, num_warps=tiles.num_warps)
-
-
-def _programs(rows: int, width: int, tiles: Tiles) -> int:
-    return -(-rows // (tiles.rows * tiles.turns)) * -(-width // tiles.columns)
-
-
-def add_layer(
-    x0: torch.Tensor, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor, out: torch.Tensor, tiles: Tiles = FORWARD
-) -> None:
+def add_layer(x0: torch.Tensor, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor, out: torch.Tensor) -> None:
     """Write out = x0 * (w + bias) + x on the current stream.
 
     Args:
@@ -173,25 +134,27 @@ def add_layer(
         w: the layer's product.
         bias: [N] float32.
         out: the layer's output.
-        tiles: how programs divide the work.
     """
-    assert all(each.is_contiguous() for each in (x0, x, w, bias, out)), "pass contiguous tensors"
     rows, width = x0.shape
-    kernel = _compiled_add(x is x0, width, tiles)
-    kernel(_programs(rows, width, tiles), (x0.dtype,), x0, x, w, bias, out, rows)
+    at_once, turns = _FORWARD
+    kernel = specialised(
+        _add_layer, num_warps=_NUM_WARPS, FIRST=x is x0, WIDTH=width, ROWS=at_once, TURNS=turns, COLUMNS=_COLUMNS
+    )
+    kernel(_programs(rows, width, _FORWARD), (x0.dtype,), x0, x, w, bias, out, rows)
 
 
-def gradient_of_layer(tensors: CrossGradient, layer: int, layers: int, tiles: Tiles | None = None) -> None:
+def gradient_of_layer(tensors: CrossGradient, layer: int, layers: int) -> None:
     """Write what `CrossGradient` says of layer `layer` of `layers`, on the current stream.
 
     Args:
         tensors: what is read and written.
         layer: the layer's number, from 0.
         layers: of the network.
-        tiles: how programs divide the work; None takes what is best on an H200.
     """
-    tiles = tiles or (BACKWARD if layer > 0 else BACKWARD_FIRST)
-    assert tiles.rows * tiles.turns == GROUP, f"a program has {tiles.rows * tiles.turns} rows; sums are of {GROUP}"
-    rows, width = tensors.x0.shape
-    kernel = _compiled_gradient(layers, layer, width, tiles)
-    kernel(_programs(rows, width, tiles), (tensors.x0.dtype,), *tensors, rows)
+    tile = _BACKWARD if layer > 0 else _BACKWARD_FIRST
+    (rows, width), (at_once, turns) = tensors.x0.shape, tile
+    kernel = specialised(
+        _gradient_of_layer, num_warps=_NUM_WARPS, LAYERS=layers, LAYER=layer, STACKED=STACKED,
+        WIDTH=width, ROWS=at_once, TURNS=turns, COLUMNS=_COLUMNS,
+    )  # fmt: skip
+    kernel(_programs(rows, width, tile), (tensors.x0.dtype,), *tensors, rows)

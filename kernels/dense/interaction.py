@@ -7,13 +7,13 @@ reach a tenth of the memory's rate, and picks the pairs out of it. Here a progra
 registers, multiplies them by tensor cores, and stores the pairs.
 """
 
-from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from dlrm_overlap.kernels.compiled import INTERPRETED, CompiledKernel
+from dlrm_overlap.kernels.compiled import INTERPRETED, CompiledKernel, specialised
 from dlrm_overlap.kernels.dense.arguments import product_block
 
 
@@ -94,14 +94,12 @@ def _gradient_of_interaction(
     tl.store(out + at, result.to(out.dtype.element_ty), mask=inside)
 
 
-@lru_cache
-def _compiled(forward: bool, features: int, dim: int, width: int) -> CompiledKernel:
+def _compiled(kernel: Any, features: int, dim: int, width: int) -> CompiledKernel:
     block_f, block_d = product_block(features), product_block(dim)
-    constants = {"FEATURES": features, "DIM": dim, "WIDTH": width, "BLOCK_F": block_f, "BLOCK_D": block_d}
-    constants["INTERPRETED"] = INTERPRETED
-    kernel, names = (_interact, ()) if forward else (_gradient_of_interaction, ("gradient",))
-    warps = min(8, max(1, block_f * max(block_f, block_d) // 4096))
-    return CompiledKernel(kernel, (*names, "embeddings", "out"), constants, num_warps=warps)
+    return specialised(
+        kernel, num_warps=min(8, max(1, block_f * max(block_f, block_d) // 4096)),
+        FEATURES=features, DIM=dim, WIDTH=width, BLOCK_F=block_f, BLOCK_D=block_d, INTERPRETED=INTERPRETED,
+    )  # fmt: skip
 
 
 def interact(embeddings: torch.Tensor, features: int, out: torch.Tensor) -> None:
@@ -112,8 +110,7 @@ def interact(embeddings: torch.Tensor, features: int, out: torch.Tensor) -> None
         features: F.
         out: [b, N] contiguous, of the type of `embeddings`; N is at least D + F * (F - 1) / 2 and at most 16 more.
     """
-    assert all(each.is_contiguous() for each in (embeddings, out)), "pass contiguous rows"
-    kernel = _compiled(True, features, embeddings.shape[1] // features, out.shape[1])
+    kernel = _compiled(_interact, features, embeddings.shape[1] // features, out.shape[1])
     kernel(len(embeddings), (embeddings.dtype,), embeddings, out)
 
 
@@ -126,6 +123,5 @@ def gradient_of_interaction(gradient: torch.Tensor, embeddings: torch.Tensor, fe
         features: F.
         out: [b, F * D] contiguous; all are of one type.
     """
-    assert all(each.is_contiguous() for each in (gradient, embeddings, out)), "pass contiguous rows"
-    kernel = _compiled(False, features, embeddings.shape[1] // features, gradient.shape[1])
+    kernel = _compiled(_gradient_of_interaction, features, embeddings.shape[1] // features, gradient.shape[1])
     kernel(len(embeddings), (embeddings.dtype,), gradient, embeddings, out)

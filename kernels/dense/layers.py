@@ -4,13 +4,14 @@ They are the backward of ReLU and of the bias before it, and a last layer of one
 product of one column cuBLAS takes several kernels, and none of them masks the gradient for the layer before.
 """
 
-from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from dlrm_overlap.kernels.compiled import CompiledKernel
+from dlrm_overlap.kernels.arguments import power_of_2
+from dlrm_overlap.kernels.compiled import CompiledKernel, specialised
 from dlrm_overlap.kernels.dense.arguments import GROUP
 
 _ROWS, _COLUMNS = 16, 128
@@ -114,26 +115,8 @@ def _gradient_of_logits(
         tl.store(sums + 2 * WIDTH, tl.sum(gradients, 0))
 
 
-@lru_cache
-def _compiled_logits(width: int) -> CompiledKernel:
-    block = 1 << (width - 1).bit_length()
-    constants = {"WIDTH": width, "ROWS": max(1, _ELEMENTS // block), "BLOCK": block}
-    return CompiledKernel(_logits, ("x", "weight", "bias", "out", "rows"), constants, num_warps=4)
-
-
-@lru_cache
-def _compiled_gradient_of_logits(width: int) -> CompiledKernel:
-    constants = {"WIDTH": width, "GROUP": GROUP, "ROWS": _ROWS, "COLUMNS": _COLUMNS}
-    names = ("gradient", "output", "weight", "out", "sums", "rows", "stride")
-    return CompiledKernel(_gradient_of_logits, names, constants, num_warps=4)
-
-
-@lru_cache
-def _compiled(width: int) -> CompiledKernel:
-    constants = {"WIDTH": width, "GROUP": GROUP, "ROWS": _ROWS, "COLUMNS": _COLUMNS}
-    return CompiledKernel(
-        _mask_and_sum, ("gradient", "output", "out", "sums", "rows", "stride"), constants, num_warps=4
-    )
+def _compiled(kernel: Any, width: int) -> CompiledKernel:
+    return specialised(kernel, num_warps=4, WIDTH=width, GROUP=GROUP, ROWS=_ROWS, COLUMNS=_COLUMNS)
 
 
 def mask_and_sum(gradient: torch.Tensor, output: torch.Tensor, out: torch.Tensor, sums: torch.Tensor) -> None:
@@ -145,10 +128,9 @@ def mask_and_sum(gradient: torch.Tensor, output: torch.Tensor, out: torch.Tensor
         out: [b, N] contiguous; all three are of one type.
         sums: [ceil(b / GROUP), N] float32, over each `GROUP` rows; columns of a contiguous tensor.
     """
-    assert all(each.is_contiguous() for each in (gradient, output, out)), "pass contiguous tensors"
     rows, width = output.shape
     programs = len(sums) * -(-width // _COLUMNS)
-    _compiled(width)(programs, (output.dtype,), gradient, output, out, sums, rows, sums.stride(0))
+    _compiled(_mask_and_sum, width)(programs, (output.dtype,), gradient, output, out, sums, rows, sums.stride(0))
 
 
 def logits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, out: torch.Tensor) -> None:
@@ -160,10 +142,11 @@ def logits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, out: torch
         bias: [1].
         out: [b]; all are of one type.
     """
-    assert all(each.is_contiguous() for each in (x, weight, out)), "pass contiguous tensors"
     rows, width = x.shape
-    kernel = _compiled_logits(width)
-    kernel(-(-rows // kernel.constants["ROWS"]), (x.dtype,), x, weight, bias, out, rows)
+    block = power_of_2(width)
+    here = max(1, _ELEMENTS // block)
+    kernel = specialised(_logits, num_warps=4, WIDTH=width, ROWS=here, BLOCK=block)
+    kernel(-(-rows // here), (x.dtype,), x, weight, bias, out, rows)
 
 
 def gradient_of_logits(
@@ -179,8 +162,7 @@ def gradient_of_logits(
         sums: [ceil(b / GROUP), 2 N + 1] float32, over each `GROUP` rows: of `out`, of gradient * output, and of
             gradient; columns of a contiguous tensor.
     """
-    assert all(each.is_contiguous() for each in (gradient, output, weight, out)), "pass contiguous tensors"
     rows, width = output.shape
     programs = len(sums) * -(-width // _COLUMNS)
     arguments = gradient, output, weight, out, sums, rows, sums.stride(0)
-    _compiled_gradient_of_logits(width)(programs, (output.dtype,), *arguments)
+    _compiled(_gradient_of_logits, width)(programs, (output.dtype,), *arguments)

@@ -1,13 +1,11 @@
 """The update of all dense parameters by one pass over their flat tensors."""
 
-from functools import lru_cache
-
 import torch
 import triton
 import triton.language as tl
 
-from dlrm_overlap.kernels.compiled import TYPES, CompiledKernel
-from dlrm_overlap.kernels.dense.arguments import BLOCK, FACTORS, LINE, STATES, FlatUpdate
+from dlrm_overlap.kernels.compiled import TYPES, CompiledKernel, specialised
+from dlrm_overlap.kernels.dense.arguments import BLOCK, FACTORS, LINE, FlatUpdate
 
 RATE, EPS, ROOT, TAKE1, KEEP2, TAKE2, L2, SHRINK = range(FACTORS)
 """columns of `FlatUpdate.factors`"""
@@ -116,35 +114,25 @@ def _update_parameters(
         tl.store(shadow + at, weight.to(SHADOW), mask)
 
 
-@lru_cache
-def _compiled(kind: str, decays: bool, shadow: torch.dtype | None) -> tuple[CompiledKernel, CompiledKernel]:
-    forms = {"KIND": kind, "DECAYS": decays}
-    begin = CompiledKernel(_begin_update, ("step", "numbers", "factors"), forms, num_warps=1)
-    names = ("weights", "gradients", "state", "square", "shadow", "rows", "factors")
-    constants = forms | {"SHADOW": TYPES[shadow] if shadow else None, "BLOCK": BLOCK, "LINE": LINE}
-    return begin, CompiledKernel(_update_parameters, names, constants, num_warps=4)
-
-
-def _kernels(update: FlatUpdate) -> tuple[CompiledKernel, CompiledKernel]:
-    shadow = update.shadow.dtype if update.shadow is not None else None
-    return _compiled(update.kind, update.decays, shadow)
+def _updating(kind: str, decays: bool, shadow: torch.dtype | None) -> CompiledKernel:
+    form = TYPES[shadow] if shadow else None
+    return specialised(_update_parameters, num_warps=4, KIND=kind, DECAYS=decays, SHADOW=form, BLOCK=BLOCK, LINE=LINE)
 
 
 def begin_update(update: FlatUpdate) -> None:
     """Count an update and work out its numbers, on the current stream, ahead of `update_range`."""
-    assert len(update.states) == len(STATES[update.kind]), f"{update.kind} has the states {STATES[update.kind]}"
-    begin, _ = _kernels(update)
-    begin(update.step.numel(), (), update.step, update.numbers, update.factors)
+    kernel = specialised(_begin_update, num_warps=1, KIND=update.kind, DECAYS=update.decays)
+    kernel(update.step.numel(), (), update.step, update.numbers, update.factors)
 
 
 def update_range(update: FlatUpdate, first: int, end: int) -> None:
     """Update the weights [first, end), multiples of `BLOCK`, on the current stream."""
     assert first % BLOCK == end % BLOCK == 0, f"elements {first} .. {end}; pad to multiples of {BLOCK}"
-    _, change = _kernels(update)
+    kernel = _updating(update.kind, update.decays, None if update.shadow is None else update.shadow.dtype)
     weights = update.weights[first:end]
     # Weights stand in for what the kind does not read.
     state, square = (*(state[first:end] for state in update.states), weights, weights)[:2]
     shadow = weights if update.shadow is None else update.shadow[first:end]
     rows = update.rows[first // LINE : end // LINE]
     programs = (end - first) // BLOCK
-    change(programs, (), weights, update.gradients[first:end], state, square, shadow, rows, update.factors)
+    kernel(programs, (), weights, update.gradients[first:end], state, square, shadow, rows, update.factors)

@@ -89,13 +89,10 @@ def _add_partials(
         tl.store(at + (into + here)[None, :], total.to(window.dtype.element_ty), mask=mask)
 
 
-_ARGUMENTS = ("window", "sums", "offsets", "samples", "blocks", "width")
-
-
 @lru_cache
 def _compiled(stride: int, alignment: int, some: bool) -> CompiledKernel:
     constants = {"STRIDE": stride, "ALIGNMENT": alignment, "SOME": some, "ROWS": _ROWS, "COLUMNS": _COLUMNS}
-    return CompiledKernel(_add_partials, _ARGUMENTS, constants, num_warps=_NUM_WARPS)
+    return CompiledKernel(_add_partials, constants, num_warps=_NUM_WARPS)
 
 
 def add_partials(window: torch.Tensor, table: PartialTable, offsets: torch.Tensor | None = None) -> None:

@@ -39,7 +39,7 @@ def _expand_rows(rows, places, expanded, count, ROWS: tl.constexpr, DIM: tl.cons
 def _compiled(dim: int) -> CompiledKernel:
     block = power_of_2(dim)
     constants = {"ROWS": max(1, _TASK_ELEMENTS // block), "DIM": dim, "BLOCK_DIM": block}
-    return CompiledKernel(_expand_rows, ("rows", "places", "expanded", "count"), constants, num_warps=_NUM_WARPS)
+    return CompiledKernel(_expand_rows, constants, num_warps=_NUM_WARPS)
 
 
 def expand_rows(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:

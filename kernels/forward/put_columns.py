@@ -90,16 +90,10 @@ def _put_columns(
     _copy_rows(message, columns, windows, first_sample, rank, block, words, pitch, stride, ROWS, BLOCK, WORD)
 
 
-_ARGUMENTS = (
-    "message", "columns", "windows", "first_sample",
-    "ranks", "words", "pitch", "stride", "blocks", "here",
-)  # fmt: skip
-
-
 @lru_cache
 def _compiled(word_bytes: int, block: int) -> CompiledKernel:
     constants: dict[str, Any] = {"ROWS": max(1, _TASK_WORDS // block), "BLOCK": block, "WORD": _WORDS[word_bytes][1]}
-    return CompiledKernel(_put_columns, _ARGUMENTS, constants, num_warps=_NUM_WARPS)
+    return CompiledKernel(_put_columns, constants, num_warps=_NUM_WARPS)
 
 
 def put_columns(

@@ -103,18 +103,10 @@ def _put_pooled(
             )  # fmt: skip
 
 
-_ARGUMENTS = (
-    "values", "offsets", "id_weights", "first_sample", "features", "windows", "status",
-    "heaps", "counts", "clock_word",
-    "rank", "peer", "features_here", "every_feature", "blocks", "batch", "group_blocks", "groups",
-    "shift", "signals", "epoch",
-)  # fmt: skip
-
-
 @lru_cache
 def _compiled(form: str, options: tuple, shape: PoolingShape) -> CompiledKernel:
     constants = {"FORM": form} | shape.constants()
-    return CompiledKernel(_put_pooled, _ARGUMENTS, constants, num_warps=shape.options.tuning.num_warps, **dict(options))
+    return CompiledKernel(_put_pooled, constants, num_warps=shape.options.tuning.num_warps, **dict(options))
 
 
 def put_pooled(

@@ -199,15 +199,6 @@ def _put_slices(
             await_flags(ready, counts, slots, share, rank, world_size, epoch, timeout, status, FLAGS, INTERPRETED)
 
 
-_ARGUMENTS = (
-    "values", "offsets", "id_weights", "first_sample", "features", "windows",
-    "status", "peers_ready", "ready", "counts", "clock_word",
-    "staging", "done", "ticket",
-    "rank", "world_size", "features_here", "blocks", "batch",
-    "slots", "first_slot", "epoch", "timeout",
-)  # fmt: skip
-
-
 @lru_cache
 def _compiled(
     in_place: bool, slice_bags: int, raises: bool, end_wait: bool, peers: int, shape: PoolingShape
@@ -226,9 +217,7 @@ def _compiled(
     }
     # The launch is not cooperative. No wait needs that, and all programs of such a launch have to start together, hence
     # after an NCCL kernel that waits for a peer's, which may come after that peer's grid, whose programs wait for ours.
-    return CompiledKernel(
-        _put_slices, _ARGUMENTS, constants | shape.constants(), num_warps=tuning.num_warps, registers=_REGISTERS
-    )
+    return CompiledKernel(_put_slices, constants | shape.constants(), num_warps=tuning.num_warps, registers=_REGISTERS)
 
 
 class SlicedPut(NamedTuple):
@@ -276,7 +265,7 @@ class SlicedPut(NamedTuple):
         return _compiled(slices.in_place, slices.bags, slices.raises, slices.end_wait, peers, shape)
 
     def _arguments(self, epoch: int) -> tuple[Any, ...]:
-        """Return the arguments in the order of `_ARGUMENTS`, line by line."""
+        """Return the arguments of `_put_slices`, line by line."""
         bags, features, windows, flags, state, options, slices = self
         world_size, features_here = windows.addresses.numel(), features.entries.shape[0]
         blocks, slots = -(-bags.samples_per_rank // options.tuning.task_bags), flags.local.shape[1]

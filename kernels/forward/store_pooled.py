@@ -59,15 +59,9 @@ def _store_pooled(
     store_rows(rows, window, sample, column, filled, STRIDE, DIM, BLOCK_DIM)
 
 
-_ARGUMENTS = (
-    "values", "offsets", "id_weights", "first_sample", "features", "windows", "status",
-    "rank", "world_size", "features_here", "blocks", "batch",
-)  # fmt: skip
-
-
 @lru_cache
 def _compiled(shape: PoolingShape) -> CompiledKernel:
-    return CompiledKernel(_store_pooled, _ARGUMENTS, shape.constants(), num_warps=shape.options.tuning.num_warps)
+    return CompiledKernel(_store_pooled, shape.constants(), num_warps=shape.options.tuning.num_warps)
 
 
 def storing_pooled(

@@ -5,7 +5,6 @@ every rank: READY e, some of its rows of call e are there; DONE e, it has read a
 call e. A rank that has waited for DONE e - 1 of every peer may store to any rank's memory in call e.
 """
 
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -13,7 +12,7 @@ import triton
 import triton.language as tl
 
 from dlrm_overlap.kernels.arguments import power_of_2
-from dlrm_overlap.kernels.compiled import INTERPRETED, CompiledKernel
+from dlrm_overlap.kernels.compiled import INTERPRETED, specialised
 from dlrm_overlap.kernels.dense.arguments import LINE
 from dlrm_overlap.kernels.flags import Flags
 from dlrm_overlap.kernels.primitives import await_flags, count_and_raise
@@ -39,19 +38,11 @@ def _begin_call(
     tl.store(clock, epoch + 1)
 
 
-_BEGIN_ARGUMENTS = ("done", "counts", "clock", "status", "rank", "world_size", "timeout")
-
-
-@lru_cache
-def _beginning(world_size: int) -> CompiledKernel:
-    constants = {"PEERS": power_of_2(world_size), "INTERPRETED": INTERPRETED}
-    return CompiledKernel(_begin_call, _BEGIN_ARGUMENTS, constants, num_warps=1)
-
-
 def begin_call(done: Flags, rank: int) -> None:
     """Make the current stream wait until all peers are through with the call before, and raise the clock by one."""
     world_size = done.local.shape[0]
-    _beginning(world_size)(1, (), done.local, done.counts, done.clock, done.status, rank, world_size, done.timeout)
+    kernel = specialised(_begin_call, num_warps=1, PEERS=power_of_2(world_size), INTERPRETED=INTERPRETED)
+    kernel(1, (), done.local, done.counts, done.clock, done.status, rank, world_size, done.timeout)
 
 
 class Parts(NamedTuple):
@@ -106,26 +97,6 @@ def _sum_parts(
         count_and_raise(counted, peers_done, rank, WORLD_SIZE, tl.load(clock), PEERS)
 
 
-_SUM_ARGUMENTS = (
-    "window", "out", "bias", "peers_done", "counted", "clock",
-    "rank", "lines", "begin", "end", "columns",
-)  # fmt: skip
-
-
-@lru_cache
-def _summing(world_size: int, last: bool, bias: bool, relu: bool) -> CompiledKernel:
-    constants = {
-        "LAST": last,
-        "BIAS": bias,
-        "RELU": relu,
-        "WORLD_SIZE": world_size,
-        "PEERS": power_of_2(world_size),
-        "LINE": LINE,
-        "BLOCK": _SUM_WARPS * 32 * 8,
-    }
-    return CompiledKernel(_sum_parts, _SUM_ARGUMENTS, constants, num_warps=_SUM_WARPS)
-
-
 def sum_parts(parts: Parts, done: Flags, counted: torch.Tensor, rank: int, rows: tuple[int, int], last: bool) -> None:
     """Write some rows of `parts.out`, on the current stream.
 
@@ -137,11 +108,14 @@ def sum_parts(parts: Parts, done: Flags, counted: torch.Tensor, rank: int, rows:
         rows: [begin, end); the beginning is a multiple of 8.
         last: whether no other rows follow: the flag is raised at every rank then.
     """
-    world_size = done.local.shape[0]
-    kernel = _summing(world_size, last, parts.bias is not None, parts.relu)
+    world_size, block = done.local.shape[0], _SUM_WARPS * 32 * 8
+    kernel = specialised(
+        _sum_parts, num_warps=_SUM_WARPS, LAST=last, BIAS=parts.bias is not None, RELU=parts.relu,
+        WORLD_SIZE=world_size, PEERS=power_of_2(world_size), LINE=LINE, BLOCK=block,
+    )  # fmt: skip
     assert rows[0] % 8 == 0, "16 bytes a lane"
     begin, end = rows[0] * parts.columns // 8, -(-rows[1] * parts.columns // 8)
-    programs = max(1, min(_SUM_PROGRAMS, -(-(end - begin) * 8 // kernel.constants["BLOCK"])))
+    programs = max(1, min(_SUM_PROGRAMS, -(-(end - begin) * 8 // block)))
     kernel(
         programs, (parts.out.dtype,),
         parts.window, parts.out, parts.out if parts.bias is None else parts.bias, done.addresses, counted, done.clock,

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from dlrm_overlap.kernels.compiled import INTERPRETED, TYPES, CompiledKernel
+from dlrm_overlap.kernels.compiled import INTERPRETED, TYPES, CompiledKernel, specialised
 from dlrm_overlap.kernels.flags import Flags
 from dlrm_overlap.kernels.gemm.portable import product_in_triton
 
@@ -68,38 +68,18 @@ class Destinations(NamedTuple):
 TILING = Tiling()
 _STAGES = 4  # reads of both matrices that are under way at once, with the one that is used
 
-_ARGUMENTS = (
-    "out", "bias", "targets", "owners", "peers_ready", "ready", "done", "clock", "status", "x", "weight",
-    "rank", "world_size", "shard_rows", "n_eighths", "k_eighths", "slot_rows", "slots",
-    "timeout",
-)  # fmt: skip
 
+def _compiled(tiling: Tiling, **kind: Any) -> CompiledKernel:
+    """Return the kernel of a tiling, with the other constants of both kernels."""
+    constants = kind | {name.upper(): value for name, value in tiling._asdict().items()}
+    if not constants.pop("SPECIALISED"):
+        return specialised(product_in_triton, num_warps=8, num_stages=_STAGES, **constants, INTERPRETED=INTERPRETED)
+    from dlrm_overlap.kernels.gemm import hopper
 
-class _Kind(NamedTuple):
-    """The variants of a kernel of products, beside its tiling."""
-
-    gather: bool
-    scatter: bool
-    by_k: bool
-    bias: bool
-    activation: str
-    type: Any
-    order: str
-
-
-@lru_cache
-def _compiled(kind: _Kind, tiling: Tiling) -> CompiledKernel:
-    cut = tiling._asdict()
-    specialised = cut.pop("specialised")
-    constants: dict[str, Any] = {name.upper(): value for name, value in (kind._asdict() | cut).items()}
-    if specialised:
-        from dlrm_overlap.kernels.gemm import hopper
-
-        registers = {"LOAD_REGISTERS": hopper.LOAD_REGISTERS, "PRODUCT_REGISTERS": hopper.PRODUCT_REGISTERS}
-        constants |= {"STAGES": _STAGES, "GROUPS": hopper.GROUPS} | registers
-        return CompiledKernel(hopper.product_on_hopper, _ARGUMENTS, constants, num_warps=4)
-    constants["INTERPRETED"] = INTERPRETED
-    return CompiledKernel(product_in_triton, _ARGUMENTS, constants, num_warps=8, num_stages=_STAGES)
+    return specialised(
+        hopper.product_on_hopper, num_warps=4, **constants, STAGES=_STAGES, GROUPS=hopper.GROUPS,
+        LOAD_REGISTERS=hopper.LOAD_REGISTERS, PRODUCT_REGISTERS=hopper.PRODUCT_REGISTERS,
+    )  # fmt: skip
 
 
 def _descriptor(matrix: torch.Tensor, rows: int, columns: int, tiling: Tiling) -> Any:
@@ -216,7 +196,6 @@ def _launch(
     else:
         targets, done, order = destinations
         assert slot_rows % tiling.block_m == 0, f"{slot_rows} rows: not whole tiles of {tiling.block_m}"
-    kind = _Kind(not scatter, scatter, by_k, bias is not None, activation, TYPES[x.dtype], order)
     tiling = tiling._replace(specialised=tiling.specialised and _on_hopper(x.device))
     rows = _descriptor(x, tiling.block_m, tiling.block_k, tiling)
     if by_k:
@@ -225,7 +204,11 @@ def _launch(
         columns = _descriptor(weight.t(), tiling.block_k, tiling.block_n, tiling)
     tiles = -(-shard_rows // tiling.block_m) * world_size * -(-n // tiling.block_n)
     given = x if bias is None else bias
-    _compiled(kind, tiling)(
+    kernel = _compiled(
+        tiling, GATHER=not scatter, SCATTER=scatter, BY_K=by_k, BIAS=bias is not None, ACTIVATION=activation,
+        TYPE=TYPES[x.dtype], ORDER=order,
+    )  # fmt: skip
+    kernel(
         _programs(x.device, tiles), (given.dtype,),
         out, given, targets, owners, flags.addresses, flags.local, done, flags.clock, flags.status, rows, columns,
         rank, world_size, shard_rows, n // ALIGNED, k // ALIGNED, slot_rows, flags.local.shape[1],

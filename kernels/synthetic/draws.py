@@ -6,14 +6,13 @@ the sample's position alone: draw 0 is its label's, then come its dense features
 its ids, as many as the largest bag holds. `data/synthetic.py` makes the same samples on a CPU, bit for bit.
 """
 
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from dlrm_overlap.kernels.compiled import INTERPRETED, CompiledKernel
+from dlrm_overlap.kernels.compiled import INTERPRETED, CompiledKernel, specialised
 
 # Columns of the table of tables, [T, 10] int64.
 CELLS = tl.constexpr(0)  # first word of the table's cells
@@ -187,24 +186,8 @@ def _draw_ids(
     _store_id(d, block * 4 + 3, i, mask, values, lengths, offsets, sums, columns, tables, cells, count, RANGES)
 
 
-_FEATURE_ARGUMENTS = (
-    "dense", "lengths", "sums", "key", "bag_sizes", "first", "blocks", "count", "features", "tables",
-)  # fmt: skip
-_ID_ARGUMENTS = (
-    "values", "lengths", "offsets", "sums", "key", "columns", "tables", "cells",
-    "first", "blocks", "count", "first_block",
-)  # fmt: skip
-
-
-@lru_cache
-def _drawing_features(scale: float) -> CompiledKernel:
-    return CompiledKernel(_draw_features, _FEATURE_ARGUMENTS, {"SCALE": scale, "BLOCK": BLOCK}, num_warps=4)
-
-
-@lru_cache
 def _drawing_ids(ranges: bool) -> CompiledKernel:
-    constants = {"RANGES": ranges, "BLOCK": BLOCK}
-    return CompiledKernel(_draw_ids, _ID_ARGUMENTS, constants, num_warps=4, fuse_sums=False)
+    return specialised(_draw_ids, num_warps=4, fuse_sums=False, RANGES=ranges, BLOCK=BLOCK)
 
 
 def draw_features(
@@ -229,7 +212,7 @@ def draw_features(
     """
     (count, features), tables = dense.shape, len(bag_sizes)
     groups, blocks = -(-count // BLOCK), -(-(1 + features + tables) // 4)
-    _drawing_features(scale)(
+    specialised(_draw_features, num_warps=4, SCALE=scale, BLOCK=BLOCK)(
         blocks * groups, (),
         dense, lengths, sums, stream.key, bag_sizes, first, stream.blocks, count, features, tables,
     )  # fmt: skip

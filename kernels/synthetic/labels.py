@@ -1,13 +1,12 @@
 """Draws the labels of synthetic samples, of which the teacher in `data/teacher.py` says how likely a click is."""
 
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from dlrm_overlap.kernels.compiled import CompiledKernel
+from dlrm_overlap.kernels.compiled import CompiledKernel, specialised
 from dlrm_overlap.kernels.synthetic.draws import BLOCK, Stream, draw_block
 
 
@@ -77,16 +76,8 @@ def _draw_labels(
     tl.store(labels + i, (uniform < probability).to(tl.float32), mask=mask)
 
 
-_ARGUMENTS = (
-    "labels", "dense", "lengths", "sums", "key", "signal_tables", "weights", "dense_weights", "factors", "curve",
-    "first", "blocks", "count", "features", "signals",
-)  # fmt: skip
-
-
-@lru_cache
 def _drawing(bias: float, end: float, pieces: int) -> CompiledKernel:
-    constants = {"BIAS": bias, "END": end, "PIECES": pieces, "BLOCK": BLOCK}
-    return CompiledKernel(_draw_labels, _ARGUMENTS, constants, num_warps=4, fuse_sums=False)
+    return specialised(_draw_labels, num_warps=4, fuse_sums=False, BIAS=bias, END=end, PIECES=pieces, BLOCK=BLOCK)
 
 
 def draw_labels(

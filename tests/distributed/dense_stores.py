@@ -1,4 +1,4 @@
-"""Cases of `test_dense_gradients`: reduced by stores, on the host and by the kernels under Triton's interpreter.
+"""Cases of `test_dense_gradients`: reduced by stores, by the kernels under Triton's interpreter.
 
 Ranks are late at random. A gradient is poisoned as soon as its rank has all of it, and is there only when that rank
 raises its flag: whoever reads or writes too early, or too late, leaves something else than the mean.
@@ -7,21 +7,18 @@ raises its flag: whoever reads or writes too early, or too late, leaves somethin
 import random
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from dlrm_overlap.comm.record import ExchangeTimeoutError
-from dlrm_overlap.dense import gradients
-from dlrm_overlap.dense.device_stores import DeviceStores
 from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.flat_steps import FlatSteps, take_steps
 from dlrm_overlap.dense.gradients import GradientBuckets
-from dlrm_overlap.dense.reduction import HostStores, StoreOptions, StoreReduction
+from dlrm_overlap.dense.reduction import StoreOptions
+from dlrm_overlap.dense.stores import StoreReduction
 from dlrm_overlap.kernels.compiled import INTERPRETED
 from dlrm_overlap.kernels.dense.arguments import LINE
 from tests.agreement import assert_near, assert_same
@@ -35,9 +32,9 @@ CULPRIT = 1
 ROUNDED = 2e-2  # the interpreter cuts bfloat16 off, once for each rank and once for the mean
 
 
-def _reduction(kind: type[StoreReduction], dtype: torch.dtype) -> tuple[FlatParameters, StoreReduction]:
+def _reduction(dtype: torch.dtype) -> tuple[FlatParameters, StoreReduction]:
     flat = FlatParameters({"weight": nn.Parameter(torch.zeros(ELEMENTS))})
-    reduction = kind(flat, world(), dtype, StoreOptions(2, PIECE, 60.0))
+    reduction = StoreReduction(flat, world(), dtype, StoreOptions(2, PIECE, 60.0))
     reduction.cut(RANGES)
     return flat, reduction
 
@@ -60,10 +57,10 @@ def _reduce(reduction: StoreReduction, flat: FlatParameters, late: Callable[[], 
     assert before == RANGES[-1][1]
 
 
-def _check_mean(kind: type[StoreReduction], dtype: torch.dtype, steps: int) -> None:
+def _check_mean(dtype: torch.dtype, steps: int) -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     source = random.Random(rank)
-    flat, reduction = _reduction(kind, dtype)
+    flat, reduction = _reduction(dtype)
     gradient = flat.gradients.views["weight"]
 
     def late() -> None:
@@ -100,10 +97,10 @@ def _check_mean(kind: type[StoreReduction], dtype: torch.dtype, steps: int) -> N
     assert_same(gradient, torch.full_like(gradient, torch.nan), "the gradient, in memory of its own again")
 
 
-def _check_dead_peer(kind: type[StoreReduction]) -> None:
+def _check_dead_peer() -> None:
     """All ranks but the culprit name the rank for which they wait in vain."""
-    timeout_s = 0.3 if kind is HostStores else 3e-7  # the interpreter counts turns, 1e9 a second
-    flat, reduction = _reduction(kind, torch.float32)
+    timeout_s = 3e-7  # the interpreter counts turns, 1e9 a second
+    flat, reduction = _reduction(torch.float32)
     _reduce(reduction, flat, lambda: None)
     dist.barrier()
     if dist.get_rank() != CULPRIT:
@@ -123,16 +120,14 @@ def _check_dead_peer(kind: type[StoreReduction]) -> None:
     dist.barrier()
 
 
-def _check_updates(kind: type[StoreReduction]) -> None:
+def _check_updates() -> None:
     """Updated piece by piece as gradients arrive: as torch.optim does with the mean."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     theirs = nn.Parameter(torch.zeros(ELEMENTS))
     reference = torch.optim.Adagrad([theirs], lr=0.1)
     flat = FlatParameters({"weight": nn.Parameter(torch.zeros(ELEMENTS))})
     steps = FlatSteps(flat, torch.optim.Adagrad(flat.parameters.values(), lr=0.1))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gradients, "HostStores", kind)
-        buckets = GradientBuckets(flat, world(), stores=StoreOptions(piece_elements=1500, programs=2))
+    buckets = GradientBuckets(flat, world(), stores=StoreOptions(piece_elements=1500, programs=2))
     for step in range(5):
         flat.gradients.views["weight"].copy_(_gradient(step, rank))
         buckets.complete("weight")
@@ -155,31 +150,19 @@ def _check_updates(kind: type[StoreReduction]) -> None:
     buckets.close()
 
 
-def _host(dtype: torch.dtype) -> Callable[[], None]:
-    return partial(_check_mean, HostStores, dtype, steps=30)
+def _interpreted(check: Callable[..., None], *arguments: Any) -> Callable[[], None]:
+    def run() -> None:
+        with without_streams():
+            check(*arguments)
+
+    return run
 
 
-def _device(dtype: torch.dtype, steps: int) -> Callable[[], None]:
-    return partial(_interpreted, partial(_check_mean, DeviceStores, dtype, steps))
-
-
-def _interpreted(check: Callable[[], None]) -> None:
-    with without_streams():
-        check()
-
-
-CASES: dict[str, Callable[[], None]] = {
-    "stores, host, float32": _host(torch.float32),
-    "stores, host, bfloat16": _host(torch.bfloat16),
-    "stores, host, updates": partial(_check_updates, HostStores),
-    "stores, host, dead peer": partial(_check_dead_peer, HostStores),
-}
+CASES: dict[str, Callable[[], None]] = {}
 if INTERPRETED:
+    CASES = {f"stores, {dtype}": _interpreted(_check_mean, dtype, 2) for dtype in (torch.float32, torch.bfloat16)}
+    CASES |= {"stores, updates": _interpreted(_check_updates), "stores, dead peer": _interpreted(_check_dead_peer)}
     CASES |= {
-        "stores, device, float32": _device(torch.float32, 2),
-        "stores, device, bfloat16": _device(torch.bfloat16, 2),
-        "stores, device, updates": partial(_interpreted, partial(_check_updates, DeviceStores)),
-        "stores, device, dead peer": partial(_interpreted, partial(_check_dead_peer, DeviceStores)),
+        f"stores, {dtype}, longer": _interpreted(_check_mean, dtype, 8) for dtype in (torch.float32, torch.bfloat16)
     }
-    CASES |= {f"stores, device, {dtype}, longer": _device(dtype, 8) for dtype in (torch.float32, torch.bfloat16)}
 OF_FOUR = [case for case in CASES if not case.endswith("longer")]

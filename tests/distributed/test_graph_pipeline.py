@@ -515,7 +515,6 @@ CASES: dict[str, Callable[[], None]] = {
     "uneven ends": _check_uneven_ends,
     "forwards beside progress": _check_forwards_beside_progress,
     "gradients sent as bf16": _check_gradient_dtype,
-    "dense gradients by gloo": partial(_check_segments, "--train.dense_reduce", "collective"),
     "graph, then torchrec, bf16": partial(_check_resume, "graph", "torchrec", *BF16, *ADAM),
     "another optimizer": partial(_check_models, Model, "sparse_dist"),
     "a warm-up of all, a frozen layer": partial(_check_models, Frozen, "none", wrap=_warm_up),
@@ -555,7 +554,6 @@ SLOW_OF_TWO = [
     "dcn, fp32",
     "cached tables, segments",
     "dcn, in place",
-    "dense gradients by gloo",
     "torchrec, then graph",
 ]
 OF_FOUR = ["dot, fp32"]

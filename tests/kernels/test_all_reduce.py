@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dlrm_overlap.dense.reduction import cut
+from dlrm_overlap.dense.stores import cut
 from dlrm_overlap.kernels.dense.all_reduce import average_share
 from dlrm_overlap.kernels.dense.arguments import LINE
 from dlrm_overlap.kernels.flags import Flags

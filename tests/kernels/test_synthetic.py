@@ -58,8 +58,7 @@ def test_kernels_fuse_no_product_with_a_sum() -> None:
     kernels: list[CompiledKernel] = [draws._drawing_ids(False), labels._drawing(-1.0, 16.0, 2048)]
     assert all(kernel._options["enable_fp_fusion"] is False for kernel in kernels)
     assert (
-        "enable_fp_fusion"
-        not in CompiledKernel(draws._draw_ids, draws._ID_ARGUMENTS, {"RANGES": True, "BLOCK": 32}, num_warps=4)._options
+        "enable_fp_fusion" not in CompiledKernel(draws._draw_ids, {"RANGES": True, "BLOCK": 32}, num_warps=4)._options
     )
 
 

@@ -75,7 +75,7 @@ def check_update() -> None:
     """The update of the dense parameters, under each optimizer and with bf16 shadows."""
     lanes = 128
     for kind, states in STATES.items():
-        _, change = update._compiled(kind, False, torch.bfloat16)
+        change = update._updating(kind, False, torch.bfloat16)
         text, turns = compile_for_h200(change, _UPDATE)["ptx"], BLOCK // (lanes * 4)
         assert text.count("ld.global.v4.b32") == turns * (2 + len(states)), f"{kind}\n{text}"
         shadows = BLOCK // (lanes * 8)
@@ -86,8 +86,8 @@ def check_update() -> None:
 def compile_product(mode: str, by_k: bool, tiling: Tiling) -> str:
     """Return the PTX of a product that is gathered, with a bias and relu, or scattered."""
     gather = mode == "gather"
-    activation, dtype = "relu" if gather else "none", TYPES[torch.bfloat16]
-    kind = products._Kind(gather, not gather, by_k, gather, activation, dtype, _ORDERS[mode])
+    kind = {"GATHER": gather, "SCATTER": not gather, "BY_K": by_k, "BIAS": gather}
+    kind |= {"ACTIVATION": "relu" if gather else "none", "TYPE": TYPES[torch.bfloat16], "ORDER": _ORDERS[mode]}
     blocks = {"x": [tiling.block_m, tiling.block_k]}
     blocks["weight"] = [tiling.block_n, tiling.block_k] if by_k else [tiling.block_k, tiling.block_n]
     types = dict(_PRODUCT)
@@ -95,7 +95,7 @@ def compile_product(mode: str, by_k: bool, tiling: Tiling) -> str:
         layout = f",{NVMMASharedLayout.get_default_for(block, bfloat16)!r}" if tiling.specialised else ""
         types[name] = f"tensordesc<bf16{block}{layout}>"
     source = GluonASTSource if tiling.specialised else ASTSource
-    return compile_for_h200(products._compiled(kind, tiling), types, source)["ptx"]
+    return compile_for_h200(products._compiled(tiling, **kind), types, source)["ptx"]
 
 
 def check_products() -> None:

@@ -71,7 +71,8 @@ def _kernels() -> dict[str, tuple[CompiledKernel, dict[str, str]]]:
     """Return the kernels, compiled for several warps a program, and the types of their arguments."""
     options = PoolingOptions(0, "balanced", tuning_for(1024, 2), check_ids=False)
     shape = PoolingShape(options, 1024, torch.bfloat16, 2048, torch.bfloat16, 16, 16, 16, False)
-    kind = product._Kind(True, False, True, False, "none", TYPES[torch.bfloat16], "own_first")
+    kind = {"GATHER": True, "SCATTER": False, "BY_K": True, "BIAS": False}
+    kind |= {"ACTIVATION": "none", "TYPE": TYPES[torch.bfloat16], "ORDER": "own_first"}
     tiling = Tiling(specialised=False)
     blocks = {"x": [tiling.block_m, tiling.block_k], "weight": [tiling.block_n, tiling.block_k]}
     tiles = {name: f"tensordesc<bf16{block}>" for name, block in blocks.items()}
@@ -79,7 +80,7 @@ def _kernels() -> dict[str, tuple[CompiledKernel, dict[str, str]]]:
         "await_flags": (flags._awaiting(1024), {}),
         "put_slices": (put_slices._compiled(True, 8, True, True, 4, shape), _OF_SLICES),
         "await_message": (messages._awaiting("stores", ()), _OF_MESSAGE),
-        "gathered_product": (product._compiled(kind, tiling), _OF_PRODUCT | tiles),
+        "gathered_product": (product._compiled(tiling, **kind), _OF_PRODUCT | tiles),
     }
 
 

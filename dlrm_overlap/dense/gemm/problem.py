@@ -47,17 +47,6 @@ class Problem(NamedTuple):
     keep: bool = False
     """whether an all-gather returns the gathered rows, too"""
 
-    @property
-    def call(self) -> str:
-        """The function of `operators` that asks for it."""
-        return "all_gather_matmul" if self.operator == "all_gather" else "matmul_reduce_scatter"
-
-    def __str__(self) -> str:
-        """Return the problem as one of its ranks would write it."""
-        sizes, bias = f"M {self.rows}, N {self.columns}, K {self.inner}", ", bias" if self.bias else ""
-        kept = ", rows kept" if self.keep else ""
-        return f"{self.call}({sizes}, {self.dtype}{bias}, {self.activation}{kept})"
-
 
 def linear_into(out: torch.Tensor, x: torch.Tensor, layer: Layer) -> None:
     """Write the layer's output for the rows `x` [m, k] to `out` [m, n], contiguous, on the current stream.

@@ -102,17 +102,19 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
             group: the model's ranks; None is the default group.
             casts: gives the model its weights in bfloat16, if it does; made of all dense parameters that it trains.
             gradient_dtype: type in which dense gradients are sent, float32 or bfloat16.
-            dense_reduce: how dense gradients are summed, see `dense.reduction`: collective, stores, or auto, which is
-                stores where all ranks are on one host.
+            dense_reduce: how dense gradients are summed: collective (`dense.reduction`), stores (`dense.stores`), or
+                auto, which is stores between GPUs where all ranks are on one host.
             capture: whether to capture; None captures on GPUs.
             stock: arguments of `TrainPipelineSparseDist`, by name.
 
         Raises:
-            InputError: if `dense_reduce` or an argument of `stock` is not known, or the model is no
-                `DistributedModelParallel`.
+            InputError: if `dense_reduce` or an argument of `stock` is not known, stores are asked of a CPU, or the
+                model is no `DistributedModelParallel`.
         """
         if dense_reduce not in _DENSE_REDUCE:
             raise InputError(f"dense_reduce: {dense_reduce!r} must be one of {', '.join(_DENSE_REDUCE)}; leave it out")
+        if dense_reduce == "stores" and device.type != "cuda":
+            raise InputError(f"dense_reduce: stores are between GPUs, and the model is on {device}; leave it out")
         known = signature(TrainPipelineSparseDist)
         if unknown := sorted(stock.keys() - known.parameters.keys()):
             raise InputError(
@@ -206,7 +208,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
                 dist.broadcast(parameter.data, group=group, group_src=0)
         exchanges = self._ahead.exchanges
         # Where all exchanges store to all ranks, dense gradients can be stored there as well.
-        reached = all(len(exchange.reach.here) == group.size() for exchange in exchanges)
+        reached = all(len(exchange.reach.here) == group.size() for exchange in exchanges) and flat.device.type == "cuda"
         by_stores = self._dense_reduce == "stores" or (self._dense_reduce == "auto" and reached)
         timeout_s = min(exchange.options.wait_timeout_s for exchange in exchanges)
         stores = StoreOptions(wait_timeout_s=timeout_s) if by_stores else None

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dlrm_overlap.dense.reduction import cut
+from dlrm_overlap.dense.stores import cut
 from dlrm_overlap.kernels.dense.arguments import LINE
 
 RANGES = [(0, 1), (1, 4), (4, 4), (4, 21), (21, 121)]  # lines

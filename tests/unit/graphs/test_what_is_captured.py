@@ -335,6 +335,8 @@ def test_an_unknown_way_to_reduce_is_refused() -> None:
     nothing: Any = None
     with pytest.raises(InputError, match=r"dense_reduce: 'nccl' must be one of auto, collective, stores; leave it out"):
         GraphTrainPipeline(nothing, nothing, CPU, dense_reduce="nccl")
+    with pytest.raises(InputError, match=r"dense_reduce: stores are between GPUs, and the model is on cpu; leave it"):
+        GraphTrainPipeline(nothing, nothing, CPU, dense_reduce="stores")
 
 
 def test_an_argument_that_no_pipeline_has_is_refused() -> None:
