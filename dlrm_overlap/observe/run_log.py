@@ -60,11 +60,17 @@ def check_folder(config: Config) -> None:
     The log of a run that ended before its first checkpoint is no result: `set_aside` moves it.
 
     Raises:
-        InputError: if it would overwrite an earlier run's results, or save its checkpoints among those of that run.
+        InputError: if it would overwrite an earlier run's results, save its checkpoints among those of that run, or
+            move the checkpoint aside that it is to go on from.
     """
-    if config.log.replace:  # whatever lies there is moved away, once the folder's lock is held
-        return
     folder, resume = config.folder, config.checkpoint.resume
+    if config.log.replace:  # whatever lies there is moved away, once the folder's lock is held
+        if same_checkpoint(folder / "checkpoints", Path(resume)):
+            raise InputError(
+                f"checkpoint.resume: {resume} lies in {folder}, which log.replace moves aside; leave log.replace out to "
+                f"go on there, or give another --log.name"
+            )
+        return
     if newest := newest_checkpoint(folder / "checkpoints"):
         if resume != "auto" and not same_checkpoint(newest.parent, Path(resume)):
             raise InputError(

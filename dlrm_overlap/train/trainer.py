@@ -121,9 +121,9 @@ class Trainer(Stepper):
 
     def _fit(self, replace: bool) -> dict[str, Any]:
         if not replace:
+            from_rank_0(lambda: check_folder(self.config))
             if self.config.log.replace:
                 from_rank_0(self._replace)
-            from_rank_0(lambda: check_folder(self.config))
             if (summary := self._resume()) is not None:
                 return summary
             from_rank_0(self._set_aside)

@@ -185,6 +185,8 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_begins_anew(tmp_path:
 def test_an_earlier_run_is_moved_aside_when_asked_and_can_go_on_there(tmp_path: Path) -> None:
     _fit(tmp_path, *SAVES)
     before = _contents(tmp_path / "run")
+    with pytest.raises(InputError, match=r"resume: .*step_4 lies in .*run, which log.replace moves aside; leave "):
+        _fit(tmp_path, "--log.replace", "true", "--checkpoint.resume", str(tmp_path / "run/checkpoints/step_4"))
     for seed in ("1", "2"):
         _fit(tmp_path, *SAVES, "--train.seed", seed, "--log.replace", "true")
     moved = tmp_path / "run" / "earlier_1"
