@@ -4,6 +4,7 @@ from pathlib import Path
 
 from dlrm_overlap.checkpoint.manifest import MANIFEST, is_checkpoint, read_manifest, read_whole
 from dlrm_overlap.config import InputError, in_one_line
+from dlrm_overlap.launching.files import replacing
 from dlrm_overlap.launching.text_table import plain
 
 
@@ -63,7 +64,8 @@ def export(path: Path, output: Path) -> None:
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
     try:
-        dcp_to_torch_save(path, output)
+        with replacing(output) as stream:
+            dcp_to_torch_save(path, stream.name)
     except (OSError, RuntimeError) as error:  # torch's writer raises the latter
         raise InputError(f"export: {output} cannot be written ({in_one_line(error):.200}); name another file") from None
 

@@ -1,4 +1,4 @@
-"""The command `checkpoint`: it shows and verifies. `test_inference.py` exports."""
+"""The command `checkpoint`: it shows and verifies. `test_evaluation.py` exports."""
 
 import json
 from pathlib import Path
@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from dlrm_overlap.cli import main
+from tests.conftest import file_limit
 from tests.unit.storage.test_storage import write_table
 
 pytestmark = [pytest.mark.usefixtures("world_of_one"), pytest.mark.filterwarnings("ignore::FutureWarning")]
@@ -31,6 +32,15 @@ def test_says_whether_it_is_whole(tmp_path: Path, capsys: pytest.CaptureFixture[
         assert main(["checkpoint", "verify", str(path)]) == 1
         assert "checkpoint.json is not what was written" in capsys.readouterr().err
     assert main(["checkpoint", "verify", str(tmp_path)]) == 2
+
+
+def test_an_export_that_finds_no_room_leaves_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_table(tmp_path, [0])
+    before = sorted(tmp_path.iterdir())
+    with file_limit(1000):
+        assert main(["checkpoint", "export", str(path), str(tmp_path / "x.pt")]) == 2
+    assert "x.pt cannot be written" in capsys.readouterr().err
+    assert sorted(tmp_path.iterdir()) == before
 
 
 @pytest.mark.parametrize(
