@@ -94,7 +94,8 @@ class Saves:
             return
 
         def check_memory() -> None:
-            held = sum(extent.tensor.nbytes for extent in extents_to_store(self._model, self._optimizer)) * local_ranks
+            extents = extents_to_store(self._model, self._optimizer)
+            held = sum(_bytes_of_copy(extent.tensor) for extent in extents) * local_ranks
             if held > (free := psutil.virtual_memory().available):
                 raise InputError(
                     f"checkpoint.asynchronous: copies of the state take {held / 1e9:.3g} GB of this host's memory, of "
@@ -185,6 +186,11 @@ class Saves:
         wait([self._beside], self._config.embedding.wait_timeout_s if is_on_all_ranks else _PATIENCE_S)
         if not self._beside.done() or self.failed:
             log.warning("checkpoint: the state after step %d was being written, and is not saved", self.step)
+
+
+def _bytes_of_copy(tensor: torch.Tensor) -> int:
+    """Return the memory of the host that a copy of `tensor` takes: PyTorch allots page-locked memory by powers of 2."""
+    return 1 << max(0, tensor.nbytes - 1).bit_length() if tensor.is_cuda else tensor.nbytes
 
 
 def _fault_of(extents: list[Extent]) -> str:

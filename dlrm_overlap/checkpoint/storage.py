@@ -129,6 +129,11 @@ def _first_failure(error: CheckpointException) -> tuple[int, BaseException]:
 
 
 class _Writer(FileSystemWriter):
+    def __init__(self, folder: Path) -> None:
+        # Without copies ahead DCP calls CUDA for tensors on a GPU alone. With them the thread that writes a copy beside
+        # training would wait for the steps that are queued on the GPU, and fail with them.
+        super().__init__(folder, per_thread_copy_ahead=0)
+
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
         try:
             return super().write_data(plan, planner)
