@@ -67,8 +67,8 @@ def check_folder(config: Config) -> None:
     if config.log.replace:  # whatever lies there is moved away, once the folder's lock is held
         if same_checkpoint(folder / "checkpoints", Path(resume)):
             raise InputError(
-                f"checkpoint.resume: {resume} lies in {folder}, which log.replace moves aside; leave log.replace out to "
-                f"go on there, or give another --log.name"
+                f"checkpoint.resume: {resume} lies in {folder}, which log.replace moves aside; leave log.replace out "
+                f"to go on there, or give another --log.name"
             )
         return
     if newest := newest_checkpoint(folder / "checkpoints"):

@@ -84,7 +84,7 @@ def test_no_room_for_copies_is_reported_before_the_first_step(tmp_path: Path, mo
         trainer.fit()
     on_a_gpu = [SimpleNamespace(tensor=SimpleNamespace(nbytes=600, is_cuda=True))]
     monkeypatch.setattr("dlrm_overlap.checkpoint.saving.extents_to_store", lambda *_: on_a_gpu)
-    with pytest.raises(InputError, match="1.02e-06 GB"):
+    with pytest.raises(InputError, match=r"1\.02e-06 GB"):
         trainer.saves.prepare(local_ranks=1)
 
 
