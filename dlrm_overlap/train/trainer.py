@@ -172,7 +172,12 @@ class Trainer(Stepper):
             self.save(step)
         self.progress.is_over = True
         if saves:
-            same = "the same command" + " without log.replace" * self.config.log.replace
+            begins_anew = {
+                "log.replace": self.config.log.replace,
+                "checkpoint.resume": self.config.checkpoint.resume != "auto",
+            }
+            without = " and ".join(key for key, is_set in begins_anew.items() if is_set)
+            same = "the same command" + f" without {without}" * bool(without)
             raise AskedToEndError(f"asked to end: step {step} is saved, and {same} goes on from there")
         raise AskedToEndError(f"asked to end behind step {step}: nothing is saved, as checkpoint.every and last say")
 

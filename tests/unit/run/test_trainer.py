@@ -25,7 +25,7 @@ from dlrm_overlap.embedding.sharder import build_sharders
 from dlrm_overlap.observe.run_log import RunLog
 from dlrm_overlap.train.graphs.train_pipeline import GraphTrainPipeline
 from dlrm_overlap.train.preflight import check_runs
-from dlrm_overlap.train.trainer import Trainer
+from dlrm_overlap.train.trainer import AskedToEndError, Trainer
 from tests.agreement import assert_all_near
 from tests.conftest import file_limit, read_metrics
 from tests.distributed.models import CPU, local_tensors
@@ -77,6 +77,18 @@ def test_a_step_is_saved_once_and_only_if_asked(
     _fit(tmp_path, *options.split())
     assert checkpoints(tmp_path) == [f"step_{step}" for step in steps]
     assert sum(line.startswith("checkpoint: ") for line in caplog.messages) == len(steps)
+
+
+@pytest.mark.parametrize(
+    ("options", "same"),
+    [("", ""), ("--log.replace true --checkpoint.resume never", " without log.replace and checkpoint.resume")],
+)
+def test_a_run_that_was_asked_to_end_says_how_it_goes_on(tmp_path: Path, options: str, same: str) -> None:
+    trainer = make_trainer(quickstart(tmp_path, "run", *SMALL, *SAVES, "--log.every", "1", *options.split()))
+    trainer._end.asked = True
+    with pytest.raises(AskedToEndError, match=rf"step 3 is saved, and the same command{same} goes on"):
+        trainer.fit()
+    assert checkpoints(tmp_path) == ["step_3"]
 
 
 def test_a_folder_that_not_all_ranks_see_is_refused_before_the_first_step(
