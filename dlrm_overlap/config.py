@@ -415,7 +415,7 @@ class CheckpointConfig:
     """checkpoints to keep, those that were saved last"""
     asynchronous: bool = False
     """save while training goes on: a copy of the state is written, which takes as much memory of the host as the tables
-    and their optimizer\x27s state"""
+    and their optimizer's state"""
     resume: FullPath = "auto"
     """auto goes on where dir/name left off; never starts anew; else the path of a checkpoint"""
     resume_changed: bool = False
