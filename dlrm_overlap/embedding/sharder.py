@@ -285,7 +285,7 @@ def make_options(
     checked = {"slice_bags", "programs_per_sm", "wait_timeout_s", "hosts", "aggregate_bytes", "leading_columns"}
     for name in sorted(checked & given.keys()):
         try:
-            convert(kinds[name], given[name])
+            given[name] = convert(kinds[name], given[name])
         except ValueError:
             raise InputError(f"{name}: {given[name]!r} is not {words_of(kinds[name])}") from None
     return ExchangeOptions(wire_dtype=WIRE_DTYPES[wire_dtype], output_dtype=WIRE_DTYPES[output_dtype], **given)

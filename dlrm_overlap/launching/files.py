@@ -97,7 +97,10 @@ def _acquire(path: Path, key: str) -> FileLock:
     try:
         lock.acquire()
     except Timeout:
-        who = path.read_text(errors="replace")[:_OWNER_CHARACTERS] or "another process"
+        who = ""
+        with contextlib.suppress(OSError):  # its owner has just ended
+            who = path.read_text(errors="replace")[:_OWNER_CHARACTERS]
+        who = who or "another process"
         cure = "wait until it ends, or give another folder"
         raise InputError(f"{key}: {path.parent} is in use by {who}; {cure}") from None
     return lock

@@ -80,15 +80,18 @@ class EndRequest:
 
         A SIGINT that is ignored, as in a background job of a script, stays so. One process `answers` it by a line.
         """
+        is_second = False
 
         def hear(number: int, frame: FrameType | None) -> None:
-            again, self.asked = self.asked, True
+            nonlocal is_second
+            self.asked = True
             if number != signal.SIGINT:
                 return
             if answers:
-                say(f"dlrm-overlap: {ENDED_AT_ONCE if again else ENDS_SOON}")
-            if again:
+                say(f"dlrm-overlap: {ENDED_AT_ONCE if is_second else ENDS_SOON}")
+            if is_second:
                 os._exit(128 + number)
+            is_second = True
 
         heeds_keys = signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
         for number in (*_ASKS, *[signal.SIGINT] * heeds_keys):

@@ -27,7 +27,7 @@ _WORDS = {
     float: "a number",
     bool: "true or false",
     str: "text",
-    list: "a list, as in '[64, 16]'",
+    list: "a list of one or more, as in '[64, 16]'",
     NoneType: "null",
 }
 
@@ -80,7 +80,8 @@ def convert(kind: Any, value: Any, text: str | None = None) -> Any:
     elif kind is str and (text is not None or isinstance(value, str)):
         return value if text is None else text
     elif kind is float and type(value) in (int, float, str):
-        return float(value)  # to YAML, 1e-4 is a text
+        with contextlib.suppress(OverflowError):
+            return float(value)  # to YAML, 1e-4 is a text
     elif kind in (int, bool, NoneType) and type(value) is kind:
         return value
     raise ValueError

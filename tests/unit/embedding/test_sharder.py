@@ -14,7 +14,11 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.config import InputError
 from dlrm_overlap.embedding.id_layout import BatchBound
-from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder, OverlapEmbeddingCollectionSharder
+from dlrm_overlap.embedding.sharder import (
+    OverlapEmbeddingBagCollectionSharder,
+    OverlapEmbeddingCollectionSharder,
+    make_options,
+)
 from dlrm_overlap.embedding.weights import initialise_tables
 from tests.agreement import assert_same
 from tests.distributed.models import CPU
@@ -39,6 +43,10 @@ def test_a_value_that_breaks_a_rule(arguments: dict[str, Any], told: str) -> Non
     with pytest.raises(InputError) as error:
         OverlapEmbeddingBagCollectionSharder(**arguments)
     assert told in str(error.value)
+
+
+def test_seconds_may_be_a_text_as_in_a_file() -> None:
+    assert make_options(set(), ["pgas"], wait_timeout_s="1e1").wait_timeout_s == 10.0
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,15 @@ import pytest
 from dlrm_overlap.launching.lifetime import ENDED_AT_ONCE, ENDS_SOON
 from tests.conftest import ROOT
 
-# Presses Ctrl-C so often as argv[1] says, and ends well half a second later.
+# Presses Ctrl-C so often as argv[1] says, as the first rank after a SIGTERM, and ends well half a second later.
 PRESSES = """
 import signal, sys, time
 from dlrm_overlap.launching import lifetime
 signal.signal(signal.SIGINT, signal.SIG_IGN if sys.argv[2] == "ignored" else signal.default_int_handler)
 end = lifetime.EndRequest()
 end.listen(answers=sys.argv[2] == "first")
+if sys.argv[2] == "first":
+    signal.raise_signal(signal.SIGTERM)
 for _ in range(int(sys.argv[1])):
     signal.raise_signal(signal.SIGINT)
     time.sleep(0.5)

@@ -156,7 +156,7 @@ def test_decay_must_follow_the_warm_up() -> None:
 
 
 @pytest.mark.parametrize("key", ["train.lr", "train.eps", "embedding.lr", "embedding.eps", "embedding.wait_timeout_s"])
-@pytest.mark.parametrize("value", ["inf", ".inf", "nan", "-inf", "0"])
+@pytest.mark.parametrize("value", ["inf", ".inf", "nan", "-inf", "0", "1" + 400 * "0"])
 def test_floats_must_be_finite(key: str, value: str) -> None:
     with pytest.raises(InputError, match=key):
         _quickstart(f"--{key}={value}")

@@ -27,7 +27,7 @@ with hold_folder(Path(sys.argv[1]), "log.dir"):
 """
 
 
-def test_a_dead_owner_blocks_nobody_though_its_children_live(tmp_path: Path) -> None:
+def test_a_dead_owner_blocks_nobody_though_its_children_live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     owner = subprocess.Popen([sys.executable, "-c", OWNER, tmp_path], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert owner.stdout is not None
     child = int(owner.stdout.readline())
@@ -35,6 +35,10 @@ def test_a_dead_owner_blocks_nobody_though_its_children_live(tmp_path: Path) -> 
         for check in (check_free, lambda folder, key: hold_folder(folder, key).__enter__()):
             with pytest.raises(InputError, match=rf"log\.dir: .* is in use by process {owner.pid} on \S+, since 2"):
                 check(tmp_path, "log.dir")
+        with monkeypatch.context() as patch:  # it ends, and removes the file, before its name is read
+            patch.setattr(Path, "read_text", lambda *_, **__: (tmp_path / "gone").read_bytes())
+            with pytest.raises(InputError, match=r"is in use by another process; wait"):
+                hold_folder(tmp_path, "log.dir").__enter__()
         owner.kill()
         owner.wait(timeout=10)
         assert (tmp_path / LOCK_NAME).exists()
