@@ -109,6 +109,7 @@ class OverlapEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
                 unsharded module.
         """
         super().__init__(fused_params, qcomm_codecs_registry, sharded_module_order_overwrite)
+        _check_named(given, PooledArguments)
         _check_known("output_order", output_order, ("plan", "model"))
         self.output_order = output_order
         self.options = make_options(precisions(qcomm_codecs_registry), EXCHANGED, copy_output=copy_output, **given)
@@ -164,6 +165,7 @@ class OverlapEmbeddingCollectionSharder(EmbeddingCollectionSharder):
                 unless more than 0.9 of the ids of the first batch are distinct.
         """
         super().__init__(fused_params, qcomm_codecs_registry, use_index_dedup)
+        _check_named(given, ExchangeArguments)
         if dedup not in (True, False, "auto"):
             raise InputError(f"dedup: {dedup!r} is not known; take True, False or auto")
         self.dedup = dedup
@@ -231,6 +233,16 @@ def _shard(
     )
 
 
+def _check_named(given: Mapping[str, Any], arguments: type) -> None:
+    """Check that arguments have names of `arguments`, a TypedDict.
+
+    Raises:
+        TypeError: if one has not, as of any function.
+    """
+    if unknown := sorted(given.keys() - arguments.__annotations__.keys()):
+        raise TypeError(f"sharder: unexpected arguments {', '.join(unknown)}")
+
+
 def _check_known(name: str, value: str, known: Sequence[str]) -> None:
     """Check that a value of an argument is one of those known.
 
@@ -285,7 +297,7 @@ def make_options(
     checked = {"slice_bags", "programs_per_sm", "wait_timeout_s", "hosts", "aggregate_bytes", "leading_columns"}
     for name in sorted(checked & given.keys()):
         try:
-            convert(kinds[name], given[name])
+            given[name] = convert(kinds[name], given[name])
         except ValueError:
             raise InputError(f"{name}: {given[name]!r} is not {words_of(kinds[name])}") from None
     return ExchangeOptions(wire_dtype=WIRE_DTYPES[wire_dtype], output_dtype=WIRE_DTYPES[output_dtype], **given)
