@@ -1,7 +1,7 @@
 """Launching jitted kernels in a few microseconds."""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -88,13 +88,15 @@ class CompiledKernel:
             self.check(*arguments)
             self._kernel[(programs,)](*arguments, **self.constants, **self._options)
             return
-        self.launch(self.compiled(dtypes, *arguments), programs, arguments[0].device.index, arguments)
-
-    def launch(self, compiled: Any, programs: int, device: int, arguments: Sequence[Any]) -> None:
-        """Launch what `compiled` returned; a tensor may be its address, of which Triton asks the driver nothing."""
-        stream = torch._C._cuda_getCurrentRawStream(device)
+        compiled = self.compiled(dtypes, *arguments)
+        stream = torch._C._cuda_getCurrentRawStream(arguments[0].device.index)
         metadata, values = compiled.packed_metadata, self._values
         compiled.run(programs, 1, 1, stream, compiled.function, metadata, None, None, None, *arguments, *values)
+
+    @property
+    def name(self) -> str:
+        """The kernel's name."""
+        return self._kernel.__name__
 
     def compiled(self, dtypes: tuple[torch.dtype, ...], *arguments: Any) -> Any:
         """Return the compiled kernel that launches with such arguments run, which is compiled the first time."""

@@ -1,5 +1,7 @@
-"""What a `Launch` gives the GPU, and that calls change what they name and nothing else."""
+"""What a `Launch` gives the driver, and that calls change what they name and nothing else."""
 
+import ctypes
+import struct
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,24 +41,78 @@ def test_a_call_changes_what_it_names() -> None:
 def test_a_tensor_of_another_type_is_refused() -> None:
     into, values = torch.zeros(4), torch.zeros(4)
     launch = Launch(_kernel(), 1, (), (into, values, 10, 0.5, 0), changing=("values",))
-    with pytest.raises(AssertionError, match=r"\[torch\.float64\] are given to a launch of \[torch\.float32\]"):
+    with pytest.raises(AssertionError, match=r"_store: torch\.float64, prepared for torch\.float32"):
         launch(values.double())
 
 
-def test_the_gpu_is_given_addresses_and_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    launched: list[tuple[Any, ...]] = []
-    made = SimpleNamespace(function=77, packed_metadata=(2, 1), run=lambda *given: launched.append(given))
+_PLACES = ((0, 8), (8, 8), (16, 4), (20, 4), (24, 8), (32, 8), (40, 8))
+
+
+class _Driver:
+    """The driver's functions, for a kernel with the parameters of `_store` and Triton's two scratch pointers."""
+
+    PLACES = _PLACES
+
+    def __init__(self) -> None:
+        self.launched: list[Any] = []
+        self.status = 0
+
+    def cuFuncGetParamInfo(self, function: Any, index: Any, offset: Any, size: Any) -> int:  # noqa: N802
+        if index.value >= len(self.PLACES):
+            return 1
+        offset._obj.value, size._obj.value = self.PLACES[index.value]
+        return 0
+
+    def cuLaunchKernelEx(self, config: Any, function: Any, parameters: Any, told: Any) -> int:  # noqa: N802
+        words = (ctypes.c_void_p * 5).from_address(told.value)
+        assert (words[0], words[2], words[4], parameters) == (1, 2, None, None)
+        size = ctypes.c_size_t.from_address(words[3] or 0).value
+        given = struct.unpack("@QQifqQQ", ctypes.string_at(words[1] or 0, size))
+        self.launched.append((function.value, struct.unpack("@7IxxxxQQI", ctypes.string_at(config.value, 52)), given))
+        return self.status
+
+    def cuGetErrorString(self, status: int, text: Any) -> int:  # noqa: N802
+        text._obj.value = b"an illegal address"
+        return 0
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> _Driver:
+    fake = _Driver()
+    names = ("global_scratch_size", "profile_scratch_size", "launch_cooperative_grid", "launch_pdl")
+    metadata = SimpleNamespace(num_warps=2, shared=64, num_ctas=1, **dict.fromkeys(names, 0))
+    compiled = SimpleNamespace(function=77, metadata=metadata)
     monkeypatch.setattr(launches, "INTERPRETED", False)
-    monkeypatch.setattr(CompiledKernel, "compiled", lambda *_: made)
+    monkeypatch.setattr(launches, "_driver", lambda: fake)
+    monkeypatch.setattr(CompiledKernel, "compiled", lambda *_: compiled)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 9, raising=False)
+    return fake
+
+
+def test_the_driver_is_given_each_argument_where_the_kernel_has_it(driver: _Driver) -> None:
     into, first, second = torch.zeros(4), torch.zeros(4), torch.zeros(4)
-    launch = Launch(_kernel(), None, (), (into, first, 10, 0.5, 0), changing=("values", "epoch"))
-    for values, epoch, programs in ((second, 2**40, 3), (first, -1, 5), (first, 7, 0)):
-        launch(values, epoch, programs=programs)
-    expected = [(3, second, 2**40), (5, first, -1)]  # of no programs nothing is launched
-    assert launched == [
-        (programs, 1, 1, 9, 77, (2, 1), None, None, None, into.data_ptr(), values.data_ptr(), 10, 0.5, epoch, 4)
-        for programs, values, epoch in expected
+    launch = Launch(_kernel(), 3, (), (into, first, 10, 0.5, 0), changing=("values", "epoch"))
+    launch(second, 2**40)
+    launch(first, -1)
+    config = 3, 1, 1, 64, 1, 1, 64, 9, 0, 0  # programs, threads, shared bytes, stream; no attributes
+    assert driver.launched == [
+        (77, config, (into.data_ptr(), second.data_ptr(), 10, 0.5, 2**40, 0, 0)),
+        (77, config, (into.data_ptr(), first.data_ptr(), 10, 0.5, -1, 0, 0)),
     ]
-    with pytest.raises(AssertionError, match="of how many programs"):
-        launch(first, 1)
+
+
+def test_a_call_says_of_how_many_programs_a_launch_is_that_knows_none(driver: _Driver) -> None:
+    values = torch.zeros(4)
+    launch = Launch(_kernel(), None, (), (values, values, 10, 0.5, 0), changing=("epoch",))
+    for programs in (5, 0, 2):
+        launch(1, programs=programs)
+    assert [config[0] for _, config, _ in driver.launched] == [5, 2]
+    with pytest.raises(AssertionError, match="_store: of how many programs"):
+        launch(1)
+
+
+def test_a_refused_launch_names_the_kernel(driver: _Driver) -> None:
+    values, driver.status = torch.zeros(4), 700
+    launch = Launch(_kernel(), 1, (), (values, values, 10, 0.5, 0), changing=("epoch",))
+    with pytest.raises(RuntimeError, match="_store: CUDA error 700: an illegal address"):
+        launch(1)
