@@ -1,8 +1,9 @@
 """What both of the drop-in's sharded modules share: which shards an `Exchange` serves, and who sends the ids."""
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -34,6 +35,7 @@ log = logging.getLogger("dlrm_overlap")
 
 _REPLICATED = DpPooledEmbeddingSharding, DpSequenceEmbeddingSharding
 Served = TypeVar("Served", bound=Exchange)
+Looked = TypeVar("Looked")
 
 
 class ExchangingModule(nn.Module, Generic[Served]):
@@ -193,7 +195,20 @@ class ExchangingModule(nn.Module, Generic[Served]):
         """Look up as TorchRec does, for a module that calls this and `output_dist` itself, one after the other."""
         if self.exchange is not None:
             self._tell_once("another module looks up and sends apart")
-        return super().compute(ctx, dist_input)  # type: ignore[misc, no-any-return]
+        return self._at_home(partial(super().compute, ctx, dist_input))  # type: ignore[misc]
+
+    def _at_home(self, look_up: Callable[[], Looked]) -> Looked:
+        """Look up by TorchRec, which finds the rows of captured steps and their count, and counts this one.
+
+        Issued after them, as ids need not be: TorchRec's pipelines send these before, on another stream.
+        """
+        if self.exchange is None:
+            return look_up()
+        self.note_writes()
+        self.exchange.follow_rules()
+        found = look_up()
+        self.exchange.follow_rules()
+        return found
 
     def _tell_once(self, reason: str) -> None:
         """Say why a step stays with TorchRec, on rank 0, the first time."""

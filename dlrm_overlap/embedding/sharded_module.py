@@ -179,7 +179,8 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
         is_tracked = self.post_lookup_tracker_fn or self.post_odist_tracker_fn or any(trackers)
         if ctx.variable_batch_per_feature or is_tracked:
             self._tell_once("a tracker is registered" if is_tracked else "features have batches of different sizes")
-            return _of_samples(ctx, super().compute_and_output_dist(ctx, input))
+            look_up = partial(super().compute_and_output_dist, ctx, input)
+            return _of_samples(ctx, self._at_home(look_up))
         first: Any = ctx.sharding_contexts[self._exchanged[0]]
         batch_sizes = first.batch_size_per_rank
         exchanged = self.exchange.start(self._in_rank_order(input, batch_sizes), batch_sizes)

@@ -1,6 +1,7 @@
 """The drop-in's sharded module of an unpooled collection: TorchRec's own, whose shards an `UnpooledExchange` serves."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -161,6 +162,11 @@ class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], Shar
         """Send ids as TorchRec does, in a step that stays with it."""
         if self.exchange is not None and isinstance(features, KeyedJaggedTensor):
             self._tell_once("GraphTrainPipeline alone exchanges unpooled tables")
-            self.note_writes()
             features = with_bags_of_samples(features)
         return super().input_dist(ctx, features)
+
+    def compute_and_output_dist(
+        self, ctx: EmbeddingCollectionContext, input: KJTList
+    ) -> LazyAwaitable[dict[str, JaggedTensor]]:
+        """Look up and send as TorchRec does, in a step that stays with it."""
+        return self._at_home(partial(super().compute_and_output_dist, ctx, input))

@@ -109,6 +109,7 @@ class OverlapEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
                 unsharded module.
         """
         super().__init__(fused_params, qcomm_codecs_registry, sharded_module_order_overwrite)
+        _check_named(given, PooledArguments)
         _check_known("output_order", output_order, ("plan", "model"))
         self.output_order = output_order
         self.options = make_options(precisions(qcomm_codecs_registry), EXCHANGED, copy_output=copy_output, **given)
@@ -164,6 +165,7 @@ class OverlapEmbeddingCollectionSharder(EmbeddingCollectionSharder):
                 unless more than 0.9 of the ids of the first batch are distinct.
         """
         super().__init__(fused_params, qcomm_codecs_registry, use_index_dedup)
+        _check_named(given, ExchangeArguments)
         if dedup not in (True, False, "auto"):
             raise InputError(f"dedup: {dedup!r} is not known; take True, False or auto")
         self.dedup = dedup
@@ -229,6 +231,16 @@ def _shard(
         cached=cached,
         **more,
     )
+
+
+def _check_named(given: Mapping[str, Any], arguments: type) -> None:
+    """Check that arguments have names of `arguments`, a TypedDict.
+
+    Raises:
+        TypeError: if one has not, as of any function.
+    """
+    if unknown := sorted(given.keys() - arguments.__annotations__.keys()):
+        raise TypeError(f"sharder: unexpected arguments {', '.join(unknown)}")
 
 
 def _check_known(name: str, value: str, known: Sequence[str]) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -107,12 +108,46 @@ def _count_bytes(name: str) -> None:
     assert float(everywhere[1]) == pytest.approx(float(everywhere[0]), rel=0.05)
 
 
+def _look_up_by_torchrec(name: str) -> None:
+    """Have TorchRec send ids before a step, as its pipelines do, and look them up after it."""
+    case, sent = replace(STEADY, steps=4, kernel=CACHED, plan=name), list[Any]()
+
+    def step(sharded: DistributedModelParallel, number: int, begins: bool) -> None:
+        module: Any = sharded.module.sequences
+
+        def send() -> Any:
+            (batch,) = batches(replace(case, steps=1), dist.get_rank(), stand_in=False)
+            context = module.create_context()
+            return context, module.input_dist(context, batch.sparse).wait().wait()
+
+        def look_up(sent: Any) -> torch.Tensor:
+            with torch.no_grad():
+                found = module.compute_and_output_dist(*sent).wait()
+            return torch.cat([each.values().flatten() for _, each in sorted(found.items())])
+
+        if begins:
+            sent[:] = [send()]
+        else:
+            found = look_up(*sent)
+            sharded.state_dict()  # which has the rows of caches stored to their tables
+            assert_same(found, look_up(send()), f"after step {number}")
+
+    train(case, our_sharders(case, dedup=True), "graph", CPU, around=step)
+
+
 bytes_counted = cases_on_ranks(2, _count_bytes, ["table_wise", "column_wise", "row_wise"])
 
 
 @pytest.mark.parametrize("name", ["table_wise", "column_wise", "row_wise"])
 def test_bytes_of_distinct_ids_alone_travel(bytes_counted: Callable[[str], None], name: str) -> None:
     bytes_counted(name)
+
+
+looked_up = cases_on_ranks(2, _look_up_by_torchrec, ["mixed"])
+
+
+def test_torchrec_looks_up_what_captured_steps_have_written(looked_up: Callable[[str], None]) -> None:
+    looked_up("mixed")
 
 
 ended, more_ended = cases_on_ranks(2, _compare, list(WAYS)), cases_on_ranks(4, _compare, list(MORE))

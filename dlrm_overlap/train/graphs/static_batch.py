@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
+from dlrm_overlap.comm.order import uncompiled
 from dlrm_overlap.config import InputError
 from dlrm_overlap.embedding.id_layout import BatchBound
 from dlrm_overlap.embedding.own_batches import InverseIndices, with_bags_of_samples, with_even_batches
@@ -310,6 +311,7 @@ class StaticIds:
             self._count = count
 
 
+@uncompiled  # for a compiled model makes the tensor in every step
 @cache
 def _on_device(indices: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """Return indices of features, [n] int32, which a capture cannot copy to the device: the steps before it have."""

@@ -1,4 +1,4 @@
-"""What the drop-in refuses: arguments that break a rule, when it is made, and batches that lack a table's feature."""
+"""What the drop-in refuses: arguments that break a rule, when it is made, and batches beyond their bound."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -61,6 +61,14 @@ def test_seconds_may_be_a_text_as_in_a_file() -> None:
 def test_a_value_that_breaks_a_rule_of_unpooled_tables(arguments: dict[str, Any], told: str) -> None:
     with pytest.raises(InputError, match=told):
         OverlapEmbeddingCollectionSharder(**arguments)
+
+
+def test_arguments_are_taken_as_they_are_checked() -> None:
+    assert OverlapEmbeddingBagCollectionSharder(wait_timeout_s="5").options.wait_timeout_s == 5.0  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="unexpected arguments is_pooled, max_gradient"):
+        OverlapEmbeddingBagCollectionSharder(max_gradient=1.0, is_pooled=False)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="unexpected arguments leading_columns"):
+        OverlapEmbeddingCollectionSharder(leading_columns=8)  # type: ignore[call-arg]
 
 
 def _unpooled(group: dist.ProcessGroup, rows: Mapping[str, int], **options: Any) -> Any:

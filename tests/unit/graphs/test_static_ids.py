@@ -86,3 +86,18 @@ def test_of_a_batch_beyond_its_bound_no_id_is_read() -> None:
     cut = static.tensor["g"]
     assert cut.lengths().tolist() == [3, 9]
     assert cut.values().tolist() == [0, 0, 0, 0]
+
+
+def test_a_compiled_model_cuts_without_numbers_of_the_cpu() -> None:
+    """A capture could not copy them to the device."""
+    static, made = _static(BATCHES[0]), list[Any]()
+
+    def note(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        made.extend(node.target for node in graph.graph.nodes)
+        return graph.forward
+
+    static.fill(BATCHES[0])
+    cut = torch.compile(lambda ids: ids["g"].values() + 1, backend=note)
+    assert_same(cut(static.tensor), static.tensor["g"].values() + 1, "values")
+    assert torch.ops.fbgemm.permute_2D_sparse_data in made
+    assert torch.tensor not in made
