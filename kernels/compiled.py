@@ -142,6 +142,8 @@ def specialised(
     num_stages: int | None = None,
     fuse_sums: bool = True,
     registers: int | None = None,
+    libraries: tuple[tuple[str, str], ...] = (),
+    prepare: Callable[[int], None] | None = None,
     **constants: Any,
 ) -> CompiledKernel:
     """Return the kernel with these compile-time arguments, made once; the options are those of `CompiledKernel`.
@@ -152,5 +154,7 @@ def specialised(
     Example:
         specialised(_scale, num_warps=4, BLOCK=1024)(programs, (values.dtype,), values, values.numel(), 0.5)
     """
-    options: dict[str, Any] = {"num_stages": num_stages, "fuse_sums": fuse_sums, "registers": registers}
-    return CompiledKernel(kernel, constants, num_warps=num_warps, **options)
+    return CompiledKernel(
+        kernel, constants, num_warps=num_warps, num_stages=num_stages, fuse_sums=fuse_sums, registers=registers,
+        libraries=libraries, prepare=prepare,
+    )  # fmt: skip

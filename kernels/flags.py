@@ -1,6 +1,7 @@
 """Ready flags: a rank raises its own flags at every rank, and waits, for a bounded time, for the peers' flags."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -78,15 +79,20 @@ def _awaiting(block: int) -> CompiledKernel:
 
 def raise_flags(flags: Flags, rank: int, slot: int, epoch: int) -> None:
     """Raise slot `slot` of `rank` to `epoch` + `flags.clock` at every rank that has an address, after all before it."""
-    raising_flags(flags, rank, slot)(epoch)
+    kernel, arguments = _raising(flags, rank, slot, epoch)
+    kernel(1, (), *arguments)
 
 
 def raising_flags(flags: Flags, rank: int, slot: int) -> Launch:
     """Return the launch of `raise_flags` that is called with the epoch alone."""
+    kernel, arguments = _raising(flags, rank, slot, epoch=0)
+    return Launch(kernel, 1, (), arguments, changing=("epoch",))
+
+
+def _raising(flags: Flags, rank: int, slot: int, epoch: int) -> tuple[CompiledKernel, tuple[Any, ...]]:
     ranks = flags.addresses.numel()
     kernel = specialised(_raise_flags, num_warps=1, PEERS=power_of_2(ranks))
-    arguments = flags.addresses, flags.clock, rank, ranks, flags.local.shape[1], slot, 0
-    return Launch(kernel, 1, (), arguments, changing=("epoch",))
+    return kernel, (flags.addresses, flags.clock, rank, ranks, flags.local.shape[1], slot, epoch)
 
 
 def wait_flags(flags: Flags, rank: int, epoch: int) -> None:
@@ -94,12 +100,17 @@ def wait_flags(flags: Flags, rank: int, epoch: int) -> None:
 
     A wait that lasts longer than `flags.timeout` is recorded and stops the GPU's work.
     """
-    awaiting_flags(flags, rank)(epoch)
+    kernel, programs, arguments = _awaited(flags, rank, epoch)
+    kernel(programs, (), *arguments)
 
 
 def awaiting_flags(flags: Flags, rank: int) -> Launch:
     """Return the launch of `wait_flags` that is called with the epoch alone."""
+    kernel, programs, arguments = _awaited(flags, rank, epoch=0)
+    return Launch(kernel, programs, (), arguments, changing=("epoch",))
+
+
+def _awaited(flags: Flags, rank: int, epoch: int) -> tuple[CompiledKernel, int, tuple[Any, ...]]:
     (world_size, slots), block = flags.local.shape, min(1024, power_of_2(flags.local.numel()))
-    arguments = flags.local, flags.counts, flags.clock, flags.status, rank, world_size, slots, 0, flags.timeout
-    programs = -(-flags.local.numel() // block)
-    return Launch(_awaiting(block), programs, (), arguments, changing=("epoch",))
+    arguments = flags.local, flags.counts, flags.clock, flags.status, rank, world_size, slots, epoch, flags.timeout
+    return _awaiting(block), -(-flags.local.numel() // block), arguments

@@ -6,14 +6,13 @@ own, which its put sets to the epoch after its data. Nothing is ever reset. Puts
 covers another's data.
 """
 
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from dlrm_overlap.kernels.compiled import INTERPRETED, CompiledKernel
+from dlrm_overlap.kernels.compiled import INTERPRETED, CompiledKernel, specialised
 from dlrm_overlap.kernels.grouping import group_rows
 from dlrm_overlap.kernels.network import AT_LEAST, Network, put_signal, signal_wait
 from dlrm_overlap.kernels.primitives import EXPIRED, poll, record, stop
@@ -110,15 +109,11 @@ def _await_message(
     tl.debug_barrier()
 
 
-@lru_cache
-def _sending(form: str, options: tuple) -> CompiledKernel:
-    return CompiledKernel(_send_signal, {"FORM": form}, num_warps=1, **dict(options))
-
-
-@lru_cache
-def _awaiting(form: str, options: tuple) -> CompiledKernel:
-    constants = {"LANES": _LANES, "FORM": form, "INTERPRETED": INTERPRETED}
-    return CompiledKernel(_await_message, constants, num_warps=_LANES // 32, **dict(options))
+def _awaiting(heap: Network) -> CompiledKernel:
+    return specialised(
+        _await_message, num_warps=_LANES // 32, **heap.options(),
+        LANES=_LANES, FORM=heap.form, INTERPRETED=INTERPRETED,
+    )  # fmt: skip
 
 
 def send_signal(heap: Network, message: Outgoing, clock: torch.Tensor, epoch: int) -> None:
@@ -127,7 +122,7 @@ def send_signal(heap: Network, message: Outgoing, clock: torch.Tensor, epoch: in
     Args:
         clock: [1] int64; the signal is set to `epoch` + `clock`.
     """
-    kernel = _sending(heap.form, heap.options())
+    kernel = specialised(_send_signal, num_warps=1, **heap.options(), FORM=heap.form)
     kernel(1, (), heap.heaps, clock, heap.rank, message.peer, message.signals, epoch)
 
 
@@ -151,8 +146,7 @@ def await_message(
         clock: [1] int64; signals are awaited until they have reached `epoch` + `clock`.
         first_sample: [runs + 1] int32: run r has the rows of the samples [first_sample[r], first_sample[r + 1]).
     """
-    kernel = _awaiting(heap.form, heap.options())
-    kernel(
+    _awaiting(heap)(
         first_sample.numel() - 1, (),
         clock, waiting.status, first_sample, heap.rank, source, groups.rows, groups.each,
         signals, epoch, waiting.timeout,

@@ -46,11 +46,11 @@ class Network(NamedTuple):
     prepare: Callable[[int], None] | None = None
     """nvshmem: makes a loaded module, given by its handle, know this rank's heap; before its first launch"""
 
-    def options(self) -> tuple[tuple[str, Any], ...]:
+    def options(self) -> dict[str, Any]:
         """Return the options of `CompiledKernel`, by name, for a kernel that uses these functions."""
         if self.library is None:
-            return ()
-        return ("libraries", (("libnvshmem_device", self.library),)), ("prepare", self.prepare)
+            return {}
+        return {"libraries": (("libnvshmem_device", self.library),), "prepare": self.prepare}
 
 
 @core.extern

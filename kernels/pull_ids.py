@@ -15,14 +15,13 @@ offsets 0 2 3 4 4.
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from dlrm_overlap.kernels.compiled import CompiledKernel
+from dlrm_overlap.kernels.compiled import specialised
 from dlrm_overlap.kernels.primitives import BAD_ARRIVAL, OVERFLOW, record
 
 _PAIRS = 1024  # that the program of _place_ids looks at side by side
@@ -207,18 +206,6 @@ def pull_tasks(capacities: Sequence[int], world_size: int, samples: int, padded:
     return tasks
 
 
-@lru_cache
-def _placing(lengths: bool) -> CompiledKernel:
-    constants = {"LENGTHS": lengths, "BLOCK": _PAIRS}
-    return CompiledKernel(_place_ids, constants, num_warps=_NUM_WARPS)
-
-
-@lru_cache
-def _pulling(lengths: bool, weighted: bool, check: bool, block: int) -> CompiledKernel:
-    constants = {"LENGTHS": lengths, "WEIGHTED": weighted, "CHECK": check, "BLOCK": block}
-    return CompiledKernel(_pull_ids, constants, num_warps=_NUM_WARPS)
-
-
 def place_ids(
     published: Published, arrivals: Arrivals, status: torch.Tensor, samples: int, lengths: bool, total: int
 ) -> None:
@@ -231,7 +218,8 @@ def place_ids(
         lengths: whether the lengths of bags are not known beforehand.
         total: where they are, the ids of a rank's batch.
     """
-    kernel, world_size = _placing(lengths), published.windows.numel()
+    kernel = specialised(_place_ids, num_warps=_NUM_WARPS, LENGTHS=lengths, BLOCK=_PAIRS)
+    world_size = published.windows.numel()
     kernel(
         1, (),
         published.windows, published.requested, published.capacities, *arrivals, status,
@@ -266,7 +254,10 @@ def pull_ids(
         check: whether ids are held against the rows of their tables.
         block: ids of a task.
     """
-    kernel, world_size = _pulling(lengths, weights is not None, check, block), published.windows.numel()
+    kernel = specialised(
+        _pull_ids, num_warps=_NUM_WARPS, LENGTHS=lengths, WEIGHTED=weights is not None, CHECK=check, BLOCK=block
+    )
+    world_size = published.windows.numel()
     kernel(
         tasks.shape[0], (),
         tasks, published.windows, published.requested, published.rows, *arrivals, values, offsets,

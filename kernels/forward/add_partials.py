@@ -8,7 +8,6 @@ in columns 0 .. 3, 4 .. 7 and 8 .. 11 of each sample's row; the kernel stores th
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
 from itertools import chain
 from typing import NamedTuple
 
@@ -17,7 +16,7 @@ import triton
 import triton.language as tl
 
 from dlrm_overlap.kernels.arguments import Partials
-from dlrm_overlap.kernels.compiled import CompiledKernel
+from dlrm_overlap.kernels.compiled import specialised
 
 _ROWS = 8
 _COLUMNS = 128
@@ -89,12 +88,6 @@ def _add_partials(
         tl.store(at + (into + here)[None, :], total.to(window.dtype.element_ty), mask=mask)
 
 
-@lru_cache
-def _compiled(stride: int, alignment: int, some: bool) -> CompiledKernel:
-    constants = {"STRIDE": stride, "ALIGNMENT": alignment, "SOME": some, "ROWS": _ROWS, "COLUMNS": _COLUMNS}
-    return CompiledKernel(_add_partials, constants, num_warps=_NUM_WARPS)
-
-
 def add_partials(window: torch.Tensor, table: PartialTable, offsets: torch.Tensor | None = None) -> None:
     """Add up the partial sums in a window.
 
@@ -108,7 +101,10 @@ def add_partials(window: torch.Tensor, table: PartialTable, offsets: torch.Tenso
     blocks = -(-samples // _ROWS)
     if blocks == 0:
         return
-    kernel = _compiled(window.stride(0), table.alignment, offsets is not None)
+    kernel = specialised(
+        _add_partials, num_warps=_NUM_WARPS, STRIDE=window.stride(0), ALIGNMENT=table.alignment,
+        SOME=offsets is not None, ROWS=_ROWS, COLUMNS=_COLUMNS,
+    )  # fmt: skip
     bags = table.entries if offsets is None else offsets  # which the kernel does not touch without
     types = window.dtype, bags.dtype
     kernel(blocks * sums, types, window, table.entries, bags, samples, blocks, width)

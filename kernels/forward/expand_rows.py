@@ -3,14 +3,12 @@
 Example: rows a, b, c and places 2 0 2 -1 give c a c and a row of zeros.
 """
 
-from functools import lru_cache
-
 import torch
 import triton
 import triton.language as tl
 
 from dlrm_overlap.kernels.arguments import power_of_2
-from dlrm_overlap.kernels.compiled import CompiledKernel
+from dlrm_overlap.kernels.compiled import specialised
 
 _TASK_ELEMENTS = 2048  # of a program's rows
 _NUM_WARPS = 4
@@ -35,13 +33,6 @@ def _expand_rows(rows, places, expanded, count, ROWS: tl.constexpr, DIM: tl.cons
     tl.store(expanded + i[:, None] * DIM + column, row, mask=inside)
 
 
-@lru_cache
-def _compiled(dim: int) -> CompiledKernel:
-    block = power_of_2(dim)
-    constants = {"ROWS": max(1, _TASK_ELEMENTS // block), "DIM": dim, "BLOCK_DIM": block}
-    return CompiledKernel(_expand_rows, constants, num_warps=_NUM_WARPS)
-
-
 def expand_rows(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     """Return the row that each place names, or zeros where it is negative.
 
@@ -54,7 +45,8 @@ def expand_rows(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     """
     assert rows.is_contiguous()
     expanded = rows.new_empty(places.numel(), rows.shape[1])
-    kernel = _compiled(rows.shape[1])
-    programs = -(-places.numel() // kernel.constants["ROWS"])
-    kernel(programs, (rows.dtype,), rows, places, expanded, places.numel())
+    dim, block = rows.shape[1], power_of_2(rows.shape[1])
+    here = max(1, _TASK_ELEMENTS // block)
+    kernel = specialised(_expand_rows, num_warps=_NUM_WARPS, ROWS=here, DIM=dim, BLOCK_DIM=block)
+    kernel(-(-places.numel() // here), (rows.dtype,), rows, places, expanded, places.numel())
     return expanded

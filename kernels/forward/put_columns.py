@@ -4,16 +4,15 @@ It is a message of one rank: a row for each sample of this host's ranks, with th
 pools. They are copied as they are, in words of 8 bytes where that goes, 4 or 2 else.
 """
 
-from functools import lru_cache
 from math import gcd
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from dlrm_overlap.kernels.arguments import power_of_2
-from dlrm_overlap.kernels.compiled import CompiledKernel
+from dlrm_overlap.kernels.compiled import specialised
 
 _WORDS = {8: (torch.int64, tl.int64), 4: (torch.int32, tl.int32), 2: (torch.int16, tl.int16)}
 _TASK_WORDS = 2048  # of a program, 8 warps: so many are in flight
@@ -90,12 +89,6 @@ def _put_columns(
     _copy_rows(message, columns, windows, first_sample, rank, block, words, pitch, stride, ROWS, BLOCK, WORD)
 
 
-@lru_cache
-def _compiled(word_bytes: int, block: int) -> CompiledKernel:
-    constants: dict[str, Any] = {"ROWS": max(1, _TASK_WORDS // block), "BLOCK": block, "WORD": _WORDS[word_bytes][1]}
-    return CompiledKernel(_put_columns, constants, num_warps=_NUM_WARPS)
-
-
 def put_columns(
     message: torch.Tensor,
     put: PutColumns,
@@ -119,11 +112,12 @@ def put_columns(
     words, ranks = put.columns.numel(), windows.numel()
     if not words:
         return
-    kernel = _compiled(put.word_bytes, min(256, power_of_2(words)))
-    blocks = -(-most_samples // kernel.constants["ROWS"])
-    each = message.element_size()
+    (dtype, word), block = _WORDS[put.word_bytes], min(256, power_of_2(words))
+    rows = max(1, _TASK_WORDS // block)
+    kernel = specialised(_put_columns, num_warps=_NUM_WARPS, ROWS=rows, BLOCK=block, WORD=word)
+    blocks, each = -(-most_samples // rows), message.element_size()
     kernel(
         ranks * blocks, (),
-        message.view(_WORDS[put.word_bytes][0]), put.columns, windows, first_sample,
+        message.view(dtype), put.columns, windows, first_sample,
         ranks, words, message.shape[1] * each // put.word_bytes, stride * each // put.word_bytes, blocks, here,
     )  # fmt: skip

@@ -4,14 +4,12 @@ It pools as `store_pooled` does, but sample after sample, all features of some s
 are on their way while the last ones are pooled. No host and no collective is in the way of a group.
 """
 
-from functools import lru_cache
-
 import torch
 import triton
 import triton.language as tl
 
 from dlrm_overlap.kernels.arguments import Bags, FeatureTable, PoolingOptions, Windows
-from dlrm_overlap.kernels.compiled import CompiledKernel
+from dlrm_overlap.kernels.compiled import specialised
 from dlrm_overlap.kernels.forward.pooling import COLUMN, FEATURE_COLUMNS, GENERAL, PoolingShape, pool, store_rows
 from dlrm_overlap.kernels.messages import Groups, Outgoing
 from dlrm_overlap.kernels.network import Network, put_signal
@@ -103,12 +101,6 @@ def _put_pooled(
             )  # fmt: skip
 
 
-@lru_cache
-def _compiled(form: str, options: tuple, shape: PoolingShape) -> CompiledKernel:
-    constants = {"FORM": form} | shape.constants()
-    return CompiledKernel(_put_pooled, constants, num_warps=shape.options.tuning.num_warps, **dict(options))
-
-
 def put_pooled(
     bags: Bags,
     features: FeatureTable,
@@ -140,7 +132,8 @@ def put_pooled(
     assert groups.rows % bags_a_task == 0, "a task lies in one group"
     ranks, features_here = windows.addresses.numel(), features.entries.shape[0]
     blocks = -(-bags.samples_per_rank // bags_a_task)
-    kernel = _compiled(heap.form, heap.options(), PoolingShape.of(features, windows, options))
+    constants = {"FORM": heap.form} | PoolingShape.of(features, windows, options).constants()
+    kernel = specialised(_put_pooled, num_warps=options.tuning.num_warps, **heap.options(), **constants)
     kernel(
         ranks * features_here * blocks,
         tuple(each.dtype for each in bags.tensors),

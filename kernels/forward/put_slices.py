@@ -18,7 +18,6 @@ others have ended finds no task left, counts none, and awaits its share of the f
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +25,7 @@ import triton
 import triton.language as tl
 
 from dlrm_overlap.kernels.arguments import Bags, FeatureTable, PoolingOptions, Windows, power_of_2
-from dlrm_overlap.kernels.compiled import INTERPRETED, CompiledKernel
+from dlrm_overlap.kernels.compiled import INTERPRETED, CompiledKernel, specialised
 from dlrm_overlap.kernels.flags import Flags
 from dlrm_overlap.kernels.forward.pooling import COLUMN, FEATURE_COLUMNS, GENERAL, PoolingShape, pool, store_rows
 from dlrm_overlap.kernels.launches import Launch
@@ -199,7 +198,6 @@ def _put_slices(
             await_flags(ready, counts, slots, share, rank, world_size, epoch, timeout, status, FLAGS, INTERPRETED)
 
 
-@lru_cache
 def _compiled(
     in_place: bool, slice_bags: int, raises: bool, end_wait: bool, peers: int, shape: PoolingShape
 ) -> CompiledKernel:
@@ -217,7 +215,8 @@ def _compiled(
     }
     # The launch is not cooperative. No wait needs that, and all programs of such a launch have to start together, hence
     # after an NCCL kernel that waits for a peer's, which may come after that peer's grid, whose programs wait for ours.
-    return CompiledKernel(_put_slices, constants | shape.constants(), num_warps=tuning.num_warps, registers=_REGISTERS)
+    constants |= shape.constants()
+    return specialised(_put_slices, num_warps=tuning.num_warps, registers=_REGISTERS, **constants)
 
 
 class SlicedPut(NamedTuple):

@@ -9,14 +9,12 @@ of samples 0 and 1 to rows 0 and 1, columns 4 .. 7, of rank 0's window, and thos
 columns 4 .. 7, of its own.
 """
 
-from functools import lru_cache
-
 import torch
 import triton
 import triton.language as tl
 
 from dlrm_overlap.kernels.arguments import Bags, FeatureTable, PoolingOptions, Windows
-from dlrm_overlap.kernels.compiled import CompiledKernel
+from dlrm_overlap.kernels.compiled import specialised
 from dlrm_overlap.kernels.forward.pooling import COLUMN, FEATURE_COLUMNS, GENERAL, PoolingShape, pool, store_rows
 from dlrm_overlap.kernels.launches import Launch
 from dlrm_overlap.kernels.primitives import task_at
@@ -59,11 +57,6 @@ def _store_pooled(
     store_rows(rows, window, sample, column, filled, STRIDE, DIM, BLOCK_DIM)
 
 
-@lru_cache
-def _compiled(shape: PoolingShape) -> CompiledKernel:
-    return CompiledKernel(_store_pooled, shape.constants(), num_warps=shape.options.tuning.num_warps)
-
-
 def storing_pooled(
     bags: Bags, features: FeatureTable, windows: Windows, status: torch.Tensor, options: PoolingOptions
 ) -> Launch:
@@ -84,8 +77,9 @@ def storing_pooled(
         *bags.tensors, bags.first_sample, features.entries, windows.addresses, status,
         options.rank, world_size, features_here, blocks, bags.samples,
     )  # fmt: skip
+    constants = PoolingShape.of(features, windows, options).constants()
     return Launch(
-        _compiled(PoolingShape.of(features, windows, options)),
+        specialised(_store_pooled, num_warps=options.tuning.num_warps, **constants),
         world_size * features_here * blocks,
         tuple(each.dtype for each in bags.tensors),
         arguments,

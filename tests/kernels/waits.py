@@ -16,6 +16,7 @@ from dlrm_overlap.kernels.forward import put_slices
 from dlrm_overlap.kernels.forward.pooling import PoolingShape
 from dlrm_overlap.kernels.gemm import product
 from dlrm_overlap.kernels.gemm.product import Tiling
+from dlrm_overlap.kernels.network import Network
 from tests.kernels.compiling import compile_for_h200
 
 _PASSED_ON = re.compile(r"arith\.|tt\.splat|tt\.expand_dims|tt\.broadcast")
@@ -79,7 +80,7 @@ def _kernels() -> dict[str, tuple[CompiledKernel, dict[str, str]]]:
     return {
         "await_flags": (flags._awaiting(1024), {}),
         "put_slices": (put_slices._compiled(True, 8, True, True, 4, shape), _OF_SLICES),
-        "await_message": (messages._awaiting("stores", ()), _OF_MESSAGE),
+        "await_message": (messages._awaiting(Network("stores", torch.empty(0), 0)), _OF_MESSAGE),
         "gathered_product": (product._compiled(tiling, **kind), _OF_PRODUCT | tiles),
     }
 
