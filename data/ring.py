@@ -16,6 +16,7 @@ import math
 import mmap
 import multiprocessing
 import os
+import select
 import signal
 import traceback
 from collections import deque
@@ -34,7 +35,7 @@ from dlrm_overlap.launching.lifetime import end_with_parent
 Form = Sequence[tuple[tuple[int, ...], torch.dtype]]
 """shape and type of each tensor of the greatest batch; a batch may fill the first so many elements of each"""
 
-_POLL_S = 0.05
+_POLL_MS = 50
 _ALIGNED_BYTES = 64  # more than the 16 bytes that a kernel reads of records at a time
 # For the training process to handle, which needs batches until it ends; sent to a whole group, they reach readers too.
 _DEAF_TO = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -75,6 +76,9 @@ class Ring:
         self._end = Finalize(self, _kill, args=(self._workers,), exitpriority=0)
         context = multiprocessing.get_context("fork")
         self._pipes = [context.Pipe() for _ in range(workers)]
+        self._polls = [select.poll() for _ in self._pipes]  # Connection.poll makes one for each call
+        for poll, (ours, _) in zip(self._polls, self._pipes, strict=True):
+            poll.register(ours, select.POLLIN)
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _DEAF_TO)  # until they ignore these
         collects = gc.isenabled()
         gc.disable()  # in a fork, freeing what this process has on a GPU ends it
@@ -107,11 +111,11 @@ class Ring:
         if self._next == len(self._steps):
             raise StopIteration
         self._reclaim()
-        patience, pipe = Patience(self._timeout_s), self._pipes[self._next % len(self._pipes)][0]
-        while not pipe.poll(_POLL_S):
+        patience, reader = Patience(self._timeout_s), self._next % len(self._pipes)
+        while not self._polls[reader].poll(_POLL_MS):
             self._reclaim()
             self._check_readers(patience)
-        slot, lengths = pipe.recv()
+        slot, lengths = self._pipes[reader][0].recv()
         if isinstance(lengths, Exception):
             raise lengths
         self._next += 1
@@ -134,7 +138,7 @@ class Ring:
 
     def _free(self, slot: int) -> None:
         """Send a slot to its reader, which is always the same one."""
-        self._pipes[slot % len(self._pipes)][0].send(slot)
+        self._pipes[slot % len(self._pipes)][0].send_bytes(slot.to_bytes(4))
 
     def _reclaim(self) -> None:
         """Free the slots whose batches have been dropped and whose copies are done."""
@@ -191,7 +195,7 @@ def _fill(
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _DEAF_TO)
     torch.set_num_threads(1)
     for step in steps:
-        slot = pipe.recv()
+        slot = int.from_bytes(pipe.recv_bytes())
         try:
             tensors = read(step)
             for target, tensor in zip(slots[slot], tensors, strict=True):
