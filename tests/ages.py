@@ -11,7 +11,7 @@ MEASURED: dict[str, tuple[str, ...]] = {
     "backward": ("kernels/backward", *_STAGE[1:]),
     "collectives": ("kernels/peer_copy.py", "dlrm_overlap/bench/harness/peer_memory.py", "dlrm_overlap/comm"),
     "gemm": ("kernels/gemm", "dlrm_overlap/dense/gemm", "dlrm_overlap/comm"),
-    "input": ("dlrm_overlap/data",),
+    "input": ("data/",),
     "row_bytes": ("tests/distributed/test_partial_sums.py",),  # which holds them
     "simulated": ("dlrm_overlap/simulate",),
     **dict.fromkeys(("cached", "clock", "cut", "parts", "skewed"), _STEP),  # calibration
