@@ -72,16 +72,6 @@ def children_of(pid: int) -> list[int]:
     return sorted(int(child) for task in tasks for child in task.read_text().split())
 
 
-def sockets_of(pid: int) -> list[str]:
-    """Return the sockets that `pid` has open, beyond its standard streams."""
-    links = [link for link in Path(f"/proc/{pid}/fd").iterdir() if int(link.name) > 2]
-    found = list[str]()
-    for link in links:
-        with suppress(FileNotFoundError):  # closed since the folder was read
-            found.append(os.readlink(link))
-    return [name for name in found if name.startswith("socket:")]
-
-
 class Run:
     """A command under way, all of whose processes carry a mark."""
 

@@ -46,10 +46,8 @@ def _time_both(trainer: Trainer, steps: int) -> dict[str, Any]:
         cached = next(batches).clone()  # its own memory: the loader's is lent
         if trainer.device.type == "cuda":
             cached = cached.pin_memory()
-        before_s, warmup = (
-            loader.wait_s,
-            _WARMUP_STEPS + loader.read_ahead,
-        )  # no later batch was read beside cached steps
+        before_s = loader.wait_s
+        warmup = _WARMUP_STEPS + loader.read_ahead  # no later batch was read beside cached steps
         turns = [
             partial(_take_turn, trainer, itertools.repeat(cached), _WARMUP_STEPS),
             partial(_take_turn, trainer, batches, warmup),
