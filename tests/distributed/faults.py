@@ -11,7 +11,6 @@ import sys
 import time
 import uuid
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
