@@ -33,6 +33,7 @@ BelowOne = Annotated[float, Rule("a number from 0 to below 1", lambda value: 0 <
 Share = Annotated[float, Rule("a number above 0, up to 1", lambda value: 0 < value <= 1)]
 Seconds = Annotated[float, Rule("a number of seconds from 0.1 to 86400", lambda value: 0.1 <= value <= 86400)]
 HalfLife = Annotated[int, Rule("a whole number from 0 to 100", lambda value: 0 <= value <= 100)]  # sums fit 32 bits
+Prefetch = Annotated[int, Rule("a whole number from 1 to 128", lambda value: 0 < value <= 128)]  # a pipe holds as many
 SliceBags = Annotated[int, Rule("a power of two from 4 on", lambda value: value >= 4 and value.bit_count() == 1)]
 Dim = Annotated[int, Rule("a multiple of 4 above 0", lambda value: value > 0 and value % 4 == 0)]  # as FBGEMM asks
 FullPath = Annotated[
@@ -145,7 +146,7 @@ class DataConfig:
     """training batches repeat, from memory, after this many steps, for benchmarks; 0 never"""
     workers: NonNegativeInt = 2
     """loader processes a rank; 0 reads in the training process"""
-    prefetch: PositiveInt = 4
+    prefetch: Prefetch = 4
     """batches each worker reads ahead"""
 
     def __post_init__(self) -> None:

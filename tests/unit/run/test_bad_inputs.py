@@ -78,7 +78,7 @@ def refusal(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (f"{TRAIN} --data.tables.rows []", ["data.tables.rows: [] is not a whole number"]),
         (f"{TRAIN} --data.tables.multi_hot []", ["data.tables.multi_hot: '[]' is not a number of ids a bag"]),
         (f"{TRAIN} --train.steps {10**20}", ["train.steps: 100000000000000000000 is not a whole number"]),
-        (f"{TRAIN_2} --data.prefetch 1e9", ["data.prefetch: 1e9 is not a whole number from 1 to 2^31 - 1"]),
+        (f"{TRAIN_2} --data.prefetch 1e9", ["data.prefetch: 1e9 is not a whole number from 1 to 128"]),
         (
             f"{TRAIN_2} --embedding.wait_timeout_s 1e-9",
             ["embedding.wait_timeout_s: 1e-9 is not a number of seconds"],
