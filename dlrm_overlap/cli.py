@@ -18,14 +18,7 @@ from typing import Any, Literal
 import dlrm_overlap
 from dlrm_overlap.backends import BACKENDS
 from dlrm_overlap.bench.options import FIGURES, options_of
-from dlrm_overlap.config import (
-    CRITEO_TABLES,
-    BelowOne,
-    Config,
-    InputError,
-    NonNegativeInt,
-    PositiveInt,
-)
+from dlrm_overlap.config import CRITEO_TABLES, BelowOne, Config, InputError, NonNegativeInt, PositiveInt
 from dlrm_overlap.launching import process_group
 from dlrm_overlap.launching.files import check_free
 from dlrm_overlap.launching.launcher import announced_rank

@@ -1,11 +1,10 @@
 """`bench step`: how much faster is the whole training step under another backend? Contenders take turns.
 
 Every contender is a trainer of the one configuration with a few keys of its own (`bench.step_contenders`), with the
-same samples, seeds and types. Each trains 20 steps from the
-same weights on the same batches before anything is timed; one whose losses part from the first contender's gets no
-speedup, and the exit code is 1. All train at 3% of the configuration's learning rates: at MLPerf's, Adagrad's first
-steps make rounding grow to some percent of the loss within 20 steps, in which a wrong gradient would hide. A step
-copies its batch to the device; the batches are read before.
+same samples, seeds and types. Each trains 20 steps from the same weights on the same batches before anything is timed;
+one whose losses part from the first contender's gets no speedup, and the exit code is 1. All train at 3% of the
+configuration's learning rates: at MLPerf's, Adagrad's first steps make rounding grow to some percent of the loss within
+20 steps, in which a wrong gradient would hide. A step copies its batch to the device; the batches are read before.
 
 A row is a contender. It has two times: `median_ms` by the clock, and `busy_ms`, the time of a traced step in which the
 GPU is not idle, on the rank where that is least. On other ranks collectives run while they wait for a slower one; the
