@@ -2,6 +2,7 @@
 configuration and `summary.json`; every rank writes its own trace.
 """
 
+import contextlib
 import json
 import logging
 import math
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 import yaml
 from torch.profiler import ProfilerActivity, profile, schedule
+from torch.utils.tensorboard.writer import SummaryWriter
 from torchrec.distributed.types import ShardingPlan
 
 from dlrm_overlap.checkpoint.manifest import newest_checkpoint, same_checkpoint
@@ -26,7 +28,6 @@ from dlrm_overlap.launching.launcher import World
 from dlrm_overlap.launching.text_table import markdown_table, plain
 from dlrm_overlap.observe.metrics import memory_bytes, quantile, steady_ms
 from dlrm_overlap.observe.result_files import MetricsFile, nan_as_none, write_atomically
-from dlrm_overlap.observe.tensorboard import TensorBoard
 
 log = logging.getLogger("dlrm_overlap")
 
@@ -120,11 +121,15 @@ class RunLog:
         if start and config.log.traced and start >= config.log.trace_first:
             log.warning("log.trace_first: %d, but the run goes on behind it: no step is traced", config.log.trace_first)
         if config.log.tensorboard:
-            self._board = TensorBoard(folder, start)
-            self._board.text("config", f"```yaml\n{resolved}```")
-            self._board.text("plan", f"```\n{plan}\n```")
+            for old in folder.glob("events.out.tfevents.*") if start == 0 else ():  # its curves would mix with ours
+                old.unlink()
+            # Where a run goes on, TensorBoard hides later events of before it stopped.
+            self._board = SummaryWriter(str(folder), purge_step=start + 1 if start else None)
+            self._board.add_text("config", f"```yaml\n{resolved}```")
+            self._board.add_text("plan", f"```\n{plan}\n```")
             about = self.versions | {"launch": world.describe()}
-            self._board.text("environment", markdown_table([("key", "value"), *about.items()]))
+            self._board.add_text("environment", markdown_table([("key", "value"), *about.items()]))
+            self._board.flush()  # its thread opens the file by name, which may be another run's later
 
     def __enter__(self) -> Self:
         if self._tracer:
@@ -137,7 +142,8 @@ class RunLog:
         if self._metrics:
             self._metrics.close()
         if self._board:
-            self._board.close()
+            with contextlib.suppress(OSError):  # a full disk, see `_write`
+                self._board.close()
 
     def advance(self) -> None:
         """Count one step."""
@@ -159,9 +165,9 @@ class RunLog:
         Args:
             step: the last of these steps.
             loss_sum: [] sum of this rank's mean losses over these steps.
-            step_ms: the times of these steps on this rank, in ms.
-            wait_s: seconds that this rank has waited for input since the start; the greatest of all ranks is logged.
-            lr_factor: the factor by which the learning rates are multiplied.
+            step_ms: the times of these steps on this rank.
+            wait_s: that this rank has waited for input since the start; the greatest of all ranks is logged.
+            lr_factor: of the learning rates.
             metrics: of all ranks' predictions, see `RunningMetrics`.
             asked_to_end: whether this rank was asked to end; `self.asked_to_end` then is whether any was.
         """
@@ -231,10 +237,21 @@ class RunLog:
         return summary
 
     def _write(self, step: int, values: dict[str, float]) -> None:
-        if self._metrics:
-            self._metrics.write({"step": step, **values})
-        if self._board:
-            self._board.scalars(values, step)
+        """Write a line of metrics and a point of each curve, all runs' under the same tags.
+
+        Without room for them, the run goes on: it is the checkpoint that must be written, and ends the run if it
+        cannot be.
+        """
+        try:
+            if self._metrics:
+                self._metrics.write({"step": step, **values})
+            if self._board:
+                for tag, value in values.items():
+                    if math.isfinite(value):
+                        self._board.add_scalar(tag, value, step)
+                self._board.flush()
+        except OSError as error:
+            log.warning("step %d cannot be logged (%s); the run goes on", step, error.strerror)
 
 
 def _make_tracer(config: LogConfig, folder: Path, rank: int, device: torch.device, start: int) -> profile | None:

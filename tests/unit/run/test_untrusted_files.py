@@ -15,7 +15,7 @@ from dlrm_overlap.data.criteo import Criteo
 from dlrm_overlap.data.prepared import Prepared, read_meta
 from dlrm_overlap.launching.files import LOCK_NAME, check_free
 from dlrm_overlap.launching.parsing import parse_config
-from dlrm_overlap.observe.result_files import MetricsFile, read_summary
+from dlrm_overlap.observe.result_files import MetricsFile
 from tests.unit.data.criteo_lines import prepare_criteo, random_lines
 
 
@@ -116,13 +116,12 @@ def test_a_vocabulary_executes_nothing(tmp_path: Path, mark: Path) -> None:
 def test_what_is_nested_without_end_is_refused(tmp_path: Path) -> None:
     """By the file's name, as any other that is not what it should be."""
     deep = "[" * 100_000
-    for file in ("evil.yaml", "metrics.jsonl", "summary.json", "meta.json", LOCK_NAME):
+    for file in ("evil.yaml", "metrics.jsonl", "meta.json", LOCK_NAME):
         (tmp_path / file).write_text(f"{deep}\n")
     with pytest.raises(InputError, match=r"evil\.yaml is not YAML"):
         parse_config(Config, "train", "", ["--config", str(tmp_path / "evil.yaml")])
     with pytest.raises(InputError, match=r"meta\.json: not what `dlrm-overlap prepare` writes"):
         read_meta(tmp_path)
-    assert read_summary(tmp_path) is None
     MetricsFile(tmp_path / "metrics.jsonl", 1).close()
     assert (tmp_path / "metrics.jsonl").read_text() == ""
     with (tmp_path / LOCK_NAME).open() as lock:
