@@ -9,7 +9,7 @@ import numpy as np
 
 from dlrm_overlap.config import EmbeddingConfig, InputError, in_one_line
 from dlrm_overlap.embedding.balance import TableLoad, balance
-from dlrm_overlap.embedding.traffic import filled_share
+from dlrm_overlap.embedding.traffic import partial_sums
 from dlrm_overlap.kernels.arguments import looks_at_rows
 
 _GPU_BYTES = 140 * 10**9  # an H200's memory
@@ -65,7 +65,7 @@ def shares_of(
             if rows < 1 and dense:
                 near, away = columns * W / G, columns / G
             elif rows < 1:
-                near = columns * filled_share(load.pooling, rows)
+                near = columns * partial_sums(load.pooling, round(1 / rows)) * rows
                 if (here := hosts.count(rank // G)) > 1:
                     near += columns * (W - G) / G
                     away = sums = columns / here

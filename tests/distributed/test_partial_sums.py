@@ -24,7 +24,7 @@ from dlrm_overlap.embedding.id_layout import BatchBound, IdLayout, joined
 from dlrm_overlap.embedding.opening import Halves, open_halves
 from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions, StepCounters
 from dlrm_overlap.embedding.steps import Step
-from dlrm_overlap.embedding.traffic import filled_share
+from dlrm_overlap.embedding.traffic import partial_sums
 from dlrm_overlap.embedding.windows import WindowPair
 from dlrm_overlap.kernels import reference
 from tests.calibration import read_rows
@@ -154,7 +154,7 @@ def _config(ids_a_bag: int) -> Config:
 
 def _check(ranks: int, ids_a_bag: int, share: float, by: str) -> None:
     """Hold a share of the bytes against the formula, and the page's number against it."""
-    assert share == pytest.approx(filled_share(ids_a_bag, 1 / ranks), rel=0.02)
+    assert share == pytest.approx(partial_sums(ids_a_bag, ranks) / ranks, rel=0.02)
     row = {"ranks": str(ranks), "ids_a_bag": str(ids_a_bag), "by": by, "share": f"{share:.1%}"}
     assert row in [{name: line[name] for name in row} for line in read_rows(FOLDER / "row_bytes.csv")]
 
