@@ -23,27 +23,17 @@ from torchrec.distributed.types import ShardingPlan
 from dlrm_overlap.checkpoint.manifest import newest_checkpoint, same_checkpoint
 from dlrm_overlap.config import Config, InputError, LogConfig
 from dlrm_overlap.launching.environment import environment
-from dlrm_overlap.launching.files import make_folder
 from dlrm_overlap.launching.launcher import World
-from dlrm_overlap.launching.text_table import markdown_table, plain
 from dlrm_overlap.observe.metrics import memory_bytes, quantile, steady_ms
 from dlrm_overlap.observe.result_files import MetricsFile, nan_as_none, write_atomically
 
 log = logging.getLogger("dlrm_overlap")
 
 
-class _PlainFormatter(logging.Formatter):
-    """Formats messages without escapes that a terminal obeys: some quote files."""
-
-    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802, as logging names it
-        """Return the line, or lines, of a record."""
-        return plain(super().formatMessage(record), kept="\n\t")
-
-
 def start_logging(rank: int) -> None:
     """Send the package's log to standard error: all of it on rank 0, its warnings alone on the others."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_PlainFormatter(f"%(asctime)s rank {rank}: %(message)s", "%H:%M:%S"))
+    handler.setFormatter(logging.Formatter(f"%(asctime)s rank {rank}: %(message)s", "%H:%M:%S"))
     # TorchRec and DDP warn of their own use of deprecated names; errors still show.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torchrec|torch|dlrm_overlap")
     if rank > 0:  # rank 0 shows the same warnings of libraries
@@ -90,13 +80,7 @@ class RunLog:
     """The log of one run, by step. All ranks call the same methods, since some add up over ranks; rank 0 writes."""
 
     def __init__(
-        self,
-        config: Config,
-        world: World,
-        device: torch.device,
-        folder: Path,
-        start: int,
-        plan: ShardingPlan,
+        self, config: Config, world: World, device: torch.device, folder: Path, start: int, plan: ShardingPlan
     ) -> None:
         self.config, self.world, self.device, self.folder, self.start = config, world, device, folder, start
         self.global_batch = config.train.samples_per_rank(world.world_size) * world.world_size
@@ -109,10 +93,11 @@ class RunLog:
         self._metrics = self._board = None
         if world.rank:
             return
-        make_folder(folder)
         (folder / "summary.json").unlink(missing_ok=True)  # until this run has its own, or a resume would believe it
         if start == 0:  # an earlier run's would contradict what this run writes beside them
             shutil.rmtree(folder / "traces", ignore_errors=True)
+            for old in folder.glob("events.out.tfevents.*"):
+                old.unlink()
         shown = config.as_dict()
         shown["log"]["replace"] = False  # a run of this file goes on with this one
         resolved = yaml.safe_dump(shown, sort_keys=False)
@@ -121,14 +106,10 @@ class RunLog:
         if start and config.log.traced and start >= config.log.trace_first:
             log.warning("log.trace_first: %d, but the run goes on behind it: no step is traced", config.log.trace_first)
         if config.log.tensorboard:
-            for old in folder.glob("events.out.tfevents.*") if start == 0 else ():  # its curves would mix with ours
-                old.unlink()
             # Where a run goes on, TensorBoard hides later events of before it stopped.
             self._board = SummaryWriter(str(folder), purge_step=start + 1 if start else None)
             self._board.add_text("config", f"```yaml\n{resolved}```")
             self._board.add_text("plan", f"```\n{plan}\n```")
-            about = self.versions | {"launch": world.describe()}
-            self._board.add_text("environment", markdown_table([("key", "value"), *about.items()]))
             self._board.flush()  # its thread opens the file by name, which may be another run's later
 
     def __enter__(self) -> Self:
