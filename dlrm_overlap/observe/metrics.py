@@ -109,22 +109,6 @@ class StepTimer:
         return [a.elapsed_time(b) for a, b in itertools.pairwise(marks)]
 
 
-def steady_ms(step_ms: list[float], start: int, traced: range) -> list[float]:
-    """Return the times of those steps that neither the warm-up nor the profiler slowed, or all if none is left.
-
-    Left out are the traced steps, the step before them, in which the profiler is set up, and the step after them, in
-    which it writes its file; and of the rest the first `WARMUP_STEPS`, if there are more.
-
-    Args:
-        step_ms: times of the steps `start` + 1, `start` + 2, ..
-        start: last step before the first of them.
-        traced: the traced steps, counted from 1.
-    """
-    slowed = range(traced.start - 1, traced.stop + 1) if traced else traced
-    kept = [ms for step, ms in enumerate(step_ms, start + 1) if step not in slowed]
-    return kept[WARMUP_STEPS:] or kept or step_ms
-
-
 def memory_bytes(device: torch.device) -> int:
     """Return the peak memory of this process so far, in bytes: allocated on its GPU, or resident on a CPU."""
     if device.type == "cuda":

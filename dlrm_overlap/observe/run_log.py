@@ -24,7 +24,7 @@ from dlrm_overlap.checkpoint.manifest import newest_checkpoint, same_checkpoint
 from dlrm_overlap.config import Config, InputError, LogConfig
 from dlrm_overlap.launching.environment import environment
 from dlrm_overlap.launching.launcher import World
-from dlrm_overlap.observe.metrics import memory_bytes, quantile, steady_ms
+from dlrm_overlap.observe.metrics import WARMUP_STEPS, memory_bytes, quantile
 from dlrm_overlap.observe.result_files import MetricsFile, nan_as_none, write_atomically
 
 log = logging.getLogger("dlrm_overlap")
@@ -188,14 +188,15 @@ class RunLog:
     def summary(self, step: int, values: dict[str, float], trained: Mapping[str, float]) -> dict[str, Any]:
         """Write `summary.json` and return the summary; a collective.
 
-        Times are those of this rank's `steady_ms`; memory is the greatest of all ranks.
+        Times are those of this rank's steps after the warm-up, or of all if there are no more; memory is the greatest
+        of all ranks.
 
         Args:
             step: the run's last step.
             values: the metrics of its last evaluation.
             trained: those of all samples that it has trained on.
         """
-        times = steady_ms(self.step_ms, self.start, self.config.log.traced)
+        times = self.step_ms[WARMUP_STEPS:] or self.step_ms
         memory = torch.tensor(memory_bytes(self.device), dtype=torch.float64, device=self.device)
         dist.all_reduce(memory, dist.ReduceOp.MAX)
         summary: dict[str, Any] = {

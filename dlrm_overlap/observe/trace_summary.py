@@ -128,12 +128,13 @@ def exclusive(groups: Mapping[str, Iterable[Span]]) -> dict[str, float]:
     return dict(zip(groups, found, strict=True))
 
 
-def shares(work: Iterable[Work], window: Span) -> dict[str, float]:
-    """Return the shares of `window`, in us: compute, exposed, exposed_most, copying, idle.
+def shares(work: Sequence[Work], window: Span | None = None) -> dict[str, float]:
+    """Return the shares of `window`, by default of all of `work`, in us: compute, exposed, copying, idle, exposed_most.
 
     A kernel ran that computes; else one that communicates; else copies, within this GPU or from the host; else nothing:
     these four add up to its length. `exposed_most` takes kernels that look up and put at once for communication.
     """
+    window = window or Span(min(each.span.begin for each in work), max(each.span.end for each in work))
     groups = {name: list[Span]() for name in ("compute", "puts", "exposed", "copying")}
     for each in work:
         span = Span(max(each.span.begin, window.begin), min(each.span.end, window.end))
@@ -172,8 +173,8 @@ def summarise(path: Path) -> str:
         raise InputError(f"{path}: nothing in it ran on a GPU; open a CPU's trace in ui.perfetto.dev")
     marks = [event for event in events if event.get("cat") == "user_annotation" and "ProfilerStep#" in event["name"]]
     steps = max(1, len(marks))
-    ms, window = 1e-3 / steps, Span(min(each.span.begin for each in work), max(each.span.end for each in work))
-    length_us, found = window.end - window.begin, shares(work, window)
+    ms, found = 1e-3 / steps, shares(work)
+    length_us = sum(found.values()) - found["exposed_most"]
     lines = [["work", "ms a step", "alone"]]
     for kind in KINDS:
         if spans := [each.span for each in work if each.kind == kind]:

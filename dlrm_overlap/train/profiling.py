@@ -18,7 +18,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from dlrm_overlap.launching.text_table import count_of, format_table
-from dlrm_overlap.observe.trace_summary import exclusive, gpu_work, issued_work, length, read_events
+from dlrm_overlap.observe.trace_summary import gpu_work, issued_work, length, read_events, shares
 from dlrm_overlap.train.explain import explain
 
 
@@ -83,25 +83,21 @@ def step_parts(events: Sequence[dict[str, Any]], steps: int, step_ms: float) -> 
         step_ms: length of a step by the clock.
 
     Example: of one step of 10 ms with a product from 0 to 4 and NCCL's all-to-all from 3 to 6, the GPU is busy for 6,
-    of which 4 compute and 2 are exposed exchange; it waits for the CPU for 4, and communicates for 3.
+    of which 4 compute and 2 are exposed communication; it waits for the CPU for 4, and communicates for 3.
     """
     work = gpu_work(issued_work(events))
     if not work:
         return {"step": step_ms}
-    communicates = [each for each in work if each.communicates]
-    reduces = [each.span for each in communicates if each.kind == "all-reduce"]
-    exchanges = [each.span for each in communicates if each.kind != "all-reduce"]
-    parts = exclusive(
-        {
-            "  it computes": [each.span for each in work if each.computes],
-            "  exposed all-reduce": reduces,
-            "  exposed exchange": exchanges,
-            "  it only copies": [each.span for each in work if each.kind == "copies"],
-        }
-    )
-    busy = sum(parts.values())
-    us = {"GPU busy": busy, **parts, "GPU waits for the CPU": max(0.0, step_ms * 1e3 * steps - busy)}
-    us["collectives, hidden or not"] = length(reduces + exchanges)
+    found = shares(work)
+    busy = found["compute"] + found["exposed"] + found["copying"]
+    us = {
+        "GPU busy": busy,
+        "  it computes": found["compute"],
+        "  exposed communication": found["exposed"],
+        "  it only copies": found["copying"],
+        "GPU waits for the CPU": max(0.0, step_ms * 1e3 * steps - busy),
+        "collectives, hidden or not": length(each.span for each in work if each.communicates),
+    }
     return {"step": step_ms} | {name: value * 1e-3 / steps for name, value in us.items()}
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dlrm_overlap.observe.metrics import WARMUP_STEPS, StepTimer, evaluation_metrics, steady_ms
+from dlrm_overlap.observe.metrics import StepTimer, evaluation_metrics
 from dlrm_overlap.observe.result_files import (
     MetricsFile,
     read_summary,
@@ -136,14 +136,3 @@ def test_a_summary_is_read_as_it_was_returned(tmp_path: Path) -> None:
     assert summary is not None
     assert math.isnan(summary.pop("eval_ne"))
     assert summary == {"steps": 3}
-
-
-def test_slowed_steps_are_left_out_where_others_are_left() -> None:
-    first, steps = 101, WARMUP_STEPS + 10
-    step_ms = [float(step) for step in range(first, first + steps)]
-    untraced = steady_ms(step_ms, first - 1, range(0))
-    assert untraced == step_ms[WARMUP_STEPS:]
-    traced = range(first + steps - 5, first + steps - 3)
-    assert set(untraced) - set(steady_ms(step_ms, first - 1, traced)) == {step_ms[i] for i in (-6, -5, -4, -3)}
-    assert steady_ms(step_ms[:3], first - 1, range(first, first + 1)) == step_ms[2:3]
-    assert steady_ms(step_ms[:2], first - 1, range(first, first + 1)) == step_ms[:2]
