@@ -73,11 +73,6 @@ class Work(NamedTuple):
         """Whether it moves data between GPUs, or waits for a peer, and does nothing else."""
         return self.kind in ("exchange", "all-reduce") or re.search(_COMMUNICATES_TOO, self.name) is not None
 
-    @property
-    def computes(self) -> bool:
-        """Whether it is neither communication nor a copy within this GPU or from the host."""
-        return not self.communicates and self.kind != "copies"
-
 
 def read_events(path: Path) -> list[dict[str, Any]]:
     """Return the complete events of a Chrome trace, gzipped or not.

@@ -5,12 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from dlrm_overlap.observe.metrics import StepTimer, evaluation_metrics
+from dlrm_overlap.observe.metrics import RunningMetrics, StepTimer, evaluation_metrics
 from dlrm_overlap.observe.result_files import (
     MetricsFile,
     read_summary,
 )
-from dlrm_overlap.observe.running import RunningMetrics
 from dlrm_overlap.train.model import Loss
 from tests.conftest import file_limit
 
