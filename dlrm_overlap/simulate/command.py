@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dlrm_overlap.config import InputError
 from dlrm_overlap.launching.environment import commit
 from dlrm_overlap.launching.parsing import Parser, parse_config, reader_may_leave
 from dlrm_overlap.launching.text_table import format_table
@@ -32,14 +31,17 @@ def run(argv: Sequence[str], description: str) -> int:
     for text in own.vary:
         key, _, values = text.partition("=")
         varied[f"--{key}"] = values.split(",")
-    # All are read before the first is simulated, so that a mistake in the last value costs no time.
-    chosen = list(itertools.product(*varied.values()))
-    configs = [parse([*argv, *itertools.chain(*zip(varied, values, strict=True))])[0] for values in chosen]
     if own.output:
         check_output(Path(own.output))
-    rows = [describe(each) for each in configs]
+    chosen = list(itertools.product(*varied.values()))
+    rows = [describe(parse([*argv, *itertools.chain(*zip(varied, values, strict=True))])[0]) for values in chosen]
     if own.output:
-        _write(Path(own.output), rows)
+        Path(own.output).parent.mkdir(parents=True, exist_ok=True)
+        made_by = {"commit": commit() or ""}
+        with Path(own.output).open("w", newline="") as file:
+            writer = csv.DictWriter(file, [*rows[0], *made_by], lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(row | made_by for row in rows)
     columns = [key.rpartition(".")[2] for key in varied]
     names = [*(name for name in columns if name not in _SHOWN), *_SHOWN]
     lines = [dict(zip(columns, values, strict=True)) | row for values, row in zip(chosen, rows, strict=True)]
@@ -78,14 +80,3 @@ def describe(config: SimulateConfig) -> dict[str, Any]:
         "ms": f"{ms:.4g}",
         "samples_per_s": f"{work.samples * work.world_size / ms * 1e3:.4g}",
     }
-
-
-def _write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    made_by = {"commit": commit() or ""}
-    try:
-        with path.open("w", newline="") as file:
-            writer = csv.DictWriter(file, [*rows[0], *made_by], lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(row | made_by for row in rows)
-    except OSError as error:
-        raise InputError(f"--output: {path}: {error.strerror}; name another file") from None

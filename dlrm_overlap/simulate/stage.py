@@ -157,12 +157,8 @@ def backward(
 ) -> Backward:
     """Return when gradients have arrived and rows are updated.
 
-    Args:
-        config: has the rates.
-        work: of the mean rank, with the shares of each.
-        begin_s: [W] when each rank has its gradient.
-        sorted_s: [W] when its ids are sorted; the collective's are sorted once the gradients are there.
-        products_s: [W] when the products beside it end, if nothing is beside them.
+    A rank has its gradient at `begin_s`, [W], and its ids are sorted at `sorted_s`, the collective's once the gradients
+    are there. The products beside it end at `products_s`, if nothing is beside them.
     """
     gpu, kernel_s, alone_s = config.gpu, config.gpu.kernel_us / 1e6, rows_s(config.update_rates, work)
     arrived, links_s = float(begin_s.max()), pooled_seconds(config, work)
