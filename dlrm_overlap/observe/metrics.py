@@ -9,11 +9,13 @@ import math
 import resource
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn.functional import binary_cross_entropy_with_logits
+from torch.profiler import ProfilerActivity, profile, schedule
 from torchmetrics.functional.classification import binary_auroc
 
 WARMUP_STEPS = 10  # left out of throughput and step times: allocation, autotuning and NCCL's first calls slow them
@@ -217,6 +219,21 @@ class StepTimer:
         if marks:
             marks[-1].synchronize()
         return [a.elapsed_time(b) for a, b in itertools.pairwise(marks)]
+
+
+def make_tracer(path: Path, before: int, steps: int) -> profile:
+    """Return what traces `steps` steps after `before` others, each ended by its `step`, into the Chrome trace `path`.
+
+    It is set up during the step before the first traced one, and writes the file when the last has ended.
+    """
+
+    def write(profiler: profile) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(path))
+
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
+    when = schedule(skip_first=max(0, before - 1), wait=0, warmup=min(1, before), active=steps, repeat=1)
+    return profile(activities=activities, schedule=when, on_trace_ready=write)
 
 
 def memory_bytes(device: torch.device) -> int:

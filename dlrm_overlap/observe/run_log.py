@@ -16,15 +16,14 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 import yaml
-from torch.profiler import ProfilerActivity, profile, schedule
 from torch.utils.tensorboard.writer import SummaryWriter
 from torchrec.distributed.types import ShardingPlan
 
 from dlrm_overlap.checkpoint.manifest import newest_checkpoint, same_checkpoint
-from dlrm_overlap.config import Config, InputError, LogConfig
+from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.launching.environment import environment
 from dlrm_overlap.launching.launcher import World
-from dlrm_overlap.observe.metrics import WARMUP_STEPS, memory_bytes, quantile
+from dlrm_overlap.observe.metrics import WARMUP_STEPS, make_tracer, memory_bytes, quantile
 from dlrm_overlap.observe.result_files import MetricsFile, nan_as_none, write_atomically
 
 log = logging.getLogger("dlrm_overlap")
@@ -89,8 +88,11 @@ class RunLog:
         self.waited_s = 0.0
         self.asked_to_end = False
         self.versions = environment()
-        self._tracer = _make_tracer(config.log, folder, world.rank, device, start)
-        self._metrics = self._board = None
+        self._tracer = self._metrics = self._board = None
+        traced = config.log.traced
+        if traced and start < traced.start:
+            file = f"steps_{traced[0]}_{traced[-1]}_rank_{world.rank}.json.gz"
+            self._tracer = make_tracer(folder / "traces" / file, traced.start - 1 - start, len(traced))
         if world.rank:
             return
         (folder / "summary.json").unlink(missing_ok=True)  # until this run has its own, or a resume would believe it
@@ -103,7 +105,7 @@ class RunLog:
         resolved = yaml.safe_dump(shown, sort_keys=False)
         write_atomically(folder / "config.yaml", resolved)
         self._metrics = MetricsFile(folder / "metrics.jsonl", start)
-        if start and config.log.traced and start >= config.log.trace_first:
+        if traced and not self._tracer:
             log.warning("log.trace_first: %d, but the run goes on behind it: no step is traced", config.log.trace_first)
         if config.log.tensorboard:
             # Where a run goes on, TensorBoard hides later events of before it stopped.
@@ -234,24 +236,3 @@ class RunLog:
                 self._board.flush()
         except OSError as error:
             log.warning("step %d cannot be logged (%s); the run goes on", step, error.strerror)
-
-
-def _make_tracer(config: LogConfig, folder: Path, rank: int, device: torch.device, start: int) -> profile | None:
-    """Return what traces the steps `log.traced` after `start` into a file of this rank; None if it traces none.
-
-    The file is a Chrome trace, for ui.perfetto.dev or Meta's Holistic Trace Analysis. The profiler is set up during the
-    step before the first traced one, and writes the file during the step after the last.
-    """
-    traced = config.traced
-    if start >= traced.start or not traced:
-        return None
-    path = folder / "traces" / f"steps_{traced[0]}_{traced[-1]}_rank_{rank}.json.gz"
-
-    def write(profiler: profile) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        profiler.export_chrome_trace(str(path))
-
-    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
-    before = traced.start - 1 - start
-    steps = schedule(skip_first=max(0, before - 1), wait=0, warmup=min(1, before), active=len(traced), repeat=1)
-    return profile(activities=activities, schedule=steps, on_trace_ready=write)

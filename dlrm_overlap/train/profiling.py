@@ -15,9 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.profiler import ProfilerActivity, profile, schedule
 
 from dlrm_overlap.launching.text_table import count_of, format_table
+from dlrm_overlap.observe.metrics import make_tracer
 from dlrm_overlap.observe.trace_summary import gpu_work, issued_work, length, read_events, shares
 from dlrm_overlap.train.explain import explain
 
@@ -127,14 +127,9 @@ def profile_steps(
     for _ in range(steps):
         step()
     step_ms = 1e3 * (_time_s() - began) / steps
-    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json.gz"
-        with profile(
-            activities=activities,
-            schedule=schedule(wait=0, warmup=1, active=steps, repeat=1),
-            on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(path)),
-        ) as profiler:
+        with make_tracer(path, 1, steps) as profiler:
             for _ in range(1 + steps):
                 step()
                 profiler.step()
