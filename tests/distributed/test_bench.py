@@ -152,8 +152,7 @@ def test_collectives_measures_all_that_can_take_part(tmp_path: Path) -> None:
 
 
 def test_gemm_measures_what_runs_on_a_cpu(tmp_path: Path) -> None:
-    rows, result = _bench(tmp_path, "gemm", "--shapes", "16x24x32", "--repetitions", "2")
-    assert "2 ranks on cpu" in result.stdout
+    rows, _ = _bench(tmp_path, "gemm", "--shapes", "16x24x32", "--repetitions", "2")
     operators = ("all_gather", "reduce_scatter")
     names = ("serial", "auto")
     assert [(row["operator"], row["contender"]) for row in rows] == [

@@ -61,7 +61,7 @@ def run(kind: str, ranks: Ranks) -> int:
     if memory:
         memory.close()
     if ranks.world.rank == 0:
-        report(rows, faults, Path(values.output), _SHOWN, "a call alone or beside a product")
+        report(rows, faults, Path(values.output), _SHOWN)
     return 1 if faults else 0
 
 

@@ -172,7 +172,7 @@ def run(kind: str, ranks: Ranks) -> int:
                 del case, calls, found, alone
     products.close()
     if ranks.world.rank == 0:
-        report(rows, faults, Path(values.output), _SHOWN, f"{group.size()} ranks on {device.type}, {_DTYPE}")
+        report(rows, faults, Path(values.output), _SHOWN)
     return 1 if faults else 0
 
 

@@ -15,6 +15,7 @@ the fastest of the contenders here; `fraction_of_floor` is of the time that prod
 groups (`step_contenders.heats`), whose rows are written one group after the other.
 """
 
+import csv
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -33,7 +34,7 @@ from dlrm_overlap.bench.harness.step_floor import find_floor
 from dlrm_overlap.bench.harness.timing import Timing, counted, take_turns
 from dlrm_overlap.bench.harness.training_runs import TrainingRun, read_batches
 from dlrm_overlap.bench.harness.workload import collect_garbage
-from dlrm_overlap.bench.rows import read_measured, report
+from dlrm_overlap.bench.rows import report
 from dlrm_overlap.bench.step_contenders import STEP_CONTENDERS, contender_config, expand, heats
 from dlrm_overlap.config import Config, EmbeddingConfig, InputError
 from dlrm_overlap.data.batch import Batch
@@ -73,7 +74,8 @@ def run(kind: str, ranks: Ranks) -> int:
     if ranks.config.model.sequence.history is None:  # TorchRec's dedup is of tables that are not pooled
         names = tuple(name for name in names if "index_dedup" not in STEP_CONTENDERS[name].extras)
     if values.resume and output.exists():
-        done = {row["contender"] for row in read_measured(output).rows}
+        with output.open(newline="") as file:
+            done = {row.get("contender") for row in csv.DictReader(file)}
         left = [name for name in names if name not in done]
         if not left:
             return 0

@@ -54,7 +54,6 @@ def refusal(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         ("prepare criteo in", ["missing on the command line: OUT; see --help"]),
         ("checkpoint", ["missing on the command line: show|verify|export, PATH; see --help"]),
         ("trace", ["missing on the command line: TRACE; see --help"]),
-        ("bench report", ["missing on the command line: DIR; see --help"]),
         ("doctor --fast", ["--fast is not an option"]),
         # values
         (f"{TRAIN} --train.batch_size -3", ["train.batch_size: -3 is not a whole number from 1 to 2^31 - 1"]),
