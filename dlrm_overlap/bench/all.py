@@ -42,9 +42,8 @@ MEASUREMENTS = {
     "wide": "step --config wide_mlp --model.top_parallel data --contenders pgas_graph pgas_graph_tensor",
     "ablation": "step --config bench/step_mlperf --contenders torchrec ablation pgas_graph",
     "sweep": f"sweep --config bench/sweep {_SWEPT}",
-    "weak": f"weak {_SHAPES['weak']}",
-    "strong": f"strong {_SHAPES['strong']}",
-    "collectives": "collectives --config bench/tiny --operations all_to_all all_gather",
+    **{f"{name}_{n}": f"stage {_SHAPES[name]} --nproc {n}" for name in ("weak", "strong") for n in (2, 1)},
+    "collectives": "collectives --config bench/tiny",
     "gemm": "gemm --config bench/tiny --repetitions 8",
 }
 """File of rows -> the words after `dlrm-overlap bench`, in the order of README's needs."""
@@ -80,11 +79,11 @@ def run(argv: Sequence[str]) -> int:
     make_folder(folder)
     end, failed, left = time.monotonic() + 60 * values.minutes, False, list[list[str]]()
     for name in names:
-        needs_peers = FIGURES[MEASUREMENTS[name].split()[0]].needs_peers
         part, whole = folder / f"{name}.part", folder / f"{name}.csv"
-        if name not in values.only or whole.exists() or (needs_peers and nproc == 1):
-            continue
         words = words_of(name, nproc, part)
+        ranks, needs_peers = int(words[words.index("--nproc") + 1]), FIGURES[words[1]].needs_peers
+        if name not in values.only or whole.exists() or not needs_peers < ranks <= nproc:
+            continue
         if (left_s := end - time.monotonic()) > 0:
             if "--resume" not in words:
                 part.unlink(missing_ok=True)  # of a call that was cut off

@@ -101,7 +101,7 @@ def _measure_rows(config: Config, ranks: Ranks, group: dist.ProcessGroup, ids_a_
     rows = []
     if not faults:
         for what, contenders, each in (("forward", pooling, workload.batches), ("both", whole, batches)):
-            found = time_alone([c.cycle(each) for c in contenders], _REPETITIONS, ranks.device, group)
+            found = time_alone([c.cycle(each) for c in contenders], _REPETITIONS, ranks.device)
             rows += [
                 {"ids_a_bag": ids_a_bag, "part": what, "contender": contender.name}
                 | {"gpu_ms": timing.median_ms, "host_ms": timing.host_ms}
@@ -110,7 +110,7 @@ def _measure_rows(config: Config, ranks: Ranks, group: dist.ProcessGroup, ids_a_
             ]
     elif ranks.world.rank == 0:
         print("\n".join(faults), flush=True)
-    close_all([*pooling, *whole], workload)
+    close_all([*pooling, *whole])
     return rows
 
 

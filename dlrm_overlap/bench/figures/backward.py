@@ -7,8 +7,7 @@ contender under an optimizer.
 
 Contenders: the baseline (packing, All-to-All, FBGEMM's operator, its sort of the ids included), `push`, and
 `push_exposed`, with the part that needs the ids alone, which training does beside the dense layers, in every step.
-Extra columns: the optimizer, the bytes and the time of a cache without bounds, ids and touched rows, and `prepare_ms`
-of that part.
+Extra columns: the optimizer, the ids of a rank, and `prepare_ms` of that part.
 """
 
 from collections.abc import Sequence
@@ -22,18 +21,19 @@ import torch
 
 from dlrm_overlap.bench.harness.agreement import check_rows, disagreements
 from dlrm_overlap.bench.harness.contenders import Contender, close_all
-from dlrm_overlap.bench.harness.limits import RankIds, describe, find_limit, measure_ceilings, times
+from dlrm_overlap.bench.harness.limits import find_limit, measure_ceilings, times
 from dlrm_overlap.bench.harness.timing import time_contenders, time_parts
 from dlrm_overlap.bench.harness.workload import (
     Ids,
     Workload,
     collect_garbage,
+    describe,
     exchange_options,
     make_workload,
     read_ids,
+    shape_of,
 )
 from dlrm_overlap.bench.rows import report
-from dlrm_overlap.bench.shapes import shapes_of
 from dlrm_overlap.config import Config, EmbeddingConfig
 from dlrm_overlap.embedding.opening import open_halves
 from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions, StepCounters
@@ -42,7 +42,7 @@ from dlrm_overlap.train.ranks import Ranks
 
 _SHOWN = (
     "optimizer", "contender", "median_ms", "p10_ms", "p90_ms", "host_ms", "prepare_ms",
-    "limit_ms", "fraction_of_limit", "compulsory_ms", "speedup", "max_difference",
+    "limit_ms", "fraction_of_limit", "speedup", "max_difference",
 )  # fmt: skip
 
 
@@ -113,7 +113,7 @@ def run(kind: str, ranks: Ranks) -> int:
         The exit code: 1 if rows or states disagree, in which case no time is reported.
     """
     world, device, values = ranks.world, ranks.device, ranks.values
-    (config,) = shapes_of(kind, values, ranks.config, world.world_size)
+    config = shape_of(ranks.config, world.world_size, values.tables_per_rank)
     group = ranks.connect()
     sparse = read_ids(config, group, device)
     ceilings = measure_ceilings(group, device)
@@ -123,8 +123,7 @@ def run(kind: str, ranks: Ranks) -> int:
             config, sparse, group, device, world.local_world_size, optimizer=optimizer, precision="fp32"
         )
         found, wrong = _measure(config, workload, optimizer, ceilings, values.iterations)
-        rows += [{"kind": kind} | row for row in found]
-        faults += wrong
+        rows, faults = rows + found, faults + wrong
         del workload
         collect_garbage(device)
     if world.rank == 0:
@@ -153,25 +152,16 @@ def _measure(
     faults = disagreements(contenders, agreements, f"rows or state under {optimizer}")
     rows: list[dict[str, Any]] = []
     if not faults:
-        counts = []
-        for own in RankIds.of_workload(workload):
-            about = [sum(each.ids for each in own.tables), sum(each.touched_rows for each in own.tables)]
-            counts.append([*own.update_bytes(workload.wire_dtype, optimizer), *about])
-        limit, (compulsory, ids, touched) = find_limit(counts, ceilings, workload.group, workload.device)
-        counted = {"compulsory_bytes": compulsory, "compulsory_ms": replace(limit, hbm_bytes=compulsory).ms}
-        counted |= {"ids": ids, "touched_rows": touched}
+        limit, ids = find_limit(workload, ceilings, optimizer)
         timings = time_contenders(contenders, batches, workload, iterations)
         for contender, agreement, timing in zip(contenders, agreements, timings, strict=True):
             prepare_ms = None
             if contender is not contenders[0]:
-                (prepare_ms,) = time_parts(contender.prepare, 1, batches, workload, timing.steps)
+                (prepare_ms,) = time_parts(contender.prepare, 1, batches, workload, iterations)
             rows.append(
-                {"contender": contender.name, "optimizer": optimizer}
-                | describe(config, workload)
+                {"kind": "backward", "contender": contender.name, **describe(config, workload), "optimizer": optimizer}
                 | times(timing, timings[0], limit)
-                | counted
-                | asdict(agreement)
-                | {"prepare_ms": prepare_ms}
+                | {"ids": ids, **asdict(agreement), "prepare_ms": prepare_ms}
             )
-    close_all(contenders, workload)
+    close_all(contenders)
     return rows, faults

@@ -19,8 +19,9 @@ Columns, times being medians of the slowest rank:
 Source: Flux (Chang et al., arXiv 2406.06858) for the effective communication time and overlap efficiency.
 """
 
+import itertools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -31,7 +32,7 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from dlrm_overlap.bench.harness.limits import measure_ceilings
-from dlrm_overlap.bench.harness.timing import Timing, counted, greatest, time_alone
+from dlrm_overlap.bench.harness.timing import Timing, greatest, time_alone
 from dlrm_overlap.bench.rows import report
 from dlrm_overlap.config import InputError
 from dlrm_overlap.dense.gemm import serial
@@ -123,7 +124,6 @@ class Case:
     def alone(self) -> dict[str, Call]:
         """Return the product alone by cuBLAS, and the process group's collective alone."""
         x, turned, group = self._gathered(), self.weight.t(), self.group
-        out = x.new_empty(x.shape[0], self.weight.shape[0])
         rows = torch.zeros(*self.shape[:2], device=self.device, dtype=_DTYPE)
         part = rows[: self.shape[0] // group.size()].clone()
         if self.operator == "all_gather":
@@ -132,7 +132,7 @@ class Case:
             collective = partial(serial.reduce_scatter, part, rows, group=group)
         else:  # as `serial.scatter` does over gloo
             collective = partial(dist.all_to_all_single, torch.empty_like(rows), rows, group=group)
-        return {"gemm": partial(torch.mm, x, turned, out=out), "communication": collective}
+        return {"gemm": partial(torch.mm, x, turned, out=torch.mm(x, turned)), "communication": collective}
 
 
 def run(kind: str, ranks: Ranks) -> int:
@@ -149,27 +149,17 @@ def run(kind: str, ranks: Ranks) -> int:
     products.wait_timeout_s = 60.0
     rows, faults = list[dict[str, Any]](), list[str]()
     with torch.no_grad():
-        for operator in values.operators:
-            for shape in counted(f"shapes of {operator}", shapes):
-                case = Case(operator, shape, group, device)
-                calls = {name: case.contender(name, products) for name in _CONTENDERS}
-                found = {name: call for name, call in calls.items() if call is not None}
-                faults += _wrong(case, found)
-                alone = case.alone()
-                times = time_alone([*found.values(), *alone.values()], values.repetitions, device, group)
-                timed = dict(zip([*found, *alone], times, strict=True))
-                faults += _wrong(case, found)
-                columns = {
-                    "kind": kind,
-                    "operator": operator,
-                    **dict(zip("mkn", shape, strict=True)),
-                    "dtype": str(_DTYPE)[6:],
-                }
-                columns |= {"device": device.type, "world_size": group.size()}
-                if "serial" in found:
-                    right = {name: timed[name] for name in found}
-                    rows += compare(columns, right, timed, (case.link_bytes, link_gb_per_s))
-                del case, calls, found, alone
+        for operator, shape in itertools.product(values.operators, shapes):
+            case = Case(operator, shape, group, device)
+            calls = {name: call for name in _CONTENDERS if (call := case.contender(name, products))}
+            faults += _wrong(case, calls)
+            both = calls | case.alone()
+            timed = dict(zip(both, time_alone([*both.values()], values.repetitions, device), strict=True))
+            faults += _wrong(case, calls)
+            about = {"kind": kind, "operator": operator, **dict(zip("mkn", shape, strict=True))}
+            about |= {"dtype": "bfloat16", "device": device.type, "world_size": group.size()}
+            rows += [about | row for row in compare([*calls], timed, case.link_bytes, link_gb_per_s)]
+            del case, calls, both
     products.close()
     if ranks.world.rank == 0:
         report(rows, faults, Path(values.output), _SHOWN)
@@ -191,7 +181,7 @@ def _wrong(case: Case, calls: dict[str, Call]) -> list[str]:
     mean = expected.abs().mean()
     for name, call in list(calls.items()):
         error = ((call().float() - expected).abs() / (expected.abs() + mean)).nan_to_num(torch.inf).max().item()
-        (worst,) = greatest([error], case.device, case.group)
+        (worst,) = greatest([error], case.device)
         if worst > _TOLERANCE:
             faults.append(f"{case.operator}, {case.shape}: {name} is off by {worst:.2g}, at most {_TOLERANCE} is right")
             del calls[name]
@@ -199,33 +189,32 @@ def _wrong(case: Case, calls: dict[str, Call]) -> list[str]:
 
 
 def compare(
-    columns: Mapping[str, Any], timed: Mapping[str, Timing], alone: Mapping[str, Timing], link: tuple[int, float]
+    names: Sequence[str], timed: Mapping[str, Timing], link_bytes: int, link_gb_per_s: float
 ) -> list[dict[str, Any]]:
-    """Return the rows of one operator at one shape, see the module.
+    """Return the columns of the contenders `names` of one operator at one shape, see the module.
 
     Args:
-        columns: of all rows.
-        timed: by contender, serial among them.
-        alone: of gemm and communication.
-        link: bytes that leave a GPU, and the GB/s of its links.
+        names: of the contenders whose outputs are right.
+        timed: by contender, serial among them, and of gemm and communication.
+        link_bytes: that leave a GPU.
+        link_gb_per_s: of its links.
     """
-    gemm_ms, serial_ms, (link_bytes, link_gb_per_s) = alone["gemm"].median_ms, timed["serial"].median_ms, link
+    gemm_ms, serial_ms = timed["gemm"].median_ms, timed["serial"].median_ms
     floor_ms = max(gemm_ms, link_bytes / link_gb_per_s / 1e6 if link_bytes else 0.0)
     hidden = serial_ms - gemm_ms
     return [
         {
-            **columns,
             "contender": name,
-            **asdict(times),
+            **asdict(timed[name]),
             "gemm_ms": gemm_ms,
-            "communication_ms": alone["communication"].median_ms,
-            "ect_ms": times.median_ms - gemm_ms,
-            "overlap_efficiency": 1 - (times.median_ms - gemm_ms) / hidden if hidden > 0 else None,
+            "communication_ms": timed["communication"].median_ms,
+            "ect_ms": timed[name].median_ms - gemm_ms,
+            "overlap_efficiency": 1 - (timed[name].median_ms - gemm_ms) / hidden if hidden > 0 else None,
             "link_bytes": link_bytes,
             "link_gb_per_s": link_gb_per_s,
             "floor_ms": floor_ms,
-            "of_floor": floor_ms / times.median_ms,
-            "speedup": serial_ms / times.median_ms,
+            "of_floor": floor_ms / timed[name].median_ms,
+            "speedup": serial_ms / timed[name].median_ms,
         }
-        for name, times in timed.items()
+        for name in names
     ]

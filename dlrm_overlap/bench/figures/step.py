@@ -9,10 +9,10 @@ configuration's learning rates: at MLPerf's, Adagrad's first steps make rounding
 A row is a contender. It has two times: `median_ms` by the clock, and `busy_ms`, the time of a traced step in which the
 GPU is not idle, on the rank where that is least. On other ranks collectives run while they wait for a slower one; the
 CPU's speed changes the first time and not the second. Of that step `exposed_ms` is exposed communication, as
-`observe.trace_summary` defines it. Both speedups are over TorchRec as users run it, and over TorchRec at its strongest,
-the fastest of the contenders here; `fraction_of_floor` is of the time that products, memory or links must take
-(`harness.step_floor`), under the first contender's plan. A GPU holds few trainers at once, so contenders take turns in
-groups (`step_contenders.heats`), whose rows are written one group after the other.
+`observe.trace_summary` defines it. Both speedups are over TorchRec at its strongest, the fastest of the contenders
+here; `fraction_of_floor` is of the time that products, memory or links must take (`limits.find_floor`). A GPU holds few
+trainers at once, so contenders take turns in groups (`step_contenders.heats`), whose rows are written one group after
+the other.
 """
 
 import csv
@@ -29,11 +29,10 @@ from torchrec.distributed.train_pipeline import TrainPipelineFusedSparseDist
 from torchrec.distributed.types import ModuleSharder
 
 from dlrm_overlap.bench.harness.agreement import judge_losses
-from dlrm_overlap.bench.harness.limits import describe_tables, measure_ceilings
-from dlrm_overlap.bench.harness.step_floor import find_floor
-from dlrm_overlap.bench.harness.timing import Timing, counted, take_turns
+from dlrm_overlap.bench.harness.limits import find_floor, measure_ceilings
+from dlrm_overlap.bench.harness.timing import take_turns
 from dlrm_overlap.bench.harness.training_runs import TrainingRun, read_batches
-from dlrm_overlap.bench.harness.workload import collect_garbage
+from dlrm_overlap.bench.harness.workload import collect_garbage, describe_shape
 from dlrm_overlap.bench.rows import report
 from dlrm_overlap.bench.step_contenders import STEP_CONTENDERS, contender_config, expand, heats
 from dlrm_overlap.config import Config, EmbeddingConfig, InputError
@@ -52,12 +51,10 @@ CHECKED_STEPS = 20
 _RATE = 0.03  # of the configuration's learning rates
 _TRACED_STEPS = 5
 _TRACED = ("busy_ms", "exposed_ms", "exposed_most_ms")
-_BASELINES = ("torchrec", "strongest")
-_SPEEDUPS = {"speedup_over": "median_ms", "busy_speedup_over": "busy_ms"}
+_SPEEDUPS = {"speedup": "median_ms", "busy_speedup": "busy_ms"}
 _SHOWN = (
-    "contender", "median_ms", *_TRACED, "host_ms", "samples_per_s",
-    *(f"{speedup}_{name}" for speedup in _SPEEDUPS for name in _BASELINES), "dense_ms", "hbm_ms", "link_ms",
-    "floor_ms", "fraction_of_floor", "max_difference", "tolerance",
+    "contender", "median_ms", *_TRACED, "host_ms", *_SPEEDUPS, "dense_ms", "hbm_ms", "link_ms", "floor_ms",
+    "fraction_of_floor", "max_difference", "tolerance",
 )  # fmt: skip
 
 
@@ -85,16 +82,14 @@ def run(kind: str, ranks: Ranks) -> int:
     reference: dict[str, list[float]] = {}
     wrong = False
     for heat in heats(names, values.at_once):
-        runs = [TrainingRun(name, build(ranks, name, configs[name]), batches) for name in counted("trainers", heat)]
+        runs = [TrainingRun(name, build(ranks, name, configs[name]), batches) for name in heat]
         losses = reference | {each.name: each.losses(CHECKED_STEPS) for each in runs}
         reference = {names[0]: losses[names[0]]}
         agreements, faults = judge_losses(ranks.config.train.precision, losses, again)
         timings = take_turns([each.time for each in runs], values.steps, ranks.device)
         rows = [
-            {"kind": kind, "contender": each.name}
-            | describe_run(each, values.batches)
-            | _times(each, timing, _trace(each), floor)
-            | {"checked_steps": CHECKED_STEPS}
+            {"kind": kind, "contender": each.name, **describe_run(each, values.batches)}
+            | {**vars(timing), **_trace(each), **floor, "fraction_of_floor": floor["floor_ms"] / timing.median_ms}
             | {name: getattr(agreements[each.name], name) for name in ("max_difference", "tolerance", "agrees")}
             for each, timing in zip(runs, timings, strict=True)
         ]
@@ -164,7 +159,7 @@ def _train_apart(ranks: Ranks, configs: Mapping[str, Config]) -> tuple[list[floa
     trainer = build(ranks, name, replace(config, train=replace(config.train, compile_dense=compiled)))
     batches = read_batches(trainer, ranks.values.batches)
     ceilings = measure_ceilings(ranks.connect(), ranks.device)
-    floor = find_floor(trainer, batches, ceilings, ranks.values.dense_tflop_per_s)
+    floor = find_floor(trainer, ceilings)
     apart = TrainingRun(name, trainer, batches)
     losses = apart.losses(CHECKED_STEPS)
     apart.close()
@@ -184,54 +179,23 @@ def _trace(run: TrainingRun) -> dict[str, float | None]:
 
 def describe_run(run: TrainingRun, batches: int) -> dict[str, Any]:
     """Return the columns of the contender's keys, and of the shape."""
-    trainer, config = run.trainer, run.trainer.config
-    return {
-        "backend": config.embedding.backend,
-        "extras": " ".join(sorted(STEP_CONTENDERS[run.name].extras)),
-        "plan": config.embedding.plan,
-        "pipeline": config.train.pipeline,
-        "capture": config.train.capture,
-        "flat_dense": config.train.flat_dense,
-        "compile_dense": config.train.compile_dense,
-        "graph_dense": config.train.graph_dense,
-        "arch": config.model.arch,
-        "precision": config.train.precision,
-        "world_size": trainer.world.world_size,
-        **describe_tables(config),
-        "global_batch": trainer.global_batch,
-        "batches": batches,
-        "optimizer": config.embedding.optimizer,
-        "weight_dtype": config.embedding.weight_dtype,
-        "wire_dtype": config.embedding.resolved_wire_dtype(config.train.precision),
-    }
-
-
-def _times(run: TrainingRun, timing: Timing, traced: Mapping[str, Any], floor: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the columns of a run's times, and of how they compare with the floor."""
-    median_ms = timing.median_ms
-    return {
-        **vars(timing),
-        **traced,
-        "samples_per_s": run.trainer.global_batch * 1e3 / median_ms,
-        **floor,
-        "fraction_of_floor": floor["floor_ms"] / median_ms,
-    }
+    contender = STEP_CONTENDERS[run.name]
+    keys = [f"{key}={value}" for key, value in contender.keys.items()]
+    shape = describe_shape(run.trainer.config, run.trainer.world.world_size)
+    return {"keys": " ".join([*keys, *sorted(contender.extras)]), **shape, "batches": batches}
 
 
 def with_speedups(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return `rows` with their speedups over TorchRec as users run it, and over its fastest contender, by both times.
+    """Return `rows` with their speedups over the fastest contender that is TorchRec's, by both times.
 
     A row whose losses disagree has no speedup, and is no baseline.
     """
-    agreeing = {row["contender"]: row for row in rows if row["agrees"]}
-    theirs = [row for name, row in agreeing.items() if name.startswith("torchrec")]
+    theirs = [row for row in rows if row["agrees"] and row["contender"].startswith("torchrec")]
     found = []
     for row in rows:
         ratios: dict[str, float | None] = {}
         for speedup, time in _SPEEDUPS.items():
-            first = agreeing.get("torchrec", {}).get(time)
             fastest = min((each[time] for each in theirs if each[time]), default=None)
-            for name, base in zip(_BASELINES, (first, fastest), strict=True):
-                ratios[f"{speedup}_{name}"] = base / row[time] if base and row["agrees"] else None
+            ratios[speedup] = fastest / row[time] if fastest and row["agrees"] else None
         found.append(row | ratios)
     return found

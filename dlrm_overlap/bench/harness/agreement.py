@@ -4,7 +4,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from dlrm_overlap.bench.harness.contenders import Contender
@@ -70,8 +69,8 @@ def check_outputs(contenders: Sequence[Contender], workload: Workload) -> list[A
             difference = _finite((output - expected).abs().max().item())
             found[i] = [max(found[i][0], difference), max(found[i][1], float(not torch.equal(output, expected)))]
             del output  # it may be a window, which must be free before the next step
-    tolerance = TOLERANCE[workload.wire_dtype] * greatest([scale], workload.device, workload.group)[0]
-    by_contender = [greatest(values, workload.device, workload.group) for values in found]
+    tolerance = TOLERANCE[workload.wire_dtype] * greatest([scale], workload.device)[0]
+    by_contender = [greatest(values, workload.device) for values in found]
     return [Agreement(difference, tolerance, not differs) for difference, differs in by_contender]
 
 
@@ -118,7 +117,7 @@ def check_rows(
     tolerance = ROW_TOLERANCE[optimizer]
     for dtype in {workload.wire_dtype, weights[0].dtype} - {torch.float32}:
         tolerance = max(tolerance, _ROW_STEPS * TOLERANCE[dtype])
-    by_contender = [greatest(values, workload.device, workload.group) for values in found]
+    by_contender = [greatest(values, workload.device) for values in found]
     return [Agreement(worst, tolerance, not unequal) for worst, unequal in by_contender]
 
 
@@ -143,10 +142,9 @@ def judge_losses(
 ) -> tuple[dict[str, Agreement], list[str]]:
     """Return how the contenders' losses agree with those of the first, and a line for each that does not.
 
-    A loss may differ by what rounding may cause or, if that is more, by four times the greatest difference so far
-    between two runs of the reference. These differ in the rounding of a compiled dense part, and on GPUs because
-    FBGEMM's update does not repeat its bits where rows are hot; training makes either grow. A contender is judged at
-    the step where it exceeds that most.
+    A loss may differ by what rounding may cause or, if that is more, by four times the greatest difference between two
+    runs of the reference. These differ in the rounding of a compiled dense part, and on GPUs because FBGEMM's update
+    does not repeat its bits where rows are hot.
 
     Args:
         precision: of the dense part, fp32, tf32 or bf16.
@@ -154,31 +152,28 @@ def judge_losses(
         again: the reference's losses once more.
     """
     reference, expected = next(iter(losses.items()))
-    noise = np.maximum.accumulate(_relative_differences(again, expected))
-    if noise[-1] > _MOST_NOISE:  # no contender can be judged
+    noise = _relative_difference(again, expected)
+    if noise > _MOST_NOISE:  # no contender can be judged
         fault = (
-            f"{reference}: its own losses differ by {noise[-1]:.1e}, relatively, between two runs; at most "
-            f"{_MOST_NOISE:g} separates right from wrong, so no speedup is reported; take lower learning rates"
+            f"{reference}: its own losses differ by {noise:.1e}, relatively, between two runs; at most {_MOST_NOISE:g} "
+            f"separates right from wrong, so no speedup is reported; take lower learning rates"
         )
-        return dict.fromkeys(losses, Agreement(float(noise[-1]), _MOST_NOISE, equal=False)), [fault]
-    allowed = np.maximum(_ROUNDING[precision], _NOISE_FACTOR * noise)
+        return dict.fromkeys(losses, Agreement(noise, _MOST_NOISE, equal=False)), [fault]
+    tolerance = max(_ROUNDING[precision], _NOISE_FACTOR * noise)
     agreements, faults = dict[str, Agreement](), list[str]()
     for name, found in losses.items():
-        differences = _relative_differences(found, expected)
-        worst = int((differences / allowed).argmax())
-        each = Agreement(float(differences[worst]), float(allowed[worst]), not differences.any())
-        agreements[name] = each
+        difference = _relative_difference(found, expected)
+        each = agreements[name] = Agreement(difference, tolerance, difference == 0)
         if not each.agrees:
             faults.append(
-                f"{name}: its loss differs from {reference}'s by {each.max_difference:.1e}, relatively; tolerance "
-                f"{each.tolerance:.1e}; no speedup is reported"
+                f"{name}: its loss differs from {reference}'s by {difference:.1e}, relatively; tolerance "
+                f"{tolerance:.1e}; no speedup is reported"
             )
     return agreements, faults
 
 
-def _relative_differences(losses: Sequence[float], expected: Sequence[float]) -> np.ndarray:
-    """Return |loss - expected| / |expected| of each step, infinite unless both are finite."""
-    wanted = np.asarray(expected)
-    with np.errstate(invalid="ignore"):
-        differences = np.abs(losses - wanted) / np.maximum(np.abs(wanted), _TINY)
-    return np.where(np.isfinite(differences), differences, math.inf)
+def _relative_difference(losses: Sequence[float], expected: Sequence[float]) -> float:
+    """Return the greatest |loss - expected| / |expected| of a step, infinite unless all are finite."""
+    return max(
+        _finite(abs(loss - wanted) / max(abs(wanted), _TINY)) for loss, wanted in zip(losses, expected, strict=True)
+    )

@@ -1,13 +1,18 @@
-"""The contenders of the forward, over the same rows and ids: the baseline, TorchRec's own path, and our exchanges."""
+"""The contenders of the forward, over the same rows and ids: the baselines, TorchRec's own path, and our exchanges."""
 
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 
 from dlrm_overlap.backends import BACKENDS
 from dlrm_overlap.bench.harness.workload import Ids, Workload
@@ -43,9 +48,9 @@ class Contender(ABC):
         """Free the memory that outlives Python references. Every rank must have finished its steps."""
 
 
-def close_all(contenders: Sequence[Contender], workload: Workload) -> None:
+def close_all(contenders: Sequence[Contender]) -> None:
     """Close the contenders once every rank has finished its steps. All ranks call this."""
-    dist.barrier(workload.group)
+    dist.barrier()
     for contender in contenders:
         contender.close()
 
@@ -71,13 +76,89 @@ class Baseline(Contender):
             mark()
             return pooled.to(self.workload.output_dtype)
         received = pooled.new_empty(sum(self._receive_sizes))
-        sizes = self._receive_sizes, self._send_sizes
-        work = dist.all_to_all_single(received, pooled.view(-1), *sizes, group=self.workload.group, async_op=True)
-        assert work is not None
-        work.wait()
+        dist.all_to_all_single(received, pooled.view(-1), self._receive_sizes, self._send_sizes)
         mark()
         parts = [part.view(self._samples, -1) for part in received.split(self._receive_sizes)]
         return torch.cat(parts, dim=1).to(self.workload.output_dtype)
+
+
+class Chunked(Contender):
+    """The baseline as a skilled user would write it: each chunk's All-to-All and unpacking beside the next lookup.
+
+    A chunk is some of every owner's tables, for all samples; owners have tables of the same dims. Lookups are on the
+    current stream, the collectives on NCCL's, and the unpacking on a third, which alone waits for the collectives: so
+    no lookup waits for anything. The ids of a chunk lie together, as TorchRec's input_dist would bring them if each
+    chunk were a group of tables of its own; that costs no time here. On a CPU, which has no streams, the chunks come
+    one after the other.
+    """
+
+    def __init__(self, workload: Workload, chunks: int) -> None:
+        """Cut each owner's tables into `chunks` parts, of which none may be empty."""
+        super().__init__(f"nccl_chunked_{chunks}", workload)
+        dims = [shard.dim for shard in workload.layout.by_owner[workload.rank]]
+        borders = [chunk * len(dims) // chunks for chunk in range(chunks + 1)]
+        (lookup,) = workload.tables.lookups
+        self._lookups = split_lookup(lookup, borders)
+        self._columns = [(sum(dims[:first]), sum(dims[:last])) for first, last in pairwise(borders)]
+        tables = [last - first for first, last in pairwise(borders)]
+        self._ids = {id(ids): ids.inputs[0].split(tables) for ids in workload.batches}
+        on_gpu = workload.device.type == "cuda"
+        self._beside: Any = torch.cuda.Stream(workload.device) if on_gpu else None
+
+    def step(self, batch: Ids) -> torch.Tensor:
+        """Run the stage."""
+        workload, samples = self.workload, self.workload.batch_sizes[self.workload.rank]
+        shape = samples, workload.layout.total_dim
+        output = torch.empty(shape, dtype=workload.output_dtype, device=workload.device)
+        by_owner = output.view(samples, len(workload.batch_sizes), -1)
+        held = []  # until the current stream is behind those that read and write them
+        for lookup, ids, (first, last) in zip(self._lookups, self._ids[id(batch)], self._columns, strict=True):
+            sent = lookup(ids.values(), ids.offsets()).to(workload.wire_dtype)
+            received = torch.empty_like(sent)
+            work: Any = dist.all_to_all_single(received, sent, async_op=True)
+            with torch.cuda.stream(self._beside) if self._beside else nullcontext():
+                work.wait()
+                by_owner[:, :, first:last].copy_(received.view(-1, samples, last - first).transpose(0, 1))
+            held += [sent, received]
+        if self._beside:
+            torch.cuda.current_stream(workload.device).wait_stream(self._beside)
+        return output
+
+
+def make_chunked(workload: Workload) -> list[Contender]:
+    """Return contenders of 2, 4 and 8 chunks, as far as there are so many tables; none of one rank or unlike ones."""
+    dims = [[shard.dim for shard in shards] for shards in workload.layout.by_owner]
+    takes_part = len(dims) > 1 and all(each == dims[0] for each in dims)
+    return [Chunked(workload, chunks) for chunks in (2, 4, 8) if takes_part and chunks <= len(dims[0])]
+
+
+def split_lookup(
+    lookup: SplitTableBatchedEmbeddingBagsCodegen, borders: Sequence[int]
+) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
+    """Return lookups of the tables [borders[i], borders[i + 1]) of `lookup` that read its rows where they are.
+
+    They deliver the type that it delivers, so that no chunk is cast which all at once is not.
+    """
+    name = "weights_host" if lookup.use_cpu else "weights_dev"
+    weights = getattr(lookup, name).detach()
+    offsets: Any = lookup.weights_physical_offsets
+    places = [*offsets, weights.numel()]
+    parts = []
+    for first, last in pairwise(borders):
+        part = SplitTableBatchedEmbeddingBagsCodegen(
+            lookup.embedding_specs[first:last],
+            pooling_mode=lookup.pooling_mode,
+            weights_precision=lookup.weights_precision,
+            output_dtype=SparseType.from_int(lookup.output_dtype),
+            optimizer=EmbOptimType.EXACT_SGD,  # has no state
+            bounds_check_mode=BoundsCheckMode(lookup.bounds_check_mode_int),
+            device=weights.device,
+        )
+        view = weights[places[first] : places[last]]
+        is_parameter = isinstance(getattr(part, name), torch.nn.Parameter)
+        setattr(part, name, torch.nn.Parameter(view) if is_parameter else view)  # frees its own
+        parts.append(part)
+    return parts
 
 
 class TorchRec(Contender):

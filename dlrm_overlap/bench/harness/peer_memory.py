@@ -1,4 +1,4 @@
-"""Communications in memory that peers write, as they are measured on GPUs. Needs Triton, which a CPU does not."""
+"""All-to-alls in memory that peers write, as they are measured on GPUs. Needs Triton, which a CPU does not."""
 
 from collections.abc import Callable
 
@@ -66,16 +66,11 @@ class PeerMemory:
 
     def call(self, payload: Payload, way: str) -> Communication:
         """Return the communication of a payload by one of `ways`."""
-        elements, kind = payload.world_size * payload.part, payload.kind
-        views = [self._arena.view("memory", rank)[:elements].view(payload.shape) for rank in range(payload.world_size)]
-        result, rank = views[self._rank], self._rank
-        source, row_bytes = payload.input_of(result), 4 * payload.part
-        stride = row_bytes if kind == "all_to_all" else 0
-        rows = Rows(source, stride, row_bytes, self._targets, rank * row_bytes, own=kind == "all_to_all")
-        flags = [self._arena.view("arrived", peer)[rank] for peer in range(payload.world_size)]
-
-        def sent_to(peer: int) -> torch.Tensor:
-            return source[peer] if kind == "all_to_all" else source
+        source, row_bytes, rank = payload.input, 4 * payload.part, self._rank
+        peers = range(payload.world_size)
+        views = [self._arena.view("memory", peer)[: source.numel()].view(source.shape) for peer in peers]
+        flags = [self._arena.view("arrived", peer)[rank] for peer in peers]
+        rows = Rows(source, row_bytes, row_bytes, self._targets, rank * row_bytes, own=True)
 
         def begin() -> Callable[[], object]:
             self._word.add_(1)
@@ -88,10 +83,9 @@ class PeerMemory:
                 return wait
             self._engine.follow()
             for peer in staggered_peers(rank, payload.world_size):
-                self._engine.copy(views[peer][rank], sent_to(peer))
+                self._engine.copy(views[peer][rank], source[peer])
                 self._engine.write_flag(flags[peer], self._word)
-            if rows.own:
-                self._beside.copy(result[rank], sent_to(rank))
+            self._beside.copy(views[rank][rank], source[rank])
             return wait
 
         def wait() -> None:
@@ -100,7 +94,7 @@ class PeerMemory:
                 self._engine.join()
             wait_flags(self._arrived, rank, 0)
 
-        return Communication(payload, result, begin)
+        return Communication(payload, views[rank], begin)
 
     def close(self) -> None:
         """Give the memory back once all that was issued is done. All ranks call this, once.

@@ -1,6 +1,7 @@
-"""The workload of the contenders: tables sharded over the ranks, and batches of ids for them."""
+"""The workload of the contenders: a shape, its tables sharded over the ranks, and batches of ids for them."""
 
 import gc
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -14,10 +15,10 @@ from torchrec.distributed.sharding_plan import construct_module_sharding_plan, r
 from torchrec.distributed.types import ShardingEnv
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dlrm_overlap.config import Config, EmbeddingConfig
+from dlrm_overlap.config import CRITEO_TABLES, Config, EmbeddingConfig, InputError
 from dlrm_overlap.data.loader import open_datasets
 from dlrm_overlap.embedding.layout import Layout
-from dlrm_overlap.embedding.options import ExchangeOptions
+from dlrm_overlap.embedding.options import WIRE_DTYPES, ExchangeOptions
 from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder, build_sharders
 from dlrm_overlap.embedding.shardings import build_layout, model_order
 from dlrm_overlap.embedding.tables import LocalTables
@@ -26,6 +27,34 @@ from dlrm_overlap.train.model import build_model
 
 _CPU = torch.device("cpu")
 BATCHES = 4  # they take turns, so that no step finds the rows of the step before in a cache
+
+
+def shape_of(config: Config, world_size: int, tables_per_rank: int | None) -> Config:
+    """Return `config` with so many tables for each rank, or its own.
+
+    Raises:
+        InputError: if there are fewer tables than ranks, or the samples cannot be divided among the ranks.
+    """
+    if tables_per_rank is not None:
+        config = _with_tables(config, count=tables_per_rank * world_size)
+    elif (count := config.data.tables.number(world_size)) < world_size:
+        raise InputError(f"data.tables.count: {count} tables for {world_size} ranks; each takes at least one")
+    config.train.samples_per_rank(world_size)
+    return config
+
+
+def resized(config: Config, dim: int | None, global_batch: int | None, mean_ids: int | None) -> Config:
+    """Return `config` with another dim, batch or mean of ids a bag, where one is given."""
+    if dim:
+        mlp = [*config.model.bottom_mlp[:-1], dim]
+        config = replace(config, model=replace(config.model, dim=dim, bottom_mlp=mlp))
+    if global_batch:
+        config = replace(config, train=replace(config.train, global_batch_size=global_batch))
+    return _with_tables(config, multi_hot=f"0..{2 * mean_ids}") if mean_ids else config
+
+
+def _with_tables(config: Config, **keys: Any) -> Config:
+    return replace(config, data=replace(config.data, tables=replace(config.data.tables, **keys)))
 
 
 class Ids(NamedTuple):
@@ -39,7 +68,7 @@ class Ids(NamedTuple):
 
 @dataclass(frozen=True)
 class Workload:
-    """Tables sharded over the ranks of a group, and batches of ids for them."""
+    """Tables sharded over all ranks, and batches of ids for them."""
 
     module: ShardedEmbeddingBagCollection
     layout: Layout
@@ -96,22 +125,23 @@ def make_workload(
     """Shard the tables of `config` over `group` and send the ids `sparse` to their owners. All ranks of it call this.
 
     Each table is on one rank, the first T / W on rank 0 and so on, so that the baseline unpacks by one concatenation,
-    without a permutation. TorchRec shards them, and every contender uses the same FBGEMM storage. Rows narrower than
-    float32 are rounded to the nearest value, not stochastically, so that two updates can be compared. Ids are int64,
-    FBGEMM's own type, so that no contender has to cast them.
+    without a permutation; or with `cut_rows` each is cut by rows over all ranks. TorchRec shards them, and every
+    contender uses the same FBGEMM storage. Rows narrower than float32 are rounded to the nearest value, not
+    stochastically, so that two updates can be compared. Ids are int64, FBGEMM's own type, so that no contender has to
+    cast them.
 
     Args:
         config: the shape, the rows' types, and the seed that the rows are drawn by.
         sparse: this rank's batches from `read_ids`.
-        group: the ranks that share the tables.
+        group: all ranks.
         device: this rank's device.
         local_world_size: ranks on this host.
         optimizer: of the rows; the default keeps no state.
         precision: of the dense part that the pooled embeddings are for, see `Workload`; None: that of `config`.
-        cut_rows: whether each table is cut by rows over all ranks instead.
+        cut_rows: see above.
     """
     precision = precision or config.train.precision
-    rank, world_size = group.rank(), group.size()
+    world_size = group.size()
     data, _ = open_datasets(config.data)
     tables = len(data.rows)
     collection = build_model(config.model, config.embedding, list(data.rows), data.dense_features, 0).embedding
@@ -128,13 +158,10 @@ def make_workload(
         table.name: row_wise() if cut_rows else table_wise(rank=t * world_size // tables)
         for t, table in enumerate(collection.embedding_bag_configs())
     }
-    local_size = min(local_world_size, world_size)
-    plan = construct_module_sharding_plan(collection, places, sharder, local_size, world_size, device.type)
+    plan = construct_module_sharding_plan(collection, places, sharder, local_world_size, world_size, device.type)
     for sharding in plan.values():
         sharding.compute_kernel = EmbeddingComputeKernel.FUSED.value
-    environment = ShardingEnv.from_local(world_size, rank)  # `from_process_group` would wait for ranks outside it
-    environment.process_group = group
-    module = sharder.shard(collection, plan, environment, device)
+    module = sharder.shard(collection, plan, ShardingEnv.from_process_group(group), device)
     initialise_tables(module, config.train.seed)
     layout = build_layout(module._embedding_shardings, model_order(collection.embedding_bag_configs()), world_size)
     return Workload(
@@ -168,3 +195,32 @@ def exchange_options(config: EmbeddingConfig, backend: str, precision: str = "fp
     sharder = build_sharders(replace(config, backend=backend), precision)[0]
     assert isinstance(sharder, OverlapEmbeddingBagCollectionSharder)
     return sharder.options
+
+
+def describe(config: Config, workload: Workload) -> dict[str, Any]:
+    """Return the columns of the embedding stage's shape."""
+    names = {dtype: name for name, dtype in WIRE_DTYPES.items()}
+    return describe_shape(config, workload.group.size()) | {
+        "wire_dtype": names[workload.wire_dtype],
+        "output_dtype": names[workload.output_dtype],
+    }
+
+
+def describe_shape(config: Config, world_size: int) -> dict[str, Any]:
+    """Return the columns of a run's shape. A list in the configuration is written as one value."""
+    tables, train = config.data.tables, config.train
+    rows, most = tables.rows, tables.max_rows or math.inf
+    return {
+        "world_size": world_size,
+        "tables": tables.number(CRITEO_TABLES),
+        "rows": str([min(each, most) for each in rows] if isinstance(rows, list) else rows and min(rows, most)),
+        "dim": config.model.dim,
+        "multi_hot": str(tables.multi_hot),
+        "zipf_alpha": str(tables.zipf_alpha),
+        "global_batch": train.samples_per_rank(world_size) * world_size,
+        "arch": config.model.arch,
+        "precision": train.precision,
+        "optimizer": config.embedding.optimizer,
+        "weight_dtype": config.embedding.weight_dtype,
+        "wire_dtype": config.embedding.resolved_wire_dtype(train.precision),
+    }
