@@ -62,14 +62,12 @@ _COLLECTIVES = {
     "sizes_mb": _numbers("to each peer, of 2^20 bytes; none takes 1 to 512, or 1 4 on CPUs"),
     "iterations": _number(20, "timed calls of each contender at each size"),
 }
-_OPERATORS = ("all_gather", "reduce_scatter")
 _GEMM = {
     "shapes": {
         "nargs": "*",
         "default": [],
         "help": "M x K x N of two layers, as 4096x12288x49152; none: the pages' own",
     },
-    "operators": _words(_OPERATORS, _OPERATORS, "of both layers"),
     "repetitions": _number(20, "timed calls of each"),
 }
 _INPUT = {"steps": _number(200, "timed steps of each kind")}

@@ -108,7 +108,7 @@ def heats(names: Sequence[str], at_once: int) -> list[tuple[str, ...]]:
     Example: a, b, c, d, e, three at once: (a, b, e), (c, d, e).
     """
     *others, last = names
-    size = at_once - 1
+    size = max(1, at_once - 1)
     return [(*others[at : at + size], last) for at in range(0, max(1, len(others)), size)]
 
 

@@ -77,7 +77,7 @@ def test_stage_delivers_what_the_dense_part_takes(tmp_path: Path, wire_dtype: st
     options = ["--train.precision", "bf16", "--embedding.wire_dtype", wire_dtype]
     rows, _ = _bench(tmp_path, "stage", "--iterations", "2", *options)
     wire = "bf16" if wire_dtype == "auto" else "fp32"
-    assert {(row["wire_dtype"], row["output_dtype"]) for row in rows} == {(wire, wire)}
+    assert {(row["wire_dtype"], row["precision"]) for row in rows} == {(wire, "bf16")}
     assert {int(row["link_bytes"]) for row in rows} == {3 * 16 * 64 * (2 if wire == "bf16" else 4)}
 
 
@@ -148,5 +148,5 @@ def test_gemm_measures_what_runs_on_a_cpu(tmp_path: Path) -> None:
         (each, name) for each in operators for name in names
     ]
     for row in rows:
-        assert (row["device"], row["m"], row["k"], row["n"], row["link_bytes"]) == ("cpu", "16", "24", "32", "384")
+        assert (row["world_size"], row["m"], row["k"], row["n"], row["link_bytes"]) == ("2", "16", "24", "32", "384")
         assert float(row["floor_ms"]) <= float(row["gemm_ms"]) + 384 / float(row["link_gb_per_s"]) / 1e6

@@ -5,11 +5,10 @@ N / W. `all_gather` is the first layer, from this rank's samples [M / W, K] to i
 `reduce_scatter` the second, from there back to [M / W, K]. Contenders: `serial`, the collective and the product one
 after the other; the other ways of `dense.gemm`, and `auto`, which picks one; `torch`, the fused operators of torch's
 symmetric memory. The output of each contender is held against a product in float32 before it is timed, and again
-afterwards. All contenders and their parts are timed in turns, the ranks beginning together, without the CPU's time.
+afterwards. All contenders and the product are timed in turns, the ranks beginning together, without the CPU's time.
 
 Columns, times being medians of the slowest rank:
     gemm_ms                   the product alone, of all rows, by cuBLAS
-    communication_ms          the process group's collective alone
     ect_ms                    effective communication time: median_ms less gemm_ms
     overlap_efficiency        1 - ect_ms / that of `serial`: 1 if the product hides all communication
     link_bytes, link_gb_per_s bytes that leave each GPU, and the rate of its links, measured in the same run
@@ -21,7 +20,7 @@ Source: Flux (Chang et al., arXiv 2406.06858) for the effective communication ti
 
 import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -54,13 +53,13 @@ _CONTENDERS = ("serial", "torch", "copies", "tiles", "triggered", "auto")
 _ONLY = {"triggered": "reduce_scatter"}  # its all-gather is that of tiles
 _TOLERANCE = 0.05  # of an element's size and the mean's: partial products are rounded to bfloat16, by NCCL sums, too
 _SHOWN = (
-    "operator", "m", "k", "n", "contender", "median_ms", "p10_ms", "p90_ms", "gemm_ms", "communication_ms", "ect_ms",
-    "overlap_efficiency", "floor_ms", "of_floor", "speedup",
+    "operator", "m", "k", "n", "contender", "median_ms", "p10_ms", "p90_ms", "gemm_ms", "ect_ms", "overlap_efficiency",
+    "floor_ms", "of_floor", "speedup",
 )  # fmt: skip
 
 
 class Case:
-    """One operator at one shape: this rank's tensors, who runs it, and its two parts alone."""
+    """One operator at one shape: this rank's tensors, who runs it, and its product alone."""
 
     def __init__(self, operator: str, shape: tuple[int, ...], group: dist.ProcessGroup, device: torch.device) -> None:
         """Draw the tensors of all_gather or reduce_scatter; W must divide M and N."""
@@ -121,18 +120,10 @@ class Case:
             out = out.chunk(self.group.size())[self.group.rank()].clone()
         return out
 
-    def alone(self) -> dict[str, Call]:
-        """Return the product alone by cuBLAS, and the process group's collective alone."""
-        x, turned, group = self._gathered(), self.weight.t(), self.group
-        rows = torch.zeros(*self.shape[:2], device=self.device, dtype=_DTYPE)
-        part = rows[: self.shape[0] // group.size()].clone()
-        if self.operator == "all_gather":
-            collective: Any = partial(serial.all_gather, rows, part, group=group)
-        elif self.device.type == "cuda":
-            collective = partial(serial.reduce_scatter, part, rows, group=group)
-        else:  # as `serial.scatter` does over gloo
-            collective = partial(dist.all_to_all_single, torch.empty_like(rows), rows, group=group)
-        return {"gemm": partial(torch.mm, x, turned, out=torch.mm(x, turned)), "communication": collective}
+    def product(self) -> Call:
+        """Return the product alone by cuBLAS."""
+        x, turned = self._gathered(), self.weight.t()
+        return partial(torch.mm, x, turned, out=torch.mm(x, turned))
 
 
 def run(kind: str, ranks: Ranks) -> int:
@@ -149,17 +140,17 @@ def run(kind: str, ranks: Ranks) -> int:
     products.wait_timeout_s = 60.0
     rows, faults = list[dict[str, Any]](), list[str]()
     with torch.no_grad():
-        for operator, shape in itertools.product(values.operators, shapes):
+        for operator, shape in itertools.product(("all_gather", "reduce_scatter"), shapes):
             case = Case(operator, shape, group, device)
             calls = {name: call for name in _CONTENDERS if (call := case.contender(name, products))}
             faults += _wrong(case, calls)
-            both = calls | case.alone()
-            timed = dict(zip(both, time_alone([*both.values()], values.repetitions, device), strict=True))
+            gemm, *found = time_alone([case.product(), *calls.values()], values.repetitions, device)
+            timed = dict(zip(calls, found, strict=True))
             faults += _wrong(case, calls)
             about = {"kind": kind, "operator": operator, **dict(zip("mkn", shape, strict=True))}
-            about |= {"dtype": "bfloat16", "device": device.type, "world_size": group.size()}
-            rows += [about | row for row in compare([*calls], timed, case.link_bytes, link_gb_per_s)]
-            del case, calls, both
+            columns = compare({name: timed[name] for name in calls}, gemm, case.link_bytes, link_gb_per_s)
+            rows += [about | {"world_size": group.size()} | row for row in columns]
+            del case, calls
     products.close()
     if ranks.world.rank == 0:
         report(rows, faults, Path(values.output), _SHOWN)
@@ -188,33 +179,30 @@ def _wrong(case: Case, calls: dict[str, Call]) -> list[str]:
     return faults
 
 
-def compare(
-    names: Sequence[str], timed: Mapping[str, Timing], link_bytes: int, link_gb_per_s: float
-) -> list[dict[str, Any]]:
-    """Return the columns of the contenders `names` of one operator at one shape, see the module.
+def compare(timed: Mapping[str, Timing], gemm: Timing, link_bytes: int, link_gb_per_s: float) -> list[dict[str, Any]]:
+    """Return the columns of the contenders of one operator at one shape, see the module.
 
     Args:
-        names: of the contenders whose outputs are right.
-        timed: by contender, serial among them, and of gemm and communication.
+        timed: by contender, serial among them.
+        gemm: of the product alone.
         link_bytes: that leave a GPU.
         link_gb_per_s: of its links.
     """
-    gemm_ms, serial_ms = timed["gemm"].median_ms, timed["serial"].median_ms
-    floor_ms = max(gemm_ms, link_bytes / link_gb_per_s / 1e6 if link_bytes else 0.0)
-    hidden = serial_ms - gemm_ms
+    floor_ms = max(gemm.median_ms, link_bytes / link_gb_per_s / 1e6 if link_bytes else 0.0)
+    serial_ms = timed["serial"].median_ms
+    hidden = serial_ms - gemm.median_ms
     return [
         {
             "contender": name,
-            **asdict(timed[name]),
-            "gemm_ms": gemm_ms,
-            "communication_ms": timed["communication"].median_ms,
-            "ect_ms": timed[name].median_ms - gemm_ms,
-            "overlap_efficiency": 1 - (timed[name].median_ms - gemm_ms) / hidden if hidden > 0 else None,
+            **asdict(times),
+            "gemm_ms": gemm.median_ms,
+            "ect_ms": times.median_ms - gemm.median_ms,
+            "overlap_efficiency": 1 - (times.median_ms - gemm.median_ms) / hidden if hidden > 0 else None,
             "link_bytes": link_bytes,
             "link_gb_per_s": link_gb_per_s,
             "floor_ms": floor_ms,
-            "of_floor": floor_ms / timed[name].median_ms,
-            "speedup": serial_ms / timed[name].median_ms,
+            "of_floor": floor_ms / times.median_ms,
+            "speedup": serial_ms / times.median_ms,
         }
-        for name in names
+        for name, times in timed.items()
     ]

@@ -14,7 +14,7 @@ small shapes it is the CPU's; `gpu_ms` of a step whose kernels have been issued 
 """
 
 import itertools
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from dlrm_overlap.bench.harness.workload import (
     Workload,
     collect_garbage,
     describe,
+    exchange_options,
     make_workload,
     read_ids,
     resized,
@@ -42,7 +43,7 @@ _PARTS = ("lookup_ms", "all_to_all_ms", "unpack_ms")
 _SETTINGS = ("schedule", "put", "slice_bags", "programs_per_sm")
 _SHOWN = (
     "contender", *_SETTINGS, "median_ms", "p10_ms", "p90_ms", "host_ms", "gpu_ms", "limit_ms", "fraction_of_limit",
-    "speedup", *_PARTS, "equal",
+    "speedup", *_PARTS, "max_difference",
 )  # fmt: skip
 
 
@@ -86,7 +87,7 @@ def shapes_of(values: Any, config: Config, world_size: int) -> list[Config]:
 
 def make_contenders(kind: str, config: Config, workload: Workload) -> list[Contender]:
     """Return who takes part, the baseline first."""
-    nccl, pgas, fused = (workload.exchange_options(config.embedding, name) for name in EXCHANGED)
+    nccl, pgas, fused = (exchange_options(config, name) for name in EXCHANGED)
     first, ours = [Baseline(workload), *make_chunked(workload)], [pgas, fused]
     if kind == "stage":
         first.append(TorchRec(workload))
@@ -114,7 +115,7 @@ def _measure(
         rows = [
             {"kind": kind, "contender": contender.name, **dict.fromkeys(_SETTINGS), **contender.columns(), **shape}
             | times(timing, timings[0], limit)
-            | {"gpu_ms": turn.median_ms, **asdict(agreement), **dict.fromkeys(_PARTS)}
+            | {"gpu_ms": turn.median_ms, **agreement._asdict(), **dict.fromkeys(_PARTS)}
             for contender, agreement, timing, turn in zip(contenders, agreements, timings, alone, strict=True)
         ]
         parts = time_parts(contenders[0].step, len(_PARTS), workload.batches, workload, iterations)

@@ -35,7 +35,7 @@ from dlrm_overlap.bench.harness.training_runs import TrainingRun, read_batches
 from dlrm_overlap.bench.harness.workload import collect_garbage, describe_shape
 from dlrm_overlap.bench.rows import report
 from dlrm_overlap.bench.step_contenders import STEP_CONTENDERS, contender_config, expand, heats
-from dlrm_overlap.config import Config, EmbeddingConfig, InputError
+from dlrm_overlap.config import Config, EmbeddingConfig
 from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.embedding.sharder import (
     OverlapEmbeddingBagCollectionSharder,
@@ -65,11 +65,7 @@ def run(kind: str, ranks: Ranks) -> int:
         The exit code: 1 if losses disagree.
     """
     values, output = ranks.values, Path(ranks.values.output)
-    if values.at_once < 2:
-        raise InputError(f"--at_once {values.at_once}: contenders take turns with the last one; take 2 or more")
     names = expand(values.contenders)
-    if ranks.config.model.sequence.history is None:  # TorchRec's dedup is of tables that are not pooled
-        names = tuple(name for name in names if "index_dedup" not in STEP_CONTENDERS[name].extras)
     if values.resume and output.exists():
         with output.open(newline="") as file:
             done = {row.get("contender") for row in csv.DictReader(file)}

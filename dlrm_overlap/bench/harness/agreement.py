@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -29,16 +29,13 @@ _NOISE_FACTOR = 4.0  # times the reference's difference from itself: one draw of
 _MOST_NOISE = 5e-4  # beyond, the tolerance would be 2e-3, half of the difference that tables make that do not learn
 
 
-@dataclass(frozen=True)
-class Agreement:
+class Agreement(NamedTuple):
     """The greatest difference of a contender from the reference, over all batches, steps and ranks."""
 
     max_difference: float
-    """infinite where it is not a number"""
+    """0 if both are the same bit for bit, infinite where it is not a number"""
     tolerance: float
     """the greatest difference that agrees"""
-    equal: bool
-    """whether both are the same bit for bit"""
 
     @property
     def agrees(self) -> bool:
@@ -59,19 +56,14 @@ def disagreements(contenders: Sequence[Contender], agreements: Sequence[Agreemen
 @torch.no_grad()
 def check_outputs(contenders: Sequence[Contender], workload: Workload) -> list[Agreement]:
     """Compare every contender's outputs with those of the first, on every batch and rank. All ranks call this."""
-    found = [[0.0, 0.0] for _ in contenders]
-    scale = 0.0
+    found, scale = [0.0] * len(contenders), 0.0
     for ids in workload.batches:
         expected = contenders[0].step(ids).clone()
         scale = max(scale, expected.abs().max().item())
-        for i, contender in enumerate(contenders):
-            output = contender.step(ids)
-            difference = _finite((output - expected).abs().max().item())
-            found[i] = [max(found[i][0], difference), max(found[i][1], float(not torch.equal(output, expected)))]
-            del output  # it may be a window, which must be free before the next step
-    tolerance = TOLERANCE[workload.wire_dtype] * greatest([scale], workload.device)[0]
-    by_contender = [greatest(values, workload.device) for values in found]
-    return [Agreement(difference, tolerance, not differs) for difference, differs in by_contender]
+        for i, contender in enumerate(contenders):  # no output is kept: a window must be free before the next step
+            found[i] = max(found[i], _finite((contender.step(ids) - expected).abs().max().item()))
+    scale, *found = greatest([scale, *found], workload.device)
+    return [Agreement(difference, TOLERANCE[workload.wire_dtype] * scale) for difference in found]
 
 
 @torch.no_grad()
@@ -98,7 +90,7 @@ def check_rows(
     live = weights + states
     start, reference = [tensor.clone() for tensor in live], list[torch.Tensor]()
     scales: list[torch.Tensor] = []
-    found: list[list[float]] = []
+    found: list[float] = []
     for contender in contenders:
         _restore(live, start)
         for batch in batches[:_ROW_STEPS]:
@@ -111,14 +103,12 @@ def check_rows(
             ((ours.float() - theirs.float()).abs() / scale.clamp(min=_TINY)).max().item()
             for ours, theirs, scale in zip(live, reference, scales, strict=True)
         ]
-        equal = all(map(torch.equal, live, reference))
-        found.append([max(map(_finite, apart)), float(not equal)])
+        found.append(max(map(_finite, apart)))
     _restore(live, start)
     tolerance = ROW_TOLERANCE[optimizer]
     for dtype in {workload.wire_dtype, weights[0].dtype} - {torch.float32}:
         tolerance = max(tolerance, _ROW_STEPS * TOLERANCE[dtype])
-    by_contender = [greatest(values, workload.device) for values in found]
-    return [Agreement(worst, tolerance, not unequal) for worst, unequal in by_contender]
+    return [Agreement(difference, tolerance) for difference in greatest(found, workload.device)]
 
 
 def _restore(live: Sequence[torch.Tensor], start: Sequence[torch.Tensor]) -> None:
@@ -158,15 +148,14 @@ def judge_losses(
             f"{reference}: its own losses differ by {noise:.1e}, relatively, between two runs; at most {_MOST_NOISE:g} "
             f"separates right from wrong, so no speedup is reported; take lower learning rates"
         )
-        return dict.fromkeys(losses, Agreement(noise, _MOST_NOISE, equal=False)), [fault]
+        return dict.fromkeys(losses, Agreement(noise, _MOST_NOISE)), [fault]
     tolerance = max(_ROUNDING[precision], _NOISE_FACTOR * noise)
     agreements, faults = dict[str, Agreement](), list[str]()
     for name, found in losses.items():
-        difference = _relative_difference(found, expected)
-        each = agreements[name] = Agreement(difference, tolerance, difference == 0)
+        each = agreements[name] = Agreement(_relative_difference(found, expected), tolerance)
         if not each.agrees:
             faults.append(
-                f"{name}: its loss differs from {reference}'s by {difference:.1e}, relatively; tolerance "
+                f"{name}: its loss differs from {reference}'s by {each.max_difference:.1e}, relatively; tolerance "
                 f"{tolerance:.1e}; no speedup is reported"
             )
     return agreements, faults

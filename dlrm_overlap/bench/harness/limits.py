@@ -119,10 +119,9 @@ def find_floor(trainer: Trainer, ceilings: tuple[float, float]) -> dict[str, Any
         ceilings: from `measure_ceilings`.
     """
     config, world_size, samples = trainer.config, trainer.world.world_size, trainer.samples_per_rank
-    data, precision = trainer.train_data, trainer.config.train.precision
-    number_bytes = 2 if precision == "bf16" else 4
+    data, number_bytes = trainer.train_data, 2 if config.train.precision == "bf16" else 4
     gradient_bytes = 2 if config.train.gradient_dtype == "bf16" else 4
-    ours = exchange_options(config.embedding, "pgas", precision)
+    ours = exchange_options(config, "pgas")
     every = data.read(0, trainer.global_batch).sparse
     element_bytes = 2 if config.embedding.weight_dtype == "fp16" else 4
     tables = count_tables(every, config.model.dim, element_bytes, world_size)

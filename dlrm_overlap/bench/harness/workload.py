@@ -15,7 +15,7 @@ from torchrec.distributed.sharding_plan import construct_module_sharding_plan, r
 from torchrec.distributed.types import ShardingEnv
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dlrm_overlap.config import CRITEO_TABLES, Config, EmbeddingConfig, InputError
+from dlrm_overlap.config import CRITEO_TABLES, Config, InputError
 from dlrm_overlap.data.loader import open_datasets
 from dlrm_overlap.embedding.layout import Layout
 from dlrm_overlap.embedding.options import WIRE_DTYPES, ExchangeOptions
@@ -77,21 +77,16 @@ class Workload:
     device: torch.device
     batch_sizes: tuple[int, ...]
     """samples of each rank"""
-    precision: str
-    """of the dense part that the pooled embeddings are for: fp32, tf32 or bf16, as `train.precision`"""
     wire_dtype: torch.dtype
     output_dtype: torch.dtype
-    """of the pooled embeddings that every contender delivers: bfloat16 if wire and dense part are, else float32"""
+    """of the pooled embeddings that every contender delivers: bfloat16 if the wire and `train.precision` are, else
+    float32"""
     batches: list[Ids]
 
     @property
     def rank(self) -> int:
         """This rank in the group."""
         return self.group.rank()
-
-    def exchange_options(self, config: EmbeddingConfig, backend: str) -> ExchangeOptions:
-        """Return the options of an exchange of the backend `backend` whose output is for this workload's dense part."""
-        return exchange_options(config, backend, self.precision)
 
 
 def read_ids(config: Config, group: dist.ProcessGroup, device: torch.device = _CPU) -> list[KeyedJaggedTensor]:
@@ -119,7 +114,6 @@ def make_workload(
     device: torch.device,
     local_world_size: int,
     optimizer: str = "sgd",
-    precision: str | None = None,
     cut_rows: bool = False,
 ) -> Workload:
     """Shard the tables of `config` over `group` and send the ids `sparse` to their owners. All ranks of it call this.
@@ -137,17 +131,15 @@ def make_workload(
         device: this rank's device.
         local_world_size: ranks on this host.
         optimizer: of the rows; the default keeps no state.
-        precision: of the dense part that the pooled embeddings are for, see `Workload`; None: that of `config`.
         cut_rows: see above.
     """
-    precision = precision or config.train.precision
     world_size = group.size()
     data, _ = open_datasets(config.data)
     tables = len(data.rows)
     collection = build_model(config.model, config.embedding, list(data.rows), data.dense_features, 0).embedding
-    ours = exchange_options(config.embedding, "pgas", precision)
+    ours = exchange_options(config, "pgas")
     # Named, since of auto TorchRec's own backend would make fp32.
-    wire_dtype = replace(config.embedding, backend="pgas").resolved_wire_dtype(precision)
+    wire_dtype = replace(config.embedding, backend="pgas").resolved_wire_dtype(config.train.precision)
     about_tables: dict[str, Any] = {"stochastic_rounding": False}
     if ours.output_dtype == torch.bfloat16 and device.type == "cuda":  # FBGEMM has no such output on CPUs
         about_tables["output_dtype"] = SparseType.BF16
@@ -171,7 +163,6 @@ def make_workload(
         group=group,
         device=device,
         batch_sizes=(config.train.samples_per_rank(world_size),) * world_size,
-        precision=precision,
         wire_dtype=ours.wire_dtype,
         output_dtype=ours.output_dtype,
         batches=[_bring_ids(module, ids, device) for ids in sparse],
@@ -186,13 +177,9 @@ def _bring_ids(module: ShardedEmbeddingBagCollection, sparse: KeyedJaggedTensor,
     return Ids(context, inputs)
 
 
-def exchange_options(config: EmbeddingConfig, backend: str, precision: str = "fp32") -> ExchangeOptions:
-    """Return the options that `config` gives an exchange of the backend `backend`, one of `backends.EXCHANGED`.
-
-    Args:
-        precision: of the dense part, if there is one.
-    """
-    sharder = build_sharders(replace(config, backend=backend), precision)[0]
+def exchange_options(config: Config, backend: str) -> ExchangeOptions:
+    """Return the options that `config` gives an exchange of the backend `backend`, one of `backends.EXCHANGED`."""
+    sharder = build_sharders(replace(config.embedding, backend=backend), config.train.precision)[0]
     assert isinstance(sharder, OverlapEmbeddingBagCollectionSharder)
     return sharder.options
 
@@ -200,10 +187,7 @@ def exchange_options(config: EmbeddingConfig, backend: str, precision: str = "fp
 def describe(config: Config, workload: Workload) -> dict[str, Any]:
     """Return the columns of the embedding stage's shape."""
     names = {dtype: name for name, dtype in WIRE_DTYPES.items()}
-    return describe_shape(config, workload.group.size()) | {
-        "wire_dtype": names[workload.wire_dtype],
-        "output_dtype": names[workload.output_dtype],
-    }
+    return describe_shape(config, workload.group.size()) | {"wire_dtype": names[workload.wire_dtype]}
 
 
 def describe_shape(config: Config, world_size: int) -> dict[str, Any]:
