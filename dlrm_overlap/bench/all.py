@@ -4,6 +4,7 @@ Each measurement is a command of its own, whose rows go to `NAME.part` in the fo
 they are whole: so the same command goes on where an earlier one stopped. Loads no torch but to count GPUs.
 """
 
+import contextlib
 import shlex
 import subprocess
 import sys
@@ -81,28 +82,21 @@ def run(argv: Sequence[str]) -> int:
     for name in names:
         part, whole = folder / f"{name}.part", folder / f"{name}.csv"
         words = words_of(name, nproc, part)
-        ranks, needs_peers = int(words[words.index("--nproc") + 1]), FIGURES[words[1]].needs_peers
-        if name not in values.only or whole.exists() or not needs_peers < ranks <= nproc:
+        ranks, least = int(words[words.index("--nproc") + 1]), 2 if FIGURES[words[1]].needs_peers else 1
+        if name not in values.only or whole.exists() or not least <= ranks <= nproc:
             continue
         if (left_s := end - time.monotonic()) > 0:
             if "--resume" not in words:
                 part.unlink(missing_ok=True)  # of a call that was cut off
             print(f"{name}: dlrm-overlap {shlex.join(words)}", flush=True)
-            code = _code_of(words, left_s)
-            if code in (0, 1) and part.exists():  # 1: contenders disagree, which their rows say
-                part.rename(whole)
-                continue
-            print(f"{name}: {'cut off' if code is None else f'ended with code {code}'}", flush=True)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                command = [sys.executable, "-m", "dlrm_overlap", *words]
+                code = subprocess.run(command, timeout=left_s, check=False).returncode
+                if code in (0, 1) and part.exists():  # 1: contenders disagree, which their rows say
+                    part.rename(whole)
+                    continue
             failed = True
         left.append(words)
     for words in left:
         print(f"left: dlrm-overlap {shlex.join(words)}")
     return int(failed)
-
-
-def _code_of(words: list[str], timeout_s: float) -> int | None:
-    """Run a command of `dlrm-overlap` and return its exit code, or None if it was cut off."""
-    try:
-        return subprocess.run([sys.executable, "-m", "dlrm_overlap", *words], timeout=timeout_s, check=False).returncode
-    except subprocess.TimeoutExpired:
-        return None

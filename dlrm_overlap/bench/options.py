@@ -5,9 +5,8 @@ exit code, and a line in FIGURES. `ranks.values` has the options that are named 
 or more, where nothing else is said.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from dlrm_overlap.bench.step_contenders import GROUPS, STEP_CONTENDERS, USUAL
 from dlrm_overlap.config import PositiveInt
@@ -24,12 +23,11 @@ def _numbers(help: str) -> Settings:
     return {"type": PositiveInt, "nargs": "*", "default": [], "help": help}
 
 
-def _words(choices: Any, default: Any, help: str) -> Settings:
-    return {"nargs": "+" if default else "*", "choices": list(choices), "default": list(default), "help": help}
+def _words(choices: Sequence[str], default: Sequence[str], help: str) -> Settings:
+    return {"nargs": "+", "choices": list(choices), "default": list(default), "help": help}
 
 
-@dataclass(frozen=True)
-class Figure:
+class Figure(NamedTuple):
     """A figure of `bench`."""
 
     summary: str
@@ -47,17 +45,19 @@ _STEP = {
     "at_once": _number(6, "contenders in memory together, 2 or more; others take turns, each with the last one"),
     "resume": {"type": bool, "default": False, "help": "leave out contenders that --output has rows of"},
 }
-_ITERATIONS = {"iterations": _number(100, "timed steps of each contender")}
-_TABLES = {"tables_per_rank": _number(None, "tables of each rank, instead of data.tables.count in all")}
-_AXES = _TABLES | {
+_ITERATIONS = _number(100, "timed steps of each contender")
+_STAGE = {
+    "tables_per_rank": _number(None, "tables of each rank, instead of data.tables.count in all"),
+    "iterations": _ITERATIONS,
+}
+_SWEEP = _STAGE | {
     "iterations": _number(12, "timed steps of each contender on each shape"),
     "dims": _numbers("of the tables; of an axis without values, the configuration's"),
     "global_batches": _numbers("samples of all ranks"),
     "pooling_factors": _numbers("mean ids a bag, L; bags hold 0 to 2 L, any number as often"),
 }
 _OPTIMIZERS = ("sgd", "rowwise_adagrad", "adagrad")
-_UPDATED = {"optimizers": _words(_OPTIMIZERS, _OPTIMIZERS[:2], "of the rows, one after the other")}
-_BACKWARD = _ITERATIONS | _TABLES | _UPDATED
+_BACKWARD = _STAGE | {"optimizers": _words(_OPTIMIZERS, _OPTIMIZERS[:2], "of the rows, one after the other")}
 _COLLECTIVES = {
     "sizes_mb": _numbers("to each peer, of 2^20 bytes; none takes 1 to 512, or 1 4 on CPUs"),
     "iterations": _number(20, "timed calls of each contender at each size"),
@@ -74,8 +74,8 @@ _INPUT = {"steps": _number(200, "timed steps of each kind")}
 
 FIGURES = {
     "step": Figure("the whole training step under TorchRec and under our backends", _STEP, "step"),
-    "stage": Figure("the embedding stage's forward on one shape, all contenders", _ITERATIONS | _TABLES, "stage"),
-    "sweep": Figure("where the embedding stage gains: many shapes", _AXES, "stage"),
+    "stage": Figure("the embedding stage's forward on one shape, all contenders", _STAGE, "stage"),
+    "sweep": Figure("where the embedding stage gains: many shapes", _SWEEP, "stage"),
     "backward": Figure("the stage's backward: push against the collective with FBGEMM's update", _BACKWARD, "backward"),
     "collectives": Figure("copies and stores to peers against NCCL's All-to-All", _COLLECTIVES, "collectives", True),
     "gemm": Figure("products with their all-gather or reduce-scatter inside, by each way", _GEMM, "gemm", True),

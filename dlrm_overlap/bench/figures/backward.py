@@ -32,6 +32,7 @@ from dlrm_overlap.bench.harness.workload import (
     make_workload,
     read_ids,
     shape_of,
+    with_keys,
 )
 from dlrm_overlap.bench.rows import report
 from dlrm_overlap.config import Config
@@ -112,7 +113,7 @@ def run(kind: str, ranks: Ranks) -> int:
     """
     world, device, values = ranks.world, ranks.device, ranks.values
     config = shape_of(ranks.config, world.world_size, values.tables_per_rank)
-    config = replace(config, train=replace(config.train, precision="fp32"))  # the gradient's type
+    config = with_keys(config, {"train.precision": "fp32"})  # the gradient's type
     group = ranks.connect()
     sparse = read_ids(config, group, device)
     ceilings = measure_ceilings(group, device)
@@ -152,7 +153,7 @@ def _measure(
         limit, ids = find_limit(workload, ceilings, optimizer)
         timings = time_contenders(contenders, batches, workload, iterations)
         rows = [
-            {"contender": contender.name, **describe(config, workload), "optimizer": optimizer, "ids": ids}
+            {"contender": contender.name, **describe(config, workload.group.size()), "optimizer": optimizer, "ids": ids}
             | {**times(timing, timings[0], limit), **agreement._asdict(), "prepare_ms": None}
             for contender, agreement, timing in zip(contenders, agreements, timings, strict=True)
         ]

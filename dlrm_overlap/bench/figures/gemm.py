@@ -50,7 +50,6 @@ _SHAPES = {
     "cpu": ("64x48x96", "128x48x96"),
 }
 _CONTENDERS = ("serial", "torch", "copies", "tiles", "triggered", "auto")
-_ONLY = {"triggered": "reduce_scatter"}  # its all-gather is that of tiles
 _TOLERANCE = 0.05  # of an element's size and the mean's: partial products are rounded to bfloat16, by NCCL sums, too
 _SHOWN = (
     "operator", "m", "k", "n", "contender", "median_ms", "p10_ms", "p90_ms", "gemm_ms", "ect_ms", "overlap_efficiency",
@@ -64,49 +63,45 @@ class Case:
     def __init__(self, operator: str, shape: tuple[int, ...], group: dist.ProcessGroup, device: torch.device) -> None:
         """Draw the tensors of all_gather or reduce_scatter; W must divide M and N."""
         self.operator, self.shape, self.group, self.device = operator, shape, group, device
-        ranks, (m, k, n) = group.size(), shape
+        self.gathers, ranks, (m, k, n) = operator == "all_gather", group.size(), shape
         generator = torch.Generator(device).manual_seed(group.rank())
         make = partial(torch.randn, generator=generator, device=device, dtype=_DTYPE)
-        gathers = operator == "all_gather"
-        self.x = make(m // ranks, k) if gathers else make(m, n // ranks)
-        self.weight = (make(n // ranks, k) if gathers else make(k, n // ranks)) * self.x.shape[1] ** -0.5
+        self.x = make(m // ranks, k) if self.gathers else make(m, n // ranks)
+        self.weight = (make(n // ranks, k) if self.gathers else make(k, n // ranks)) * self.x.shape[1] ** -0.5
         self.link_bytes = (ranks - 1) * (m // ranks) * k * _DTYPE.itemsize
         """that leave each rank for its peers"""
 
-    def contender(self, name: str, products: ParallelProducts) -> Call | None:
-        """Return the call of the contender `name`, or None where it cannot run or has nothing of its own.
+    def contenders(self, products: ParallelProducts) -> dict[str, Call]:
+        """Return the call of each contender that can run, on all ranks alike."""
+        calls = {name: partial(self.run, name, products) for name in _CONTENDERS}
+        if self.gathers:
+            del calls["triggered"]  # its all-gather is that of tiles
+        if self.device.type == "cpu":
+            del calls["torch"]
+        for name, call in list(calls.items()):
+            try:
+                call()
+            except InputError:  # on every rank
+                del calls[name]
+        return calls
 
-        All ranks call this alike.
-        """
-        if _ONLY.get(name, self.operator) != self.operator:
-            return None
+    def run(self, name: str, products: ParallelProducts) -> torch.Tensor:
+        """Return the operator's output by the contender `name`."""
         if name == "torch":
-            return self._torch() if self.device.type == "cuda" else None
-        layer = Layer(self.weight)
+            import torch.distributed._symmetric_memory
 
-        def call() -> torch.Tensor:
-            if self.operator == "all_gather":
-                return products.all_gather_matmul(self.x, layer, name, keep=False)[0]
-            return products.begin_reduce_scatter(self.x, layer, name)()
-
-        try:
-            call()
-        except InputError:  # on every rank alike
-            return None
-        return call
-
-    def _torch(self) -> Call:
-        import torch.distributed._symmetric_memory
-
-        operators: Any = torch.ops.symm_mem
-        name, turned = self.group.group_name, self.weight.t()
-        if self.operator == "all_gather":
-            return lambda: operators.fused_all_gather_matmul(self.x, [turned], 0, name, return_A=False)[1][0]
-        return lambda: operators.fused_matmul_reduce_scatter(self.x, turned, "sum", 0, name)
+            operators: Any = torch.ops.symm_mem
+            group, turned = self.group.group_name, self.weight.t()
+            if self.gathers:
+                return operators.fused_all_gather_matmul(self.x, [turned], 0, group, return_A=False)[1][0]
+            return operators.fused_matmul_reduce_scatter(self.x, turned, "sum", 0, group)
+        if self.gathers:
+            return products.all_gather_matmul(self.x, Layer(self.weight), name, keep=False)[0]
+        return products.begin_reduce_scatter(self.x, Layer(self.weight), name)()
 
     def _gathered(self) -> torch.Tensor:
         """Return the rows that the product has: those of all ranks, or for a reduce-scatter this rank's x."""
-        if self.operator == "reduce_scatter":
+        if not self.gathers:
             return self.x
         x = self.x.new_empty(*self.shape[:2])
         serial.all_gather(x, self.x, group=self.group)
@@ -115,7 +110,7 @@ class Case:
     def reference(self) -> torch.Tensor:
         """Return the right output of the operator, computed in float32, as float32."""
         out = functional.linear(self._gathered().float(), self.weight.float())
-        if self.operator == "reduce_scatter":
+        if not self.gathers:
             dist.all_reduce(out, group=self.group)  # gloo has no reduce-scatter
             out = out.chunk(self.group.size())[self.group.rank()].clone()
         return out
@@ -142,7 +137,7 @@ def run(kind: str, ranks: Ranks) -> int:
     with torch.no_grad():
         for operator, shape in itertools.product(("all_gather", "reduce_scatter"), shapes):
             case = Case(operator, shape, group, device)
-            calls = {name: call for name in _CONTENDERS if (call := case.contender(name, products))}
+            calls = case.contenders(products)
             faults += _wrong(case, calls)
             gemm, *found = time_alone([case.product(), *calls.values()], values.repetitions, device)
             timed = dict(zip(calls, found, strict=True))

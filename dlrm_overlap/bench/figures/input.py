@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dlrm_overlap.bench.harness.timing import ROUNDS, take_turns, time_steps
-from dlrm_overlap.bench.harness.workload import describe_shape
+from dlrm_overlap.bench.harness.workload import describe
 from dlrm_overlap.bench.rows import report
 from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.train.ranks import Ranks
@@ -42,7 +42,7 @@ def run(kind: str, ranks: Ranks) -> int:
     trainer.close()
     row: dict[str, Any] = {
         "kind": kind,
-        **describe_shape(trainer.config, ranks.world.world_size),
+        **describe(trainer.config, ranks.world.world_size),
         "data": trainer.config.data.kind,
         "workers": trainer.config.data.workers,
         "ids_per_sample": sum(trainer.train_data.pooling),

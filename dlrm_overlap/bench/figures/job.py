@@ -6,11 +6,10 @@ evaluations; and samples a second and GPU by both times. Building the model and 
 """
 
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dlrm_overlap.bench.harness.workload import describe_shape
+from dlrm_overlap.bench.harness.workload import describe, with_keys
 from dlrm_overlap.bench.rows import report
 from dlrm_overlap.train.ranks import Ranks
 
@@ -23,7 +22,7 @@ _OF_SUMMARY = ("steps", "input_wait_ms", "peak_memory_bytes", "eval_loss", "eval
 def run(kind: str, ranks: Ranks) -> int:
     """Measure the figure on all ranks, which all call this, and return the exit code 0."""
     output, world_size = Path(ranks.values.output), ranks.world.world_size
-    config = replace(ranks.config, log=replace(ranks.config.log, dir=str(output.with_suffix(""))))
+    config = with_keys(ranks.config, {"log.dir": str(output.with_suffix(""))})
     trainer = ranks.trainer(config)
     evaluate, evaluations_s = trainer.evaluate, list[float]()
 
@@ -41,7 +40,7 @@ def run(kind: str, ranks: Ranks) -> int:
     step_ms, all_ms = summary["step_ms_p50"], total_s * 1e3 / summary["steps"]
     row: dict[str, Any] = {
         "kind": kind,
-        **describe_shape(config, world_size),
+        **describe(config, world_size),
         "eval_samples": config.data.eval_samples,
         "step_ms": step_ms,
         "all_ms": all_ms,

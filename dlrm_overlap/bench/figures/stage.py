@@ -30,8 +30,8 @@ from dlrm_overlap.bench.harness.workload import (
     exchange_options,
     make_workload,
     read_ids,
-    resized,
     shape_of,
+    with_keys,
 )
 from dlrm_overlap.bench.rows import report
 from dlrm_overlap.config import Config, InputError, parse_multi_hot
@@ -81,8 +81,14 @@ def shapes_of(values: Any, config: Config, world_size: int) -> list[Config]:
         raise InputError(
             f"data.kind: {config.data.kind}, but bench sweep takes shapes that no file has; set data.kind synthetic"
         )
-    points = itertools.product(*(axis or [None] for axis in axes))
-    return [shape_of(resized(config, *point), world_size, values.tables_per_rank) for point in points]
+    shapes = []
+    for dim, batch, mean_ids in itertools.product(*(axis or [None] for axis in axes)):
+        mlp = [*config.model.bottom_mlp[:-1], dim]
+        keys = {"model.dim": dim, "model.bottom_mlp": mlp} if dim else {}
+        keys |= {"train.global_batch_size": batch} if batch else {}
+        keys |= {"data.tables.multi_hot": f"0..{2 * mean_ids}"} if mean_ids else {}
+        shapes.append(shape_of(with_keys(config, keys), world_size, values.tables_per_rank))
+    return shapes
 
 
 def make_contenders(kind: str, config: Config, workload: Workload) -> list[Contender]:
@@ -109,11 +115,11 @@ def _measure(
         timings = time_contenders(contenders, workload.batches, workload, iterations)
         alone = time_alone([each.cycle(workload.batches) for each in contenders], _GPU_REPETITIONS, workload.device)
         spec = config.data.tables.multi_hot
-        shape = describe(config, workload) | {
+        shape = describe(config, workload.group.size()) | {
             "pooling_factor": None if isinstance(spec, list) else sum(parse_multi_hot(spec)) / 2
         }
         rows = [
-            {"kind": kind, "contender": contender.name, **dict.fromkeys(_SETTINGS), **contender.columns(), **shape}
+            {"kind": kind, "contender": contender.name, **dict.fromkeys(_SETTINGS), **contender.columns, **shape}
             | times(timing, timings[0], limit)
             | {"gpu_ms": turn.median_ms, **agreement._asdict(), **dict.fromkeys(_PARTS)}
             for contender, agreement, timing, turn in zip(contenders, agreements, timings, alone, strict=True)

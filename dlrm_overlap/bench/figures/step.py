@@ -17,7 +17,6 @@ the other.
 
 import csv
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,9 +31,9 @@ from dlrm_overlap.bench.harness.agreement import judge_losses
 from dlrm_overlap.bench.harness.limits import find_floor, measure_ceilings
 from dlrm_overlap.bench.harness.timing import take_turns
 from dlrm_overlap.bench.harness.training_runs import TrainingRun, read_batches
-from dlrm_overlap.bench.harness.workload import collect_garbage, describe_shape
+from dlrm_overlap.bench.harness.workload import collect_garbage, describe, with_keys
 from dlrm_overlap.bench.rows import report
-from dlrm_overlap.bench.step_contenders import STEP_CONTENDERS, contender_config, expand, heats
+from dlrm_overlap.bench.step_contenders import STEP_CONTENDERS, Keys, expand, heats
 from dlrm_overlap.config import Config, EmbeddingConfig
 from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.embedding.sharder import (
@@ -90,7 +89,7 @@ def run(kind: str, ranks: Ranks) -> int:
             for each, timing in zip(runs, timings, strict=True)
         ]
         for each in runs:
-            each.close()
+            each.trainer.close()
         del runs, each
         collect_garbage(ranks.device)
         if ranks.world.rank == 0:
@@ -106,24 +105,36 @@ def contender_configs(ranks: Ranks, names: Sequence[str]) -> dict[str, Config]:
         InputError: if the device or the data do not fit one of them.
     """
     embedding, train = ranks.config.embedding, ranks.config.train
-    slowed = replace(
-        ranks.config, embedding=replace(embedding, lr=_RATE * embedding.lr), train=replace(train, lr=_RATE * train.lr)
-    )
+    slowed = with_keys(ranks.config, {"embedding.lr": _RATE * embedding.lr, "train.lr": _RATE * train.lr})
     configs = {name: contender_config(slowed, STEP_CONTENDERS[name], ranks.device.type) for name in names}
     for config in configs.values():
         check_start(config, ranks.device)
     return configs
 
 
+def contender_config(config: Config, keys: Keys, device_type: str) -> Config:
+    """Return `config` with a contender's keys; on a CPU without CUDA graphs of the dense part."""
+    on_cpu = {"train.graph_dense": False} if device_type == "cpu" else {}
+    return with_keys(config, {**keys, **on_cpu})
+
+
 def build(ranks: Ranks, name: str, config: Config) -> Trainer:
-    """Return the trainer of the contender `name`, with what no key of `config` gives. All ranks call this."""
-    extras = STEP_CONTENDERS[name].extras
-    lookups: dict[str, Any] = {"embedding_table_index_type": torch.int32} if "int32_ids" in extras else {}
-    make_sharders = _sharders_at_defaults if "drop_in" in extras else partial(build_sharders, fused_params=lookups)
-    if "index_dedup" in extras and ranks.device.type == "cuda":  # FBGEMM finds distinct ids there alone
+    """Return the trainer of the contender `name`, with what no key of `config` gives. All ranks call this.
+
+    TorchRec at its strongest has lookups with int32 ids; it may have TrainPipelineFusedSparseDist, which looks up
+    beside the optimizer, or index dedup of the tables that are not pooled. The drop-in has our sharders at their
+    defaults.
+    """
+    on_gpu = ranks.device.type == "cuda"
+    is_strongest = name.startswith("torchrec_strongest")
+    lookups: dict[str, Any] = {"embedding_table_index_type": torch.int32} if is_strongest else {}
+    make_sharders = partial(build_sharders, fused_params=lookups)
+    if name.startswith("drop_in"):
+        make_sharders = _sharders_at_defaults
+    elif name.endswith("index_dedup") and on_gpu:  # FBGEMM finds distinct ids there alone
         make_sharders = partial(_sharders_with_index_dedup, fused_params=lookups)
     trainer = ranks.trainer(config, make_sharders)
-    if "fused_pipeline" in extras and ranks.device.type == "cuda":  # it has streams alone
+    if name.endswith("fused_pipeline") and on_gpu:  # it has streams alone
         trainer.pipeline = TrainPipelineFusedSparseDist(trainer.model, trainer.optimizer, trainer.device)
     return trainer
 
@@ -152,13 +163,13 @@ def _train_apart(ranks: Ranks, configs: Mapping[str, Config]) -> tuple[list[floa
     """
     name, config = next(iter(configs.items()))
     compiled = any(each.train.compile_dense for each in configs.values())
-    trainer = build(ranks, name, replace(config, train=replace(config.train, compile_dense=compiled)))
+    trainer = build(ranks, name, with_keys(config, {"train.compile_dense": compiled}))
     batches = read_batches(trainer, ranks.values.batches)
     ceilings = measure_ceilings(ranks.connect(), ranks.device)
     floor = find_floor(trainer, ceilings)
     apart = TrainingRun(name, trainer, batches)
     losses = apart.losses(CHECKED_STEPS)
-    apart.close()
+    trainer.close()
     del trainer, apart
     collect_garbage(ranks.device)
     return losses, batches, floor
@@ -175,10 +186,8 @@ def _trace(run: TrainingRun) -> dict[str, float | None]:
 
 def describe_run(run: TrainingRun, batches: int) -> dict[str, Any]:
     """Return the columns of the contender's keys, and of the shape."""
-    contender = STEP_CONTENDERS[run.name]
-    keys = [f"{key}={value}" for key, value in contender.keys.items()]
-    shape = describe_shape(run.trainer.config, run.trainer.world.world_size)
-    return {"keys": " ".join([*keys, *sorted(contender.extras)]), **shape, "batches": batches}
+    keys = " ".join(f"{key}={value}" for key, value in STEP_CONTENDERS[run.name].items())
+    return {"keys": keys, **describe(run.trainer.config, run.trainer.world.world_size), "batches": batches}
 
 
 def with_speedups(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

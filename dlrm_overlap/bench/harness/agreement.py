@@ -92,7 +92,7 @@ def check_rows(
     scales: list[torch.Tensor] = []
     found: list[float] = []
     for contender in contenders:
-        _restore(live, start)
+        torch._foreach_copy_(live, start)
         for batch in batches[:_ROW_STEPS]:
             contender.step(batch)
         if not reference:
@@ -104,16 +104,11 @@ def check_rows(
             for ours, theirs, scale in zip(live, reference, scales, strict=True)
         ]
         found.append(max(map(_finite, apart)))
-    _restore(live, start)
+    torch._foreach_copy_(live, start)
     tolerance = ROW_TOLERANCE[optimizer]
     for dtype in {workload.wire_dtype, weights[0].dtype} - {torch.float32}:
         tolerance = max(tolerance, _ROW_STEPS * TOLERANCE[dtype])
     return [Agreement(difference, tolerance) for difference in greatest(found, workload.device)]
-
-
-def _restore(live: Sequence[torch.Tensor], start: Sequence[torch.Tensor]) -> None:
-    for tensor, copy in zip(live, start, strict=True):
-        tensor.copy_(copy)
 
 
 def rows_of(workload: Workload) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

@@ -25,10 +25,8 @@ class Contender(ABC):
 
     def __init__(self, name: str, workload: Workload) -> None:
         self.name, self.workload = name, workload
-
-    def columns(self) -> dict[str, Any]:
-        """Return the columns in which contenders of the same name differ."""
-        return {}
+        self.columns: dict[str, Any] = {}
+        """in which contenders of the same name may differ"""
 
     @abstractmethod
     def step(self, batch: Any) -> Any:
@@ -100,17 +98,15 @@ class Chunked(Contender):
         (lookup,) = workload.tables.lookups
         self._lookups = split_lookup(lookup, borders)
         self._columns = [(sum(dims[:first]), sum(dims[:last])) for first, last in pairwise(borders)]
-        tables = [last - first for first, last in pairwise(borders)]
-        self._ids = {id(ids): ids.inputs[0].split(tables) for ids in workload.batches}
-        on_gpu = workload.device.type == "cuda"
-        self._beside: Any = torch.cuda.Stream(workload.device) if on_gpu else None
+        counts = [last - first for first, last in pairwise(borders)]
+        self._ids = {id(ids): ids.inputs[0].split(counts) for ids in workload.batches}
+        self._beside: Any = torch.cuda.Stream(workload.device) if workload.device.type == "cuda" else None
 
     def step(self, batch: Ids) -> torch.Tensor:
         """Run the stage."""
         workload, samples = self.workload, self.workload.batch_sizes[self.workload.rank]
-        shape = samples, workload.layout.total_dim
-        output = torch.empty(shape, dtype=workload.output_dtype, device=workload.device)
-        by_owner = output.view(samples, len(workload.batch_sizes), -1)
+        owners, columns = len(workload.batch_sizes), self._columns[-1][1]
+        output = torch.empty(samples, owners, columns, dtype=workload.output_dtype, device=workload.device)
         held = []  # until the current stream is behind those that read and write them
         for lookup, ids, (first, last) in zip(self._lookups, self._ids[id(batch)], self._columns, strict=True):
             sent = lookup(ids.values(), ids.offsets()).to(workload.wire_dtype)
@@ -118,11 +114,11 @@ class Chunked(Contender):
             work: Any = dist.all_to_all_single(received, sent, async_op=True)
             with torch.cuda.stream(self._beside) if self._beside else nullcontext():
                 work.wait()
-                by_owner[:, :, first:last].copy_(received.view(-1, samples, last - first).transpose(0, 1))
+                output[:, :, first:last].copy_(received.view(owners, samples, -1).transpose(0, 1))
             held += [sent, received]
         if self._beside:
             torch.cuda.current_stream(workload.device).wait_stream(self._beside)
-        return output
+        return output.flatten(1)
 
 
 def make_chunked(workload: Workload) -> list[Contender]:
@@ -141,8 +137,8 @@ def split_lookup(
     """
     name = "weights_host" if lookup.use_cpu else "weights_dev"
     weights = getattr(lookup, name).detach()
-    offsets: Any = lookup.weights_physical_offsets
-    places = [*offsets, weights.numel()]
+    physical_offsets: Any = lookup.weights_physical_offsets
+    places = [*physical_offsets, weights.numel()]
     parts = []
     for first, last in pairwise(borders):
         part = SplitTableBatchedEmbeddingBagsCodegen(
@@ -181,18 +177,14 @@ class Overlap(Contender):
     """
 
     def __init__(self, workload: Workload, options: ExchangeOptions) -> None:
-        has_slices = BACKENDS[options.backend].has_slices
+        names = ["schedule"]
+        if has_slices := BACKENDS[options.backend].has_slices:
+            names += ["put", "slice_bags", "programs_per_sm"]
         put = f"_{options.put}" if has_slices and options.put != "in_place" else ""
         super().__init__(options.backend + put + "_copied" * options.copy_output, workload)
-        self.options = options
+        self.columns = {name: getattr(options, name) for name in names}
         forward = replace(options, backward="collective")  # another backward would hold windows that nothing uses
         self._exchange = Exchange(workload.layout, workload.tables, forward, workload.group, workload.device)
-
-    def columns(self) -> dict[str, Any]:
-        """Return the schedule, and for a backend that has slices their put, their size and the programs."""
-        names = ("schedule", "put", "slice_bags", "programs_per_sm")
-        has_slices = BACKENDS[self.options.backend].has_slices
-        return {name: getattr(self.options, name) for name in names[: None if has_slices else 1]}
 
     def step(self, batch: Ids) -> torch.Tensor:
         """Run the stage."""

@@ -160,11 +160,11 @@ def time_alone(pieces: Sequence[Callable[[], object]], repetitions: int, device:
     for _ in range(_WARMUP_RUNS):
         for i, piece in enumerate(pieces):
             _begin_together(device, lead_ms=0.0)
-            _synchronize(device)  # so that the host's time is that of an idle device
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)  # so that the host's time is that of an idle device
             began = time.perf_counter()
             piece()
             issued_ms[i] = (time.perf_counter() - began) * 1e3
-    _synchronize(device)
     issued_ms = greatest(issued_ms, device)
     gate_ms = min(_LONGEST_GATE_MS, _MARGIN * max(issued_ms) + _COLLECTIVE_MS)
     timers = [StepTimer(device) for _ in pieces]
@@ -179,11 +179,6 @@ def time_alone(pieces: Sequence[Callable[[], object]], repetitions: int, device:
         for timer, taken in zip(timers, taken_ms, strict=True):
             taken.append(timer.take_ms()[-1])  # before it is the pause since its last turn
     return [Timing.of(taken, [issued], device) for taken, issued in zip(taken_ms, issued_ms, strict=True)]
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _begin_together(device: torch.device, lead_ms: float) -> None:

@@ -2,7 +2,7 @@
 
 import gc
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dlrm_overlap.config import CRITEO_TABLES, Config, InputError
 from dlrm_overlap.data.loader import open_datasets
 from dlrm_overlap.embedding.layout import Layout
-from dlrm_overlap.embedding.options import WIRE_DTYPES, ExchangeOptions
+from dlrm_overlap.embedding.options import ExchangeOptions
 from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder, build_sharders
 from dlrm_overlap.embedding.shardings import build_layout, model_order
 from dlrm_overlap.embedding.tables import LocalTables
@@ -29,32 +29,32 @@ _CPU = torch.device("cpu")
 BATCHES = 4  # they take turns, so that no step finds the rows of the step before in a cache
 
 
+def with_keys(section: Any, keys: Mapping[str, Any]) -> Any:
+    """Return a configuration, or a section of one, with other values of some dotted keys.
+
+    Raises:
+        InputError: if the keys do not go together with the others.
+    """
+    changes: dict[str, Any] = {}
+    for name in dict.fromkeys(key.partition(".")[0] for key in keys):
+        inner = {key.removeprefix(f"{name}."): value for key, value in keys.items() if key.startswith(f"{name}.")}
+        changes[name] = with_keys(getattr(section, name), inner) if inner else keys[name]
+    return replace(section, **changes)
+
+
 def shape_of(config: Config, world_size: int, tables_per_rank: int | None) -> Config:
-    """Return `config` with so many tables for each rank, or its own.
+    """Return `config` with so many tables for each rank, or its own, and the types of our exchanges.
 
     Raises:
         InputError: if there are fewer tables than ranks, or the samples cannot be divided among the ranks.
     """
+    keys: dict[str, Any] = {"embedding.backend": "pgas"}
     if tables_per_rank is not None:
-        config = _with_tables(config, count=tables_per_rank * world_size)
+        keys["data.tables.count"] = tables_per_rank * world_size
     elif (count := config.data.tables.number(world_size)) < world_size:
         raise InputError(f"data.tables.count: {count} tables for {world_size} ranks; each takes at least one")
     config.train.samples_per_rank(world_size)
-    return config
-
-
-def resized(config: Config, dim: int | None, global_batch: int | None, mean_ids: int | None) -> Config:
-    """Return `config` with another dim, batch or mean of ids a bag, where one is given."""
-    if dim:
-        mlp = [*config.model.bottom_mlp[:-1], dim]
-        config = replace(config, model=replace(config.model, dim=dim, bottom_mlp=mlp))
-    if global_batch:
-        config = replace(config, train=replace(config.train, global_batch_size=global_batch))
-    return _with_tables(config, multi_hot=f"0..{2 * mean_ids}") if mean_ids else config
-
-
-def _with_tables(config: Config, **keys: Any) -> Config:
-    return replace(config, data=replace(config.data, tables=replace(config.data.tables, **keys)))
+    return with_keys(config, keys)
 
 
 class Ids(NamedTuple):
@@ -116,7 +116,7 @@ def make_workload(
     optimizer: str = "sgd",
     cut_rows: bool = False,
 ) -> Workload:
-    """Shard the tables of `config` over `group` and send the ids `sparse` to their owners. All ranks of it call this.
+    """Shard the tables of `config` over all ranks and send the ids `sparse` to their owners. All ranks call this.
 
     Each table is on one rank, the first T / W on rank 0 and so on, so that the baseline unpacks by one concatenation,
     without a permutation; or with `cut_rows` each is cut by rows over all ranks. TorchRec shards them, and every
@@ -144,8 +144,8 @@ def make_workload(
     if ours.output_dtype == torch.bfloat16 and device.type == "cuda":  # FBGEMM has no such output on CPUs
         about_tables["output_dtype"] = SparseType.BF16
         wire_dtype = "fp32"  # TorchRec's own casts on both sides of the wire would have nothing to do
-    keys: dict[str, Any] = {"backend": "torchrec", "optimizer": optimizer, "wire_dtype": wire_dtype}
-    sharder: Any = build_sharders(replace(config.embedding, **keys), fused_params=about_tables)[0]
+    keys = {"backend": "torchrec", "optimizer": optimizer, "wire_dtype": wire_dtype}
+    sharder: Any = build_sharders(with_keys(config.embedding, keys), fused_params=about_tables)[0]
     places = {
         table.name: row_wise() if cut_rows else table_wise(rank=t * world_size // tables)
         for t, table in enumerate(collection.embedding_bag_configs())
@@ -184,13 +184,7 @@ def exchange_options(config: Config, backend: str) -> ExchangeOptions:
     return sharder.options
 
 
-def describe(config: Config, workload: Workload) -> dict[str, Any]:
-    """Return the columns of the embedding stage's shape."""
-    names = {dtype: name for name, dtype in WIRE_DTYPES.items()}
-    return describe_shape(config, workload.group.size()) | {"wire_dtype": names[workload.wire_dtype]}
-
-
-def describe_shape(config: Config, world_size: int) -> dict[str, Any]:
+def describe(config: Config, world_size: int) -> dict[str, Any]:
     """Return the columns of a run's shape. A list in the configuration is written as one value."""
     tables, train = config.data.tables, config.train
     rows, most = tables.rows, tables.max_rows or math.inf

@@ -24,7 +24,7 @@ from dlrm_overlap.config import Config
 )
 def test_contenders(kind: str, keys: dict[str, Any], names: list[str], config: Config, workload: Workload) -> None:
     made = make_contenders(kind, replace(config, embedding=replace(config.embedding, **keys)), workload)
-    found = {contender.name: contender.columns() for contender in made}
+    found = {contender.name: contender.columns for contender in made}
     for contender in made:
         contender.close()
     assert list(found) == names

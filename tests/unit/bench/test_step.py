@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dlrm_overlap.bench.figures import step
 from dlrm_overlap.bench.harness.agreement import judge_losses
-from dlrm_overlap.bench.step_contenders import STEP_CONTENDERS, StepContender, contender_config, expand, heats
+from dlrm_overlap.bench.step_contenders import STEP_CONTENDERS, Keys, expand, heats
 from dlrm_overlap.config import EmbeddingConfig, InputError, ModelConfig, SequenceConfig
 from dlrm_overlap.embedding.traffic import count_dense
 from dlrm_overlap.train.model import build_model
@@ -27,16 +27,13 @@ EAGER = {"train.graph_dense": False, "train.compile_dense": False}
 
 def test_every_contender_is_a_configuration_that_trains(tmp_path: Path) -> None:
     config = quickstart(tmp_path, "run")
-    for contender in STEP_CONTENDERS.values():
-        made = contender_config(config, contender, "cuda")
-        graphed = contender.keys["train.graph_dense"]
-        assert (made.embedding.backend, made.train.graph_dense) == (contender.keys["embedding.backend"], graphed)
-        assert not contender_config(config, contender, "cpu").train.graph_dense
-
-
-def test_int32_ids_are_told_to_torchrec_alone() -> None:
-    with_int32 = [name for name, each in STEP_CONTENDERS.items() if "int32_ids" in each.extras]
-    assert expand(["strongest"]) == tuple(name for name in with_int32 if not name.endswith("index_dedup"))
+    for keys in STEP_CONTENDERS.values():
+        made = step.contender_config(config, keys, "cuda")
+        assert (made.embedding.backend, made.train.graph_dense) == (
+            keys["embedding.backend"],
+            keys["train.graph_dense"],
+        )
+        assert not step.contender_config(config, keys, "cpu").train.graph_dense
 
 
 def test_index_dedup_is_of_tables_that_are_not_pooled(tmp_path: Path) -> None:
@@ -121,7 +118,7 @@ def test_nobody_is_judged_by_a_reference_that_differs_from_itself() -> None:
     assert fault.startswith("torchrec: its own losses differ by 2.0e-02, relatively, between two runs")
 
 
-def _run(folder: Path, monkeypatch: pytest.MonkeyPatch, contenders: dict[str, StepContender], *options: str) -> Any:
+def _run(folder: Path, monkeypatch: pytest.MonkeyPatch, contenders: dict[str, Keys], *options: str) -> Any:
     """Return the exit code and the rows of the figure with `contenders`, in a world of one."""
     for name, contender in contenders.items():
         monkeypatch.setitem(STEP_CONTENDERS, name, contender)
@@ -132,14 +129,14 @@ def _run(folder: Path, monkeypatch: pytest.MonkeyPatch, contenders: dict[str, St
     return code, read_rows(folder / "step.csv")
 
 
-_TORCHREC = {"torchrec": StepContender({"embedding.backend": "torchrec", **EAGER})}
+_TORCHREC = {"torchrec": {"embedding.backend": "torchrec", **EAGER}}
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_tables_that_learn_a_tenth_faster_are_found_out_and_get_no_speedup(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_of_one: dist.ProcessGroup, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    other = {"other": StepContender({"embedding.backend": "pgas", "embedding.lr": 0.0033, **EAGER})}
+    other = {"other": {"embedding.backend": "pgas", "embedding.lr": 0.0033, **EAGER}}
     code, (torchrec, wrong) = _run(tmp_path, monkeypatch, _TORCHREC | other)
     assert code == 1
     assert (torchrec["agrees"], wrong["agrees"]) == ("True", "False")
@@ -154,6 +151,6 @@ def test_what_one_contender_cannot_do_is_refused_before_the_first_trains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(step, "build", lambda *_: pytest.fail("a contender was built"))
-    other = {"other": StepContender({"embedding.backend": "pgas", "train.precision": "tf32"})}
+    other = {"other": {"embedding.backend": "pgas", "train.precision": "tf32"}}
     with pytest.raises(InputError, match=r"train\.precision: tf32 needs a GPU"):
         _run(tmp_path, monkeypatch, _TORCHREC | other)
