@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 from dlrm_overlap.bench.step_contenders import GROUPS, STEP_CONTENDERS, USUAL
 from dlrm_overlap.config import PositiveInt
 
-Settings = Mapping[str, Any]
-"""of an option: arguments of the parser's `add_argument`"""
+Settings = Mapping[str, Any]  # arguments of the parser's `add_argument`
 
 
 def _number(default: int | None, help: str) -> Settings:

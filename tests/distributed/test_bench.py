@@ -38,8 +38,7 @@ def test_a_job_has_the_times_of_its_parts(tmp_path: Path) -> None:
     (row,), _ = _bench(tmp_path, "job", *options, config="quickstart")
     total_s = float(row["total_s"])
     assert 0 < float(row["evaluations_s"]) < total_s
-    assert float(row["all_ms"]) == pytest.approx(total_s * 1e3 / 20, rel=1e-2)
-    assert float(row["step_ms"]) < float(row["all_ms"])
+    assert 0 < float(row["step_ms"]) < total_s * 1e3 / 20
 
 
 def _check_times(row: dict[str, str], baseline: dict[str, str]) -> dict[str, float]:

@@ -42,13 +42,9 @@ from dlrm_overlap.train.ranks import Ranks
 Call = Callable[[], torch.Tensor]
 
 _DTYPE = torch.bfloat16
-_SHAPES = {
-    "cuda": (
-        *("1024x12288x49152", "4096x12288x49152", "8192x12288x49152", "8192x4096x4096", "32768x4096x4096"),
-        *("32768x3456x1024", "32768x1024x1024"),
-    ),
-    "cpu": ("64x48x96", "128x48x96"),
-}
+_WIDE = ("1024x12288x49152", "4096x12288x49152", "8192x12288x49152")
+_NARROW = ("8192x4096x4096", "32768x4096x4096", "32768x3456x1024", "32768x1024x1024")
+_SHAPES = {"cuda": _WIDE + _NARROW, "cpu": ("64x48x96", "128x48x96")}
 _CONTENDERS = ("serial", "torch", "copies", "tiles", "triggered", "auto")
 _TOLERANCE = 0.05  # of an element's size and the mean's: partial products are rounded to bfloat16, by NCCL sums, too
 _SHOWN = (
@@ -139,12 +135,14 @@ def run(kind: str, ranks: Ranks) -> int:
             case = Case(operator, shape, group, device)
             calls = case.contenders(products)
             faults += _wrong(case, calls)
-            gemm, *found = time_alone([case.product(), *calls.values()], values.repetitions, device)
-            timed = dict(zip(calls, found, strict=True))
+            gemm, *each = time_alone([case.product(), *calls.values()], values.repetitions, device)
+            timed = dict(zip(calls, each, strict=True))
             faults += _wrong(case, calls)
             about = {"kind": kind, "operator": operator, **dict(zip("mkn", shape, strict=True))}
-            columns = compare({name: timed[name] for name in calls}, gemm, case.link_bytes, link_gb_per_s)
-            rows += [about | {"world_size": group.size()} | row for row in columns]
+            about["world_size"] = group.size()
+            right = {name: timed[name] for name in calls}
+            found = compare(right, gemm, case.link_bytes, link_gb_per_s) if "serial" in right else []
+            rows += [about | row for row in found]
             del case, calls
     products.close()
     if ranks.world.rank == 0:
@@ -175,14 +173,7 @@ def _wrong(case: Case, calls: dict[str, Call]) -> list[str]:
 
 
 def compare(timed: Mapping[str, Timing], gemm: Timing, link_bytes: int, link_gb_per_s: float) -> list[dict[str, Any]]:
-    """Return the columns of the contenders of one operator at one shape, see the module.
-
-    Args:
-        timed: by contender, serial among them.
-        gemm: of the product alone.
-        link_bytes: that leave a GPU.
-        link_gb_per_s: of its links.
-    """
+    """Return the columns of the contenders of one operator at one shape, see the module; `serial` is among them."""
     floor_ms = max(gemm.median_ms, link_bytes / link_gb_per_s / 1e6 if link_bytes else 0.0)
     serial_ms = timed["serial"].median_ms
     hidden = serial_ms - gemm.median_ms

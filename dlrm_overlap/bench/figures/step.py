@@ -7,10 +7,9 @@ configuration's learning rates: at MLPerf's, Adagrad's first steps make rounding
 20 steps, in which a wrong gradient would hide. A step copies its batch to the device; the batches are read before.
 
 A row is a contender. It has two times: `median_ms` by the clock, and `busy_ms`, the time of a traced step in which the
-GPU is not idle, on the rank where that is least. On other ranks collectives run while they wait for a slower one; the
-CPU's speed changes the first time and not the second. Of that step `exposed_ms` is exposed communication, as
-`observe.trace_summary` defines it. Both speedups are over TorchRec at its strongest, the fastest of the contenders
-here; `fraction_of_floor` is of the time that products, memory or links must take (`limits.find_floor`). A GPU holds few
+GPU is not idle, on the rank where that is least. Of that step `exposed_ms` is exposed communication, as
+`observe.trace_summary` defines it. Both speedups are over the fastest of TorchRec's contenders in the same turns;
+`fraction_of_floor` is of the time that products, memory or links must take (`limits.find_floor`). A GPU holds few
 trainers at once, so contenders take turns in groups (`step_contenders.heats`), whose rows are written one group after
 the other.
 """
@@ -85,7 +84,7 @@ def run(kind: str, ranks: Ranks) -> int:
         rows = [
             {"kind": kind, "contender": each.name, **describe_run(each, values.batches)}
             | {**vars(timing), **_trace(each), **floor, "fraction_of_floor": floor["floor_ms"] / timing.median_ms}
-            | {name: getattr(agreements[each.name], name) for name in ("max_difference", "tolerance", "agrees")}
+            | {**agreements[each.name]._asdict(), "agrees": agreements[each.name].agrees}
             for each, timing in zip(runs, timings, strict=True)
         ]
         for each in runs:
@@ -196,11 +195,9 @@ def with_speedups(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     A row whose losses disagree has no speedup, and is no baseline.
     """
     theirs = [row for row in rows if row["agrees"] and row["contender"].startswith("torchrec")]
-    found = []
-    for row in rows:
-        ratios: dict[str, float | None] = {}
-        for speedup, time in _SPEEDUPS.items():
-            fastest = min((each[time] for each in theirs if each[time]), default=None)
-            ratios[speedup] = fastest / row[time] if fastest and row["agrees"] else None
-        found.append(row | ratios)
-    return found
+    fastest = {time: min((row[time] for row in theirs if row[time]), default=None) for time in _SPEEDUPS.values()}
+
+    def ratio(row: Mapping[str, Any], time: str) -> float | None:
+        return fastest[time] / row[time] if fastest[time] and row["agrees"] else None
+
+    return [row | {speedup: ratio(row, time) for speedup, time in _SPEEDUPS.items()} for row in rows]

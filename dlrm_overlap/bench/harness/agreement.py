@@ -74,14 +74,8 @@ def check_rows(
 
     Differences of rows are relative to their table's greatest change, of a state to its own value. All ranks call this.
     Each state starts at a random value between 0.5 and 1.5: so a contender that takes the state of another row is found
-    out, and no sum of gradients that cancel is divided by itself. At the end rows and states are as they were before
-    the first step.
-
-    Args:
-        contenders: the baseline first.
-        workload: the tables whose rows are updated.
-        batches: arguments of the contenders' `step`; the first two are used.
-        optimizer: sgd | rowwise_adagrad | adagrad; it decides the tolerance.
+    out, and no sum of gradients that cancel is divided by itself. Steps are on the first two of `batches`. At the end
+    rows and states are as they were before the first step.
     """
     weights, states = rows_of(workload)
     generator = torch.Generator(workload.device).manual_seed(workload.rank)
@@ -92,7 +86,7 @@ def check_rows(
     scales: list[torch.Tensor] = []
     found: list[float] = []
     for contender in contenders:
-        torch._foreach_copy_(live, start)
+        torch._foreach_copy_(live, start)  # type: ignore[attr-defined]
         for batch in batches[:_ROW_STEPS]:
             contender.step(batch)
         if not reference:
@@ -104,7 +98,7 @@ def check_rows(
             for ours, theirs, scale in zip(live, reference, scales, strict=True)
         ]
         found.append(max(map(_finite, apart)))
-    torch._foreach_copy_(live, start)
+    torch._foreach_copy_(live, start)  # type: ignore[attr-defined]
     tolerance = ROW_TOLERANCE[optimizer]
     for dtype in {workload.wire_dtype, weights[0].dtype} - {torch.float32}:
         tolerance = max(tolerance, _ROW_STEPS * TOLERANCE[dtype])
@@ -127,14 +121,9 @@ def judge_losses(
 ) -> tuple[dict[str, Agreement], list[str]]:
     """Return how the contenders' losses agree with those of the first, and a line for each that does not.
 
-    A loss may differ by what rounding may cause or, if that is more, by four times the greatest difference between two
-    runs of the reference. These differ in the rounding of a compiled dense part, and on GPUs because FBGEMM's update
-    does not repeat its bits where rows are hot.
-
-    Args:
-        precision: of the dense part, fp32, tf32 or bf16.
-        losses: contender -> its losses; the first contender is the reference.
-        again: the reference's losses once more.
+    A loss may differ by what rounding may cause in a dense part of `precision` or, if that is more, by four times the
+    greatest difference between two runs of the reference, of which `again` is the second. These differ in the rounding
+    of a compiled dense part, and on GPUs because FBGEMM's update does not repeat its bits where rows are hot.
     """
     reference, expected = next(iter(losses.items()))
     noise = _relative_difference(again, expected)

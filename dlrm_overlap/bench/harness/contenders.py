@@ -5,7 +5,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -97,8 +96,8 @@ class Chunked(Contender):
         borders = [chunk * len(dims) // chunks for chunk in range(chunks + 1)]
         (lookup,) = workload.tables.lookups
         self._lookups = split_lookup(lookup, borders)
-        self._columns = [(sum(dims[:first]), sum(dims[:last])) for first, last in pairwise(borders)]
-        counts = [last - first for first, last in pairwise(borders)]
+        self._columns = [(sum(dims[:first]), sum(dims[:last])) for first, last in itertools.pairwise(borders)]
+        counts = [last - first for first, last in itertools.pairwise(borders)]
         self._ids = {id(ids): ids.inputs[0].split(counts) for ids in workload.batches}
         self._beside: Any = torch.cuda.Stream(workload.device) if workload.device.type == "cuda" else None
 
@@ -140,7 +139,7 @@ def split_lookup(
     physical_offsets: Any = lookup.weights_physical_offsets
     places = [*physical_offsets, weights.numel()]
     parts = []
-    for first, last in pairwise(borders):
+    for first, last in itertools.pairwise(borders):
         part = SplitTableBatchedEmbeddingBagsCodegen(
             lookup.embedding_specs[first:last],
             pooling_mode=lookup.pooling_mode,

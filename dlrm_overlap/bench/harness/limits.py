@@ -49,14 +49,7 @@ class Limit(NamedTuple):
 
 
 def count_tables(bags: KeyedJaggedTensor, dim: int, element_bytes: int, ranks: int = 1) -> list[ShardTraffic]:
-    """Return the load of each table of `bags`, or its mean over so many ranks that share the tables.
-
-    Args:
-        bags: the ids of all ranks' samples, a feature a table.
-        dim: of the tables.
-        element_bytes: of an element of a row.
-        ranks: among which each load is divided.
-    """
+    """Return the load of each table, or its mean over so many ranks; `bags` are of all samples, a feature a table."""
     found = []
     for table in bags.to_dict().values():
         counts = table.values().numel(), table.values().unique().numel(), int((table.lengths() > 0).sum())
@@ -104,7 +97,7 @@ def times(timing: Timing, baseline: Timing, limit: Limit) -> dict[str, Any]:
 
 
 def find_floor(trainer: Trainer, ceilings: tuple[float, float]) -> dict[str, Any]:
-    """Return the columns of the floor of a trainer's step: the longest of its products, memory's bytes and the links'.
+    """Return the columns of the floor of the first step: the longest of its products, memory's bytes and the links'.
 
     Each thing counts once, as if caches had no bounds, and the bytes are the mean rank's, where no table is cut by
     rows. Histories are left out.
@@ -113,10 +106,6 @@ def find_floor(trainer: Trainer, ceilings: tuple[float, float]) -> dict[str, Any
     summed by a ring in which each rank sends 2 (W - 1) / W of them. Memory carries the touched rows, read, and read and
     written with their optimizer's state; ids, pooled embeddings and gradients; the dense weights, read once; and the
     outputs of the dense layers, written once.
-
-    Args:
-        trainer: gives the configuration and the samples of the first step.
-        ceilings: from `measure_ceilings`.
     """
     config, world_size, samples = trainer.config, trainer.world.world_size, trainer.samples_per_rank
     data, number_bytes = trainer.train_data, 2 if config.train.precision == "bf16" else 4

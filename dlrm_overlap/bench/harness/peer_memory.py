@@ -43,7 +43,7 @@ class PeerMemory:
         """
         ranks, self._rank = group.size(), group.rank()
         regions = {name: Region((ranks, 1), torch.int64) for name in ("free", "arrived")}
-        self._arena = arena = open_arena(regions | {"memory": Region((elements,), torch.float32)}, group, device)
+        self._arena = open_arena(regions | {"memory": Region((elements,), torch.float32)}, group, device)
         self._group, self._record = group, Record(device)
         self._word = torch.zeros(2, dtype=torch.int64, device=device)[:1]  # the epoch
         # A rank's own row has no flag: its stream is joined.
@@ -52,7 +52,6 @@ class PeerMemory:
         counted = torch.zeros(1, dtype=torch.int32, device=device)
         self._row_flags = RowFlags(self._arrived.addresses, counted, self._word)
         self._engine, self._beside = CopyEngine(device), CopyEngine(device, _PRIORITY)
-        self._targets = arena.addresses("memory")
 
     def _flags(self, name: str, counts: list[int]) -> Flags:
         return Flags(
@@ -70,7 +69,8 @@ class PeerMemory:
         peers = range(payload.world_size)
         views = [self._arena.view("memory", peer)[: source.numel()].view(source.shape) for peer in peers]
         flags = [self._arena.view("arrived", peer)[rank] for peer in peers]
-        rows = Rows(source, row_bytes, row_bytes, self._targets, rank * row_bytes, own=True)
+        targets = self._arena.addresses("memory")
+        rows = Rows(source, row_bytes, row_bytes, targets, rank * row_bytes, own=True)
 
         def begin() -> Callable[[], object]:
             self._word.add_(1)

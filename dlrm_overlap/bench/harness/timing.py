@@ -41,8 +41,7 @@ def capture(piece: Callable[[], object], device: torch.device) -> Callable[[], o
     """Run `piece` once, capture it, and return the function that launches the graph.
 
     All work of the piece begins and ends on the current stream, which may not be the default one. It runs before the
-    capture, since a first call may load kernels and ask the other ranks. Where pieces wait for other ranks, all ranks
-    call this alike.
+    capture, since a first call may load kernels and ask the other ranks.
     """
     piece()
     torch.cuda.synchronize(device)
@@ -75,12 +74,13 @@ class Timing:
         return Timing(*greatest(mine, device), steps=len(on_device))
 
 
-Turn = Callable[[int], tuple[list[float], list[float]]]
-"""takes a number of steps; returns this rank's time of each, and the CPU's time of issuing each, in ms"""
+def take_turns(
+    turns: Sequence[Callable[[int], tuple[list[float], list[float]]]], steps: int, device: torch.device
+) -> list[Timing]:
+    """Time at least `steps` steps of each contender, in rounds in which they take turns. All ranks call this.
 
-
-def take_turns(turns: Sequence[Turn], steps: int, device: torch.device) -> list[Timing]:
-    """Time at least `steps` steps of each contender, in rounds in which they take turns. All ranks call this."""
+    A turn takes a number of steps and returns `time_steps` of them.
+    """
     per_round = math.ceil(steps / ROUNDS)
     step_ms: list[list[float]] = [[] for _ in turns]
     host_ms: list[list[float]] = [[] for _ in turns]

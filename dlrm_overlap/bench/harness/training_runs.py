@@ -88,10 +88,10 @@ def read_batches(trainer: Trainer, count: int) -> list[Batch]:
     samples, world = trainer.samples_per_rank, trainer.world
     firsts = [(step * world.world_size + world.rank) * samples for step in range(count)]
     batches = [trainer.train_data.read(first, samples) for first in firsts]
-    if trainer.device.type != "cuda":
-        return batches
-    torch.cuda.synchronize(trainer.device)  # those made there are copied by another stream than this one
-    return [batch.pin_memory() for batch in batches]
+    if trainer.device.type == "cuda":
+        torch.cuda.synchronize(trainer.device)  # those made there are copied by another stream than this one
+        batches = [batch.pin_memory() for batch in batches]
+    return batches
 
 
 def mean_step_columns(path: Path) -> dict[str, float]:

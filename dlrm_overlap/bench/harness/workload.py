@@ -19,7 +19,7 @@ from dlrm_overlap.config import CRITEO_TABLES, Config, InputError
 from dlrm_overlap.data.loader import open_datasets
 from dlrm_overlap.embedding.layout import Layout
 from dlrm_overlap.embedding.options import ExchangeOptions
-from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder, build_sharders
+from dlrm_overlap.embedding.sharder import build_sharders
 from dlrm_overlap.embedding.shardings import build_layout, model_order
 from dlrm_overlap.embedding.tables import LocalTables
 from dlrm_overlap.embedding.weights import initialise_tables
@@ -122,16 +122,8 @@ def make_workload(
     without a permutation; or with `cut_rows` each is cut by rows over all ranks. TorchRec shards them, and every
     contender uses the same FBGEMM storage. Rows narrower than float32 are rounded to the nearest value, not
     stochastically, so that two updates can be compared. Ids are int64, FBGEMM's own type, so that no contender has to
-    cast them.
-
-    Args:
-        config: the shape, the rows' types, and the seed that the rows are drawn by.
-        sparse: this rank's batches from `read_ids`.
-        group: all ranks.
-        device: this rank's device.
-        local_world_size: ranks on this host.
-        optimizer: of the rows; the default keeps no state.
-        cut_rows: see above.
+    cast them. `sparse` are this rank's batches from `read_ids`; `optimizer` is of the rows, and the default keeps no
+    state.
     """
     world_size = group.size()
     data, _ = open_datasets(config.data)
@@ -179,8 +171,7 @@ def _bring_ids(module: ShardedEmbeddingBagCollection, sparse: KeyedJaggedTensor,
 
 def exchange_options(config: Config, backend: str) -> ExchangeOptions:
     """Return the options that `config` gives an exchange of the backend `backend`, one of `backends.EXCHANGED`."""
-    sharder = build_sharders(replace(config.embedding, backend=backend), config.train.precision)[0]
-    assert isinstance(sharder, OverlapEmbeddingBagCollectionSharder)
+    sharder: Any = build_sharders(replace(config.embedding, backend=backend), config.train.precision)[0]
     return sharder.options
 
 

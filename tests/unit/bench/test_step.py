@@ -1,6 +1,7 @@
 """The figure of the whole step: who takes part, what its floor is made of, and when a speedup is given."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -118,7 +119,7 @@ def test_nobody_is_judged_by_a_reference_that_differs_from_itself() -> None:
     assert fault.startswith("torchrec: its own losses differ by 2.0e-02, relatively, between two runs")
 
 
-def _run(folder: Path, monkeypatch: pytest.MonkeyPatch, contenders: dict[str, Keys], *options: str) -> Any:
+def _run(folder: Path, monkeypatch: pytest.MonkeyPatch, contenders: Mapping[str, Keys], *options: str) -> Any:
     """Return the exit code and the rows of the figure with `contenders`, in a world of one."""
     for name, contender in contenders.items():
         monkeypatch.setitem(STEP_CONTENDERS, name, contender)
