@@ -14,7 +14,6 @@ from dlrm_overlap.bench.rows import report
 from dlrm_overlap.train.ranks import Ranks
 
 _SHOWN = ("step_ms", "samples_per_s_per_gpu", "evaluations_s", "total_s", "eval_auroc")
-_OF_SUMMARY = ("steps", "input_wait_ms", "peak_memory_bytes", "eval_loss", "eval_auroc")
 
 
 def run(kind: str, ranks: Ranks) -> int:
@@ -43,7 +42,7 @@ def run(kind: str, ranks: Ranks) -> int:
         "samples_per_s_per_gpu": trainer.samples_per_rank / summary["step_ms_p50"] * 1e3,
         "evaluations_s": sum(evaluations_s),
         "total_s": total_s,
-        **{name: summary[name] for name in _OF_SUMMARY},
+        **{name: summary[name] for name in ("steps", "input_wait_ms", "peak_memory_bytes", "eval_loss", "eval_auroc")},
     }
     if ranks.world.rank == 0:
         report([row], [], output, _SHOWN)

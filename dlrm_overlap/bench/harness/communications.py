@@ -1,7 +1,7 @@
 """All-to-alls between all ranks, which are measured: their bytes, and their implementation by a collective."""
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -53,18 +53,14 @@ def by_collective(payload: Payload) -> Communication:
     result = torch.empty_like(payload.input)
 
     def begin() -> Callable[[], object]:
-        work = dist.all_to_all_single(result, payload.input, group=payload.group, async_op=True)
-        assert work is not None, "it is asynchronous"
+        work: Any = dist.all_to_all_single(result, payload.input, group=payload.group, async_op=True)
         return work.wait
 
     return Communication(payload, result, begin)
 
 
 def wrong(calls: Mapping[str, tuple[Communication, Callable[[], object]]]) -> list[str]:
-    """Run each call, an implementation's or a replay of it; return those whose result is wrong on some rank.
-
-    A collective.
-    """
+    """Run each call, or a replay of it; return those whose result is wrong on some rank. All ranks call this."""
     bad = []
     for (payload, result, _), run in calls.values():
         result.fill_(torch.nan)

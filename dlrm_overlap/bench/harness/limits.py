@@ -146,8 +146,12 @@ def measure_ceilings(group: dist.ProcessGroup, device: torch.device) -> tuple[fl
     engines and by a kernel's stores, of which the faster one counts; on CPUs by gloo. All ranks call this.
     """
 
+    def repeat(call: Callable[[], object]) -> None:
+        for _ in range(_CALLS):
+            call()
+
     def call_ms(calls: Sequence[Callable[[], object]]) -> float:
-        pieces = [partial(_repeat, call) for call in calls]
+        pieces = [partial(repeat, call) for call in calls]
         return min(each.median_ms for each in time_alone(pieces, _REPEATS, device)) / _CALLS
 
     source = torch.zeros(_HBM_BYTES[device.type], dtype=torch.uint8, device=device)
@@ -163,8 +167,3 @@ def measure_ceilings(group: dist.ProcessGroup, device: torch.device) -> tuple[fl
     ms = call_ms([memory.call(payload, way).run for way in memory.ways])
     memory.close()
     return hbm_gb_per_s, payload.link_bytes / ms / 1e6
-
-
-def _repeat(call: Callable[[], object]) -> None:
-    for _ in range(_CALLS):
-        call()
