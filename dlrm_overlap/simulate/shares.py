@@ -9,7 +9,6 @@ import numpy as np
 
 from dlrm_overlap.config import EmbeddingConfig, InputError, in_one_line
 from dlrm_overlap.embedding.balance import TableLoad, balance
-from dlrm_overlap.embedding.traffic import partial_sums
 from dlrm_overlap.kernels.arguments import looks_at_rows
 
 _GPU_BYTES = 140 * 10**9  # an H200's memory
@@ -65,7 +64,7 @@ def shares_of(
             if rows < 1 and dense:
                 near, away = columns * W / G, columns / G
             elif rows < 1:
-                near = columns * partial_sums(load.pooling, round(1 / rows)) * rows
+                near = columns * (1 - (1 - rows) ** load.pooling)  # of bags that have an id of these rows
                 if (here := hosts.count(rank // G)) > 1:
                     near += columns * (W - G) / G
                     away = sums = columns / here

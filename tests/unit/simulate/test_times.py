@@ -193,6 +193,8 @@ def test_the_work_of_tables_that_are_cut_by_rows() -> None:
     assert (ours.sums * 32).tolist() == pytest.approx([32, 32, 0, 0])
     assert (dense.near * 32).tolist() == pytest.approx([128, 128, 0, 64]), "the sums of both hosts' samples"
     assert (dense.away * 32).tolist() == pytest.approx([32, 32, 0, 64]), "of which each rank sends half on"
+    few_rows = shares_of(tables[:1], [[Shard(0, 64, 1.0), Shard(1, 64, 0.0)]], 4, 2, dense=False)
+    assert few_rows.near.tolist() == [4, 4, 0, 0], "rank 1, which has no rows, sends what it gathers"
 
 
 def test_torchrecs_planner_cuts_tables_by_rows_within_a_host() -> None:
