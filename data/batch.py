@@ -141,7 +141,7 @@ class Dataset(Protocol):
     """factors of their losses in the loss that is trained"""
 
     packed: Any = None
-    """where `records` has all of a sample: its `Layout`, and the numbers of which ids are taken the remainder"""
+    """where `records` has all of a sample: its `Layout`"""
 
     on_gpu: bool = False
     """samples are made on a GPU, by kernels on the stream that is current in `read`, rather than read on the CPU"""

@@ -74,6 +74,9 @@ class Day:
 class Days(Dataset):
     """Days, read one after the other."""
 
+    held_out: int | None = None
+    """how many of the samples, the last ones, are to evaluate on; None leaves it to data.eval_fraction"""
+
     def __init__(self, days: Sequence[Day], rows: Sequence[int], max_rows: int | None):
         """`rows` are those that each table's ids were made for; above `max_rows` ids are folded by modulo."""
         self.rows: list[int] = [min(table_rows, max_rows or table_rows) for table_rows in rows]

@@ -5,7 +5,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import Any, Self
+from typing import Self
 
 import torch
 
@@ -34,25 +34,23 @@ def open_datasets(config: DataConfig, device: torch.device = _CPU) -> tuple[Data
 
             return DeviceSynthetic(config, "train", device), DeviceSynthetic(config, "eval", device)
         return Synthetic(config, "train"), Synthetic(config, "eval")
-    assert config.path is not None, "DataConfig.require_source asks for the path of a file kind"
-    dataset, held_out = open_files(config, config.path)
-    if config.eval_path is not None:
-        held_out, _ = open_files(config, config.eval_path)
-        if list(held_out.rows) != list(dataset.rows):
+    dataset = open_files(config, config.path)
+    held = dataset.held_out
+    if config.eval_path is None and held is None:
+        held = int(dataset.num_samples * config.eval_fraction)
+        if held == 0:
             raise InputError(
-                f"data.eval_path: {config.eval_path} has tables of other rows than {config.path}; set data.tables.rows "
-                f"to the rows both were made for"
+                f"data.eval_fraction: {config.eval_fraction} holds out none of {dataset.num_samples} samples; "
+                f"raise it or set data.eval_path"
             )
-    if held_out is not None:
-        return dataset.part(0, dataset.num_samples, config.shuffle, config.seed), held_out
-    held = int(dataset.num_samples * config.eval_fraction)
-    if held == 0:
+    kept = dataset.num_samples - (held or 0)
+    held_out = dataset.part(kept, held or 0) if config.eval_path is None else open_files(config, config.eval_path)
+    if list(held_out.rows) != list(dataset.rows):
         raise InputError(
-            f"data.eval_fraction: {config.eval_fraction} holds out none of {dataset.num_samples} samples; "
-            f"raise it or set data.eval_path"
+            f"data.eval_path: {config.eval_path} has tables of other rows than {config.path}; set data.tables.rows "
+            f"to the rows both were made for"
         )
-    kept = dataset.num_samples - held
-    return dataset.part(0, kept, config.shuffle, config.seed), dataset.part(kept, held)
+    return dataset.part(0, kept, config.shuffle, config.seed), held_out
 
 
 def open_held_out(config: DataConfig, device: torch.device = _CPU) -> Dataset:
@@ -61,25 +59,19 @@ def open_held_out(config: DataConfig, device: torch.device = _CPU) -> Dataset:
     Raises:
         InputError: as `open_datasets` does.
     """
-    if config.eval_path is None:
-        return open_datasets(config, device)[1]
-    return open_files(config, config.eval_path)[0]
+    return open_files(config, config.eval_path) if config.eval_path else open_datasets(config, device)[1]
 
 
-def open_files(config: DataConfig, path: str) -> tuple[Days, Days | None]:
+def open_files(config: DataConfig, path: str | None) -> Days:
     """Open the samples at `path` (config.path or config.eval_path) in the format that config.kind names.
-
-    Returns:
-        The samples, and those that their schema holds out by time.
 
     Raises:
         InputError: if they do not exist, are empty or break their format.
     """
-    tables = config.tables
-    if config.kind in ("criteo_npy", "criteo_multihot"):
-        return Criteo(path, tables, multi_hot=config.kind == "criteo_multihot"), None
-    dataset = Prepared(path, tables)
-    return dataset, Prepared(path, tables, held_out=True) if dataset.holds_out else None
+    assert path is not None, "DataConfig.require_source asks for the path of a file kind"
+    if config.kind == "prepared":
+        return Prepared(path, config.tables)
+    return Criteo(path, config.tables, multi_hot=config.kind == "criteo_multihot")
 
 
 class Loader(Iterator[Batch]):
@@ -156,21 +148,30 @@ def make_loader(
         first = (step * world_size + rank) * batch_size
         return (dataset.records(first, batch_size),) if is_packed else dataset.read(first, batch_size).tensors
 
+    def read_here() -> Generator[Batch, None, None]:
+        for step in steps:
+            # In a KeyedJaggedTensor of its own, since one remembers the offsets and sums that a step has asked it for.
+            batch = Batch.from_tensors(*read(step))
+            yield batch.pin_memory() if pin_memory and not dataset.on_gpu else batch
+
+    def read_by_processes() -> Generator[Batch, None, None]:
+        ring = Ring(read, steps, _form_of(dataset, batch_size, is_packed), workers, slots, pin_memory, timeout_s)
+        with contextlib.closing(ring):  # before the GPU is used here, which forked processes must not do
+            unpack = Unpacker(dataset.packed, _gpu()) if is_packed else None
+            yield from map(functools.partial(_batch_of, unpack), ring)  # so that nothing here holds a batch
+
     steps = range(first_step, last_step)
     if distinct_steps:
         read = _repeating(read, distinct_steps)
     if dataset.on_gpu or not workers:
-        return Loader(_read_here(read, steps, pin_memory and not dataset.on_gpu), 0)
-    slots_per_worker = prefetch + math.ceil(HELD_BATCHES / workers)
-    ring = functools.partial(
-        Ring, read, steps, _form_of(dataset, batch_size, is_packed), workers, slots_per_worker, pin_memory, timeout_s
-    )
-    return Loader(_read_by_processes(ring, dataset.packed if is_packed else None), workers * slots_per_worker)
+        return Loader(read_here(), 0)
+    slots = prefetch + math.ceil(HELD_BATCHES / workers)  # of each worker
+    return Loader(read_by_processes(), workers * slots)
 
 
 def _form_of(dataset: Dataset, b: int, is_packed: bool) -> Form:
     if is_packed:
-        return [((b, dataset.packed[0].record_bytes), torch.uint8)]
+        return [((b, dataset.packed.record_bytes), torch.uint8)]
     labels = len(dataset.label_names)
     return [
         ((b, dataset.dense_features), torch.float32),
@@ -194,30 +195,16 @@ def _repeating(
     return lambda step: remember(step % distinct_steps)
 
 
-def _read_here(
-    read: Callable[[int], Sequence[torch.Tensor]], steps: range, pin_memory: bool
-) -> Generator[Batch, None, None]:
-    for step in steps:
-        # In a KeyedJaggedTensor of its own, since one remembers the offsets and sums that a step has asked it for.
-        batch = Batch.from_tensors(*read(step))
-        yield batch.pin_memory() if pin_memory else batch
-
-
-def _read_by_processes(make_ring: Callable[[], Ring], packed: tuple[Any, Any] | None) -> Generator[Batch, None, None]:
-    with contextlib.closing(make_ring()) as ring:  # before the GPU is used here, which forked processes must not do
-        unpack = Unpacker(*packed, _gpu()) if packed else None
-
-        def finish(lent: Lent) -> Batch:
-            if unpack is None:
-                batch = Batch.from_tensors(*lent.tensors)
-                batch.lease = lent.lease
-                return batch
-            records = lent.tensors[0].to(_gpu(), non_blocking=True)
-            if lent.lease is not None:
-                lent.lease.copying()
-            return unpack(records)
-
-        yield from map(finish, ring)  # so that nothing here holds a batch
+def _batch_of(unpack: Unpacker | None, lent: Lent) -> Batch:
+    tensors, lease = lent
+    if unpack is None:
+        batch = Batch.from_tensors(*tensors)
+        batch.lease = lease
+        return batch
+    records = tensors[0].to(_gpu(), non_blocking=True)
+    if lease is not None:
+        lease.copying()
+    return unpack(records)
 
 
 def _gpu() -> torch.device:

@@ -1,57 +1,56 @@
 """Turns files of samples into records that training maps from disk: `dlrm-overlap prepare`.
 
-File i of IN, in natural order, becomes OUT's day i (`prepared`). A schema says how ids are made: by a hash of the
-value, or from a vocabulary, which is learnt of all files first and kept in vocabulary.npz beside the days (`encoder`).
-Days that another run prepares have other vocabularies, so the samples to evaluate on must be held out of the same days.
+A schema says how ids are made: by a hash of the value, or from a vocabulary, which is learnt of all files first and
+kept in vocabulary.npz (`encoder`). Samples that another run prepares have other vocabularies, so the samples to
+evaluate on must be prepared with those to train on, as their last ones.
 """
 
 import sys
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
+import pyarrow as pa
 
-from dlrm_overlap.data.encoder import Encoder, learn
-from dlrm_overlap.data.prepared import Meta, SourceDay, hold_days, write_day, write_meta
+from dlrm_overlap.config import InputError, in_one_line
+from dlrm_overlap.data.encoder import Encoder
+from dlrm_overlap.data.prepared import Meta, new_folder, write_samples
 from dlrm_overlap.data.schema import Schema
-from dlrm_overlap.data.table_files import BLOCK_BYTES, Block, read_blocks, table_files
-from dlrm_overlap.launching.files import replacing
+from dlrm_overlap.data.table_files import BLOCK_BYTES, read_blocks, table_files
 
-_VOCABULARY = "vocabulary.npz"
+_T = TypeVar("_T")
 
 
-def prepare(source: Path, target: Path, schema: Schema, dense: str = "float32", block_bytes: int = BLOCK_BYTES) -> Meta:
-    """Turn the files at `source` into the days of the folder `target`, and return its meta.json.
+def prepare(source: Path, target: Path, schema: Schema, block_bytes: int = BLOCK_BYTES) -> Meta:
+    """Turn the files at `source` into the folder `target`, and return its meta.json.
 
     It takes some ten times `block_bytes` of memory; to learn vocabularies, also 16 bytes for each distinct value of
-    every table, and about five times those of one table while it merges them.
-
-    Started again, it goes on after the last day that was done. Standard error names each file as it is read.
+    every table, and about five times those of one table while it merges them. Standard error names each file as it is
+    read.
 
     Raises:
-        InputError: if there are no files or a bad row, or if `target` cannot be written to, is being written to by
-            another process, or holds days of other files or of another making.
+        InputError: if there are no files, if one cannot be read, lacks a column or has a bad row, or if `target` is
+            there or cannot be written to.
     """
-    files = table_files(source)
-    stats = [file.stat() for file in files]
-    days = [SourceDay(file.name, stat.st_size, stat.st_mtime_ns) for file, stat in zip(files, stats, strict=True)]
+    files, encoder = table_files(source), Encoder(schema)
 
-    def read(file: Path, purpose: str) -> Iterator[Block]:
-        print(f"{file.name}: {purpose}", file=sys.stderr)
-        yield from read_blocks(file, schema, block_bytes)
+    def read(purpose: str, use: Callable[[int, pa.RecordBatch], _T]) -> Iterator[_T]:
+        for file in files:
+            print(f"{file.name}: {purpose}", file=sys.stderr)
+            try:
+                for row, block in read_blocks(file, schema, block_bytes):
+                    yield use(row, block)
+            except (ValueError, OSError, pa.ArrowException) as error:  # an InputError is a ValueError
+                cure = "correct or replace the file, or correct the schema"
+                raise InputError(f"{file}: {in_one_line(error)}; {cure}") from None
 
-    with hold_days(target, Meta(schema.as_dict(), None, days, dense)) as meta:
-        if meta.rows is None:
-            learnt = {}
-            if schema.learns:
-                learnt = learn((block for file in files for block in read(file, "counting values")), schema)
-                with replacing(target / _VOCABULARY) as stream:
-                    np.savez(stream, **learnt)  # pyright: ignore[reportArgumentType]
-            meta = replace(meta, rows=Encoder(schema, learnt).rows)
-            write_meta(target, meta)
-        encoder = Encoder(schema, dict(np.load(target / _VOCABULARY)) if schema.learns else {})
-        for i in meta.unfinished:
-            blocks = read(files[i], f"writing day {i}")
-            write_day(target, i, meta, ((encoder.encode(block), block.held_out) for block in blocks))
-    return meta
+    with new_folder(target):
+        if encoder.learns:
+            for _ in read("counting values", encoder.learn):
+                pass
+            np.savez(target / "vocabulary.npz", **encoder.finish())  # pyright: ignore[reportArgumentType]
+        labels = {name: label.weight for name, label in schema.labels.items()}
+        sizes = [column.size if column.list else 1 for column in schema.categorical.values()]
+        meta = Meta(labels, max(1, len(schema.dense)), encoder.rows, sizes)
+        return write_samples(target, meta, read("writing samples", encoder.encode))

@@ -1,7 +1,7 @@
 """Samples as records of bytes, and the batch that a GPU makes of them.
 
-A record has, in this order, F dense features (float32 or float16), L labels (a byte each), and the ids of all tables
-whose bags have one size, in their order. An id takes the bytes that the greatest row of its table needs. Numbers are
+A record has, in this order, F dense features (float32), L labels (a byte each), and the ids of all tables whose bags
+have one size, in their order. An id takes the bytes that the greatest row of its table needs. Numbers are
 little-endian. All records are of one size, so a range of samples is one range of bytes.
 """
 
@@ -14,12 +14,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from dlrm_overlap.config import InputError
 from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.data.days import Day
 from dlrm_overlap.kernels import reference
 
-_ID, _LABEL, _HALF, _FLOAT = 0, 1, 2, 3  # kinds of a field, as `kernels/unpack.py` has them
+_ID, _LABEL, _FLOAT = 0, 1, 2  # kinds of a field, as `kernels/unpack.py` has them
 
 
 def bytes_below(end: int) -> int:
@@ -50,18 +49,18 @@ class Layout:
     """of each table, for which the ids were made"""
     sizes: Sequence[int | None]
     """of each table, ids of a bag; None where bags differ in size, whose ids are in no record"""
-    half: bool = False
-    """dense features are float16"""
+    moduli: Sequence[int] = ()
+    """of each table, the number of which its ids are taken the remainder where they are unpacked; 0 leaves them"""
 
     @property
     def lists(self) -> list[int]:
         """The tables whose bags differ in size."""
         return [t for t, size in enumerate(self.sizes) if size is None]
 
-    def fields(self, moduli: Sequence[int] | None = None) -> list[Field]:
-        """Return the fields: dense features, labels, then tables, whose ids are those modulo `moduli`, if not 0."""
-        shapes = [(2, self.dense, _HALF, 0) if self.half else (4, self.dense, _FLOAT, 0), (1, self.labels, _LABEL, 0)]
-        tables = zip(self.rows, self.sizes, moduli or [0] * len(self.rows), strict=True)
+    def fields(self) -> list[Field]:
+        """Return the fields: dense features, labels, then tables."""
+        tables = zip(self.rows, self.sizes, self.moduli or [0] * len(self.rows), strict=True)
+        shapes = [(4, self.dense, _FLOAT, 0), (1, self.labels, _LABEL, 0)]
         shapes += [(bytes_below(rows), size, _ID, modulus) for rows, size, modulus in tables if size]
         offsets = accumulate((width * count for width, count, *_ in shapes), initial=0)
         starts = accumulate((count for _, count, *_ in shapes), initial=0)
@@ -74,29 +73,19 @@ class Layout:
         return last.offset + last.width * last.count
 
     def pack(self, day: Day) -> np.ndarray:
-        """Return the records of `day`, [n, record_bytes] uint8.
-
-        Raises:
-            InputError: if a dense feature is beyond float16's range.
-        """
+        """Return the records of `day`, [n, record_bytes] uint8."""
         samples = len(day.labels)
-        dense = day.dense.astype("<f2" if self.half else "<f4")
-        if not np.isfinite(dense).all():
-            raise InputError(f"{day.name}: a dense feature is beyond float16's range; leave --dense out")
         tables = [day.bags(t, slice(0, samples))[0].astype("<i4") for t, size in enumerate(self.sizes) if size]
-        numbers = [dense, np.asarray(day.labels).astype(np.uint8), *tables]
-        fields = self.fields()
-        parts = [_low_bytes(each, field.width) for each, field in zip(numbers, fields, strict=True)]
-        parts = [part.reshape(samples, each.width * each.count) for part, each in zip(parts, fields, strict=True)]
+        numbers = [day.dense.astype("<f4"), np.asarray(day.labels).astype(np.uint8), *tables]
+        parts = [
+            low_bytes(each, field.width).reshape(samples, field.width * field.count)
+            for each, field in zip(numbers, self.fields(), strict=True)
+        ]
         return np.concatenate(parts, axis=1)
 
-    def pack_ids(self, table: int, day: Day) -> np.ndarray:
-        """Return the ids of a table whose bags differ in size, [m, bytes of an id] uint8."""
-        ids, _ = day.bags(table, slice(0, len(day.labels)))
-        return _low_bytes(ids.astype("<i4"), bytes_below(self.rows[table]))
 
-
-def _low_bytes(numbers: np.ndarray, width: int) -> np.ndarray:
+def low_bytes(numbers: np.ndarray, width: int) -> np.ndarray:
+    """Return the lowest bytes of little-endian numbers, [m, width] uint8."""
     return np.ascontiguousarray(numbers).reshape(-1, 1).view(np.uint8)[:, :width]
 
 
@@ -125,9 +114,8 @@ class Packed:
 class Unpacker:
     """Makes batches on a GPU of records."""
 
-    def __init__(self, layout: Layout, moduli: Sequence[int], device: torch.device) -> None:
-        """Copy the fields to `device`. Ids of a table are those modulo `moduli`, where that is not 0."""
-        fields = layout.fields(moduli)
+    def __init__(self, layout: Layout, device: torch.device) -> None:
+        fields = layout.fields()
         counts = torch.tensor([field.count for field in fields])
         self._layout = layout
         self._fields = torch.tensor(fields, device=device)

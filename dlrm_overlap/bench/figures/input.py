@@ -92,11 +92,11 @@ def _time_reading(trainer: Trainer, steps: int, step_ms: float) -> dict[str, Any
     data, path = trainer.train_data, trainer.config.data.path
     if data.packed is None or path is None:
         return {}
-    found: dict[str, Any] = {"bytes_per_sample": data.packed[0].record_bytes}
+    found: dict[str, Any] = {"bytes_per_sample": data.packed.record_bytes}
     for source in ("disk", "cache"):
         dist.barrier()
         if source == "disk" and trainer.world.local_rank == 0:
-            for file in Path(path).rglob("day_*"):
+            for file in Path(path).iterdir():
                 with file.open("rb") as stream:
                     os.fsync(stream.fileno())
                     os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

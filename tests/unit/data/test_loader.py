@@ -198,10 +198,10 @@ def test_synthetic_samples_are_made_on_the_runs_device(monkeypatch: pytest.Monke
 def file_config(monkeypatch: pytest.MonkeyPatch) -> Callable[..., DataConfig]:
     """Make a config whose paths are numbers of samples, or `other`, 4 samples of a larger table."""
 
-    def open_numbered(config: DataConfig, path: str) -> tuple[Days, None]:
+    def open_numbered(config: DataConfig, path: str) -> Days:
         samples, rows = (4, 2000) if path == "other" else (int(path), 1000)
         numbers = np.arange(samples)[:, None]
-        return Days([Day(path, numbers % 2, numbers, [numbers])], [rows], None), None
+        return Days([Day(path, numbers % 2, numbers, [numbers])], [rows], None)
 
     monkeypatch.setattr(loader_module, "open_files", open_numbered)
     return lambda **keys: DataConfig(kind="criteo_npy", **keys)

@@ -5,7 +5,6 @@ import gzip
 import hashlib
 from collections import Counter
 from collections.abc import Callable
-from datetime import date, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,9 @@ import pytest
 import torch
 from pyarrow import feather, parquet
 
-from dlrm_overlap.config import DataConfig, InputError, TablesConfig
+from dlrm_overlap.config import InputError, TablesConfig
 from dlrm_overlap.data.batch import Batch, table_keys
-from dlrm_overlap.data.loader import make_loader, open_datasets
+from dlrm_overlap.data.loader import make_loader
 from dlrm_overlap.data.prepare import prepare
 from dlrm_overlap.data.prepared import Prepared
 from dlrm_overlap.data.schema import Schema, read_schema
@@ -33,7 +32,6 @@ categorical:
   movie: {type: int, rows: 50}
   genres: {list: "|", rows: 20, longest: 3}
   seen: {list: "|", type: int, rows: 30}
-time: {column: date, held_out_from: 2024-03-01}
 """
 
 CCP = """
@@ -58,7 +56,6 @@ def movies(rng: np.random.Generator) -> dict[str, Any]:
         "movie": rng.integers(0, 4000, N).tolist(),
         "genres": [rng.choice(genres, rng.integers(0, 5)).tolist() for _ in range(N)],
         "seen": [rng.integers(0, 4000, rng.integers(0, 6)).tolist() for _ in range(N)],
-        "date": [date(2024, 2, 20) + timedelta(int(day)) for day in rng.integers(0, 20, N)],
     }
 
 
@@ -118,10 +115,11 @@ def write(folder: Path, layout: str, kind: str, parts: int = 2) -> tuple[Path, S
 
 
 def key_plainly(value: Any, kind: str) -> int:
-    """The oracle of a key, and of how its 64 bits become the 32 that are mixed."""
-    key = int.from_bytes(hashlib.blake2b(str(value).encode(), digest_size=8).digest(), "little")
-    key = key if kind == "string" else int(value) % 2**64
-    return (hash_plainly(key >> 32, 2**32 + 1) - 1) ^ (key & 0xFFFFFFFF)
+    """The oracle of a key."""
+    text = str(value).encode()
+    return (
+        int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") if kind == "string" else value % 2**64
+    )
 
 
 def expected(schema: Schema, columns: dict[str, Any], i: int) -> tuple[list[float], list[float], list[list[int]]]:
@@ -148,39 +146,27 @@ def bags_of(batch: Batch) -> list[list[list[int]]]:
     return [[bag.long().tolist() for bag in bags] for bags in tables]
 
 
-def prepared(source: Path, schema: Schema, **options: Any) -> tuple[Prepared, Prepared | None]:
-    """Prepare the samples of `source`, in the folder beside it; return them, and those that their time holds out."""
+def prepared(source: Path, schema: Schema, **options: Any) -> Prepared:
+    """Prepare the samples of `source`, in the folder beside it."""
     days = source.parent / "days"
     prepare(source, days, schema, **options)
-    return Prepared(days, TablesConfig()), Prepared(days, TablesConfig(), held_out=True) if schema.time else None
-
-
-def held_out(schema: Schema, columns: dict[str, Any]) -> list[bool]:
-    if schema.time is None:
-        return [False] * N
-    border: Any = schema.time.held_out_from
-    return [bool(time >= border) for time in columns[schema.time.column]]
+    return Prepared(days, TablesConfig())
 
 
 @pytest.mark.parametrize("kind", ["csv", "csv.gz", "parquet", "arrow"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_format_gives_the_samples_of_plain_python(tmp_path: Path, layout: str, kind: str) -> None:
     source, schema, columns = write(tmp_path, layout, kind)
-    parts = prepared(source, schema, block_bytes=1000)
-    for wanted, data in zip((False, True), parts, strict=True):
-        samples = [i for i, held in enumerate(held_out(schema, columns)) if held == wanted]
-        if data is None:
-            assert not samples
-            continue
-        assert data.num_samples == len(samples)
-        batch = data.read(0, len(samples))
-        labels, bags = batch.labels.view(len(samples), -1), bags_of(batch)
-        for row, i in enumerate(samples):
-            truth = expected(schema, columns, i)
-            assert labels[row].tolist() == truth[0]
-            assert batch.dense[row].tolist() == pytest.approx(truth[1], rel=3e-7)
-            assert [table[row] for table in bags] == truth[2], i
-        assert data.label_weights == [label.weight for label in schema.labels.values()]
+    data = prepared(source, schema, block_bytes=1000)
+    assert data.num_samples == N
+    batch = data.read(0, N)
+    labels, bags = batch.labels.view(N, -1), bags_of(batch)
+    for i in range(N):
+        truth = expected(schema, columns, i)
+        assert labels[i].tolist() == truth[0]
+        assert batch.dense[i].tolist() == pytest.approx(truth[1], rel=3e-7)
+        assert [table[i] for table in bags] == truth[2], i
+    assert data.label_weights == [label.weight for label in schema.labels.values()]
 
 
 def assert_same(one: Batch, other: Batch) -> None:
@@ -191,7 +177,7 @@ def assert_same(one: Batch, other: Batch) -> None:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_run_may_begin_at_any_sample_on_any_number_of_ranks(tmp_path: Path, workers: int) -> None:
     source, schema, _ = write(tmp_path, "ccp", "arrow")
-    data, _ = prepared(source, schema)
+    data = prepared(source, schema)
     whole = data.read(0, 2 * N)
     pieces = [data.read(first, 7) for first in range(0, 2 * N - 6, 7)]
     joined = Batch.join(pieces)
@@ -205,37 +191,33 @@ def test_a_run_may_begin_at_any_sample_on_any_number_of_ranks(tmp_path: Path, wo
     assert in_order.labels.shape == (7 * 24, 2)
 
 
-def test_what_is_learnt_of_the_samples_to_train_on(tmp_path: Path) -> None:
+def test_what_is_learnt_of_the_samples(tmp_path: Path) -> None:
     source, _, columns = write(tmp_path, "movies", "csv")
     text = LAYOUTS["movies"][1].replace("age: {}", "age: {transform: standardised}")
     text = text.replace("rows: 50", "min_count: 2").replace("rows: 20", "min_count: 9").replace("rows: 30", "rows: 7")
     (tmp_path / "schema.yaml").write_text(text)
-    schema = read_schema(tmp_path / "schema.yaml")
-    prepare(source, tmp_path / "days", schema)
-    held = held_out(schema, columns)
-    trained = [i for i in range(N) if not held[i]]
-    ages = [columns["age"][i] for i in trained if columns["age"][i] is not None]
-    for part, samples in ((False, trained), (True, [i for i in range(N) if held[i]])):
-        batch = Prepared(tmp_path / "days", TablesConfig(), held_out=part).read(0, len(samples))
-        known = np.array([columns["age"][i] if columns["age"][i] is not None else np.mean(ages) for i in samples])
-        np.testing.assert_allclose(batch.dense[:, 0], (known - np.mean(ages)) / np.std(ages), rtol=1e-4, atol=1e-6)
-        for table, name, count in ((0, "movie", 2), (1, "genres", 9)):
-            values = [columns[name][i] if name == "movie" else columns[name][i][:3] for i in range(N)]
-            flat = [each for i in trained for each in ([values[i]] if name == "movie" else values[i])]
-            with np.load(tmp_path / "days" / "vocabulary.npz") as vocabulary:
-                keys, counts = vocabulary[f"{name}.keys"], vocabulary[f"{name}.counts"]
-            assert sorted(counts.tolist()) == sorted(seen for seen in Counter(flat).values() if seen >= count)
-            frequent = {value for value, seen in Counter(flat).items() if seen >= count}
-            for i, found in zip(samples, bags_of(batch)[table], strict=True):
-                bag = [values[i]] if name == "movie" else values[i]
-                assert [each > 1 for each in found] == [each in frequent for each in bag]
-                assert all(each < 2 + len(keys) for each in found)
+    batch = prepared(source, read_schema(tmp_path / "schema.yaml")).read(0, N)
+    ages = [age for age in columns["age"] if age is not None]
+    known = np.array([np.mean(ages) if age is None else age for age in columns["age"]])
+    np.testing.assert_allclose(batch.dense[:, 0], (known - np.mean(ages)) / np.std(ages), rtol=1e-4, atol=1e-6)
+    bags = {"movie": [[movie] for movie in columns["movie"]], "genres": [genres[:3] for genres in columns["genres"]]}
+    for table, name, count in ((0, "movie", 2), (1, "genres", 9)):
+        seen = Counter(value for bag in bags[name] for value in bag)
+        frequent = {value for value, number in seen.items() if number >= count}
+        with np.load(tmp_path / "days" / "vocabulary.npz") as vocabulary:
+            assert sorted(vocabulary[f"{name}.counts"].tolist()) == sorted(seen[value] for value in frequent)
+        rows = {}  # of each value, which all its samples have alike
+        for bag, found in zip(bags[name], bags_of(batch)[table], strict=True):
+            rows |= dict(zip(bag, found, strict=True))
+            assert found == [rows[value] for value in bag]
+        assert sorted(rows[value] for value in frequent) == list(range(2, 2 + len(frequent)))
+        assert {row for value, row in rows.items() if value not in frequent} <= {1}
 
 
 @pytest.mark.parametrize("kind", ["csv", "parquet"])
 def test_a_bad_row_is_named(tmp_path: Path, kind: str) -> None:
     source, schema, columns = write(tmp_path, "movies", kind, parts=1)
-    columns["rating"][90] = None  # a sample that is held out comes in another block, but has its row in the file
+    columns["rating"][90] = None
     file = source / f"part_0.{kind}"
     write_csv(file, columns, schema) if kind == "csv" else parquet.write_table(pa.table(columns), file)
     row = 92 if kind == "csv" else 91
@@ -255,16 +237,6 @@ def test_numbers_of_64_bits_and_hexadecimal_ones_are_keys(tmp_path: Path) -> Non
         assert vocabulary["c.keys"].tolist() == [31, 255]
 
 
-def test_a_time_holds_out_and_a_share_does_where_there_is_none(tmp_path: Path) -> None:
-    for layout, kind in (("movies", "csv"), ("ccp", "parquet")):
-        source, schema, columns = write(tmp_path, layout, kind)
-        held = sum(held_out(schema, columns)) or N // 4
-        prepare(source, days := tmp_path / f"days_{layout}", schema)
-        train, evaluated = open_datasets(DataConfig(kind="prepared", path=str(days)))
-        assert 0 < held < N
-        assert (train.num_samples, evaluated.num_samples) == (N - held, held)
-
-
 @pytest.mark.parametrize(
     ("text", "rule"),
     [
@@ -280,11 +252,9 @@ def test_a_time_holds_out_and_a_share_does_where_there_is_none(tmp_path: Path) -
             r"categorical\.b\.rows: 0 is not a whole number from 1 to 2\^31 - 1",
         ),
         ("labels: {a: {}}\ncategorical: {a: {rows: 2}}", "a: a column with two uses"),
-        ("labels: {a: {}}\ncategorical: {b: {rows: 2, longest: 3}}", "is of lists; set list"),
-        ("labels: {a: {}}\ncategorical: {b: {rows: 2}}\ntime: {column: t}", "time: .*held_out_from"),
-        ("labels: {a: {}}\ncategorical: {b: {rows: 2}}\ndelimiter: ab", "delimiter: 'ab' is not one character"),
+        ("labels: {a: {}}\ncategorical: {b: {rows: 2, longest: 3}}", "longest and size are of lists; set list"),
         ("labels: a", "labels: 'a' must be sections by name"),
-        ("- 1", "not a section of keys"),
+        ("- 1", "must be a section of keys"),
         ("a: [", "no schema can be read"),
     ],
 )
@@ -316,12 +286,8 @@ def test_a_wrong_schema_is_refused(tmp_path: Path, text: str, rule: str) -> None
         ),
         ("labels: {genres: {above: 1}}\ncategorical: {movie: {rows: 2}}", "column genres: .*cast from list"),
         (
-            "labels: {rating: {above: 1}}\ncategorical: {movie: {rows: 2}}\ntime: {column: date, held_out_from: x}",
-            "parsing value 'x'|string.*date",
-        ),
-        (
-            "labels: {rating: {above: 1}}\ncategorical: {movie: {rows: 2}}\ntime: {column: age, held_out_from: 200}",
-            "row 1, column age: None is not a time",
+            "labels: {rating: {above: 1}}\ncategorical: {genres: {rows: 2, list: true, size: 2}}",
+            "row [0-9]+, column genres: .* is not a list of 2 values",
         ),
     ],
 )
@@ -333,10 +299,10 @@ def test_files_that_a_schema_does_not_fit_are_refused(tmp_path: Path, text: str,
     assert_one_line(error)
 
 
-def test_arrays_of_lists_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+def test_files_of_lists_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     source, schema, _ = write(tmp_path, "ccp", "parquet", parts=1)
     prepare(source, tmp_path / "days", schema)
-    file = tmp_path / "days" / "day_0_list_0.npy"
-    np.save(file, np.load(file)[:-1])
-    with pytest.raises(InputError, match=r"day_0_list_0.npy: \d+ rows, which are not those of 120 samples"):
+    file = tmp_path / "days" / "list_0"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(InputError, match=r"list_0: not the \d+ bytes that meta.json names"):
         Prepared(tmp_path / "days", TablesConfig())
