@@ -4,7 +4,7 @@ import contextlib
 import functools
 import math
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Self
 
 import torch
@@ -117,16 +117,15 @@ def make_loader(
     workers: int,
     prefetch: int,
     pin_memory: bool,
-    distinct_steps: int = 0,
     timeout_s: float = math.inf,
 ) -> Loader:
     """Return a loader of the batches of rank `rank` in the steps [first_step, last_step).
 
-    The batch of step s holds the samples [s W b + rank b, s W b + rank b + b) of `dataset`, where b is `batch_size`.
+    The batch of step s holds the samples [s W b + rank b, s W b + rank b + b) of `dataset`, where b is `batch_size`. A
+    data set on the GPU makes them when `next` asks for them, on the current stream, without workers.
 
     Args:
-        dataset: the samples. One on the GPU makes them when `next` asks for them, on the current stream; `workers`,
-            `prefetch` and `pin_memory` have no effect then.
+        dataset: the samples.
         batch_size: samples of a rank and step, b.
         rank: this rank.
         world_size: number of ranks, W.
@@ -139,18 +138,18 @@ def make_loader(
             lent: once it is dropped, and the copies that `Batch.to` started are done, its memory is used again. Keeping
             such batches stops the reading: keep a `clone`. Records that a worker has read are unpacked on the GPU, on
             the current stream, when `next` asks for them.
-        distinct_steps: number of steps after which the first batches come again, from memory; 0 is never.
         timeout_s: seconds after which a batch that a worker has not read ends the reading.
     """
+    steps = range(first_step, last_step)
     is_packed = dataset.packed is not None and pin_memory and workers > 0
+    slots = prefetch + math.ceil(HELD_BATCHES / max(workers, 1))  # of each worker
 
-    def read(step: int, /) -> Sequence[torch.Tensor]:
+    def read(step: int) -> Sequence[torch.Tensor]:
         first = (step * world_size + rank) * batch_size
         return (dataset.records(first, batch_size),) if is_packed else dataset.read(first, batch_size).tensors
 
     def read_here() -> Generator[Batch, None, None]:
         for step in steps:
-            # In a KeyedJaggedTensor of its own, since one remembers the offsets and sums that a step has asked it for.
             batch = Batch.from_tensors(*read(step))
             yield batch.pin_memory() if pin_memory and not dataset.on_gpu else batch
 
@@ -160,12 +159,8 @@ def make_loader(
             unpack = Unpacker(dataset.packed, _gpu()) if is_packed else None
             yield from map(functools.partial(_batch_of, unpack), ring)  # so that nothing here holds a batch
 
-    steps = range(first_step, last_step)
-    if distinct_steps:
-        read = _repeating(read, distinct_steps)
     if dataset.on_gpu or not workers:
         return Loader(read_here(), 0)
-    slots = prefetch + math.ceil(HELD_BATCHES / workers)  # of each worker
     return Loader(read_by_processes(), workers * slots)
 
 
@@ -179,20 +174,6 @@ def _form_of(dataset: Dataset, b: int, is_packed: bool) -> Form:
         ((b * dataset.max_ids,), torch.int32),
         ((b,) if labels == 1 else (b, labels), torch.float32),
     ]
-
-
-def _repeating(
-    read: Callable[[int], Sequence[torch.Tensor]], distinct_steps: int
-) -> Callable[[int], Sequence[torch.Tensor]]:
-    # A worker keeps its own steps only, if distinct_steps is a multiple of the workers.
-    @functools.cache
-    def remember(step: int) -> Sequence[torch.Tensor]:
-        tensors = read(step)
-        if tensors[0].is_cuda:
-            torch.cuda.current_stream().synchronize()  # another stream may ask for them again
-        return tensors
-
-    return lambda step: remember(step % distinct_steps)
 
 
 def _batch_of(unpack: Unpacker | None, lent: Lent) -> Batch:

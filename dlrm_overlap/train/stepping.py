@@ -150,7 +150,6 @@ class Stepper:
 
         `workers` takes the place of `data.workers`.
         """
-        distinct_steps = self.config.data.distinct_steps if dataset is self.train_data else 0
         data = self.config.data
         return make_loader(
             dataset,
@@ -162,7 +161,6 @@ class Stepper:
             workers=data.workers if workers is None else workers,
             prefetch=data.prefetch,
             pin_memory=self.device.type == "cuda",
-            distinct_steps=distinct_steps,
             # Before a peer's wait for this rank expires, so that the cause is reported.
             timeout_s=0.8 * self.config.embedding.wait_timeout_s,
         )

@@ -58,7 +58,6 @@ def _time_both(trainer: Trainer, steps: int) -> dict[str, Any]:
     return {
         "backend": config.embedding.backend,
         "data": config.data.kind,
-        "distinct_steps": config.data.distinct_steps,
         "workers": config.data.workers,
         "world_size": trainer.world.world_size,
         "samples_per_rank": trainer.samples_per_rank,
