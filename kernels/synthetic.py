@@ -1,4 +1,4 @@
-"""Makes the dense features, bag sizes and ids of synthetic samples from a counter-based random stream.
+"""Makes synthetic samples from a counter-based random stream: dense features, bag sizes, ids and labels.
 
 A stream is Philox 4x64-10 (Salmon et al., Parallel random numbers: as easy as 1, 2, 3, SC 2011) as numpy has it: a
 counter value gives a block of four 64-bit draws. A sample has a fixed number of blocks, so its draws are addressed by
@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dlrm_overlap.kernels.compiled import INTERPRETED, CompiledKernel, specialised
+from dlrm_overlap.kernels.compiled import INTERPRETED, specialised
 
 # Columns of the table of tables, [T, 10] int64.
 CELLS = tl.constexpr(0)  # first word of the table's cells
@@ -33,25 +33,39 @@ CELL_WORDS = tl.constexpr(8)
 BLOCK = 32 if INTERPRETED else 128  # samples of a program, one a thread; the interpreter works through all of them
 
 
-class Stream(NamedTuple):
-    """The random stream of a split."""
+class Source(NamedTuple):
+    """Tensors, and numbers, of which the samples of a split are made."""
 
     key: torch.Tensor
     """[2] int64, the bits of Philox's key"""
-    blocks: int
-    """counter values of a sample"""
-
-
-class IdTables(NamedTuple):
-    """The sources of the ids of all tables; see the constants above for the columns."""
-
+    bag_sizes: torch.Tensor
+    """[T, 2] int64, of each table the least size of a bag and the number of sizes"""
     columns: torch.Tensor
     """[4 * blocks] int32: the table that each of a sample's draws is for, -1 for draws that are for no id"""
-    entries: torch.Tensor
-    """[T, 10] int64"""
+    tables: torch.Tensor
+    """[T, 10] int64, see the constants above for the columns"""
     cells: torch.Tensor
     """[words] int64: of each popularity (`data/zipf.py`) its cells: threshold, and of each of two items the first rank,
     and the bits of the float64 slope and curve; of each table whose ids count by their position, the weights"""
+    signals: torch.Tensor
+    """[S, 2] int64, a row a table that has a signal: the table, and the element of `factors` for a bag of no ids, which
+    may lie before the first one of the table"""
+    weights: torch.Tensor
+    """[S, 3] float64: the weights of a table's signal alone, with a dense feature, and with the signal before"""
+    dense_weights: torch.Tensor
+    """[F] float64"""
+    factors: torch.Tensor
+    """[sizes, 2] float64, table after table: the mean score of a bag of this size, and the factor that standardises the
+    score"""
+    curve: torch.Tensor
+    """[pieces + 1] float64: the probability of a click at evenly spaced logits from -end to end"""
+    end: float
+    bias: float
+    """of the logit"""
+    scale: float
+    """of a dense feature, which is a sum of four 16-bit fields, less its mean, times the scale"""
+    ids: int | None
+    """of a sample; None where bags of a table differ in size"""
 
 
 @triton.jit
@@ -107,11 +121,11 @@ def _draw_features(
     block = tl.program_id(0) // groups
     i = tl.program_id(0) % groups * BLOCK + tl.arange(0, BLOCK)
     mask = i < count
-    a, b, c, d = draw_block(key, first + i, block, blocks)
-    _store_feature(a, block * 4, i, mask, dense, lengths, sums, bag_sizes, count, features, tables, SCALE)
-    _store_feature(b, block * 4 + 1, i, mask, dense, lengths, sums, bag_sizes, count, features, tables, SCALE)
-    _store_feature(c, block * 4 + 2, i, mask, dense, lengths, sums, bag_sizes, count, features, tables, SCALE)
-    _store_feature(d, block * 4 + 3, i, mask, dense, lengths, sums, bag_sizes, count, features, tables, SCALE)
+    draws = draw_block(key, first + i, block, blocks)
+    for n in tl.static_range(4):
+        _store_feature(
+            draws[n], block * 4 + n, i, mask, dense, lengths, sums, bag_sizes, count, features, tables, SCALE
+        )
 
 
 @triton.jit
@@ -179,70 +193,96 @@ def _draw_ids(
     block = first_block + tl.program_id(0) // groups
     i = tl.program_id(0) % groups * BLOCK + tl.arange(0, BLOCK)
     mask = i < count
-    a, b, c, d = draw_block(key, first + i, block, blocks)
-    _store_id(a, block * 4, i, mask, values, lengths, offsets, sums, columns, tables, cells, count, RANGES)
-    _store_id(b, block * 4 + 1, i, mask, values, lengths, offsets, sums, columns, tables, cells, count, RANGES)
-    _store_id(c, block * 4 + 2, i, mask, values, lengths, offsets, sums, columns, tables, cells, count, RANGES)
-    _store_id(d, block * 4 + 3, i, mask, values, lengths, offsets, sums, columns, tables, cells, count, RANGES)
+    draws = draw_block(key, first + i, block, blocks)
+    for n in tl.static_range(4):
+        _store_id(
+            draws[n], block * 4 + n, i, mask, values, lengths, offsets, sums, columns, tables, cells, count, RANGES
+        )
 
 
-def _drawing_ids(ranges: bool) -> CompiledKernel:
-    return specialised(_draw_ids, num_warps=4, fuse_sums=False, RANGES=ranges, BLOCK=BLOCK)
+@triton.jit(do_not_specialize=["first", "blocks", "count", "features", "signals"])
+def _draw_labels(
+    labels, dense, lengths, sums, key, signal_tables, weights, dense_weights, factors, curve,
+    first: tl.int64, blocks: tl.int64, count: tl.int64, features, signals,
+    BIAS: tl.constexpr, END: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Draw the labels of BLOCK samples a program.
 
+    Memory: of its samples, the program reads all of `dense` [count, features] float32 and, as [tables, count] int32,
+    `lengths` and the bags' `sums` of scores, which are unsigned. It writes `labels` [count] float32.
 
-def draw_features(
-    stream: Stream,
-    first: int,
-    dense: torch.Tensor,
-    lengths: torch.Tensor,
-    sums: torch.Tensor,
-    bag_sizes: torch.Tensor,
-    scale: float,
-) -> None:
-    """Write the dense features and bag sizes of the samples from `first` on, and clear the sums of their bags' scores.
+    Order: no two programs share an element; the sums come from kernels before it on the stream. The terms of a logit
+    are added in a fixed order, each product and each sum rounded by itself, as on a CPU.
 
-    Args:
-        stream: of the samples.
-        first: position of the first sample.
-        dense: [b, F] float32.
-        lengths: [T * b] int32.
-        sums: [T * b] int32.
-        bag_sizes: [T, 2] int64, of each table the least size of a bag and the number of sizes.
-        scale: of a dense feature, which is a sum of four 16-bit fields, less its mean, times the scale.
+    Example: bias -1, no dense weights, one signal of weight 2; a bag of 3 ids has the mean 300 and the factor 0.01. One
+    with the sum 350 has the signal (350 - 300) * 0.01 = 0.5 and the logit -1 + 2 * 0.5 = 0. With END 16 and 2048
+    pieces, that is the beginning of piece (0 + 16) * 64 = 1024, where the curve is 0.5; the label is 1 if the uniform
+    draw is below.
     """
-    (count, features), tables = dense.shape, len(bag_sizes)
-    groups, blocks = -(-count // BLOCK), -(-(1 + features + tables) // 4)
-    specialised(_draw_features, num_warps=4, SCALE=scale, BLOCK=BLOCK)(
-        blocks * groups, (),
-        dense, lengths, sums, stream.key, bag_sizes, first, stream.blocks, count, features, tables,
-    )  # fmt: skip
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = i < count
+    logit = tl.full((BLOCK,), BIAS, tl.float64)
+    for f in range(features):
+        x = tl.load(dense + i * features + f, mask=mask, other=0.0).to(tl.float64)
+        logit += tl.load(dense_weights + f) * x
+    before = tl.zeros((BLOCK,), tl.float64)
+    for n in range(signals):
+        t = tl.load(signal_tables + 2 * n)
+        length = tl.load(lengths + t * count + i, mask=mask, other=0)
+        total = tl.load(sums + t * count + i, mask=mask, other=0).to(tl.uint32, bitcast=True).to(tl.int64)
+        size = factors + 2 * (tl.load(signal_tables + 2 * n + 1) + length)
+        mean = tl.load(size, mask=mask, other=0.0)
+        signal = (total.to(tl.float64) - mean) * tl.load(size + 1, mask=mask, other=0.0)
+        x = tl.load(dense + i * features + n, mask=mask & (n < features), other=0.0).to(tl.float64)
+        logit += tl.load(weights + 3 * n) * signal
+        logit += tl.load(weights + 3 * n + 1) * x * signal
+        logit += tl.load(weights + 3 * n + 2) * before * signal
+        before = signal
+    position = (tl.minimum(tl.maximum(logit, -END), END) + END) * (PIECES / (2 * END))
+    piece = tl.minimum(position.to(tl.int64), PIECES - 1)
+    begin = tl.load(curve + piece)
+    probability = begin + (tl.load(curve + piece + 1) - begin) * (position - piece.to(tl.float64))
+    draw, _, _, _ = draw_block(key, first + i, 0, blocks)
+    uniform = (draw >> 11).to(tl.int64).to(tl.float64) * 1.1102230246251565e-16  # 2**-53
+    tl.store(labels + i, (uniform < probability).to(tl.float32), mask=mask)
 
 
-def draw_ids(
-    stream: Stream,
-    first: int,
-    values: torch.Tensor,
-    lengths: torch.Tensor,
-    offsets: torch.Tensor | None,
-    sums: torch.Tensor,
-    tables: IdTables,
-    first_draw: int,
-) -> None:
-    """Write the ids of the samples from `first` on, and add their scores to the sums of their bags.
+def draw_samples(
+    source: Source, first: int, count: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the samples [first, first + count), as kernels on the current stream make them.
 
-    Args:
-        stream: of the samples.
-        first: position of the first sample.
-        values: [n] int32, for the ids: all bags of table 0, then those of table 1, and so forth.
-        lengths: [T * b] int32, of the bags.
-        offsets: [T * b + 1] int64, of the bags in `values`; None where all bags of a table are of one size.
-        sums: [T * b] int32, cleared.
-        tables: the sources of the ids.
-        first_draw: number of a sample's draws that come before those for ids.
+    The CPU does not wait for them, unless bags of a table differ in size: then it waits for the number of ids, which
+    the current stream computes first.
+
+    Returns:
+        Dense features [b, F] float32; lengths [T * b] int32 of the bags; ids int32, all bags of table 0, then those of
+        table 1, and so forth; labels [b] float32.
     """
-    count, first_block = lengths.numel() // len(tables.entries), first_draw // 4
-    _drawing_ids(offsets is not None)(
-        (stream.blocks - first_block) * -(-count // BLOCK), (),
-        values, lengths, lengths if offsets is None else offsets, sums, stream.key, *tables,
-        first, stream.blocks, count, first_block,
+    key, device, features, tables = source.key, source.key.device, len(source.dense_weights), len(source.bag_sizes)
+    blocks, groups, first_draw = len(source.columns) // 4, -(-count // BLOCK), 1 + features + tables
+    dense = torch.empty(count, features, device=device)
+    labels = torch.empty(count, device=device)
+    lengths, sums = (torch.empty(tables * count, dtype=torch.int32, device=device) for _ in range(2))
+    specialised(_draw_features, num_warps=4, SCALE=source.scale, BLOCK=BLOCK)(
+        -(-first_draw // 4) * groups, (),
+        dense, lengths, sums, key, source.bag_sizes, first, blocks, count, features, tables,
     )  # fmt: skip
+    ids, offsets = count * (source.ids or 0), lengths
+    if source.ids is None:
+        offsets = torch.zeros(tables * count + 1, dtype=torch.int64, device=device)
+        torch.cumsum(lengths, 0, out=offsets[1:])
+        ids = int(offsets[-1])
+    values = torch.empty(ids, dtype=torch.int32, device=device)
+    specialised(_draw_ids, num_warps=4, fuse_sums=False, RANGES=source.ids is None, BLOCK=BLOCK)(
+        (blocks - first_draw // 4) * groups, (),
+        values, lengths, offsets, sums, key, source.columns, source.tables, source.cells,
+        first, blocks, count, first_draw // 4,
+    )  # fmt: skip
+    constants = {"BIAS": source.bias, "END": source.end, "PIECES": len(source.curve) - 1, "BLOCK": BLOCK}
+    specialised(_draw_labels, num_warps=4, fuse_sums=False, **constants)(
+        groups, (),
+        labels, dense, lengths, sums, key, source.signals, source.weights, source.dense_weights, source.factors,
+        source.curve, first, blocks, count, features, len(source.signals),
+    )  # fmt: skip
+    return dense, lengths, values, labels
