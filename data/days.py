@@ -80,8 +80,6 @@ class Days(Dataset):
     def __init__(self, days: Sequence[Day], rows: Sequence[int], max_rows: int | None):
         """`rows` are those that each table's ids were made for; above `max_rows` ids are folded by modulo."""
         self.rows: list[int] = [min(table_rows, max_rows or table_rows) for table_rows in rows]
-        if max(self.rows) >= 2**31:
-            raise InputError(f"data.tables.rows: {max(self.rows)} overflows int32 ids; stay below {2**31}")
         self._moduli = [kept if kept < made else 0 for kept, made in zip(self.rows, rows, strict=True)]
         self._days = days
         self._ends = list(accumulate(len(day.labels) for day in days))

@@ -1,11 +1,10 @@
 """Opens the two data sets of a run, and reads their batches ahead of the training loop."""
 
-import contextlib
-import functools
 import math
 import time
 from collections.abc import Generator, Iterator, Sequence
-from typing import Self
+from contextlib import AbstractContextManager, closing
+from functools import partial
 
 import torch
 
@@ -53,15 +52,6 @@ def open_datasets(config: DataConfig, device: torch.device = _CPU) -> tuple[Data
     return dataset.part(0, kept, config.shuffle, config.seed), held_out
 
 
-def open_held_out(config: DataConfig, device: torch.device = _CPU) -> Dataset:
-    """Open the samples to evaluate on alone: those to train on need not be there if `config.eval_path` is set.
-
-    Raises:
-        InputError: as `open_datasets` does.
-    """
-    return open_files(config, config.eval_path) if config.eval_path else open_datasets(config, device)[1]
-
-
 def open_files(config: DataConfig, path: str | None) -> Days:
     """Open the samples at `path` (config.path or config.eval_path) in the format that config.kind names.
 
@@ -74,19 +64,69 @@ def open_files(config: DataConfig, path: str | None) -> Days:
     return Criteo(path, config.tables, multi_hot=config.kind == "criteo_multihot")
 
 
-class Loader(Iterator[Batch]):
-    """One rank's batches, read ahead of the training loop, for a single pass.
+class Loader(Iterator[Batch], AbstractContextManager["Loader"]):
+    """The batches of one rank in some steps, read ahead of the training loop, for a single pass.
+
+    The batch of step s holds the samples [s W b + rank b, s W b + rank b + b) of the data set, with b samples a rank on
+    W ranks. A data set on the GPU makes them when `next` asks for them, on the current stream, without workers.
 
     Reading starts at the first `next`. The processes that read end after the last batch, when a read fails, when the
     loader is dropped, and before that by `close` or at the end of a `with` block.
     """
 
-    def __init__(self, source: Generator[Batch, None, None], read_ahead: int):
-        self._source = source
-        self.read_ahead = read_ahead
+    def __init__(
+        self,
+        dataset: Dataset,
+        batch_size: int,
+        rank: int,
+        world_size: int,
+        steps: range,
+        workers: int,
+        prefetch: int,
+        pin_memory: bool,
+        timeout_s: float = math.inf,
+    ) -> None:
+        """Take the samples, and how they are read.
+
+        Args:
+            dataset: the samples.
+            batch_size: samples of a rank and step, b.
+            rank: this rank.
+            world_size: number of ranks, W.
+            steps: those to read.
+            workers: processes that read in turn. They are forked, so data sets must not touch CUDA, and they end with
+                the thread that asks for the first batch. With 0, `next` reads.
+            prefetch: batches that each worker reads ahead.
+            pin_memory: give the batches in page-locked memory, for runs on a GPU. A batch that a worker has read is
+                then lent: once it is dropped, and the copies that `Batch.to` started are done, its memory is used
+                again. Keeping such batches stops the reading: keep a `clone`. Records that a worker has read are
+                unpacked on the GPU, on the current stream, when `next` asks for them.
+            timeout_s: seconds after which a batch that a worker has not read ends the reading.
+        """
+        is_packed = dataset.packed is not None and pin_memory and workers > 0
+        slots = prefetch + math.ceil(HELD_BATCHES / max(workers, 1))  # of each worker
+
+        def read(step: int) -> Sequence[torch.Tensor]:
+            first = (step * world_size + rank) * batch_size
+            return (dataset.records(first, batch_size),) if is_packed else dataset.read(first, batch_size).tensors
+
+        def read_here() -> Generator[Batch, None, None]:
+            for step in steps:
+                batch = Batch.from_tensors(*read(step))
+                yield batch.pin_memory() if pin_memory and not dataset.on_gpu else batch
+
+        def read_by_processes() -> Generator[Batch, None, None]:
+            ring = Ring(read, steps, _form_of(dataset, batch_size, is_packed), workers, slots, pin_memory, timeout_s)
+            with closing(ring):  # before the GPU is used here, which forked processes must not do
+                unpack = Unpacker(dataset.packed, _gpu()) if is_packed else None
+                yield from map(partial(_batch_of, unpack), ring)  # so that nothing here holds a batch
+
+        reads_here = dataset.on_gpu or not workers
+        self._source = read_here() if reads_here else read_by_processes()
+        self.read_ahead = 0 if reads_here else workers * slots
         """greatest number of batches that are read before `next` asks for them"""
         self.wait_s = 0.0
-        """seconds that the host has spent in `next` so far, waiting for a batch"""
+        """seconds that the CPU has spent in `next` so far, waiting for a batch"""
 
     def __next__(self) -> Batch:
         """Return the next batch, on the CPU or, where the data set makes its samples there, ready for this stream."""
@@ -96,72 +136,12 @@ class Loader(Iterator[Batch]):
         finally:
             self.wait_s += time.perf_counter() - start
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
         """End the reading. After this, `next` gives no batch."""
         self._source.close()
-
-
-def make_loader(
-    dataset: Dataset,
-    batch_size: int,
-    rank: int,
-    world_size: int,
-    first_step: int,
-    last_step: int,
-    workers: int,
-    prefetch: int,
-    pin_memory: bool,
-    timeout_s: float = math.inf,
-) -> Loader:
-    """Return a loader of the batches of rank `rank` in the steps [first_step, last_step).
-
-    The batch of step s holds the samples [s W b + rank b, s W b + rank b + b) of `dataset`, where b is `batch_size`. A
-    data set on the GPU makes them when `next` asks for them, on the current stream, without workers.
-
-    Args:
-        dataset: the samples.
-        batch_size: samples of a rank and step, b.
-        rank: this rank.
-        world_size: number of ranks, W.
-        first_step: first step to read.
-        last_step: the step after the last one to read.
-        workers: processes that read in turn. They are forked, so data sets must not touch CUDA, and they end with the
-            thread that asks for the first batch. With 0, `next` reads.
-        prefetch: batches that each worker reads ahead.
-        pin_memory: give the batches in page-locked memory, for runs on a GPU. A batch that a worker has read is then
-            lent: once it is dropped, and the copies that `Batch.to` started are done, its memory is used again. Keeping
-            such batches stops the reading: keep a `clone`. Records that a worker has read are unpacked on the GPU, on
-            the current stream, when `next` asks for them.
-        timeout_s: seconds after which a batch that a worker has not read ends the reading.
-    """
-    steps = range(first_step, last_step)
-    is_packed = dataset.packed is not None and pin_memory and workers > 0
-    slots = prefetch + math.ceil(HELD_BATCHES / max(workers, 1))  # of each worker
-
-    def read(step: int) -> Sequence[torch.Tensor]:
-        first = (step * world_size + rank) * batch_size
-        return (dataset.records(first, batch_size),) if is_packed else dataset.read(first, batch_size).tensors
-
-    def read_here() -> Generator[Batch, None, None]:
-        for step in steps:
-            batch = Batch.from_tensors(*read(step))
-            yield batch.pin_memory() if pin_memory and not dataset.on_gpu else batch
-
-    def read_by_processes() -> Generator[Batch, None, None]:
-        ring = Ring(read, steps, _form_of(dataset, batch_size, is_packed), workers, slots, pin_memory, timeout_s)
-        with contextlib.closing(ring):  # before the GPU is used here, which forked processes must not do
-            unpack = Unpacker(dataset.packed, _gpu()) if is_packed else None
-            yield from map(functools.partial(_batch_of, unpack), ring)  # so that nothing here holds a batch
-
-    if dataset.on_gpu or not workers:
-        return Loader(read_here(), 0)
-    return Loader(read_by_processes(), workers * slots)
 
 
 def _form_of(dataset: Dataset, b: int, is_packed: bool) -> Form:

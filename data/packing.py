@@ -6,7 +6,7 @@ from pathlib import Path
 from dlrm_overlap.config import DataConfig, InputError
 from dlrm_overlap.data.batch import Batch, Dataset
 from dlrm_overlap.data.days import Day, Ragged
-from dlrm_overlap.data.loader import make_loader, open_datasets
+from dlrm_overlap.data.loader import Loader, open_datasets
 from dlrm_overlap.data.prepared import Meta, new_folder, write_samples
 
 _BATCH = 8192  # samples that are packed at once
@@ -44,7 +44,7 @@ def pack_samples(config: DataConfig, target: Path, samples: int | None) -> Meta:
 
 def _read(dataset: Dataset, end: int, workers: int) -> Iterator[Day]:
     """Yield the samples [0, end)."""
-    with make_loader(dataset, _BATCH, 0, 1, 0, end // _BATCH, workers, 2, False) as loader:
+    with Loader(dataset, _BATCH, 0, 1, range(end // _BATCH), workers, 2, False) as loader:
         for batch in loader:
             yield _day_of(batch)
     if rest := end % _BATCH:

@@ -19,11 +19,7 @@ class DeviceSynthetic(Synthetic):
     on_gpu = True
 
     def __init__(self, config: DataConfig, split: Literal["train", "eval"], device: torch.device):
-        """Build the stream of `split` for `config`, and copy its tables to `device`.
-
-        Raises:
-            InputError: as `Synthetic` raises it.
-        """
+        """Build the stream of `split` for `config`, and copy its tables to `device`."""
         super().__init__(config, split)
         teacher, (least, most) = self._teacher, np.array(self.bag_sizes).T
         arrays = (

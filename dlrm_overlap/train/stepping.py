@@ -12,7 +12,7 @@ from dlrm_overlap.checkpoint.checkpoint import cuts_of
 from dlrm_overlap.checkpoint.storage import load_weights
 from dlrm_overlap.config import Config
 from dlrm_overlap.data.batch import Batch, Dataset
-from dlrm_overlap.data.loader import Loader, make_loader
+from dlrm_overlap.data.loader import Loader
 from dlrm_overlap.dense.gemm.products import ParallelProducts
 from dlrm_overlap.dense.tensor_parallel import products_of
 from dlrm_overlap.embedding.exchange import Exchange
@@ -151,13 +151,12 @@ class Stepper:
         `workers` takes the place of `data.workers`.
         """
         data = self.config.data
-        return make_loader(
+        return Loader(
             dataset,
             batch_size=self.samples_per_rank,
             rank=self.world.rank,
             world_size=self.world.world_size,
-            first_step=first_step,
-            last_step=last_step,
+            steps=range(first_step, last_step),
             workers=data.workers if workers is None else workers,
             prefetch=data.prefetch,
             pin_memory=self.device.type == "cuda",

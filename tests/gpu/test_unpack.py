@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dlrm_overlap.config import DataConfig, TablesConfig
-from dlrm_overlap.data.loader import make_loader, open_datasets
+from dlrm_overlap.data.loader import Loader, open_datasets
 from dlrm_overlap.data.packing import pack_samples
 from tests.agreement import assert_same_samples
 
@@ -20,7 +20,7 @@ def test_batches_of_a_loader_are_those_of_the_cpu(tmp_path: Path, max_rows: int 
     config = DataConfig(kind="prepared", path=str(folder), shuffle=4096, tables=TablesConfig(max_rows=max_rows))
     train, _ = open_datasets(config)
     stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream), make_loader(train, 4099, 0, 1, 0, 20, 3, 2, True) as loader:
+    with torch.cuda.stream(stream), Loader(train, 4099, 0, 1, range(20), 3, 2, True) as loader:
         for step, batch in enumerate(loader):
             torch.cuda._sleep(1_000_000)  # the next slot must stay as it is until the copy that waits for this is done
             assert batch.dense.is_cuda

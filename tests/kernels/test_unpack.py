@@ -11,7 +11,7 @@ from dlrm_overlap.config import DataConfig, TablesConfig
 from dlrm_overlap.data import loader as loader_module
 from dlrm_overlap.data.batch import Lease
 from dlrm_overlap.data.days import Day, Days
-from dlrm_overlap.data.loader import make_loader, open_datasets
+from dlrm_overlap.data.loader import Loader, open_datasets
 from dlrm_overlap.data.packing import pack_samples
 from dlrm_overlap.data.records import Layout, Packed, Unpacker
 from dlrm_overlap.kernels import reference
@@ -76,7 +76,7 @@ def test_a_loader_unpacks_the_records_that_its_workers_read(
     train, _ = open_datasets(config)
     monkeypatch.setattr(loader_module, "_gpu", lambda: CPU)
     monkeypatch.setattr(Lease, "copying", lambda lease: None)  # an event of a GPU
-    with make_loader(train, 7, 1, 2, 2, 9, 2, 1, True) as loader:  # rank 1 of 2, from step 2 on, beyond the end too
+    with Loader(train, 7, 1, 2, range(2, 9), 2, 1, True) as loader:  # rank 1 of 2, from step 2 on, beyond the end too
         for step, batch in enumerate(loader, 2):
             assert_same_samples(batch, train.read((step * 2 + 1) * 7, 7))
     assert step == 8

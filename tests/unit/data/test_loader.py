@@ -14,7 +14,7 @@ from dlrm_overlap.data import loader as loader_module
 from dlrm_overlap.data import synthetic_device
 from dlrm_overlap.data.batch import Batch, Dataset
 from dlrm_overlap.data.days import Day, Days, Ragged
-from dlrm_overlap.data.loader import Loader, make_loader, open_datasets
+from dlrm_overlap.data.loader import Loader, open_datasets
 from dlrm_overlap.data.synthetic import Synthetic
 from tests.conftest import wait_until
 
@@ -44,8 +44,8 @@ class Numbered(Dataset):
 
 
 def load(dataset: Dataset, workers: int, **changes) -> Loader:
-    arguments = {"batch_size": 4, "rank": 0, "world_size": 1, "first_step": 0, "last_step": 8, "prefetch": 2}
-    return make_loader(dataset, workers=workers, **{"pin_memory": False, **arguments, **changes})
+    arguments = {"batch_size": 4, "rank": 0, "world_size": 1, "steps": range(8), "prefetch": 2}
+    return Loader(dataset, workers=workers, **{"pin_memory": False, **arguments, **changes})
 
 
 def tensors(batch: Batch) -> list[list]:
@@ -65,7 +65,7 @@ def leaves_nothing_behind():
 def test_batches_come_in_order_and_equal_direct_reads(workers: int):
     tables = TablesConfig(rows=[100, 7], multi_hot=["0..4", 2])
     dataset = Synthetic(DataConfig(tables=tables), "train")
-    batches = list(load(dataset, workers, batch_size=8, rank=1, world_size=3, first_step=5, last_step=12))
+    batches = list(load(dataset, workers, batch_size=8, rank=1, world_size=3, steps=range(5, 12)))
     assert len(batches) == 7
     for step, batch in enumerate(batches, start=5):
         expected = dataset.read((step * 3 + 1) * 8, 8)
@@ -77,7 +77,7 @@ def test_batches_come_in_order_and_equal_direct_reads(workers: int):
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_ranks_split_a_global_batch(world_size: int):
     loaders = [
-        load(Numbered(), 0, batch_size=16 // world_size, rank=rank, world_size=world_size, first_step=3, last_step=5)
+        load(Numbered(), 0, batch_size=16 // world_size, rank=rank, world_size=world_size, steps=range(3, 5))
         for rank in range(world_size)
     ]
     for step in (3, 4):
@@ -99,7 +99,7 @@ class MadeOnGpu(Numbered):
 @pytest.mark.usefixtures("leaves_nothing_behind")
 def test_samples_of_the_gpu_are_made_where_and_when_they_are_asked_for(workers: int):
     dataset = MadeOnGpu()
-    changes = {"rank": 1, "world_size": 2, "first_step": 1, "last_step": 9}
+    changes = {"rank": 1, "world_size": 2, "steps": range(1, 9)}
     loader = load(dataset, workers, pin_memory=True, **changes)
     assert (dataset.reads, loader.read_ahead) == ([], 0)
     batches = [next(loader)]
@@ -144,7 +144,7 @@ def test_closing_ends_the_reading(workers: int, taken: int):
 @WORKERS
 @pytest.mark.usefixtures("leaves_nothing_behind")
 def test_a_dropped_loader_ends_the_reading(workers: int):
-    batches = load(Numbered(), workers, last_step=10**9)
+    batches = load(Numbered(), workers, steps=range(10**9))
     next(batches)
     del batches
     gc.collect()

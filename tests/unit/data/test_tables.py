@@ -16,7 +16,7 @@ from pyarrow import feather, parquet
 
 from dlrm_overlap.config import InputError, TablesConfig
 from dlrm_overlap.data.batch import Batch, table_keys
-from dlrm_overlap.data.loader import make_loader
+from dlrm_overlap.data.loader import Loader
 from dlrm_overlap.data.prepare import prepare
 from dlrm_overlap.data.prepared import Prepared
 from dlrm_overlap.data.schema import Schema, read_schema
@@ -184,7 +184,7 @@ def test_a_run_may_begin_at_any_sample_on_any_number_of_ranks(tmp_path: Path, wo
     assert torch.equal(joined.dense, whole.dense[: len(joined.dense)])
     ranks = []
     for rank in range(3):  # from step 2 on
-        with make_loader(data, 8, rank, 3, 2, 9, workers, 2, False) as loader:
+        with Loader(data, 8, rank, 3, range(2, 9), workers, 2, False) as loader:
             ranks.append(list(loader))
     in_order = Batch.join([ranks[rank][step] for step in range(7) for rank in range(3)])
     assert_same(in_order, data.read(2 * 24, 7 * 24))
