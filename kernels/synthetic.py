@@ -82,24 +82,6 @@ def draw_block(key, sample, block, blocks):
     return tl.philox_impl(counter, rest, rest, rest, first_word, second_word)
 
 
-@triton.jit
-def _store_feature(
-    draw, column, i, mask, dense, lengths, sums, bag_sizes, count, features, tables, SCALE: tl.constexpr
-):  # fmt: skip
-    """Make a draw of each sample a dense feature or a bag size, as its column asks, or drop it."""
-    if (column > 0) & (column <= features):
-        fields = (draw & 0xFFFF) + ((draw >> 16) & 0xFFFF) + ((draw >> 32) & 0xFFFF) + (draw >> 48)
-        value = (fields.to(tl.int32) - 2 * 65535).to(tl.float32) * SCALE
-        tl.store(dense + i * features + (column - 1), value, mask=mask)
-    t = column - 1 - features
-    if (t >= 0) & (t < tables):
-        low = tl.load(bag_sizes + 2 * t)
-        sizes = tl.load(bag_sizes + 2 * t + 1).to(tl.uint64)
-        length = low + (((draw >> 32) * sizes) >> 32).to(tl.int64)
-        tl.store(lengths + t * count + i, length.to(tl.int32), mask=mask)
-        tl.store(sums + t * count + i, tl.zeros_like(i).to(tl.int32), mask=mask)
-
-
 @triton.jit(do_not_specialize=["first", "blocks", "count", "features", "tables"])
 def _draw_features(
     dense, lengths, sums, key, bag_sizes, first: tl.int64, blocks: tl.int64, count: tl.int64, features, tables,
@@ -123,49 +105,18 @@ def _draw_features(
     mask = i < count
     draws = draw_block(key, first + i, block, blocks)
     for n in tl.static_range(4):
-        _store_feature(
-            draws[n], block * 4 + n, i, mask, dense, lengths, sums, bag_sizes, count, features, tables, SCALE
-        )
-
-
-@triton.jit
-def _store_id(
-    draw, column, i, mask, values, lengths, offsets, sums, columns, tables, cells, count, RANGES: tl.constexpr
-):  # fmt: skip
-    """Make a draw of each sample an id of the table that its column is for, unless the sample's bag is full before."""
-    t = tl.load(columns + column)
-    if t >= 0:
-        entry = tables + t * TABLE_COLUMNS
-        place = column - tl.load(entry + COLUMN)
-        if RANGES:
-            mask = mask & (place < tl.load(lengths + t * count + i, mask=mask, other=0))
-            at = tl.load(offsets + t * count + i, mask=mask, other=0) + place
-        else:
-            at = tl.load(entry + START) * count + i * tl.load(entry + MOST) + place
-
-        bits = tl.load(entry + BITS).to(tl.uint64)
-        cell = cells + tl.load(entry + CELLS) + (draw >> (64 - bits)).to(tl.int64) * CELL_WORDS
-        within = ((draw << bits) >> 1).to(tl.int64)
-        threshold = tl.load(cell)
-        second = within >= threshold
-        item = cell + tl.where(second, 5, 1)
-        y = tl.where(second, within - threshold, within).to(tl.float64)
-        slope = tl.load(item + 1).to(tl.float64, bitcast=True)
-        curve = tl.load(item + 2).to(tl.float64, bitcast=True)
-        rank = tl.load(item) + ((curve * y + slope) * y).to(tl.int64)
-        row = (rank * tl.load(entry + MULTIPLIER) + tl.load(entry + OFFSET)) % tl.load(entry + ROWS)
-        tl.store(values + at, row.to(tl.int32), mask=mask)
-
-        score = row.to(tl.uint32) ^ tl.load(entry + KEY).to(tl.uint32)
-        score = score * 0x9E3779B1
-        score = score ^ (score >> 15)
-        score = score * 0x85EBCA77
-        score = score ^ (score >> 15)
-        score = (score * 0xC2B2AE3D) >> 16
-        weights = tl.load(entry + WEIGHTS)
-        if weights >= 0:
-            score = score * tl.load(cells + weights + place).to(tl.uint32)
-        tl.atomic_add(sums + t * count + i, score.to(tl.int32), mask=mask, sem="relaxed", scope="gpu")
+        draw, column = draws[n], block * 4 + n
+        if (column > 0) & (column <= features):
+            fields = (draw & 0xFFFF) + ((draw >> 16) & 0xFFFF) + ((draw >> 32) & 0xFFFF) + (draw >> 48)
+            value = (fields.to(tl.int32) - 2 * 65535).to(tl.float32) * SCALE
+            tl.store(dense + i * features + (column - 1), value, mask=mask)
+        t = column - 1 - features
+        if (t >= 0) & (t < tables):
+            low = tl.load(bag_sizes + 2 * t)
+            sizes = tl.load(bag_sizes + 2 * t + 1).to(tl.uint64)
+            length = low + (((draw >> 32) * sizes) >> 32).to(tl.int64)
+            tl.store(lengths + t * count + i, length.to(tl.int32), mask=mask)
+            tl.store(sums + t * count + i, tl.zeros_like(i).to(tl.int32), mask=mask)
 
 
 @triton.jit(do_not_specialize=["first", "blocks", "count", "first_block"])
@@ -195,9 +146,41 @@ def _draw_ids(
     mask = i < count
     draws = draw_block(key, first + i, block, blocks)
     for n in tl.static_range(4):
-        _store_id(
-            draws[n], block * 4 + n, i, mask, values, lengths, offsets, sums, columns, tables, cells, count, RANGES
-        )
+        draw, column = draws[n], block * 4 + n
+        t = tl.load(columns + column)
+        if t >= 0:
+            entry = tables + t * TABLE_COLUMNS
+            place = column - tl.load(entry + COLUMN)
+            kept = mask
+            if RANGES:
+                kept = mask & (place < tl.load(lengths + t * count + i, mask=mask, other=0))
+                at = tl.load(offsets + t * count + i, mask=kept, other=0) + place
+            else:
+                at = tl.load(entry + START) * count + i * tl.load(entry + MOST) + place
+
+            bits = tl.load(entry + BITS).to(tl.uint64)
+            cell = cells + tl.load(entry + CELLS) + (draw >> (64 - bits)).to(tl.int64) * CELL_WORDS
+            within = ((draw << bits) >> 1).to(tl.int64)
+            threshold = tl.load(cell)
+            second = within >= threshold
+            item = cell + tl.where(second, 5, 1)
+            y = tl.where(second, within - threshold, within).to(tl.float64)
+            slope = tl.load(item + 1).to(tl.float64, bitcast=True)
+            curve = tl.load(item + 2).to(tl.float64, bitcast=True)
+            rank = tl.load(item) + ((curve * y + slope) * y).to(tl.int64)
+            row = (rank * tl.load(entry + MULTIPLIER) + tl.load(entry + OFFSET)) % tl.load(entry + ROWS)
+            tl.store(values + at, row.to(tl.int32), mask=kept)
+
+            score = row.to(tl.uint32) ^ tl.load(entry + KEY).to(tl.uint32)
+            score = score * 0x9E3779B1
+            score = score ^ (score >> 15)
+            score = score * 0x85EBCA77
+            score = score ^ (score >> 15)
+            score = (score * 0xC2B2AE3D) >> 16
+            weights = tl.load(entry + WEIGHTS)
+            if weights >= 0:
+                score = score * tl.load(cells + weights + place).to(tl.uint32)
+            tl.atomic_add(sums + t * count + i, score.to(tl.int32), mask=kept, sem="relaxed", scope="gpu")
 
 
 @triton.jit(do_not_specialize=["first", "blocks", "count", "features", "signals"])
