@@ -1,4 +1,4 @@
-"""Makes samples of a table's columns: rows of categorical values, transformed dense features; and what it learns.
+"""Makes samples of a table's columns: rows of categorical values, and transformed dense features.
 
 A schema says what a value is, not how a file stores it, so every format gives the same samples. A categorical value is
 known by its key, an integer of 64 bits: the value itself, or the BLAKE2b hash of a text's bytes. A vocabulary has row 0
@@ -7,7 +7,6 @@ order of their keys.
 """
 
 import hashlib
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -62,38 +61,25 @@ class _Vocabulary:
 
 
 class Encoder:
-    """Makes samples of a table's columns, after it has learnt what the schema leaves to the values."""
+    """Makes samples of a table's columns, after it has learnt their vocabularies."""
 
     def __init__(self, schema: Schema) -> None:
         self._schema = schema
         self._vocabularies = {
             name: _Vocabulary(column.min_count) for name, column in schema.categorical.items() if column.min_count
         }
-        self._sums = {name: np.zeros(3) for name, dense in schema.dense.items() if dense.transform == "standardised"}
-        """column -> number, sum and sum of squares of its values"""
+        self.learns = bool(self._vocabularies)
+        """whether `learn` must have all blocks, and `finish` be called, before `encode` has one"""
 
-    @property
-    def learns(self) -> bool:
-        """Whether `learn` must have all blocks, and `finish` be called, before `encode` has one."""
-        return bool(self._vocabularies or self._sums)
-
-    def learn(self, row: int, block: pa.RecordBatch) -> None:
-        """Count the values of a block, whose first row has the number `row` in its file."""
+    def learn(self, _row: int, block: pa.RecordBatch) -> None:
+        """Count the values of a block."""
         for name, vocabulary in self._vocabularies.items():
             keys, missing, _ = _values(block, name, self._schema.categorical[name])
             vocabulary.count(keys[~missing])
-        for name, sums in self._sums.items():
-            numbers = _numbers(row, block, name)
-            known = numbers[~np.isnan(numbers)]
-            sums += (len(known), known.sum(), np.square(known).sum())
 
     def finish(self) -> dict[str, np.ndarray]:
-        """Return what was learnt.
-
-        Of a column NAME with a vocabulary, NAME.keys [k] int64, the frequent keys in ascending order, and NAME.counts
-        [k] int64; of one that is standardised, NAME.mean_and_std [2] float64.
-        """
-        learnt = {f"{name}.mean_and_std": np.array(self._mean_and_std(name)) for name in self._sums}
+        """Return what was learnt of each column NAME: NAME.keys [k] int64, ascending, and NAME.counts [k] int64."""
+        learnt = {}
         for name, vocabulary in self._vocabularies.items():
             vocabulary.number()
             learnt |= {f"{name}.keys": vocabulary.keys, f"{name}.counts": vocabulary.counts}
@@ -112,33 +98,20 @@ class Encoder:
         """
         labels = [_labels(row, block, name, label) for name, label in self._schema.labels.items()]
         dense = [self._dense(row, block, name) for name in self._schema.dense] or [np.ones(block.num_rows)]
-        ids = [self._ids(row, block, name, column) for name, column in self._schema.categorical.items()]
+        ids = [self._ids(block, name, column) for name, column in self._schema.categorical.items()]
         return Day("table", np.stack(labels, axis=1), np.stack(dense, axis=1).astype(np.float32), ids)
 
-    def _mean_and_std(self, name: str) -> tuple[float, float]:
-        """Return a column's mean and standard deviation, which is 1 where its values are all alike."""
-        count, total, squares = self._sums[name].tolist()
-        mean = total / max(count, 1)
-        return mean, math.sqrt(max(squares / max(count, 1) - mean**2, 0.0)) or 1.0
-
     def _dense(self, row: int, block: pa.RecordBatch, name: str) -> np.ndarray:
-        numbers = found = _numbers(row, block, name)
+        numbers = _numbers(row, block, name)
         if self._schema.dense[name].transform == "log1p":
-            found = np.log1p(np.maximum(numbers, 0).astype(np.float32))
-        elif name in self._sums:
-            mean, std = self._mean_and_std(name)
-            found = (numbers - mean) / std
-        return np.where(np.isnan(numbers), 0, found)
+            numbers = np.log1p(np.maximum(numbers, 0).astype(np.float32))
+        return np.where(np.isnan(numbers), 0, numbers)
 
-    def _ids(self, row: int, block: pa.RecordBatch, name: str, column: Categorical) -> np.ndarray | Ragged:
+    def _ids(self, block: pa.RecordBatch, name: str, column: Categorical) -> np.ndarray | Ragged:
         keys, missing, lengths = _values(block, name, column)
         known = hashed_rows(keys, column.rows) if column.rows else self._vocabularies[name].rows_of(keys)
         ids = np.where(missing, np.int32(_MISSING), known)
-        if lengths is None:
-            return ids[:, None]
-        if column.size:
-            _require(lengths == column.size, row, block, name, f"a list of {column.size} values")
-        return Ragged(ids, lengths.cumsum())
+        return ids[:, None] if lengths is None else Ragged(ids, lengths.cumsum())
 
 
 def hashed_rows(keys: np.ndarray, rows: int) -> np.ndarray:

@@ -7,13 +7,14 @@ from dlrm_overlap.config import DataConfig, InputError
 from dlrm_overlap.data.batch import Batch, Dataset
 from dlrm_overlap.data.days import Day, Ragged
 from dlrm_overlap.data.loader import Loader, open_datasets
-from dlrm_overlap.data.prepared import Meta, new_folder, write_samples
+from dlrm_overlap.data.prepared import new_folder, write_samples
+from dlrm_overlap.data.records import Layout
 
 _BATCH = 8192  # samples that are packed at once
 
 
-def pack_samples(config: DataConfig, target: Path, samples: int | None) -> Meta:
-    """Pack the samples of `config` into the folder `target`, and return its meta.json.
+def pack_samples(config: DataConfig, target: Path, samples: int | None) -> Layout:
+    """Pack the samples of `config` into the folder `target`, and return the content of its meta.json.
 
     Args:
         config: of the samples, which `config.workers` processes read.
@@ -32,14 +33,14 @@ def pack_samples(config: DataConfig, target: Path, samples: int | None) -> Meta:
         for trained, held_out in zip(train.bag_sizes, evaluated.bag_sizes, strict=True)
     ]
     labels = dict(zip(train.label_names, train.label_weights, strict=True))
-    meta = Meta(labels, train.dense_features, list(train.rows), sizes, held_out=evaluated.num_samples)
+    layout = Layout(labels, train.dense_features, train.rows, sizes, held_out=evaluated.num_samples)
 
     def read() -> Iterator[Day]:
         yield from _read(train, end, config.workers)
         yield from _read(evaluated, evaluated.num_samples or 0, config.workers)
 
     with new_folder(target):
-        return write_samples(target, meta, read())
+        return write_samples(target, layout, read())
 
 
 def _read(dataset: Dataset, end: int, workers: int) -> Iterator[Day]:

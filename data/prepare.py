@@ -15,15 +15,16 @@ import pyarrow as pa
 
 from dlrm_overlap.config import InputError, in_one_line
 from dlrm_overlap.data.encoder import Encoder
-from dlrm_overlap.data.prepared import Meta, new_folder, write_samples
+from dlrm_overlap.data.prepared import new_folder, write_samples
+from dlrm_overlap.data.records import Layout
 from dlrm_overlap.data.schema import Schema
 from dlrm_overlap.data.table_files import BLOCK_BYTES, read_blocks, table_files
 
 _T = TypeVar("_T")
 
 
-def prepare(source: Path, target: Path, schema: Schema, block_bytes: int = BLOCK_BYTES) -> Meta:
-    """Turn the files at `source` into the folder `target`, and return its meta.json.
+def prepare(source: Path, target: Path, schema: Schema, block_bytes: int = BLOCK_BYTES) -> Layout:
+    """Turn the files at `source` into the folder `target`, and return the content of its meta.json.
 
     It takes some ten times `block_bytes` of memory; to learn vocabularies, also 16 bytes for each distinct value of
     every table, and about five times those of one table while it merges them. Standard error names each file as it is
@@ -51,6 +52,6 @@ def prepare(source: Path, target: Path, schema: Schema, block_bytes: int = BLOCK
                 pass
             np.savez(target / "vocabulary.npz", **encoder.finish())  # pyright: ignore[reportArgumentType]
         labels = {name: label.weight for name, label in schema.labels.items()}
-        sizes = [column.size if column.list else 1 for column in schema.categorical.values()]
-        meta = Meta(labels, max(1, len(schema.dense)), encoder.rows, sizes)
-        return write_samples(target, meta, read("writing samples", encoder.encode))
+        sizes = [None if column.list else 1 for column in schema.categorical.values()]
+        layout = Layout(labels, max(1, len(schema.dense)), encoder.rows, sizes)
+        return write_samples(target, layout, read("writing samples", encoder.encode))

@@ -13,7 +13,7 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,28 +25,6 @@ from dlrm_overlap.data.records import Layout, Packed, bytes_below, field_of_ids,
 from dlrm_overlap.launching.files import write_json
 
 _META = "meta.json"
-
-
-@dataclass(frozen=True)
-class Meta:
-    """The content of meta.json."""
-
-    labels: dict[str, float]
-    """name -> factor of its loss in the loss that is trained"""
-    dense: int
-    """dense features of a sample"""
-    rows: list[int]
-    """of each table"""
-    sizes: list[int | None]
-    """of each table, ids of a bag; None where bags differ in size"""
-    samples: int = 0
-    held_out: int | None = None
-    """of these samples, how many are to evaluate on; None leaves it to data.eval_fraction"""
-
-    @property
-    def layout(self) -> Layout:
-        """What a record holds."""
-        return Layout(self.dense, len(self.labels), self.rows, self.sizes)
 
 
 class Prepared(Days):
@@ -61,30 +39,30 @@ class Prepared(Days):
         """
         folder = Path(path)
         try:
-            meta = Meta(**json.loads((folder / _META).read_text()))
+            layout = Layout(**json.loads((folder / _META).read_text()))
         except (OSError, ValueError, TypeError, RecursionError) as error:
             raise InputError(
                 f"{folder}: has no {_META} of this version's `dlrm-overlap prepare` ({error}); set data.path, or "
                 f"data.eval_path, to a folder that it has written to its end, or data.kind to what this one holds"
             ) from None
-        layout, made = meta.layout, meta.rows
+        made = layout.rows
         rows = tables.rows if isinstance(tables.rows, list) else [tables.rows or each for each in made]
         if len(rows) != len(made) or any(given < needed for given, needed in zip(rows, made, strict=True)):
             raise InputError(
                 f"data.tables.rows: {rows}, but {folder} has tables of {made} rows; leave it out, or fold the ids by "
                 f"data.tables.max_rows"
             )
-        records = _map(folder / "records", meta.samples, layout.record_bytes)
+        records = _map(folder / "records", layout.samples, layout.record_bytes)
         unpacked: list[Any] = [Packed(records, each) for each in layout.fields()]
         dense, labels, *ids = unpacked
         for t in layout.lists:
-            ends = _map(folder / f"ends_{t}", meta.samples, 8).view("<i8")[:, 0]
+            ends = _map(folder / f"ends_{t}", layout.samples, 8).view("<i8")[:, 0]
             values = _map(folder / f"list_{t}", int(ends[-1]) if len(ends) else 0, bytes_below(made[t]))
             packed: Any = Packed(values, field_of_ids(made[t]))
             ids.insert(t, Ragged(packed, ends))
         super().__init__([Day(str(folder), labels, dense, ids, records)], rows, tables.max_rows)
-        self.held_out = meta.held_out
-        self.label_names, self.label_weights = list(meta.labels), list(meta.labels.values())
+        self.held_out = layout.held_out
+        self.label_names, self.label_weights = list(layout.labels), list(layout.labels.values())
         self.packed = None if layout.lists else replace(layout, moduli=self._moduli)
 
 
@@ -118,9 +96,9 @@ def new_folder(target: Path) -> Iterator[None]:
         raise InputError(f"{target}: cannot be written ({error.strerror}); delete it, or name another folder") from None
 
 
-def write_samples(target: Path, meta: Meta, blocks: Iterable[Day]) -> Meta:
-    """Write samples to `target`, and return `meta` with their number."""
-    layout, samples = meta.layout, 0
+def write_samples(target: Path, layout: Layout, blocks: Iterable[Day]) -> Layout:
+    """Write samples to `target`, and return `layout` with their number."""
+    samples = 0
     ids = dict.fromkeys(layout.lists, 0)
     with ExitStack() as stack:
         names = ["records", *(f"{part}_{t}" for t in ids for part in ("ends", "list"))]
@@ -131,11 +109,11 @@ def write_samples(target: Path, meta: Meta, blocks: Iterable[Day]) -> Meta:
             for t in ids:
                 values, sizes = block.bags(t, slice(0, len(block.labels)))
                 files[f"ends_{t}"].write((ids[t] + sizes.cumsum()).astype("<i8").data)
-                files[f"list_{t}"].write(low_bytes(values.astype("<i4"), bytes_below(meta.rows[t])).tobytes())
+                files[f"list_{t}"].write(low_bytes(values.astype("<i4"), bytes_below(layout.rows[t])).tobytes())
                 ids[t] += len(values)
         for file in files.values():
             file.flush()
             os.fsync(file.fileno())
-    meta = replace(meta, samples=samples)
-    write_json(target / _META, asdict(meta), "OUT")
-    return meta
+    layout = replace(layout, samples=samples)
+    write_json(target / _META, asdict(layout), "OUT")
+    return layout

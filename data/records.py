@@ -5,7 +5,7 @@ have one size, in their order. An id takes the bytes that the greatest row of it
 little-endian. All records are of one size, so a range of samples is one range of bytes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -39,16 +39,19 @@ class Field(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """What a record holds."""
+    """What records hold, and how many there are: the content of a prepared folder's meta.json."""
 
+    labels: Mapping[str, float]
+    """name -> factor of its loss in the loss that is trained"""
     dense: int
     """F"""
-    labels: int
-    """L"""
     rows: Sequence[int]
     """of each table, for which the ids were made"""
     sizes: Sequence[int | None]
     """of each table, ids of a bag; None where bags differ in size, whose ids are in no record"""
+    samples: int = 0
+    held_out: int | None = None
+    """of these samples, how many are to evaluate on, the last ones; None leaves it to data.eval_fraction"""
     moduli: Sequence[int] = ()
     """of each table, the number of which its ids are taken the remainder where they are unpacked; 0 leaves them"""
 
@@ -60,7 +63,7 @@ class Layout:
     def fields(self) -> list[Field]:
         """Return the fields: dense features, labels, then tables."""
         tables = zip(self.rows, self.sizes, self.moduli or [0] * len(self.rows), strict=True)
-        shapes = [(4, self.dense, _FLOAT, 0), (1, self.labels, _LABEL, 0)]
+        shapes = [(4, self.dense, _FLOAT, 0), (1, len(self.labels), _LABEL, 0)]
         shapes += [(bytes_below(rows), size, _ID, modulus) for rows, size, modulus in tables if size]
         offsets = accumulate((width * count for width, count, *_ in shapes), initial=0)
         starts = accumulate((count for _, count, *_ in shapes), initial=0)
@@ -127,11 +130,11 @@ class Unpacker:
         """Return the batch of records [b, record_bytes] uint8 on the device, which a kernel makes."""
         from dlrm_overlap.kernels.unpack import unpack  # loads Triton, which a CPU may lack
 
-        samples, layout = len(records), self._layout
+        samples, features, labels = len(records), self._layout.dense, len(self._layout.labels)
         if samples not in self._lengths:
             self._lengths[samples] = self._sizes.repeat_interleave(samples)
         words = unpack(records, self._fields, self._field_of)
-        dense, labels, values = words.tensor_split((layout.dense * samples, (layout.dense + layout.labels) * samples))
-        dense, labels = (each.view(torch.float32).view(samples, -1) for each in (dense, labels))
-        labels = labels.flatten() if layout.labels == 1 else labels
-        return Batch.from_tensors(dense, self._lengths[samples], values, labels)
+        numbers, values = words.tensor_split([(features + labels) * samples])
+        dense, clicks = numbers.view(torch.float32).split([features * samples, labels * samples])
+        clicks = clicks if labels == 1 else clicks.view(samples, -1)
+        return Batch.from_tensors(dense.view(samples, -1), self._lengths[samples], values, clicks)

@@ -29,9 +29,8 @@ class Label:
 class Dense:
     """A column of numbers. A missing one is 0, after the transform."""
 
-    transform: Literal["none", "log1p", "standardised"] = "none"
-    """log1p: log(1 + x), of negative numbers 0, as for Criteo; standardised: (x - mean) / standard deviation, which
-    `prepare` learns"""
+    transform: Literal["none", "log1p"] = "none"
+    """log1p: log(1 + x), of negative numbers 0, as for Criteo"""
 
 
 @dataclass(frozen=True)
@@ -49,8 +48,6 @@ class Categorical:
     """a list of values; in text, what separates them"""
     longest: PositiveInt | None = None
     """ids of a list that are taken, the first ones; null takes all"""
-    size: PositiveInt | None = None
-    """values of each list, if all have as many: then records need no sizes of bags, and a GPU unpacks them"""
 
 
 @dataclass(frozen=True)
@@ -74,8 +71,8 @@ class Schema:
                     f"categorical.{name}: rows {column.rows}, min_count {column.min_count}; give one of them, to hash "
                     f"values or to learn a vocabulary"
                 )
-            if (column.longest or column.size) and not column.list:
-                raise InputError(f"categorical.{name}: longest and size are of lists; set list")
+            if column.longest and not column.list:
+                raise InputError(f"categorical.{name}.longest: {column.longest} is of lists; set list")
         for section in ("labels", "categorical"):
             if not getattr(self, section):
                 raise InputError(f"{section}: none, but a model needs one; name its columns")

@@ -193,13 +193,9 @@ def test_a_run_may_begin_at_any_sample_on_any_number_of_ranks(tmp_path: Path, wo
 
 def test_what_is_learnt_of_the_samples(tmp_path: Path) -> None:
     source, _, columns = write(tmp_path, "movies", "csv")
-    text = LAYOUTS["movies"][1].replace("age: {}", "age: {transform: standardised}")
-    text = text.replace("rows: 50", "min_count: 2").replace("rows: 20", "min_count: 9").replace("rows: 30", "rows: 7")
+    text = LAYOUTS["movies"][1].replace("rows: 50", "min_count: 2").replace("rows: 20", "min_count: 9")
     (tmp_path / "schema.yaml").write_text(text)
     batch = prepared(source, read_schema(tmp_path / "schema.yaml")).read(0, N)
-    ages = [age for age in columns["age"] if age is not None]
-    known = np.array([np.mean(ages) if age is None else age for age in columns["age"]])
-    np.testing.assert_allclose(batch.dense[:, 0], (known - np.mean(ages)) / np.std(ages), rtol=1e-4, atol=1e-6)
     bags = {"movie": [[movie] for movie in columns["movie"]], "genres": [genres[:3] for genres in columns["genres"]]}
     for table, name, count in ((0, "movie", 2), (1, "genres", 9)):
         seen = Counter(value for bag in bags[name] for value in bag)
@@ -252,7 +248,7 @@ def test_numbers_of_64_bits_and_hexadecimal_ones_are_keys(tmp_path: Path) -> Non
             r"categorical\.b\.rows: 0 is not a whole number from 1 to 2\^31 - 1",
         ),
         ("labels: {a: {}}\ncategorical: {a: {rows: 2}}", "a: a column with two uses"),
-        ("labels: {a: {}}\ncategorical: {b: {rows: 2, longest: 3}}", "longest and size are of lists; set list"),
+        ("labels: {a: {}}\ncategorical: {b: {rows: 2, longest: 3}}", "longest: 3 is of lists; set list"),
         ("labels: a", "labels: 'a' must be sections by name"),
         ("- 1", "must be a section of keys"),
         ("a: [", "no schema can be read"),
@@ -285,10 +281,6 @@ def test_a_wrong_schema_is_refused(tmp_path: Path, text: str, rule: str) -> None
             "column movie: int64, but the schema.s key list is True",
         ),
         ("labels: {genres: {above: 1}}\ncategorical: {movie: {rows: 2}}", "column genres: .*cast from list"),
-        (
-            "labels: {rating: {above: 1}}\ncategorical: {genres: {rows: 2, list: true, size: 2}}",
-            "row [0-9]+, column genres: .* is not a list of 2 values",
-        ),
     ],
 )
 def test_files_that_a_schema_does_not_fit_are_refused(tmp_path: Path, text: str, rule: str) -> None:
