@@ -93,7 +93,6 @@ class Days(Dataset):
         self.bag_sizes: list[tuple[int, int]] = [
             (min(least for least, _, _ in table), max(1, *(most for _, most, _ in table))) for table in sizes
         ]
-        self.max_ids = sum(most for _, most in self.bag_sizes)
         self.dense_features: int = days[0].dense.shape[1]
 
     def part(self, start: int, num_samples: int, shuffle: int = 0, seed: int = 0) -> "Days":
@@ -115,12 +114,7 @@ class Days(Dataset):
         return f"{self._ends[-1]} samples, {digest.hexdigest()[:12]}"
 
     def read(self, first: int, count: int) -> Batch:
-        """Return the samples [first, first + count), modulo the number of samples.
-
-        Raises:
-            InputError: naming the day and the value of a bad one: a label other than 0 or 1, a dense feature that is
-                not finite, or an id that is no row of its table.
-        """
+        """Return the samples [first, first + count), modulo the number of samples, as `Dataset.read` does."""
         return self._gather(self._positions(np.arange(first, first + count)))
 
     def records(self, first: int, count: int) -> torch.Tensor:

@@ -147,7 +147,7 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader"]):
 def _form_of(dataset: Dataset, b: int, is_packed: bool) -> Form:
     if is_packed:
         return [((b, dataset.packed.record_bytes), torch.uint8)]
-    labels = len(dataset.label_names)
+    labels = len(dataset.labels)
     return [
         ((b, dataset.dense_features), torch.float32),
         ((b * len(dataset.rows),), torch.int32),

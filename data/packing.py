@@ -32,8 +32,7 @@ def pack_samples(config: DataConfig, target: Path, samples: int | None) -> Layou
         trained[0] if len({*trained, *held_out}) == 1 else None
         for trained, held_out in zip(train.bag_sizes, evaluated.bag_sizes, strict=True)
     ]
-    labels = dict(zip(train.label_names, train.label_weights, strict=True))
-    layout = Layout(labels, train.dense_features, train.rows, sizes, held_out=evaluated.num_samples)
+    layout = Layout(dict(train.labels), train.dense_features, train.rows, sizes, held_out=evaluated.num_samples)
 
     def read() -> Iterator[Day]:
         yield from _read(train, end, config.workers)

@@ -62,7 +62,7 @@ class Prepared(Days):
             ids.insert(t, Ragged(packed, ends))
         super().__init__([Day(str(folder), labels, dense, ids, records)], rows, tables.max_rows)
         self.held_out = layout.held_out
-        self.label_names, self.label_weights = list(layout.labels), list(layout.labels.values())
+        self.labels = layout.labels
         self.packed = None if layout.lists else replace(layout, moduli=self._moduli)
 
 

@@ -41,7 +41,6 @@ class Synthetic(Dataset):
         self.bag_sizes: list[tuple[int, int]] = [parse_multi_hot(spec) for spec in _per_table(tables.multi_hot, number)]
         self.pooling: list[float] = [(low + high) / 2 for low, high in self.bag_sizes]
         """mean ids a bag, of each table"""
-        self.max_ids = sum(high for _, high in self.bag_sizes)
 
         rng = np.random.default_rng((config.seed, 2))
         shapes = list(zip(self.rows, _per_table(tables.zipf_alpha, number), strict=True))

@@ -84,13 +84,13 @@ def assemble(
     group = dist.group.WORLD
     assert group is not None, "the process group is made before the trainer"
     samples = config.train.samples_per_rank(world.world_size)
-    if (labels := len(train.label_names)) != config.model.top_mlp[-1]:
+    if (labels := len(train.labels)) != config.model.top_mlp[-1]:
         raise InputError(
             f"model.top_mlp: {config.model.top_mlp} ends in {config.model.top_mlp[-1]}, but a sample has "
             f"{count_of(labels, 'label')}; end it in {labels}, a logit each"
         )
     dlrm = build_model(config.model, config.embedding, list(train.rows), train.dense_features, config.train.seed)
-    task = TrainTask(dlrm, device.type, config.train.precision == "bf16", train.label_weights)
+    task = TrainTask(dlrm, device.type, config.train.precision == "bf16", list(train.labels.values()))
     if config.model.top_parallel == "tensor":
         divide_head(dlrm.head, group)
     sharders = make_sharders(config.embedding, config.train.precision, dlrm.front_columns)

@@ -126,7 +126,8 @@ class Stepper:
         gathered = gather_predictions(torch.cat(logits), torch.cat(labels), self.samples_per_rank)
         # The last global batch went past the data set's end, where samples repeat.
         logits, labels = (each[:samples] for each in gathered)
-        values = evaluation_metrics(logits, labels, self.held_out_data.label_names, self.held_out_data.label_weights)
+        weights = self.held_out_data.labels
+        values = evaluation_metrics(logits, labels, list(weights), list(weights.values()))
         agreed = torch.tensor(list(values.values()), dtype=torch.float64, device=self.device)
         dist.broadcast(agreed, 0)  # all must agree on the early stop to the last bit
         return dict(zip(values, agreed.tolist(), strict=True))

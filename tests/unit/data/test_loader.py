@@ -27,7 +27,7 @@ class Numbered(Dataset):
 
     def __init__(self, num_samples: int | None = None, bad: int | None = None, error: type[Exception] = InputError):
         self.rows, self.pooling, self.num_samples = [1000], [1.0], num_samples
-        self.bag_sizes, self.max_ids, self.dense_features = [(0, 2)], 2, 1
+        self.bag_sizes, self.dense_features = [(0, 2)], 1
         self.bad, self.error = bad, error
         self.read_s = 0.0
         self.reads: list[int] = []

@@ -166,7 +166,7 @@ def test_every_format_gives_the_samples_of_plain_python(tmp_path: Path, layout: 
         assert labels[i].tolist() == truth[0]
         assert batch.dense[i].tolist() == pytest.approx(truth[1], rel=3e-7)
         assert [table[i] for table in bags] == truth[2], i
-    assert data.label_weights == [label.weight for label in schema.labels.values()]
+    assert data.labels == {name: label.weight for name, label in schema.labels.items()}
 
 
 def assert_same(one: Batch, other: Batch) -> None:
