@@ -87,12 +87,11 @@ class Days(Dataset):
         self.num_samples: int = self._ends[-1]
         if self.num_samples == 0:
             raise InputError(f"{days[0].name}: no samples; give a data set that has some")
-        sizes = [[day.bag_sizes(t) for day in days if len(day.labels)] for t in range(len(self.rows))]
-        self.pooling: list[float] = [sum(total for _, _, total in table) / self.num_samples for table in sizes]
+        sizes = [[day.bag_sizes(t) for t in range(len(self.rows))] for day in days if len(day.labels)]
+        least, most, total = np.array(sizes).transpose(2, 0, 1)
+        self.pooling: list[float] = (total.sum(0) / self.num_samples).tolist()
         """mean number of ids in a bag, of each table"""
-        self.bag_sizes: list[tuple[int, int]] = [
-            (min(least for least, _, _ in table), max(1, *(most for _, most, _ in table))) for table in sizes
-        ]
+        self.bag_sizes = list(zip(least.min(0).tolist(), most.max(0).clip(1).tolist(), strict=True))
         self.dense_features: int = days[0].dense.shape[1]
 
     def part(self, start: int, num_samples: int, shuffle: int = 0, seed: int = 0) -> "Days":

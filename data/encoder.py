@@ -17,7 +17,7 @@ from pyarrow import compute
 
 from dlrm_overlap.config import InputError
 from dlrm_overlap.data.days import Day, Ragged
-from dlrm_overlap.data.schema import Categorical, Label, Schema
+from dlrm_overlap.data.schema import Categorical, Schema
 
 _MISSING, _RARE, _FIRST_KNOWN = 0, 1, 2  # rows of a table with a vocabulary
 _LEAST_PENDING = 1 << 18
@@ -96,7 +96,7 @@ class Encoder:
 
         Without dense columns, they have one dense feature of ones.
         """
-        labels = [_labels(row, block, name, label) for name, label in self._schema.labels.items()]
+        labels = [_labels(row, block, name) for name in self._schema.labels]
         dense = [self._dense(row, block, name) for name in self._schema.dense] or [np.ones(block.num_rows)]
         ids = [self._ids(block, name, column) for name, column in self._schema.categorical.items()]
         return Day("table", np.stack(labels, axis=1), np.stack(dense, axis=1).astype(np.float32), ids)
@@ -149,14 +149,11 @@ def _numbers(row: int, block: pa.RecordBatch, name: str) -> np.ndarray:
     return numbers
 
 
-def _labels(row: int, block: pa.RecordBatch, name: str, label: Label) -> np.ndarray:
+def _labels(row: int, block: pa.RecordBatch, name: str) -> np.ndarray:
     """Return a column of labels [n] float32."""
     numbers = _numbers(row, block, name)
-    if label.above is None:
-        _require((numbers == 0) | (numbers == 1), row, block, name, "a label, 0 or 1")
-        return numbers.astype(np.float32)
-    _require(~np.isnan(numbers), row, block, name, "a number, from which a label is made")
-    return (numbers > label.above).astype(np.float32)
+    _require((numbers == 0) | (numbers == 1), row, block, name, "a label, 0 or 1")
+    return numbers.astype(np.float32)
 
 
 def _values(block: pa.RecordBatch, name: str, column: Categorical) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
@@ -168,8 +165,6 @@ def _values(block: pa.RecordBatch, name: str, column: Categorical) -> tuple[np.n
         if pa.types.is_nested(array.type) != bool(column.list):
             raise pa.ArrowTypeError(f"{array.type}, but the schema's key list is {column.list}")
         if column.list:
-            if column.longest is not None:
-                array = pc.list_slice(array, 0, column.longest)
             lengths = pc.list_value_length(array).fill_null(0).to_numpy(False).astype(np.int64)
             array = array.flatten()
         if pa.types.is_dictionary(array.type):

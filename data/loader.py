@@ -86,7 +86,7 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader"]):
         pin_memory: bool,
         timeout_s: float = math.inf,
     ) -> None:
-        """Take the samples, and how they are read.
+        """Take a data set, and the number of the rank and of all ranks.
 
         Args:
             dataset: the samples.
@@ -94,8 +94,8 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader"]):
             rank: this rank.
             world_size: number of ranks, W.
             steps: those to read.
-            workers: processes that read in turn. They are forked, so data sets must not touch CUDA, and they end with
-                the thread that asks for the first batch. With 0, `next` reads.
+            workers: processes that read in turn; they end with the thread that asks for the first batch. They are
+                forked, so data sets must not touch CUDA. With 0, `next` reads.
             prefetch: batches that each worker reads ahead.
             pin_memory: give the batches in page-locked memory, for runs on a GPU. A batch that a worker has read is
                 then lent: once it is dropped, and the copies that `Batch.to` started are done, its memory is used

@@ -2,7 +2,7 @@
 
     records     uint8 [n, bytes of a record], see `records`
     ends_t      int64 [n], of each table t whose bags differ in size, where each sample's bag ends in
-    list_t      uint8 [m, bytes of an id], the ids of these bags, of which no record has any
+    list_t      int32 [m], the ids of these bags, of which no record has any
 
 The last samples are those to evaluate on, if `prepare` knew which these are. meta.json is written when all else is on
 disk, so a folder has it or is refused.
@@ -21,7 +21,7 @@ import numpy as np
 
 from dlrm_overlap.config import InputError, TablesConfig
 from dlrm_overlap.data.days import Day, Days, Ragged
-from dlrm_overlap.data.records import Layout, Packed, bytes_below, field_of_ids, low_bytes
+from dlrm_overlap.data.records import Layout, Packed
 from dlrm_overlap.launching.files import write_json
 
 _META = "meta.json"
@@ -57,9 +57,8 @@ class Prepared(Days):
         dense, labels, *ids = unpacked
         for t in layout.lists:
             ends = _map(folder / f"ends_{t}", layout.samples, 8).view("<i8")[:, 0]
-            values = _map(folder / f"list_{t}", int(ends[-1]) if len(ends) else 0, bytes_below(made[t]))
-            packed: Any = Packed(values, field_of_ids(made[t]))
-            ids.insert(t, Ragged(packed, ends))
+            values = _map(folder / f"list_{t}", int(ends[-1]) if len(ends) else 0, 4).view("<i4")[:, 0]
+            ids.insert(t, Ragged(values, ends))
         super().__init__([Day(str(folder), labels, dense, ids, records)], rows, tables.max_rows)
         self.held_out = layout.held_out
         self.labels = layout.labels
@@ -109,7 +108,7 @@ def write_samples(target: Path, layout: Layout, blocks: Iterable[Day]) -> Layout
             for t in ids:
                 values, sizes = block.bags(t, slice(0, len(block.labels)))
                 files[f"ends_{t}"].write((ids[t] + sizes.cumsum()).astype("<i8").data)
-                files[f"list_{t}"].write(low_bytes(values.astype("<i4"), bytes_below(layout.rows[t])).tobytes())
+                files[f"list_{t}"].write(values.astype("<i4").data)
                 ids[t] += len(values)
         for file in files.values():
             file.flush()

@@ -21,7 +21,7 @@ from dlrm_overlap.kernels import reference
 _ID, _LABEL, _FLOAT = 0, 1, 2  # kinds of a field, as `kernels/unpack.py` has them
 
 
-def bytes_below(end: int) -> int:
+def _bytes_below(end: int) -> int:
     """Return how many bytes hold each of the numbers 0 .. end - 1."""
     return max(1, -(-(end - 1).bit_length() // 8))
 
@@ -64,7 +64,7 @@ class Layout:
         """Return the fields: dense features, labels, then tables."""
         tables = zip(self.rows, self.sizes, self.moduli or [0] * len(self.rows), strict=True)
         shapes = [(4, self.dense, _FLOAT, 0), (1, len(self.labels), _LABEL, 0)]
-        shapes += [(bytes_below(rows), size, _ID, modulus) for rows, size, modulus in tables if size]
+        shapes += [(_bytes_below(rows), size, _ID, modulus) for rows, size, modulus in tables if size]
         offsets = accumulate((width * count for width, count, *_ in shapes), initial=0)
         starts = accumulate((count for _, count, *_ in shapes), initial=0)
         return [Field(offset, *shape, start) for offset, shape, start in zip(offsets, shapes, starts, strict=False)]
@@ -81,20 +81,15 @@ class Layout:
         tables = [day.bags(t, slice(0, samples))[0].astype("<i4") for t, size in enumerate(self.sizes) if size]
         numbers = [day.dense.astype("<f4"), np.asarray(day.labels).astype(np.uint8), *tables]
         parts = [
-            low_bytes(each, field.width).reshape(samples, field.width * field.count)
+            _low_bytes(each, field.width).reshape(samples, field.width * field.count)
             for each, field in zip(numbers, self.fields(), strict=True)
         ]
         return np.concatenate(parts, axis=1)
 
 
-def low_bytes(numbers: np.ndarray, width: int) -> np.ndarray:
+def _low_bytes(numbers: np.ndarray, width: int) -> np.ndarray:
     """Return the lowest bytes of little-endian numbers, [m, width] uint8."""
     return np.ascontiguousarray(numbers).reshape(-1, 1).view(np.uint8)[:, :width]
-
-
-def field_of_ids(rows: int) -> Field:
-    """Return the field of records that are ids of a table of so many rows."""
-    return Field(0, bytes_below(rows), 1, _ID, 0, 0)
 
 
 class Packed:

@@ -17,12 +17,10 @@ from dlrm_overlap.launching.parsing import UniqueKeyLoader, read_tree
 
 @dataclass(frozen=True)
 class Label:
-    """A column of labels, each a task of the model."""
+    """A column of labels, each 0 or 1 and a task of the model."""
 
     weight: NonNegativeFloat = 1.0
     """factor of its loss in the sum over all labels"""
-    above: float | None = None
-    """labels are 1 where the number is above this one, else 0; null takes columns of 0 and 1"""
 
 
 @dataclass(frozen=True)
@@ -46,8 +44,6 @@ class Categorical:
     """instead: learn a vocabulary by `prepare`, with a row for each value that is seen so often"""
     list: bool | str = False
     """a list of values; in text, what separates them"""
-    longest: PositiveInt | None = None
-    """ids of a list that are taken, the first ones; null takes all"""
 
 
 @dataclass(frozen=True)
@@ -71,8 +67,6 @@ class Schema:
                     f"categorical.{name}: rows {column.rows}, min_count {column.min_count}; give one of them, to hash "
                     f"values or to learn a vocabulary"
                 )
-            if column.longest and not column.list:
-                raise InputError(f"categorical.{name}.longest: {column.longest} is of lists; set list")
         for section in ("labels", "categorical"):
             if not getattr(self, section):
                 raise InputError(f"{section}: none, but a model needs one; name its columns")

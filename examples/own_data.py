@@ -25,7 +25,7 @@ SCHEMA = "\n".join(
         "dense:",
         *(f"  {name}: {{}}" for name in NUMBERS),
         "categorical:",
-        "  words: {list: true, rows: 500, longest: 5}",
+        "  words: {list: true, rows: 500}",
         *(f"  {name}: {{min_count: 3}}" for name in TEXTS[:14]),  # a vocabulary, which `prepare` learns
         *(f"  {name}: {{rows: 200}}" for name in TEXTS[14:]),  # a hash
     ]

@@ -26,11 +26,11 @@ N = 120
 
 
 MOVIES = """
-labels: {rating: {above: 3.5}}
+labels: {liked: {}}
 dense: {age: {}}
 categorical:
   movie: {type: int, rows: 50}
-  genres: {list: "|", rows: 20, longest: 3}
+  genres: {list: "|", rows: 20}
   seen: {list: "|", type: int, rows: 30}
 """
 
@@ -51,7 +51,7 @@ categorical:
 def movies(rng: np.random.Generator) -> dict[str, Any]:
     genres = ["Action", "Children's", "Film-Noir", "Sci-Fi", "Drama, \u00e9"]
     return {
-        "rating": (rng.integers(1, 11, N) / 2).tolist(),
+        "liked": rng.integers(0, 2, N).tolist(),
         "age": [None if i % 7 == 0 else int(age) for i, age in enumerate(rng.integers(10, 80, N))],
         "movie": rng.integers(0, 4000, N).tolist(),
         "genres": [rng.choice(genres, rng.integers(0, 5)).tolist() for _ in range(N)],
@@ -124,10 +124,7 @@ def key_plainly(value: Any, kind: str) -> int:
 
 def expected(schema: Schema, columns: dict[str, Any], i: int) -> tuple[list[float], list[float], list[list[int]]]:
     """The oracle of a sample: labels, dense features, bags."""
-    labels = [
-        float(columns[name][i] if label.above is None else columns[name][i] > label.above)
-        for name, label in schema.labels.items()
-    ]
+    labels = [float(columns[name][i]) for name in schema.labels]
     dense = []
     for name, column in schema.dense.items():
         value = columns[name][i]
@@ -135,7 +132,7 @@ def expected(schema: Schema, columns: dict[str, Any], i: int) -> tuple[list[floa
     bags = []
     for name, column in schema.categorical.items():
         value, rows = columns[name][i], column.rows or 0
-        values = value[: column.longest] if column.list else [value]
+        values = value if column.list else [value]
         bags.append([0 if each is None else hash_plainly(key_plainly(each, column.type), rows) for each in values])
     return labels, dense or [1.0], bags
 
@@ -196,7 +193,7 @@ def test_what_is_learnt_of_the_samples(tmp_path: Path) -> None:
     text = LAYOUTS["movies"][1].replace("rows: 50", "min_count: 2").replace("rows: 20", "min_count: 9")
     (tmp_path / "schema.yaml").write_text(text)
     batch = prepared(source, read_schema(tmp_path / "schema.yaml")).read(0, N)
-    bags = {"movie": [[movie] for movie in columns["movie"]], "genres": [genres[:3] for genres in columns["genres"]]}
+    bags = {"movie": [[movie] for movie in columns["movie"]], "genres": columns["genres"]}
     for table, name, count in ((0, "movie", 2), (1, "genres", 9)):
         seen = Counter(value for bag in bags[name] for value in bag)
         frequent = {value for value, number in seen.items() if number >= count}
@@ -213,11 +210,11 @@ def test_what_is_learnt_of_the_samples(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["csv", "parquet"])
 def test_a_bad_row_is_named(tmp_path: Path, kind: str) -> None:
     source, schema, columns = write(tmp_path, "movies", kind, parts=1)
-    columns["rating"][90] = None
+    columns["liked"][90] = None
     file = source / f"part_0.{kind}"
     write_csv(file, columns, schema) if kind == "csv" else parquet.write_table(pa.table(columns), file)
     row = 92 if kind == "csv" else 91
-    with pytest.raises(InputError, match=rf"part_0.{kind}: row {row}, column rating: None is not a number") as error:
+    with pytest.raises(InputError, match=rf"part_0.{kind}: row {row}, column liked: None is not a label") as error:
         prepare(source, tmp_path / "bad", schema)
     assert_one_line(error)
 
@@ -248,7 +245,6 @@ def test_numbers_of_64_bits_and_hexadecimal_ones_are_keys(tmp_path: Path) -> Non
             r"categorical\.b\.rows: 0 is not a whole number from 1 to 2\^31 - 1",
         ),
         ("labels: {a: {}}\ncategorical: {a: {rows: 2}}", "a: a column with two uses"),
-        ("labels: {a: {}}\ncategorical: {b: {rows: 2, longest: 3}}", "longest: 3 is of lists; set list"),
         ("labels: a", "labels: 'a' must be sections by name"),
         ("- 1", "must be a section of keys"),
         ("a: [", "no schema can be read"),
@@ -265,22 +261,22 @@ def test_a_wrong_schema_is_refused(tmp_path: Path, text: str, rule: str) -> None
     ("text", "rule"),
     [
         (
-            "labels: {rating: {}}\ncategorical: {movie: {rows: 2}}",
-            "row 1, column rating: [0-9.]+ is not a label",
+            "labels: {movie: {}}\ncategorical: {seen: {rows: 2}}",
+            "row 1, column movie: [0-9.]+ is not a label",
         ),
         (
             "labels: {rates: {}}\ncategorical: {movie: {rows: 2}}",
-            "No match for FieldRef.Name.rates. in rating: double age",
+            "No match for FieldRef.Name.rates. in liked: int64",
         ),
         (
-            "labels: {rating: {above: 1}}\ncategorical: {genres: {rows: 2}}",
+            "labels: {liked: {}}\ncategorical: {genres: {rows: 2}}",
             "column genres: list.*, but the schema.s key list is False",
         ),
         (
-            "labels: {rating: {above: 1}}\ncategorical: {movie: {rows: 2, list: true}}",
+            "labels: {liked: {}}\ncategorical: {movie: {rows: 2, list: true}}",
             "column movie: int64, but the schema.s key list is True",
         ),
-        ("labels: {genres: {above: 1}}\ncategorical: {movie: {rows: 2}}", "column genres: .*cast from list"),
+        ("labels: {genres: {}}\ncategorical: {movie: {rows: 2}}", "column genres: .*cast from list"),
     ],
 )
 def test_files_that_a_schema_does_not_fit_are_refused(tmp_path: Path, text: str, rule: str) -> None:
