@@ -16,10 +16,7 @@ _BATCH = 8192  # samples that are packed at once
 def pack_samples(config: DataConfig, target: Path, samples: int | None) -> Layout:
     """Pack the samples of `config` into the folder `target`, and return the content of its meta.json.
 
-    Args:
-        config: of the samples, which `config.workers` processes read.
-        target: the folder, which must not be there.
-        samples: the first ones to train on that are taken; None takes all. Those to evaluate on follow them.
+    Of those to train on the first `samples` are taken, None takes all. Those to evaluate on follow them.
 
     Raises:
         InputError: if samples are endless or bad, or if `target` is there or cannot be written to.

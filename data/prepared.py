@@ -9,6 +9,7 @@ disk, so a folder has it or is refused.
 """
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterable, Iterator
@@ -52,29 +53,25 @@ class Prepared(Days):
                 f"data.tables.rows: {rows}, but {folder} has tables of {made} rows; leave it out, or fold the ids by "
                 f"data.tables.max_rows"
             )
-        records = _map(folder / "records", layout.samples, layout.record_bytes)
+        samples = layout.samples
+        records = _map(folder / "records", "u1", (samples, layout.record_bytes))
         unpacked: list[Any] = [Packed(records, each) for each in layout.fields()]
         dense, labels, *ids = unpacked
         for t in layout.lists:
-            ends = _map(folder / f"ends_{t}", layout.samples, 8).view("<i8")[:, 0]
-            values = _map(folder / f"list_{t}", int(ends[-1]) if len(ends) else 0, 4).view("<i4")[:, 0]
-            ids.insert(t, Ragged(values, ends))
+            ends = _map(folder / f"ends_{t}", "<i8", (samples,))
+            ids.insert(t, Ragged(_map(folder / f"list_{t}", "<i4", (int(ends[-1]) if samples else 0,)), ends))
         super().__init__([Day(str(folder), labels, dense, ids, records)], rows, tables.max_rows)
         self.held_out = layout.held_out
         self.labels = layout.labels
         self.packed = None if layout.lists else replace(layout, moduli=self._moduli)
 
 
-def _map(file: Path, rows: int, row_bytes: int) -> np.ndarray:
-    """Map a file of so many rows, [rows, row_bytes] uint8."""
-    if not file.is_file() or file.stat().st_size != rows * row_bytes:
-        raise InputError(
-            f"{file}: not the {rows * row_bytes} bytes that {_META} names; run `dlrm-overlap prepare` anew"
-        )
-    if not rows:
-        return np.empty((0, row_bytes), np.uint8)
+def _map(file: Path, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    if not file.is_file() or file.stat().st_size != size:
+        raise InputError(f"{file}: not the {size} bytes that {_META} names; run `dlrm-overlap prepare` anew")
     # Torch warns of memory that is read-only, and a plain array slices faster than np.memmap.
-    return np.asarray(np.memmap(file, np.uint8, "c", shape=(rows, row_bytes)))
+    return np.asarray(np.memmap(file, dtype, "c", shape=shape)) if size else np.empty(shape, dtype)
 
 
 @contextmanager
