@@ -86,7 +86,7 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader"]):
         pin_memory: bool,
         timeout_s: float = math.inf,
     ) -> None:
-        """Take a data set, and the number of the rank and of all ranks.
+        """Take a data set, and how it is read.
 
         Args:
             dataset: the samples.
@@ -99,8 +99,7 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader"]):
             prefetch: batches that each worker reads ahead.
             pin_memory: give the batches in page-locked memory, for runs on a GPU. A batch that a worker has read is
                 then lent: once it is dropped, and the copies that `Batch.to` started are done, its memory is used
-                again. Keeping such batches stops the reading: keep a `clone`. Records that a worker has read are
-                unpacked on the GPU, on the current stream, when `next` asks for them.
+                again. Keep a `clone` instead. Records are unpacked on the GPU, on the current stream, in `next`.
             timeout_s: seconds after which a batch that a worker has not read ends the reading.
         """
         is_packed = dataset.packed is not None and pin_memory and workers > 0

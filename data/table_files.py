@@ -10,7 +10,7 @@ from pyarrow import csv, dataset
 from dlrm_overlap.config import InputError
 from dlrm_overlap.data.schema import Schema
 
-BLOCK_BYTES = 1 << 21  # small enough that a block's arrays stay near the caches
+READ_ERRORS = (ValueError, OSError, pa.ArrowException)  # an InputError is a ValueError
 _BLOCK_ROWS = 1 << 16
 _FORMATS = {".parquet": "parquet", ".arrow": "ipc", ".feather": "ipc"}  # of all other files: text
 _TEXT_TYPES = {"string": pa.binary(), "int": pa.int64(), "hex": pa.string()}
@@ -38,7 +38,7 @@ def table_files(path: Path) -> list[Path]:
     return sorted(files, key=natural_key)
 
 
-def read_blocks(file: Path, schema: Schema, block_bytes: int = BLOCK_BYTES) -> Iterator[tuple[int, pa.RecordBatch]]:
+def read_blocks(file: Path, schema: Schema, block_bytes: int) -> Iterator[tuple[int, pa.RecordBatch]]:
     """Yield the columns of `schema` in blocks of rows, each after the number of its first row.
 
     The line of a header counts as a row.

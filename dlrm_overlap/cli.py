@@ -204,17 +204,16 @@ def prepare(argv: list[str]) -> int:
         raise InputError(f"--schema: {values.schema}, but a table, and nothing else, needs one; see --help")
     if values.schema and (values.rows or values.min_count):
         raise InputError("--rows, --min_count: a schema has these for each column; write them into it")
+    from dlrm_overlap.data.prepare import prepare_files
     from dlrm_overlap.data.schema import criteo_schema, read_schema
-
-    try:
-        from dlrm_overlap.data.prepare import prepare as prepare_samples
-    except ModuleNotFoundError as error:
-        raise InputError(f'{error.name}: not installed; pip install "dlrm-overlap[data]"') from None
 
     schema = read_schema(Path(values.schema)) if values.schema else None
     schema = schema or criteo_schema(values.rows, None if values.rows else values.min_count or 10)
     target = Path(values.target)
-    return _report_samples(target, prepare_samples(Path(values.source), target, schema))
+    try:
+        return _report_samples(target, prepare_files(Path(values.source), target, schema))
+    except ModuleNotFoundError as error:
+        raise InputError(f'{error.name}: not installed; pip install "dlrm-overlap[data]"') from None
 
 
 def _prepare_samples(argv: list[str]) -> int:
@@ -227,10 +226,10 @@ def _prepare_samples(argv: list[str]) -> int:
     text = _prepare_samples.__doc__ or ""
     config, values = parse_config(Config, "dlrm-overlap prepare samples OUT", text, argv, add_options)
     config.data.require_source()
-    from dlrm_overlap.data.packing import pack_samples
+    from dlrm_overlap.data.prepare import prepare_samples
 
     target = Path(values.target)
-    return _report_samples(target, pack_samples(config.data, target, values.samples))
+    return _report_samples(target, prepare_samples(config.data, target, values.samples))
 
 
 def _report_samples(target: Path, meta: Any) -> int:

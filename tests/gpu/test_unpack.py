@@ -7,7 +7,7 @@ import torch
 
 from dlrm_overlap.config import DataConfig, TablesConfig
 from dlrm_overlap.data.loader import Loader, open_datasets
-from dlrm_overlap.data.packing import pack_samples
+from dlrm_overlap.data.prepare import prepare_samples
 from tests.agreement import assert_same_samples
 
 
@@ -16,7 +16,7 @@ from tests.agreement import assert_same_samples
 def test_batches_of_a_loader_are_those_of_the_cpu(tmp_path: Path, max_rows: int | None) -> None:
     tables = TablesConfig(rows=[3, 300, 70_000, 40_000_000], multi_hot=[1, 100, 2, 12])
     folder = tmp_path / "packed"
-    pack_samples(DataConfig(tables=tables, eval_samples=8), folder, 50_000)
+    prepare_samples(DataConfig(tables=tables, eval_samples=8), folder, 50_000)
     config = DataConfig(kind="prepared", path=str(folder), shuffle=4096, tables=TablesConfig(max_rows=max_rows))
     train, _ = open_datasets(config)
     stream = torch.cuda.Stream()

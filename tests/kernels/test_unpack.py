@@ -12,7 +12,7 @@ from dlrm_overlap.data import loader as loader_module
 from dlrm_overlap.data.batch import Lease
 from dlrm_overlap.data.days import Day, Days
 from dlrm_overlap.data.loader import Loader, open_datasets
-from dlrm_overlap.data.packing import pack_samples
+from dlrm_overlap.data.prepare import prepare_samples
 from dlrm_overlap.data.records import Layout, Packed, Unpacker
 from dlrm_overlap.kernels import reference
 from tests.agreement import assert_same_samples
@@ -70,7 +70,7 @@ def test_a_loader_unpacks_the_records_that_its_workers_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shuffle: int
 ) -> None:
     tables = TablesConfig(rows=[3, 300, 70_000], multi_hot=[1, 3, 2])
-    pack_samples(DataConfig(tables=tables, eval_samples=4, workers=0), tmp_path / "packed", 50)
+    prepare_samples(DataConfig(tables=tables, eval_samples=4, workers=0), tmp_path / "packed", 50)
     tables = TablesConfig(max_rows=250)
     config = DataConfig(kind="prepared", path=str(tmp_path / "packed"), shuffle=shuffle, tables=tables)
     train, _ = open_datasets(config)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dlrm_overlap.config import InputError
-from dlrm_overlap.data.prepare import prepare
+from dlrm_overlap.data.prepare import prepare_files
 from dlrm_overlap.data.records import Layout
 from dlrm_overlap.data.schema import criteo_schema
 
@@ -19,7 +19,7 @@ ROWS = [3 + 5 * t for t in range(26)]
 def prepare_criteo(
     source: Path, target: Path, rows: int | None = None, min_count: int | None = None, **options: Any
 ) -> Layout:
-    return prepare(source, target, criteo_schema(rows, min_count), **options)
+    return prepare_files(source, target, criteo_schema(rows, min_count), **options)
 
 
 def random_lines(n: int, seed: int = 0) -> list[bytes]:

@@ -8,10 +8,9 @@ import torch
 
 from dlrm_overlap.cli import main
 from dlrm_overlap.config import DataConfig, TablesConfig
-from dlrm_overlap.data import packing
+from dlrm_overlap.data import prepare
 from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.data.loader import open_datasets
-from dlrm_overlap.data.packing import pack_samples
 from dlrm_overlap.data.prepared import Prepared
 from tests.agreement import assert_same_samples
 
@@ -26,12 +25,12 @@ def config_of(tables: TablesConfig, **keys: Any) -> DataConfig:
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packing, "_BATCH", 16)
+    monkeypatch.setattr(prepare, "_BATCH", 16)
 
 
 def packed(folder: Path, tables: TablesConfig = FIXED) -> DataConfig:
     """Pack samples into a folder in `folder`, and return the configuration that reads them."""
-    pack_samples(config_of(tables), folder / "packed", SAMPLES)
+    prepare.prepare_samples(config_of(tables), folder / "packed", SAMPLES)
     return DataConfig(kind="prepared", path=str(folder / "packed"))
 
 

@@ -10,7 +10,7 @@ from dlrm_overlap.config import InputError, TablesConfig
 from dlrm_overlap.data.encoder import hashed_rows
 from dlrm_overlap.data.prepared import Prepared
 from dlrm_overlap.data.schema import criteo_schema
-from dlrm_overlap.data.table_files import BLOCK_BYTES, table_files
+from dlrm_overlap.data.table_files import table_files
 from tests.unit.data.criteo_lines import (
     assert_one_line,
     hash_all,
@@ -24,7 +24,7 @@ from tests.unit.data.criteo_lines import (
 
 @pytest.mark.parametrize("newline", [b"\n", b"\r\n"])
 @pytest.mark.parametrize("end", [False, True])
-@pytest.mark.parametrize(("suffix", "block_bytes"), [("", BLOCK_BYTES), (".gz", 1001)])
+@pytest.mark.parametrize(("suffix", "block_bytes"), [("", 1 << 21), (".gz", 1001)])
 def test_parser_agrees_with_plain_python(
     newline: bytes, end: bool, suffix: str, block_bytes: int, tmp_path: Path
 ) -> None:

@@ -17,7 +17,7 @@ from pyarrow import feather, parquet
 from dlrm_overlap.config import InputError, TablesConfig
 from dlrm_overlap.data.batch import Batch, table_keys
 from dlrm_overlap.data.loader import Loader
-from dlrm_overlap.data.prepare import prepare
+from dlrm_overlap.data.prepare import prepare_files
 from dlrm_overlap.data.prepared import Prepared
 from dlrm_overlap.data.schema import Schema, read_schema
 from tests.unit.data.criteo_lines import assert_one_line, hash_plainly
@@ -146,7 +146,7 @@ def bags_of(batch: Batch) -> list[list[list[int]]]:
 def prepared(source: Path, schema: Schema, **options: Any) -> Prepared:
     """Prepare the samples of `source`, in the folder beside it."""
     days = source.parent / "days"
-    prepare(source, days, schema, **options)
+    prepare_files(source, days, schema, **options)
     return Prepared(days, TablesConfig())
 
 
@@ -215,7 +215,7 @@ def test_a_bad_row_is_named(tmp_path: Path, kind: str) -> None:
     write_csv(file, columns, schema) if kind == "csv" else parquet.write_table(pa.table(columns), file)
     row = 92 if kind == "csv" else 91
     with pytest.raises(InputError, match=rf"part_0.{kind}: row {row}, column liked: None is not a label") as error:
-        prepare(source, tmp_path / "bad", schema)
+        prepare_files(source, tmp_path / "bad", schema)
     assert_one_line(error)
 
 
@@ -224,7 +224,7 @@ def test_numbers_of_64_bits_and_hexadecimal_ones_are_keys(tmp_path: Path) -> Non
     (tmp_path / "schema.yaml").write_text(text)
     ids = ["1;2,ff", f"{(1 << 63) - 1},0000001F", f"{-(1 << 63)},"]
     (tmp_path / "in.csv").write_text("\n".join(["a,b,c", *(f"1,{each}" for each in ids)]))
-    prepare(tmp_path / "in.csv", tmp_path / "days", read_schema(tmp_path / "schema.yaml"))
+    prepare_files(tmp_path / "in.csv", tmp_path / "days", read_schema(tmp_path / "schema.yaml"))
     with np.load(tmp_path / "days" / "vocabulary.npz") as vocabulary:
         assert vocabulary["b.keys"].tolist() == [-(1 << 63), 1, 2, (1 << 63) - 1]
         assert vocabulary["c.keys"].tolist() == [31, 255]
@@ -283,13 +283,13 @@ def test_files_that_a_schema_does_not_fit_are_refused(tmp_path: Path, text: str,
     source, _, _ = write(tmp_path, "movies", "parquet")
     (tmp_path / "schema.yaml").write_text(text)
     with pytest.raises(InputError, match=rule) as error:
-        prepare(source, tmp_path / "days", read_schema(tmp_path / "schema.yaml"))
+        prepare_files(source, tmp_path / "days", read_schema(tmp_path / "schema.yaml"))
     assert_one_line(error)
 
 
 def test_files_of_lists_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     source, schema, _ = write(tmp_path, "ccp", "parquet", parts=1)
-    prepare(source, tmp_path / "days", schema)
+    prepare_files(source, tmp_path / "days", schema)
     file = tmp_path / "days" / "list_0"
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(InputError, match=r"list_0: not the \d+ bytes that meta.json names"):
