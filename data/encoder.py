@@ -96,7 +96,9 @@ class Encoder:
 
         Without dense columns, they have one dense feature of ones.
         """
-        labels = [_labels(row, block, name) for name in self._schema.labels]
+        labels = [_numbers(row, block, name) for name in self._schema.labels]
+        for name, label in zip(self._schema.labels, labels, strict=True):
+            _require((label == 0) | (label == 1), row, block, name, "a label, 0 or 1")
         dense = [self._dense(row, block, name) for name in self._schema.dense] or [np.ones(block.num_rows)]
         ids = [self._ids(block, name, column) for name, column in self._schema.categorical.items()]
         return Day("table", np.stack(labels, axis=1), np.stack(dense, axis=1).astype(np.float32), ids)
@@ -115,15 +117,10 @@ class Encoder:
 
 
 def hashed_rows(keys: np.ndarray, rows: int) -> np.ndarray:
-    """Return the rows [d] int32 of keys [d] int64, 1 + mix(key) % (rows - 1): row 0 is for missing values.
-
-    In a table of one row all take row 0.
-    """
-    if rows == 1:
-        return np.zeros(len(keys), np.int32)
+    """Return the rows [d] int32 of keys [d] int64, 1 + mix(key) % (rows - 1); 0 is for missing values."""
     mixed = keys.view(np.uint64) * np.uint64(0x9E3779B97F4A7C15)  # 2**64 over the golden ratio
     mixed ^= mixed >> np.uint64(32)
-    return (mixed % np.uint64(rows - 1)).astype(np.int32) + np.int32(1)
+    return (mixed % np.uint64(max(rows - 1, 1))).astype(np.int32) + np.int32(rows > 1)
 
 
 @contextmanager
@@ -147,13 +144,6 @@ def _numbers(row: int, block: pa.RecordBatch, name: str) -> np.ndarray:
         numbers = column.cast(pa.float64(), safe=False).to_numpy(False)
     _require(np.isfinite(numbers) | column.is_null().to_numpy(False), row, block, name, "a finite number, or missing")
     return numbers
-
-
-def _labels(row: int, block: pa.RecordBatch, name: str) -> np.ndarray:
-    """Return a column of labels [n] float32."""
-    numbers = _numbers(row, block, name)
-    _require((numbers == 0) | (numbers == 1), row, block, name, "a label, 0 or 1")
-    return numbers.astype(np.float32)
 
 
 def _values(block: pa.RecordBatch, name: str, column: Categorical) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:

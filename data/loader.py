@@ -86,14 +86,9 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader"]):
         pin_memory: bool,
         timeout_s: float = math.inf,
     ) -> None:
-        """Take a data set, and how it is read.
+        """Take the samples, b (`batch_size`), the number of this rank and of all, the steps, and how they are read.
 
         Args:
-            dataset: the samples.
-            batch_size: samples of a rank and step, b.
-            rank: this rank.
-            world_size: number of ranks, W.
-            steps: those to read.
             workers: processes that read in turn; they end with the thread that asks for the first batch. They are
                 forked, so data sets must not touch CUDA. With 0, `next` reads.
             prefetch: batches that each worker reads ahead.

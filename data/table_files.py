@@ -24,18 +24,12 @@ def table_files(path: Path) -> list[Path]:
     Raises:
         InputError: if there is no such file.
     """
-
-    def natural_key(file: Path) -> list[str | int]:
-        return [int(part) if i % 2 else part for i, part in enumerate(re.split(r"(\d+)", file.name))]
-
     if path.is_file():
         return [path]
     files = [file for file in path.iterdir() if file.is_file() and file.name[0] not in "._"] if path.is_dir() else []
     if not files:
-        raise InputError(
-            f"{path}: no such file, or a folder without files; give a file of samples, or a folder of them"
-        )
-    return sorted(files, key=natural_key)
+        raise InputError(f"{path}: no such file, or a folder without files; name a file of samples, or a folder")
+    return sorted(files, key=lambda file: re.sub(r"\d+", lambda number: number[0].zfill(20), file.name))
 
 
 def read_blocks(file: Path, schema: Schema, block_bytes: int) -> Iterator[tuple[int, pa.RecordBatch]]:

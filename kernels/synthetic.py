@@ -233,14 +233,10 @@ def _draw_labels(
 def draw_samples(
     source: Source, first: int, count: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the samples [first, first + count), as kernels on the current stream make them.
+    """Return the samples [first, first + count): dense features [b, F], lengths [T * b] and ids int32, labels [b].
 
-    The CPU does not wait for them, unless bags of a table differ in size: then it waits for the number of ids, which
-    the current stream computes first.
-
-    Returns:
-        Dense features [b, F] float32; lengths [T * b] int32 of the bags; ids int32, all bags of table 0, then those of
-        table 1, and so forth; labels [b] float32.
+    Kernels on the current stream make them. The CPU does not wait for these, unless bags of a table differ in size:
+    then it waits for the number of ids, which the stream computes first. Ids are all bags of table 0, then of table 1..
     """
     key, device, features, tables = source.key, source.key.device, len(source.dense_weights), len(source.bag_sizes)
     blocks, groups, first_draw = len(source.columns) // 4, -(-count // BLOCK), 1 + features + tables
