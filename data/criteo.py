@@ -43,7 +43,9 @@ class Criteo(Days):
 
 def _open_day(name: str, multi_hot: bool) -> Day:
     if multi_hot:
-        tables = _map_npz(Path(f"{name}_sparse_multi_hot.npz"))
+        file = Path(f"{name}_sparse_multi_hot.npz")
+        with _named(file), zipfile.ZipFile(file) as archive:
+            tables = [_map_member(file, archive.getinfo(f"{t}.npy")) for t in range(CRITEO_TABLES)]
     else:
         tables = list(_map_npy(Path(f"{name}_sparse.npy"), np.int32, CRITEO_TABLES).T[:, :, None])
     dense = _map_npy(Path(f"{name}_dense.npy"), np.float32, CRITEO_DENSE)
@@ -60,13 +62,8 @@ def _map_npy(file: Path, dtype: type, columns: int) -> np.ndarray:
         return _checked(array[:, None] if columns == 1 and array.ndim == 1 else array, dtype, columns)
 
 
-def _map_npz(file: Path) -> list[np.ndarray]:
-    """Map the members 0.npy .. 25.npy of an npz file, int32 [n, ids a bag], each where it lies in the file."""
-    with _named(file), zipfile.ZipFile(file) as archive:
-        return [_map_member(file, archive.getinfo(f"{t}.npy")) for t in range(CRITEO_TABLES)]
-
-
 def _map_member(file: Path, info: zipfile.ZipInfo) -> np.ndarray:
+    """Map a member of an npz file, int32 [n, ids a bag], where it lies in the file."""
     if info.compress_type != zipfile.ZIP_STORED:
         raise ValueError("compressed, so it cannot be mapped; write it by numpy.savez")
     with file.open("rb") as stream:

@@ -45,8 +45,7 @@ def prepare_files(source: Path, target: Path, schema: Schema, block_bytes: int =
                 for row, block in read_blocks(file, schema, block_bytes):
                     yield use(row, block)
             except READ_ERRORS as error:
-                cure = "correct or replace the file, or correct the schema"
-                raise InputError(f"{file}: {in_one_line(error)}; {cure}") from None
+                raise InputError(f"{file}: {in_one_line(error)}; correct the file, or the schema") from None
 
     with new_folder(target):
         if encoder.learns:

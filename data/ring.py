@@ -16,6 +16,7 @@ import math
 import mmap
 import multiprocessing
 import os
+import select
 import signal
 import traceback
 from collections import deque
@@ -36,7 +37,7 @@ Form = Sequence[tuple[tuple[int, ...], torch.dtype]]
 Lent = tuple[list[torch.Tensor], Lease | None]
 """a batch's tensors, and the lease of the slot that they are views of; None if they are copies"""
 
-_POLL_S = 0.05
+_POLL_MS = 50
 _ALIGNED_BYTES = 64  # more than the 16 bytes that a kernel reads of records at a time
 # For the training process to handle, which needs batches until it ends; sent to a whole group, they reach readers too.
 _DEAF_TO = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -69,6 +70,9 @@ class Ring:
         self._end = Finalize(self, _kill, args=(self._workers,), exitpriority=0)
         context = multiprocessing.get_context("fork")
         self._pipes = [context.Pipe() for _ in range(workers)]
+        self._polls = [select.poll() for _ in self._pipes]  # Connection.poll makes one for each call
+        for poll, (ours, _) in zip(self._polls, self._pipes, strict=True):
+            poll.register(ours, select.POLLIN)
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _DEAF_TO)  # until they ignore these
         collects = gc.isenabled()
         gc.disable()  # in a fork, freeing what this process has on a GPU ends it
@@ -101,11 +105,11 @@ class Ring:
         if self._next == len(self._steps):
             raise StopIteration
         self._reclaim()
-        patience, (pipe, _) = Patience(self._timeout_s), self._pipes[self._next % len(self._pipes)]
-        while not pipe.poll(_POLL_S):
+        patience, reader = Patience(self._timeout_s), self._next % len(self._pipes)
+        while not self._polls[reader].poll(_POLL_MS):
             self._reclaim()
             self._check_readers(patience)
-        slot, lengths = pipe.recv()
+        slot, lengths = self._pipes[reader][0].recv()
         if isinstance(lengths, Exception):
             raise lengths
         self._next += 1
