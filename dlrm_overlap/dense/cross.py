@@ -53,10 +53,10 @@ def cross(x0: torch.Tensor, layers: Sequence[CrossLayer], later: Later) -> torch
         x0: [b, N] bfloat16 or another float type, contiguous, which requires a gradient where one is recorded. Its
             content must stay until the backward.
         layers: at least one; w and v have the type of x0.
-        later: called in the backward for v, w and bias with a function that writes their gradients, to be called once,
+        later: called in the backward for bias, v and w with a function that writes their gradients, to be called once,
             on the backward's stream: so x0's gradient is there before they are computed. Autograd sees nothing of the
-            parameters. The products of v come first, since they leave some of a GPU's multiprocessors to the kernel
-            that sends x0's gradient; the product of w would keep it back.
+            parameters. The products of v come before those of w, since they leave some of a GPU's multiprocessors to
+            the kernel that sends x0's gradient; the product of w would keep it back.
     """
     assert x0.requires_grad or not torch.is_grad_enabled(), "no backward would come, and write the gradients"
     return _Cross.apply(x0, later, *(tensor.detach() for layer in layers for tensor in layer))  # type: ignore[no-any-return]
@@ -116,9 +116,9 @@ class _Cross(torch.autograd.Function):
         def write_bias(into: list[torch.Tensor]) -> None:
             torch._foreach_copy_(into, list(sums.sum(1)))  # type: ignore[no-untyped-call]
 
+        ctx.later("bias", write_bias)
         ctx.later("v", write_v)
         ctx.later("w", write_w)
-        ctx.later("bias", write_bias)
         return dx, None, *(None for _ in parameters)
 
 
