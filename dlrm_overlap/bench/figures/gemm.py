@@ -35,8 +35,9 @@ from dlrm_overlap.bench.harness.timing import Timing, counted, greatest, time_al
 from dlrm_overlap.bench.rows import report
 from dlrm_overlap.config import InputError
 from dlrm_overlap.dense.gemm import serial
-from dlrm_overlap.dense.gemm.problem import Layer
+from dlrm_overlap.dense.gemm.layer import Layer
 from dlrm_overlap.dense.gemm.products import ParallelProducts
+from dlrm_overlap.launching.environment import one_queue
 from dlrm_overlap.train.ranks import Ranks
 
 Call = Callable[[], torch.Tensor]
@@ -80,8 +81,14 @@ class Case:
         """
         if _ONLY.get(name, self.operator) != self.operator:
             return None
+        between_gpus = self.device.type == "cuda" and self.group.size() > 1
+        tiled = name in ("tiles", "triggered")
+        if name not in ("serial", "auto") and not between_gpus:
+            return None
+        if tiled and (one_queue() or any(size % 8 for size in self.weight.shape)):  # see `dense.gemm.products`
+            return None
         if name == "torch":
-            return self._torch() if self.device.type == "cuda" else None
+            return self._torch()
         layer = Layer(self.weight)
 
         def call() -> torch.Tensor:

@@ -180,7 +180,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
             before._let_go()
         leave_ddp(self._model)
         for layer in divided_layers(self._model):
-            layer.ranks.order = self._order
+            layer.products.order = self._order
         self._dense = self._open_dense_step()
         self._fused = [each for each in fused_optimizers(self._optimizer) if not self._dense.steps_after(each)]
         if self._captures and self._dense.why_after and self._group.rank() == 0:
