@@ -13,7 +13,8 @@ elementwise pass reads and writes, in activations of [b, N], for three layers:
 
 These are 11 forward and 16 backward; the last product reads dx_0 once more, to add p_0 to it. To write g_l rather than
 add it up from the p_k costs 18 backward, and to add up dx_0 in a pass of its own 20. The backward keeps du of all
-layers, so that the weights' gradients of all layers are one batched product.
+layers, so that the weights' gradients of all layers are one batched product. What it reads is stacked from the last
+layer to the first, as the flat gradient has the layers.
 """
 
 from collections.abc import Callable, Sequence
@@ -69,14 +70,15 @@ class _Cross(torch.autograd.Function):
     def forward(ctx: Any, x0: torch.Tensor, later: Later, *parameters: torch.Tensor) -> torch.Tensor:
         layers = _layers(parameters)
         kernels = kernels_on(x0.device, "cross")
-        inputs, products = stack(len(layers) - 1, x0), stack(len(layers), x0)  # x_1 .., w_0 ..
+        inputs, products = stack(len(layers) - 1, x0), stack(len(layers), x0)  # x_{L-1} .. x_1, w_0 ..
         narrow = x0.new_empty(len(layers), len(x0), len(layers[0].v))
         output = torch.empty_like(x0)
         x = x0
         for index, layer in enumerate(layers):
-            torch.mm(x, layer.v.t(), out=narrow[index])  # `out` also keeps autocast from looking at it
-            torch.mm(narrow[index], layer.w.t(), out=products[index])
-            after = inputs[index] if index + 1 < len(layers) else output
+            left = len(layers) - 1 - index
+            torch.mm(x, layer.v.t(), out=narrow[left])  # `out` also keeps autocast from looking at it
+            torch.mm(narrow[left], layer.w.t(), out=products[index])
+            after = inputs[left - 1] if left > 0 else output
             kernels.add_layer(x0, x, products[index], layer.bias, after)
             x = after
         ctx.later = later
@@ -89,28 +91,28 @@ class _Cross(torch.autograd.Function):
         x0, inputs, products, narrow, *parameters = ctx.saved_tensors
         layers = _layers(parameters)
         kernels = kernels_on(x0.device, "cross")
-        through, du = stack(len(layers) - 1, x0), stack(len(layers), x0)  # p_1 .., du_0 ..
+        through, du = stack(len(layers) - 1, x0), stack(len(layers), x0)  # p_1 .., du_{L-1} .. du_0
         dx, dv = torch.empty_like(x0), torch.empty_like(narrow)
         bias = torch.stack([layer.bias for layer in layers])
         sums = bias.new_empty(len(layers), -(-len(x0) // GROUP), x0.shape[1])
         gradient = gradients[0].contiguous()
-        for index in reversed(range(len(layers))):
-            tensors = CrossGradient(gradient, through, x0, products, bias, du[index], dx, sums[index])
+        for turn, index in enumerate(reversed(range(len(layers)))):
+            tensors = CrossGradient(gradient, through, x0, products, bias, du[turn], dx, sums[index])
             kernels.gradient_of_layer(tensors, index, len(layers))
-            torch.mm(du[index], layers[index].w, out=dv[index])
+            torch.mm(du[turn], layers[index].w, out=dv[turn])
             if index > 0:
-                torch.mm(dv[index], layers[index].v, out=through[index - 1])
+                torch.mm(dv[turn], layers[index].v, out=through[index - 1])
             else:
-                dx.addmm_(dv[0], layers[0].v)
+                dx.addmm_(dv[turn], layers[0].v)
 
         @torch.no_grad()
         def write_v(into: list[torch.Tensor]) -> None:
-            _products_into(into[:1], dv[:1].transpose(1, 2), x0[None])
-            _products_into(into[1:], dv[1:].transpose(1, 2), inputs)
+            _products_into(into[:0:-1], dv[:-1].transpose(1, 2), inputs)
+            _products_into(into[:1], dv[-1:].transpose(1, 2), x0[None])
 
         @torch.no_grad()
         def write_w(into: list[torch.Tensor]) -> None:
-            _products_into(into, du.transpose(1, 2), narrow)
+            _products_into(into[::-1], du.transpose(1, 2), narrow)
 
         @torch.no_grad()
         def write_bias(into: list[torch.Tensor]) -> None:
