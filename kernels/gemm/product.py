@@ -49,7 +49,7 @@ class Signals(NamedTuple):
 
     flags: Flags
     """element (w, i) of a rank's flags stands for the rows [i * slot_rows, (i + 1) * slot_rows) of a shard: those of
-    rank w that have come, or the own ones that w has multiplied. `counts` is not looked at: all these are in use"""
+    rank w that have come, or the own ones that w has multiplied; `counts` is not looked at"""
     slot_rows: int
 
 
@@ -110,77 +110,38 @@ def _programs(device: torch.device, tiles: int) -> int:
     return min(tiles, torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2)
 
 
-def gathered_product(
+def product(
     x: torch.Tensor,
     weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    activation: str,
-    out: torch.Tensor,
+    out: torch.Tensor | Destinations,
     rank: int,
     owners: torch.Tensor,
     signals: Signals,
+    bias: torch.Tensor | None = None,
+    activation: str = "none",
     tiling: Tiling = TILING,
 ) -> None:
-    """Compute out = activation(x @ weight^T + bias) on the current stream, while the peers' shards of x arrive.
+    """Compute activation(x @ weight^T + bias) on the current stream, with the communication at its one end inside.
 
-    A wait that lasts longer than `flags.timeout` is recorded and stops the GPU's work. Rows have to arrive without a
-    multiprocessor of this GPU, since the kernel may hold all of them: by copy engines, or by stores of the peers.
+    Where `out` is a tensor, the product is gathered: its tiles wait for the peers' shards of x. A wait that lasts
+    longer than `flags.timeout` is recorded and stops the GPU's work. Rows have to arrive without a multiprocessor of
+    this GPU, since the kernel may hold all of them: by copy engines, or by stores of the peers.
+
+    Where `out` are destinations, it is scattered: this rank's part of the sum is stored at the ranks that own its rows,
+    whose flags are raised. The kernel waits for nobody. `calls.sum_parts` adds the parts up at their owner.
 
     Args:
         x: [M, K] contiguous, bfloat16 or float16, K a multiple of 8, of which shard w, M / W rows, is rank w's. The own
-            one is there.
+            one is there. If scattered, K is this rank's part of the sum.
         weight: [N, K] of the type of `x`, it or its transpose contiguous, N a multiple of 8; see `laid_out`.
-        bias: [N] of any float type, or None.
-        activation: none | relu.
-        out: [M, N] contiguous, of the type of `x`.
+        out: [M, N] contiguous, of the type of `x`, or where the tiles go.
         rank: of the caller.
-        owners: [W] int32: the order of the shards; the rank itself, then its peers, best as their rows arrive.
-        signals: of `rank`, that the peers' rows are there; a slot has at least the rows of a tile.
+        owners: [W] int32: the order of the shards: the rank itself, then its peers, best as their rows arrive; if
+            scattered, the peers first.
+        signals: that the peers' rows are there, or that are raised when a slot's rows are; a slot has whole tiles.
+        bias: [N] of any float type, or None, as if scattered.
+        activation: none | relu; if scattered, none.
         tiling: how the product is cut.
-    """
-    _launch(x, weight, bias, activation, out, rank, owners, signals, None, tiling)
-
-
-def scattered_product(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    rank: int,
-    owners: torch.Tensor,
-    signals: Signals,
-    destinations: Destinations,
-    tiling: Tiling = TILING,
-) -> None:
-    """Store this rank's part of x @ weight^T at the ranks that own its rows, and raise their flags.
-
-    The kernel waits for nobody. `calls.sum_parts` adds the parts up at their owner.
-
-    Args:
-        x: [M, K] as for `gathered_product`, K being this rank's part of the sum; rank w owns the rows [w * M / W, ..).
-        weight: [N, K], alike.
-        rank: of the caller.
-        owners: [W] int32: the order of the owners; the peers, then the rank itself.
-        signals: the flags that are raised, each once a slot's rows are there; a slot has whole tiles.
-        destinations: where the tiles go.
-        tiling: how the product is cut.
-    """
-    _launch(x, weight, None, "none", x, rank, owners, signals, destinations, tiling)
-
-
-def _launch(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    activation: str,
-    out: torch.Tensor,
-    rank: int,
-    owners: torch.Tensor,
-    signals: Signals,
-    destinations: Destinations | None,
-    tiling: Tiling,
-) -> None:
-    """Launch a product on the current stream, scattered where there are destinations, else gathered.
-
-    `x` stands in for arguments that the variant does not touch, an address like any other.
     """
     (m, k), n, by_k, world_size = x.shape, weight.shape[0], weight.is_contiguous(), owners.numel()
     assert x.dtype == weight.dtype in (torch.bfloat16, torch.float16), f"{x.dtype}, {weight.dtype}: not two bytes"
@@ -189,13 +150,10 @@ def _launch(
     assert laid_out(weight) is weight, "call `laid_out` first"
     assert m % world_size == 0, f"{m} rows are not shards of {world_size} ranks"
     (flags, slot_rows), shard_rows = signals, m // world_size
-    targets = done = x
-    order, scatter = "own_first", destinations is not None
-    if destinations is None:
-        assert slot_rows >= min(tiling.block_m, shard_rows), f"{slot_rows} rows: a tile has {tiling.block_m}"
-    else:
-        targets, done, order = destinations
-        assert slot_rows % tiling.block_m == 0, f"{slot_rows} rows: not whole tiles of {tiling.block_m}"
+    scatter = isinstance(out, Destinations)
+    # x stands in for arguments that the variant does not touch, an address like any other.
+    given, (targets, done, order) = (x, out) if isinstance(out, Destinations) else (out, (x, x, "own_first"))
+    assert slot_rows % tiling.block_m == 0, f"{slot_rows} rows: not whole tiles of {tiling.block_m}"
     tiling = tiling._replace(specialised=tiling.specialised and _on_hopper(x.device))
     rows = _descriptor(x, tiling.block_m, tiling.block_k, tiling)
     if by_k:
@@ -203,14 +161,14 @@ def _launch(
     else:
         columns = _descriptor(weight.t(), tiling.block_k, tiling.block_n, tiling)
     tiles = -(-shard_rows // tiling.block_m) * world_size * -(-n // tiling.block_n)
-    given = x if bias is None else bias
+    added = x if bias is None else bias
     kernel = _compiled(
         tiling, GATHER=not scatter, SCATTER=scatter, BY_K=by_k, BIAS=bias is not None, ACTIVATION=activation,
         TYPE=TYPES[x.dtype], ORDER=order,
     )  # fmt: skip
     kernel(
-        _programs(x.device, tiles), (given.dtype,),
-        out, given, targets, owners, flags.addresses, flags.local, done, flags.clock, flags.status, rows, columns,
+        _programs(x.device, tiles), (added.dtype,),
+        given, added, targets, owners, flags.addresses, flags.local, done, flags.clock, flags.status, rows, columns,
         rank, world_size, shard_rows, n // ALIGNED, k // ALIGNED, slot_rows, flags.local.shape[1],
         flags.timeout,
     )  # fmt: skip

@@ -13,7 +13,7 @@ from dlrm_overlap.dense.gemm.layer import Layer, cut, linear_into
 from dlrm_overlap.dense.gemm.windows import Windows
 from dlrm_overlap.kernels.flags import raise_flags, wait_flags
 from dlrm_overlap.kernels.gemm.calls import begin_call
-from dlrm_overlap.kernels.gemm.product import Signals, gathered_product, laid_out
+from dlrm_overlap.kernels.gemm.product import Signals, laid_out, product
 
 
 class _Rows:
@@ -117,9 +117,7 @@ def tiled(
             rows.send(peer, begin, min(begin + slot_rows, count), slot)
     rows.received[rows.own].copy_(x_shard)
     signals, x = Signals(windows.ready[0], slot_rows), rows.received
-    gathered_product(
-        x, weight, layer.bias, layer.activation, rows.out, windows.rank, windows.own_first, signals, windows.tiling
-    )
+    product(x, weight, rows.out, windows.rank, windows.own_first, signals, layer.bias, layer.activation, windows.tiling)
     if rows.kept is not None:
         rows.kept.copy_(x)
     rows.finish()

@@ -16,7 +16,7 @@ from dlrm_overlap.dense.gemm.windows import Windows
 from dlrm_overlap.kernels.dense.arguments import LINE
 from dlrm_overlap.kernels.flags import Flags, wait_flags
 from dlrm_overlap.kernels.gemm.calls import Parts, begin_call, sum_parts
-from dlrm_overlap.kernels.gemm.product import Destinations, Signals, laid_out, scattered_product
+from dlrm_overlap.kernels.gemm.product import Destinations, Signals, laid_out, product
 
 
 class _Partials:
@@ -85,7 +85,7 @@ def copied(windows: Windows, x: torch.Tensor, layer: Layer, parts: int) -> Finis
     """
     current, partial = torch.cuda.current_stream(windows.device), x.new_empty(x.shape[0], len(layer.weight))
     partials = _Partials(windows, x, layer)
-    rows, product, engine = partials.rows, Layer(layer.weight), windows.engine
+    rows, without_bias, engine = partials.rows, Layer(layer.weight), windows.engine
     first, *_, last = *windows.turns, windows.turns[-1]
     pieces = cut(rows, parts)
     cuts = {first: cut(rows, parts, small_first=True), last: pieces}
@@ -93,7 +93,7 @@ def copied(windows: Windows, x: torch.Tensor, layer: Layer, parts: int) -> Finis
     sent = windows.events[-len(pieces) :]
     for (peer, begin, end), event in zip(turns, windows.events, strict=False):
         some = slice(peer * rows + begin, peer * rows + end)
-        linear_into(partial[some], x[some], product)
+        linear_into(partial[some], x[some], without_bias)
         event.record(current)
         engine.stream.wait_event(event)
         engine.copy(partials.target(peer)[begin:end], partial[some])
@@ -104,7 +104,7 @@ def copied(windows: Windows, x: torch.Tensor, layer: Layer, parts: int) -> Finis
         if peer == last:
             sent[slot].record(engine.stream)
     own = slice(windows.rank * rows, (windows.rank + 1) * rows)
-    linear_into(partials.target(windows.rank), x[own], product)
+    linear_into(partials.target(windows.rank), x[own], without_bias)
     windows.under_way = True
     return functools.partial(_finish_sent, partials, pieces, sent, partial)
 
@@ -122,7 +122,7 @@ def tiled(windows: Windows, x: torch.Tensor, layer: Layer, parts: int) -> Finish
     rows, slot_rows = partials.rows, windows.tiling.slot_rows(partials.rows, parts)
     targets = partials.window.addresses("memory") + partials.offset_bytes
     signals, destinations = Signals(windows.ready[0], slot_rows), Destinations(targets, windows.tiles)
-    scattered_product(x, weight, windows.rank, windows.own_last, signals, destinations, windows.tiling)
+    product(x, weight, destinations, windows.rank, windows.own_last, signals, tiling=windows.tiling)
     windows.under_way = True
 
     def finish() -> torch.Tensor:
@@ -159,7 +159,7 @@ def triggered(windows: Windows, x: torch.Tensor, layer: Layer, parts: int) -> Fi
     stored_at = windows.ranks * (rows * len(weight) * partial.itemsize) + partial.data_ptr()
     signals = Signals(replace(windows.ready[0], addresses=windows.word_addresses, local=words), slot_rows)
     destinations = Destinations(stored_at, windows.tiles, "remote_first")
-    scattered_product(x, weight, windows.rank, windows.own_last, signals, destinations, windows.tiling)
+    product(x, weight, destinations, windows.rank, windows.own_last, signals, tiling=windows.tiling)
     sent = windows.events[-len(pieces) :]
     for peer in windows.turns:
         target, first = partials.target(peer), peer * rows
