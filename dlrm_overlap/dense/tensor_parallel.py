@@ -57,13 +57,7 @@ class DividedPerceptron(nn.Module):
         self._rest = nn.Identity() if self._epilogue == "relu" else whole._activation_fn
 
     def _part(self, name: str, whole: torch.Tensor, dim: int | None) -> nn.Parameter:
-        """Return this rank's part of a parameter along `dim`, or a copy of all of it; it takes a gradient as that does.
-
-        Args:
-            name: of this module's parameter that it becomes.
-            whole: whose size along `dim` the number of ranks divides.
-            dim: None if each rank has all of it.
-        """
+        """Return this rank's part of a parameter along `dim`, or, for None, a copy of all of it."""
         if dim is None:
             return nn.Parameter(whole.detach().clone(), whole.requires_grad)
         size = whole.shape[dim] // self.products.world_size

@@ -98,15 +98,10 @@ def _sum_parts(
 
 
 def sum_parts(parts: Parts, done: Flags, counted: torch.Tensor, rank: int, rows: tuple[int, int], last: bool) -> None:
-    """Write some rows of `parts.out`, on the current stream.
+    """Write the rows [begin, end) of `parts.out`, on the current stream; the beginning is a multiple of 8.
 
-    Args:
-        parts: of all rows.
-        done: the flags that say that this rank has read its window.
-        counted: [1] int32: programs of the running kernel that are through; 0 before and after.
-        rank: of the caller.
-        rows: [begin, end); the beginning is a multiple of 8.
-        last: whether no other rows follow: the flag is raised at every rank then.
+    `counted` [1] int32 are the programs of the running kernel that are through, 0 before and after. Where `last` says
+    that no other rows follow, the flag `done` of `rank`, that it has read its window, is raised at every rank.
     """
     world_size, block = done.local.shape[0], _SUM_WARPS * 32 * 8
     kernel = specialised(
