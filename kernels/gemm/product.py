@@ -7,7 +7,6 @@ rows, and the program that completes a region of rows raises the region's flag t
 arXiv 2406.06858), whose kernels do the first in the prologue and the second in the epilogue.
 """
 
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +14,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dlrm_overlap.kernels.compiled import INTERPRETED, TYPES, CompiledKernel, specialised
 from dlrm_overlap.kernels.flags import Flags
-from dlrm_overlap.kernels.gemm.portable import product_in_triton
+from dlrm_overlap.kernels.gemm.tiles import tile_product
 
 ALIGNED = 8
 """elements that must divide N and K: 16 bytes of a type of 2, as TMA and the stores ask for"""
@@ -31,10 +30,7 @@ class Tiling(NamedTuple):
     block_k: int = 64
     """of both matrices that are read at a time"""
     group: int = 8
-    """blocks of rows that are computed together, see `order.tile_at`"""
-    specialised: bool = True
-    """on Hopper by `hopper.product_on_hopper`, which has warps that load and others that multiply; elsewhere, and if
-    not, by `portable.product_in_triton`"""
+    """blocks of rows that are computed together, see `tiles.tile_at`"""
 
     def slot_rows(self, rows: int, parts: int) -> int:
         """Return how many of a shard's rows have one flag, if they are cut into at most `parts` parts of whole tiles.
@@ -62,35 +58,15 @@ class Destinations(NamedTuple):
     """[W * regions] int32, regions = ceil(M / W / slot_rows): tiles of each region that are stored; 0 before and after.
     Launches that share it run one after the other"""
     order: str = "balanced"
-    """of the shards: remote_first | balanced, see `order.tile_at`"""
+    """of the shards: remote_first | balanced, see `tiles.tile_at`"""
 
 
 TILING = Tiling()
-_STAGES = 4  # reads of both matrices that are under way at once, with the one that is used
 
 
 def _compiled(tiling: Tiling, **kind: Any) -> CompiledKernel:
-    """Return the kernel of a tiling, with the other constants of both kernels."""
     constants = kind | {name.upper(): value for name, value in tiling._asdict().items()}
-    if not constants.pop("SPECIALISED"):
-        return specialised(product_in_triton, num_warps=8, num_stages=_STAGES, **constants, INTERPRETED=INTERPRETED)
-    from dlrm_overlap.kernels.gemm import hopper
-
-    return specialised(
-        hopper.product_on_hopper, num_warps=4, **constants, STAGES=_STAGES, GROUPS=hopper.GROUPS,
-        LOAD_REGISTERS=hopper.LOAD_REGISTERS, PRODUCT_REGISTERS=hopper.PRODUCT_REGISTERS,
-    )  # fmt: skip
-
-
-def _descriptor(matrix: torch.Tensor, rows: int, columns: int, tiling: Tiling) -> Any:
-    """Return the descriptor by which TMA reads blocks of [rows, columns] of a contiguous matrix."""
-    if not tiling.specialised:
-        return TensorDescriptor.from_tensor(matrix, [rows, columns])
-    from triton.experimental.gluon.language import NVMMASharedLayout
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as LaidOut
-
-    layout = NVMMASharedLayout.get_default_for([rows, columns], TYPES[matrix.dtype])
-    return LaidOut.from_tensor(matrix, [rows, columns], layout)
+    return specialised(tile_product, num_warps=8, num_stages=4, **constants, INTERPRETED=INTERPRETED)
 
 
 def laid_out(weight: torch.Tensor) -> torch.Tensor:
@@ -98,11 +74,6 @@ def laid_out(weight: torch.Tensor) -> torch.Tensor:
     if weight.data_ptr() % 16 == 0 and (weight.is_contiguous() or weight.t().is_contiguous()):
         return weight
     return weight.clone(memory_format=torch.contiguous_format)
-
-
-@lru_cache
-def _on_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def _programs(device: torch.device, tiles: int) -> int:
@@ -154,12 +125,11 @@ def product(
     # x stands in for arguments that the variant does not touch, an address like any other.
     given, (targets, done, order) = (x, out) if isinstance(out, Destinations) else (out, (x, x, "own_first"))
     assert slot_rows % tiling.block_m == 0, f"{slot_rows} rows: not whole tiles of {tiling.block_m}"
-    tiling = tiling._replace(specialised=tiling.specialised and _on_hopper(x.device))
-    rows = _descriptor(x, tiling.block_m, tiling.block_k, tiling)
+    rows = TensorDescriptor.from_tensor(x, [tiling.block_m, tiling.block_k])
     if by_k:
-        columns = _descriptor(weight, tiling.block_n, tiling.block_k, tiling)
+        columns = TensorDescriptor.from_tensor(weight, [tiling.block_n, tiling.block_k])
     else:
-        columns = _descriptor(weight.t(), tiling.block_k, tiling.block_n, tiling)
+        columns = TensorDescriptor.from_tensor(weight.t(), [tiling.block_k, tiling.block_n])
     tiles = -(-shard_rows // tiling.block_m) * world_size * -(-n // tiling.block_n)
     added = x if bias is None else bias
     kernel = _compiled(
