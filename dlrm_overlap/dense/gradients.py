@@ -205,13 +205,14 @@ class GradientBuckets:
         first, end = 0, self._flat.shared_end
         if self._flat.shards:
             yield end, self._flat.gradients.tensor.numel()
-        for arrived in self._reduction.arrivals(self._stream) if self._ranks > 1 else ():
-            whole = end if arrived >= self._buckets[-1].end else arrived // BLOCK * BLOCK
-            if first < whole:
-                yield first, whole
-                first = whole
-        with self._order:  # later communication comes after its waits
-            pass
+        if self._ranks > 1:
+            for arrived in self._reduction.arrivals(self._stream):
+                whole = end if arrived >= self._buckets[-1].end else arrived // BLOCK * BLOCK
+                if first < whole:
+                    yield first, whole
+                    first = whole
+            with self._order:  # later communication comes after its waits
+                pass
         self._adopted.clear()
         if first < end:
             yield first, end

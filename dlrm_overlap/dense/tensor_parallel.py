@@ -80,21 +80,12 @@ class DividedPerceptron(nn.Module):
         return _scale_gradient(output, 1 / products.world_size)
 
 
-class _ScaleGradient(torch.autograd.Function):
-    """A tensor as it is; its gradient is multiplied by a number."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, factor: float) -> torch.Tensor:
-        ctx.factor = factor
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradients[0] * ctx.factor, None
-
-
 def _scale_gradient(tensor: torch.Tensor, factor: float) -> torch.Tensor:
-    return _ScaleGradient.apply(tensor, factor)  # type: ignore[no-any-return]
+    """Return the tensor as it is; its gradient is multiplied by a number."""
+    same = tensor.view_as(tensor)
+    if same.requires_grad:
+        same.register_hook(lambda gradient: gradient * factor)
+    return same
 
 
 def divide_pairs(mlp: MLP, products: ParallelProducts) -> list[tuple[int, int]]:
