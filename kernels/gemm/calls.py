@@ -1,8 +1,7 @@
 """How a call between ranks begins, when windows may be written to, and how a reduce-scatter ends, with sums.
 
-A call is an epoch, which lies in one word of the device's memory, the clock. Each rank raises two kinds of flags at
-every rank: READY e, some of its rows of call e are there; DONE e, it has read all that it reads of the ranks' memory in
-call e. A rank that has waited for DONE e - 1 of every peer may store to any rank's memory in call e.
+A call is an epoch, which lies in one word of the device's memory, the clock. A rank that has waited for DONE e - 1 of
+every peer may store to any rank's memory in call e, see `dense.gemm.windows`.
 """
 
 from typing import NamedTuple
