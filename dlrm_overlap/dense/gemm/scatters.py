@@ -2,8 +2,8 @@
 
 Each function runs one way: it takes the windows of its owner, this rank's x [M, K], the layer, and a number of parts;
 the function that it returns, called once, returns the sums [M / W, N]. A rank multiplies the rows that peers own first,
-and its own last. Owners add up in float32, in the order of the ranks, with bias and activation in
-the same pass, part by part as they arrive. So results repeat their bits.
+and its own last. Owners add up in float32, in the order of the ranks, with bias and activation in the same pass, part
+by part as they arrive. So results repeat their bits.
 """
 
 import functools
