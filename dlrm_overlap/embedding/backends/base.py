@@ -5,9 +5,10 @@ subclasses of `Backward` that bring gradients back to the rows. `dlrm_overlap/ba
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from math import gcd
+from typing import Any
 
 import torch
 from torchrec.distributed.comm_ops import get_gradient_division
@@ -251,6 +252,17 @@ class WindowBackward(Backward):
     def _gradient_layout(context: ExchangeContext) -> GradientLayout:
         bag_ids = context.ids.bound.mean_bag_sizes if context.ids is not None else None
         return GradientLayout(context.layout, context.samples_per_rank, context.options.wire_dtype, bag_ids)
+
+    own: Any
+    """this rank's gradients, of `gradients_by`"""
+    gradients_by: Callable[..., Any]
+    """see `Push`"""
+    store_of: Callable[..., None]
+    """see `Push`"""
+
+    def push(self, step: Step, gradient: torch.Tensor, first: int, end: int) -> None:
+        """Send the parts [first, end) of the gradient, on the current stream."""
+        self.store_of(self.own, step, gradient, self.sent_scale, first, end, step.own_offsets)
 
     @classmethod
     def window_spec(cls, context: ExchangeContext) -> WindowSpec:

@@ -17,12 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dlrm_overlap.embedding.backends.pgas import DeviceLookup, rows_of_ranks
 from dlrm_overlap.embedding.crossing import Crossing, Message, Messages, arriving_windows
 from dlrm_overlap.embedding.options import ExchangeContext
 from dlrm_overlap.embedding.steps import BatchSizes, Step, StepCache
 from dlrm_overlap.embedding.windows import WindowPair
-from dlrm_overlap.kernels.arguments import FeatureTable, Windows
 
 
 def send_window(windows: WindowPair, group: dist.ProcessGroup) -> None:
@@ -94,21 +92,21 @@ class ByCollective:
 class PooledByCollective(ByCollective):
     """Pooled embeddings in one call of the group's backend, when all are pooled."""
 
-    def __init__(self, context: ExchangeContext, crossing: Crossing, lookup: DeviceLookup) -> None:
+    def __init__(self, context: ExchangeContext, crossing: Crossing, lookup: Any) -> None:
         super().__init__(context, crossing.pooled)
         self._others, self._lookup = crossing.reach.others, lookup
-        self._windows = StepCache[BatchSizes, list[tuple[range, Windows]]]()
+        self._windows = StepCache[BatchSizes, list[tuple[range, Any]]]()
 
-    def send(self, step: Step, tables: list[FeatureTable]) -> None:
+    def send(self, step: Step, tables: list[Any]) -> None:
         """Pool into the messages; `receive` sends them."""
         for host, windows in self._windows.get(step.batch, self._windows_of, step.batch):
             self._lookup.store(windows, step, tables, host)
 
-    def _windows_of(self, batch: BatchSizes) -> list[tuple[range, Windows]]:
+    def _windows_of(self, batch: BatchSizes) -> list[tuple[range, Any]]:
         """Return the other hosts, the next one first, and where in its message each of their ranks has its rows."""
         by_host = {message.host: message for message in self._messages_of(batch).sent if message.elements}
         return [
-            (host, rows_of_ranks(by_host[host].within(self._sent), host, batch))
+            (host, self._lookup.rows_of_ranks(by_host[host].within(self._sent), host, batch))
             for host in self._others
             if host in by_host
         ]
@@ -117,7 +115,7 @@ class PooledByCollective(ByCollective):
         """Send all messages and receive the other hosts', in one call."""
         self.exchange(self._messages_of(step.batch)).wait()
 
-    def skip(self, status: torch.Tensor) -> bool:
+    def skip(self) -> bool:
         """Return False: an epoch without messages takes no collective, and each host skips it alone."""
         return False
 

@@ -19,13 +19,12 @@ import torch
 
 from dlrm_overlap.comm.network import NvshmemHeap
 from dlrm_overlap.comm.record import Record
-from dlrm_overlap.embedding.backends.pgas import DeviceLookup, rows_of_ranks
+from dlrm_overlap.embedding.backends.pgas import DeviceLookup
 from dlrm_overlap.embedding.crossing import Crossing, Message
 from dlrm_overlap.embedding.options import ExchangeContext
 from dlrm_overlap.embedding.steps import BatchSizes, Step, StepCache
-from dlrm_overlap.embedding.windows import WindowPair, one_flag_each, ready_flags
+from dlrm_overlap.embedding.windows import PairFlags, WindowPair
 from dlrm_overlap.kernels.arguments import FeatureTable, Windows, put_tuning_for
-from dlrm_overlap.kernels.flags import raise_flags, wait_flags
 from dlrm_overlap.kernels.forward.put_pooled import put_pooled
 from dlrm_overlap.kernels.messages import Groups, Outgoing, Waiting, await_message, send_signal
 
@@ -126,7 +125,9 @@ class PooledByPuts:
     def _rows(self, batch: BatchSizes) -> dict[tuple[int, int], Windows]:
         """Return, by number of the other host and parity, where its ranks' rows begin in the message to it."""
         return {
-            (number, parity): rows_of_ranks(self._rows_at(self._sent_at(number, parity), message), message.host, batch)
+            (number, parity): self._lookup.rows_of_ranks(
+                self._rows_at(self._sent_at(number, parity), message), message.host, batch
+            )
             for number, message in enumerate(self._crossing.pooled(batch).sent)
             for parity in (0, 1)
             if message.elements
@@ -153,21 +154,20 @@ class PooledByPuts:
     def _wait_for_signal(self, slot: int, message: Message) -> None:
         self._wait(slot, message, Groups(1, 1), self._one_row)
 
-    def skip(self, status: torch.Tensor) -> bool:
+    def skip(self) -> bool:
         """Take an epoch in which signals go alone."""
-        pair, rank = self._windows, self._reach.rank
-        everyone = one_flag_each(range(pair.arena.world_size), pair.arena.world_size)
-        flags = ready_flags(pair, everyone, status, self._options.wait_timeout_s)
+        pair, everyone = self._windows, torch.ones(self._windows.arena.world_size, dtype=torch.int32)
+        flags = PairFlags(pair, everyone, self._options.wait_timeout_s, self._record.status)
         pair.begin()
         word, epoch = pair.counter.word, pair.counter.argument
         messages = self._crossing.pooled(BatchSizes.of((0,) * pair.arena.world_size))
         for number, message in enumerate(messages.sent):
             send_signal(self._heap.network, self._outgoing(number, message), word, epoch)
-        raise_flags(flags, rank, 0, epoch)
+        flags.raise_at_all()
         for slot, message in enumerate(messages.received):
             self._wait_for_signal(slot, message)
-            raise_flags(flags, message.peer, 0, epoch)
-        wait_flags(flags, rank, epoch)
+            flags.raise_at_all(message.peer)
+        flags.wait()
         return True
 
     def check(self) -> None:
