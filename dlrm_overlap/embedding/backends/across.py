@@ -49,14 +49,13 @@ class ZeroCopyAcross(ZeroCopyForward):
         self._crossing = Crossing(self.layout, windows.arena.reach, wire, self.with_sums)
         self._sent_lookup = self.lookup_type(context, self._crossing.pooled_columns[self.rank], self.bad_ids)
         self._sent_tables: list[Any] = []
-        self._carrier = (
-            PooledByPuts(context, windows, self._crossing, self._sent_lookup)
-            if self.options.between_hosts == "puts"
-            else PooledByCollective(context, self._crossing, self._sent_lookup)
-        )
+        self._puts: PooledByPuts | None = None
         self._sums: HostSums | None = None
+        if self.options.between_hosts == "puts":
+            self._puts = PooledByPuts(context, windows, self._crossing, self._sent_lookup)
         if self._crossing.has_sums:
             self._sums = HostSums(context, windows, self._crossing, self.peers, self.column, self.bad_ids)
+        self._carrier = self._puts or PooledByCollective(context, self._crossing, self._sent_lookup)
         self._sum_tables: list[Any] = []
         # Work that peers wait for comes first.
         self._pass_stream = torch.cuda.Stream(self.device, priority=-2) if self._on_gpu else None
@@ -121,22 +120,24 @@ class ZeroCopyAcross(ZeroCopyForward):
     def skip(self) -> None:
         """Take an epoch in which nothing is stored."""
         self.join_stream()
-        if not self._carrier.skip():
+        if self._puts is not None:
+            self._puts.skip()
+        else:  # without a collective: each host skips the epoch alone
             super().skip()
 
     def check(self) -> None:
         """Raise the faults that kernels have recorded, those that pool for other hosts and pass on included."""
         super().check()
         self._sent_lookup.check()
-        self._carrier.check()
-        if self._sums is not None:
-            self._sums.check()
+        for part in (self._puts, self._sums):
+            if part is not None:
+                part.check()
 
     def close(self) -> None:
         """Forget the windows, and give the messages' memory back."""
-        self._carrier.close()
-        if self._sums is not None:
-            self._sums.close()
+        for part in (self._puts, self._sums):
+            if part is not None:
+                part.close()
         super().close()
 
 

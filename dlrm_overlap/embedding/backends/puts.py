@@ -154,7 +154,7 @@ class PooledByPuts:
     def _wait_for_signal(self, slot: int, message: Message) -> None:
         self._wait(slot, message, Groups(1, 1), self._one_row)
 
-    def skip(self) -> bool:
+    def skip(self) -> None:
         """Take an epoch in which signals go alone."""
         pair, everyone = self._windows, torch.ones(self._windows.arena.world_size, dtype=torch.int32)
         flags = PairFlags(pair, everyone, self._options.wait_timeout_s, self._record.status)
@@ -168,7 +168,6 @@ class PooledByPuts:
             self._wait_for_signal(slot, message)
             flags.raise_at_all(message.peer)
         flags.wait()
-        return True
 
     def check(self) -> None:
         """Raise the fault that a wait for a group has recorded.
