@@ -99,9 +99,7 @@ class _Question:
             count = int(theirs[0])
             if count != self._numbers.size:
                 self._has_failed = True
-                raise RuntimeError(
-                    f"rank {rank} has other features: it sends {count} numbers, not {self._numbers.size}"
-                )
+                raise RuntimeError(f"rank {rank} has other features: {count} numbers, not {self._numbers.size}")
             np.maximum(self._numbers, theirs[1 : 1 + count], out=self._numbers)
             self._late.pop()
 

@@ -79,6 +79,7 @@ class Push(WindowBackward):
         self._seed = torch.initial_seed() % 2**31
         self._steps = context.counters.steps
         self._rules = DeviceRules(self.device)
+        self._in_place = False  # whether captured steps read these, which are overwritten before they are launched
 
     def gradients_by(self, rank: int, column: Callable[[FeatureShard], int], ids: IdLayout | None = None) -> Pushed:
         """Return the gradients of a rank's samples, of this one or of one of another host, as this rank stores them.
@@ -125,11 +126,12 @@ class Push(WindowBackward):
 
     def keep_rules_in_place(self) -> None:
         """Overwrite the numbers of the rows' optimizers where they have changed."""
-        self._rules.keep_in_place(self.tables.rules(self._steps.value), self._steps.value)
+        self._in_place = True
+        self._rules.follow(self.tables.rules(self._steps.value), self._steps.value)
 
     def follow_rules(self) -> None:
         """Overwrite those numbers if captured steps read some."""
-        if self._rules.are_in_place:
+        if self._in_place:
             self.keep_rules_in_place()
 
     def note_forward(self, step: Step) -> None:
@@ -171,6 +173,8 @@ class Push(WindowBackward):
         inputs, window = self._input_rows(), self.windows.local
         self._update_stream.wait_event(self._issued)
         with OnStream(self._update_stream):
+            if not self.order.is_captured:
+                self._rules.follow(step.rules, step.number)
             for part in range(self.gradients.parts):
                 if arrivals:
                     self._update_stream.wait_event(arrivals[part])
@@ -248,7 +252,7 @@ class Push(WindowBackward):
         runs = step.runs[number]
         if runs is None or step.rules[updated.lookup].frozen:
             return
-        numbers, since = self._rules.numbers(step.rules, updated.lookup, step.number), self._steps.on_device
+        numbers, since = self._rules.numbers(updated.lookup), self._steps.on_device
         rule = Rule(numbers, self._steps.word, step.number - since, self._seed, self.update_scale)
         self._updates[number][updated.rows.index](runs, window, rule)
 
