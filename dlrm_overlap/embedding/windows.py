@@ -100,6 +100,10 @@ class WindowPair:
             self._loans = [self.arena.loan(name) for name in self.names]
         return self._loans[self.epoch % 2].lend(rows, first_column, columns)
 
+    def peers(self, stride: int, dtype: torch.dtype) -> list[Windows]:
+        """Return the windows of the ranks reached, of even epochs and of odd ones; `stride` is a row's, in elements."""
+        return [Windows(self.arena.addresses(name), stride, dtype) for name in self.names]
+
     def close(self) -> None:
         """Forget the windows, so that the arena can be closed."""
         self._windows, self._loans = [], []
@@ -108,11 +112,6 @@ class WindowPair:
 def one_flag_each(ranks: range, world_size: int) -> torch.Tensor:
     """Return [W] int32 that has one awaited flag of each of `ranks`, and none of the others."""
     return torch.tensor([int(rank in ranks) for rank in range(world_size)], dtype=torch.int32, device="cpu")
-
-
-def peer_windows(pair: WindowPair, stride: int, dtype: torch.dtype) -> list[Windows]:
-    """Return the windows of the ranks reached, of even epochs and of odd ones; `stride` is a row's, in elements."""
-    return [Windows(pair.arena.addresses(name), stride, dtype) for name in pair.names]
 
 
 class PairFlags:

@@ -18,7 +18,7 @@ from dlrm_overlap.embedding.options import ExchangeContext
 from dlrm_overlap.embedding.replicated import ReplicatedTables
 from dlrm_overlap.embedding.steps import BatchSizes, Step, StepCache, tensors_of
 from dlrm_overlap.embedding.tables import BadIds, bad_id_message
-from dlrm_overlap.embedding.windows import PairFlags, WindowPair, peer_windows, skip_epoch
+from dlrm_overlap.embedding.windows import PairFlags, WindowPair, skip_epoch
 from dlrm_overlap.kernels.arguments import (
     Bags,
     FeatureTable,
@@ -71,7 +71,7 @@ class DeviceLookup:
 
     def peers(self, pair: WindowPair, stride: int) -> list[Windows]:
         """Return the windows of the ranks reached, of even epochs and of odd ones, whose rows are `stride` elements."""
-        return peer_windows(pair, stride, self._context.options.wire_dtype)
+        return pair.peers(stride, self._context.options.wire_dtype)
 
     def rows_of_ranks(self, rows: torch.Tensor, ranks: range, batch: BatchSizes) -> Windows:
         """Return where the rows of each of `ranks` begin in [rows, pitch] of all of them, as windows to pool into."""

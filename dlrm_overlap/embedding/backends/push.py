@@ -24,7 +24,7 @@ from dlrm_overlap.embedding.id_layout import IdLayout
 from dlrm_overlap.embedding.layout import FeatureShard
 from dlrm_overlap.embedding.options import ExchangeContext
 from dlrm_overlap.embedding.steps import Step, StepCache, tensors_of
-from dlrm_overlap.embedding.windows import PairFlags, WindowPair, peer_windows, skip_epoch
+from dlrm_overlap.embedding.windows import PairFlags, WindowPair, skip_epoch
 from dlrm_overlap.kernels.backward.optimizers import Rule
 from dlrm_overlap.kernels.backward.push_gradients import PartFlags, ShardTable, pushing_gradients
 from dlrm_overlap.kernels.backward.update_rows import RowUpdate
@@ -61,7 +61,7 @@ class Push(WindowBackward):
         self._issued, self._pushed_all, self._updated = torch.cuda.Event(), torch.cuda.Event(), torch.cuda.Event()
         self._updating = False  # whether updates were issued since the main stream last waited for them
         self._record = Record(self.device)
-        self._peers = peer_windows(windows, 0, self.options.wire_dtype)  # gradients have no rows of one stride
+        self._peers = windows.peers(0, self.options.wire_dtype)  # gradients have no rows of one stride
         reached = len(windows.arena.reached)
         # Of N ranks that are reached, (N - 1) / N of the rows that programs take are remote.
         self._programs = round(_REMOTE_PROGRAMS * reached / (reached - 1)) if reached > 1 else _ALONE_PROGRAMS

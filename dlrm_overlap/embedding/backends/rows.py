@@ -61,8 +61,6 @@ class InputRows:
         self._first_keys = [*first_keys, key, key + 1]
         self._key_bits = key.bit_length()
         self._device_keys: dict[int, torch.Tensor] = {}
-        self._infos = StepCache[tuple[int, int], tuple[int, int]]()
-        """by samples and features, the bits of an info that hold the sample, and their mask"""
         self._preparations = StepCache[tuple[Any, ...], Preparation]()
         """by all that they were made of, but the ids, whose types are among it"""
         entries = [
@@ -114,9 +112,7 @@ class InputRows:
         if values.numel() == 0:
             return None
         features = (offsets.numel() - 1) // samples
-        bits, mask = self._infos.get(
-            (samples, features), torch.ops.fbgemm.get_infos_metadata, values, samples, features
-        )
+        bits, mask = torch.ops.fbgemm.get_infos_metadata(values, samples, features)
         index_type = torch.promote_types(values.dtype, offsets.dtype) if self._key_bits < 31 else torch.int64
         by_position, _, infos, keys, _, count, starts = torch.ops.fbgemm.transpose_embedding_input(
             self._keys(features),

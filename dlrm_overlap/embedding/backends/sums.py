@@ -27,7 +27,7 @@ from dlrm_overlap.embedding.layout import FeatureShard
 from dlrm_overlap.embedding.options import ExchangeContext
 from dlrm_overlap.embedding.steps import BatchSizes, Step, StepCache
 from dlrm_overlap.embedding.tables import BadIds
-from dlrm_overlap.embedding.windows import PairFlags, WindowPair, one_flag_each, peer_windows
+from dlrm_overlap.embedding.windows import PairFlags, WindowPair, one_flag_each
 from dlrm_overlap.kernels.arguments import FeatureTable, Partials, Windows
 from dlrm_overlap.kernels.forward.add_partials import add_partials, partial_table
 from dlrm_overlap.kernels.forward.put_columns import PutColumns, put_columns
@@ -66,7 +66,7 @@ class HostSums:
         flags = one_flag_each(self._here, context.group.size())
         flags[self._rank] = 0  # its own work is ordered by the streams
         self._flags = PairFlags(self._pair, flags, context.options.wait_timeout_s, self.lookup.record.status)
-        peers, row_bytes = peer_windows(self._pair, self._pitch, wire), self._pitch * wire.itemsize
+        peers, row_bytes = self._pair.peers(self._pitch, wire), self._pitch * wire.itemsize
         self._gathering = {host: [self._rows_at(host, each, row_bytes) for each in peers] for host in reach.others}
         """of each other host, where the rows of its ranks' samples begin, in windows of even epochs and of odd ones"""
         sums = [Partials([columns[each] for each in shards], shards[0].dim) for shards in crossing.sums_on[self._here]]
