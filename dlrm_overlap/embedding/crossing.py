@@ -9,12 +9,10 @@ sample, that begin at multiples of 16 bytes.
                                        the sums that are made on w's host
     backward    of rank r, to host H:  a row for each sample of r, with the columns of the shards of all ranks of H
 
-So as many bytes are sent as in an All-to-All, but there are as many messages as hosts, not as ranks. On GPUs, of a
-table that is cut by rows over several ranks of a host, only sums leave it, not the shards' partial sums: each rank of
-another host is *served* by the rank to which its own messages go (`Reach.relay`), which gathers its partial sums and
-adds them up. Its gradient is sent once, for all of these shards. Where ids go to their owners by the exchange, one more
-message brings the window in which a rank has published its ids, whole, since its size is known beforehand; the ranks of
-the host read it where it has arrived, at the rank that takes it.
+Of a table that is cut by rows over several ranks of a host, only sums leave it on GPUs: each rank of another host is
+*served* by the rank to which its own messages go, which gathers its partial sums and adds them up. Its gradient is sent
+once, for all of these shards. Where the exchange sends ids, one more message brings the window in which a rank has
+published its ids, whole, since its size is known beforehand; the ranks of the host read it at the rank that takes it.
 
 Example: hosts of ranks 0, 1 and 2, 3, of 5 samples each. Rank 1 owns shards of 12 columns, rank 2 of 4, rank 3 of 8.
 Forward, rank 1 sends rank 3 a message of 10 rows of 12: samples of rank 2, then of rank 3. Backward, it sends rank 3

@@ -56,8 +56,8 @@ class Halves(NamedTuple):
     """memory of every rank's windows and flags; None where no part has windows"""
 
     def close(self) -> None:
-        """Give the memory back. Every rank must be through with its steps."""
-        for part in (self.backward, self.forward, self.local, self.ids, self.arena):
+        """Give the memory back, with the last references. Every rank must be through with its steps."""
+        for part in (self.forward, self.backward, self.ids, self.arena):
             if part is not None:
                 part.close()
 

@@ -104,10 +104,6 @@ class WindowPair:
         """Return the windows of the ranks reached, of even epochs and of odd ones; `stride` is a row's, in elements."""
         return [Windows(self.arena.addresses(name), stride, dtype) for name in self.names]
 
-    def close(self) -> None:
-        """Forget the windows, so that the arena can be closed."""
-        self._windows, self._loans = [], []
-
 
 def one_flag_each(ranks: range, world_size: int) -> torch.Tensor:
     """Return [W] int32 that has one awaited flag of each of `ranks`, and none of the others."""

@@ -8,13 +8,10 @@
     current stream    | pool and put by groups  | pool for this host | raise |   bottom MLP ..   | await all | output
     passing stream                               | await groups    | put into windows, raise for the sender |
 
-A rank pools for each other host into one message, which goes to that host's rank that takes its messages
-(`Reach.relay`): by a collective, once it is pooled, or by puts of the kernel that pools it (`messages`, `puts`). On
-GPUs, partial sums of tables whose rows several ranks of the host own are added up first, and sent by messages of their
-own (`sums`). Meanwhile the rank serves its own host's ranks as on one host. A message that has come is stored into the
-windows of all ranks of the host, each column where it belongs, so nothing is unpacked later. Then the flag of the
-sender is raised at each, as the sender would. Gradients go the same way back, by the collective. On CPUs, gloo carries
-messages, and a rank waits for them where it sends its own.
+Messages go by a collective or by puts of the kernel that pools (`messages`, `puts`), partial sums of a host's ranks by
+messages of their own (`sums`), gradients by the collective. What has come is stored into the windows of all ranks of
+the host, each column where it belongs, and the sender's flag is raised at each, as the sender would. A CPU waits for
+messages where it sends its own.
 
 No rank overwrites a window before its reader is done: a rank passes on step e's messages after its own beginning of
 step e, and so after the flags of step e - 1 of all ranks of its host, as it stores its own pooled embeddings.
@@ -134,11 +131,9 @@ class ZeroCopyAcross(ZeroCopyForward):
                 part.check()
 
     def close(self) -> None:
-        """Forget the windows, and give the messages' memory back."""
-        for part in (self._puts, self._sums):
-            if part is not None:
-                part.close()
-        super().close()
+        """Give the messages' memory back."""
+        if self._puts is not None:
+            self._puts.close()
 
 
 class SlicedAcross(ZeroCopyAcross, SlicedForward):
@@ -199,11 +194,6 @@ class GradientsAcross(WindowBackward):
         for slot, message in enumerate(self._crossing.gradients(step.batch).received):
             received = self._carrier.arrived(step, slot)
             self.store_of(self._passed_on[message.peer], step, received, 1.0, 0, self.gradients.parts)
-
-    def close(self) -> None:
-        """Forget the windows."""
-        self._passed_on = {}
-        super().close()
 
 
 class PushAcross(GradientsAcross, Push):

@@ -48,7 +48,7 @@ class Half(ABC):  # noqa: B024  its subclasses have the abstract methods
         """Raise the faults that kernels have recorded since the last call; never waits for the device."""
 
     def close(self) -> None:  # noqa: B027  nor have they anything to release
-        """Release resources that outlive Python references; nothing may keep a view of a window."""
+        """Release resources that outlive Python references."""
 
 
 class Forward(Half):
@@ -235,10 +235,6 @@ class WindowForward(Forward):
         pooled = self.windows.lend(samples, self.leading, self.layout.total_dim)
         return pooled.clone(memory_format=torch.contiguous_format) if copy else pooled
 
-    def close(self) -> None:
-        """Forget the windows."""
-        self.windows.close()
-
 
 class WindowBackward(Backward):
     """A backward that reads gradients out of this rank's window, where the samples' ranks have stored them."""
@@ -278,7 +274,3 @@ class WindowBackward(Backward):
             start = self.gradients.starts[shard] * samples
             found[shard] = window[start : start + samples * shard.dim].view(samples, shard.dim)
         return found
-
-    def close(self) -> None:
-        """Forget the windows."""
-        self.windows.close()

@@ -147,9 +147,3 @@ class SlicedForward(ZeroCopyForward):
             multiprocessors = torch.cuda.get_device_properties(self.device).multi_processor_count
             self._programs[key] = multiprocessors * (asked or fit)
         return self._programs[key]
-
-    def close(self) -> None:
-        """Forget the windows, their views, and other memory as large."""
-        self._states = {}
-        self._launches.clear()
-        super().close()

@@ -152,7 +152,7 @@ class IdExchange:
         self.own_bad_ids = BadIds(context.replicated.bounds_checks if context.replicated is not None else [])
         self.known = ids.known_lengths
         self.bad_ids = BadIds(self.tables.bounds_checks)
-        self._pull = self.pull_type(self, self.layout.by_owner[self.rank], range(self.world_size))
+        self._pull: Any = self.pull_type(self, self.layout.by_owner[self.rank], range(self.world_size))
         self._pull_own: Any = None
         if self.layout.replicated:
             self._pull_own = self.pull_type(self, self.layout.replicated, range(self.rank, self.rank + 1))
@@ -329,8 +329,8 @@ class IdExchange:
             self._pull_own.check()
 
     def close(self) -> None:
-        """Forget the windows."""
-        self.windows.close()
+        """Forget the pulls, which know this exchange: no cycle keeps memory."""
+        self._pull = self._pull_own = None
 
 
 def _input(bags: Bags, samples: int) -> KeyedJaggedTensor:

@@ -67,10 +67,6 @@ class LocalLookup(Half):
     def finish_backward(self, step: Step) -> None:
         """Make all that is issued on the current stream from now on see the rows' gradients."""
 
-    def close(self) -> None:
-        """Forget the windows."""
-        self._windows = []
-
 
 class CpuLocalLookup(LocalLookup):
     """`LocalLookup` on a CPU, which pools and updates as the reference does."""

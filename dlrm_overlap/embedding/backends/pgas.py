@@ -239,8 +239,3 @@ class ZeroCopyForward(WindowForward):
     def check(self) -> None:
         """Raise the faults that kernels have recorded, see `DeviceLookup.check`."""
         self.lookup.check()
-
-    def close(self) -> None:
-        """Forget the windows and their views."""
-        self._flags, self.peers = {}, []
-        super().close()

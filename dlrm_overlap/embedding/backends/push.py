@@ -277,9 +277,3 @@ class Push(WindowBackward):
             ExchangeTimeoutError: if it has expired.
         """
         self._record.raise_expired(self.options.wait_timeout_s, "part")
-
-    def close(self) -> None:
-        """Forget the views of the windows."""
-        self._peers, self._arrivals = [], []
-        self.own.launches.clear()
-        super().close()

@@ -139,7 +139,3 @@ class HostSums:
     def check(self) -> None:
         """Raise the faults that kernels have recorded."""
         self.lookup.check()
-
-    def close(self) -> None:
-        """Forget the windows."""
-        self._gathering, self._outputs = {}, {}
