@@ -397,15 +397,10 @@ class Exchange:
         assert self._halves is not None, "a step begins with its forward"
         return self._halves
 
-    def keep_rules_in_place(self) -> None:
-        """Write the optimizers' numbers that have changed to where captured steps read them; on the current stream."""
+    def follow_rules(self, capture: bool = False) -> None:
+        """Overwrite the optimizers' numbers that captured steps read, see `Backward`; on the current stream."""
         if self._halves is not None:
-            self._halves.backward.keep_rules_in_place()
-
-    def follow_rules(self) -> None:
-        """Overwrite those numbers if captured steps read some; on the current stream."""
-        if self._halves is not None:
-            self._halves.backward.follow_rules()
+            self._halves.backward.follow_rules(capture)
 
     def skip(self, counter: Counter) -> None:
         """Take an epoch of the windows that `counter` counts, in which nothing is stored; all ranks do so alike."""

@@ -11,14 +11,15 @@ from typing import Any
 
 import torch
 
+from dlrm_overlap.comm.arena import Region
 from dlrm_overlap.comm.record import Record
-from dlrm_overlap.embedding.backends.base import WindowForward
+from dlrm_overlap.embedding.backends.base import Forward
 from dlrm_overlap.embedding.layout import EVERY_RANK, FeatureShard
-from dlrm_overlap.embedding.options import ExchangeContext
+from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions
 from dlrm_overlap.embedding.replicated import ReplicatedTables
 from dlrm_overlap.embedding.steps import BatchSizes, Step, StepCache, tensors_of
 from dlrm_overlap.embedding.tables import BadIds, bad_id_message
-from dlrm_overlap.embedding.windows import PairFlags, WindowPair, skip_epoch
+from dlrm_overlap.embedding.windows import PairFlags, WindowPair, WindowSpec, skip_epoch
 from dlrm_overlap.kernels.arguments import (
     Bags,
     FeatureTable,
@@ -179,14 +180,20 @@ class DeviceLookup:
             self._bad_ids.report(f"sample {sample} of the global batch: {bad_id_message(names, None, rows)}", shards)
 
 
-class ZeroCopyForward(WindowForward):
-    """Pools into the peers' windows, then raises one flag at each rank; `finish` awaits the peers' flags."""
+class ZeroCopyForward(Forward):
+    """Pools into the windows [b, leading + D_total] of the samples' ranks, then raises one flag at each rank.
+
+    `finish` awaits the peers' flags.
+    """
 
     lookup_type: Any = DeviceLookup
     flags_type: type[PairFlags] = PairFlags
 
     def __init__(self, context: ExchangeContext, windows: WindowPair) -> None:
         super().__init__(context, windows)
+        self.windows, self.leading = windows, context.options.leading_columns
+        self.stride = self.leading + self.layout.arrival_dim
+        """elements of a window's row"""
         columns = {shard: self.column(shard) for shard in self.layout.by_owner[self.rank]}
         self.lookup = self.lookup_type(context, columns, self.bad_ids)
         self.peers = self.lookup.peers(windows, self.stride)
@@ -194,6 +201,48 @@ class ZeroCopyForward(WindowForward):
         self.reached = windows.arena.reached
         self._flags: dict[int, PairFlags] = {}
         """by slices of a shard"""
+
+    def column(self, shard: FeatureShard) -> int:
+        """Return the first of a window's columns that the shard fills."""
+        return self.leading + self.layout.column(shard)
+
+    @classmethod
+    def window_spec(cls, context: ExchangeContext) -> WindowSpec:
+        """Return the windows of the pooled embeddings: a row a sample, and the flags of the rank that sends most."""
+        layout, samples = context.layout, context.samples_per_rank
+        most = max(len(shards) for shards in layout.by_owner)
+        slots = max(1, most * cls.slices(context.options, samples))
+        columns = context.options.leading_columns + layout.arrival_dim
+        return WindowSpec("outputs", Region((samples, columns), context.options.wire_dtype), slots)
+
+    @classmethod
+    def slices(cls, options: ExchangeOptions, samples: int) -> int:
+        """Return how many slices with a ready flag of their own a shard's bags for a destination of `samples` make.
+
+        0 where one flag of a rank covers all that it sends.
+        """
+        return 0
+
+    def awaited_flags(self, step: Step) -> torch.Tensor:
+        """Return [W] int32: how many flags this rank awaits of each rank; its own work is ordered by the stream.
+
+        It awaits at least one of each peer, since that flag also says that the peer needs its window of the step
+        before no more. Another host's rank sends one message, for which a rank of this host raises one flag.
+        """
+        slices, reached = self.slices(self.options, step.batch.most), self.windows.arena.reached
+        counts = [
+            max(1, slices * len(shards)) if owner in reached else 1 for owner, shards in enumerate(self.layout.by_owner)
+        ]
+        counts[self.rank] = 0
+        return torch.tensor(counts, dtype=torch.int32, device="cpu")
+
+    def output(self, step: Step, copy: bool) -> torch.Tensor:
+        """Return the pooled embeddings that have arrived: the window itself, lent, or a copy of it."""
+        samples = step.batch.per_rank[self.rank]
+        if self._partials:
+            self.add_partials(step, self.windows.local[:samples])
+        pooled = self.windows.lend(samples, self.leading, self.layout.total_dim)
+        return pooled.clone(memory_format=torch.contiguous_format) if copy else pooled
 
     def flags_of(self, step: Step) -> PairFlags:
         """Return the flags that this rank raises and awaits in `step`."""

@@ -79,7 +79,7 @@ class Push(WindowBackward):
         self._seed = torch.initial_seed() % 2**31
         self._steps = context.counters.steps
         self._rules = DeviceRules(self.device)
-        self._in_place = False  # whether captured steps read these, which are overwritten before they are launched
+        self._are_captured = False  # whether captured steps read these
 
     def gradients_by(self, rank: int, column: Callable[[FeatureShard], int], ids: IdLayout | None = None) -> Pushed:
         """Return the gradients of a rank's samples, of this one or of one of another host, as this rank stores them.
@@ -124,15 +124,11 @@ class Push(WindowBackward):
             self._storage = storage
         return self._inputs
 
-    def keep_rules_in_place(self) -> None:
-        """Overwrite the numbers of the rows' optimizers where they have changed."""
-        self._in_place = True
-        self._rules.follow(self.tables.rules(self._steps.value), self._steps.value)
-
-    def follow_rules(self) -> None:
-        """Overwrite those numbers if captured steps read some."""
-        if self._in_place:
-            self.keep_rules_in_place()
+    def follow_rules(self, capture: bool = False) -> None:
+        """Overwrite the numbers of the rows' optimizers where they have changed, see `Backward`."""
+        self._are_captured = self._are_captured or capture
+        if self._are_captured:
+            self._rules.follow(self.tables.rules(self._steps.value), self._steps.value)
 
     def note_forward(self, step: Step) -> None:
         """Mark where on the stream no id is outside its table any more: the lookup replaces them, or the arrival."""
