@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property, wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -42,11 +42,10 @@ from dlrm_overlap.embedding.windows import WindowHeldError
 
 log = logging.getLogger("dlrm_overlap")
 
-Parameters = ParamSpec("Parameters")
-Returned = TypeVar("Returned")
+Part = TypeVar("Part", bound=Callable[..., Any])
 
 
-def fails_for_good(part: Callable[Parameters, Returned]) -> Callable[Parameters, Returned]:
+def fails_for_good(part: Part) -> Part:
     """Return a method that raises once any such method of its object has failed on this rank.
 
     The peers wait for the step that failed, and would take a later step's data for its own. The object keeps the first
@@ -58,8 +57,7 @@ def fails_for_good(part: Callable[Parameters, Returned]) -> Callable[Parameters,
     """
 
     @wraps(part)
-    def run(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Returned:
-        self: Any = args[0]
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self.failure is not None:
             raise RuntimeError(
                 f"exchange: {self.failure} on this rank, which cannot go on where the others wait for that step; end "
@@ -68,15 +66,15 @@ def fails_for_good(part: Callable[Parameters, Returned]) -> Callable[Parameters,
         try:
             if torch.is_inference_mode_enabled():
                 with torch.inference_mode(False), torch.no_grad():
-                    return part(*args, **kwargs)
-            return part(*args, **kwargs)
+                    return part(self, *args, **kwargs)
+            return part(self, *args, **kwargs)
         except WindowHeldError:  # nothing has begun
             raise
         except Exception as error:
             self.failure = f"{part.__name__} has failed ({type(error).__name__}: {error})".partition("\n")[0]
             raise
 
-    return run
+    return cast(Part, run)
 
 
 class Exchange:

@@ -195,8 +195,7 @@ class IdExchange:
                 f"order: {', '.join(self.ids.keys)}"
             )
         if ((weights := weights_of(features)) is not None) != self.ids.weighted:
-            before, now = ("weights", "none") if self.ids.weighted else ("no weights", "some")
-            raise InputError(f"ids: the first batch's have {before}, and this one's {now}; give them to all or to none")
+            raise InputError("ids: some batches' have weights, and others' none; give them to all or to none")
         if weights is not None and weights.requires_grad and torch.is_grad_enabled():
             raise InputError(
                 "ids: their weights require a gradient, which nothing computes where ids are sent without the host; "
@@ -304,9 +303,10 @@ class IdExchange:
         else:
             name = keys[feature if feature < len(keys) else self.ids.shares[feature - len(keys) - 1].key]
             table, _, first_slot = name.partition(SLOTS_FROM)
+            what = f"ids of feature {name}"
             if self.layout.has_slots:
-                count, most = count + int(first_slot or 0), most + int(first_slot or 0)
-            what = f"distinct ids of table {table}" if self.layout.has_slots else f"ids of feature {name}"
+                before, what = int(first_slot or 0), f"distinct ids of table {table}"
+                count, most = count + before, most + before
             text = f"{count} {what}, beyond the {most} of its bound"
         cure = "correct the bound's bag_sizes" if count >= 0 else "give every bag a length of 0 or more"
         if self.layout.has_slots:
