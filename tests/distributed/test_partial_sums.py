@@ -19,7 +19,8 @@ from dlrm_overlap.bench.harness.contenders import TorchRec
 from dlrm_overlap.bench.harness.workload import Workload, exchange_options, make_workload, read_ids
 from dlrm_overlap.config import Config
 from dlrm_overlap.data.loader import open_datasets
-from dlrm_overlap.embedding.backends.base import WindowBackward, WindowForward
+from dlrm_overlap.embedding.backends.base import WindowBackward
+from dlrm_overlap.embedding.backends.pgas import ZeroCopyForward
 from dlrm_overlap.embedding.id_layout import BatchBound, IdLayout, joined
 from dlrm_overlap.embedding.opening import Halves, open_halves
 from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions, StepCounters
@@ -49,7 +50,7 @@ class Counted:
         about = workload.group, workload.device, self._samples, StepCounters(workload.device)
         self._halves: Halves = open_halves(ExchangeContext(self._layout, workload.tables, options, *about, ids=ids))
         forward, backward = self._halves.forward, self._halves.backward
-        assert isinstance(forward, WindowForward)
+        assert isinstance(forward, ZeroCopyForward)
         assert isinstance(backward, WindowBackward)
         self._forward, self._backward = forward, backward
 
