@@ -1,4 +1,4 @@
-"""The greatest numbers of ranks, found in memory of one machine."""
+"""The greatest numbers of ranks, found by sockets of one machine."""
 
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -28,13 +28,12 @@ def test_questions_are_answered_in_their_order_whichever_is_waited_for_first(mon
     works = [(each.begin(first[rank]), each.begin(second[rank])) for rank, each in enumerate(ranks)]
     for earlier, later in works:
         later.wait(_SOON)
-        assert not earlier.is_completed()
-        earlier.wait(_SOON)
+        assert earlier.is_completed()
     assert [each.tolist() for each in first] == [[2, 9]] * 3
     assert [each.tolist() for each in second] == [[200]] * 3
 
 
-def test_a_late_rank_can_be_waited_for_again_until_the_groups_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_late_rank_can_be_waited_for_again_and_one_that_has_ended_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
     here, other = _opened(2, monkeypatch)
     numbers = torch.tensor([1])
     late = here.begin(numbers)
@@ -42,23 +41,36 @@ def test_a_late_rank_can_be_waited_for_again_until_the_groups_timeout(monkeypatc
         late.wait(timedelta(seconds=0.05))
     assert not late.is_completed()
     other.begin(torch.tensor([3]))
+    here.begin(torch.tensor([1]))  # which the other rank does not read
+    del other  # the sockets close
     late.wait(_SOON)
     assert numbers.tolist() == [3]
-    monkeypatch.setattr(maxima, "default_pg_timeout", timedelta(0))
-    lost = here.begin(numbers)
-    with pytest.raises(RuntimeError, match="rank 1 has not answered"):
+    lost = here.begin(torch.tensor([1]))
+    with pytest.raises(RuntimeError, match="rank 1 has ended"):
         lost.wait(_SOON)
     assert lost.is_completed()
 
 
-def test_ranks_of_other_features_are_told_and_many_numbers_are_gloos(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_later_question_fails_with_an_earlier_one_that_nobody_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(maxima, "default_pg_timeout", timedelta(0))
+    here, _other = _opened(2, monkeypatch)
+    _, later = (here.begin(torch.tensor([1])) for _ in range(2))
+    with pytest.raises(RuntimeError, match="rank 1 has not answered"):
+        later.wait(timedelta(seconds=0.05))
+    assert later.is_completed()
+
+
+def test_a_peer_that_does_not_read_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A socket has room for few questions of many numbers, and for none of 30,000: gloo takes these."""
+    asked_gloo = list[int]()
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: range(group.size()))
     monkeypatch.setattr(dist, "new_group", lambda *_, **__: "gloo")
-    monkeypatch.setattr(dist, "all_reduce", lambda numbers, *_, group, **__: group)
-    here, other = _opened(2, monkeypatch)
-    assert here.begin(torch.zeros(maxima._MOST + 1, dtype=torch.int64)) == "gloo"
-    other.begin(torch.zeros(2, dtype=torch.int64))
-    unlike = here.begin(torch.zeros(maxima._MOST, dtype=torch.int64))
-    with pytest.raises(RuntimeError, match=f"rank 1 has other features: 2 numbers, not {maxima._MOST}"):
-        unlike.wait(_SOON)
-    assert unlike.is_completed()
+    monkeypatch.setattr(dist, "all_reduce", lambda numbers, *_, group, **__: asked_gloo.append(len(numbers)) or group)
+    here, _other = _opened(2, monkeypatch)
+    for size in (maxima._MOST_BYTES // 8, 30_000):
+        for _ in range(6):
+            work = here.begin(torch.zeros(size, dtype=torch.int64))
+            if not asked_gloo:
+                with pytest.raises(RuntimeError, match="rank 1 has not answered"):
+                    work.wait(timedelta(seconds=0.01))  # and sends have the socket's bound from here on
+    assert asked_gloo == [30_000] * 6
