@@ -140,16 +140,6 @@ class FlatSteps:
                 self._bind(name, given[name], group)
         self._laid_out = None
 
-    def forget(self) -> None:
-        """Leave the optimizer without the states that were made here, as it was before its first step.
-
-        Those into which one has been loaded since stay.
-        """
-        if self._optimizer.state is not self._taken_over:  # by torch.optim's `load_state_dict`
-            return
-        for name in filter(self._is_as_made, self._names):
-            self._optimizer.state.pop(self._flat.named[name], None)
-
     def _is_as_made(self, name: str) -> bool:
         """Return whether the state of a parameter was made here, and no step and no load has changed it."""
         state = self._optimizer.state.get(self._flat.named[name], {})

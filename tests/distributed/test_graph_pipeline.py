@@ -400,6 +400,7 @@ def _check_frozen_layers_start_alike() -> None:
     model = Frozen({"a": (20, 8, ["f"], SUM)}, {"c": (12, 8, ["h"], SUM)})
     model.frozen.weight.data.fill_(dist.get_rank() + 7.0)
     pipeline = _own_pipeline(model)
+    pipeline.progress(islice(_own_batches(), 1))
     assert model.frozen.weight.item() == 7.0
     pipeline.close()
 

@@ -5,14 +5,24 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torchrec.optim.clipping import GradientClippingOptimizer
+from torchrec.optim.fused import FusedOptimizer
+from torchrec.optim.warmup import WarmupOptimizer
 
 from dlrm_overlap.comm.order import CommunicationOrder
 from dlrm_overlap.dense.cast import CastWeights
 from dlrm_overlap.dense.flat import FlatParameters
-from dlrm_overlap.dense.flat_steps import take_steps
+from dlrm_overlap.dense.flat_steps import FlatSteps, take_steps
 from dlrm_overlap.dense.gradients import GradientBuckets
 from dlrm_overlap.dense.reduction import StoreOptions
-from dlrm_overlap.train.graphs.optimizers import DenseUpdates, fused_optimizers, parameters_of, why_after_the_graph
+from dlrm_overlap.train.graphs.optimizers import (
+    WRAPPERS,
+    all_of,
+    fused_optimizers,
+    parameters_of,
+    step_alone,
+    why_after_the_graph,
+)
 
 _BUCKET_BYTES = 16 << 20  # of gradients that are sent at once, at least
 
@@ -49,7 +59,13 @@ class DenseStep:
         self._may_be_kept = {name for name, parameter in flat.parameters.items() if id(parameter) in after}
         self.why_after = ", ".join(sorted({reason for reason in reasons.values() if reason is not None}))
         """why `update_after` takes the steps of some optimizers, and not `update`; empty if there are none"""
-        self._updates = DenseUpdates([each for each in optimizers if reasons[id(each)] is None], flat)
+        captured = [each for outer in optimizers if reasons[id(outer)] is None for each in all_of(outer)]
+        self._steps = [FlatSteps(flat, each) for each in captured if not isinstance(each, (*WRAPPERS, FusedOptimizer))]
+        # The outer clipping comes before the inner. A warm-up sets the next learning rate, on the CPU.
+        self._clippings = [each for each in captured if isinstance(each, GradientClippingOptimizer)]
+        self._warm_ups = [each for each in reversed(captured) if isinstance(each, WarmupOptimizer)]
+        for each in captured:
+            each._opt_called = True  # or torch's schedulers would warn that it takes no steps
         if group.size() > 1:
             dist.broadcast(flat.weights.tensor[: flat.shared_end], group=group, group_src=0)
         self.buckets = GradientBuckets(flat, group, gradient_dtype, _BUCKET_BYTES, order, stores)
@@ -87,12 +103,14 @@ class DenseStep:
         """Reduce the gradients that the backward has not handed on yet, and update the parameters."""
         if self._casts is not None:
             self._casts.finish()
-        if self._updates.clips:
+        if self._clippings:
             self.buckets.finish()
-            self._updates.clip()
-            take_steps(self._updates.steps, [(0, self._flat.weights.tensor.numel())])
+            self._flat.show_gradients()
+            for clipping in self._clippings:
+                step_alone(clipping)
+            take_steps(self._steps, [(0, self._flat.weights.tensor.numel())])
         else:
-            take_steps(self._updates.steps, self.buckets.finish_in_ranges())
+            take_steps(self._steps, self.buckets.finish_in_ranges())
 
     def update_after(self) -> None:
         """Take the steps of optimizers that cannot be captured, and set the next learning rate of a warm-up."""
@@ -101,8 +119,8 @@ class DenseStep:
             self._flat.show_gradients()
             for optimizer in self._after:
                 optimizer.step()
-        for warm_up in self._updates.warm_ups:
-            warm_up()
+        for warm_up in self._warm_ups:
+            step_alone(warm_up)
 
     def cast_shadow(self) -> None:
         """Write the shadow of the weights anew, where somebody may have changed weights since the last step."""
@@ -110,16 +128,9 @@ class DenseStep:
 
     def refresh(self) -> None:
         """Write learning rates that have changed to where captured steps read them."""
-        for steps in self._updates.steps:
+        for steps in self._steps:
             steps.refresh()
 
-    def close(self, untouched: bool = False) -> None:
-        """Let go of the parameters, and of memory that peers see.
-
-        Args:
-            untouched: no step was taken; the optimizers get no state by what was made for them.
-        """
+    def close(self) -> None:
+        """Let go of the parameters, and of memory that peers see."""
         self.buckets.close()
-        if untouched:
-            for steps in self._updates.steps:
-                steps.forget()

@@ -71,9 +71,6 @@ class ReadAhead:
     def reset(self) -> None:
         """Forget batches and ids that were read and sent for steps that have not been taken."""
         self._held: list[_Held | None] = [None, None]
-        self._read: list[Leaves] = []
-        """the next batch, where it was read before it is landed"""
-        self._iterator: Iterator[Any] | None = None
         self.is_exhausted = False
         """whether this rank has read its last batch"""
         self.forget_sent_ids()
@@ -122,17 +119,9 @@ class ReadAhead:
         held.place.renew()
         return held.place.batch
 
-    def beyond(self, parity: int) -> np.ndarray | None:
-        """Return what all ranks bring of `parity`, if that is beyond the bound."""
-        numbers = self._of(parity).answer.wait()
-        return numbers if self._bound.are_beyond(numbers) else None
-
-    def evaluated_beyond(self, batch: Leaves) -> np.ndarray | None:
-        """Return what all ranks bring to an evaluation, if that is beyond the bound; waits for the ranks."""
-        if not self._bound.describes(batch):
-            return None
-        numbers = self._bound.ask(self._bound.add_distinct(self._bound.describe(batch), batch.ids)).wait()
-        return numbers if self._bound.are_beyond(numbers) else None
+    def answer(self, parity: int) -> Answer:
+        """Return what all ranks bring of `parity`."""
+        return self._of(parity).answer
 
     def make_room(self, numbers: np.ndarray) -> None:
         """Let the bound grow to batches of such greatest numbers; see `forget_places`."""
@@ -172,28 +161,15 @@ class ReadAhead:
         if not self.holds(parity):
             raise StopIteration
 
-    def reads_on(self, batches: Iterator[Any], parity: int) -> bool:
-        """Return whether this rank has a batch to land at `parity` next, which is read for that."""
-        self.is_exhausted &= batches is self._iterator
-        with self._streams.copies(parity):
-            batch = self._next(batches)
-        self._read = [batch] if batch is not None else []
-        return batch is not None
-
-    def _next(self, batches: Iterator[Any]) -> Leaves | None:
-        if self._read:
-            return self._read.pop()
-        batch, self._iterator = None if self.is_exhausted else next(batches, None), batches
-        self.is_exhausted = batch is None
-        return None if batch is None else with_even_batches_of(batch, self.unpooled_features)
-
     def land(self, batches: Iterator[Any], parity: int) -> None:
         """Copy the next batch, if there is one, to the landing place of `parity`, and ask what all ranks bring with it.
 
         Where there are no places, they are made like this batch, for which all ranks wait.
         """
         with self._streams.copies(parity):
-            batch = self._next(batches)
+            given = None if self.is_exhausted else next(batches, None)
+            self.is_exhausted = given is None
+            batch = None if given is None else with_even_batches_of(given, self.unpooled_features)
             if not self._landing and not self._make_places(batch):
                 self.is_exhausted = True
                 return
@@ -205,8 +181,8 @@ class ReadAhead:
             lands = like and self._bound.is_within(described)
             if lands:
                 place.fill(batch)
-            described = self._bound.add_distinct(described, place.all_ids() if lands else batch.ids)
-            self._held[parity] = _Held(None if lands else batch, place, self._bound.ask(described, not like))
+            answer = self._bound.ask(described, place.all_ids() if lands else batch.ids, unlike=not like)
+            self._held[parity] = _Held(None if lands else batch, place, answer)
 
     def _make_places(self, example: Leaves | None) -> bool:
         """Make places for batches like `example`, if every rank has one; return whether it has."""
@@ -237,17 +213,13 @@ class ReadAhead:
 
     def bring_in(self, parity: int) -> None:
         """Copy the batch of `parity` from its landing to its working place, and send its ids."""
-        self._take_over(parity)
+        self._working[parity].take_over(self._landing[parity])
         self.send_ids(parity)
 
     def bring_back(self, parity: int) -> None:
         """Copy the batch of `parity` to its working place in its own step, where the step before has not."""
-        self._take_over(parity)
+        self._working[parity].take_over(self._landing[parity])
         self._streams.step_is_issued(1 - parity)
-
-    def _take_over(self, parity: int) -> None:
-        self._working[parity].copy_from(self._landing[parity])
-        self._working[parity].renew()
 
     def release(self, parity: int) -> None:
         """Note that the step on the batch of `parity` has been issued."""

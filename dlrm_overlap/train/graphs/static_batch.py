@@ -115,12 +115,11 @@ class StaticBatch:
                 f"GraphTrainPipeline: a batch of tensors {', '.join(leaves)}, but the first batch has "
                 f"{', '.join(self._leaves)}, and captured steps are all alike; give each batch the same tensors"
             )
-        pairs = [(self._leaves[place], leaf) for place, leaf in leaves.items()]
-        taken = [  # of each: ids that are refused are so whatever stands before them
-            static.takes(leaf) if isinstance(static, StaticIds) else leaf.shape == static.shape
-            for static, leaf in pairs
-        ]
-        return all(taken)
+        is_like = True
+        for place, leaf in leaves.items():
+            static = self._leaves[place]
+            is_like &= static.takes(leaf) if isinstance(static, StaticIds) else leaf.shape == static.shape
+        return is_like
 
     def fill(self, leaves: Leaves) -> None:
         """Copy a batch that `takes` accepts, from the host or from the device, on the current stream."""
@@ -133,11 +132,12 @@ class StaticBatch:
         if (lease := getattr(leaves.batch, "lease", None)) is not None:  # of lent memory, which is free once copied
             lease.copying()
 
-    def copy_from(self, other: "StaticBatch") -> None:
-        """Copy the content of `other`, which is like this one and on the same device, into these fixed addresses."""
+    def take_over(self, other: "StaticBatch") -> None:
+        """Copy the content of `other`, which is like this one and on the same device, and make the batch anew."""
         # By a kernel, which has its stream's priority in a CUDA graph: a copy has the lowest, and would wait until all
         # programs of the lookup have begun.
         torch.bitwise_or(other._memory, 0, out=self._memory)
+        self.renew()
 
     def find(self, features: KeyedJaggedTensor) -> str | None:
         """Return the place of `features` in the batch, or None if it is none of the leaves."""
@@ -244,52 +244,35 @@ class StaticIds:
 
     def renew(self) -> None:
         """Make the KeyedJaggedTensor anew: it remembers offsets and lengths, which are those of one batch."""
-        self.tensor = BoundedIds(
-            self.keys,
-            self._values,
-            self._weights,
-            self._lengths,
-            self._samples,
-            self._capacities,
-            self._known,
-            self._inverse,
-        )
+        about = self._samples, self._capacities, self._known, self._inverse
+        self.tensor = BoundedIds(self.keys, self._values, self._weights, self._lengths, *about)
 
     def _check(self, ids: KeyedJaggedTensor) -> None:
         """Check that captured steps can take such ids.
 
         Raises:
-            InputError: if their weights require a gradient, or they have other features, or weights where the first
-                batch's have none, or the other way round.
+            InputError: if they have other features than the first batch's, weights where those have none or the other
+                way round, or weights that require a gradient.
         """
         weights = weights_of(ids)
-        if (weights is not None) != self._weighted:
-            had, has = ("weights", "none") if self._weighted else ("no weights", "some")
+        if ids.keys() != self.keys or (weights is not None) != self._weighted:
             raise InputError(
-                f"GraphTrainPipeline: the ids of the first batch have {had}, those of this one {has}, and captured "
-                f"steps are all alike; give weights to the ids of all batches or of none"
+                f"GraphTrainPipeline: ids of features {_described(ids.keys(), weights is not None)}, but those of the "
+                f"first batch are {_described(self.keys, self._weighted)}, and captured steps are all alike; give each "
+                f"batch the same, in the same order"
             )
         if weights is not None and weights.requires_grad:
             raise InputError(
                 "GraphTrainPipeline: weights of ids require a gradient, which no captured step computes; detach the "
                 "weights, or use TorchRec's pipeline"
             )
-        if ids.keys() != self.keys:
-            raise InputError(
-                f"GraphTrainPipeline: ids of features {', '.join(ids.keys())}, but those of the first batch are "
-                f"{', '.join(self.keys)}, and captured steps are all alike; give each batch the same, in the same order"
-            )
 
     def takes(self, ids: KeyedJaggedTensor) -> bool:
         """Return whether ids are of as many samples as the first batch's, and of a type that has room here."""
         self._check(ids)
-        inverse = ids.inverse_indices_or_none()
-        if (inverse is None) != (self._inverse is None):
+        forms = [each and (list(each[0]), each[1].shape) for each in (ids.inverse_indices_or_none(), self._inverse)]
+        if forms[0] != forms[1]:
             return False
-        if inverse is not None and self._inverse is not None:
-            (names, bags), (own_names, own_bags) = inverse, self._inverse
-            if list(names) != list(own_names) or bags.shape != own_bags.shape:
-                return False
         return ids.stride() == self._samples and ids.values().dtype.itemsize <= self._values.dtype.itemsize
 
     def fill(self, ids: KeyedJaggedTensor) -> None:
@@ -309,6 +292,10 @@ class StaticIds:
         elif count != self._count:
             self.count.fill_(count)
             self._count = count
+
+
+def _described(keys: Sequence[str], weighted: bool) -> str:
+    return f"{', '.join(keys)} {'with' if weighted else 'without'} weights"
 
 
 @uncompiled  # for a compiled model makes the tensor in every step

@@ -39,7 +39,7 @@ from dlrm_overlap.embedding.exchanging_module import ExchangingModule
 from dlrm_overlap.embedding.id_layout import BatchBound
 from dlrm_overlap.embedding.sharded_module import exchanges
 from dlrm_overlap.train.explain import explain
-from dlrm_overlap.train.graphs.bounds import Agreement, DistinctCounts, LearntBound
+from dlrm_overlap.train.graphs.bounds import Agreement, Answer, LearntBound
 from dlrm_overlap.train.graphs.capturable import (
     dense_parameters,
     frozen_parameters,
@@ -93,8 +93,8 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
     ) -> None:
         """Take the arguments of `TrainPipelineSparseDist`, by position or name, and those of captured steps.
 
-        Of TorchRec's, `execute_all_batches`, `custom_model_fwd` and `dmp_collection_sync_interval_batches` mean what
-        they mean there. How TorchRec issues a step, as `apply_jit` says, counts where it does.
+        Of TorchRec's, `custom_model_fwd` and `dmp_collection_sync_interval_batches` mean what they mean there. How
+        TorchRec issues a step, as `apply_jit` says, counts where it does, as it does without `execute_all_batches`.
 
         Args:
             torchrecs: arguments of `TrainPipelineSparseDist` that follow the device.
@@ -108,37 +108,31 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
             stock: arguments of `TrainPipelineSparseDist`, by name.
 
         Raises:
-            InputError: if `dense_reduce` or an argument of `stock` is not known, stores are asked of a CPU, or the
-                model is no `DistributedModelParallel`.
+            InputError: if `dense_reduce` is not known, or stores are asked of a CPU.
+            TypeError: if an argument of `stock` is not known.
         """
-        if dense_reduce not in _DENSE_REDUCE:
-            raise InputError(f"dense_reduce: {dense_reduce!r} must be one of {', '.join(_DENSE_REDUCE)}; leave it out")
-        if dense_reduce == "stores" and device.type != "cuda":
-            raise InputError(f"dense_reduce: stores are between GPUs, and the model is on {device}; leave it out")
-        known = signature(TrainPipelineSparseDist)
-        if unknown := sorted(stock.keys() - known.parameters.keys()):
+        if dense_reduce not in _DENSE_REDUCE or (dense_reduce == "stores" and device.type != "cuda"):
             raise InputError(
-                f"GraphTrainPipeline: {', '.join(unknown)} is no argument of it or of TrainPipelineSparseDist; leave "
-                f"it out"
+                f"dense_reduce: {dense_reduce!r} on {device} must be auto, collective or, on GPUs, stores; leave it out"
             )
-        given = known.bind(model, optimizer, device, *torchrecs, **stock)
+        given = signature(TrainPipelineSparseDist).bind(model, optimizer, device, *torchrecs, **stock)
         given.apply_defaults()
-        if not hasattr(model, "init_data_parallel"):
-            what = f"{type(model).__name__} is no DistributedModelParallel"
-            raise InputError(f"GraphTrainPipeline: {what}, and the model must be; wrap it in one")
-        self._model, self._device, self._given = model, device, optimizer
+        self._model, self._device, self._optimizer = model, device, optimizer
         self._fallback: TrainPipelineSparseDist[Any, Any] | None = None
         sharded = any(isinstance(module, ShardedEmbeddingModule) for module in model.modules())
         if sharded and dist.get_rank(group) == 0 and log.isEnabledFor(logging.INFO):
             log.info("tables:\n%s", explain(model, optimizer=optimizer))
-        if (reason := why_not_captured(model)) is not None:
+        reason = why_not_captured(model)
+        if reason is None and not given.arguments["execute_all_batches"]:
+            reason = "execute_all_batches is False"
+        if reason is not None:
             if dist.get_rank(group) == 0:
                 log.warning("train pipeline: TorchRec's, since the step cannot be captured: %s", reason)
-            model.init_data_parallel()  # does nothing to a model that has been wrapped before
+            if isinstance(model, DistributedModelParallel):
+                model.init_data_parallel()  # does nothing to a model that has been wrapped before
             self._fallback = TrainPipelineSparseDist(*given.args, **given.kwargs)
             return
         self._model_fwd = given.arguments["custom_model_fwd"] or model
-        self._execute_all_batches = given.arguments["execute_all_batches"]
         self._captures = device.type == "cuda" if capture is None else capture
         self._modules = [m for m in model.modules() if isinstance(m, ExchangingModule)]
         ranks = group or dist.group.WORLD
@@ -148,26 +142,11 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         self._order = CommunicationOrder()
         self._streams = Streams(device)
         self._agreement = Agreement(ranks, self.check, device)
-        learnt = LearntBound(bound, self._agreement, DistinctCounts(self._modules, device))
-        self._ahead = ReadAhead(self._modules, device, learnt, self._streams, self._order)
+        self._bound = LearntBound(bound, self._agreement, self._modules, device)
+        self._ahead = ReadAhead(self._modules, device, self._bound, self._streams, self._order)
         self._replicas = model if isinstance(model, DMPCollection) else None
         self._sync_interval = given.arguments["dmp_collection_sync_interval_batches"]
         self._steps = 0
-        if _holder(model) is None:
-            self._open()
-
-    @property
-    def _optimizer(self) -> Any:
-        """The optimizer, by TorchRec's name: its `GradientAccumulationWrapper` puts another one in its stead."""
-        return self._given
-
-    @_optimizer.setter
-    def _optimizer(self, optimizer: Any) -> None:
-        self._given = optimizer
-        if self._fallback is not None:
-            self._fallback._optimizer = optimizer
-        elif self._has_model:
-            self._let_go()
 
     @property
     def _has_model(self) -> bool:
@@ -181,7 +160,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         leave_ddp(self._model)
         for layer in divided_layers(self._model):
             layer.ranks.order = self._order
-        self._dense = self._open_dense_step()
+        self._opened, self._dense = self._optimizer, self._open_dense_step()
         self._fused = [each for each in fused_optimizers(self._optimizer) if not self._dense.steps_after(each)]
         if self._captures and self._dense.why_after and self._group.rank() == 0:
             log.warning("train pipeline: a dense optimizer steps after the graph: %s", self._dense.why_after)
@@ -195,7 +174,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         """Leave the model as it was, to another pipeline, or to this one once more."""
         self._graphs.release()
         self._ahead.forget_sent_ids()
-        self._dense.close(untouched=not self._has_stepped)
+        self._dense.close()
         setattr(self._model, _HOLDER, None)
 
     def _open_dense_step(self) -> DenseStep:
@@ -235,11 +214,14 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
             RuntimeError: that kernels have recorded, such as of a wait for a peer that has expired.
         """
         if self._fallback is not None:
+            self._fallback._optimizer = self._optimizer
             return self._fallback.progress(dataloader_iter)
         try:
             self.check()
             with self._streams.main():
-                if _holder(self._model) is None or (self._model.training and not self._has_model):
+                # TorchRec's `GradientAccumulationWrapper` puts another optimizer in the stead of the one given.
+                is_ready = self._has_model and self._optimizer is self._opened
+                if _holder(self._model) is None or (self._model.training and not is_ready):
                     self._open()
                 return self._train(dataloader_iter) if self._model.training else self._evaluate(dataloader_iter)
         except RuntimeError:
@@ -296,10 +278,9 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         batch = Leaves(next(batches))
         if any(module.takes_ids for module in self._modules):  # else they take batches of features as they are
             batch = with_even_batches_of(batch.batch, training._ahead.unpooled_features)
-        with torch.inference_mode(False):  # training steps write to the windows that are made
-            if training._steps and (beyond := training._ahead.evaluated_beyond(batch)) is not None:
-                training._forget_captured()
-                training._ahead.make_room(beyond)
+        if training._steps and training._bound.describes(batch):
+            with torch.inference_mode(False):  # training steps write to the windows that are made
+                training._make_room(training._bound.ask(training._bound.describe(batch), batch.ids))
         return self._call(on_device(batch.batch, self._device))[1]
 
     def _train(self, batches: Iterator[Any]) -> Any:
@@ -309,8 +290,6 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         if not self._ahead.holds(parity):
             self._ahead.begin(batches, parity)
             self._dense.cast_shadow()  # a checkpoint may have been loaded since the last step
-        if not self._execute_all_batches and not self._ahead.reads_on(batches, parity):
-            raise StopIteration
         self._dense.clear()
         self._follow_learning_rates()
         output = self._take_step(parity) if self._ahead.is_captured(parity) else self._take_odd_step(parity)
@@ -368,10 +347,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         """Take the step of a batch that no captured step takes, with its ids within it, on all ranks alike."""
         self._ahead.forget_sent_ids()
         self._odd_steps += 1
-        if (beyond := self._ahead.beyond(parity)) is not None:
-            self._forget_captured()
-            self._ahead.make_room(beyond)
-        elif self._odd_steps == _ODD_STEPS:
+        if not self._make_room(self._ahead.answer(parity)) and self._odd_steps == _ODD_STEPS:
             self._forget_captured()
             self._ahead.forget_places()
         if self._agreement.is_first:
@@ -380,6 +356,13 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         self._backward(loss)
         self._streams.step_is_issued(1 - parity)  # which reads where the next batch of its parity lands
         return output
+
+    def _make_room(self, answer: Answer) -> bool:
+        """Let the bound grow to what all ranks bring, where that is beyond it; return whether it was."""
+        if is_beyond := self._bound.are_beyond(numbers := answer.wait()):
+            self._forget_captured()
+            self._ahead.make_room(numbers)
+        return is_beyond
 
     def _forget_captured(self) -> None:
         """Forget the graphs, and capture others after some eager steps."""

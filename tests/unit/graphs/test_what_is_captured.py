@@ -144,14 +144,6 @@ def test_a_forward_must_return_losses_and_output(returned: Any) -> None:
         losses_and_output(returned)
 
 
-def test_a_model_that_is_not_sharded_is_refused() -> None:
-    model: Any = nn.Linear(2, 2)
-    with pytest.raises(
-        InputError, match="Linear is no DistributedModelParallel, and the model must be; wrap it in one"
-    ):
-        GraphTrainPipeline(model, torch.optim.SGD(model.parameters()), CPU)
-
-
 def _sgd(parameters: dict[str, nn.Parameter]) -> KeyedOptimizerWrapper:
     return KeyedOptimizerWrapper(parameters, lambda each: torch.optim.SGD(each, lr=0.1))
 
@@ -317,29 +309,32 @@ def test_which_pipeline_a_run_takes(
     assert caplog.messages == ["train.pipeline: torchrec, since the steps cannot be captured: of this"] * told
 
 
+@pytest.mark.parametrize(
+    ("backend", "arguments", "reason"),
+    [
+        ("nccl", {}, "backend nccl waits for the host"),
+        ("pgas", {"execute_all_batches": False}, "execute_all_batches is False"),
+    ],
+)
 def test_what_cannot_be_captured_is_told_by_rank_0_alone(
-    world_of_one: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    world_of_one: dist.ProcessGroup,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    backend: str,
+    arguments: dict[str, Any],
+    reason: str,
 ) -> None:
-    model: Any = _shard(OverlapEmbeddingBagCollectionSharder(backend="nccl"), world_of_one, FUSED)
+    sharded = _shard(OverlapEmbeddingBagCollectionSharder(backend=backend), world_of_one, FUSED)
+    model: Any = nn.ModuleList([sharded, nn.Linear(1, 1)])
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
-    for rank, told in ((1, []), (0, [f"train pipeline: TorchRec's, since the step cannot be captured: {_NCCL}"])):
+    for rank, told in ((1, []), (0, [f"train pipeline: TorchRec's, since the step cannot be captured: {reason}"])):
         monkeypatch.setattr(dist, "get_rank", lambda group=None, rank=rank: rank)
-        GraphTrainPipeline(model, optimizer, CPU)
+        GraphTrainPipeline(model, optimizer, CPU, **arguments)
         assert [record.getMessage() for record in caplog.records if record.name == "dlrm_overlap"] == told
 
 
-_NCCL = "backend nccl waits for the host"
-
-
-def test_an_unknown_way_to_reduce_is_refused() -> None:
+@pytest.mark.parametrize("unknown", ["nccl", "stores"])
+def test_an_unknown_way_to_reduce_is_refused(unknown: str) -> None:
     nothing: Any = None
-    with pytest.raises(InputError, match=r"dense_reduce: 'nccl' must be one of auto, collective, stores; leave it out"):
-        GraphTrainPipeline(nothing, nothing, CPU, dense_reduce="nccl")
-    with pytest.raises(InputError, match=r"dense_reduce: stores are between GPUs, and the model is on cpu; leave it"):
-        GraphTrainPipeline(nothing, nothing, CPU, dense_reduce="stores")
-
-
-def test_an_argument_that_no_pipeline_has_is_refused() -> None:
-    nothing: Any = None
-    with pytest.raises(InputError, match=r"GraphTrainPipeline: overlap is no argument of it or of TrainPipelineSparse"):
-        GraphTrainPipeline(nothing, nothing, CPU, overlap=True, enqueue_batch_after_forward=True)
+    with pytest.raises(InputError, match=f"dense_reduce: '{unknown}' on cpu must be auto, collective or, on GPUs, st"):
+        GraphTrainPipeline(nothing, nothing, CPU, dense_reduce=unknown)
