@@ -25,7 +25,8 @@ from dlrm_overlap.embedding.weights import initialise_tables
 from dlrm_overlap.launching.launcher import World
 from dlrm_overlap.launching.text_table import count_of
 from dlrm_overlap.train.dense_part import cast_once, compile_dense, compile_loss, divide_head, join_dense
-from dlrm_overlap.train.graphs.capturable import dense_parameters, why_not_captured
+from dlrm_overlap.train.explain import why_not_captured
+from dlrm_overlap.train.graphs.dense_step import dense_parameters
 from dlrm_overlap.train.graphs.train_pipeline import GraphTrainPipeline
 from dlrm_overlap.train.model import TrainTask, build_model
 

@@ -26,7 +26,7 @@ from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.embedding.sharded_module import exchanges
 from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder
 from dlrm_overlap.kernels.compiled import INTERPRETED
-from dlrm_overlap.train.graphs.capturable import dense_parameters
+from dlrm_overlap.train.graphs.dense_step import dense_parameters
 from dlrm_overlap.train.graphs.train_pipeline import GraphTrainPipeline
 from dlrm_overlap.train.model import DLRM
 from dlrm_overlap.train.trainer import Trainer

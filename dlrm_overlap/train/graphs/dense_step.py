@@ -5,8 +5,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.clipping import GradientClippingOptimizer
 from torchrec.optim.fused import FusedOptimizer
+from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.warmup import WarmupOptimizer
 
 from dlrm_overlap.comm.order import CommunicationOrder
@@ -15,6 +19,7 @@ from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.flat_steps import FlatSteps, take_steps
 from dlrm_overlap.dense.gradients import GradientBuckets
 from dlrm_overlap.dense.reduction import StoreOptions
+from dlrm_overlap.dense.tensor_parallel import shards_of
 from dlrm_overlap.train.graphs.optimizers import (
     WRAPPERS,
     all_of,
@@ -134,3 +139,27 @@ class DenseStep:
     def close(self) -> None:
         """Let go of the parameters, and of memory that peers see."""
         self.buckets.close()
+
+
+def dense_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters of a sharded model, by name, that take a gradient and that no fused lookup updates.
+
+    Data-parallel tables are among them, as slices of their holders, see `FlatParameters`.
+    """
+    return {name: each for name, each in in_backward_optimizer_filter(model.named_parameters()) if each.requires_grad}
+
+
+def frozen_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Return the dense parameters of a sharded model that take no gradient, and are alike on all ranks."""
+    divided = shards_of(model)  # of which each rank has another part
+    every = in_backward_optimizer_filter(model.named_parameters())
+    return [parameter for name, parameter in every if not parameter.requires_grad and name not in divided]
+
+
+def leave_ddp(model: DistributedModelParallel) -> None:
+    """Take the model out of DDP, which would keep the nodes of autograd where it was made, a stream of no capture.
+
+    `model.init_data_parallel` wraps it again.
+    """
+    if isinstance(model._dmp_wrapped_module, DistributedDataParallel):
+        model._dmp_wrapped_module, model._ddp_wrapped = model.module, False

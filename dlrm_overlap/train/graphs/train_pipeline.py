@@ -38,16 +38,10 @@ from dlrm_overlap.dense.tensor_parallel import divided_layers, shards_of
 from dlrm_overlap.embedding.exchanging_module import ExchangingModule
 from dlrm_overlap.embedding.id_layout import BatchBound
 from dlrm_overlap.embedding.sharded_module import exchanges
-from dlrm_overlap.train.explain import explain
+from dlrm_overlap.train.explain import explain, why_not_captured
 from dlrm_overlap.train.graphs.bounds import Agreement, Answer, LearntBound
-from dlrm_overlap.train.graphs.capturable import (
-    dense_parameters,
-    frozen_parameters,
-    leave_ddp,
-    why_not_captured,
-)
 from dlrm_overlap.train.graphs.captured import GraphPair
-from dlrm_overlap.train.graphs.dense_step import DenseStep
+from dlrm_overlap.train.graphs.dense_step import DenseStep, dense_parameters, frozen_parameters, leave_ddp
 from dlrm_overlap.train.graphs.model_collectives import ModelCollectives
 from dlrm_overlap.train.graphs.optimizers import dense_optimizers, fused_optimizers
 from dlrm_overlap.train.graphs.read_ahead import ReadAhead

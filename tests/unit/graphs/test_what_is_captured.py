@@ -36,12 +36,8 @@ from dlrm_overlap.embedding.replicated import ReplicatedTables
 from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder
 from dlrm_overlap.train import assembly
 from dlrm_overlap.train.assembly import takes_graph
-from dlrm_overlap.train.graphs.capturable import (
-    dense_parameters,
-    leave_ddp,
-    why_not_captured,
-)
-from dlrm_overlap.train.graphs.dense_step import DenseStep
+from dlrm_overlap.train.explain import why_not_captured
+from dlrm_overlap.train.graphs.dense_step import DenseStep, dense_parameters, leave_ddp
 from dlrm_overlap.train.graphs.model_collectives import ModelCollectives
 from dlrm_overlap.train.graphs.optimizers import dense_optimizers, fused_optimizers, why_after_the_graph
 from dlrm_overlap.train.graphs.train_pipeline import GraphTrainPipeline, losses_and_output
