@@ -7,13 +7,10 @@ the first of these mistakes are reported at once.
 
 import os
 import tempfile
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dlrm_overlap.checkpoint.manifest import is_checkpoint, read_manifest
 from dlrm_overlap.config import Config, DataConfig, InputError
-from dlrm_overlap.launching.files import check_free
 
 if TYPE_CHECKING:
     import torch
@@ -21,26 +18,6 @@ if TYPE_CHECKING:
     from dlrm_overlap.data.batch import Dataset
 
 _ON_CPUS = ("sgd", "adagrad", "rowwise_adagrad")  # FBGEMM's optimizers
-
-
-def check_resume(config: Config) -> None:
-    """Check that `checkpoint.resume` is auto, never or the folder of a checkpoint, whose manifest is whole.
-
-    Raises:
-        InputError: if it is none of these.
-    """
-    resume = config.checkpoint.resume
-    if resume in ("auto", "never"):
-        return
-    if not is_checkpoint(Path(resume)):
-        raise InputError(
-            f"checkpoint.resume: {resume!r} is neither auto nor never nor a checkpoint; give one of the two words, or "
-            f"a folder named step_<N>"
-        )
-    try:
-        read_manifest(Path(resume))
-    except InputError as error:
-        raise InputError(f"checkpoint.resume: {error}; name another checkpoint") from None
 
 
 def check_data(data: DataConfig) -> None:
@@ -52,20 +29,6 @@ def check_data(data: DataConfig) -> None:
     for key, path in (("data.path", data.path), ("data.eval_path", data.eval_path)):
         if data.kind != "synthetic" and path is not None and not os.path.exists(path):
             raise InputError(f"{key}: {path}: no such file or folder on this machine; give one that is there")
-
-
-def check_runs(config: Config, names: Iterable[str]) -> None:
-    """Check that runs of these names can write to their folders in `log.dir`, and that no other run does.
-
-    Raises:
-        InputError: if `log.dir` is empty, or one of the folders cannot be written to or is another run's.
-    """
-    if not config.log.dir:
-        raise InputError("log.dir: empty, so runs would lie loose in this folder; name one, or leave it out for runs")
-    for name in names:
-        folder = Path(config.log.dir) / name
-        check_writable(folder, "log.dir")
-        check_free(folder, "log.dir")
 
 
 def check_writable(folder: Path, key: str) -> None:

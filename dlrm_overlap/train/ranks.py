@@ -15,7 +15,7 @@ from dlrm_overlap.launching.lifetime import HOLD_BACK_S, EndRequest, end_with_la
 from dlrm_overlap.launching.parsing import Parser, parse_config
 from dlrm_overlap.launching.spawn import spawn
 from dlrm_overlap.launching.watch import Progress
-from dlrm_overlap.train.preflight import check_resume, check_start, total_steps
+from dlrm_overlap.train.preflight import check_start, total_steps
 
 if TYPE_CHECKING:
     import torch
@@ -138,7 +138,6 @@ def run_on_ranks(
             Config, " ".join(["dlrm-overlap", *command]), description, argv, add_all, defaults
         )
         check(config, values)
-        check_resume(config)
         if values.nproc:
             nproc = _count_processes(values.nproc, config)
             config.train.samples_per_rank(nproc)
