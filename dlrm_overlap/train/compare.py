@@ -22,33 +22,19 @@ from dlrm_overlap.train.trainer import Trainer
 
 log = logging.getLogger("dlrm_overlap")
 
-_NOISE_RUNS = {"cuda": 2, "cpu": 0}  # with one, the bound would be more than twice as wide
-
-
-def count_noise_runs(asked: int | str, device: str) -> int:
-    """Return how often the reference is trained again: as often as `asked`, or by `device` (cuda | cpu) for auto."""
-    return _NOISE_RUNS[device] if asked == "auto" else int(asked)
-
-
-def noise_run_names(reference: str, count: int) -> list[str]:
-    """Return the names of the runs that train the reference again: torchrec_again, torchrec_again_2, .."""
-    return [f"{reference}_again" + (f"_{i}" if i > 1 else "") for i in range(1, count + 1)]
-
 
 def run_configs(config: Config, backends: Sequence[str], noise_runs: int = 0) -> dict[str, Config]:
     """Return run -> its configuration: `config`, but trained from the first step on and without checkpoints.
 
-    Each backend has a run of its name; after the first, the reference, come `noise_runs` more of it.
-
-    A comparison that went on where an earlier one ended would compare nothing, and one that saved checkpoints would
-    leave them for a later run to go on from.
+    Each backend has a run of its name; after the first, the reference, come `noise_runs` more of it: torchrec_again,
+    torchrec_again_2, .. A comparison that went on where an earlier one ended would compare nothing.
 
     Raises:
         InputError: if the folder of one of the runs holds a checkpoint, and so a run that could go on.
     """
     checkpoint = dataclasses.replace(config.checkpoint, resume="never", every=0, last=False)
     configs = {}
-    again = noise_run_names(backends[0], noise_runs)
+    again = [f"{backends[0]}_again" + (f"_{i}" if i > 1 else "") for i in range(1, noise_runs + 1)]
     for name in [backends[0], *again, *backends[1:]]:
         backend = backends[0] if name in again else name
         embedding = dataclasses.replace(config.embedding, backend=backend)
