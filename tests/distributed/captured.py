@@ -123,7 +123,7 @@ def captures() -> Iterator[dict[str, int]]:
         init(pipeline, *arguments, **options | {"capture": True})
         pipeline._streams.main_stream = None
 
-    def stand_in(pair: Any, parity: int, *given: Any) -> CapturedStep:
+    def stand_in(pair: Any, parity: int, *given: Any) -> Any:
         parameters = list(pair._dense._flat.parameters.values())
         own = {"ahead": pair._ahead, "parity": parity, "parameters": parameters}
         kind = type("StandIn", (StandIn,), {"taken": taken, "exchanges": pair._ahead.exchanges} | own)

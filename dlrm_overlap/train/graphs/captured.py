@@ -95,15 +95,15 @@ class GraphPair:
         self._captured_places: list[Any] = []
         weakref.finalize(self, _release, self.each, device)
 
-    def capture(self, parity: int, step: Callable[[], Any], stream: torch.cuda.Stream) -> CapturedStep:
-        """Capture the step of `parity`; the graph is to be launched next."""
+    def capture(self, parity: int, step: Callable[[], Any], stream: torch.cuda.Stream) -> Any:
+        """Capture the step of `parity`, take it, and return its output."""
         for exchange in self._ahead.exchanges:
             exchange.keep_rules_in_place()
         other = self.each[1 - parity]
         pool = other.pool if other is not None else None
         captured = CapturedStep(step, self._order, self._counters, pool, stream)
         self.each[parity], self._captured_places = captured, self._places
-        return captured
+        return captured.launch()
 
     def release(self) -> None:
         """Release the graphs, once the device is through with them."""

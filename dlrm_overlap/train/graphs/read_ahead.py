@@ -24,7 +24,7 @@ log = logging.getLogger("dlrm_overlap")
 
 
 @dataclass
-class _Held:
+class Held:
     """A batch that waits for its step, or the end of them."""
 
     batch: Leaves | None
@@ -70,7 +70,7 @@ class ReadAhead:
 
     def reset(self) -> None:
         """Forget batches and ids that were read and sent for steps that have not been taken."""
-        self._held: list[_Held | None] = [None, None]
+        self._held: list[Held | None] = [None, None]
         self.is_exhausted = False
         """whether this rank has read its last batch"""
         self.forget_sent_ids()
@@ -99,29 +99,24 @@ class ReadAhead:
 
     def is_captured(self, parity: int) -> bool:
         """Return whether every rank has a batch of `parity` that a captured step takes; may wait for the ranks."""
-        return self.holds(parity) and bool(self._of(parity).is_captured)
+        return self.holds(parity) and bool(self.held(parity).is_captured)
 
-    def _of(self, parity: int) -> _Held:
+    def held(self, parity: int) -> Held:
+        """Return the batch of `parity`, which waits for its step."""
         held = self._held[parity]
         assert held is not None
         return held
 
     def batch(self, parity: int) -> Any:
-        """Return the batch that the steps of `parity` read, made of tensors that stay."""
-        return self._working[parity].batch
-
-    def odd_batch(self, parity: int) -> Any:
-        """Return the batch of `parity`, which no captured step takes, on the device."""
-        held = self._of(parity)
+        """Return the batch of `parity` on the device, made of tensors that stay if a captured step takes it."""
+        held = self.held(parity)
+        if held.is_captured:
+            return self._working[parity].batch
         if held.batch is not None:
             return on_device(held.batch.batch, self._device)
         assert held.place is not None
         held.place.renew()
         return held.place.batch
-
-    def answer(self, parity: int) -> Answer:
-        """Return what all ranks bring of `parity`."""
-        return self._of(parity).answer
 
     def make_room(self, numbers: np.ndarray) -> None:
         """Let the bound grow to batches of such greatest numbers; see `forget_places`."""
@@ -133,7 +128,7 @@ class ReadAhead:
         """Let the next batch be the first of others like it. Batches that are held are taken as they are."""
         for parity in range(2):
             if self.holds(parity):
-                self._of(parity).is_captured = False
+                self.held(parity).is_captured = False
         self._landing, self._working = [], []
         self.forget_sent_ids()
         for stock, _ in self._stock:
@@ -174,7 +169,7 @@ class ReadAhead:
                 self.is_exhausted = True
                 return
             if batch is None:
-                self._held[parity] = _Held(None, None, self._bound.ask(None))
+                self._held[parity] = Held(None, None, self._bound.ask(None))
                 return
             place = self._landing[parity]
             like, described = place.takes(batch), self._bound.describe(batch)
@@ -182,7 +177,7 @@ class ReadAhead:
             if lands:
                 place.fill(batch)
             answer = self._bound.ask(described, place.all_ids() if lands else batch.ids, unlike=not like)
-            self._held[parity] = _Held(None if lands else batch, place, answer)
+            self._held[parity] = Held(None if lands else batch, place, answer)
 
     def _make_places(self, example: Leaves | None) -> bool:
         """Make places for batches like `example`, if every rank has one; return whether it has."""

@@ -23,7 +23,6 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torchrec.distributed.embedding_types import ShardedEmbeddingModule
 from torchrec.distributed.model_parallel import DistributedModelParallel, DMPCollection
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.distributed.train_pipeline.train_pipelines import TrainPipeline
@@ -112,9 +111,9 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         given = signature(TrainPipelineSparseDist).bind(model, optimizer, device, *torchrecs, **stock)
         given.apply_defaults()
         self._model, self._device, self._optimizer = model, device, optimizer
+        self._modules = [each for each in model.modules() if isinstance(each, ExchangingModule)]
         self._fallback: TrainPipelineSparseDist[Any, Any] | None = None
-        sharded = any(isinstance(module, ShardedEmbeddingModule) for module in model.modules())
-        if sharded and dist.get_rank(group) == 0 and log.isEnabledFor(logging.INFO):
+        if self._modules and dist.get_rank(group) == 0 and log.isEnabledFor(logging.INFO):
             log.info("tables:\n%s", explain(model, optimizer=optimizer))
         reason = why_not_captured(model)
         if reason is None and not given.arguments["execute_all_batches"]:
@@ -128,7 +127,6 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
             return
         self._model_fwd = given.arguments["custom_model_fwd"] or model
         self._captures = device.type == "cuda" if capture is None else capture
-        self._modules = [m for m in model.modules() if isinstance(m, ExchangingModule)]
         ranks = group or dist.group.WORLD
         assert ranks is not None, "the process group is made before the pipeline"
         self._group, self._casts = ranks, casts
@@ -142,11 +140,6 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         self._sync_interval = given.arguments["dmp_collection_sync_interval_batches"]
         self._steps = 0
 
-    @property
-    def _has_model(self) -> bool:
-        """Whether this one, of all pipelines of the model, is the one that trains it."""
-        return _holder(self._model) is self
-
     def _open(self) -> None:
         """Take the model over, from the pipeline that had it before if there is one; a collective."""
         if (before := _holder(self._model)) is not None:
@@ -154,9 +147,22 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         leave_ddp(self._model)
         for layer in divided_layers(self._model):
             layer.ranks.order = self._order
-        self._opened, self._dense = self._optimizer, self._open_dense_step()
+        trained, group = dense_parameters(self._model), self._group
+        flat = self._casts.flat if self._casts is not None else FlatParameters(trained, shards_of(self._model))
+        assert trained.keys() <= flat.named.keys(), "gradients of others would not be summed over the ranks"
+        if group.size() > 1:
+            for parameter in frozen_parameters(self._model):
+                dist.broadcast(parameter.data, group=group, group_src=0)
+        exchanges = self._ahead.exchanges
+        # Where all exchanges store to all ranks, dense gradients can be stored there as well.
+        reached = all(len(exchange.reach.here) == group.size() for exchange in exchanges) and flat.device.type == "cuda"
+        by_stores = self._dense_reduce == "stores" or (self._dense_reduce == "auto" and reached)
+        timeout_s = min(exchange.options.wait_timeout_s for exchange in exchanges)
+        stores = StoreOptions(wait_timeout_s=timeout_s) if by_stores else None
+        optimizers, self._opened = dense_optimizers(self._optimizer), self._optimizer
+        self._dense = DenseStep(optimizers, flat, self._casts, group, self._order, self._gradient_dtype, stores)
         self._fused = [each for each in fused_optimizers(self._optimizer) if not self._dense.steps_after(each)]
-        if self._captures and self._dense.why_after and self._group.rank() == 0:
+        if self._captures and self._dense.why_after and group.rank() == 0:
             log.warning("train pipeline: a dense optimizer steps after the graph: %s", self._dense.why_after)
         self._graphs = GraphPair(self._ahead, self._dense, self._order, self._device)
         self._warmup_steps = self._odd_steps = 0
@@ -171,29 +177,9 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         self._dense.close()
         setattr(self._model, _HOLDER, None)
 
-    def _open_dense_step(self) -> DenseStep:
-        """Return the step of the dense parameters, of which all ranks then have rank 0's; a collective."""
-        trained, group = dense_parameters(self._model), self._group
-        flat = self._casts.flat if self._casts is not None else FlatParameters(trained, shards_of(self._model))
-        assert trained.keys() <= flat.named.keys(), "gradients of others would not be summed over the ranks"
-        if group.size() > 1:
-            for parameter in frozen_parameters(self._model):
-                dist.broadcast(parameter.data, group=group, group_src=0)
-        exchanges = self._ahead.exchanges
-        # Where all exchanges store to all ranks, dense gradients can be stored there as well.
-        reached = all(len(exchange.reach.here) == group.size() for exchange in exchanges) and flat.device.type == "cuda"
-        by_stores = self._dense_reduce == "stores" or (self._dense_reduce == "auto" and reached)
-        timeout_s = min(exchange.options.wait_timeout_s for exchange in exchanges)
-        stores = StoreOptions(wait_timeout_s=timeout_s) if by_stores else None
-        optimizers = dense_optimizers(self._optimizer)
-        return DenseStep(optimizers, flat, self._casts, group, self._order, self._gradient_dtype, stores)
-
     def reset(self) -> None:
         """Forget batches that were read and not trained on: the next `progress` begins with a batch of its iterator."""
-        if self._fallback is not None:
-            self._fallback.reset()
-            return
-        self._ahead.reset()
+        (self._fallback or self._ahead).reset()
 
     def progress(self, dataloader_iter: Iterator[Any]) -> Any:
         """Train on the next batch, or evaluate it if the model is in evaluation mode, and return the model's output.
@@ -202,9 +188,8 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
 
         Raises:
             StopIteration: if there is no batch left.
-            InputError: if a batch has other tensors or features than the first one, if the forward returns no
-                (losses, output), if other dense parameters get a gradient than in the first step, or if rows or windows
-                were moved or given back since a capture.
+            InputError: if a batch has other tensors or features than the first one, if other dense parameters get a
+                gradient than in the first step, or if rows or windows were moved or given back since a capture.
             RuntimeError: that kernels have recorded, such as of a wait for a peer that has expired.
         """
         if self._fallback is not None:
@@ -214,8 +199,9 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
             self.check()
             with self._streams.main():
                 # TorchRec's `GradientAccumulationWrapper` puts another optimizer in the stead of the one given.
-                is_ready = self._has_model and self._optimizer is self._opened
-                if _holder(self._model) is None or (self._model.training and not is_ready):
+                holder = _holder(self._model)
+                is_ready = holder is self and self._optimizer is self._opened
+                if holder is None or (self._model.training and not is_ready):
                     self._open()
                 return self._train(dataloader_iter) if self._model.training else self._evaluate(dataloader_iter)
         except RuntimeError:
@@ -226,9 +212,10 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         """Raise the errors that kernels have recorded; never waits for the device."""
         if self._device.type == "cpu":
             return  # where a wait raises its own error
-        for exchange in self._ahead.exchanges if self._fallback is None else exchanges(self._model):
-            exchange.check()
-        if self._fallback is None and self._has_model:
+        for module in self._modules:
+            if module.exchange is not None:
+                module.exchange.check()
+        if _holder(self._model) is self:
             self._dense.buckets.check()
 
     def close(self) -> None:
@@ -242,7 +229,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         try:
             if self._fallback is None and all(exchange.failure is None for exchange in self._ahead.exchanges):
                 self._agreement.any_is(False)  # no rank gives its windows back while another reads them
-            if self._fallback is None and self._has_model:
+            if _holder(self._model) is self:
                 self._let_go()
             for exchange in exchanges(self._model):
                 exchange.close()
@@ -275,7 +262,8 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         if training._steps and training._bound.describes(batch):
             with torch.inference_mode(False):  # training steps write to the windows that are made
                 training._make_room(training._bound.ask(training._bound.describe(batch), batch.ids))
-        return self._call(on_device(batch.batch, self._device))[1]
+        _, output = self._model_fwd(on_device(batch.batch, self._device))
+        return output
 
     def _train(self, batches: Iterator[Any]) -> Any:
         if any(self._graphs.each):
@@ -313,14 +301,11 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
             following = self._ahead.is_captured(1 - parity)
             captures = self._captures and not self._ahead.made_in_model
             if captures and self._warmup_steps >= _WARMUP_STEPS and following:
-                return self._launch(parity, partial(self._capture_and_launch, parity))
+                step = partial(self._step, parity, following=True)
+                return self._launch(parity, partial(self._graphs.capture, parity, step, self._streams.main_stream))
             output = self._step(parity, following) if self._has_stepped else self._first_step(parity, following)
             self._warmup_steps += 1
             return output
-
-    def _capture_and_launch(self, parity: int) -> Any:
-        step = partial(self._step, parity, following=True)
-        return self._graphs.capture(parity, step, self._streams.main_stream).launch()
 
     def _first_step(self, parity: int, following: bool) -> Any:
         """Take the first step, and learn which ids the model looks up, and in which order gradients are completed."""
@@ -341,12 +326,12 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         """Take the step of a batch that no captured step takes, with its ids within it, on all ranks alike."""
         self._ahead.forget_sent_ids()
         self._odd_steps += 1
-        if not self._make_room(self._ahead.answer(parity)) and self._odd_steps == _ODD_STEPS:
+        if not self._make_room(self._ahead.held(parity).answer) and self._odd_steps == _ODD_STEPS:
             self._forget_captured()
             self._ahead.forget_places()
         if self._agreement.is_first:
             log.info("train pipeline: step %d is eager, since a batch is unlike those of captured steps", self._steps)
-        loss, output = self._forward(self._ahead.odd_batch(parity))
+        loss, output = self._forward(self._ahead.batch(parity))
         self._backward(loss)
         self._streams.step_is_issued(1 - parity)  # which reads where the next batch of its parity lands
         return output
@@ -395,11 +380,8 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
 
     def _forward(self, batch: Any) -> tuple[torch.Tensor, Any]:
         self._dense.begin()
-        losses, output = self._call(batch)
+        losses, output = self._model_fwd(batch)
         return losses.sum(dim=0) if losses.dim() > 0 else losses, output
-
-    def _call(self, batch: Any) -> tuple[torch.Tensor, Any]:
-        return losses_and_output(self._model_fwd(batch))
 
     def _follow_learning_rates(self) -> None:
         """Hand the learning rates of the rows on, where they have changed since the last step.
@@ -422,18 +404,3 @@ _HOLDER = "_graph_train_pipeline"  # attribute of a model
 def _holder(model: DistributedModelParallel) -> Any:
     """Return the pipeline that trains a model, of all that it has; None if none does."""
     return getattr(model, _HOLDER, None)
-
-
-def losses_and_output(returned: Any) -> tuple[torch.Tensor, Any]:
-    """Return the result of a model's forward, which TorchRec's pipelines take in this form.
-
-    Raises:
-        InputError: if it is anything else.
-    """
-    if not isinstance(returned, tuple | list) or len(returned) != 2:
-        raise InputError(
-            f"GraphTrainPipeline: the model's forward returned a {type(returned).__name__}, but a train pipeline takes "
-            f"(losses, output); return both, the output detached"
-        )
-    losses, output = returned
-    return losses, output

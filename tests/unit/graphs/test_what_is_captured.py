@@ -40,7 +40,7 @@ from dlrm_overlap.train.explain import why_not_captured
 from dlrm_overlap.train.graphs.dense_step import DenseStep, dense_parameters, leave_ddp
 from dlrm_overlap.train.graphs.model_collectives import ModelCollectives
 from dlrm_overlap.train.graphs.optimizers import dense_optimizers, fused_optimizers, why_after_the_graph
-from dlrm_overlap.train.graphs.train_pipeline import GraphTrainPipeline, losses_and_output
+from dlrm_overlap.train.graphs.train_pipeline import GraphTrainPipeline
 from tests.agreement import assert_near, assert_same
 from tests.distributed.models import CPU, SUM, Tables, table_configs
 
@@ -130,14 +130,6 @@ def test_what_cannot_be_one_flat_tensor_is_not_captured(world_of_one: dist.Proce
     assert why_not_captured(model) == "dense parameter dense.weight is torch.bfloat16 and must be torch.float32"
     dense.requires_grad_(False)
     assert why_not_captured(model) == "no dense parameter takes a gradient"
-
-
-@pytest.mark.parametrize("returned", [torch.zeros(()), torch.zeros(2), (1, 2, 3), {"loss": 1, "output": 2}])
-def test_a_forward_must_return_losses_and_output(returned: Any) -> None:
-    with pytest.raises(
-        InputError, match=rf"returned a {type(returned).__name__}, but .* \(losses, output\); return both"
-    ):
-        losses_and_output(returned)
 
 
 def _sgd(parameters: dict[str, nn.Parameter]) -> KeyedOptimizerWrapper:
