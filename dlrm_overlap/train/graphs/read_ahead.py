@@ -75,8 +75,8 @@ class ReadAhead:
         """whether this rank has read its last batch"""
         self.forget_sent_ids()
 
-    def holds(self, parity: int) -> bool:
-        """Return whether every rank has a batch of `parity` whose step has not been taken; may wait for the ranks."""
+    def find(self, parity: int) -> Held | None:
+        """Return the batch of `parity` that waits for its step, None if a rank has none; may wait for the ranks."""
         held = self._held[parity]
         if held is not None and held.is_captured is None:
             numbers = held.answer.wait()
@@ -84,32 +84,27 @@ class ReadAhead:
                 if held.place is not None:
                     log.warning("train pipeline: a batch is left out, since another rank has no more")
                 self._held[parity] = None
-                return False
+                return None
             held.is_captured = self._bound.are_captured(numbers)
             if held.is_captured and held.batch is not None:
                 assert held.place is not None
                 with self._streams.copies(parity, later=True):  # beside the step before
                     held.place.fill(held.batch)
-        return held is not None
+        return held
 
     def settle(self, parity: int) -> None:
         """Copy the batch of `parity` to where a replay reads it, where its ids were not counted on the CPU."""
         if (held := self._held[parity]) is not None and held.batch is not None:
-            self.holds(parity)
+            self.find(parity)
 
     def is_captured(self, parity: int) -> bool:
         """Return whether every rank has a batch of `parity` that a captured step takes; may wait for the ranks."""
-        return self.holds(parity) and bool(self.held(parity).is_captured)
-
-    def held(self, parity: int) -> Held:
-        """Return the batch of `parity`, which waits for its step."""
-        held = self._held[parity]
-        assert held is not None
-        return held
+        return (held := self.find(parity)) is not None and bool(held.is_captured)
 
     def batch(self, parity: int) -> Any:
         """Return the batch of `parity` on the device, made of tensors that stay if a captured step takes it."""
-        held = self.held(parity)
+        held = self._held[parity]
+        assert held is not None
         if held.is_captured:
             return self._working[parity].batch
         if held.batch is not None:
@@ -126,9 +121,9 @@ class ReadAhead:
 
     def forget_places(self) -> None:
         """Let the next batch be the first of others like it. Batches that are held are taken as they are."""
-        for parity in range(2):
-            if self.holds(parity):
-                self.held(parity).is_captured = False
+        for held in map(self.find, range(2)):
+            if held is not None:
+                held.is_captured = False
         self._landing, self._working = [], []
         self.forget_sent_ids()
         for stock, _ in self._stock:
@@ -153,7 +148,7 @@ class ReadAhead:
         self.reset()
         self.land(batches, parity)
         self.land(batches, 1 - parity)
-        if not self.holds(parity):
+        if self.find(parity) is None:
             raise StopIteration
 
     def land(self, batches: Iterator[Any], parity: int) -> None:

@@ -269,7 +269,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         if any(self._graphs.each):
             self._graphs.check_places()
         parity = self._steps % 2
-        if not self._ahead.holds(parity):
+        if self._ahead.find(parity) is None:
             self._ahead.begin(batches, parity)
             self._dense.cast_shadow()  # a checkpoint may have been loaded since the last step
         self._dense.clear()
@@ -326,7 +326,9 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         """Take the step of a batch that no captured step takes, with its ids within it, on all ranks alike."""
         self._ahead.forget_sent_ids()
         self._odd_steps += 1
-        if not self._make_room(self._ahead.held(parity).answer) and self._odd_steps == _ODD_STEPS:
+        odd = self._ahead.find(parity)
+        assert odd is not None
+        if not self._make_room(odd.answer) and self._odd_steps == _ODD_STEPS:
             self._forget_captured()
             self._ahead.forget_places()
         if self._agreement.is_first:
