@@ -70,14 +70,7 @@ def assemble(
     """Return the model of `config` on this rank's device, its optimizer, the pipeline and the plan; a collective.
 
     The order matters: layers are divided before the model is sharded, compiled and captured in their flat form, and
-    tables get their first weights when they are where they stay.
-
-    Args:
-        config: of the run.
-        world: this rank's place among all.
-        device: of this rank.
-        train: the samples to train on, whose bags bound those of a captured step.
-        make_sharders: returns the sharders of pooled and of unpooled tables.
+    tables get their first weights when they are where they stay. The bags of `train` bound those of a captured step.
 
     Raises:
         InputError: if ranks cannot run the configuration.
@@ -97,7 +90,16 @@ def assemble(
     sharders = make_sharders(config.embedding, config.train.precision, dlrm.front_columns)
     topology = build_topology(device, world.world_size, world.local_world_size)
     plan = Unsharded(task, sharders, topology, config.embedding, train.pooling, group).plan(samples)
-    model = shard_model(task, plan, sharders, group, device)
+    model = DistributedModelParallel(
+        module=task,
+        env=ShardingEnv.from_process_group(group),
+        device=device,
+        plan=plan,
+        sharders=sharders,
+        init_data_parallel=False,
+        data_parallel_wrapper=DefaultDataParallelWrapper(static_graph=True, params_to_ignore=list(shards_of(task))),
+    )
+    task.to(device)
     for products in products_of(model):
         products.wait_timeout_s = config.embedding.wait_timeout_s
     graph = takes_graph(config, model, device)
@@ -112,10 +114,9 @@ def assemble(
     optimizer = build_optimizer(model, config.train)
     pipeline: TrainPipeline[Any, Any]
     if graph:
-        bound = BatchBound(samples, dict(zip(dlrm.keys, train.bag_sizes, strict=True)))
-        if dlrm.history_key is not None:
-            bound = None  # whose distinct ids the first batch shows, and how many ids long histories have in all
-        casts = None
+        bound = casts = None
+        if dlrm.history_key is None:  # else the first batch shows the distinct ids, and how many ids histories have
+            bound = BatchBound(samples, dict(zip(dlrm.keys, train.bag_sizes, strict=True)))
         if casts_once:
             flat = FlatParameters(dense_parameters(model), shards_of(model), torch.bfloat16)
             casts = cast_once(task, flat, config.train.compile_dense)
@@ -135,27 +136,6 @@ def assemble(
         cached = any(table.cache_params is not None for table in tables)
         pipeline = build_pipeline(model, optimizer, device, cached and config.embedding.backend == "torchrec")
     return model, optimizer, pipeline, plan
-
-
-def shard_model(
-    task: TrainTask,
-    plan: ShardingPlan,
-    sharders: list[ModuleSharder[Any]],
-    group: dist.ProcessGroup,
-    device: torch.device,
-) -> DistributedModelParallel:
-    """Shard the tables over the ranks as `plan` says, and put the dense part on every rank, where it stands alone."""
-    model = DistributedModelParallel(
-        module=task,
-        env=ShardingEnv.from_process_group(group),
-        device=device,
-        plan=plan,
-        sharders=sharders,
-        init_data_parallel=False,
-        data_parallel_wrapper=DefaultDataParallelWrapper(static_graph=True, params_to_ignore=list(shards_of(task))),
-    )
-    task.to(device)
-    return model
 
 
 def takes_graph(config: Config, model: DistributedModelParallel, device: torch.device) -> bool:

@@ -50,10 +50,7 @@ def run_configs(config: Config, backends: Sequence[str], noise_runs: int = 0) ->
 
 
 def train_runs(configs: Mapping[str, Config], make_trainer: Callable[[Config], Trainer]) -> dict[str, Path]:
-    """Train each of `configs`, one after the other, and return run -> its folder; a collective.
-
-    Rank 0 holds the lock of `log.dir` from when the first trainer has made the process group.
-    """
+    """Train each of `configs`, one after the other, and return run -> its folder; a collective."""
     folders: dict[str, Path] = {}
     with ExitStack() as stack:
         for name, config in configs.items():

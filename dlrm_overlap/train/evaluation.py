@@ -21,12 +21,7 @@ _OPTION = "--checkpoint"
 
 
 def run(argv: list[str], description: str) -> int:
-    """Evaluate the checkpoint that `argv` names, on all ranks, and return the exit code.
-
-    Raises:
-        InputError: if there is no such checkpoint, if it is not whole, or if it is not one of the model that the
-            configuration describes.
-    """
+    """Evaluate the checkpoint that `argv` names, on all ranks, and return the exit code."""
     named = _named(argv)
     takes_stored = named is not None and not any(option.partition("=")[0] == "--config" for option in argv)
     defaults = stored_config(named) if named is not None and takes_stored else None
@@ -75,7 +70,7 @@ def evaluate(ranks: Ranks, path: Path) -> dict[str, Any]:
     """Return the `evaluation_metrics` of the checkpoint `path`, the number of samples, and how they were found.
 
     Raises:
-        InputError: as `run` does; for a model that does not fit, before the process group is made.
+        InputError: if it is not whole or, before the process group is made, if it is of another model.
     """
     from dlrm_overlap.checkpoint.checkpoint import agree_on, checkpoint_shape
     from dlrm_overlap.data.loader import open_held_out
@@ -110,11 +105,7 @@ def evaluate(ranks: Ranks, path: Path) -> dict[str, Any]:
 
 
 def stored_config(path: Path) -> dict[str, Any]:
-    """Return the configuration that the checkpoint `path` keeps, nested as in a file.
-
-    Raises:
-        InputError: if it keeps none, or one with keys that there are no longer.
-    """
+    """Return the configuration that the checkpoint `path` keeps, nested as in a file."""
     config = read_manifest(path).about.get("config", {})
     read_tree(config, Config, path)
     return config

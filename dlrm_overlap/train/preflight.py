@@ -21,22 +21,14 @@ _ON_CPUS = ("sgd", "adagrad", "rowwise_adagrad")  # FBGEMM's optimizers
 
 
 def check_data(data: DataConfig) -> None:
-    """Check that the files that the configuration names are there; each rank looks into them itself.
-
-    Raises:
-        InputError: naming the key.
-    """
+    """Raise an InputError unless the files that the configuration names are there; each rank looks into them itself."""
     for key, path in (("data.path", data.path), ("data.eval_path", data.eval_path)):
         if data.kind != "synthetic" and path is not None and not os.path.exists(path):
             raise InputError(f"{key}: {path}: no such file or folder on this machine; give one that is there")
 
 
 def check_writable(folder: Path, key: str) -> None:
-    """Check that files can be written to `folder`, or, where it does not exist yet, to the nearest folder above it.
-
-    Raises:
-        InputError: naming `key`, if it is not.
-    """
+    """Raise an InputError unless files can be written to `folder`, or to the nearest above it that is there."""
     nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     try:
         with tempfile.TemporaryFile(dir=nearest):
@@ -48,22 +40,14 @@ def check_writable(folder: Path, key: str) -> None:
 
 
 def check_output(path: Path) -> None:
-    """Check that the file `path` can be written.
-
-    Raises:
-        InputError: if it is a folder or in one that cannot be written to.
-    """
+    """Raise an InputError unless the file `path` can be written."""
     if path.is_dir():
         raise InputError(f"--output: {path} is a folder; name a file in it")
     check_writable(path.parent, "--output")
 
 
 def check_start(config: Config, device: "torch.device") -> None:
-    """Check that no key asks a CPU for features of GPUs.
-
-    Raises:
-        InputError: naming the key.
-    """
+    """Raise an InputError if a key asks a CPU for features of GPUs."""
     gpu_only = {
         "train.precision": (config.train.precision, "tf32", "fp32"),
         "train.graph_dense": (config.train.graph_dense, True, "false"),

@@ -44,8 +44,7 @@ class Ranks:
     def connect(self, **samples: str) -> "dist.ProcessGroup":
         """Start the log and make the process group, unless that is done; return the group, which all ranks are in.
 
-        Args:
-            samples: key of `data` -> `Dataset.fingerprint` of the samples that it names.
+        `samples` has by key of `data` the `Dataset.fingerprint` of the samples that it names.
 
         Raises:
             InputError: if the ranks do not meet, or are not alike in configuration, options, code or samples.
@@ -75,10 +74,7 @@ class Ranks:
     ) -> "Trainer":
         """Check `config`, by default the command's own, then make the process group and build the trainer.
 
-        Args:
-            config: of the trainer.
-            make_sharders: other sharders than the configured ones, see `assembly.assemble`.
-            resumes: whether the trainer will go on from a checkpoint if there is one, which must fit `config`.
+        With `resumes` it will go on from a checkpoint if there is one, which must fit `config`.
 
         Raises:
             InputError: if the device, the data or the checkpoint do not fit `config`; before the process group is made.
@@ -109,22 +105,16 @@ def run_on_ranks(
     check: Callable[[Config, Any], None] = lambda config, values: None,
     defaults: Mapping[str, Any] | None = None,
 ) -> int:
-    """Run `work`, which returns an exit code, on every rank, with the configuration and options in `argv`.
+    """Run `work` on every rank, with the configuration and options in `argv`, and return its exit code.
 
     With --nproc this process starts the ranks and waits for them; otherwise it is one of them. `work` makes the process
     group, by `Ranks.connect` or `Ranks.trainer`, after its own checks.
 
     Args:
-        command: its words, such as ["bench", "input"].
-        description: for --help.
-        argv: the options after them.
-        work: of a rank.
-        add_options: adds the command's own options.
+        command: its words, such as ["bench", "input"], after which `argv` has the options.
+        add_options: adds the command's own.
         check: raises an InputError for options that do not go together, before any rank is started.
         defaults: take the place of the keys' own, nested as in a file.
-
-    Returns:
-        The exit code.
     """
 
     def add_all(parser: Parser) -> None:

@@ -41,17 +41,7 @@ class Stepper:
         make_sharders: MakeSharders = build_sharders,
         progress: Progress | None = None,
     ) -> None:
-        """Build the model on this rank's device. The process group must exist.
-
-        Args:
-            config: of the run.
-            world: this rank among all.
-            device: of this rank.
-            train: the samples to train on.
-            held_out: those to evaluate on.
-            make_sharders: see `assemble`.
-            progress: of this process, for a `Watch`.
-        """
+        """Build the model on this rank's device. The process group must exist; `progress` is for a `Watch`."""
         self.progress = progress or Progress()
         self.config, self.world, self.device = config, world, device
         self.train_data, self.held_out_data = train, held_out
@@ -80,11 +70,7 @@ class Stepper:
             raise
 
     def step(self, batches: Iterator[Batch]) -> torch.Tensor:
-        """Take one training step on the next of `batches`; docs/architecture.md leads through it.
-
-        Returns:
-            The mean loss [] of this rank's samples, still on the device.
-        """
+        """Take a training step on the next of `batches`, and return this rank's mean loss [], still on the device."""
         with self.raising_the_cause():
             loss, *self.predictions = self.pipeline.progress(batches)
         return loss
@@ -146,11 +132,7 @@ class Stepper:
             exchange.follow_rules()
 
     def loader(self, dataset: Dataset, first_step: int, last_step: int, workers: int | None = None) -> Loader:
-        """Return the loader of this rank's share of the global batches [first_step, last_step) of `dataset`.
-
-        `workers` takes the place of `data.workers`.
-        """
-        distinct_steps = self.config.data.distinct_steps if dataset is self.train_data else 0
+        """Return the loader of this rank's share of the global batches [first_step, last_step) of `dataset`."""
         data = self.config.data
         return make_loader(
             dataset,
@@ -162,7 +144,7 @@ class Stepper:
             workers=data.workers if workers is None else workers,
             prefetch=data.prefetch,
             pin_memory=self.device.type == "cuda",
-            distinct_steps=distinct_steps,
+            distinct_steps=data.distinct_steps if dataset is self.train_data else 0,
             # Before a peer's wait for this rank expires, so that the cause is reported.
             timeout_s=0.8 * self.config.embedding.wait_timeout_s,
         )

@@ -192,11 +192,7 @@ class Trainer(Stepper):
         return last
 
     def _evaluate(self, step: int, run_log: RunLog) -> dict[str, float]:
-        """Evaluate after `step`, log the result and return it.
-
-        Raises:
-            NotFiniteError: if the held-out loss is not finite.
-        """
+        """Evaluate after `step`, log the result and return it."""
         values = self.evaluate()
         self.check()
         run_log.evaluation(step, values)
