@@ -21,8 +21,7 @@ from dlrm_overlap.embedding.exchanging_module import ExchangingModule
 from dlrm_overlap.embedding.reasons import reasons_to_fall_back, why_not_beside_graphs
 from dlrm_overlap.embedding.shardings import cached_shares
 from dlrm_overlap.launching.text_table import format_table
-from dlrm_overlap.train.graphs.dense_step import dense_parameters
-from dlrm_overlap.train.graphs.optimizers import dense_optimizers, why_after_the_graph
+from dlrm_overlap.train.graphs.dense_step import dense_optimizers, dense_parameters, why_after_the_graph
 
 _DATA_PARALLEL = ShardingType.DATA_PARALLEL.value
 _MEMORIES = {

@@ -23,7 +23,7 @@ from dlrm_overlap.launching.launcher import World
 from dlrm_overlap.launching.watch import Progress
 from dlrm_overlap.observe.metrics import evaluation_metrics, gather_predictions
 from dlrm_overlap.train.assembly import LearningRate, MakeSharders, assemble
-from dlrm_overlap.train.graphs.optimizers import fused_optimizers
+from dlrm_overlap.train.graphs.dense_step import fused_optimizers
 from dlrm_overlap.train.graphs.train_pipeline import GraphTrainPipeline
 from dlrm_overlap.train.preflight import total_steps
 

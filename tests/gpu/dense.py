@@ -16,7 +16,7 @@ from torchrec.optim.keyed import KeyedOptimizerWrapper
 from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.flat_steps import FlatSteps, take_steps
 from dlrm_overlap.kernels.dense.arguments import STATES
-from dlrm_overlap.train.graphs.optimizers import step_alone
+from dlrm_overlap.train.graphs.dense_step import step_alone
 from tests.agreement import WEIGHT_TOLERANCE, assert_near, assert_same
 from tests.gpu.one_gpu import capture, run_parts, times_us
 

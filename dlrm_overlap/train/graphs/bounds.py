@@ -70,12 +70,7 @@ class Agreement:
     """The CPUs of a group's ranks, which put the same questions to each other in the same order."""
 
     def __init__(self, group: dist.ProcessGroup, check: Callable[[], None], device: torch.device = _CPU) -> None:
-        """Take the ranks; a collective.
-
-        Args:
-            check: raises what kernels have recorded; called while an answer is late.
-            device: whose kernels may write numbers.
-        """
+        """Take the ranks, a collective; `check` raises what kernels have recorded, while an answer is late."""
         on_gpu = device.type == "cuda"
         self._current = CurrentStream(torch.cuda.current_stream(device).device) if on_gpu else None
         self.check, self.is_first = check, group.rank() == 0
@@ -144,16 +139,12 @@ class LearntBound:
 
     @property
     def bound(self) -> BatchBound:
-        """The bound."""
+        """The bound that was given, or has been learnt."""
         assert self._bound is not None, "a bound is learnt from the first batch"
         return self._bound
 
     def learn(self, example: Leaves | None) -> bool:
-        """Take a batch that later ones are like, for which there is room then; waits for all ranks.
-
-        Returns:
-            Whether every rank has one.
-        """
+        """Make room for a batch that later ones are like, and return whether every rank has one; waits for them."""
         if self.agreement.any_is(example is None) or example is None:
             return False
         self._features = _features(example)
@@ -225,10 +216,7 @@ class LearntBound:
         return bool(self._features) and _features(batch) == self._features
 
     def is_within(self, described: Description) -> bool:
-        """Return whether this rank's batch is known to be within the bound, but for distinct ids: its ids are on a CPU.
-
-        Of ids on a GPU the numbers are not known yet.
-        """
+        """Return whether this rank's batch is known to be within the bound, distinct ids aside: it is on a CPU."""
         known = slice(_SAMPLES, self._distinct_from)
         return not described.are_pending and not (described.numbers.numpy()[known] > self._limits[known]).any()
 

@@ -1,6 +1,9 @@
-"""The dense part of a captured step: its gradients, their mean over the ranks, and the update of its parameters."""
+"""The dense part of a captured step: its gradients, their mean over the ranks, and the update of its parameters.
 
-from collections.abc import Sequence
+Optimizers may be within TorchRec's wrappers, of which a graph can hold those that clip gradients or warm up.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,25 +13,19 @@ from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.clipping import GradientClippingOptimizer
 from torchrec.optim.fused import FusedOptimizer
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper, OptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.warmup import WarmupOptimizer
 
 from dlrm_overlap.comm.order import CommunicationOrder
 from dlrm_overlap.dense.cast import CastWeights
 from dlrm_overlap.dense.flat import FlatParameters
-from dlrm_overlap.dense.flat_steps import FlatSteps, take_steps
+from dlrm_overlap.dense.flat_steps import FlatSteps, take_steps, why_no_flat_steps
 from dlrm_overlap.dense.gradients import GradientBuckets
 from dlrm_overlap.dense.reduction import StoreOptions
 from dlrm_overlap.dense.tensor_parallel import shards_of
-from dlrm_overlap.train.graphs.optimizers import (
-    WRAPPERS,
-    all_of,
-    fused_optimizers,
-    parameters_of,
-    step_alone,
-    why_after_the_graph,
-)
 
+_WRAPPERS = (CombinedOptimizer, KeyedOptimizerWrapper, OptimizerWrapper, GradientClippingOptimizer, WarmupOptimizer)
 _BUCKET_BYTES = 16 << 20  # of gradients that are sent at once, at least
 
 
@@ -60,12 +57,17 @@ class DenseStep:
         self._flat, self._casts = flat, casts
         reasons = {id(each): why_after_the_graph(each, flat.named) for each in optimizers}
         self._after = [each for each in optimizers if reasons[id(each)] is not None]
-        after = {id(getattr(p, "_original_tensor", p)) for each in self._after for p in parameters_of(each)}
+        after = {
+            id(getattr(p, "_original_tensor", p))
+            for each in self._after
+            for group in each.param_groups
+            for p in group["params"]
+        }
         self._may_be_kept = {name for name, parameter in flat.parameters.items() if id(parameter) in after}
         self.why_after = ", ".join(sorted({reason for reason in reasons.values() if reason is not None}))
         """why `update_after` takes the steps of some optimizers, and not `update`; empty if there are none"""
-        captured = [each for outer in optimizers if reasons[id(outer)] is None for each in all_of(outer)]
-        self._steps = [FlatSteps(flat, each) for each in captured if not isinstance(each, (*WRAPPERS, FusedOptimizer))]
+        captured = [each for outer in optimizers if reasons[id(outer)] is None for each in _all_of(outer)]
+        self._steps = [FlatSteps(flat, each) for each in captured if not isinstance(each, (*_WRAPPERS, FusedOptimizer))]
         # The outer clipping comes before the inner. A warm-up sets the next learning rate, on the CPU.
         self._clippings = [each for each in captured if isinstance(each, GradientClippingOptimizer)]
         self._warm_ups = [each for each in reversed(captured) if isinstance(each, WarmupOptimizer)]
@@ -139,6 +141,77 @@ class DenseStep:
     def close(self) -> None:
         """Let go of the parameters, and of memory that peers see."""
         self.buckets.close()
+
+
+def why_after_the_graph(optimizer: Any, trained: Mapping[str, nn.Parameter]) -> str | None:
+    """Return why the step of an optimizer cannot be part of a captured one, or None if it can.
+
+    Args:
+        trained: the model's dense parameters that take a gradient.
+    """
+    held = {id(parameter) for parameter in trained.values()}
+    group_of: dict[int, int] = {}  # parameter, or lookup of data-parallel tables -> its group
+    for each in _all_of(optimizer):
+        name = type(each).__name__
+        if getattr(each, "_optimizer_step_pre_hooks", None) or getattr(each, "_optimizer_step_post_hooks", None):
+            return f"{name} has hooks of its steps"
+        if isinstance(each, GradientClippingOptimizer) and each._sharded_params:
+            return f"{name} adds norms up over ranks"
+        if isinstance(each, GradientClippingOptimizer) and getattr(each, "_track_grad_norm", False):
+            return f"{name} keeps the norm of each step"
+        if type(each) in _WRAPPERS or isinstance(each, FusedOptimizer):
+            continue
+        if (reason := why_no_flat_steps(each)) is not None:
+            return reason
+        for group in each.param_groups:
+            for parameter in group["params"]:
+                if parameter.requires_grad and id(parameter) not in held:
+                    return f"{name} has parameters that the model does not train"
+                lookup = id(getattr(parameter, "_original_tensor", parameter))
+                if group_of.setdefault(lookup, id(group)) != id(group):
+                    return f"{name} has tables of one lookup in several groups"
+    return None
+
+
+def dense_optimizers(optimizer: Any) -> list[Any]:
+    """Return the optimizers of dense parameters that `optimizer` is made of.
+
+    A wrapper that is no mere holder of several counts as one of dense parameters, since it is its step that updates
+    them, also where it is a warm-up of all.
+    """
+    if isinstance(optimizer, CombinedOptimizer):
+        return [dense for _, each in optimizer.optimizers for dense in dense_optimizers(each)]
+    return [] if isinstance(optimizer, FusedOptimizer) else [optimizer]
+
+
+def fused_optimizers(optimizer: Any) -> list[Any]:
+    """Return the optimizers that are fused into lookups, within whatever wrappers."""
+    return [each for each in _all_of(optimizer) if isinstance(each, FusedOptimizer)]
+
+
+def _all_of(optimizer: Any) -> Iterator[Any]:
+    """Yield an optimizer, and those that it holds, from outside to inside."""
+    yield optimizer
+    if isinstance(optimizer, CombinedOptimizer):
+        for _, each in optimizer.optimizers:
+            yield from _all_of(each)
+    elif not isinstance(optimizer, FusedOptimizer) and hasattr(optimizer, "_optimizer"):
+        yield from _all_of(optimizer._optimizer)
+
+
+class _NoStep:
+    def step(self, closure: Any = None) -> None:
+        pass
+
+
+def step_alone(wrapper: Any) -> None:
+    """Take the step of a wrapper, without that of the optimizer that it holds."""
+    held, wrapper._optimizer = wrapper._optimizer, _NoStep()
+    try:
+        with torch.no_grad():
+            wrapper.step()
+    finally:
+        wrapper._optimizer = held
 
 
 def dense_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -108,7 +108,7 @@ class StaticBatch:
         """Return whether a batch has samples, shapes and types of ids like the first one.
 
         Raises:
-            InputError: if a tensor has another place than in the first batch; or see `StaticIds._check`.
+            InputError: if a tensor has another place than in the first batch; or see `StaticIds.takes`.
         """
         if leaves.keys() != self._leaves.keys():
             raise InputError(
@@ -220,7 +220,6 @@ class StaticIds:
     def __init__(self, example: KeyedJaggedTensor, device: torch.device, bound: BatchBound) -> None:
         self._known, self._samples, self.keys = bound.known_lengths, example.stride(), example.keys()
         self._weighted = weights_of(example) is not None
-        self._check(example)
         # Known lengths leave no room behind the ids of a batch, which may have fewer samples than the bound.
         self._capacities = (replace(bound, samples=max(1, self._samples)) if self._known else bound).capacity(self.keys)
         self._room = sum(self._capacities)
@@ -247,29 +246,19 @@ class StaticIds:
         about = self._samples, self._capacities, self._known, self._inverse
         self.tensor = BoundedIds(self.keys, self._values, self._weights, self._lengths, *about)
 
-    def _check(self, ids: KeyedJaggedTensor) -> None:
-        """Check that captured steps can take such ids.
+    def takes(self, ids: KeyedJaggedTensor) -> bool:
+        """Return whether ids are of as many samples as the first batch's, and of a type that has room here.
 
         Raises:
-            InputError: if they have other features than the first batch's, weights where those have none or the other
-                way round, or weights that require a gradient.
+            InputError: if they have other features, or weights where those have none or the other way round.
         """
-        weights = weights_of(ids)
-        if ids.keys() != self.keys or (weights is not None) != self._weighted:
+        weighted = weights_of(ids) is not None
+        if ids.keys() != self.keys or weighted != self._weighted:
             raise InputError(
-                f"GraphTrainPipeline: ids of features {_described(ids.keys(), weights is not None)}, but those of the "
-                f"first batch are {_described(self.keys, self._weighted)}, and captured steps are all alike; give each "
-                f"batch the same, in the same order"
+                f"GraphTrainPipeline: ids of features {_described(ids.keys(), weighted)}, but those of the first batch "
+                f"are {_described(self.keys, self._weighted)}, and captured steps are all alike; give each batch the "
+                f"same, in the same order"
             )
-        if weights is not None and weights.requires_grad:
-            raise InputError(
-                "GraphTrainPipeline: weights of ids require a gradient, which no captured step computes; detach the "
-                "weights, or use TorchRec's pipeline"
-            )
-
-    def takes(self, ids: KeyedJaggedTensor) -> bool:
-        """Return whether ids are of as many samples as the first batch's, and of a type that has room here."""
-        self._check(ids)
         forms = [each and (list(each[0]), each[1].shape) for each in (ids.inverse_indices_or_none(), self._inverse)]
         if forms[0] != forms[1]:
             return False
@@ -330,9 +319,8 @@ class BoundedIds(KeyedJaggedTensor):
         """Take T features of `samples` bags.
 
         Args:
-            values: [sum of capacities] int32 or int64.
-            weights: [sum of capacities] float32, or None if ids have none.
-            lengths: [T * samples] int32 or int64.
+            values: [sum of capacities], as `weights`.
+            lengths: [T * samples].
             capacities: the most ids of each feature.
             known: whether each feature has as many.
             inverse: which of a feature's bags is each sample's, where features have batches of their own.

@@ -40,9 +40,15 @@ from dlrm_overlap.embedding.sharded_module import exchanges
 from dlrm_overlap.train.explain import explain, why_not_captured
 from dlrm_overlap.train.graphs.bounds import Agreement, Answer, LearntBound
 from dlrm_overlap.train.graphs.captured import GraphPair
-from dlrm_overlap.train.graphs.dense_step import DenseStep, dense_parameters, frozen_parameters, leave_ddp
+from dlrm_overlap.train.graphs.dense_step import (
+    DenseStep,
+    dense_optimizers,
+    dense_parameters,
+    frozen_parameters,
+    fused_optimizers,
+    leave_ddp,
+)
 from dlrm_overlap.train.graphs.model_collectives import ModelCollectives
-from dlrm_overlap.train.graphs.optimizers import dense_optimizers, fused_optimizers
 from dlrm_overlap.train.graphs.read_ahead import ReadAhead
 from dlrm_overlap.train.graphs.static_batch import Leaves, on_device, with_even_batches_of
 
@@ -90,7 +96,6 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         TorchRec issues a step, as `apply_jit` says, counts where it does, as it does without `execute_all_batches`.
 
         Args:
-            torchrecs: arguments of `TrainPipelineSparseDist` that follow the device.
             bound: of the batches at first; None learns it from the first one.
             group: the model's ranks; None is the default group.
             casts: gives the model its weights in bfloat16, if it does; made of all dense parameters that it trains.
@@ -98,11 +103,9 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
             dense_reduce: how dense gradients are summed: collective (`dense.reduction`), stores (`dense.stores`), or
                 auto, which is stores between GPUs where all ranks are on one host.
             capture: whether to capture; None captures on GPUs.
-            stock: arguments of `TrainPipelineSparseDist`, by name.
 
         Raises:
             InputError: if `dense_reduce` is not known, or stores are asked of a CPU.
-            TypeError: if an argument of `stock` is not known.
         """
         if dense_reduce not in _DENSE_REDUCE or (dense_reduce == "stores" and device.type != "cuda"):
             raise InputError(

@@ -37,9 +37,15 @@ from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder
 from dlrm_overlap.train import assembly
 from dlrm_overlap.train.assembly import takes_graph
 from dlrm_overlap.train.explain import why_not_captured
-from dlrm_overlap.train.graphs.dense_step import DenseStep, dense_parameters, leave_ddp
+from dlrm_overlap.train.graphs.dense_step import (
+    DenseStep,
+    dense_optimizers,
+    dense_parameters,
+    fused_optimizers,
+    leave_ddp,
+    why_after_the_graph,
+)
 from dlrm_overlap.train.graphs.model_collectives import ModelCollectives
-from dlrm_overlap.train.graphs.optimizers import dense_optimizers, fused_optimizers, why_after_the_graph
 from dlrm_overlap.train.graphs.train_pipeline import GraphTrainPipeline
 from tests.agreement import assert_near, assert_same
 from tests.distributed.models import CPU, SUM, Tables, table_configs
