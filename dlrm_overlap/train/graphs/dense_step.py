@@ -3,7 +3,7 @@
 Optimizers may be within TorchRec's wrappers, of which a graph can hold those that clip gradients or warm up.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -37,24 +37,27 @@ class DenseStep:
 
     def __init__(
         self,
-        optimizers: Sequence[Any],
-        flat: FlatParameters,
+        model: nn.Module,
+        optimizer: Any,
         casts: CastWeights | None,
         group: dist.ProcessGroup,
         order: CommunicationOrder,
         gradient_dtype: torch.dtype,
         stores: StoreOptions | None,
     ) -> None:
-        """Take the parameters; all ranks start from rank 0's weights, but for shards, which is a collective.
+        """Take the dense parameters of a sharded model; all ranks then have rank 0's, but for shards; a collective.
 
         Args:
-            optimizers: of dense parameters, maybe within TorchRec's wrappers.
+            optimizer: of the model, tables included.
             casts: through which the model gets its weights, if it does.
             order: of all that goes between the ranks in a captured step.
             gradient_dtype: in which gradients are sent, float32 or bfloat16.
             stores: how they are reduced by stores; None leaves that to the group's collective.
         """
-        self._flat, self._casts = flat, casts
+        trained, divided = dense_parameters(model), shards_of(model)
+        self._flat = flat = casts.flat if casts is not None else FlatParameters(trained, divided)
+        self._casts, optimizers = casts, dense_optimizers(optimizer)
+        assert trained.keys() <= flat.named.keys(), "gradients of others would not be summed over the ranks"
         reasons = {id(each): why_after_the_graph(each, flat.named) for each in optimizers}
         self._after = [each for each in optimizers if reasons[id(each)] is not None]
         after = {
@@ -66,6 +69,9 @@ class DenseStep:
         self._may_be_kept = {name for name, parameter in flat.parameters.items() if id(parameter) in after}
         self.why_after = ", ".join(sorted({reason for reason in reasons.values() if reason is not None}))
         """why `update_after` takes the steps of some optimizers, and not `update`; empty if there are none"""
+        taken_after = [fused for each in self._after for fused in fused_optimizers(each)]
+        self.fused = [each for each in fused_optimizers(optimizer) if each not in taken_after]
+        """the tables' optimizers, whose steps, which set learning rates, no optimizer of `update_after` takes"""
         captured = [each for outer in optimizers if reasons[id(outer)] is None for each in _all_of(outer)]
         self._steps = [FlatSteps(flat, each) for each in captured if not isinstance(each, (*_WRAPPERS, FusedOptimizer))]
         # The outer clipping comes before the inner. A warm-up sets the next learning rate, on the CPU.
@@ -74,15 +80,14 @@ class DenseStep:
         for each in captured:
             each._opt_called = True  # or torch's schedulers would warn that it takes no steps
         if group.size() > 1:
+            for name, parameter in in_backward_optimizer_filter(model.named_parameters()):
+                if not parameter.requires_grad and name not in divided:
+                    dist.broadcast(parameter.data, group=group, group_src=0)
             dist.broadcast(flat.weights.tensor[: flat.shared_end], group=group, group_src=0)
         self.buckets = GradientBuckets(flat, group, gradient_dtype, _BUCKET_BYTES, order, stores)
         """the gradients, as they are reduced"""
         if casts is not None:
             casts.on_complete(self.buckets.complete)
-
-    def steps_after(self, fused: Any) -> bool:
-        """Return whether an optimizer of `update_after` holds a table's one, and so takes its steps."""
-        return any(fused in fused_optimizers(each) for each in self._after)
 
     def clear(self) -> None:
         """Clear the gradients before a step, unless an optimizer that steps after the graph keeps them.
@@ -220,13 +225,6 @@ def dense_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     Data-parallel tables are among them, as slices of their holders, see `FlatParameters`.
     """
     return {name: each for name, each in in_backward_optimizer_filter(model.named_parameters()) if each.requires_grad}
-
-
-def frozen_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Return the dense parameters of a sharded model that take no gradient, and are alike on all ranks."""
-    divided = shards_of(model)  # of which each rank has another part
-    every = in_backward_optimizer_filter(model.named_parameters())
-    return [parameter for name, parameter in every if not parameter.requires_grad and name not in divided]
 
 
 def leave_ddp(model: DistributedModelParallel) -> None:

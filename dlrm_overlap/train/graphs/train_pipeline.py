@@ -31,23 +31,15 @@ from torchrec.optim.keyed import KeyedOptimizer
 from dlrm_overlap.comm.order import CommunicationOrder, Streams
 from dlrm_overlap.config import InputError
 from dlrm_overlap.dense.cast import CastWeights
-from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.reduction import StoreOptions
-from dlrm_overlap.dense.tensor_parallel import divided_layers, shards_of
+from dlrm_overlap.dense.tensor_parallel import divided_layers
 from dlrm_overlap.embedding.exchanging_module import ExchangingModule
 from dlrm_overlap.embedding.id_layout import BatchBound
 from dlrm_overlap.embedding.sharded_module import exchanges
 from dlrm_overlap.train.explain import explain, why_not_captured
 from dlrm_overlap.train.graphs.bounds import Agreement, Answer, LearntBound
 from dlrm_overlap.train.graphs.captured import GraphPair
-from dlrm_overlap.train.graphs.dense_step import (
-    DenseStep,
-    dense_optimizers,
-    dense_parameters,
-    frozen_parameters,
-    fused_optimizers,
-    leave_ddp,
-)
+from dlrm_overlap.train.graphs.dense_step import DenseStep, leave_ddp
 from dlrm_overlap.train.graphs.model_collectives import ModelCollectives
 from dlrm_overlap.train.graphs.read_ahead import ReadAhead
 from dlrm_overlap.train.graphs.static_batch import Leaves, on_device, with_even_batches_of
@@ -150,21 +142,14 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         leave_ddp(self._model)
         for layer in divided_layers(self._model):
             layer.ranks.order = self._order
-        trained, group = dense_parameters(self._model), self._group
-        flat = self._casts.flat if self._casts is not None else FlatParameters(trained, shards_of(self._model))
-        assert trained.keys() <= flat.named.keys(), "gradients of others would not be summed over the ranks"
-        if group.size() > 1:
-            for parameter in frozen_parameters(self._model):
-                dist.broadcast(parameter.data, group=group, group_src=0)
-        exchanges = self._ahead.exchanges
+        exchanges, group = self._ahead.exchanges, self._group
         # Where all exchanges store to all ranks, dense gradients can be stored there as well.
-        reached = all(len(exchange.reach.here) == group.size() for exchange in exchanges) and flat.device.type == "cuda"
+        reached = self._device.type == "cuda" and all(len(each.reach.here) == group.size() for each in exchanges)
         by_stores = self._dense_reduce == "stores" or (self._dense_reduce == "auto" and reached)
         timeout_s = min(exchange.options.wait_timeout_s for exchange in exchanges)
         stores = StoreOptions(wait_timeout_s=timeout_s) if by_stores else None
-        optimizers, self._opened = dense_optimizers(self._optimizer), self._optimizer
-        self._dense = DenseStep(optimizers, flat, self._casts, group, self._order, self._gradient_dtype, stores)
-        self._fused = [each for each in fused_optimizers(self._optimizer) if not self._dense.steps_after(each)]
+        self._opened, about = self._optimizer, (self._casts, group, self._order, self._gradient_dtype, stores)
+        self._dense = DenseStep(self._model, self._opened, *about)
         if self._captures and self._dense.why_after and group.rank() == 0:
             log.warning("train pipeline: a dense optimizer steps after the graph: %s", self._dense.why_after)
         self._graphs = GraphPair(self._ahead, self._dense, self._order, self._device)
@@ -397,7 +382,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         if rates == self._learning_rates and not self._dense.why_after:
             return
         self._learning_rates = rates
-        for fused in self._fused:
+        for fused in self._dense.fused:
             fused.step()  # which sets the learning rate of the rows
         for exchange in self._ahead.exchanges:
             exchange.keep_rules_in_place()

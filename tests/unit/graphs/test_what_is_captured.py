@@ -31,7 +31,6 @@ from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 from dlrm_overlap.bench.harness.timing import greatest
 from dlrm_overlap.comm.order import CommunicationOrder
 from dlrm_overlap.config import Config, DataConfig, InputError, TablesConfig, TrainConfig
-from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.embedding.replicated import ReplicatedTables
 from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder
 from dlrm_overlap.train import assembly
@@ -191,18 +190,17 @@ def test_gradients_are_there_for_optimizers_that_step_behind_a_replay(world_of_o
     """A replay writes the flat gradient and no attribute, so `zero_grad` since the last step would leave None."""
     model = nn.ModuleDict({"used": nn.Linear(2, 2, bias=False), "unused": nn.Linear(2, 2, bias=False)})
     parameters = dict(model.named_parameters())
-    flat = FlatParameters(parameters)
     asgd = KeyedOptimizerWrapper(parameters, lambda each: torch.optim.ASGD(each, lr=0.1, lambd=0.0))
-    step = DenseStep([asgd], flat, None, world_of_one, CommunicationOrder(), torch.float32, None)
+    step = DenseStep(model, asgd, None, world_of_one, CommunicationOrder(), torch.float32, None)
     step.begin()
     with step.buckets.learn():
         model["used"](torch.ones(1, 2)).sum().backward()
     step.update()
     asgd.zero_grad()
     before = {name: parameter.data.clone() for name, parameter in parameters.items()}
-    flat.gradients.views["used.weight"].fill_(3.0)
+    step._flat.gradients.views["used.weight"].fill_(3.0)
     step.update_after()
-    assert parameters["used.weight"].grad is flat.gradients.views["used.weight"]
+    assert parameters["used.weight"].grad is step._flat.gradients.views["used.weight"]
     assert_near(parameters["used.weight"].data, before["used.weight"] - 0.1 * 3.0, 1e-6, "used")
     assert parameters["unused.weight"].grad is None
     step.close()
