@@ -13,10 +13,8 @@ from pathlib import Path
 
 import torch
 
-from dlrm_overlap.checkpoint.manifest import newest_checkpoint
 from dlrm_overlap.checkpoint.saving import NotFiniteError
-from dlrm_overlap.config import Config, InputError
-from dlrm_overlap.observe.result_files import has_results
+from dlrm_overlap.config import Config
 from dlrm_overlap.observe.run_folder import hold_run_folder
 from dlrm_overlap.train.trainer import Trainer
 
@@ -27,10 +25,7 @@ def run_configs(config: Config, backends: Sequence[str], noise_runs: int = 0) ->
     """Return run -> its configuration: `config`, but trained from the first step on and without checkpoints.
 
     Each backend has a run of its name; after the first, the reference, come `noise_runs` more of it: torchrec_again,
-    torchrec_again_2, .. A comparison that went on where an earlier one ended would compare nothing.
-
-    Raises:
-        InputError: if the folder of one of the runs holds a checkpoint, and so a run that could go on.
+    torchrec_again_2, .. An earlier run in a folder is moved aside: to go on from it would compare nothing.
     """
     checkpoint = dataclasses.replace(config.checkpoint, resume="never", every=0, last=False)
     configs = {}
@@ -38,14 +33,8 @@ def run_configs(config: Config, backends: Sequence[str], noise_runs: int = 0) ->
     for name in [backends[0], *again, *backends[1:]]:
         backend = backends[0] if name in again else name
         embedding = dataclasses.replace(config.embedding, backend=backend)
-        run_log = dataclasses.replace(config.log, name=name if name in again else None)
+        run_log = dataclasses.replace(config.log, name=name if name in again else None, replace=True)
         configs[name] = dataclasses.replace(config, embedding=embedding, checkpoint=checkpoint, log=run_log)
-        folder = configs[name].folder
-        if newest := newest_checkpoint(folder / "checkpoints"):
-            raise InputError(
-                f"log.dir: {newest} is of a run that could go on, whose place {name} would take; give another "
-                f"--log.dir, or remove {folder}"
-            )
     return configs
 
 
@@ -58,10 +47,9 @@ def train_runs(configs: Mapping[str, Config], make_trainer: Callable[[Config], T
             if not folders:
                 stack.enter_context(hold_run_folder(Path(config.log.dir)))
             folders[name] = config.folder
-            earlier = ", in place of the run that lay there" if has_results(config.folder) else ""
-            log.info("backend %s%s", config.folder.name, earlier)
+            log.info("backend %s", config.folder.name)
             try:
-                trainer.fit(replace=True)
+                trainer.fit()
             except NotFiniteError as error:  # on every rank, at one step; `judge` finds it in the run's losses
                 log.info("backend %s: %s", name, error)
             trainer.close()

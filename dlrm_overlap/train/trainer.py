@@ -81,15 +81,12 @@ class Trainer(Stepper):
             lambda: self._evaluate_on(1)["loss"],
         )
 
-    def fit(self, replace: bool = False) -> dict[str, Any]:
+    def fit(self) -> dict[str, Any]:
         """Train to the last step or the target, evaluate, and return the summary.
 
         Training begins after the newest checkpoint in the run's folder, or with the first step. A finished run is
         left as it is. The log of a run that ended before its first checkpoint is moved to `earlier_1` in the folder, or
         the next free number. Rank 0 holds the lock of the folder meanwhile.
-
-        Args:
-            replace: begin with the first step, and write over an earlier run's files in the folder.
 
         Raises:
             InputError: if this run cannot go on from the folder's checkpoint, or another run holds the lock.
@@ -99,19 +96,18 @@ class Trainer(Stepper):
         with hold_run_folder(self.folder):
             try:
                 with self.raising_the_cause():
-                    return self._fit(replace)
+                    return self._fit()
             except Exception as error:
                 self.saves.close(error)
                 raise
 
-    def _fit(self, replace: bool) -> dict[str, Any]:
-        if not replace:
-            from_rank_0(lambda: check_folder(self.config))
-            if self.config.log.replace:
-                from_rank_0(self._replace)
-            if (summary := self._resume()) is not None:
-                return summary
-            from_rank_0(self._set_aside)
+    def _fit(self) -> dict[str, Any]:
+        from_rank_0(lambda: check_folder(self.config))
+        if self.config.log.replace:
+            from_rank_0(self._replace)
+        if (summary := self._resume()) is not None:
+            return summary
+        from_rank_0(self._set_aside)
         every_eval, every_save = self.config.train.eval_every, self.config.checkpoint.every
         save_last, target = self.config.checkpoint.last, self.config.train.target_auroc
         self.saves.prepare(self.world.local_world_size)

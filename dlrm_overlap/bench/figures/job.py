@@ -26,7 +26,8 @@ _SHOWN = (
 def run(kind: str, ranks: Ranks) -> int:
     """Measure the figure on all ranks, which all call this, and return the exit code 0."""
     output = Path(ranks.values.output)
-    config = replace(ranks.config, log=replace(ranks.config.log, dir=str(output.with_suffix(""))))
+    log = replace(ranks.config.log, dir=str(output.with_suffix("")), replace=True)
+    config = replace(ranks.config, log=log, checkpoint=replace(ranks.config.checkpoint, resume="never"))
     trainer = ranks.trainer(config)
     row = {"kind": kind} | _measure(trainer)
     trainer.close()
@@ -53,7 +54,7 @@ def _measure(trainer: Trainer) -> dict[str, Any]:
     trainer.save = timed("saves_s", trainer.save)  # type: ignore[method-assign]
     trainer.saves.finish = timed("saves_s", trainer.saves.finish)  # type: ignore[method-assign]
     began = time.perf_counter()
-    summary = trainer.fit(replace=True)
+    summary = trainer.fit()
     total_s = time.perf_counter() - began
     steps, world_size = summary["steps"], trainer.world.world_size
     step_ms, all_ms = summary["step_ms_p50"], total_s * 1e3 / steps
