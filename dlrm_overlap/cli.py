@@ -24,8 +24,7 @@ from dlrm_overlap.launching.launcher import announced_rank
 from dlrm_overlap.launching.lifetime import SAVED, report_missing, say
 from dlrm_overlap.launching.parsing import Parser, parse_config, reader_may_leave, suggest
 from dlrm_overlap.launching.text_table import count_of, plain
-from dlrm_overlap.train.preflight import check_data, check_output, check_start, check_writable
-from dlrm_overlap.train.ranks import Ranks, run_on_ranks
+from dlrm_overlap.train.ranks import Ranks, check_data, check_output, check_start, check_writable, run_on_ranks
 
 DISAGREEMENT = DAMAGED = 1
 USER_ERROR = 2

@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from dlrm_overlap.checkpoint.manifest import differences, locate_checkpoint, read_manifest
-from dlrm_overlap.config import Config, EmbeddingConfig, InputError, LogConfig, TrainConfig
+from dlrm_overlap.config import Config, EmbeddingConfig, InputError, TrainConfig
 from dlrm_overlap.launching.files import write_json
 from dlrm_overlap.launching.parsing import Parser, read_tree, reader_may_leave
 from dlrm_overlap.launching.text_table import count_of, plain
-from dlrm_overlap.train.preflight import check_data, check_output, check_start
-from dlrm_overlap.train.ranks import Ranks, run_on_ranks
+from dlrm_overlap.train.ranks import Ranks, check_data, check_output, check_start, run_on_ranks
 
 _OPTION = "--checkpoint"
 
@@ -112,11 +111,10 @@ def stored_config(path: Path) -> dict[str, Any]:
 
 
 def for_evaluation(config: Config) -> Config:
-    """Return `config` without the keys of training alone: optimizers, traces, a compiled or captured dense part.
+    """Return `config` without the keys of training alone: optimizers, a compiled or captured dense part.
 
     None of it changes a prediction: evaluations in training, too, run the dense part kernel by kernel.
     """
     embedding = replace(config.embedding, optimizer="sgd", eps=EmbeddingConfig.eps)
     train = replace(config.train, optimizer="sgd", eps=TrainConfig.eps, steps=1, compile_dense=False, graph_dense=False)
-    log = replace(config.log, trace_steps=0, trace_first=LogConfig.trace_first)
-    return replace(config, embedding=embedding, train=train, log=log)
+    return replace(config, embedding=embedding, train=train)

@@ -32,7 +32,7 @@ _MEMORIES = {
 
 
 class PlannedTable(NamedTuple):
-    """A table of a sharded or planned model."""
+    """A table of a sharded or planned model; a data-parallel one has no shards, and all ranks."""
 
     module: str
     """path of the module that holds the table"""
@@ -40,11 +40,10 @@ class PlannedTable(NamedTuple):
     sharding: str
     """TorchRec's sharding type"""
     ranks: tuple[int, ...]
-    """owners of the shards, in their order; all ranks if it is data-parallel"""
+    """owners of the shards, in their order"""
     rows: int | None
-    """of the largest shard; None if the table is data-parallel"""
+    """of the largest shard, as columns"""
     columns: int | None
-    """likewise"""
     exchanged: bool
     memory: str
     """of its rows: device, cached by the exchange or, if it is not exchanged, by FBGEMM, or host"""
@@ -228,11 +227,7 @@ def _left_alone(path: str, params: Mapping[str, ParameterSharding], module: nn.M
 
 
 def _sharding(kind: str, tables: list[EmbeddingShardingInfo], env: ShardingEnv) -> Any:
-    """Return TorchRec's sharding of some tables of a module; it need not be able to communicate.
-
-    TorchRec makes process groups for those that are cut by rows within a host. They are exchanged where shards of
-    others would be, which are made instead.
-    """
+    """Return TorchRec's sharding of some tables of a module, or a like one that makes no process group."""
     device = torch.device("cpu")
     if kind == ShardingType.TABLE_ROW_WISE.value:
         return TwPooledEmbeddingSharding(tables, env, device)

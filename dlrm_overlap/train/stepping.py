@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from dlrm_overlap.checkpoint.checkpoint import cuts_of
 from dlrm_overlap.checkpoint.storage import load_weights
-from dlrm_overlap.config import Config
+from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.data.batch import Batch, Dataset
 from dlrm_overlap.data.loader import Loader, make_loader
 from dlrm_overlap.dense.gemm.products import ParallelProducts
@@ -25,7 +25,21 @@ from dlrm_overlap.observe.metrics import evaluation_metrics, gather_predictions
 from dlrm_overlap.train.assembly import LearningRate, MakeSharders, assemble
 from dlrm_overlap.train.graphs.dense_step import fused_optimizers
 from dlrm_overlap.train.graphs.train_pipeline import GraphTrainPipeline
-from dlrm_overlap.train.preflight import total_steps
+
+
+def total_steps(config: Config, train: Dataset, world_size: int) -> int:
+    """Return the number of training steps: as configured, or the whole global batches that the epochs hold.
+
+    Raises:
+        InputError: if the data set is smaller than one global batch.
+    """
+    batch = config.train.samples_per_rank(world_size) * world_size
+    if train.num_samples is not None and train.num_samples < batch:
+        raise InputError(
+            f"train.batch_size: a global batch of {batch} samples is more than the {train.num_samples} there are to "
+            f"train on; take a smaller one"
+        )
+    return config.train.steps or config.train.epochs * (train.num_samples or 0) // batch
 
 
 class Stepper:

@@ -103,11 +103,9 @@ class Trainer(Stepper):
 
     def _fit(self) -> dict[str, Any]:
         from_rank_0(lambda: check_folder(self.config))
-        if self.config.log.replace:
-            from_rank_0(self._replace)
+        from_rank_0(self._set_aside)
         if (summary := self._resume()) is not None:
             return summary
-        from_rank_0(self._set_aside)
         every_eval, every_save = self.config.train.eval_every, self.config.checkpoint.every
         save_last, target = self.config.checkpoint.last, self.config.train.target_auroc
         self.saves.prepare(self.world.local_world_size)
@@ -138,14 +136,11 @@ class Trainer(Stepper):
             return run_log.summary(step, values, self.running.lifetime())
 
     def _set_aside(self) -> None:
-        """Move the log of a run aside that ended before its first checkpoint."""
-        if newest_checkpoint(self.checkpointer.folder) is None and has_results(self.folder):
-            log.info("a run ended here before its first checkpoint: its log is now %s", set_aside(self.folder))
-
-    def _replace(self) -> None:
-        """Move the files of an earlier run aside, checkpoints included."""
-        if aside := set_aside(self.folder):
-            log.info("log.replace: what lay in %s is now in %s", self.folder, aside)
+        """Move the log of a run aside that ended before its first checkpoint; for log.replace, all that lies there."""
+        ended_early = newest_checkpoint(self.checkpointer.folder) is None and has_results(self.folder)
+        if (self.config.log.replace or ended_early) and (aside := set_aside(self.folder)):
+            why = "log.replace" if self.config.log.replace else "a run ended here before its first checkpoint"
+            log.info("%s: what lay in %s is now in %s", why, self.folder, aside)
 
     def _end_early(self, step: int, saves: bool) -> NoReturn:
         self.saves.finish()  # says so, if it was its failure that ended the run
