@@ -105,7 +105,7 @@ def assemble(
     graph = takes_graph(config, model, device)
     casts_once = graph and config.train.flat_dense and config.train.precision == "bf16"
     if config.train.compile_dense:
-        compile_loss(task, samples, device)
+        compile_loss(task)
         if not casts_once:
             compile_dense(task, samples, device)
     if not graph:
@@ -134,7 +134,10 @@ def assemble(
     else:
         tables = [each for params in plan.plan.values() for each in params.values()]  # type: ignore[attr-defined]
         cached = any(table.cache_params is not None for table in tables)
-        pipeline = build_pipeline(model, optimizer, device, cached and config.embedding.backend == "torchrec")
+        # FBGEMM fills its caches of rows a step ahead.
+        prefetches = cached and config.embedding.backend == "torchrec" and device.type == "cuda"
+        kind = PrefetchTrainPipelineSparseDist if prefetches else TrainPipelineSparseDist
+        pipeline = kind(model, optimizer, device, execute_all_batches=True)
     return model, optimizer, pipeline, plan
 
 
@@ -151,18 +154,6 @@ def takes_graph(config: Config, model: DistributedModelParallel, device: torch.d
     if reason is not None and is_due and dist.get_rank() == 0:
         log.warning("train.pipeline: torchrec, since the steps cannot be captured: %s", reason)
     return reason is None
-
-
-def build_pipeline(
-    model: DistributedModelParallel, optimizer: CombinedOptimizer, device: torch.device, prefetches: bool = False
-) -> TrainPipelineSparseDist[Any, Any]:
-    """Return TorchRec's train pipeline.
-
-    It works ahead: during a step it sends the ids of the next batch to their owners and copies the one after that to
-    the device. With `prefetches`, on GPUs, FBGEMM fills its caches of rows a step ahead, too.
-    """
-    kind = PrefetchTrainPipelineSparseDist if prefetches and device.type == "cuda" else TrainPipelineSparseDist
-    return kind(model, optimizer, device, execute_all_batches=True)
 
 
 def build_optimizer(model: DistributedModelParallel, config: TrainConfig) -> CombinedOptimizer:

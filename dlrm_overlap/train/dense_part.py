@@ -60,6 +60,11 @@ def compile_dense(task: TrainTask, samples: int, device: torch.device) -> None:
             torch.autograd.grad(output, wanted, torch.ones_like(output))  # leaves the parameters' own gradients unset
 
 
+def compile_loss(task: TrainTask) -> None:
+    """Have torch.compile compile the loss, at the first step: a kernel each way, in place of some fifteen."""
+    task.loss.in_training = _compiled(task.loss.compute)
+
+
 def _compiled(compute: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     return torch.compile(compute, fullgraph=True, dynamic=False)
 
@@ -81,14 +86,6 @@ def _example_inputs(
     if dlrm.joins_in_place:
         return (dense,), (concatenated(front, pooled).detach().requires_grad_(),)
     return (dense,), (front, pooled.to(output_dtype(dlrm.embedding)).requires_grad_())
-
-
-def compile_loss(task: TrainTask, samples: int, device: torch.device) -> None:
-    """Compile forward and backward of the loss for batches of `samples`: a kernel each, in place of some fifteen."""
-    task.loss.in_training = _compiled(task.loss.compute)
-    labels = task.dlrm.head.logit.out_features
-    logits = torch.zeros((samples, labels) if labels > 1 else samples, device=device, requires_grad=True)
-    torch.autograd.grad(task.loss(logits, torch.zeros_like(logits)), logits)
 
 
 def join_dense(
