@@ -195,8 +195,7 @@ def concatenated(front: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
 class JoinInPlace(torch.autograd.Function):
     """A tensor [b, n D], written in front of each row of the pooled embeddings [b, T * D], and both as one tensor.
 
-    Nothing else is copied, forward or back. The result is another tensor on the storage of the pooled embeddings, so
-    whoever has lent that storage sees that it is in use.
+    The result is on the storage of the pooled embeddings, so whoever has lent that sees that it is in use.
 
     Example: D = 2, T = 1, b = 2. The storage is _ _ 3 4 _ _ 7 8, of which the pooled embeddings are [[3, 4], [7, 8]].
     Joined with [[1, 2], [5, 6]] they are [[1, 2, 3, 4], [5, 6, 7, 8]].

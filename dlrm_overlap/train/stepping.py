@@ -70,10 +70,10 @@ class Stepper:
 
     @contextmanager
     def raising_the_cause(self) -> Iterator[None]:
-        """Raise the error that a kernel has recorded in place of the CUDA error that follows from it.
+        """Raise the error that a kernel has recorded in place of that of CUDA, which says only that the GPU stopped.
 
-        A kernel that gives up on a peer, or finds an id outside its table, records that and stops the GPU. Whoever
-        calls CUDA next, be it a step, a log line or a checkpoint, gets an error that says only that the GPU stopped.
+        A kernel stops it that gives up on a peer, or finds an id outside its table. Whoever calls CUDA next has the
+        error, be it a step, a log line or a checkpoint.
         """
         try:
             yield
@@ -134,8 +134,7 @@ class Stepper:
     def _uncount(self, forwards: int) -> None:
         """Take forwards that had no backward off the counts of the tables' optimizers, which FBGEMM adds them to.
 
-        Adam's corrections and a counter's decay then depend on the steps alone: a run that goes on from a checkpoint,
-        or is evaluated more often, takes the same ones.
+        So a run that goes on from a checkpoint, or is evaluated more often, has the same corrections of Adam's.
         """
         fused = fused_optimizers(self.optimizer)
         for lookup in {each._emb_module for each in fused if hasattr(each, "_emb_module")}:

@@ -62,7 +62,7 @@ class StandIn(CapturedStep):
         self.taken["replayed"] += 1
         on_the_host = [list(exchange._sent) for exchange in self.exchanges]
         given = {
-            exchange: self.ahead._working[self.parity].ids(index).tensor for exchange, index in self.ahead._senders
+            exchange: self.ahead._working[self.parity].ids[index].tensor for exchange, index in self.ahead._senders
         }
         gradients = [parameter.grad for parameter in self.parameters]
         for exchange, read in zip(self.exchanges, self._read, strict=True):

@@ -19,10 +19,8 @@ from dlrm_overlap.train.graphs.read_ahead import ReadAhead
 class CapturedStep:
     """A step as a CUDA graph. Its first kernel advances the counters that the others read.
 
-    Capturing counts the step on the host, as taking it would; `launch` then takes it. Each later one is a `replay`.
-
-    Example: steps 1 to 3 were eager. Capturing counts step 4, `launch` takes it; step 5 is captured by another
-    `CapturedStep`, for the other windows; step 6 is this one's `replay`.
+    Example: steps 1 to 3 were eager. Capturing counts step 4 on the host, `launch` takes it; step 5 is captured by
+    another `CapturedStep`, for the other windows; step 6 is this one's `replay`.
     """
 
     def __init__(

@@ -171,7 +171,9 @@ class ReadAhead:
             lands = like and self._bound.is_within(described)
             if lands:
                 place.fill(batch)
-            answer = self._bound.ask(described, place.all_ids() if lands else batch.ids, unlike=not like)
+            answer = self._bound.ask(
+                described, [each.tensor for each in place.ids.values()] if lands else batch.ids, unlike=not like
+            )
             self._held[parity] = Held(None if lands else batch, place, answer)
 
     def _make_places(self, example: Leaves | None) -> bool:
@@ -219,13 +221,13 @@ class ReadAhead:
     def send_ids(self, parity: int) -> None:
         """Send the ids of the batch at the working place of `parity` to the owners of their rows."""
         for exchange, place in self._senders:
-            ids = self._working[parity].ids(place)
+            ids = self._working[parity].ids[place]
             exchange.send_ids(ids.tensor, ids.count)
         self.ids_are_sent = True
 
     def stock_tables(self, parity: int) -> list[tuple[StockTables, KeyedJaggedTensor]]:
         """Return the tables that stay with TorchRec, each with its ids in the batch of `parity`."""
-        return [(tables, self._working[parity].ids(place).tensor) for tables, place in self._stock]
+        return [(tables, self._working[parity].ids[place].tensor) for tables, place in self._stock]
 
     def forget_sent_ids(self) -> None:
         """Forget ids that were sent for a step that does not come next."""

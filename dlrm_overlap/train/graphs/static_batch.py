@@ -31,9 +31,7 @@ class Leaves(dict[str, Any]):
     def __init__(self, batch: Any) -> None:
         super().__init__(_walk(batch, ""))
         self.batch = batch
-        """the batch itself"""
         self.ids = [leaf for leaf in self.values() if isinstance(leaf, KeyedJaggedTensor)]
-        """those of the leaves that are ids"""
 
 
 _LEAVES = torch.Tensor, KeyedJaggedTensor
@@ -63,16 +61,10 @@ def _parts(value: Any) -> Iterable[tuple[Any, Any]]:
 class StaticBatch:
     """A batch like `example`, whose tensors keep their addresses.
 
-    A batch is made of tensors and KeyedJaggedTensors: an object's attributes, or in tuples, lists and dictionaries.
-    Other attributes stay as `example` has them.
+    They are an object's attributes, or in tuples, lists and dictionaries. Other attributes stay as `example` has them.
     """
 
     def __init__(self, example: Any, device: torch.device, bound: BatchBound) -> None:
-        """Take a batch to be like.
-
-        Raises:
-            InputError: if no tensor is found in it.
-        """
         leaves = Leaves(example)
         if not leaves:
             raise InputError(
@@ -86,6 +78,8 @@ class StaticBatch:
             else torch.zeros(leaf.shape, dtype=leaf.dtype, device=device)
             for place, leaf in leaves.items()
         }
+        self.ids = {place: leaf for place, leaf in self._leaves.items() if isinstance(leaf, StaticIds)}
+        """the leaves that are ids, by place"""
         each = [leaf.changing if isinstance(leaf, StaticIds) else [leaf] for leaf in self._leaves.values()]
         self._memory = _moved_together([tensor for tensors in each for tensor in tensors])
         self._example = example
@@ -97,9 +91,8 @@ class StaticBatch:
 
     def renew(self) -> None:
         """Make the batch anew for its next step: of the same tensors, and of ids that remember nothing of the last."""
-        for leaf in self._leaves.values():
-            if isinstance(leaf, StaticIds):
-                leaf.renew()
+        for leaf in self.ids.values():
+            leaf.renew()
         tensors = iter([leaf.tensor if isinstance(leaf, StaticIds) else leaf for leaf in self._leaves.values()])
         self.batch = _replace(self._example, lambda _: next(tensors))
         """a batch of the same class, of the static tensors"""
@@ -141,20 +134,7 @@ class StaticBatch:
 
     def find(self, features: KeyedJaggedTensor) -> str | None:
         """Return the place of `features` in the batch, or None if it is none of the leaves."""
-        for place, leaf in self._leaves.items():
-            if isinstance(leaf, StaticIds) and leaf.tensor is features:
-                return place
-        return None
-
-    def all_ids(self) -> list[KeyedJaggedTensor]:
-        """Return the leaves that are ids, as the next step reads them."""
-        return [leaf.tensor for leaf in self._leaves.values() if isinstance(leaf, StaticIds)]
-
-    def ids(self, place: str) -> "StaticIds":
-        """Return the leaf at `place`, which holds ids."""
-        leaf = self._leaves[place]
-        assert isinstance(leaf, StaticIds)
-        return leaf
+        return next((place for place, leaf in self.ids.items() if leaf.tensor is features), None)
 
 
 def _moved_together(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -177,8 +157,7 @@ def on_device(batch: Any, device: torch.device) -> Any:
 def with_even_batches_of(batch: Any, unpooled: Collection[str] = ()) -> Leaves:
     """Return a batch whose ids have a bag a sample for each feature, see `own_batches`; mostly the same one.
 
-    Args:
-        unpooled: features of tables that are not pooled: ids that have one of them get each sample's own bags.
+    Ids that have a feature of `unpooled`, of tables that are not pooled, get each sample's own bags.
     """
     leaves = Leaves(batch)
     if not any(ids.variable_stride_per_key() for ids in leaves.ids):
@@ -297,9 +276,9 @@ def _on_device(indices: tuple[int, ...], device: torch.device) -> torch.Tensor:
 class BoundedIds(KeyedJaggedTensor):
     """Ids of one step in memory that has room for the most that a batch may have.
 
-    After a batch's ids, `values` is 0. TorchRec's class reads numbers of ids from the device; here all is done on the
-    device: `split`, `permute`, `[]` and `to_dict` return features with room for the most ids of each.
-    A method that must return the numbers themselves is refused, unless all lengths are known beforehand.
+    After a batch's ids, `values` is 0. TorchRec's class reads numbers of ids from the device; here `split`, `permute`,
+    `[]` and `to_dict` return features with room for the most ids of each. A method that must return the numbers
+    themselves is refused, unless all lengths are known beforehand.
 
     Example: 2 samples, f of at most 1 and g of at most 2 ids a bag. f: [5] [], g: [7, 7] [1] has values 5 7 7 1 0 0 and
     lengths 1 0 2 1; `["g"]` has values 7 7 1 0 and lengths 2 1.

@@ -54,13 +54,12 @@ _ODD_STEPS = 3  # one after the other, until the next batch is taken for the fir
 class GraphTrainPipeline(TrainPipeline[Any, Any]):
     """Trains a TorchRec model as `TrainPipelineSparseDist` does, by CUDA graphs.
 
-    The model is a `DistributedModelParallel` under our sharder, whose forward returns (losses, output). It is taken out
-    of DDP: this pipeline sums the dense gradients itself, and starts all ranks from rank 0's dense weights. Every step
-    gives a gradient to the same dense parameters. Of several pipelines of one model the one that trains has its graphs.
+    The model, under our sharder, is taken out of DDP: this pipeline sums the dense gradients itself, and starts all
+    ranks from rank 0's dense weights. Every step gives a gradient to the same dense parameters. Of several pipelines of
+    one model the one that trains has its graphs. `TrainPipelineSparseDist` trains a model that cannot be captured.
 
     Steps are captured for batches like the first one, on each rank, with up to a bound of ids. The steps of others are
-    taken eagerly, and the bound grows where they are beyond it. `TrainPipelineSparseDist` trains a model that cannot be
-    captured, and the log has the reason once.
+    taken eagerly, and the bound grows where they are beyond it.
 
     Example:
         pipeline = GraphTrainPipeline(model, optimizer, device)
@@ -209,7 +208,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
     def close(self) -> None:
         """Give back the graphs, and memory that peers see, once all ranks are through with their steps; a collective.
 
-        The end of the process does so, too. Graphs that hold collectives of NCCL must be gone before the process group.
+        Graphs that hold collectives of NCCL must be gone before the process group.
 
         Raises:
             RuntimeError: that kernels have recorded.
@@ -226,10 +225,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
             raise
 
     def detach(self) -> DistributedModelParallel:
-        """Return the model for forwards of its own, until the next `progress`, as TorchRec's pipelines do.
-
-        Batches that were read stay. Their bags are within the bound of those that the pipeline has seen.
-        """
+        """Return the model for forwards of its own, within the bound, until the next `progress`; read batches stay."""
         if self._fallback is not None:
             return cast(DistributedModelParallel, self._fallback.detach())
         self._ahead.forget_sent_ids()
@@ -374,10 +370,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         return losses.sum(dim=0) if losses.dim() > 0 else losses, output
 
     def _follow_learning_rates(self) -> None:
-        """Hand the learning rates of the rows on, where they have changed since the last step.
-
-        Optimizers that step after the graph may hold some of the tables', and set those rates when they choose to.
-        """
+        """Hand the learning rates of the rows on, where they may have changed since the last step."""
         rates = [group["lr"] for group in self._optimizer.param_groups]
         if rates == self._learning_rates and not self._dense.why_after:
             return

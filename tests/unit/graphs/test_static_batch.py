@@ -90,7 +90,7 @@ def test_objects_dictionaries_lists_and_tuples() -> None:
     assert static.find(made.pair.ids) == "pair.0"
     assert static.find(made.by_name["inner"].sparse) == "by_name.inner.sparse"
     assert static.find(FIRST) is None
-    assert static.ids("by_name.inner.sparse").tensor is made.by_name["inner"].sparse
+    assert static.ids["by_name.inner.sparse"].tensor is made.by_name["inner"].sparse
 
 
 class Attributes(dict[str, Any]):
@@ -148,7 +148,7 @@ def test_the_example_stays_as_it_was() -> None:
 
 def test_known_lengths_are_there_from_the_first_and_ids_are_counted() -> None:
     static = StaticBatch(_batch(SECOND), CPU, KNOWN)
-    ids = static.ids("sparse")
+    ids = static.ids["sparse"]
     assert_same(ids.tensor.lengths(), SECOND.lengths(), "lengths")
     assert ids.count.tolist() == [6]
     static.fill(Leaves(_batch(FIRST)))  # of fewer ids than it must have: the count informs the exchange, and all ranks
@@ -163,7 +163,7 @@ def test_ids_beyond_the_room_are_left_out_and_told_of() -> None:
     values = list(range(10))
     known, ranges = StaticBatch(_batch(SECOND), CPU, KNOWN), StaticBatch(_batch(FIRST), CPU, RANGES)
     known.fill(Leaves(_batch(_ids([1, 1, 4, 4], values))))
-    assert known.ids("sparse").count.tolist() == [10]
+    assert known.ids["sparse"].count.tolist() == [10]
     assert known.batch.sparse.values().tolist() == values[:6]
     ranges.fill(Leaves(_batch(_ids([1, 1, 4, 4], values))))
     assert ranges.batch.sparse.lengths().tolist() == [1, 1, 4, 4]
@@ -177,7 +177,7 @@ def test_one_static_batch_is_copied_from_another(bound: BatchBound) -> None:
     to.take_over(source)
     assert_same(to.batch.pair.dense, torch.ones(4), "dense")
     for place in ("pair.0", "by_name.inner.sparse"):
-        ids, expected = to.ids(place), source.ids(place)
+        ids, expected = to.ids[place], source.ids[place]
         assert ids.tensor is not expected.tensor
         assert_same(ids.tensor.values(), expected.tensor.values(), f"values {place}")
         assert_same(ids.tensor.lengths(), expected.tensor.lengths(), f"lengths {place}")
