@@ -72,12 +72,12 @@ def evaluate(ranks: Ranks, path: Path) -> dict[str, Any]:
         InputError: if it is not whole or, before the process group is made, if it is of another model.
     """
     from dlrm_overlap.checkpoint.checkpoint import agree_on, checkpoint_shape
-    from dlrm_overlap.data.loader import open_held_out
+    from dlrm_overlap.data.loader import open_datasets
     from dlrm_overlap.train.stepping import Stepper
 
     config = for_evaluation(ranks.config)
     check_start(config, ranks.device)
-    held_out = open_held_out(config.data, ranks.device)
+    _, held_out = open_datasets(config.data, ranks.device)
     shape = checkpoint_shape(config, list(held_out.rows), held_out.dense_features)
     model = {key: shape[key] for key in shape if key.startswith("model.") or key in ("rows", "weight_dtype")}
     if parted := differences(read_manifest(path), model):
