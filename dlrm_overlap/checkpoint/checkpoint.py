@@ -25,6 +25,7 @@ from dlrm_overlap.checkpoint.extents import Cut, Extent, local_extents
 from dlrm_overlap.checkpoint.manifest import (
     Manifest,
     check_fits,
+    is_checkpoint,
     newest_first,
     read_manifest,
     read_whole,
@@ -294,6 +295,10 @@ def check_resume_fits(config: Config, rows: list[int], dense_features: int, glob
         return
     manifests, _ = newest_first(config.folder / "checkpoints")
     path = next(iter(manifests), None) if resume == "auto" else Path(resume)
+    if resume != "auto" and not is_checkpoint(Path(resume)):
+        raise InputError(
+            f"checkpoint.resume: {resume!r} is neither auto nor never nor a checkpoint; give a folder named step_<N>"
+        )
     if path is not None:
         shape = checkpoint_shape(config, rows, dense_features)
         settings = trained_with(config, global_batch)

@@ -21,7 +21,7 @@ log = logging.getLogger("dlrm_overlap")
 
 LOCK_NAME = ".lock"
 _OWNER_CHARACTERS = 200
-_PATIENCE_S = 0.5  # `check_free` of another process holds the lock for a moment
+_PATIENCE_S = 0.5  # its owner may be about to end
 # Errors of a file system without locks, such as Lustre mounted without `flock`.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
@@ -79,17 +79,6 @@ def hold_folder(folder: Path, key: str) -> Iterator[bool]:
             if os.path.samestat(locked, path.stat()):  # else the folder was replaced, and the file is another's
                 path.unlink()  # while it is held: a process that waits for it then makes the file anew
         lock.release()
-
-
-def check_free(folder: Path, key: str) -> None:
-    """Check that no process holds the lock of `folder`, which need not exist.
-
-    Raises:
-        InputError: as `hold_folder` does.
-    """
-    if (folder / LOCK_NAME).exists():
-        with contextlib.suppress(OSError):  # no locks here, or not ours to write: `hold_folder` reports it
-            _acquire(folder / LOCK_NAME, key).release()
 
 
 def _acquire(path: Path, key: str) -> FileLock:

@@ -26,7 +26,8 @@ from dlrm_overlap.embedding.weights import initialise_tables
 from dlrm_overlap.launching.launcher import World
 from dlrm_overlap.launching.text_table import count_of
 from dlrm_overlap.train.dense_part import cast_once, compile_dense, compile_loss, divide_head, join_dense
-from dlrm_overlap.train.graphs.capturable import dense_parameters, why_not_captured
+from dlrm_overlap.train.explain import why_not_captured
+from dlrm_overlap.train.graphs.dense_step import dense_parameters
 from dlrm_overlap.train.graphs.train_pipeline import GraphTrainPipeline
 from dlrm_overlap.train.model import TrainTask, build_model
 
@@ -70,14 +71,7 @@ def assemble(
     """Return the model of `config` on this rank's device, its optimizer, the pipeline and the plan; a collective.
 
     The order matters: layers are divided before the model is sharded, compiled and captured in their flat form, and
-    tables get their first weights when they are where they stay.
-
-    Args:
-        config: of the run.
-        world: this rank's place among all.
-        device: of this rank.
-        train: the samples to train on, whose bags bound those of a captured step.
-        make_sharders: returns the sharders of pooled and of unpooled tables.
+    tables get their first weights when they are where they stay. The bags of `train` bound those of a captured step.
 
     Raises:
         InputError: if ranks cannot run the configuration.
@@ -97,11 +91,20 @@ def assemble(
     sharders = make_sharders(config.embedding, config.train.precision, dlrm.front_columns)
     topology = build_topology(device, world.world_size, world.local_world_size)
     plan = Unsharded(task, sharders, topology, config.embedding, train.pooling, group).plan(samples)
-    model = shard_model(task, plan, sharders, group, device)
+    model = DistributedModelParallel(
+        module=task,
+        env=ShardingEnv.from_process_group(group),
+        device=device,
+        plan=plan,
+        sharders=sharders,
+        init_data_parallel=False,
+        data_parallel_wrapper=DefaultDataParallelWrapper(static_graph=True, params_to_ignore=list(shards_of(task))),
+    )
+    task.to(device)
     graph = takes_graph(config, model, device)
     casts_once = graph and config.train.flat_dense and config.train.precision == "bf16"
     if config.train.compile_dense:
-        compile_loss(task, samples, device)
+        compile_loss(task)
         if not casts_once:
             compile_dense(task, samples, device)
     if not graph:
@@ -110,10 +113,9 @@ def assemble(
     optimizer = build_optimizer(model, config.train)
     pipeline: TrainPipeline[Any, Any]
     if graph:
-        bound = BatchBound(samples, dict(zip(dlrm.keys, train.bag_sizes, strict=True)))
-        if dlrm.history_key is not None:
-            bound = None  # whose distinct ids the first batch shows, and how many ids long histories have in all
-        casts = None
+        bound = casts = None
+        if dlrm.history_key is None:  # else the first batch shows the distinct ids, and how many ids histories have
+            bound = BatchBound(samples, dict(zip(dlrm.keys, train.bag_sizes, strict=True)))
         if casts_once:
             flat = FlatParameters(dense_parameters(model), shards_of(model), torch.bfloat16)
             casts = cast_once(task, flat, config.train.compile_dense)
@@ -131,29 +133,11 @@ def assemble(
     else:
         tables = [each for params in plan.plan.values() for each in params.values()]  # type: ignore[attr-defined]
         cached = any(table.cache_params is not None for table in tables)
-        pipeline = build_pipeline(model, optimizer, device, cached and config.embedding.backend == "torchrec")
+        # FBGEMM fills its caches of rows a step ahead.
+        prefetches = cached and config.embedding.backend == "torchrec" and device.type == "cuda"
+        kind = PrefetchTrainPipelineSparseDist if prefetches else TrainPipelineSparseDist
+        pipeline = kind(model, optimizer, device, execute_all_batches=True)
     return model, optimizer, pipeline, plan
-
-
-def shard_model(
-    task: TrainTask,
-    plan: ShardingPlan,
-    sharders: list[ModuleSharder[Any]],
-    group: dist.ProcessGroup,
-    device: torch.device,
-) -> DistributedModelParallel:
-    """Shard the tables over the ranks as `plan` says, and put the dense part on every rank, where it stands alone."""
-    model = DistributedModelParallel(
-        module=task,
-        env=ShardingEnv.from_process_group(group),
-        device=device,
-        plan=plan,
-        sharders=sharders,
-        init_data_parallel=False,
-        data_parallel_wrapper=DefaultDataParallelWrapper(static_graph=True, params_to_ignore=list(shards_of(task))),
-    )
-    task.to(device)
-    return model
 
 
 def takes_graph(config: Config, model: DistributedModelParallel, device: torch.device) -> bool:
@@ -169,18 +153,6 @@ def takes_graph(config: Config, model: DistributedModelParallel, device: torch.d
     if reason is not None and is_due and dist.get_rank() == 0:
         log.warning("train.pipeline: torchrec, since the steps cannot be captured: %s", reason)
     return reason is None
-
-
-def build_pipeline(
-    model: DistributedModelParallel, optimizer: CombinedOptimizer, device: torch.device, prefetches: bool = False
-) -> TrainPipelineSparseDist[Any, Any]:
-    """Return TorchRec's train pipeline.
-
-    It works ahead: during a step it sends the ids of the next batch to their owners and copies the one after that to
-    the device. With `prefetches`, on GPUs, FBGEMM fills its caches of rows a step ahead, too.
-    """
-    kind = PrefetchTrainPipelineSparseDist if prefetches and device.type == "cuda" else TrainPipelineSparseDist
-    return kind(model, optimizer, device, execute_all_batches=True)
 
 
 def build_optimizer(model: DistributedModelParallel, config: TrainConfig) -> CombinedOptimizer:

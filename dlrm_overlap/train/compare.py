@@ -13,61 +13,33 @@ from pathlib import Path
 
 import torch
 
-from dlrm_overlap.checkpoint.manifest import newest_checkpoint
 from dlrm_overlap.checkpoint.saving import NotFiniteError
-from dlrm_overlap.config import Config, InputError
-from dlrm_overlap.observe.result_files import has_results
+from dlrm_overlap.config import Config
 from dlrm_overlap.observe.run_folder import hold_run_folder
 from dlrm_overlap.train.trainer import Trainer
 
 log = logging.getLogger("dlrm_overlap")
 
-_NOISE_RUNS = {"cuda": 2, "cpu": 0}  # with one, the bound would be more than twice as wide
-
-
-def count_noise_runs(asked: int | str, device: str) -> int:
-    """Return how often the reference is trained again: as often as `asked`, or by `device` (cuda | cpu) for auto."""
-    return _NOISE_RUNS[device] if asked == "auto" else int(asked)
-
-
-def noise_run_names(reference: str, count: int) -> list[str]:
-    """Return the names of the runs that train the reference again: torchrec_again, torchrec_again_2, .."""
-    return [f"{reference}_again" + (f"_{i}" if i > 1 else "") for i in range(1, count + 1)]
-
 
 def run_configs(config: Config, backends: Sequence[str], noise_runs: int = 0) -> dict[str, Config]:
     """Return run -> its configuration: `config`, but trained from the first step on and without checkpoints.
 
-    Each backend has a run of its name; after the first, the reference, come `noise_runs` more of it.
-
-    A comparison that went on where an earlier one ended would compare nothing, and one that saved checkpoints would
-    leave them for a later run to go on from.
-
-    Raises:
-        InputError: if the folder of one of the runs holds a checkpoint, and so a run that could go on.
+    Each backend has a run of its name; after the first, the reference, come `noise_runs` more of it: torchrec_again,
+    torchrec_again_2, .. An earlier run in a folder is moved aside: to go on from it would compare nothing.
     """
     checkpoint = dataclasses.replace(config.checkpoint, resume="never", every=0, last=False)
     configs = {}
-    again = noise_run_names(backends[0], noise_runs)
+    again = [f"{backends[0]}_again" + (f"_{i}" if i > 1 else "") for i in range(1, noise_runs + 1)]
     for name in [backends[0], *again, *backends[1:]]:
         backend = backends[0] if name in again else name
         embedding = dataclasses.replace(config.embedding, backend=backend)
-        run_log = dataclasses.replace(config.log, name=name if name in again else None)
+        run_log = dataclasses.replace(config.log, name=name if name in again else None, replace=True)
         configs[name] = dataclasses.replace(config, embedding=embedding, checkpoint=checkpoint, log=run_log)
-        folder = configs[name].folder
-        if newest := newest_checkpoint(folder / "checkpoints"):
-            raise InputError(
-                f"log.dir: {newest} is of a run that could go on, whose place {name} would take; give another "
-                f"--log.dir, or remove {folder}"
-            )
     return configs
 
 
 def train_runs(configs: Mapping[str, Config], make_trainer: Callable[[Config], Trainer]) -> dict[str, Path]:
-    """Train each of `configs`, one after the other, and return run -> its folder; a collective.
-
-    Rank 0 holds the lock of `log.dir` from when the first trainer has made the process group.
-    """
+    """Train each of `configs`, one after the other, and return run -> its folder; a collective."""
     folders: dict[str, Path] = {}
     with ExitStack() as stack:
         for name, config in configs.items():
@@ -75,10 +47,9 @@ def train_runs(configs: Mapping[str, Config], make_trainer: Callable[[Config], T
             if not folders:
                 stack.enter_context(hold_run_folder(Path(config.log.dir)))
             folders[name] = config.folder
-            earlier = ", in place of the run that lay there" if has_results(config.folder) else ""
-            log.info("backend %s%s", config.folder.name, earlier)
+            log.info("backend %s", config.folder.name)
             try:
-                trainer.fit(replace=True)
+                trainer.fit()
             except NotFiniteError as error:  # on every rank, at one step; `judge` finds it in the run's losses
                 log.info("backend %s: %s", name, error)
             trainer.close()

@@ -33,24 +33,17 @@ log = logging.getLogger("dlrm_overlap")
 def divide_head(head: Head, products: ParallelProducts) -> None:
     """Divide pairs of layers of the top MLP over the ranks of `products`, for `model.top_parallel` tensor.
 
-    Comes before the model gets its optimizer and is compiled. One rank has all of each layer as it is. Divided layers
-    are neither compiled nor captured by themselves.
+    Comes before the model gets its optimizer and is compiled. Divided layers are neither compiled nor captured by
+    themselves.
     """
-    ranks = products.world_size
-    if ranks == 1:
-        return
-    pairs = divide_pairs(head.top, products)
-    if products.rank > 0:
-        return
-    if not pairs:
-        log.warning("model.top_parallel: data, since %d ranks divide no inner width", ranks)
-        return
-    names = ", ".join(f"layers {first + 1} and {second + 1} of the top MLP" for first, second in pairs)
-    log.info("divided over %d ranks: %s", ranks, names)
+    pairs = divide_pairs(head.top, products) if products.world_size > 1 else []
+    if products.rank == 0:
+        layers = " and ".join(f"{first + 1}, {second + 1}" for first, second in pairs) or "none"
+        log.info("layers of the top MLP that are divided over %d ranks: %s", products.world_size, layers)
 
 
 def compile_dense(task: TrainTask, samples: int, device: torch.device) -> None:
-    """Compile forward and backward of the bottom MLP and of the head for batches of `samples`. Evaluation runs eagerly.
+    """Compile forward and backward of the bottom MLP and of the head for batches of `samples`.
 
     torch.compile compiles at the first call, so each part is called once here. That comes before DDP wraps the model:
     within DDP's forward torch.compile would cut its graphs at the borders of DDP's buckets. It cannot look into
@@ -64,6 +57,11 @@ def compile_dense(task: TrainTask, samples: int, device: torch.device) -> None:
             output = part(*inputs)
             wanted = [tensor for tensor in (*inputs, *part.parameters()) if tensor.requires_grad]
             torch.autograd.grad(output, wanted, torch.ones_like(output))  # leaves the parameters' own gradients unset
+
+
+def compile_loss(task: TrainTask) -> None:
+    """Have torch.compile compile the loss, at the first step: a kernel each way, in place of some fifteen."""
+    task.loss.in_training = _compiled(task.loss.compute)
 
 
 def _compiled(compute: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -89,22 +87,10 @@ def _example_inputs(
     return (dense,), (front, pooled.to(output_dtype(dlrm.embedding)).requires_grad_())
 
 
-def compile_loss(task: TrainTask, samples: int, device: torch.device) -> None:
-    """Compile forward and backward of the loss for batches of `samples`: a kernel each, in place of some fifteen."""
-    task.loss.in_training = _compiled(task.loss.compute)
-    labels = task.dlrm.head.logit.out_features
-    logits = torch.zeros((samples, labels) if labels > 1 else samples, device=device, requires_grad=True)
-    torch.autograd.grad(task.loss(logits, torch.zeros_like(logits)), logits)
-
-
 def join_dense(
     model: DistributedModelParallel, task: TrainTask, device: torch.device, graph_samples: int | None = None
 ) -> None:
-    """Put the dense part under data parallelism by DDP; `GraphTrainPipeline` does without.
-
-    Where `graph_samples` gives the samples of a training batch, b, the dense part is captured in CUDA graphs before
-    DDP wraps it, in the order that DDP requires.
-    """
+    """Have DDP wrap the dense part, captured in CUDA graphs before that if `graph_samples` gives those of a batch."""
     nodes = _graph_dense(task, graph_samples, device) if graph_samples is not None else []
     model.init_data_parallel()
     del nodes  # DDP holds them from here on
@@ -113,8 +99,8 @@ def join_dense(
 def _graph_dense(task: TrainTask, samples: int, device: torch.device) -> list[Node]:
     """Capture forward and backward of the bottom MLP and of the head, each in CUDA graphs for batches of `samples`.
 
-    Eager PyTorch needs longer to launch the dense part's kernels than the GPU to run them. Evaluation runs eagerly. So
-    does a head that is divided over the ranks: its communication would not be ordered among TorchRec's collectives.
+    Eager PyTorch needs longer to launch the dense part's kernels than the GPU to run them. A head that is divided over
+    the ranks runs eagerly: its communication would not be ordered among TorchRec's collectives.
 
     Returns:
         The nodes that accumulate the parameters' gradients. Such a node runs on the stream where it was made, and DDP,
@@ -195,10 +181,7 @@ def _aligned(columns: int) -> int:
 
 
 def _mlp_with_casts(mlp: nn.Module, casts: CastWeights, compiled: bool) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a function that computes an MLP with weights from `casts`, if compiled by `relu_layers` where it can.
-
-    Its input may have columns of zeros after those that the first layer knows.
-    """
+    """Return a function that computes an MLP by `relu_layers` if it can; x may have more columns, of zeros."""
     layers = _relu_layers(mlp) if compiled else None
     if layers is not None and layers[-1].out_features > 1:  # which else would count as logits, without ReLU
         return _layers_with_casts(layers, casts)

@@ -4,52 +4,41 @@ The configuration is the one that the checkpoint keeps; options change its keys,
 Any number of ranks, backend and plan will do. Nothing is written but the file that `--output` names.
 """
 
-from argparse import ArgumentError, ArgumentParser
+from argparse import ArgumentParser
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from dlrm_overlap.checkpoint.manifest import Manifest, differences, locate_checkpoint, read_manifest
-from dlrm_overlap.config import Config, EmbeddingConfig, InputError, LogConfig, TrainConfig
+from dlrm_overlap.checkpoint.manifest import differences, locate_checkpoint, read_manifest
+from dlrm_overlap.config import Config, EmbeddingConfig, InputError, TrainConfig
 from dlrm_overlap.launching.files import write_json
 from dlrm_overlap.launching.parsing import Parser, read_tree, reader_may_leave
 from dlrm_overlap.launching.text_table import count_of, plain
-from dlrm_overlap.train.preflight import check_data, check_output, check_start
-from dlrm_overlap.train.ranks import Ranks, run_on_ranks
-
-if TYPE_CHECKING:
-    from dlrm_overlap.data.batch import Dataset
+from dlrm_overlap.train.ranks import Ranks, check_data, check_output, check_start, run_on_ranks
 
 _OPTION = "--checkpoint"
 
 
 def run(argv: list[str], description: str) -> int:
-    """Evaluate the checkpoint that `argv` names, on all ranks, and return the exit code.
-
-    Raises:
-        InputError: if there is no such checkpoint, if it is not whole, or if it is not one of the model that the
-            configuration describes.
-    """
-    argv, named = _with_checkpoint(argv)
-    if named is None and not {"-h", "--help"} & set(argv):
-        raise InputError(f"{_OPTION}: nothing to evaluate; name a folder step_<N>, or that of a run")
-    takes_stored = not any(option.partition("=")[0] == "--config" for option in argv)
-    defaults = stored_config(named) if named and takes_stored else None
+    """Evaluate the checkpoint that `argv` names, on all ranks, and return the exit code."""
+    named = _named(argv)
+    takes_stored = named is not None and not any(option.partition("=")[0] == "--config" for option in argv)
+    defaults = stored_config(named) if named is not None and takes_stored else None
 
     def add_options(parser: Parser) -> None:
         text = "what to evaluate: a folder step_<N>, or that of a run, whose newest checkpoint is taken"
-        parser.add_argument(_OPTION, metavar="PATH", help=text)
+        parser.add_argument(_OPTION, metavar="PATH", required=True, help=text)
         parser.add_argument("--output", help="file to write the results to, as JSON")
 
     def check(config: Config, values: Any) -> None:
         check_data(config.data)
-        if named and values.output is not None:
+        if values.output is not None:
             check_output(Path(values.output))
 
     def work(ranks: Ranks) -> int:
         from dlrm_overlap.observe.result_files import nan_as_none
 
-        assert named is not None, "--help has ended the process"
+        assert named is not None, "the option is required"
         results = evaluate(ranks, named)
         if ranks.world.rank == 0:
             with reader_may_leave():
@@ -68,20 +57,33 @@ def run(argv: list[str], description: str) -> int:
     return run_on_ranks(["eval"], description, argv, work, add_options, check, defaults)
 
 
+def _named(argv: list[str]) -> Path | None:
+    """Return the checkpoint that `argv` names, from which the defaults of the other options are; None without one."""
+    finder = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    finder.add_argument(_OPTION, nargs="?", type=Path)
+    path = finder.parse_known_args(argv)[0].checkpoint
+    return None if path is None else locate_checkpoint(path, _OPTION)
+
+
 def evaluate(ranks: Ranks, path: Path) -> dict[str, Any]:
     """Return the `evaluation_metrics` of the checkpoint `path`, the number of samples, and how they were found.
 
     Raises:
-        InputError: as `run` does; for a model that does not fit, before the process group is made.
+        InputError: if it is not whole or, before the process group is made, if it is of another model.
     """
-    from dlrm_overlap.checkpoint.checkpoint import agree_on
+    from dlrm_overlap.checkpoint.checkpoint import agree_on, checkpoint_shape
     from dlrm_overlap.data.loader import open_datasets
     from dlrm_overlap.train.stepping import Stepper
 
     config = for_evaluation(ranks.config)
     check_start(config, ranks.device)
     _, held_out = open_datasets(config.data, ranks.device)
-    check_same_model(path, config, held_out)
+    shape = checkpoint_shape(config, list(held_out.rows), held_out.dense_features)
+    model = {key: shape[key] for key in shape if key.startswith("model.") or key in ("rows", "weight_dtype")}
+    if parted := differences(read_manifest(path), model):
+        raise InputError(
+            f"{_OPTION}: {path} has {parted}; leave --config and these keys out, which takes what it was trained with"
+        )
     ranks.connect(eval_path=held_out.fingerprint())
     manifest = agree_on(path)
     if isinstance(manifest, str):
@@ -102,67 +104,17 @@ def evaluate(ranks: Ranks, path: Path) -> dict[str, Any]:
 
 
 def stored_config(path: Path) -> dict[str, Any]:
-    """Return the configuration that the checkpoint `path` keeps, nested as in a file.
-
-    Raises:
-        InputError: if it keeps none, or one with keys that there are no longer.
-    """
-    manifest = _manifest(path)
-    config = manifest.about.get("config")
-    if not isinstance(config, dict):
-        raise InputError(
-            f"{_OPTION}: {path} keeps no configuration, as older ones do not; give that of its run by --config"
-        )
+    """Return the configuration that the checkpoint `path` keeps, nested as in a file."""
+    config = read_manifest(path).about.get("config", {})
     read_tree(config, Config, path)
     return config
 
 
 def for_evaluation(config: Config) -> Config:
-    """Return `config` without the keys of training alone: optimizers, traces, a compiled or captured dense part.
+    """Return `config` without the keys of training alone: optimizers, a compiled or captured dense part.
 
     None of it changes a prediction: evaluations in training, too, run the dense part kernel by kernel.
     """
     embedding = replace(config.embedding, optimizer="sgd", eps=EmbeddingConfig.eps)
     train = replace(config.train, optimizer="sgd", eps=TrainConfig.eps, steps=1, compile_dense=False, graph_dense=False)
-    log = replace(config.log, trace_steps=0, trace_first=LogConfig.trace_first)
-    return replace(config, embedding=embedding, train=train, log=log)
-
-
-def check_same_model(path: Path, config: Config, data: "Dataset") -> None:
-    """Check that the checkpoint `path` is one of the model of `config`, for the samples `data`.
-
-    Raises:
-        InputError: with every difference.
-    """
-    from dlrm_overlap.checkpoint.checkpoint import checkpoint_shape
-
-    shape = checkpoint_shape(config, list(data.rows), data.dense_features)
-    model = {key: shape[key] for key in shape if key.startswith("model.") or key in ("rows", "weight_dtype")}
-    if parted := differences(_manifest(path), model):
-        raise InputError(
-            f"{_OPTION}: {path} has {parted}; leave --config and these keys out, which takes what it was trained with"
-        )
-
-
-def _with_checkpoint(argv: list[str]) -> tuple[list[str], Path | None]:
-    """Return `argv` with the checkpoint that it names as the key `checkpoint.resume`, and that checkpoint.
-
-    The ranks that --nproc starts are given the former, so all of them evaluate the same step of a run that goes on.
-    """
-    finder = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    finder.add_argument(_OPTION, f"{_OPTION}.resume", dest="path", type=Path)
-    try:
-        found, rest = finder.parse_known_args(argv)
-    except ArgumentError:
-        raise InputError(f"{_OPTION}: nothing is named; give a folder step_<N>, or that of a run") from None
-    if found.path is None:
-        return rest, None
-    named = locate_checkpoint(found.path, _OPTION)
-    return [*rest, f"{_OPTION}.resume={named}"], named
-
-
-def _manifest(path: Path) -> Manifest:
-    try:
-        return read_manifest(path)
-    except InputError as error:
-        raise InputError(f"{_OPTION}: {error}; evaluate another checkpoint") from None
+    return replace(config, embedding=embedding, train=train)

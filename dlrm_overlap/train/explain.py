@@ -8,26 +8,20 @@ import torch
 from torch import nn
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embedding_sharding import EmbeddingShardingInfo
-from torchrec.distributed.embedding_types import EmbeddingComputeKernel, ShardedEmbeddingModule
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.sharding.cw_sharding import CwPooledEmbeddingSharding
 from torchrec.distributed.sharding.tw_sharding import TwPooledEmbeddingSharding
-from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingPlan, ShardingType
+from torchrec.distributed.types import ParameterSharding, ShardedModule, ShardingEnv, ShardingPlan, ShardingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from dlrm_overlap.config import InputError
+from dlrm_overlap.dense.flat import why_not_flat
 from dlrm_overlap.embedding.exchanging_module import ExchangingModule
 from dlrm_overlap.embedding.reasons import reasons_to_fall_back, why_not_beside_graphs
 from dlrm_overlap.embedding.shardings import cached_shares
 from dlrm_overlap.launching.text_table import format_table
-from dlrm_overlap.train.graphs.capturable import (
-    dense_parameters,
-    first_reason,
-    in_model,
-    why_left_alone,
-    why_not_captured,
-)
-from dlrm_overlap.train.graphs.optimizers import dense_optimizers, why_after_the_graph
+from dlrm_overlap.train.graphs.dense_step import dense_optimizers, dense_parameters, why_after_the_graph
 
 _DATA_PARALLEL = ShardingType.DATA_PARALLEL.value
 _MEMORIES = {
@@ -38,7 +32,7 @@ _MEMORIES = {
 
 
 class PlannedTable(NamedTuple):
-    """A table of a sharded or planned model."""
+    """A table of a sharded or planned model; a data-parallel one has no shards, and all ranks."""
 
     module: str
     """path of the module that holds the table"""
@@ -46,11 +40,10 @@ class PlannedTable(NamedTuple):
     sharding: str
     """TorchRec's sharding type"""
     ranks: tuple[int, ...]
-    """owners of the shards, in their order; all ranks if it is data-parallel"""
+    """owners of the shards, in their order"""
     rows: int | None
-    """of the largest shard; None if the table is data-parallel"""
+    """of the largest shard, as columns"""
     columns: int | None
-    """likewise"""
     exchanged: bool
     memory: str
     """of its rows: device, cached by the exchange or, if it is not exchanged, by FBGEMM, or host"""
@@ -88,14 +81,12 @@ class _Collection(NamedTuple):
     path: str
     params: Mapping[str, ParameterSharding]
     """by table"""
-    shardings: Mapping[str, Any]
-    """sharding type -> TorchRec's sharding; none of a module that our sharder leaves alone"""
     why_not: Mapping[str, str | None]
     """sharding type -> why its tables are not exchanged, or None"""
+    uncaptured: str | None
+    """why it keeps the steps from being captured, or None"""
     cached: Collection[str] = ()
     """tables whose rows the exchange caches, or would"""
-    alone: str | None = None
-    """why it keeps the steps from being captured, of a module that our sharder leaves alone"""
 
 
 def explain(
@@ -123,7 +114,9 @@ def explain(
     collections = list(_sharded(model) if plan is None else _planned(model, plan, fused_params or {}))
     if not collections:
         raise InputError("explain: no module of the model is sharded; give its plan, or shard it first")
-    uncaptured = _why_not_captured(model, collections, plan)
+    paths = tuple(f"{path}." for path in plan.plan) if plan is not None else ()
+    dense = {name: each for name, each in dense_parameters(model).items() if not name.startswith(paths)}
+    uncaptured = _first_reason(collections, dense)
     tables = [
         _table(collection, name, sharding, uncaptured)
         for collection in collections
@@ -131,9 +124,27 @@ def explain(
     ]
     if optimizer is None:
         return Explanation(tuple(tables))
-    dense = _dense(model, plan)
     reasons = {why_after_the_graph(each, dense) for each in dense_optimizers(optimizer)} - {None}
     return Explanation(tuple(tables), ", ".join(sorted(map(str, reasons))))
+
+
+def why_not_captured(model: nn.Module) -> str | None:
+    """Return why the steps of a sharded model cannot be captured, alike on all ranks, or None if they can."""
+    if not any(isinstance(module, ExchangingModule) for module in model.modules()):
+        return "no module was sharded by OverlapEmbeddingBagCollectionSharder or OverlapEmbeddingCollectionSharder"
+    return _first_reason(list(_sharded(model)), dense_parameters(model))
+
+
+def _first_reason(collections: Sequence[_Collection], dense: Mapping[str, nn.Parameter]) -> str | None:
+    """Return why the steps of a model with these collections and dense parameters cannot be captured, or None."""
+    if (reason := next((each.uncaptured for each in collections if each.uncaptured), None)) is not None:
+        return reason
+    if not any(reason is None for each in collections for reason in each.why_not.values()):
+        return "it exchanges nothing"
+    if not dense:
+        return "no dense parameter takes a gradient"
+    reason = why_not_flat(dense)
+    return reason and f"dense parameter {reason}"
 
 
 def _table(collection: _Collection, name: str, sharding: ParameterSharding, uncaptured: str | None) -> PlannedTable:
@@ -157,23 +168,22 @@ def _table(collection: _Collection, name: str, sharding: ParameterSharding, unca
 
 
 def _sharded(model: nn.Module) -> Iterator[_Collection]:
-    """Yield the modules of a sharded model that have tables."""
-    for name, module in model.named_modules():
-        if not isinstance(module, ShardedEmbeddingModule):
-            continue
-        path = in_model(name)
-        params = getattr(module, "module_sharding_plan", {})
-        if isinstance(module, ShardedEmbeddingBagCollection):
+    """Yield the modules of a sharded model that have tables; as sharded by our sharder, if it has sharded none."""
+    modules = {name: module for name, module in model.named_modules() if isinstance(module, ShardedModule)}
+    ours = any(isinstance(module, ExchangingModule) for module in modules.values())
+    for name, module in modules.items():
+        path = name.replace("_dmp_wrapped_module.", "").removeprefix("module.")  # without wrappers: of DMP, and DDP
+        params: Mapping[str, ParameterSharding] = getattr(module, "module_sharding_plan", {})
+        if isinstance(module, ExchangingModule):
+            uncaptured = module.why_ids_are_not_taken()
+            yield _Collection(path, params, module.why_not_exchanged, uncaptured, module.cached)
+        elif not ours and isinstance(module, ShardedEmbeddingBagCollection):
             shardings = dict(zip(module._sharding_types, module._embedding_shardings, strict=True))
-        elif isinstance(module, ShardedEmbeddingCollection):
-            shardings = module._sharding_type_to_sharding
+            yield _as_if_exchanged(path, params, shardings, module._env)
+        elif not ours and isinstance(module, ShardedEmbeddingCollection):
+            yield _as_if_exchanged(path, params, module._sharding_type_to_sharding, module._env)
         else:
             yield _left_alone(path, params, module)
-            continue
-        if isinstance(module, ExchangingModule):
-            yield _Collection(path, params, shardings, module.why_not_exchanged, module.cached)
-        else:
-            yield _as_if_exchanged(path, params, shardings, module._env)
 
 
 def _planned(model: nn.Module, plan: ShardingPlan, fused_params: Mapping[str, Any]) -> Iterator[_Collection]:
@@ -204,41 +214,26 @@ def _as_if_exchanged(
 ) -> _Collection:
     """Return a module as our sharder would shard it."""
     cached = cached_shares(params)
-    return _Collection(path, params, shardings, reasons_to_fall_back(shardings, env, torch.float32, cached), cached)
+    why_not = reasons_to_fall_back(shardings, env, torch.float32, cached)
+    return _Collection(path, params, why_not, why_not_beside_graphs(shardings, why_not), cached)
+
+
+def _left_alone(path: str, params: Mapping[str, ParameterSharding], module: nn.Module) -> _Collection:
+    """Return a module that our sharder leaves alone."""
+    kind = type(module).__name__.removeprefix("Sharded")
+    why_not: dict[str, str | None] = {each.sharding_type: f"{kind} stays with TorchRec" for each in params.values()}
+    tables = f"with tables {', '.join(params)}, " if params else ""
+    return _Collection(path, params, why_not, f"{kind} {path}, {tables}stays with TorchRec, which waits for the host")
 
 
 def _sharding(kind: str, tables: list[EmbeddingShardingInfo], env: ShardingEnv) -> Any:
-    """Return TorchRec's sharding of some tables of a module; it need not be able to communicate.
-
-    TorchRec makes process groups for those that are cut by rows within a host. They are exchanged where shards of
-    others would be, which are made instead.
-    """
+    """Return TorchRec's sharding of some tables of a module, or a like one that makes no process group."""
     device = torch.device("cpu")
     if kind == ShardingType.TABLE_ROW_WISE.value:
         return TwPooledEmbeddingSharding(tables, env, device)
     if kind == ShardingType.GRID_SHARD.value:
         return CwPooledEmbeddingSharding(tables, env, device)
     return ShardedEmbeddingBagCollection.create_embedding_bag_sharding(tables, env, device)
-
-
-def _left_alone(path: str, params: Mapping[str, ParameterSharding], module: nn.Module) -> _Collection:
-    reasons = {each.sharding_type: f"{type(module).__name__} stays with TorchRec" for each in params.values()}
-    return _Collection(path, params, {}, reasons, alone=why_left_alone(path, module, params))
-
-
-def _why_not_captured(model: nn.Module, collections: Sequence[_Collection], plan: ShardingPlan | None) -> str | None:
-    """Return why the steps of a model are not captured, or None; as if sharded by our sharder, if by none of ours."""
-    if any(isinstance(module, ExchangingModule) for module in model.modules()):
-        return why_not_captured(model)
-    exchanges_some = any(reason is None for each in collections for reason in each.why_not.values())
-    reasons = (each.alone or why_not_beside_graphs(each.shardings, each.why_not) for each in collections)
-    return first_reason(reasons, exchanges_some, _dense(model, plan))
-
-
-def _dense(model: nn.Module, plan: ShardingPlan | None) -> dict[str, nn.Parameter]:
-    """Return the dense parameters that take a gradient, of a model that is sharded or has a plan."""
-    tables = tuple(f"{path}." for path in plan.plan) if plan is not None else ()
-    return {name: each for name, each in dense_parameters(model).items() if not name.startswith(tables)}
 
 
 def _in_ranges(ranks: Sequence[int]) -> str:

@@ -1,6 +1,6 @@
 """The DLRM: bottom MLP, embedding tables, interaction, top MLP. Nothing here knows of ranks.
 
-`assembly.shard_model` replaces the embedding tables by their shards on the ranks, and leaves the rest as it is.
+`assembly.assemble` replaces the embedding tables by their shards on the ranks, and leaves the rest as it is.
 """
 
 from collections.abc import Callable, Sequence
@@ -96,11 +96,7 @@ class Head(Part):
         self.logit = nn.Linear(config.top_mlp[-2], config.top_mlp[-1])
 
     def compute(self, *inputs: torch.Tensor) -> torch.Tensor:
-        """Map embeddings [b, (T + 1) * D], the bottom MLP's output first, to logits [b], or [b, L].
-
-        Args:
-            inputs: the embeddings, or the bottom MLP's output [b, D] and the pooled embeddings [b, T * D], to join.
-        """
+        """Map embeddings [b, (T + 1) * D], or the bottom MLP's output [b, D] and the rest, to logits [b], or [b, L]."""
         embeddings = inputs[0] if len(inputs) == 1 else concatenated(*inputs)
         return self.logit(self.top(self.interaction(embeddings))).squeeze(1)
 
@@ -170,10 +166,7 @@ def history_of(histories: Any, key: str) -> JaggedTensor:
 
 @torch.fx.wrap  # TorchRec's pipeline traces the model, but not through this function, which depends on values
 def in_order(pooled: KeyedTensor, keys: list[str]) -> torch.Tensor:
-    """Wait for the exchange and return pooled embeddings [b, T * D], the tables in the order of `keys`.
-
-    Our exchange gives them in this order already; TorchRec gives them in that of the plan.
-    """
+    """Wait for the exchange and return pooled embeddings [b, T * D] in the order of `keys`, not the plan's."""
     if pooled.keys() == keys:
         return pooled.values()
     by_table = pooled.to_dict()
@@ -182,10 +175,9 @@ def in_order(pooled: KeyedTensor, keys: list[str]) -> torch.Tensor:
 
 @torch.fx.wrap
 def joined(front: torch.Tensor, pooled: KeyedTensor, keys: list[str]) -> torch.Tensor:
-    """Wait for an exchange that leaves room in front of its output, and return `front` and its output side by side.
+    """Wait for an exchange that leaves room in front of its output, write `front` there, and return both side by side.
 
-    `front`, the bottom MLP's output and that of attention, is written into that room. A step that the exchange leaves
-    to TorchRec, or whose output was set aside, has none, and is concatenated.
+    A step that the exchange leaves to TorchRec, or whose output was set aside, has no room, and is concatenated.
     """
     values, dim = in_order(pooled, keys), front.shape[1]
     width = dim + values.shape[1]
@@ -203,8 +195,7 @@ def concatenated(front: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
 class JoinInPlace(torch.autograd.Function):
     """A tensor [b, n D], written in front of each row of the pooled embeddings [b, T * D], and both as one tensor.
 
-    Nothing else is copied, forward or back. The result is another tensor on the storage of the pooled embeddings, so
-    whoever has lent that storage sees that it is in use.
+    The result is on the storage of the pooled embeddings, so whoever has lent that sees that it is in use.
 
     Example: D = 2, T = 1, b = 2. The storage is _ _ 3 4 _ _ 7 8, of which the pooled embeddings are [[3, 4], [7, 8]].
     Joined with [[1, 2], [5, 6]] they are [[1, 2, 3, 4], [5, 6, 7, 8]].

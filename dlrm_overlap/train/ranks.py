@@ -1,21 +1,27 @@
-"""A command on all ranks: reads its options, starts its ranks or finds this one's place, and gives each its `Ranks`."""
+"""A command on all ranks: reads its options, starts its ranks or finds this one's place, and gives each its `Ranks`.
+
+This file loads no torch, so that mistakes are reported at once: before a rank is started, files that are not there, or
+a folder that nothing can be written to; on each rank, before the process group is made, what its device cannot do.
+"""
 
 import contextlib
 import logging
+import os
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from dlrm_overlap.config import Config, InputError, PeerError, PositiveInt, flatten
+from dlrm_overlap.config import Config, DataConfig, InputError, PeerError, PositiveInt, flatten
 from dlrm_overlap.launching import launcher, process_group
 from dlrm_overlap.launching.environment import code_digest
 from dlrm_overlap.launching.lifetime import HOLD_BACK_S, EndRequest, end_with_launcher, heed_asks
 from dlrm_overlap.launching.parsing import Parser, parse_config
 from dlrm_overlap.launching.spawn import spawn
 from dlrm_overlap.launching.watch import Progress
-from dlrm_overlap.train.preflight import check_resume, check_start, total_steps
 
 if TYPE_CHECKING:
     import torch
@@ -26,6 +32,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("dlrm_overlap")
 
+_ON_CPUS = ("sgd", "adagrad", "rowwise_adagrad")  # FBGEMM's optimizers
 _NOT_COMPARED = ("config", "nproc")  # the configuration is compared as it is resolved
 
 
@@ -44,8 +51,7 @@ class Ranks:
     def connect(self, **samples: str) -> "dist.ProcessGroup":
         """Start the log and make the process group, unless that is done; return the group, which all ranks are in.
 
-        Args:
-            samples: key of `data` -> `Dataset.fingerprint` of the samples that it names.
+        `samples` has by key of `data` the `Dataset.fingerprint` of the samples that it names.
 
         Raises:
             InputError: if the ranks do not meet, or are not alike in configuration, options, code or samples.
@@ -75,10 +81,7 @@ class Ranks:
     ) -> "Trainer":
         """Check `config`, by default the command's own, then make the process group and build the trainer.
 
-        Args:
-            config: of the trainer.
-            make_sharders: other sharders than the configured ones, see `assembly.assemble`.
-            resumes: whether the trainer will go on from a checkpoint if there is one, which must fit `config`.
+        With `resumes` it will go on from a checkpoint if there is one, which must fit `config`.
 
         Raises:
             InputError: if the device, the data or the checkpoint do not fit `config`; before the process group is made.
@@ -86,6 +89,7 @@ class Ranks:
         from dlrm_overlap.checkpoint.checkpoint import check_resume_fits
         from dlrm_overlap.data.loader import open_datasets
         from dlrm_overlap.embedding.sharder import build_sharders
+        from dlrm_overlap.train.stepping import total_steps
         from dlrm_overlap.train.trainer import Trainer
 
         config = config or self.config
@@ -109,22 +113,16 @@ def run_on_ranks(
     check: Callable[[Config, Any], None] = lambda config, values: None,
     defaults: Mapping[str, Any] | None = None,
 ) -> int:
-    """Run `work`, which returns an exit code, on every rank, with the configuration and options in `argv`.
+    """Run `work` on every rank, with the configuration and options in `argv`, and return its exit code.
 
     With --nproc this process starts the ranks and waits for them; otherwise it is one of them. `work` makes the process
     group, by `Ranks.connect` or `Ranks.trainer`, after its own checks.
 
     Args:
-        command: its words, such as ["bench", "input"].
-        description: for --help.
-        argv: the options after them.
-        work: of a rank.
-        add_options: adds the command's own options.
+        command: its words, such as ["bench", "input"], after which `argv` has the options.
+        add_options: adds the command's own.
         check: raises an InputError for options that do not go together, before any rank is started.
         defaults: take the place of the keys' own, nested as in a file.
-
-    Returns:
-        The exit code.
     """
 
     def add_all(parser: Parser) -> None:
@@ -138,7 +136,6 @@ def run_on_ranks(
             Config, " ".join(["dlrm-overlap", *command]), description, argv, add_all, defaults
         )
         check(config, values)
-        check_resume(config)
         if values.nproc:
             nproc = _count_processes(values.nproc, config)
             config.train.samples_per_rank(nproc)
@@ -159,6 +156,50 @@ def run_on_ranks(
     return code
 
 
+def check_data(data: DataConfig) -> None:
+    """Raise an InputError unless the files that the configuration names are there; each rank looks into them itself."""
+    for key, path in (("data.path", data.path), ("data.eval_path", data.eval_path)):
+        if data.kind != "synthetic" and path is not None and not os.path.exists(path):
+            raise InputError(f"{key}: {path}: no such file or folder on this machine; give one that is there")
+
+
+def check_writable(folder: Path, key: str) -> None:
+    """Raise an InputError unless files can be written to `folder`, or to the nearest above it that is there."""
+    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    try:
+        with tempfile.TemporaryFile(dir=nearest):
+            pass
+    except OSError as error:
+        raise InputError(
+            f"{key}: nothing can be written to {folder} ({error.strerror}); give a folder that is yours"
+        ) from None
+
+
+def check_output(path: Path) -> None:
+    """Raise an InputError unless the file `path` can be written."""
+    if path.is_dir():
+        raise InputError(f"--output: {path} is a folder; name a file in it")
+    check_writable(path.parent, "--output")
+
+
+def check_start(config: Config, device: "torch.device") -> None:
+    """Raise an InputError if a key asks a CPU for features of GPUs."""
+    gpu_only = {
+        "train.precision": (config.train.precision, "tf32", "fp32"),
+        "train.graph_dense": (config.train.graph_dense, True, "false"),
+        "embedding.plan": (config.embedding.plan, "row_wise", "auto"),
+    }
+    for key, (value, forbidden, cure) in gpu_only.items():
+        if device.type == "cpu" and value == forbidden:
+            shown = str(value).lower()
+            raise InputError(f"{key}: {shown} needs a GPU, and this run is on a CPU; set --{key} {cure}")
+    if device.type == "cpu" and config.embedding.optimizer not in _ON_CPUS:
+        raise InputError(
+            f"embedding.optimizer: {config.embedding.optimizer} needs a GPU, since FBGEMM has none on a CPU; take "
+            f"{', '.join(_ON_CPUS)}"
+        )
+
+
 def _count_processes(nproc: int | str, config: Config) -> int:
     """Return the number of processes that `--nproc` asks for; for `auto`, print it on standard error too."""
     if nproc != "auto":
@@ -173,9 +214,8 @@ def _count_processes(nproc: int | str, config: Config) -> int:
 def _one_rank_reports() -> Iterator[None]:
     """Delay an error on all ranks but one, so that the launcher ends them before they report it as well.
 
-    Most mistakes of a user are found by every rank: rank 0 reports them at once, the others wait. Any other error may
-    follow from the end of a peer, as a broken connection does: every rank waits before it reports one, rank 0 shorter
-    than the others. A `PeerError` has followed, and comes last.
+    A user's mistake is found by every rank: rank 0 reports it at once. Any other error may follow from the end of a
+    peer, so rank 0 waits, too, but shorter than the others. A `PeerError` has followed, and comes last.
     """
     try:
         yield

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from dlrm_overlap.checkpoint.checkpoint import cuts_of
 from dlrm_overlap.checkpoint.storage import load_weights
-from dlrm_overlap.config import Config
+from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.data.batch import Batch, Dataset
 from dlrm_overlap.data.loader import Loader
 from dlrm_overlap.dense.gemm.products import ParallelProducts
@@ -23,9 +23,23 @@ from dlrm_overlap.launching.launcher import World
 from dlrm_overlap.launching.watch import Progress
 from dlrm_overlap.observe.metrics import evaluation_metrics, gather_predictions
 from dlrm_overlap.train.assembly import LearningRate, MakeSharders, assemble
-from dlrm_overlap.train.graphs.optimizers import fused_optimizers
+from dlrm_overlap.train.graphs.dense_step import fused_optimizers
 from dlrm_overlap.train.graphs.train_pipeline import GraphTrainPipeline
-from dlrm_overlap.train.preflight import total_steps
+
+
+def total_steps(config: Config, train: Dataset, world_size: int) -> int:
+    """Return the number of training steps: as configured, or the whole global batches that the epochs hold.
+
+    Raises:
+        InputError: if the data set is smaller than one global batch.
+    """
+    batch = config.train.samples_per_rank(world_size) * world_size
+    if train.num_samples is not None and train.num_samples < batch:
+        raise InputError(
+            f"train.batch_size: a global batch of {batch} samples is more than the {train.num_samples} there are to "
+            f"train on; take a smaller one"
+        )
+    return config.train.steps or config.train.epochs * (train.num_samples or 0) // batch
 
 
 class Stepper:
@@ -41,17 +55,7 @@ class Stepper:
         make_sharders: MakeSharders = build_sharders,
         progress: Progress | None = None,
     ) -> None:
-        """Build the model on this rank's device. The process group must exist.
-
-        Args:
-            config: of the run.
-            world: this rank among all.
-            device: of this rank.
-            train: the samples to train on.
-            held_out: those to evaluate on.
-            make_sharders: see `assemble`.
-            progress: of this process, for a `Watch`.
-        """
+        """Build the model on this rank's device. The process group must exist; `progress` is for a `Watch`."""
         self.progress = progress or Progress()
         self.config, self.world, self.device = config, world, device
         self.train_data, self.held_out_data = train, held_out
@@ -66,10 +70,10 @@ class Stepper:
 
     @contextmanager
     def raising_the_cause(self) -> Iterator[None]:
-        """Raise the error that a kernel has recorded in place of the CUDA error that follows from it.
+        """Raise the error that a kernel has recorded in place of that of CUDA, which says only that the GPU stopped.
 
-        A kernel that gives up on a peer, or finds an id outside its table, records that and stops the GPU. Whoever
-        calls CUDA next, be it a step, a log line or a checkpoint, gets an error that says only that the GPU stopped.
+        A kernel stops it that gives up on a peer, or finds an id outside its table. Whoever calls CUDA next has the
+        error, be it a step, a log line or a checkpoint.
         """
         try:
             yield
@@ -80,11 +84,7 @@ class Stepper:
             raise
 
     def step(self, batches: Iterator[Batch]) -> torch.Tensor:
-        """Take one training step on the next of `batches`; docs/architecture.md leads through it.
-
-        Returns:
-            The mean loss [] of this rank's samples, still on the device.
-        """
+        """Take a training step on the next of `batches`, and return this rank's mean loss [], still on the device."""
         with self.raising_the_cause():
             loss, *self.predictions = self.pipeline.progress(batches)
         return loss
@@ -135,8 +135,7 @@ class Stepper:
     def _uncount(self, forwards: int) -> None:
         """Take forwards that had no backward off the counts of the tables' optimizers, which FBGEMM adds them to.
 
-        Adam's corrections and a counter's decay then depend on the steps alone: a run that goes on from a checkpoint,
-        or is evaluated more often, takes the same ones.
+        So a run that goes on from a checkpoint, or is evaluated more often, has the same corrections of Adam's.
         """
         fused = fused_optimizers(self.optimizer)
         for lookup in {each._emb_module for each in fused if hasattr(each, "_emb_module")}:
@@ -147,10 +146,7 @@ class Stepper:
             exchange.follow_rules()
 
     def loader(self, dataset: Dataset, first_step: int, last_step: int, workers: int | None = None) -> Loader:
-        """Return the loader of this rank's share of the global batches [first_step, last_step) of `dataset`.
-
-        `workers` takes the place of `data.workers`.
-        """
+        """Return the loader of this rank's share of the global batches [first_step, last_step) of `dataset`."""
         data = self.config.data
         return Loader(
             dataset,

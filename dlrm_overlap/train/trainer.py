@@ -6,6 +6,7 @@
 import logging
 import math
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any, NoReturn
 
 import torch
@@ -35,22 +36,6 @@ log = logging.getLogger("dlrm_overlap")
 
 class AskedToEndError(Exception):
     """The run was asked to end before its last step, and has. All ranks raise it after the same step."""
-
-
-class _Stretch(Iterator[Batch]):
-    """The batches of some steps; `cut` ends it after the batches that a pipeline has read ahead."""
-
-    def __init__(self, batches: Iterator[Batch], steps: int) -> None:
-        self._batches, self.steps, self._taken = batches, steps, 0
-
-    def __next__(self) -> Batch:
-        if self._taken == self.steps:
-            raise StopIteration
-        self._taken += 1
-        return next(self._batches)
-
-    def cut(self) -> None:
-        self.steps = self._taken
 
 
 class Trainer(Stepper):
@@ -95,15 +80,12 @@ class Trainer(Stepper):
             lambda: self._evaluate_on(1)["loss"],
         )
 
-    def fit(self, replace: bool = False) -> dict[str, Any]:
+    def fit(self) -> dict[str, Any]:
         """Train to the last step or the target, evaluate, and return the summary.
 
         Training begins after the newest checkpoint in the run's folder, or with the first step. A finished run is
         left as it is. The log of a run that ended before its first checkpoint is moved to `earlier_1` in the folder, or
         the next free number. Rank 0 holds the lock of the folder meanwhile.
-
-        Args:
-            replace: begin with the first step, and write over an earlier run's files in the folder.
 
         Raises:
             InputError: if this run cannot go on from the folder's checkpoint, or another run holds the lock.
@@ -113,19 +95,16 @@ class Trainer(Stepper):
         with hold_run_folder(self.folder):
             try:
                 with self.raising_the_cause():
-                    return self._fit(replace)
+                    return self._fit()
             except Exception as error:
                 self.saves.close(error)
                 raise
 
-    def _fit(self, replace: bool) -> dict[str, Any]:
-        if not replace:
-            from_rank_0(lambda: check_folder(self.config))
-            if self.config.log.replace:
-                from_rank_0(self._replace)
-            if (summary := self._resume()) is not None:
-                return summary
-            from_rank_0(self._set_aside)
+    def _fit(self) -> dict[str, Any]:
+        from_rank_0(lambda: check_folder(self.config))
+        from_rank_0(self._set_aside)
+        if (summary := self._resume()) is not None:
+            return summary
         every_eval, every_save = self.config.train.eval_every, self.config.checkpoint.every
         save_last, target = self.config.checkpoint.last, self.config.train.target_auroc
         self.saves.prepare(self.world.local_world_size)
@@ -156,14 +135,11 @@ class Trainer(Stepper):
             return run_log.summary(step, values, self.running.lifetime())
 
     def _set_aside(self) -> None:
-        """Move the log of a run aside that ended before its first checkpoint."""
-        if newest_checkpoint(self.checkpointer.folder) is None and has_results(self.folder):
-            log.info("a run ended here before its first checkpoint: its log is now %s", set_aside(self.folder))
-
-    def _replace(self) -> None:
-        """Move the files of an earlier run aside, checkpoints included."""
-        if aside := set_aside(self.folder):
-            log.info("log.replace: what lay in %s is now in %s", self.folder, aside)
+        """Move the log of a run aside that ended before its first checkpoint; for log.replace, all that lies there."""
+        ended_early = newest_checkpoint(self.checkpointer.folder) is None and has_results(self.folder)
+        if (self.config.log.replace or ended_early) and (aside := set_aside(self.folder)):
+            why = "log.replace" if self.config.log.replace else "a run ended here before its first checkpoint"
+            log.info("%s: what lay in %s is now in %s", why, self.folder, aside)
 
     def _end_early(self, step: int, saves: bool) -> NoReturn:
         self.saves.finish()  # says so, if it was its failure that ended the run
@@ -171,28 +147,21 @@ class Trainer(Stepper):
             self.save(step)
         self.progress.is_over = True
         if saves:
-            begins_anew = {
-                "log.replace": self.config.log.replace,
-                "checkpoint.resume": self.config.checkpoint.resume != "auto",
-            }
-            without = " and ".join(key for key, is_set in begins_anew.items() if is_set)
-            same = "the same command" + f" without {without}" * bool(without)
+            same = "the same command, without log.replace and checkpoint.resume,"
             raise AskedToEndError(f"asked to end: step {step} is saved, and {same} goes on from there")
         raise AskedToEndError(f"asked to end behind step {step}: nothing is saved, as checkpoint.every and last say")
 
     def _train(self, first: int, last: int, batches: Iterator[Batch], loader: Loader, run_log: RunLog) -> int:
-        """Take the steps [first, last) and return `last`, or the step at which the run is to end.
+        """Take the steps [first, last) and return `last`, or the step after which the run is to end.
 
-        The pipeline is empty at the end: no later batch is in flight.
+        At `last` the pipeline is empty: no later batch is in flight.
         """
-        stretch = _Stretch(batches, last - first)
+        stretch = islice(batches, last - first)
         self.pipeline.reset()
         timer = StepTimer(self.device)
         timer.mark()
         loss_sum = torch.zeros((), device=self.device)
-        step = first
-        while step < first + stretch.steps:
-            step += 1
+        for step in range(first + 1, last + 1):
             self.progress.step = step
             self.learning_rate.set(step - 1)
             loss = self.step(stretch)
@@ -200,7 +169,7 @@ class Trainer(Stepper):
             self.running.add(*self.predictions)
             timer.mark()
             run_log.advance()
-            if step % self.config.log.every == 0 or step == first + stretch.steps:
+            if step % self.config.log.every == 0 or step == last:
                 factor = self.learning_rate.factor(step - 1)
                 asked = self._end.asked or self.saves.failed
                 times, metrics = timer.take_ms(), self.running.take()
@@ -209,15 +178,11 @@ class Trainer(Stepper):
                 self._require_finite(run_log.loss, "the training loss is", step)
                 loss_sum.zero_()
                 if run_log.asked_to_end:
-                    stretch.cut()
-        return step
+                    return step
+        return last
 
     def _evaluate(self, step: int, run_log: RunLog) -> dict[str, float]:
-        """Evaluate after `step`, log the result and return it.
-
-        Raises:
-            NotFiniteError: if the held-out loss is not finite.
-        """
+        """Evaluate after `step`, log the result and return it."""
         values = self.evaluate()
         self.check()
         run_log.evaluation(step, values)

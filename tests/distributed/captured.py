@@ -62,7 +62,7 @@ class StandIn(CapturedStep):
         self.taken["replayed"] += 1
         on_the_host = [list(exchange._sent) for exchange in self.exchanges]
         given = {
-            exchange: self.ahead._working[self.parity].ids(index).tensor for exchange, index in self.ahead._senders
+            exchange: self.ahead._working[self.parity].ids[index].tensor for exchange, index in self.ahead._senders
         }
         gradients = [parameter.grad for parameter in self.parameters]
         for exchange, read in zip(self.exchanges, self._read, strict=True):
@@ -123,7 +123,7 @@ def captures() -> Iterator[dict[str, int]]:
         init(pipeline, *arguments, **options | {"capture": True})
         pipeline._streams.main_stream = None
 
-    def stand_in(pair: Any, parity: int, *given: Any) -> CapturedStep:
+    def stand_in(pair: Any, parity: int, *given: Any) -> Any:
         parameters = list(pair._dense._flat.parameters.values())
         own = {"ahead": pair._ahead, "parity": parity, "parameters": parameters}
         kind = type("StandIn", (StandIn,), {"taken": taken, "exchanges": pair._ahead.exchanges} | own)

@@ -458,7 +458,6 @@ PROGRAMS: dict[str, Program] = {
     "unlike_samples_fixed": Program(Weighted, bags=FIXED, samples=lambda step, rank: SAMPLES - rank),
     "other_samples": Program(steps=14, samples=lambda step, rank: SAMPLES - 2 * (step > 2), captured=(2, 2)),
     "own_forward": Program(arguments=_halved),
-    "not_all_batches": Program(arguments=lambda _: {"execute_all_batches": False}, captured=(2, STEPS - 3 - 2 - 2)),
 }
 if find_spec("torchrec.distributed.train_pipeline.gradient_accumulation"):  # not in every release
     accumulated = Program(wrap=_accumulated, why_after=f"_GAOptimizerWrapper {_NONE}", scheduled=_all_of_them)

@@ -19,7 +19,7 @@ from torchrec.distributed.sharding_plan import (
     placement,
     table_wise,
 )
-from torchrec.distributed.train_pipeline import TrainPipelineBase
+from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist
 from torchrec.distributed.types import ModuleSharder, ParameterSharding, ShardingEnv, ShardingPlan
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, get_embedding_names_by_table
@@ -32,7 +32,6 @@ from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.embedding.id_layout import BatchBound
 from dlrm_overlap.embedding.sharded_module import exchanges
 from dlrm_overlap.embedding.weights import initialise_tables
-from dlrm_overlap.train.assembly import build_pipeline
 from dlrm_overlap.train.graphs.train_pipeline import GraphTrainPipeline
 
 CPU = torch.device("cpu")
@@ -165,7 +164,7 @@ def open_pipeline(
     if kind == "none":
         return TrainPipelineBase(model, optimizer, device)
     if kind == "sparse_dist":
-        return build_pipeline(model, optimizer, device)
+        return TrainPipelineSparseDist(model, optimizer, device)
     return GraphTrainPipeline(model, optimizer, device, bound=bound)
 
 

@@ -26,7 +26,7 @@ from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.embedding.sharded_module import exchanges
 from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder
 from dlrm_overlap.kernels.compiled import INTERPRETED
-from dlrm_overlap.train.graphs.capturable import dense_parameters
+from dlrm_overlap.train.graphs.dense_step import dense_parameters
 from dlrm_overlap.train.graphs.train_pipeline import GraphTrainPipeline
 from dlrm_overlap.train.model import DLRM
 from dlrm_overlap.train.trainer import Trainer
@@ -400,6 +400,7 @@ def _check_frozen_layers_start_alike() -> None:
     model = Frozen({"a": (20, 8, ["f"], SUM)}, {"c": (12, 8, ["h"], SUM)})
     model.frozen.weight.data.fill_(dist.get_rank() + 7.0)
     pipeline = _own_pipeline(model)
+    pipeline.progress(islice(_own_batches(), 1))
     assert model.frozen.weight.item() == 7.0
     pipeline.close()
 

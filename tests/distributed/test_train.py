@@ -1,6 +1,5 @@
 """A whole run: what it learns, what it writes, how it ends on bad data."""
 
-import dataclasses
 import json
 import re
 from pathlib import Path
@@ -10,10 +9,7 @@ import pytest
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from dlrm_overlap.config import InputError
-from dlrm_overlap.data.loader import open_datasets
 from dlrm_overlap.observe.trace_summary import read_events
-from dlrm_overlap.train.preflight import total_steps
 from tests.conftest import configuration, read_metrics, run_cli, train_quickstart
 from tests.distributed.workers import quickstart, run_ranks, train
 
@@ -155,16 +151,6 @@ def test_traces_hold_the_steps_asked_for_of_every_rank(run: Path, several: Path)
         assert names.count("FinishExchangeBackward") == 2
     assert list(read_metrics(several / "traced", "train/loss")) == list(range(1, 9))
     assert not (run / "traces").exists()
-
-
-def test_steps_to_trace_behind_the_last_are_refused() -> None:
-    argv = ["--config", "configs/quickstart.yaml", "--train.steps", "21", "--log.trace_steps", "2"]
-    config = configuration(*argv)
-    train_data, _ = open_datasets(config.data)
-    assert total_steps(config, train_data, world_size=2) == 21
-    config = dataclasses.replace(config, train=dataclasses.replace(config.train, steps=20))
-    with pytest.raises(InputError, match=r"trace_first: 20, and so steps up to 21 .* after step 20;"):
-        total_steps(config, train_data, world_size=2)
 
 
 @pytest.mark.slow

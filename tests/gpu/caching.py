@@ -22,8 +22,7 @@ from dlrm_overlap.config import Config, TableOptimizer
 from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.embedding.cache import RowCache
 from dlrm_overlap.embedding.sharded_module import exchanges
-from dlrm_overlap.train.preflight import _ON_CPUS
-from dlrm_overlap.train.ranks import Ranks, run_on_ranks
+from dlrm_overlap.train.ranks import _ON_CPUS, Ranks, run_on_ranks
 from dlrm_overlap.train.trainer import Trainer
 from tests.gpu.one_gpu import run_parts
 

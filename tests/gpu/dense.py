@@ -16,7 +16,7 @@ from torchrec.optim.keyed import KeyedOptimizerWrapper
 from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.flat_steps import FlatSteps, take_steps
 from dlrm_overlap.kernels.dense.arguments import STATES
-from dlrm_overlap.train.graphs.optimizers import DenseUpdates
+from dlrm_overlap.train.graphs.dense_step import step_alone
 from tests.agreement import WEIGHT_TOLERANCE, assert_near, assert_same
 from tests.gpu.one_gpu import capture, run_parts, times_us
 
@@ -55,12 +55,13 @@ def check_taken_over(form: str, device: torch.device) -> None:
     wrappers = [_clipped(form, parameters) for parameters in sides]
     flat = FlatParameters(sides[0], shadow_dtype=torch.bfloat16)
     assert flat.shadow is not None
-    updates = DenseUpdates([wrappers[0]], flat)
+    each = [FlatSteps(flat, wrappers[0]._optimizer._optimizer)]  # type: ignore[attr-defined]
     graph = torch.cuda.CUDAGraph()
 
     def update() -> None:
-        updates.clip()
-        take_steps(updates.steps, [(0, flat.weights.tensor.numel())])
+        flat.show_gradients()
+        step_alone(wrappers[0])
+        take_steps(each, [(0, flat.weights.tensor.numel())])
 
     for step in range(STEPS):
         for parameters, wrapper in zip(sides, wrappers, strict=True):
@@ -70,8 +71,7 @@ def check_taken_over(form: str, device: torch.device) -> None:
             for index, group in enumerate(wrapper.param_groups):
                 group["lr"] = _rate(step + index)  # pyright: ignore[reportIndexIssue]
         wrappers[1].step()
-        for steps in updates.steps:
-            steps.refresh()
+        each[0].refresh()
         if step == 2:
             with torch.cuda.graph(graph):
                 update()
@@ -84,7 +84,7 @@ def check_taken_over(form: str, device: torch.device) -> None:
             # Squares of gradients are off by twice as much as the norm by which these are clipped.
             assert_near(ours, value.to(device), 2 * WEIGHT_TOLERANCE["fp32"], f"{key} of {name}")
     used = sum(parameter.numel() for parameter in flat.parameters.values())
-    for tensor in (flat.weights.tensor, *updates.steps[0].update.states):
+    for tensor in (flat.weights.tensor, *each[0].update.states):
         assert int(tensor.count_nonzero()) <= used, "padding is zero"
 
 

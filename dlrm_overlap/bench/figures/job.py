@@ -19,7 +19,8 @@ _SHOWN = ("step_ms", "samples_per_s_per_gpu", "evaluations_s", "total_s", "eval_
 def run(kind: str, ranks: Ranks) -> int:
     """Measure the figure on all ranks, which all call this, and return the exit code 0."""
     output, world_size = Path(ranks.values.output), ranks.world.world_size
-    config = with_keys(ranks.config, {"log.dir": str(output.with_suffix(""))})
+    anew = {"log.dir": str(output.with_suffix("")), "log.replace": True, "checkpoint.resume": "never"}
+    config = with_keys(ranks.config, anew)
     trainer = ranks.trainer(config)
     evaluate, evaluations_s = trainer.evaluate, list[float]()
 
@@ -31,7 +32,7 @@ def run(kind: str, ranks: Ranks) -> int:
 
     trainer.evaluate = timed_evaluate  # type: ignore[method-assign]
     began = time.perf_counter()
-    summary = trainer.fit(replace=True)
+    summary = trainer.fit()
     total_s = time.perf_counter() - began
     trainer.close()
     row: dict[str, Any] = {

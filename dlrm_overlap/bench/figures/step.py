@@ -41,8 +41,7 @@ from dlrm_overlap.embedding.sharder import (
     build_sharders,
     fused_params_of,
 )
-from dlrm_overlap.train.preflight import check_start
-from dlrm_overlap.train.ranks import Ranks
+from dlrm_overlap.train.ranks import Ranks, check_start
 from dlrm_overlap.train.trainer import Trainer
 
 CHECKED_STEPS = 20

@@ -36,31 +36,17 @@ class Answer:
     question: the CPU never waits for a step that has just been issued.
     """
 
-    def __init__(
-        self, agreement: "Agreement", numbers: torch.Tensor, written: torch.Event | None, before: "Answer | None"
-    ) -> None:
-        """Take the question that is asked first, and the numbers.
-
-        Args:
-            numbers: [n] int64 on the CPU.
-            written: happens when they are there; None if they are.
-        """
-        self._agreement, self._before, self._is_asked = agreement, before, False
-        self._numbers, self._written = numbers, written
+    def __init__(self, agreement: "Agreement", numbers: torch.Tensor, written: torch.Event | None) -> None:
+        """Take numbers, [n] int64 on the CPU, that are there once `written` has happened."""
+        self._agreement, self._numbers, self._written = agreement, numbers, written
         self._work: Work | None = None
-        if written is None:
-            self._ask()
 
-    def _ask(self) -> None:
-        if self._is_asked:
-            return
-        if self._before is not None:
-            self._before._ask()
+    def begin(self) -> None:
+        """Ask the ranks, in the order of their questions."""
         if self._written is not None:
             self._written.synchronize()
         if (maxima := self._agreement.maxima) is not None:
             self._work = maxima.begin(self._numbers)
-        self._before, self._is_asked = None, True
 
     def wait(self) -> np.ndarray:
         """Return the greatest numbers, [n] int64.
@@ -68,7 +54,7 @@ class Answer:
         Raises:
             RuntimeError: that kernels have recorded meanwhile, or if a rank has ended or does not answer.
         """
-        self._ask()
+        self._agreement.ask_last()
         while (work := self._work) is not None:
             try:
                 work.wait(_LOOK)
@@ -84,12 +70,7 @@ class Agreement:
     """The CPUs of a group's ranks, which put the same questions to each other in the same order."""
 
     def __init__(self, group: dist.ProcessGroup, check: Callable[[], None], device: torch.device = _CPU) -> None:
-        """Take the ranks; a collective.
-
-        Args:
-            check: raises what kernels have recorded; called while an answer is late.
-            device: whose kernels may write numbers.
-        """
+        """Take the ranks, a collective; `check` raises what kernels have recorded, while an answer is late."""
         on_gpu = device.type == "cuda"
         self._current = CurrentStream(torch.cuda.current_stream(device).device) if on_gpu else None
         self.check, self.is_first = check, group.rank() == 0
@@ -101,9 +82,18 @@ class Agreement:
 
         The numbers are kept until they are there: kernels write to their memory.
         """
+        self.ask_last()
         written = self._current().record_event() if self._current is not None and are_pending else None
-        self._last = Answer(self, numbers, written, self._last)
-        return self._last
+        self._last = answer = Answer(self, numbers, written)
+        if written is None:
+            self.ask_last()
+        return answer
+
+    def ask_last(self) -> None:
+        """Put the last question to the ranks, if that is still to be done."""
+        if self._last is not None:
+            last, self._last = self._last, None
+            last.begin()
 
     def any_is(self, here: bool) -> bool:
         """Return whether `here` is true on any rank, when all have come here."""
@@ -132,32 +122,34 @@ class LearntBound:
     """
 
     def __init__(
-        self, bound: BatchBound | None, agreement: Agreement, distinct: "DistinctCounts | None" = None
+        self,
+        bound: BatchBound | None,
+        agreement: Agreement,
+        modules: Sequence[Any] = (),
+        device: torch.device = _CPU,
     ) -> None:
-        """Take the bound to begin with; None is learnt."""
-        self._bound, self.agreement = bound, agreement
-        self.distinct = distinct or DistinctCounts([])
-        """counts distinct ids"""
+        """Take the bound to begin with, None is learnt; and the modules whose unpooled tables have distinct ids."""
+        self._bound, self.agreement, self._device = bound, agreement, device
+        counted = [(module, getattr(module, "counted", lambda: None)()) for module in modules]
+        self._collections = [(module, *each) for module, each in counted if each is not None and each[0]]
+        self._tables = list(dict.fromkeys(table for _, tables, _ in self._collections for table in tables))
+        """unpooled ones by name; the greatest number counts where two collections have one of a name"""
         self._features: list[str] = []
         self._limits = np.zeros(0, np.int64)
 
     @property
     def bound(self) -> BatchBound:
-        """The bound."""
+        """The bound that was given, or has been learnt."""
         assert self._bound is not None, "a bound is learnt from the first batch"
         return self._bound
 
     def learn(self, example: Leaves | None) -> bool:
-        """Take a batch that later ones are like, for which there is room then; waits for all ranks.
-
-        Returns:
-            Whether every rank has one.
-        """
+        """Make room for a batch that later ones are like, and return whether every rank has one; waits for them."""
         if self.agreement.any_is(example is None) or example is None:
             return False
         self._features = _features(example)
         self._limit()
-        numbers = self.ask(self.add_distinct(self.describe(example), example.ids)).wait()
+        numbers = self.ask(self.describe(example), example.ids).wait()
         if self._bound is None or self.are_beyond(numbers):
             self.grow(numbers)
         return True
@@ -165,7 +157,8 @@ class LearntBound:
     def describe(self, batch: Leaves) -> Description:
         """Count a batch's samples and ids, on the current stream where the ids are on a GPU; not yet distinct ids."""
         on_gpu = any(ids.values().is_cuda for ids in batch.ids)
-        room, pinned = self._distinct_from + len(self.distinct.tables), on_gpu or self.distinct.on_gpu
+        room = self._distinct_from + len(self._tables)
+        pinned = on_gpu or (bool(self._tables) and self._device.type == "cuda")
         numbers = torch.empty(room, dtype=torch.int64, device="cpu", pin_memory=pinned)
         numbers.numpy()[:_HEADER] = 0, 0, max((ids.stride() for ids in batch.ids), default=0)
         rows, first = numbers[_HEADER : self._distinct_from].view(3, len(self._features)), 0
@@ -181,41 +174,49 @@ class LearntBound:
                 part.copy_(reference.count_bags(lengths))
         return Description(numbers, on_gpu)
 
-    def add_distinct(self, described: Description, ids: Sequence[KeyedJaggedTensor]) -> Description:
-        """Count the distinct ids of each unpooled table in all `ids` of the batch, which may be copies elsewhere."""
-        if not self.distinct.tables:
-            return described
-        counts = self.distinct.of(ids)
-        described.numbers[self._distinct_from :].copy_(counts, non_blocking=True)
-        return described._replace(are_pending=described.are_pending or counts.is_cuda)
-
     @property
     def _distinct_from(self) -> int:
         return _HEADER + 3 * len(self._features)
 
-    def ask(self, described: Description | None, unlike: bool = False) -> Answer:
+    def ask(self, described: Description | None, ids: Sequence[KeyedJaggedTensor] = (), unlike: bool = False) -> Answer:
         """Ask for the greatest numbers over all ranks; None if this one has no batch.
 
         Args:
-            described: whose distinct ids have been counted.
+            described: of the batch.
+            ids: all of the batch, which may be copies elsewhere: their distinct ones are counted there.
             unlike: whether the batch is unlike the first one.
         """
         if described is None:
-            numbers = torch.zeros(len(self._limits), dtype=torch.int64, device="cpu")
+            numbers, are_pending = torch.zeros(len(self._limits), dtype=torch.int64, device="cpu"), False
             numbers[_ENDED] = 1
-            return self.agreement.ask(numbers)
-        described.numbers[_UNLIKE] = unlike
-        return self.agreement.ask(described.numbers, described.are_pending)
+        else:
+            numbers, are_pending = described
+            numbers[_UNLIKE] = unlike
+            if self._tables:
+                numbers[self._distinct_from :].copy_(self._count_distinct(ids), non_blocking=True)
+                are_pending |= self._device.type == "cuda"
+        return self.agreement.ask(numbers, are_pending)
+
+    def _count_distinct(self, all_ids: Sequence[KeyedJaggedTensor]) -> torch.Tensor:
+        """Return the distinct ids of each unpooled table in all ids of a batch, [tables] int64, on the device."""
+        counts = dict[str, torch.Tensor]()
+        for module, tables, distinct in self._collections:
+            wanted = {sequence.feature for sequence in distinct.sequences}
+            ids = next((each for each in all_ids if wanted <= set(each.keys())), None)
+            if ids is None or module.dedup is False:  # as auto may have been found to be
+                continue
+            ids = ids.to(self._device)
+            for table, count in zip(tables, distinct.count(ids, distinct.rooms_of(ids)), strict=True):
+                counts[table] = count.maximum(counts[table]) if table in counts else count
+        none = torch.zeros((), dtype=torch.int64, device=self._device)
+        return torch.stack([counts.get(table, none) for table in self._tables])
 
     def describes(self, batch: Leaves) -> bool:
         """Return whether a batch has the features that the bound is made of."""
         return bool(self._features) and _features(batch) == self._features
 
     def is_within(self, described: Description) -> bool:
-        """Return whether this rank's batch is known to be within the bound, but for distinct ids: its ids are on a CPU.
-
-        Of ids on a GPU the numbers are not known yet.
-        """
+        """Return whether this rank's batch is known to be within the bound, distinct ids aside: it is on a CPU."""
         known = slice(_SAMPLES, self._distinct_from)
         return not described.are_pending and not (described.numbers.numpy()[known] > self._limits[known]).any()
 
@@ -239,7 +240,7 @@ class LearntBound:
             is_new = count > room or sizes[key] != old.bag_sizes.get(key)
             if is_new and sizes[key][0] < sizes[key][1]:  # else as many ids as bags of this size have
                 ids[key] = _room_for(count, room)
-        for table, count in zip(self.distinct.tables, numbers[self._distinct_from :].tolist(), strict=True):
+        for table, count in zip(self._tables, numbers[self._distinct_from :].tolist(), strict=True):
             room = distinct.get(table, 0)
             if self._bound is None or 0 < room < count:
                 distinct[table] = max(1, _room_for(count, room))
@@ -257,39 +258,8 @@ class LearntBound:
         ids = [_ANY if known else bound.capacity([key])[0] if key in bound.bag_sizes else -1 for key in self._features]
         most, least = [size[1] for size in sizes], [-size[0] for size in sizes]
         bags = [*most, *least] if known else [_ANY] * 2 * len(sizes)
-        distinct = [bound.distinct.get(table, _ANY) for table in self.distinct.tables]
+        distinct = [bound.distinct.get(table, _ANY) for table in self._tables]
         self._limits = np.array([0, 0, bound.samples, *ids, *bags, *distinct], np.int64)
-
-
-class DistinctCounts:
-    """Counts the distinct ids of unpooled tables in batches, where the ids of a table's collection are in the batch."""
-
-    def __init__(self, modules: Sequence[Any], device: torch.device = _CPU) -> None:
-        """Take a model's modules, of which those with unpooled tables have something to count, and where to count."""
-        self._device = device
-        counted = [(module, getattr(module, "counted", lambda: None)()) for module in modules]
-        self._collections = [(module, *each) for module, each in counted if each is not None and each[0]]
-        self.tables = list(dict.fromkeys(table for _, tables, _ in self._collections for table in tables))
-        """by name; the greatest number counts where two collections have one of a name"""
-        self.on_gpu = bool(self.tables) and device.type == "cuda"
-        """whether there are tables, whose ids are counted on a GPU"""
-
-    def of(self, all_ids: Sequence[KeyedJaggedTensor]) -> torch.Tensor:
-        """Return the distinct ids of each table in all ids of a batch, [tables] int64, on the device."""
-        counts = dict[str, torch.Tensor]()
-        for module, tables, distinct in self._collections:
-            if module.dedup is False:  # as auto may have been found to be
-                continue
-            wanted = {sequence.feature for sequence in distinct.sequences}
-            ids = next((each for each in all_ids if wanted <= set(each.keys())), None)
-            if ids is None:
-                continue
-            ids = ids.to(self._device)
-            found = distinct.count(ids, distinct.rooms_of(ids))
-            for table, count in zip(tables, found, strict=True):
-                counts[table] = count.maximum(counts[table]) if table in counts else count
-        none = torch.zeros((), dtype=torch.int64, device=self._device)
-        return torch.stack([counts.get(table, none) for table in self.tables])
 
 
 def _room_for(count: int, room: int) -> int:

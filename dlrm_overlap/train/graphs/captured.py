@@ -19,10 +19,8 @@ from dlrm_overlap.train.graphs.read_ahead import ReadAhead
 class CapturedStep:
     """A step as a CUDA graph. Its first kernel advances the counters that the others read.
 
-    Capturing counts the step on the host, as taking it would; `launch` then takes it. Each later one is a `replay`.
-
-    Example: steps 1 to 3 were eager. Capturing counts step 4, `launch` takes it; step 5 is captured by another
-    `CapturedStep`, for the other windows; step 6 is this one's `replay`.
+    Example: steps 1 to 3 were eager. Capturing counts step 4 on the host, `launch` takes it; step 5 is captured by
+    another `CapturedStep`, for the other windows; step 6 is this one's `replay`.
     """
 
     def __init__(
@@ -33,11 +31,9 @@ class CapturedStep:
         pool: Any,
         stream: torch.cuda.Stream,
     ) -> None:
-        """Capture `step`.
+        """Capture `step`, in which each number of `counters` rises by one.
 
         Args:
-            order: of all that the step does between ranks.
-            counters: each of whose numbers rises by one in the step.
             pool: of a graph that is replayed in turn with this one, whose memory they can share; or None.
             stream: the current one, on which everything before was issued.
         """
@@ -88,31 +84,25 @@ class GraphPair:
     """
 
     def __init__(self, ahead: ReadAhead, dense: DenseStep, order: CommunicationOrder, device: torch.device) -> None:
-        """Take the parts of the steps: batches and exchanges, the dense part, the order of their communication."""
         self._ahead, self._dense, self._order, self._device = ahead, dense, order, device
         self.each: list[CapturedStep | None] = [None, None]
         """by parity"""
         self._captured_places: list[Any] = []
         weakref.finalize(self, _release, self.each, device)
 
-    def capture(self, parity: int, step: Callable[[], Any], stream: torch.cuda.Stream) -> CapturedStep:
-        """Capture the step of `parity`; the graph is to be launched next."""
+    def capture(self, parity: int, step: Callable[[], Any], stream: torch.cuda.Stream) -> Any:
+        """Capture the step of `parity`, take it, and return its output."""
         for exchange in self._ahead.exchanges:
             exchange.follow_rules(capture=True)
         other = self.each[1 - parity]
         pool = other.pool if other is not None else None
         captured = CapturedStep(step, self._order, self._counters, pool, stream)
-        self.each[parity], self._captured_places = captured, self._places
-        return captured
+        self.each[parity], self._captured_places = captured, [(each, each.addresses) for each in self._ahead.exchanges]
+        return captured.launch()
 
     def release(self) -> None:
         """Release the graphs, once the device is through with them."""
         _release(self.each, self._device)
-
-    @property
-    def _places(self) -> list[Any]:
-        """Each module's exchange, and where it has rows and windows."""
-        return [(exchange, exchange.addresses) for exchange in self._ahead.exchanges]
 
     def check_places(self) -> None:
         """Check that the memory of captured steps is still there.
@@ -120,7 +110,7 @@ class GraphPair:
         Raises:
             InputError: if it is not.
         """
-        if self._places != self._captured_places:
+        if [(each, each.addresses) for each in self._ahead.exchanges] != self._captured_places:
             raise InputError(
                 "GraphTrainPipeline: rows or windows that captured steps use were moved or given back since, as "
                 "Exchange.close and update_shards do, and the graphs would go on where others' data may be; close this "

@@ -1,18 +1,30 @@
-"""The dense part of a captured step: its gradients, their mean over the ranks, and the update of its parameters."""
+"""The dense part of a captured step: its gradients, their mean over the ranks, and the update of its parameters.
 
-from collections.abc import Sequence
+Optimizers may be within TorchRec's wrappers, of which a graph can hold those that clip gradients or warm up.
+"""
+
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.optim.clipping import GradientClippingOptimizer
+from torchrec.optim.fused import FusedOptimizer
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper, OptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+from torchrec.optim.warmup import WarmupOptimizer
 
 from dlrm_overlap.comm.order import CommunicationOrder
 from dlrm_overlap.dense.cast import CastWeights
 from dlrm_overlap.dense.flat import FlatParameters
-from dlrm_overlap.dense.flat_steps import take_steps
+from dlrm_overlap.dense.flat_steps import FlatSteps, take_steps, why_no_flat_steps
 from dlrm_overlap.dense.gradients import GradientBuckets, StoreOptions
-from dlrm_overlap.train.graphs.optimizers import DenseUpdates, fused_optimizers, parameters_of, why_after_the_graph
+from dlrm_overlap.dense.tensor_parallel import shards_of
 
+_WRAPPERS = (CombinedOptimizer, KeyedOptimizerWrapper, OptimizerWrapper, GradientClippingOptimizer, WarmupOptimizer)
 _BUCKET_BYTES = 16 << 20  # of gradients that are sent at once, at least
 
 
@@ -24,41 +36,57 @@ class DenseStep:
 
     def __init__(
         self,
-        optimizers: Sequence[Any],
-        flat: FlatParameters,
+        model: nn.Module,
+        optimizer: Any,
         casts: CastWeights | None,
         group: dist.ProcessGroup,
         order: CommunicationOrder,
         gradient_dtype: torch.dtype,
         stores: StoreOptions | None,
     ) -> None:
-        """Take the parameters; all ranks start from rank 0's weights, but for shards, which is a collective.
+        """Take the dense parameters of a sharded model; all ranks then have rank 0's, but for shards; a collective.
 
         Args:
-            optimizers: of dense parameters, maybe within TorchRec's wrappers.
+            optimizer: of the model, tables included.
             casts: through which the model gets its weights, if it does.
             order: of all that goes between the ranks in a captured step.
             gradient_dtype: in which gradients are sent, float32 or bfloat16.
             stores: how they are reduced by stores; None leaves that to the group's collective.
         """
-        self._flat, self._casts = flat, casts
+        trained, divided = dense_parameters(model), shards_of(model)
+        self._flat = flat = casts.flat if casts is not None else FlatParameters(trained, divided)
+        self._casts, optimizers = casts, dense_optimizers(optimizer)
+        assert trained.keys() <= flat.named.keys(), "gradients of others would not be summed over the ranks"
         reasons = {id(each): why_after_the_graph(each, flat.named) for each in optimizers}
         self._after = [each for each in optimizers if reasons[id(each)] is not None]
-        after = {id(getattr(p, "_original_tensor", p)) for each in self._after for p in parameters_of(each)}
+        after = {
+            id(getattr(p, "_original_tensor", p))
+            for each in self._after
+            for group in each.param_groups
+            for p in group["params"]
+        }
         self._may_be_kept = {name for name, parameter in flat.parameters.items() if id(parameter) in after}
         self.why_after = ", ".join(sorted({reason for reason in reasons.values() if reason is not None}))
         """why `update_after` takes the steps of some optimizers, and not `update`; empty if there are none"""
-        self._updates = DenseUpdates([each for each in optimizers if reasons[id(each)] is None], flat)
+        taken_after = [fused for each in self._after for fused in fused_optimizers(each)]
+        self.fused = [each for each in fused_optimizers(optimizer) if each not in taken_after]
+        """the tables' optimizers, whose steps, which set learning rates, no optimizer of `update_after` takes"""
+        captured = [each for outer in optimizers if reasons[id(outer)] is None for each in _all_of(outer)]
+        self._steps = [FlatSteps(flat, each) for each in captured if not isinstance(each, (*_WRAPPERS, FusedOptimizer))]
+        # The outer clipping comes before the inner. A warm-up sets the next learning rate, on the CPU.
+        self._clippings = [each for each in captured if isinstance(each, GradientClippingOptimizer)]
+        self._warm_ups = [each for each in reversed(captured) if isinstance(each, WarmupOptimizer)]
+        for each in captured:
+            each._opt_called = True  # or torch's schedulers would warn that it takes no steps
         if group.size() > 1:
+            for name, parameter in in_backward_optimizer_filter(model.named_parameters()):
+                if not parameter.requires_grad and name not in divided:
+                    dist.broadcast(parameter.data, group=group, group_src=0)
             dist.broadcast(flat.weights.tensor[: flat.shared_end], group=group, group_src=0)
         self.buckets = GradientBuckets(flat, group, gradient_dtype, _BUCKET_BYTES, order, stores)
         """the gradients, as they are reduced"""
         if casts is not None:
             casts.on_complete(self.buckets.complete)
-
-    def steps_after(self, fused: Any) -> bool:
-        """Return whether an optimizer of `update_after` holds a table's one, and so takes its steps."""
-        return any(fused in fused_optimizers(each) for each in self._after)
 
     def clear(self) -> None:
         """Clear the gradients before a step, unless an optimizer that steps after the graph keeps them.
@@ -86,12 +114,14 @@ class DenseStep:
         """Reduce the gradients that the backward has not handed on yet, and update the parameters."""
         if self._casts is not None:
             self._casts.finish()
-        if self._updates.clips:
+        if self._clippings:
             self.buckets.finish()
-            self._updates.clip()
-            take_steps(self._updates.steps, [(0, self._flat.weights.tensor.numel())])
+            self._flat.show_gradients()
+            for clipping in self._clippings:
+                step_alone(clipping)
+            take_steps(self._steps, [(0, self._flat.weights.tensor.numel())])
         else:
-            take_steps(self._updates.steps, self.buckets.finish_in_ranges())
+            take_steps(self._steps, self.buckets.finish_in_ranges())
 
     def update_after(self) -> None:
         """Take the steps of optimizers that cannot be captured, and set the next learning rate of a warm-up."""
@@ -100,8 +130,8 @@ class DenseStep:
             self._flat.show_gradients()
             for optimizer in self._after:
                 optimizer.step()
-        for warm_up in self._updates.warm_ups:
-            warm_up()
+        for warm_up in self._warm_ups:
+            step_alone(warm_up)
 
     def cast_shadow(self) -> None:
         """Write the shadow of the weights anew, where somebody may have changed weights since the last step."""
@@ -109,9 +139,97 @@ class DenseStep:
 
     def refresh(self) -> None:
         """Write learning rates that have changed to where captured steps read them."""
-        for steps in self._updates.steps:
+        for steps in self._steps:
             steps.refresh()
 
     def close(self) -> None:
         """Let go of the parameters, and of memory that peers see."""
         self.buckets.close()
+
+
+def why_after_the_graph(optimizer: Any, trained: Mapping[str, nn.Parameter]) -> str | None:
+    """Return why the step of an optimizer cannot be part of a captured one, or None if it can.
+
+    Args:
+        trained: the model's dense parameters that take a gradient.
+    """
+    held = {id(parameter) for parameter in trained.values()}
+    group_of: dict[int, int] = {}  # parameter, or lookup of data-parallel tables -> its group
+    for each in _all_of(optimizer):
+        name = type(each).__name__
+        if getattr(each, "_optimizer_step_pre_hooks", None) or getattr(each, "_optimizer_step_post_hooks", None):
+            return f"{name} has hooks of its steps"
+        if isinstance(each, GradientClippingOptimizer) and each._sharded_params:
+            return f"{name} adds norms up over ranks"
+        if isinstance(each, GradientClippingOptimizer) and getattr(each, "_track_grad_norm", False):
+            return f"{name} keeps the norm of each step"
+        if type(each) in _WRAPPERS or isinstance(each, FusedOptimizer):
+            continue
+        if (reason := why_no_flat_steps(each)) is not None:
+            return reason
+        for group in each.param_groups:
+            for parameter in group["params"]:
+                if parameter.requires_grad and id(parameter) not in held:
+                    return f"{name} has parameters that the model does not train"
+                lookup = id(getattr(parameter, "_original_tensor", parameter))
+                if group_of.setdefault(lookup, id(group)) != id(group):
+                    return f"{name} has tables of one lookup in several groups"
+    return None
+
+
+def dense_optimizers(optimizer: Any) -> list[Any]:
+    """Return the optimizers of dense parameters that `optimizer` is made of.
+
+    A wrapper that is no mere holder of several counts as one of dense parameters, since it is its step that updates
+    them, also where it is a warm-up of all.
+    """
+    if isinstance(optimizer, CombinedOptimizer):
+        return [dense for _, each in optimizer.optimizers for dense in dense_optimizers(each)]
+    return [] if isinstance(optimizer, FusedOptimizer) else [optimizer]
+
+
+def fused_optimizers(optimizer: Any) -> list[Any]:
+    """Return the optimizers that are fused into lookups, within whatever wrappers."""
+    return [each for each in _all_of(optimizer) if isinstance(each, FusedOptimizer)]
+
+
+def _all_of(optimizer: Any) -> Iterator[Any]:
+    """Yield an optimizer, and those that it holds, from outside to inside."""
+    yield optimizer
+    if isinstance(optimizer, CombinedOptimizer):
+        for _, each in optimizer.optimizers:
+            yield from _all_of(each)
+    elif not isinstance(optimizer, FusedOptimizer) and hasattr(optimizer, "_optimizer"):
+        yield from _all_of(optimizer._optimizer)
+
+
+class _NoStep:
+    def step(self, closure: Any = None) -> None:
+        pass
+
+
+def step_alone(wrapper: Any) -> None:
+    """Take the step of a wrapper, without that of the optimizer that it holds."""
+    held, wrapper._optimizer = wrapper._optimizer, _NoStep()
+    try:
+        with torch.no_grad():
+            wrapper.step()
+    finally:
+        wrapper._optimizer = held
+
+
+def dense_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters of a sharded model, by name, that take a gradient and that no fused lookup updates.
+
+    Data-parallel tables are among them, as slices of their holders, see `FlatParameters`.
+    """
+    return {name: each for name, each in in_backward_optimizer_filter(model.named_parameters()) if each.requires_grad}
+
+
+def leave_ddp(model: DistributedModelParallel) -> None:
+    """Take the model out of DDP, which would keep the nodes of autograd where it was made, a stream of no capture.
+
+    `model.init_data_parallel` wraps it again.
+    """
+    if isinstance(model._dmp_wrapped_module, DistributedDataParallel):
+        model._dmp_wrapped_module, model._ddp_wrapped = model.module, False

@@ -13,16 +13,10 @@ class ModelCollectives(TorchDispatchMode):
     """Within it, the collectives that a model calls itself, in its forward or its backward, are found.
 
     No captured step holds them: NCCL's, captured beside our kernels, have ended processes (torch 2.11).
-
-    Example:
-        with ModelCollectives() as collectives:
-            loss, output = model(batch)
-            loss.backward()
-        assert collectives.called == "allgather at two_tower.py:49"
     """
 
     called = ""
-    """the last one, and where it was called; empty if there was none"""
+    """the last one, and where it was called, as in "allgather at two_tower.py:49"; empty if there was none"""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:

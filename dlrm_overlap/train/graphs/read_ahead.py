@@ -24,7 +24,7 @@ log = logging.getLogger("dlrm_overlap")
 
 
 @dataclass
-class _Held:
+class Held:
     """A batch that waits for its step, or the end of them."""
 
     batch: Leaves | None
@@ -70,16 +70,13 @@ class ReadAhead:
 
     def reset(self) -> None:
         """Forget batches and ids that were read and sent for steps that have not been taken."""
-        self._held: list[_Held | None] = [None, None]
-        self._read: list[Leaves] = []
-        """the next batch, where it was read before it is landed"""
-        self._iterator: Iterator[Any] | None = None
+        self._held: list[Held | None] = [None, None]
         self.is_exhausted = False
         """whether this rank has read its last batch"""
         self.forget_sent_ids()
 
-    def holds(self, parity: int) -> bool:
-        """Return whether every rank has a batch of `parity` whose step has not been taken; may wait for the ranks."""
+    def find(self, parity: int) -> Held | None:
+        """Return the batch of `parity` that waits for its step, None if a rank has none; may wait for the ranks."""
         held = self._held[parity]
         if held is not None and held.is_captured is None:
             numbers = held.answer.wait()
@@ -87,52 +84,34 @@ class ReadAhead:
                 if held.place is not None:
                     log.warning("train pipeline: a batch is left out, since another rank has no more")
                 self._held[parity] = None
-                return False
+                return None
             held.is_captured = self._bound.are_captured(numbers)
             if held.is_captured and held.batch is not None:
                 assert held.place is not None
                 with self._streams.copies(parity, later=True):  # beside the step before
                     held.place.fill(held.batch)
-        return held is not None
+        return held
 
     def settle(self, parity: int) -> None:
         """Copy the batch of `parity` to where a replay reads it, where its ids were not counted on the CPU."""
         if (held := self._held[parity]) is not None and held.batch is not None:
-            self.holds(parity)
+            self.find(parity)
 
     def is_captured(self, parity: int) -> bool:
         """Return whether every rank has a batch of `parity` that a captured step takes; may wait for the ranks."""
-        return self.holds(parity) and bool(self._of(parity).is_captured)
-
-    def _of(self, parity: int) -> _Held:
-        held = self._held[parity]
-        assert held is not None
-        return held
+        return (held := self.find(parity)) is not None and bool(held.is_captured)
 
     def batch(self, parity: int) -> Any:
-        """Return the batch that the steps of `parity` read, made of tensors that stay."""
-        return self._working[parity].batch
-
-    def odd_batch(self, parity: int) -> Any:
-        """Return the batch of `parity`, which no captured step takes, on the device."""
-        held = self._of(parity)
+        """Return the batch of `parity` on the device, made of tensors that stay if a captured step takes it."""
+        held = self._held[parity]
+        assert held is not None
+        if held.is_captured:
+            return self._working[parity].batch
         if held.batch is not None:
             return on_device(held.batch.batch, self._device)
         assert held.place is not None
         held.place.renew()
         return held.place.batch
-
-    def beyond(self, parity: int) -> np.ndarray | None:
-        """Return what all ranks bring of `parity`, if that is beyond the bound."""
-        numbers = self._of(parity).answer.wait()
-        return numbers if self._bound.are_beyond(numbers) else None
-
-    def evaluated_beyond(self, batch: Leaves) -> np.ndarray | None:
-        """Return what all ranks bring to an evaluation, if that is beyond the bound; waits for the ranks."""
-        if not self._bound.describes(batch):
-            return None
-        numbers = self._bound.ask(self._bound.add_distinct(self._bound.describe(batch), batch.ids)).wait()
-        return numbers if self._bound.are_beyond(numbers) else None
 
     def make_room(self, numbers: np.ndarray) -> None:
         """Let the bound grow to batches of such greatest numbers; see `forget_places`."""
@@ -142,9 +121,9 @@ class ReadAhead:
 
     def forget_places(self) -> None:
         """Let the next batch be the first of others like it. Batches that are held are taken as they are."""
-        for parity in range(2):
-            if self.holds(parity):
-                self._of(parity).is_captured = False
+        for held in map(self.find, range(2)):
+            if held is not None:
+                held.is_captured = False
         self._landing, self._working = [], []
         self.forget_sent_ids()
         for stock, _ in self._stock:
@@ -169,23 +148,8 @@ class ReadAhead:
         self.reset()
         self.land(batches, parity)
         self.land(batches, 1 - parity)
-        if not self.holds(parity):
+        if self.find(parity) is None:
             raise StopIteration
-
-    def reads_on(self, batches: Iterator[Any], parity: int) -> bool:
-        """Return whether this rank has a batch to land at `parity` next, which is read for that."""
-        self.is_exhausted &= batches is self._iterator
-        with self._streams.copies(parity):
-            batch = self._next(batches)
-        self._read = [batch] if batch is not None else []
-        return batch is not None
-
-    def _next(self, batches: Iterator[Any]) -> Leaves | None:
-        if self._read:
-            return self._read.pop()
-        batch, self._iterator = None if self.is_exhausted else next(batches, None), batches
-        self.is_exhausted = batch is None
-        return None if batch is None else with_even_batches_of(batch, self.unpooled_features)
 
     def land(self, batches: Iterator[Any], parity: int) -> None:
         """Copy the next batch, if there is one, to the landing place of `parity`, and ask what all ranks bring with it.
@@ -193,20 +157,24 @@ class ReadAhead:
         Where there are no places, they are made like this batch, for which all ranks wait.
         """
         with self._streams.copies(parity):
-            batch = self._next(batches)
+            given = None if self.is_exhausted else next(batches, None)
+            self.is_exhausted = given is None
+            batch = None if given is None else with_even_batches_of(given, self.unpooled_features)
             if not self._landing and not self._make_places(batch):
                 self.is_exhausted = True
                 return
             if batch is None:
-                self._held[parity] = _Held(None, None, self._bound.ask(None))
+                self._held[parity] = Held(None, None, self._bound.ask(None))
                 return
             place = self._landing[parity]
             like, described = place.takes(batch), self._bound.describe(batch)
             lands = like and self._bound.is_within(described)
             if lands:
                 place.fill(batch)
-            described = self._bound.add_distinct(described, place.all_ids() if lands else batch.ids)
-            self._held[parity] = _Held(None if lands else batch, place, self._bound.ask(described, not like))
+            answer = self._bound.ask(
+                described, [each.tensor for each in place.ids.values()] if lands else batch.ids, unlike=not like
+            )
+            self._held[parity] = Held(None if lands else batch, place, answer)
 
     def _make_places(self, example: Leaves | None) -> bool:
         """Make places for batches like `example`, if every rank has one; return whether it has."""
@@ -237,17 +205,13 @@ class ReadAhead:
 
     def bring_in(self, parity: int) -> None:
         """Copy the batch of `parity` from its landing to its working place, and send its ids."""
-        self._take_over(parity)
+        self._working[parity].take_over(self._landing[parity])
         self.send_ids(parity)
 
     def bring_back(self, parity: int) -> None:
         """Copy the batch of `parity` to its working place in its own step, where the step before has not."""
-        self._take_over(parity)
+        self._working[parity].take_over(self._landing[parity])
         self._streams.step_is_issued(1 - parity)
-
-    def _take_over(self, parity: int) -> None:
-        self._working[parity].copy_from(self._landing[parity])
-        self._working[parity].renew()
 
     def release(self, parity: int) -> None:
         """Note that the step on the batch of `parity` has been issued."""
@@ -257,13 +221,13 @@ class ReadAhead:
     def send_ids(self, parity: int) -> None:
         """Send the ids of the batch at the working place of `parity` to the owners of their rows."""
         for exchange, place in self._senders:
-            ids = self._working[parity].ids(place)
+            ids = self._working[parity].ids[place]
             exchange.send_ids(ids.tensor, ids.count)
         self.ids_are_sent = True
 
     def stock_tables(self, parity: int) -> list[tuple[StockTables, KeyedJaggedTensor]]:
         """Return the tables that stay with TorchRec, each with its ids in the batch of `parity`."""
-        return [(tables, self._working[parity].ids(place).tensor) for tables, place in self._stock]
+        return [(tables, self._working[parity].ids[place].tensor) for tables, place in self._stock]
 
     def forget_sent_ids(self) -> None:
         """Forget ids that were sent for a step that does not come next."""

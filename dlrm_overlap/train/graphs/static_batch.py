@@ -31,9 +31,7 @@ class Leaves(dict[str, Any]):
     def __init__(self, batch: Any) -> None:
         super().__init__(_walk(batch, ""))
         self.batch = batch
-        """the batch itself"""
         self.ids = [leaf for leaf in self.values() if isinstance(leaf, KeyedJaggedTensor)]
-        """those of the leaves that are ids"""
 
 
 _LEAVES = torch.Tensor, KeyedJaggedTensor
@@ -63,16 +61,10 @@ def _parts(value: Any) -> Iterable[tuple[Any, Any]]:
 class StaticBatch:
     """A batch like `example`, whose tensors keep their addresses.
 
-    A batch is made of tensors and KeyedJaggedTensors: an object's attributes, or in tuples, lists and dictionaries.
-    Other attributes stay as `example` has them.
+    They are an object's attributes, or in tuples, lists and dictionaries. Other attributes stay as `example` has them.
     """
 
     def __init__(self, example: Any, device: torch.device, bound: BatchBound) -> None:
-        """Take a batch to be like.
-
-        Raises:
-            InputError: if no tensor is found in it.
-        """
         leaves = Leaves(example)
         if not leaves:
             raise InputError(
@@ -86,6 +78,8 @@ class StaticBatch:
             else torch.zeros(leaf.shape, dtype=leaf.dtype, device=device)
             for place, leaf in leaves.items()
         }
+        self.ids = {place: leaf for place, leaf in self._leaves.items() if isinstance(leaf, StaticIds)}
+        """the leaves that are ids, by place"""
         each = [leaf.changing if isinstance(leaf, StaticIds) else [leaf] for leaf in self._leaves.values()]
         self._memory = _moved_together([tensor for tensors in each for tensor in tensors])
         self._example = example
@@ -97,9 +91,8 @@ class StaticBatch:
 
     def renew(self) -> None:
         """Make the batch anew for its next step: of the same tensors, and of ids that remember nothing of the last."""
-        for leaf in self._leaves.values():
-            if isinstance(leaf, StaticIds):
-                leaf.renew()
+        for leaf in self.ids.values():
+            leaf.renew()
         tensors = iter([leaf.tensor if isinstance(leaf, StaticIds) else leaf for leaf in self._leaves.values()])
         self.batch = _replace(self._example, lambda _: next(tensors))
         """a batch of the same class, of the static tensors"""
@@ -108,19 +101,18 @@ class StaticBatch:
         """Return whether a batch has samples, shapes and types of ids like the first one.
 
         Raises:
-            InputError: if a tensor has another place than in the first batch; or see `StaticIds._check`.
+            InputError: if a tensor has another place than in the first batch; or see `StaticIds.takes`.
         """
         if leaves.keys() != self._leaves.keys():
             raise InputError(
                 f"GraphTrainPipeline: a batch of tensors {', '.join(leaves)}, but the first batch has "
                 f"{', '.join(self._leaves)}, and captured steps are all alike; give each batch the same tensors"
             )
-        pairs = [(self._leaves[place], leaf) for place, leaf in leaves.items()]
-        taken = [  # of each: ids that are refused are so whatever stands before them
-            static.takes(leaf) if isinstance(static, StaticIds) else leaf.shape == static.shape
-            for static, leaf in pairs
-        ]
-        return all(taken)
+        is_like = True
+        for place, leaf in leaves.items():
+            static = self._leaves[place]
+            is_like &= static.takes(leaf) if isinstance(static, StaticIds) else leaf.shape == static.shape
+        return is_like
 
     def fill(self, leaves: Leaves) -> None:
         """Copy a batch that `takes` accepts, from the host or from the device, on the current stream."""
@@ -133,28 +125,16 @@ class StaticBatch:
         if (lease := getattr(leaves.batch, "lease", None)) is not None:  # of lent memory, which is free once copied
             lease.copying()
 
-    def copy_from(self, other: "StaticBatch") -> None:
-        """Copy the content of `other`, which is like this one and on the same device, into these fixed addresses."""
+    def take_over(self, other: "StaticBatch") -> None:
+        """Copy the content of `other`, which is like this one and on the same device, and make the batch anew."""
         # By a kernel, which has its stream's priority in a CUDA graph: a copy has the lowest, and would wait until all
         # programs of the lookup have begun.
         torch.bitwise_or(other._memory, 0, out=self._memory)
+        self.renew()
 
     def find(self, features: KeyedJaggedTensor) -> str | None:
         """Return the place of `features` in the batch, or None if it is none of the leaves."""
-        for place, leaf in self._leaves.items():
-            if isinstance(leaf, StaticIds) and leaf.tensor is features:
-                return place
-        return None
-
-    def all_ids(self) -> list[KeyedJaggedTensor]:
-        """Return the leaves that are ids, as the next step reads them."""
-        return [leaf.tensor for leaf in self._leaves.values() if isinstance(leaf, StaticIds)]
-
-    def ids(self, place: str) -> "StaticIds":
-        """Return the leaf at `place`, which holds ids."""
-        leaf = self._leaves[place]
-        assert isinstance(leaf, StaticIds)
-        return leaf
+        return next((place for place, leaf in self.ids.items() if leaf.tensor is features), None)
 
 
 def _moved_together(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -177,8 +157,7 @@ def on_device(batch: Any, device: torch.device) -> Any:
 def with_even_batches_of(batch: Any, unpooled: Collection[str] = ()) -> Leaves:
     """Return a batch whose ids have a bag a sample for each feature, see `own_batches`; mostly the same one.
 
-    Args:
-        unpooled: features of tables that are not pooled: ids that have one of them get each sample's own bags.
+    Ids that have a feature of `unpooled`, of tables that are not pooled, get each sample's own bags.
     """
     leaves = Leaves(batch)
     if not any(ids.variable_stride_per_key() for ids in leaves.ids):
@@ -220,7 +199,6 @@ class StaticIds:
     def __init__(self, example: KeyedJaggedTensor, device: torch.device, bound: BatchBound) -> None:
         self._known, self._samples, self.keys = bound.known_lengths, example.stride(), example.keys()
         self._weighted = weights_of(example) is not None
-        self._check(example)
         # Known lengths leave no room behind the ids of a batch, which may have fewer samples than the bound.
         self._capacities = (replace(bound, samples=max(1, self._samples)) if self._known else bound).capacity(self.keys)
         self._room = sum(self._capacities)
@@ -244,52 +222,25 @@ class StaticIds:
 
     def renew(self) -> None:
         """Make the KeyedJaggedTensor anew: it remembers offsets and lengths, which are those of one batch."""
-        self.tensor = BoundedIds(
-            self.keys,
-            self._values,
-            self._weights,
-            self._lengths,
-            self._samples,
-            self._capacities,
-            self._known,
-            self._inverse,
-        )
-
-    def _check(self, ids: KeyedJaggedTensor) -> None:
-        """Check that captured steps can take such ids.
-
-        Raises:
-            InputError: if their weights require a gradient, or they have other features, or weights where the first
-                batch's have none, or the other way round.
-        """
-        weights = weights_of(ids)
-        if (weights is not None) != self._weighted:
-            had, has = ("weights", "none") if self._weighted else ("no weights", "some")
-            raise InputError(
-                f"GraphTrainPipeline: the ids of the first batch have {had}, those of this one {has}, and captured "
-                f"steps are all alike; give weights to the ids of all batches or of none"
-            )
-        if weights is not None and weights.requires_grad:
-            raise InputError(
-                "GraphTrainPipeline: weights of ids require a gradient, which no captured step computes; detach the "
-                "weights, or use TorchRec's pipeline"
-            )
-        if ids.keys() != self.keys:
-            raise InputError(
-                f"GraphTrainPipeline: ids of features {', '.join(ids.keys())}, but those of the first batch are "
-                f"{', '.join(self.keys)}, and captured steps are all alike; give each batch the same, in the same order"
-            )
+        about = self._samples, self._capacities, self._known, self._inverse
+        self.tensor = BoundedIds(self.keys, self._values, self._weights, self._lengths, *about)
 
     def takes(self, ids: KeyedJaggedTensor) -> bool:
-        """Return whether ids are of as many samples as the first batch's, and of a type that has room here."""
-        self._check(ids)
-        inverse = ids.inverse_indices_or_none()
-        if (inverse is None) != (self._inverse is None):
+        """Return whether ids are of as many samples as the first batch's, and of a type that has room here.
+
+        Raises:
+            InputError: if they have other features, or weights where those have none or the other way round.
+        """
+        weighted = weights_of(ids) is not None
+        if ids.keys() != self.keys or weighted != self._weighted:
+            raise InputError(
+                f"GraphTrainPipeline: ids of features {_described(ids.keys(), weighted)}, but those of the first batch "
+                f"are {_described(self.keys, self._weighted)}, and captured steps are all alike; give each batch the "
+                f"same, in the same order"
+            )
+        forms = [each and (list(each[0]), each[1].shape) for each in (ids.inverse_indices_or_none(), self._inverse)]
+        if forms[0] != forms[1]:
             return False
-        if inverse is not None and self._inverse is not None:
-            (names, bags), (own_names, own_bags) = inverse, self._inverse
-            if list(names) != list(own_names) or bags.shape != own_bags.shape:
-                return False
         return ids.stride() == self._samples and ids.values().dtype.itemsize <= self._values.dtype.itemsize
 
     def fill(self, ids: KeyedJaggedTensor) -> None:
@@ -311,6 +262,10 @@ class StaticIds:
             self._count = count
 
 
+def _described(keys: Sequence[str], weighted: bool) -> str:
+    return f"{', '.join(keys)} {'with' if weighted else 'without'} weights"
+
+
 @uncompiled  # for a compiled model makes the tensor in every step
 @cache
 def _on_device(indices: tuple[int, ...], device: torch.device) -> torch.Tensor:
@@ -321,9 +276,9 @@ def _on_device(indices: tuple[int, ...], device: torch.device) -> torch.Tensor:
 class BoundedIds(KeyedJaggedTensor):
     """Ids of one step in memory that has room for the most that a batch may have.
 
-    After a batch's ids, `values` is 0. TorchRec's class reads numbers of ids from the device; here all is done on the
-    device: `split`, `permute`, `[]` and `to_dict` return features with room for the most ids of each.
-    A method that must return the numbers themselves is refused, unless all lengths are known beforehand.
+    After a batch's ids, `values` is 0. TorchRec's class reads numbers of ids from the device; here `split`, `permute`,
+    `[]` and `to_dict` return features with room for the most ids of each. A method that must return the numbers
+    themselves is refused, unless all lengths are known beforehand.
 
     Example: 2 samples, f of at most 1 and g of at most 2 ids a bag. f: [5] [], g: [7, 7] [1] has values 5 7 7 1 0 0 and
     lengths 1 0 2 1; `["g"]` has values 7 7 1 0 and lengths 2 1.
@@ -343,9 +298,8 @@ class BoundedIds(KeyedJaggedTensor):
         """Take T features of `samples` bags.
 
         Args:
-            values: [sum of capacities] int32 or int64.
-            weights: [sum of capacities] float32, or None if ids have none.
-            lengths: [T * samples] int32 or int64.
+            values: [sum of capacities], as `weights`.
+            lengths: [T * samples].
             capacities: the most ids of each feature.
             known: whether each feature has as many.
             inverse: which of a feature's bags is each sample's, where features have batches of their own.

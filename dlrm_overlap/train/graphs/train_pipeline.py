@@ -23,7 +23,6 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torchrec.distributed.embedding_types import ShardedEmbeddingModule
 from torchrec.distributed.model_parallel import DistributedModelParallel, DMPCollection
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.distributed.train_pipeline.train_pipelines import TrainPipeline
@@ -32,24 +31,16 @@ from torchrec.optim.keyed import KeyedOptimizer
 from dlrm_overlap.comm.order import CommunicationOrder, Streams
 from dlrm_overlap.config import InputError
 from dlrm_overlap.dense.cast import CastWeights
-from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.gradients import StoreOptions
-from dlrm_overlap.dense.tensor_parallel import divided_layers, shards_of
+from dlrm_overlap.dense.tensor_parallel import divided_layers
 from dlrm_overlap.embedding.exchanging_module import ExchangingModule
 from dlrm_overlap.embedding.id_layout import BatchBound
 from dlrm_overlap.embedding.sharded_module import exchanges
-from dlrm_overlap.train.explain import explain
-from dlrm_overlap.train.graphs.bounds import Agreement, DistinctCounts, LearntBound
-from dlrm_overlap.train.graphs.capturable import (
-    dense_parameters,
-    frozen_parameters,
-    leave_ddp,
-    why_not_captured,
-)
+from dlrm_overlap.train.explain import explain, why_not_captured
+from dlrm_overlap.train.graphs.bounds import Agreement, Answer, LearntBound
 from dlrm_overlap.train.graphs.captured import GraphPair
-from dlrm_overlap.train.graphs.dense_step import DenseStep
+from dlrm_overlap.train.graphs.dense_step import DenseStep, leave_ddp
 from dlrm_overlap.train.graphs.model_collectives import ModelCollectives
-from dlrm_overlap.train.graphs.optimizers import dense_optimizers, fused_optimizers
 from dlrm_overlap.train.graphs.read_ahead import ReadAhead
 from dlrm_overlap.train.graphs.static_batch import Leaves, on_device, with_even_batches_of
 
@@ -63,13 +54,12 @@ _ODD_STEPS = 3  # one after the other, until the next batch is taken for the fir
 class GraphTrainPipeline(TrainPipeline[Any, Any]):
     """Trains a TorchRec model as `TrainPipelineSparseDist` does, by CUDA graphs.
 
-    The model is a `DistributedModelParallel` under our sharder, whose forward returns (losses, output). It is taken out
-    of DDP: this pipeline sums the dense gradients itself, and starts all ranks from rank 0's dense weights. Every step
-    gives a gradient to the same dense parameters. Of several pipelines of one model the one that trains has its graphs.
+    The model, under our sharder, is taken out of DDP: this pipeline sums the dense gradients itself, and starts all
+    ranks from rank 0's dense weights. Every step gives a gradient to the same dense parameters. Of several pipelines of
+    one model the one that trains has its graphs. `TrainPipelineSparseDist` trains a model that cannot be captured.
 
     Steps are captured for batches like the first one, on each rank, with up to a bound of ids. The steps of others are
-    taken eagerly, and the bound grows where they are beyond it. `TrainPipelineSparseDist` trains a model that cannot be
-    captured, and the log has the reason once.
+    taken eagerly, and the bound grows where they are beyond it.
 
     Example:
         pipeline = GraphTrainPipeline(model, optimizer, device)
@@ -93,11 +83,10 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
     ) -> None:
         """Take the arguments of `TrainPipelineSparseDist`, by position or name, and those of captured steps.
 
-        Of TorchRec's, `execute_all_batches`, `custom_model_fwd` and `dmp_collection_sync_interval_batches` mean what
-        they mean there. How TorchRec issues a step, as `apply_jit` says, counts where it does.
+        Of TorchRec's, `custom_model_fwd` and `dmp_collection_sync_interval_batches` mean what they mean there. How
+        TorchRec issues a step, as `apply_jit` says, counts where it does, as it does without `execute_all_batches`.
 
         Args:
-            torchrecs: arguments of `TrainPipelineSparseDist` that follow the device.
             bound: of the batches at first; None learns it from the first one.
             group: the model's ranks; None is the default group.
             casts: gives the model its weights in bfloat16, if it does; made of all dense parameters that it trains.
@@ -105,42 +94,33 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
             dense_reduce: how dense gradients are summed: collective (`dense.gradients`), stores (`dense.stores`), or
                 auto, which is stores between GPUs where all ranks are on one host.
             capture: whether to capture; None captures on GPUs.
-            stock: arguments of `TrainPipelineSparseDist`, by name.
 
         Raises:
-            InputError: if `dense_reduce` or an argument of `stock` is not known, stores are asked of a CPU, or the
-                model is no `DistributedModelParallel`.
+            InputError: if `dense_reduce` is not known, or stores are asked of a CPU.
         """
-        if dense_reduce not in _DENSE_REDUCE:
-            raise InputError(f"dense_reduce: {dense_reduce!r} must be one of {', '.join(_DENSE_REDUCE)}; leave it out")
-        if dense_reduce == "stores" and device.type != "cuda":
-            raise InputError(f"dense_reduce: stores are between GPUs, and the model is on {device}; leave it out")
-        known = signature(TrainPipelineSparseDist)
-        if unknown := sorted(stock.keys() - known.parameters.keys()):
+        if dense_reduce not in _DENSE_REDUCE or (dense_reduce == "stores" and device.type != "cuda"):
             raise InputError(
-                f"GraphTrainPipeline: {', '.join(unknown)} is no argument of it or of TrainPipelineSparseDist; leave "
-                f"it out"
+                f"dense_reduce: {dense_reduce!r} on {device} must be auto, collective or, on GPUs, stores; leave it out"
             )
-        given = known.bind(model, optimizer, device, *torchrecs, **stock)
+        given = signature(TrainPipelineSparseDist).bind(model, optimizer, device, *torchrecs, **stock)
         given.apply_defaults()
-        if not hasattr(model, "init_data_parallel"):
-            what = f"{type(model).__name__} is no DistributedModelParallel"
-            raise InputError(f"GraphTrainPipeline: {what}, and the model must be; wrap it in one")
-        self._model, self._device, self._given = model, device, optimizer
+        self._model, self._device, self._optimizer = model, device, optimizer
+        self._modules = [each for each in model.modules() if isinstance(each, ExchangingModule)]
         self._fallback: TrainPipelineSparseDist[Any, Any] | None = None
-        sharded = any(isinstance(module, ShardedEmbeddingModule) for module in model.modules())
-        if sharded and dist.get_rank(group) == 0 and log.isEnabledFor(logging.INFO):
+        if self._modules and dist.get_rank(group) == 0 and log.isEnabledFor(logging.INFO):
             log.info("tables:\n%s", explain(model, optimizer=optimizer))
-        if (reason := why_not_captured(model)) is not None:
+        reason = why_not_captured(model)
+        if reason is None and not given.arguments["execute_all_batches"]:
+            reason = "execute_all_batches is False"
+        if reason is not None:
             if dist.get_rank(group) == 0:
                 log.warning("train pipeline: TorchRec's, since the step cannot be captured: %s", reason)
-            model.init_data_parallel()  # does nothing to a model that has been wrapped before
+            if isinstance(model, DistributedModelParallel):
+                model.init_data_parallel()  # does nothing to a model that has been wrapped before
             self._fallback = TrainPipelineSparseDist(*given.args, **given.kwargs)
             return
         self._model_fwd = given.arguments["custom_model_fwd"] or model
-        self._execute_all_batches = given.arguments["execute_all_batches"]
         self._captures = device.type == "cuda" if capture is None else capture
-        self._modules = [m for m in model.modules() if isinstance(m, ExchangingModule)]
         ranks = group or dist.group.WORLD
         assert ranks is not None, "the process group is made before the pipeline"
         self._group, self._casts = ranks, casts
@@ -148,31 +128,11 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         self._order = CommunicationOrder()
         self._streams = Streams(device)
         self._agreement = Agreement(ranks, self.check, device)
-        learnt = LearntBound(bound, self._agreement, DistinctCounts(self._modules, device))
-        self._ahead = ReadAhead(self._modules, device, learnt, self._streams, self._order)
+        self._bound = LearntBound(bound, self._agreement, self._modules, device)
+        self._ahead = ReadAhead(self._modules, device, self._bound, self._streams, self._order)
         self._replicas = model if isinstance(model, DMPCollection) else None
         self._sync_interval = given.arguments["dmp_collection_sync_interval_batches"]
         self._steps = 0
-        if _holder(model) is None:
-            self._open()
-
-    @property
-    def _optimizer(self) -> Any:
-        """The optimizer, by TorchRec's name: its `GradientAccumulationWrapper` puts another one in its stead."""
-        return self._given
-
-    @_optimizer.setter
-    def _optimizer(self, optimizer: Any) -> None:
-        self._given = optimizer
-        if self._fallback is not None:
-            self._fallback._optimizer = optimizer
-        elif self._has_model:
-            self._let_go()
-
-    @property
-    def _has_model(self) -> bool:
-        """Whether this one, of all pipelines of the model, is the one that trains it."""
-        return _holder(self._model) is self
 
     def _open(self) -> None:
         """Take the model over, from the pipeline that had it before if there is one; a collective."""
@@ -181,9 +141,15 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         leave_ddp(self._model)
         for layer in divided_layers(self._model):
             layer.products.order = self._order
-        self._dense = self._open_dense_step()
-        self._fused = [each for each in fused_optimizers(self._optimizer) if not self._dense.steps_after(each)]
-        if self._captures and self._dense.why_after and self._group.rank() == 0:
+        exchanges, group = self._ahead.exchanges, self._group
+        # Where all exchanges store to all ranks, dense gradients can be stored there as well.
+        reached = self._device.type == "cuda" and all(len(each.reach.here) == group.size() for each in exchanges)
+        by_stores = self._dense_reduce == "stores" or (self._dense_reduce == "auto" and reached)
+        timeout_s = min(exchange.options.wait_timeout_s for exchange in exchanges)
+        stores = StoreOptions(wait_timeout_s=timeout_s) if by_stores else None
+        self._opened, about = self._optimizer, (self._casts, group, self._order, self._gradient_dtype, stores)
+        self._dense = DenseStep(self._model, self._opened, *about)
+        if self._captures and self._dense.why_after and group.rank() == 0:
             log.warning("train pipeline: a dense optimizer steps after the graph: %s", self._dense.why_after)
         self._graphs = GraphPair(self._ahead, self._dense, self._order, self._device)
         self._warmup_steps = self._odd_steps = 0
@@ -198,29 +164,9 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         self._dense.close()
         setattr(self._model, _HOLDER, None)
 
-    def _open_dense_step(self) -> DenseStep:
-        """Return the step of the dense parameters, of which all ranks then have rank 0's; a collective."""
-        trained, group = dense_parameters(self._model), self._group
-        flat = self._casts.flat if self._casts is not None else FlatParameters(trained, shards_of(self._model))
-        assert trained.keys() <= flat.named.keys(), "gradients of others would not be summed over the ranks"
-        if group.size() > 1:
-            for parameter in frozen_parameters(self._model):
-                dist.broadcast(parameter.data, group=group, group_src=0)
-        exchanges = self._ahead.exchanges
-        # Where all exchanges store to all ranks, dense gradients can be stored there as well.
-        reached = all(len(exchange.reach.here) == group.size() for exchange in exchanges) and flat.device.type == "cuda"
-        by_stores = self._dense_reduce == "stores" or (self._dense_reduce == "auto" and reached)
-        timeout_s = min(exchange.options.wait_timeout_s for exchange in exchanges)
-        stores = StoreOptions(wait_timeout_s=timeout_s) if by_stores else None
-        optimizers = dense_optimizers(self._optimizer)
-        return DenseStep(optimizers, flat, self._casts, group, self._order, self._gradient_dtype, stores)
-
     def reset(self) -> None:
         """Forget batches that were read and not trained on: the next `progress` begins with a batch of its iterator."""
-        if self._fallback is not None:
-            self._fallback.reset()
-            return
-        self._ahead.reset()
+        (self._fallback or self._ahead).reset()
 
     def progress(self, dataloader_iter: Iterator[Any]) -> Any:
         """Train on the next batch, or evaluate it if the model is in evaluation mode, and return the model's output.
@@ -229,17 +175,20 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
 
         Raises:
             StopIteration: if there is no batch left.
-            InputError: if a batch has other tensors or features than the first one, if the forward returns no
-                (losses, output), if other dense parameters get a gradient than in the first step, or if rows or windows
-                were moved or given back since a capture.
+            InputError: if a batch has other tensors or features than the first one, if other dense parameters get a
+                gradient than in the first step, or if rows or windows were moved or given back since a capture.
             RuntimeError: that kernels have recorded, such as of a wait for a peer that has expired.
         """
         if self._fallback is not None:
+            self._fallback._optimizer = self._optimizer
             return self._fallback.progress(dataloader_iter)
         try:
             self.check()
             with self._streams.main():
-                if _holder(self._model) is None or (self._model.training and not self._has_model):
+                # TorchRec's `GradientAccumulationWrapper` puts another optimizer in the stead of the one given.
+                holder = _holder(self._model)
+                is_ready = holder is self and self._optimizer is self._opened
+                if holder is None or (self._model.training and not is_ready):
                     self._open()
                 return self._train(dataloader_iter) if self._model.training else self._evaluate(dataloader_iter)
         except RuntimeError:
@@ -250,15 +199,16 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         """Raise the errors that kernels have recorded; never waits for the device."""
         if self._device.type == "cpu":
             return  # where a wait raises its own error
-        for exchange in self._ahead.exchanges if self._fallback is None else exchanges(self._model):
-            exchange.check()
-        if self._fallback is None and self._has_model:
+        for module in self._modules:
+            if module.exchange is not None:
+                module.exchange.check()
+        if _holder(self._model) is self:
             self._dense.buckets.check()
 
     def close(self) -> None:
         """Give back the graphs, and memory that peers see, once all ranks are through with their steps; a collective.
 
-        The end of the process does so, too. Graphs that hold collectives of NCCL must be gone before the process group.
+        Graphs that hold collectives of NCCL must be gone before the process group.
 
         Raises:
             RuntimeError: that kernels have recorded.
@@ -266,7 +216,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         try:
             if self._fallback is None and all(exchange.failure is None for exchange in self._ahead.exchanges):
                 self._agreement.any_is(False)  # no rank gives its windows back while another reads them
-            if self._fallback is None and self._has_model:
+            if _holder(self._model) is self:
                 self._let_go()
             for exchange in exchanges(self._model):
                 exchange.close()
@@ -275,10 +225,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
             raise
 
     def detach(self) -> DistributedModelParallel:
-        """Return the model for forwards of its own, until the next `progress`, as TorchRec's pipelines do.
-
-        Batches that were read stay. Their bags are within the bound of those that the pipeline has seen.
-        """
+        """Return the model for forwards of its own, within the bound, until the next `progress`; read batches stay."""
         if self._fallback is not None:
             return cast(DistributedModelParallel, self._fallback.detach())
         self._ahead.forget_sent_ids()
@@ -296,21 +243,19 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         batch = Leaves(next(batches))
         if any(module.takes_ids for module in self._modules):  # else they take batches of features as they are
             batch = with_even_batches_of(batch.batch, training._ahead.unpooled_features)
-        with torch.inference_mode(False):  # training steps write to the windows that are made
-            if training._steps and (beyond := training._ahead.evaluated_beyond(batch)) is not None:
-                training._forget_captured()
-                training._ahead.make_room(beyond)
-        return self._call(on_device(batch.batch, self._device))[1]
+        if training._steps and training._bound.describes(batch):
+            with torch.inference_mode(False):  # training steps write to the windows that are made
+                training._make_room(training._bound.ask(training._bound.describe(batch), batch.ids))
+        _, output = self._model_fwd(on_device(batch.batch, self._device))
+        return output
 
     def _train(self, batches: Iterator[Any]) -> Any:
         if any(self._graphs.each):
             self._graphs.check_places()
         parity = self._steps % 2
-        if not self._ahead.holds(parity):
+        if self._ahead.find(parity) is None:
             self._ahead.begin(batches, parity)
             self._dense.cast_shadow()  # a checkpoint may have been loaded since the last step
-        if not self._execute_all_batches and not self._ahead.reads_on(batches, parity):
-            raise StopIteration
         self._dense.clear()
         self._follow_learning_rates()
         output = self._take_step(parity) if self._ahead.is_captured(parity) else self._take_odd_step(parity)
@@ -340,14 +285,11 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
             following = self._ahead.is_captured(1 - parity)
             captures = self._captures and not self._ahead.made_in_model
             if captures and self._warmup_steps >= _WARMUP_STEPS and following:
-                return self._launch(parity, partial(self._capture_and_launch, parity))
+                step = partial(self._step, parity, following=True)
+                return self._launch(parity, partial(self._graphs.capture, parity, step, self._streams.main_stream))
             output = self._step(parity, following) if self._has_stepped else self._first_step(parity, following)
             self._warmup_steps += 1
             return output
-
-    def _capture_and_launch(self, parity: int) -> Any:
-        step = partial(self._step, parity, following=True)
-        return self._graphs.capture(parity, step, self._streams.main_stream).launch()
 
     def _first_step(self, parity: int, following: bool) -> Any:
         """Take the first step, and learn which ids the model looks up, and which parameters get a gradient."""
@@ -368,18 +310,24 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         """Take the step of a batch that no captured step takes, with its ids within it, on all ranks alike."""
         self._ahead.forget_sent_ids()
         self._odd_steps += 1
-        if (beyond := self._ahead.beyond(parity)) is not None:
-            self._forget_captured()
-            self._ahead.make_room(beyond)
-        elif self._odd_steps == _ODD_STEPS:
+        odd = self._ahead.find(parity)
+        assert odd is not None
+        if not self._make_room(odd.answer) and self._odd_steps == _ODD_STEPS:
             self._forget_captured()
             self._ahead.forget_places()
         if self._agreement.is_first:
             log.info("train pipeline: step %d is eager, since a batch is unlike those of captured steps", self._steps)
-        loss, output = self._forward(self._ahead.odd_batch(parity))
+        loss, output = self._forward(self._ahead.batch(parity))
         self._backward(loss)
         self._streams.step_is_issued(1 - parity)  # which reads where the next batch of its parity lands
         return output
+
+    def _make_room(self, answer: Answer) -> bool:
+        """Let the bound grow to what all ranks bring, where that is beyond it; return whether it was."""
+        if is_beyond := self._bound.are_beyond(numbers := answer.wait()):
+            self._forget_captured()
+            self._ahead.make_room(numbers)
+        return is_beyond
 
     def _forget_captured(self) -> None:
         """Forget the graphs, and capture others after some eager steps."""
@@ -418,22 +366,16 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
 
     def _forward(self, batch: Any) -> tuple[torch.Tensor, Any]:
         self._dense.begin()
-        losses, output = self._call(batch)
+        losses, output = self._model_fwd(batch)
         return losses.sum(dim=0) if losses.dim() > 0 else losses, output
 
-    def _call(self, batch: Any) -> tuple[torch.Tensor, Any]:
-        return losses_and_output(self._model_fwd(batch))
-
     def _follow_learning_rates(self) -> None:
-        """Hand the learning rates of the rows on, where they have changed since the last step.
-
-        Optimizers that step after the graph may hold some of the tables', and set those rates when they choose to.
-        """
+        """Hand the learning rates of the rows on, where they may have changed since the last step."""
         rates = [group["lr"] for group in self._optimizer.param_groups]
         if rates == self._learning_rates and not self._dense.why_after:
             return
         self._learning_rates = rates
-        for fused in self._fused:
+        for fused in self._dense.fused:
             fused.step()  # which sets the learning rate of the rows
         for exchange in self._ahead.exchanges:
             exchange.follow_rules(capture=True)
@@ -445,18 +387,3 @@ _HOLDER = "_graph_train_pipeline"  # attribute of a model
 def _holder(model: DistributedModelParallel) -> Any:
     """Return the pipeline that trains a model, of all that it has; None if none does."""
     return getattr(model, _HOLDER, None)
-
-
-def losses_and_output(returned: Any) -> tuple[torch.Tensor, Any]:
-    """Return the result of a model's forward, which TorchRec's pipelines take in this form.
-
-    Raises:
-        InputError: if it is anything else.
-    """
-    if not isinstance(returned, tuple | list) or len(returned) != 2:
-        raise InputError(
-            f"GraphTrainPipeline: the model's forward returned a {type(returned).__name__}, but a train pipeline takes "
-            f"(losses, output); return both, the output detached"
-        )
-    losses, output = returned
-    return losses, output

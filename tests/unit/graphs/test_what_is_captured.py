@@ -31,20 +31,21 @@ from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 from dlrm_overlap.bench.harness.timing import greatest
 from dlrm_overlap.comm.order import CommunicationOrder
 from dlrm_overlap.config import Config, DataConfig, InputError, TablesConfig, TrainConfig
-from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.embedding.replicated import ReplicatedTables
 from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder
 from dlrm_overlap.train import assembly
 from dlrm_overlap.train.assembly import takes_graph
-from dlrm_overlap.train.graphs.capturable import (
+from dlrm_overlap.train.explain import why_not_captured
+from dlrm_overlap.train.graphs.dense_step import (
+    DenseStep,
+    dense_optimizers,
     dense_parameters,
+    fused_optimizers,
     leave_ddp,
-    why_not_captured,
+    why_after_the_graph,
 )
-from dlrm_overlap.train.graphs.dense_step import DenseStep
 from dlrm_overlap.train.graphs.model_collectives import ModelCollectives
-from dlrm_overlap.train.graphs.optimizers import dense_optimizers, fused_optimizers, why_after_the_graph
-from dlrm_overlap.train.graphs.train_pipeline import GraphTrainPipeline, losses_and_output
+from dlrm_overlap.train.graphs.train_pipeline import GraphTrainPipeline
 from tests.agreement import assert_near, assert_same
 from tests.distributed.models import CPU, SUM, Tables, table_configs
 
@@ -136,22 +137,6 @@ def test_what_cannot_be_one_flat_tensor_is_not_captured(world_of_one: dist.Proce
     assert why_not_captured(model) == "no dense parameter takes a gradient"
 
 
-@pytest.mark.parametrize("returned", [torch.zeros(()), torch.zeros(2), (1, 2, 3), {"loss": 1, "output": 2}])
-def test_a_forward_must_return_losses_and_output(returned: Any) -> None:
-    with pytest.raises(
-        InputError, match=rf"returned a {type(returned).__name__}, but .* \(losses, output\); return both"
-    ):
-        losses_and_output(returned)
-
-
-def test_a_model_that_is_not_sharded_is_refused() -> None:
-    model: Any = nn.Linear(2, 2)
-    with pytest.raises(
-        InputError, match="Linear is no DistributedModelParallel, and the model must be; wrap it in one"
-    ):
-        GraphTrainPipeline(model, torch.optim.SGD(model.parameters()), CPU)
-
-
 def _sgd(parameters: dict[str, nn.Parameter]) -> KeyedOptimizerWrapper:
     return KeyedOptimizerWrapper(parameters, lambda each: torch.optim.SGD(each, lr=0.1))
 
@@ -205,17 +190,16 @@ def test_gradients_are_there_for_optimizers_that_step_behind_a_replay(world_of_o
     """A replay writes the flat gradient and no attribute, so `zero_grad` since the last step would leave None."""
     model = nn.ModuleDict({"used": nn.Linear(2, 2, bias=False), "unused": nn.Linear(2, 2, bias=False)})
     parameters = dict(model.named_parameters())
-    flat = FlatParameters(parameters)
     asgd = KeyedOptimizerWrapper(parameters, lambda each: torch.optim.ASGD(each, lr=0.1, lambd=0.0))
-    step = DenseStep([asgd], flat, None, world_of_one, CommunicationOrder(), torch.float32, None)
+    step = DenseStep(model, asgd, None, world_of_one, CommunicationOrder(), torch.float32, None)
     step.begin()
     model["used"](torch.ones(1, 2)).sum().backward()
     step.update()
     asgd.zero_grad()
     before = {name: parameter.data.clone() for name, parameter in parameters.items()}
-    flat.gradients.views["used.weight"].fill_(3.0)
+    step._flat.gradients.views["used.weight"].fill_(3.0)
     step.update_after()
-    assert parameters["used.weight"].grad is flat.gradients.views["used.weight"]
+    assert parameters["used.weight"].grad is step._flat.gradients.views["used.weight"]
     assert_near(parameters["used.weight"].data, before["used.weight"] - 0.1 * 3.0, 1e-6, "used")
     assert parameters["unused.weight"].grad is None
     step.close()
@@ -316,29 +300,32 @@ def test_which_pipeline_a_run_takes(
     assert caplog.messages == ["train.pipeline: torchrec, since the steps cannot be captured: of this"] * told
 
 
+@pytest.mark.parametrize(
+    ("backend", "arguments", "reason"),
+    [
+        ("nccl", {}, "backend nccl waits for the host"),
+        ("pgas", {"execute_all_batches": False}, "execute_all_batches is False"),
+    ],
+)
 def test_what_cannot_be_captured_is_told_by_rank_0_alone(
-    world_of_one: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    world_of_one: dist.ProcessGroup,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    backend: str,
+    arguments: dict[str, Any],
+    reason: str,
 ) -> None:
-    model: Any = _shard(OverlapEmbeddingBagCollectionSharder(backend="nccl"), world_of_one, FUSED)
+    sharded = _shard(OverlapEmbeddingBagCollectionSharder(backend=backend), world_of_one, FUSED)
+    model: Any = nn.ModuleList([sharded, nn.Linear(1, 1)])
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
-    for rank, told in ((1, []), (0, [f"train pipeline: TorchRec's, since the step cannot be captured: {_NCCL}"])):
+    for rank, told in ((1, []), (0, [f"train pipeline: TorchRec's, since the step cannot be captured: {reason}"])):
         monkeypatch.setattr(dist, "get_rank", lambda group=None, rank=rank: rank)
-        GraphTrainPipeline(model, optimizer, CPU)
+        GraphTrainPipeline(model, optimizer, CPU, **arguments)
         assert [record.getMessage() for record in caplog.records if record.name == "dlrm_overlap"] == told
 
 
-_NCCL = "backend nccl waits for the host"
-
-
-def test_an_unknown_way_to_reduce_is_refused() -> None:
+@pytest.mark.parametrize("unknown", ["nccl", "stores"])
+def test_an_unknown_way_to_reduce_is_refused(unknown: str) -> None:
     nothing: Any = None
-    with pytest.raises(InputError, match=r"dense_reduce: 'nccl' must be one of auto, collective, stores; leave it out"):
-        GraphTrainPipeline(nothing, nothing, CPU, dense_reduce="nccl")
-    with pytest.raises(InputError, match=r"dense_reduce: stores are between GPUs, and the model is on cpu; leave it"):
-        GraphTrainPipeline(nothing, nothing, CPU, dense_reduce="stores")
-
-
-def test_an_argument_that_no_pipeline_has_is_refused() -> None:
-    nothing: Any = None
-    with pytest.raises(InputError, match=r"GraphTrainPipeline: overlap is no argument of it or of TrainPipelineSparse"):
-        GraphTrainPipeline(nothing, nothing, CPU, overlap=True, enqueue_batch_after_forward=True)
+    with pytest.raises(InputError, match=f"dense_reduce: '{unknown}' on cpu must be auto, collective or, on GPUs, st"):
+        GraphTrainPipeline(nothing, nothing, CPU, dense_reduce=unknown)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dlrm_overlap.checkpoint.saving import NotFiniteError
-from dlrm_overlap.config import Config, InputError
+from dlrm_overlap.config import Config
 from dlrm_overlap.observe.comparison import compare_runs, comparison_rows, report
 from dlrm_overlap.train.compare import run_configs, train_runs
 from tests.conftest import configuration
@@ -91,9 +91,6 @@ def test_the_reference_is_trained_again_beside_its_first_run(tmp_path: Path) -> 
     assert list(configs) == ["torchrec", "torchrec_again", "torchrec_again_2", "pgas"]
     assert [config.embedding.backend for config in configs.values()] == ["torchrec"] * 3 + ["pgas"]
     assert [config.folder for config in configs.values()] == [tmp_path / name for name in configs]
-    (tmp_path / "torchrec_again" / "checkpoints" / "step_4").mkdir(parents=True)
-    with pytest.raises(InputError, match="whose place torchrec_again would take"):
-        run_configs(_config(tmp_path), ["torchrec", "pgas"], noise_runs=1)
 
 
 def _parted(share: float) -> dict[int, float | None]:
@@ -131,21 +128,13 @@ def test_a_further_reference_run_that_is_not_finite_agrees_with_nothing(tmp_path
     assert "DISAGREE" in str(comparison_rows(comparison))
 
 
-def test_a_run_that_could_go_on_is_not_replaced(tmp_path: Path) -> None:
-    (tmp_path / "pgas" / "checkpoints" / "step_4").mkdir(parents=True)
-    with pytest.raises(InputError, match=r"log\.dir: .*pgas/checkpoints/step_4 .*; give another --log\.dir, or remove"):
-        run_configs(_config(tmp_path), ["torchrec", "pgas"])
-    assert list(run_configs(_config(tmp_path), ["torchrec", "fused"])) == ["torchrec", "fused"]
-
-
 class _Trainer:
     """Stands for a trainer whose run has the losses `losses`, and ends early at one that is not finite."""
 
     def __init__(self, config: Config, losses: dict[int, float | None]) -> None:
         self.folder, self.losses = config.folder, losses
 
-    def fit(self, replace: bool) -> None:
-        assert replace
+    def fit(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
         _run(self.folder, self.losses)
         if None in self.losses.values():
@@ -162,13 +151,11 @@ def test_a_backend_whose_loss_is_not_finite_does_not_end_the_comparison(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, broken: str
 ) -> None:
     losses = {"torchrec": {**REFERENCE}, "pgas": {**REFERENCE}, "fused": {**REFERENCE}} | {broken: {20: 0.5, 40: None}}
-    _run(tmp_path / "torchrec", {20: 0.1})
     with caplog.at_level("INFO", "dlrm_overlap"):
         folders = train_runs(
             run_configs(_config(tmp_path), list(losses)),
             lambda config: _Trainer(config, losses[config.embedding.backend]),  # type: ignore[return-value]
         )
-    assert caplog.messages[0] == "backend torchrec, in place of the run that lay there"
     assert "backend fused" in caplog.messages
     assert f"backend {broken}: step 40: the training loss is nan" in caplog.messages
     comparison = compare_runs(folders, 1e-4)

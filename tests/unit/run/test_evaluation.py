@@ -97,10 +97,9 @@ def test_a_damaged_checkpoint_is_refused(run: Path, stored: Config, tmp_path: Pa
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ("", "nothing to evaluate"),
-        ("--checkpoint", "nothing is named"),
+        ("", "missing on the command line: --checkpoint; see --help"),
+        ("--checkpoint", "--checkpoint: expected one argument; see --help"),
         ("--checkpoint {run}/nowhere", "neither a checkpoint nor the folder of a run"),
-        ("--checkpoint {old}", "keeps no configuration, as older ones do not; give that of its run by --config"),
         ("--checkpoint {newer}", "embedding.colour is not a key"),
         ("--checkpoint {wrong}", "train.steps: abc is not a whole number from 1"),
         ("--checkpoint {tmp_path}", "step_12/checkpoint.json is not what was written"),
@@ -109,11 +108,10 @@ def test_a_damaged_checkpoint_is_refused(run: Path, stored: Config, tmp_path: Pa
 def test_mistakes_are_one_line(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: str, reason: str
 ) -> None:
-    manifests = {"old": {}, "newer": {"config": {"embedding": {"colour": "red"}}}}
-    manifests["wrong"] = {"config": {"train": {"steps": "abc"}}}
-    for name, about in manifests.items():
+    manifests = {"newer": {"embedding": {"colour": "red"}}, "wrong": {"train": {"steps": "abc"}}}
+    for name, config in manifests.items():
         (tmp_path / name).mkdir()
-        write_manifest(tmp_path / name, Manifest(1, {}, about=about))
+        write_manifest(tmp_path / name, Manifest(1, {}, about={"config": config}))
     for step in (4, 12):
         (tmp_path / "checkpoints" / f"step_{step}").mkdir(parents=True)
         write_manifest(tmp_path / "checkpoints" / f"step_{step}", Manifest(step, {}))

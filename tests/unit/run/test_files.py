@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dlrm_overlap.config import InputError
-from dlrm_overlap.launching.files import LOCK_NAME, check_free, hold_folder, remove_temporaries, replacing
+from dlrm_overlap.launching.files import LOCK_NAME, hold_folder, remove_temporaries, replacing
 from tests.conftest import ROOT
 
 # Holds the lock of argv[1], forks a child that lives on, and waits to be killed; prints the child's process id.
@@ -32,9 +32,8 @@ def test_a_dead_owner_blocks_nobody_though_its_children_live(tmp_path: Path, mon
     assert owner.stdout is not None
     child = int(owner.stdout.readline())
     try:
-        for check in (check_free, lambda folder, key: hold_folder(folder, key).__enter__()):
-            with pytest.raises(InputError, match=rf"log\.dir: .* is in use by process {owner.pid} on \S+, since 2"):
-                check(tmp_path, "log.dir")
+        with pytest.raises(InputError, match=rf"log\.dir: .* is in use by process {owner.pid} on \S+, since 2"):
+            hold_folder(tmp_path, "log.dir").__enter__()
         with monkeypatch.context() as patch:  # it ends, and removes the file, before its name is read
             patch.setattr(Path, "read_text", lambda *_, **__: (tmp_path / "gone").read_bytes())
             with pytest.raises(InputError, match=r"is in use by another process; wait"):
@@ -42,15 +41,12 @@ def test_a_dead_owner_blocks_nobody_though_its_children_live(tmp_path: Path, mon
         owner.kill()
         owner.wait(timeout=10)
         assert (tmp_path / LOCK_NAME).exists()
-        check_free(tmp_path, "log.dir")
         with hold_folder(tmp_path, "log.dir") as is_held:
             assert is_held
             assert (tmp_path / LOCK_NAME).read_text().startswith(f"process {os.getpid()} on ")
         os.kill(child, 0)
     finally:
         os.kill(child, signal.SIGKILL)
-    check_free(tmp_path, "log.dir")
-    check_free(tmp_path / "not there", "log.dir")
 
 
 def test_a_file_system_without_locks_is_told_of(

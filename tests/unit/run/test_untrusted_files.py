@@ -13,7 +13,7 @@ import yaml
 from dlrm_overlap.config import Config, InputError, TablesConfig
 from dlrm_overlap.data.criteo import Criteo
 from dlrm_overlap.data.prepared import Prepared
-from dlrm_overlap.launching.files import LOCK_NAME, check_free
+from dlrm_overlap.launching.files import LOCK_NAME, hold_folder
 from dlrm_overlap.launching.parsing import parse_config
 from dlrm_overlap.observe.result_files import MetricsFile
 
@@ -106,4 +106,4 @@ def test_what_is_nested_without_end_is_refused(tmp_path: Path) -> None:
     with (tmp_path / LOCK_NAME).open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(InputError, match=r"is in use by \[{200}; wait"):
-            check_free(tmp_path, "log.dir")
+            hold_folder(tmp_path, "log.dir").__enter__()
