@@ -1,7 +1,6 @@
 """The drop-in's sharded module: TorchRec's own, whose shards an `Exchange` serves."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache, partial, reduce
 from typing import Any
 
@@ -22,8 +21,8 @@ from dlrm_overlap.embedding.exchange import Exchange, PooledAwaitable
 from dlrm_overlap.embedding.exchanging_module import ExchangingModule
 from dlrm_overlap.embedding.id_layout import BatchBound
 from dlrm_overlap.embedding.layout import Layout
-from dlrm_overlap.embedding.options import ExchangeOptions
-from dlrm_overlap.embedding.own_batches import of_samples, with_even_batches
+from dlrm_overlap.embedding.own_batches import with_bags_of_samples
+from dlrm_overlap.embedding.replicated import ReplicatedTables
 from dlrm_overlap.embedding.shardings import (
     hosts_of,
     in_rank_order,
@@ -35,13 +34,6 @@ from dlrm_overlap.embedding.steps import with_float_weights
 from dlrm_overlap.embedding.stock import StockTables
 
 
-@dataclass
-class PaddedContext(EmbeddingBagCollectionContext):
-    """TorchRec's context of a step, and whether empty bags were added to its features, see `own_batches`."""
-
-    is_padded: bool = False
-
-
 class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEmbeddingBagCollection):
     """TorchRec's sharded module, whose shards exchange through an `Exchange`.
 
@@ -50,18 +42,15 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
     first, in the order of the unsharded module, then the others in TorchRec's.
     """
 
-    def __init__(
-        self, *args: Any, options: ExchangeOptions, output_order: str, cached: Mapping[str, float], **kwargs: Any
-    ) -> None:
-        """Take TorchRec's arguments, how to exchange, the order of the output, and `cached` tables."""
-        super().__init__(*args, **kwargs)
+    _exchange_type = Exchange
+
+    def __init__(self, *args: Any, output_order: str, **kwargs: Any) -> None:
+        """Take the arguments of `ExchangingModule`, and the order of the output."""
         self._output_order = output_order
-        self._begin(options, cached)
-        self._set_up()
+        super().__init__(*args, **kwargs)
 
     def _set_up(self) -> None:
-        """Make the exchange, and order the output."""
-        self._set_up_exchange(len(self._embedding_bag_configs))
+        super()._set_up()
         self._order_output(Layout([], [], 1) if self.exchange is None else self.exchange.layout)
 
     @property
@@ -103,11 +92,17 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
         options = self.exchange.options
         return options.leading_columns if BACKENDS[options.backend].stores_to_peers else 0
 
-    def _take_ids(self, keys: Sequence[str], bound: BatchBound, weighted: bool) -> None:
-        stock = self._stock()
+    def _take_ids(
+        self,
+        keys: Sequence[str],
+        bound: BatchBound,
+        layout: Layout,
+        replicated: ReplicatedTables | None,
+        weighted: bool,
+    ) -> None:
+        stock = [i for i in range(len(self._shardings)) if i not in self._ours]
         self.stock = StockTables(self, stock) if stock else None
         if self.exchange is not None:
-            layout, replicated = self._with_replicated(self.exchange.layout)
             self.exchange.take_ids(keys, bound, layout, replicated, weighted)
             self._order_output(layout)
         if self._has_mean_pooling_callback:
@@ -145,8 +140,7 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
         if not self.takes_ids:
             return super().forward(*input, **kwargs)
         (features,) = (*input, *kwargs.values())
-        if features.variable_stride_per_key():
-            features = with_even_batches(features)
+        features = with_bags_of_samples(features)
         exchanged, others = None, {}
         if self.exchange is not None:
             exchanged = self.exchange.start_sent(features)
@@ -156,20 +150,7 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
         awaitable = self._awaitable(self._in_order(exchanged, others))
         if self._has_mean_pooling_callback:
             awaitable.callbacks.append(partial(self._divide, divisor=self._divisor(features)))
-        if (inverse := features.inverse_indices_or_none()) is not None:
-            awaitable.callbacks.append(partial(of_samples, inverse=inverse))
         return awaitable
-
-    def create_context(self) -> "PaddedContext":
-        """Return the context of a step."""
-        return PaddedContext()
-
-    def input_dist(self, ctx: EmbeddingBagCollectionContext, features: Any) -> Awaitable[Awaitable[KJTList]]:
-        """Send ids as TorchRec does; those of features with batches of their own once these have a bag a sample."""
-        own_batches = isinstance(features, KeyedJaggedTensor) and features.variable_stride_per_key()
-        if own_batches and self._exchanged and isinstance(ctx, PaddedContext):
-            features, ctx.is_padded = with_even_batches(features), True
-        return super().input_dist(ctx, features)
 
     def compute_and_output_dist(self, ctx: EmbeddingBagCollectionContext, input: KJTList) -> LazyAwaitable[KeyedTensor]:
         """Look up and exchange; TorchRec's train pipelines call this with ids that are already at their owners."""
@@ -177,10 +158,9 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
             return super().compute_and_output_dist(ctx, input)
         trackers = (getattr(self._lookups[i], "optim_state_tracker_fn", None) for i in self._exchanged)
         is_tracked = self.post_lookup_tracker_fn or self.post_odist_tracker_fn or any(trackers)
-        if ctx.variable_batch_per_feature or is_tracked:
-            self._tell_once("a tracker is registered" if is_tracked else "features have batches of different sizes")
-            look_up = partial(super().compute_and_output_dist, ctx, input)
-            return _of_samples(ctx, self._at_home(look_up))
+        if is_tracked:
+            self._tell_once("steps stay with TorchRec: a tracker is registered")
+            return self._at_home(partial(super().compute_and_output_dist, ctx, input))
         first: Any = ctx.sharding_contexts[self._exchanged[0]]
         batch_sizes = first.batch_size_per_rank
         exchanged = self.exchange.start(self._in_rank_order(input, batch_sizes), batch_sizes)
@@ -193,11 +173,7 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
         if self._has_mean_pooling_callback:
             assert ctx.divisor is not None
             awaitable.callbacks.append(partial(self._divide, divisor=ctx.divisor))
-        return _of_samples(ctx, awaitable)
-
-    def output_dist(self, ctx: EmbeddingBagCollectionContext, output: list[torch.Tensor]) -> LazyAwaitable[KeyedTensor]:
-        """Send as TorchRec does, for a module that calls `compute` and this itself."""
-        return _of_samples(ctx, super().output_dist(ctx, output))
+        return awaitable
 
     def _in_rank_order(self, input: KJTList, batch_sizes: Sequence[int]) -> list[KeyedJaggedTensor]:
         """Return the ids of the shardings that are exchanged, each with the bags of rank 0's samples first."""
@@ -243,14 +219,6 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
             self.exchange = None
         super().update_shards(*args, **kwargs)
         self._set_up()
-
-
-def _of_samples(ctx: EmbeddingBagCollectionContext, pooled: LazyAwaitable[KeyedTensor]) -> LazyAwaitable[KeyedTensor]:
-    """Have the samples' pooled embeddings taken from those of their features' bags, where bags were added."""
-    if isinstance(ctx, PaddedContext) and ctx.is_padded:
-        assert ctx.inverse_indices is not None, "`with_even_batches` asks for them"
-        pooled.callbacks.append(partial(of_samples, inverse=ctx.inverse_indices))
-    return pooled
 
 
 class _Part(Awaitable[torch.Tensor]):

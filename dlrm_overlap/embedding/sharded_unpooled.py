@@ -1,23 +1,23 @@
 """The drop-in's sharded module of an unpooled collection: TorchRec's own, whose shards an `UnpooledExchange` serves."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torchrec.distributed.embedding import EmbeddingCollectionContext, ShardedEmbeddingCollection
 from torchrec.distributed.embedding_types import KJTList
-from torchrec.distributed.types import Awaitable, LazyAwaitable
+from torchrec.distributed.types import LazyAwaitable
 from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from dlrm_overlap.config import InputError
 from dlrm_overlap.embedding.distinct import DistinctIds, NamedSequence
 from dlrm_overlap.embedding.exchanging_module import ExchangingModule
 from dlrm_overlap.embedding.id_layout import BatchBound
-from dlrm_overlap.embedding.layout import RowRange
-from dlrm_overlap.embedding.options import ExchangeOptions
+from dlrm_overlap.embedding.layout import Layout, RowRange
 from dlrm_overlap.embedding.own_batches import with_bags_of_samples
+from dlrm_overlap.embedding.replicated import ReplicatedTables
+from dlrm_overlap.embedding.shardings import table_names
 from dlrm_overlap.embedding.unpooled import UnpooledExchange
 
 _WORTH = 0.9  # share of a batch's ids that are distinct, up to which they are found under dedup auto
@@ -43,19 +43,19 @@ class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], Shar
 
     _kind = "unpooled tables"
 
-    def __init__(
-        self, *args: Any, options: ExchangeOptions, dedup: bool | str, cached: Mapping[str, float], **kwargs: Any
-    ) -> None:
-        """Take TorchRec's arguments, how to exchange, whether each distinct id travels once, and `cached` tables."""
-        super().__init__(*args, **kwargs)
+    _exchange_type = UnpooledExchange
+
+    def __init__(self, *args: Any, dedup: bool | str, **kwargs: Any) -> None:
+        """Take the arguments of `ExchangingModule`, and whether each distinct id travels once."""
         self.dedup = dedup
         """True, False or auto; of an exchange that takes ids True or False"""
-        self._begin(options, cached)
+        super().__init__(*args, **kwargs)
+
+    def _set_up(self) -> None:
         self._configs = {config.name: config for config in self._embedding_configs}
-        self.unpooled_features = {name for config in self._embedding_configs for name in config.feature_names}
         names = get_embedding_names_by_table(self._embedding_configs)
         self._names = dict(zip(self._configs, names, strict=True))
-        self._set_up_exchange(len(self._configs))
+        super()._set_up()
         if self.exchange is not None and self.exchange.has_rows_apart:
             self.dedup = True  # which brings the ids of each host's rows together
 
@@ -64,17 +64,13 @@ class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], Shar
         """TorchRec's shardings, by number."""
         return list(self._sharding_type_to_sharding.values())
 
-    def _new_exchange(self, *arguments: Any) -> UnpooledExchange:
-        return UnpooledExchange(*arguments, dim=self._embedding_dim)
-
     def _exchanged_names(self) -> dict[str, str]:
         """Return the tables that the exchange serves, in the order of the module."""
         return {name: name for name in self._tables_of(self._ours)}
 
     def _tables_of(self, numbers: Sequence[int]) -> list[str]:
         """Return the tables of some shardings, in the order of the module."""
-        every = self._shardings
-        found = {table.name for i in numbers for table in every[i].embedding_tables()}
+        found = table_names([self._shardings[i] for i in numbers])
         return [name for name in self._configs if name in found]
 
     def _distinct_of(self, tables: Sequence[str], ranges: Collection[RowRange] = ()) -> DistinctIds:
@@ -89,9 +85,15 @@ class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], Shar
         firsts = [[each.first for each in ranges if each.table == table] or [0] for table in tables]
         return DistinctIds(sequences, rows, self._device, firsts)
 
-    def _take_ids(self, keys: Sequence[str], bound: BatchBound, weighted: bool) -> None:
+    def _take_ids(
+        self,
+        keys: Sequence[str],
+        bound: BatchBound,
+        layout: Layout,
+        replicated: ReplicatedTables | None,
+        weighted: bool,
+    ) -> None:
         assert self.exchange is not None
-        layout, replicated = self._with_replicated(self.exchange.table_layout)
         ranges = layout.row_ranges(self.exchange.has_rows_apart)
         distinct = self._distinct_of(layout.names, ranges.values())
         if self.dedup == "auto":  # by numbers that all ranks agree on
@@ -126,11 +128,7 @@ class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], Shar
         if not self.takes_ids:
             return super().forward(*input, **kwargs)
         (features,) = (*input, *kwargs.values())
-        if features.variable_stride_per_key() or features.inverse_indices_or_none() is not None:
-            raise InputError(
-                "ids: the model makes features with batches of their own for unpooled tables, which no captured step "
-                "takes; give all features one batch, or train by TorchRec's pipeline"
-            )
+        features = with_bags_of_samples(features)
         assert self.exchange is not None
         rows, rooms = self.exchange.start_sent_rows(features), self.exchange.rooms_of(features)
         return SequencesAwaitable(lambda: self._sequences(features, rooms, rows()))
@@ -158,15 +156,10 @@ class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], Shar
         }
         return {name: found[name] for names in self._embedding_names_per_sharding for name in names}
 
-    def input_dist(self, ctx: EmbeddingCollectionContext, features: Any) -> Awaitable[Awaitable[KJTList]]:
-        """Send ids as TorchRec does, in a step that stays with it."""
-        if self.exchange is not None and isinstance(features, KeyedJaggedTensor):
-            self._tell_once("GraphTrainPipeline alone exchanges unpooled tables")
-            features = with_bags_of_samples(features)
-        return super().input_dist(ctx, features)
-
     def compute_and_output_dist(
         self, ctx: EmbeddingCollectionContext, input: KJTList
     ) -> LazyAwaitable[dict[str, JaggedTensor]]:
         """Look up and send as TorchRec does, in a step that stays with it."""
+        if self.exchange is not None:
+            self._tell_once("steps stay with TorchRec: GraphTrainPipeline alone exchanges unpooled tables")
         return self._at_home(partial(super().compute_and_output_dist, ctx, input))

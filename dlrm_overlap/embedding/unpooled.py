@@ -39,15 +39,13 @@ class UnpooledExchange(Exchange):
         options: ExchangeOptions,
         group: dist.ProcessGroup,
         device: torch.device,
-        dim: int,
     ) -> None:
-        """Take an exchange's arguments, of a layout that names tables, and the columns of each table."""
+        """Take an exchange's arguments, of a layout that names tables, all of as many columns."""
         # Rows are narrowed as they are expanded: so sums of gradients are sent as precisely as they travel.
         widest = torch.promote_types(options.wire_dtype, options.output_dtype)
         super().__init__(layout, tables, replace(options, output_dtype=widest), group, device)
         self._expanded_dtype = options.output_dtype
-        self.dim = dim
-        self._sums = RowSums(dim, self.device) if self.device.type == "cuda" else None
+        self._sums: RowSums | None = None
         self._batch_bound: BatchBound | None = None
         self.distinct: DistinctIds
         """of the tables in the order of `table_layout`, where this exchange takes ids"""
@@ -77,6 +75,8 @@ class UnpooledExchange(Exchange):
         """
         self.distinct, self._dedup, self._is_counted = distinct, dedup, bool(bound.distinct)
         self.table_layout, self._replicated = layout, replicated
+        self.dim = layout.dims[0]
+        self._sums = RowSums(self.dim, self.device) if self.device.type == "cuda" else None
         self.take_bound(bound)
 
     @property

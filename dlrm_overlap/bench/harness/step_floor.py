@@ -17,8 +17,7 @@ from dlrm_overlap.bench.harness.workload import exchange_options
 from dlrm_overlap.config import Config
 from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.embedding.layout import Layout
-from dlrm_overlap.embedding.replicated import replicated_shards
-from dlrm_overlap.embedding.shardings import build_layout, model_order
+from dlrm_overlap.embedding.shardings import build_layout, model_order, names_of
 from dlrm_overlap.embedding.traffic import DenseCounts, count_dense
 from dlrm_overlap.train.trainer import Trainer
 
@@ -61,8 +60,8 @@ def find_floor(
     (module,) = [each for each in trainer.model.modules() if isinstance(each, ShardedEmbeddingBagCollection)]
     every: list[Any] = list(module._embedding_shardings)
     exchanged = [i for i, sharding in enumerate(every) if type(sharding) is not DpPooledEmbeddingSharding]
-    alone = {shard.name for shard in replicated_shards([every[i] for i in range(len(every)) if i not in exchanged])}
-    names = [name for name in model_order(module._embedding_bag_configs) if name not in alone]
+    brought = names_of([every[i] for i in exchanged])
+    names = [name for name in model_order(module._embedding_bag_configs) if name in brought]
     layout = build_layout([every[i] for i in exchanged], names, group.size())
     samples = trainer.samples_per_rank
     dense = count_dense(config.model, len(trainer.train_data.rows), trainer.train_data.dense_features, samples)

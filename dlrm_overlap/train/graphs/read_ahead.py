@@ -56,7 +56,6 @@ class ReadAhead:
     ) -> None:
         """Take the modules whose ids are sent, the bound of the batches, and the order of a captured step."""
         self._modules, self._device, self._bound, self._streams, self._order = modules, device, bound, streams, order
-        self.unpooled_features = {feature for module in modules for feature in module.unpooled_features}
         self._landing: list[StaticBatch] = []
         self._working: list[StaticBatch] = []
         self._senders: list[tuple[Exchange, str]] = []
@@ -185,7 +184,7 @@ class ReadAhead:
             return self._read.pop()
         batch, self._iterator = None if self.is_exhausted else next(batches, None), batches
         self.is_exhausted = batch is None
-        return None if batch is None else with_even_batches_of(batch, self.unpooled_features)
+        return None if batch is None else with_even_batches_of(batch)
 
     def land(self, batches: Iterator[Any], parity: int) -> None:
         """Copy the next batch, if there is one, to the landing place of `parity`, and ask what all ranks bring with it.

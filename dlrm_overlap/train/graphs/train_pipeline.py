@@ -51,7 +51,7 @@ from dlrm_overlap.train.graphs.dense_step import DenseStep
 from dlrm_overlap.train.graphs.model_collectives import ModelCollectives
 from dlrm_overlap.train.graphs.optimizers import dense_optimizers, fused_optimizers
 from dlrm_overlap.train.graphs.read_ahead import ReadAhead
-from dlrm_overlap.train.graphs.static_batch import Leaves, on_device, with_even_batches_of
+from dlrm_overlap.train.graphs.static_batch import on_device, with_even_batches_of
 
 log = logging.getLogger("dlrm_overlap")
 
@@ -293,9 +293,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         training = _holder(self._model)
         if training._ahead.ids_are_sent:
             training._ahead.forget_sent_ids()  # of the training batch that comes next; they are sent again
-        batch = Leaves(next(batches))
-        if any(module.takes_ids for module in self._modules):  # else they take batches of features as they are
-            batch = with_even_batches_of(batch.batch, training._ahead.unpooled_features)
+        batch = with_even_batches_of(next(batches))
         with torch.inference_mode(False):  # training steps write to the windows that are made
             if training._steps and (beyond := training._ahead.evaluated_beyond(batch)) is not None:
                 training._forget_captured()
