@@ -22,17 +22,6 @@ one more of its visits. Which row goes changes no result.
 Where a row's slot is lies in a table of 4 bytes a row, in GPU memory. That is a thirtieth of the rows at D = 32, and
 makes the cache fully associative: no two rows stand in each other's way, and slots have no tags to be searched.
 
-Example: 4 slots, and steps of two ids each. Step 0 names rows 7 and 3, step 1 rows 3 and 9, step 2 rows 5 and 9.
-
-    send of step     named   slots      written back   brought in   ids become
-    0                7 3     3 7 - -    -              3, 7         1 0
-    1                3 9     3 7 9 -    -              9            0 2
-    2                5 9     3 7 9 5    -              5            3 2
-    3                8 8     3 8 9 5    7              8            1 1
-
-At the send of step 3, rows 5 and 9 of step 2 stay; rows 3 and 7 may go. The hand passes row 3, which step 1 has used
-once more, and takes the slot of row 7.
-
 Kernels find the slots (`kernels/find_slots.py`) and bring the rows (`kernels/swap_rows.py`), of sizes that the CPU
 knows and with nothing read back, so they are captured with the step. FBGEMM's own cache (`lxu_cache_*`) finds the
 distinct rows of a step by a sort whose result it sizes on the host, keeps the optimizers' states out of the cache, and
@@ -46,7 +35,7 @@ once, and at 30 in managed memory (H100).
 import logging
 from collections.abc import Mapping, Sequence
 from math import ceil
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -57,6 +46,8 @@ from dlrm_overlap.kernels.find_slots import find_slots
 from dlrm_overlap.kernels.swap_rows import swap_rows
 
 log = logging.getLogger("dlrm_overlap")
+
+Key = TypeVar("Key")
 
 
 class RowCache:
@@ -163,50 +154,36 @@ class HomeTable(NamedTuple):
     """the most ids of a step"""
 
 
-def make_caches(tables: Mapping[int, HomeTable], device: torch.device) -> dict[int, CachedTable]:
-    """Make the caches of the tables of one fused lookup; those that lie side by side at home share one.
-
-    Args:
-        tables: by their index in the lookup, ascending.
-
-    Returns:
-        By the same index.
-    """
-    together: list[list[int]] = []
-    for index, table in tables.items():
+def make_caches(tables: Mapping[Key, HomeTable], device: torch.device) -> dict[Key, CachedTable]:
+    """Make the caches of some tables, in whose order those that lie side by side at home share one."""
+    together: list[list[Key]] = []
+    for key, table in tables.items():
         if together and _are_adjacent(tables[together[-1][-1]].homes, table.homes):
-            together[-1].append(index)
+            together[-1].append(key)
         else:
-            together.append([index])
-    found: dict[int, CachedTable] = {}
-    for indices in together:
-        members = [tables[index] for index in indices]
-        counts = [table.homes[0].shape[0] for table in members]
-        share, named = 0, 0
-        for table, count in zip(members, counts, strict=True):
+            together.append([key])
+    found: dict[Key, CachedTable] = {}
+    for keys in together:
+        firsts, total, share, named = list[int](), 0, 0, 0
+        for table in map(tables.__getitem__, keys):
+            count = table.homes[0].shape[0]
+            firsts.append(total)
+            total += count
             share += ceil(count * table.fraction)
             named += min(count, 2 * table.ids)
-        homes = [_joined(first, sum(counts)) for first in members[0].homes]
+        homes = [home.as_strided((total, *home.shape[1:]), home.stride()) for home in tables[keys[0]].homes]
         cache = RowCache(homes, max(1, share, named), device)
         why = f", where {share} were asked for, since two steps may name as many" if share < named else ""
-        log.info("cache: %d slots for %d rows of %d tables%s", cache.slots, sum(counts), len(members), why)
-        first = 0
-        for index, count in zip(indices, counts, strict=True):
-            found[index] = CachedTable(cache, first)
-            first += count
+        log.info("cache: %d slots for %d rows of %d tables%s", cache.slots, total, len(keys), why)
+        found |= {key: CachedTable(cache, first) for key, first in zip(keys, firsts, strict=True)}
     return found
 
 
 def _are_adjacent(before: Sequence[torch.Tensor], after: Sequence[torch.Tensor]) -> bool:
     """Return whether the rows of one table, and their states, end where those of another begin."""
-    return all(
+    return len(before) == len(after) and all(
         one.data_ptr() + one.nbytes == other.data_ptr()
         and one.shape[1:] == other.shape[1:]
         and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
         for one, other in zip(before, after, strict=True)
     )
-
-
-def _joined(first: torch.Tensor, count: int) -> torch.Tensor:
-    """Return `count` rows from those of `first` on."""
-    return first.as_strided((count, *first.shape[1:]), first.stride())

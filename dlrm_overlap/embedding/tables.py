@@ -42,8 +42,6 @@ _BUFFERS = {
 
 log = logging.getLogger("dlrm_overlap")
 
-# FBGEMM's words on a CPU: those of its check of ids and, for the id -1, of the lookup.
-_FBGEMMS_BAD_ID = ("idx < num_rows", "idx >= 0", "is out of bounds: -1")
 _SEGMENT_LENGTH = 32  # ids of one row that a warp sums, as FBGEMM's own autograd function passes it on NVIDIA GPUs
 
 
@@ -118,52 +116,42 @@ class LocalTables:
         homes = [getattr(tbe, name).data_ptr() for tbe, name in self._storages]
         return *homes, *[cache.rows[0].data_ptr() for cache, _ in self._cached_features]
 
-    def _split(self) -> None:
+    def _at_home(self, lookup: int, table: int) -> list[torch.Tensor]:
+        """Return a table's rows [rows, D] and its optimizer's states, each [rows, D] or [rows] float32."""
         if (storage := self.storage()) != self._storage:
             self._weights = [tbe.split_embedding_weights() for tbe in self.lookups]
             self._states = [tbe.split_optimizer_states() for tbe in self.lookups]
             self._storage = storage
+        states = self._states[lookup]
+        return [self._weights[lookup][table], *(states[table] if states else ())]
+
+    def _tensors(self, shard: FeatureShard) -> list[torch.Tensor]:
+        """Return the same of a shard of this rank or, if it has a cache, of its slots."""
+        cached = self._cached.get((shard.lookup, shard.table))
+        return self._at_home(shard.lookup, shard.table) if cached is None else cached.cache.rows
 
     def weight(self, shard: FeatureShard) -> torch.Tensor:
         """Return the rows [rows, D] of a shard of this rank, or the slots that its ids name."""
-        if (cached := self._cached.get((shard.lookup, shard.table))) is not None:
-            return cached.cache.rows[0]
-        self._split()
-        return self._weights[shard.lookup][shard.table]
-
-    def weights(self, shards: Sequence[FeatureShard]) -> list[torch.Tensor]:
-        """Return the rows of each of these shards, as `weight` does."""
-        self._split()
-        return [self.weight(shard) for shard in shards]
-
-    def rows(self, shard: FeatureShard) -> int:
-        """Return the number of rows of a shard of this rank."""
-        self._split()
-        return self._weights[shard.lookup][shard.table].shape[0]
+        return self._tensors(shard)[0]
 
     def states(self, shard: FeatureShard) -> list[torch.Tensor]:
         """Return the optimizer's states of a shard's rows or slots, each [rows, D] or [rows] float32."""
-        if (cached := self._cached.get((shard.lookup, shard.table))) is not None:
-            return cached.cache.rows[1:]
-        return self._states_at_home(shard.lookup, shard.table)
+        return self._tensors(shard)[1:]
 
-    def _states_at_home(self, lookup: int, table: int) -> list[torch.Tensor]:
-        self._split()
-        states = self._states[lookup]
-        return list(states[table]) if states else []
+    def rows(self, shard: FeatureShard) -> int:
+        """Return the number of rows of a shard of this rank."""
+        return self._at_home(shard.lookup, shard.table)[0].shape[0]
 
     def stored(self, shard: FeatureShard) -> StoredRows:
         """Return where a shard's rows or slots are, on a GPU."""
         tbe: Any = self.lookups[shard.lookup]
-        optimizer = self.optimizer(shard)
-        if (cached := self._cached.get((shard.lookup, shard.table))) is not None:
-            weights, *states = [rows.flatten() for rows in cached.cache.rows]
+        optimizer, tensors = self.optimizer(shard), self._tensors(shard)
+        if (shard.lookup, shard.table) in self._cached:
+            weights, *states = [rows.flatten() for rows in tensors]
         else:
             weights, *states = [
                 _holding(rows, getattr(tbe, f"{name}_dev"), getattr(tbe, f"{name}_uvm"))
-                for name, rows in zip(
-                    ("weights", *_BUFFERS[optimizer]), (self.weight(shard), *self.states(shard)), strict=True
-                )
+                for name, rows in zip(("weights", *_BUFFERS[optimizer]), tensors, strict=True)
             ]
         given = tbe.optimizer_args  # of which SGD and Adagrad read neither, as under FBGEMM
         if optimizer == "rowwise_adagrad" and (given.weight_decay_mode or given.max_norm):
@@ -182,26 +170,17 @@ class LocalTables:
             InputError: if there is no room for them.
         """
         assert not self._cached, "caches are closed before others are made"
-        if not self.fractions:
-            return
-        self._split()
-        most = dict.fromkeys(self.fractions, 0)
-        for shard, count in zip(shards, ids, strict=True):
-            if (shard.lookup, shard.table) in most:
-                most[shard.lookup, shard.table] += count
-        for number, tbe in enumerate(self.lookups):
-            given: Any = tbe.optimizer_args
-            if tbe.use_cpu and (given.weight_decay or given.max_norm):
+        homes = dict[tuple[int, int], HomeTable]()
+        for (number, table), fraction in sorted(self.fractions.items()):
+            given: Any = self.lookups[number].optimizer_args
+            if self.lookups[number].use_cpu and (given.weight_decay or given.max_norm):
                 continue  # FBGEMM's operator for CPUs updates such rows, at home
-            homes = {
-                table: HomeTable(
-                    [self._weights[number][table], *self._states_at_home(number, table)], fraction, most[number, table]
-                )
-                for (lookup, table), fraction in sorted(self.fractions.items())
-                if lookup == number and self._weights[number][table].shape[0]
-            }
-            made = make_caches(homes, device)
-            self._cached |= {(number, table): cached for table, cached in made.items()}
+            tensors = self._at_home(number, table)
+            held = zip(shards, ids, strict=True)
+            most = sum(count for shard, count in held if (shard.lookup, shard.table) == (number, table))
+            if tensors[0].shape[0]:
+                homes[number, table] = HomeTable(tensors, fraction, most)
+        self._cached = make_caches(homes, device)
         for cache in dict.fromkeys(cached.cache for cached in self._cached.values()):
             held = [self._cached.get((shard.lookup, shard.table)) for shard in shards]
             first = [each.first if each is not None and each.cache is cache else -1 for each in held]
@@ -367,46 +346,26 @@ def bags_of(lookup: FusedLookup, inputs: Sequence[KeyedJaggedTensor]) -> KeyedJa
 
 
 class BadIds:
-    """The response to an id outside its table, by FBGEMM's bounds check modes.
+    """The response to an id outside its table, by FBGEMM's bounds check modes, of which the strictest holds for all.
 
-    NONE does not look for such ids, IGNORE and WARNING take row 0 instead, FATAL stops the run. FATAL holds for the
-    tables of its lookups; of the other modes the strictest holds for all others.
+    NONE does not look for such ids, IGNORE and WARNING take row 0 instead, FATAL stops the run.
     """
 
     def __init__(self, modes: Sequence[BoundsCheckMode]) -> None:
         """Take the mode of each lookup."""
-        self._stops = [mode == BoundsCheckMode.FATAL for mode in modes]
-        self._others = min((mode for mode in modes if mode != BoundsCheckMode.FATAL), default=BoundsCheckMode.NONE)
+        self.mode = min(modes, default=BoundsCheckMode.NONE)
+        self.looks = self.mode != BoundsCheckMode.NONE
         self._warned = False
 
-    @property
-    def looks(self) -> bool:
-        """Whether ids are held against the rows of their tables."""
-        return any(self._stops) or self._others != BoundsCheckMode.NONE
-
-    def mode_of(self, shard: FeatureShard) -> BoundsCheckMode:
-        """Return the mode of a shard's table."""
-        return BoundsCheckMode.FATAL if self._stops[shard.lookup] else self._others
-
-    def rows_to_check(self, shard: FeatureShard, rows: int) -> int:
-        """Return the rows of a shard's table as kernels take them: negative if they are not to record its bad ids.
-
-        A kernel keeps the first id that it records. One for which row 0 is taken must not hide one that stops the run.
-        """
-        return rows if self._stops[shard.lookup] or not any(self._stops) else -rows
-
-    def report(self, message: str, shards: Iterable[FeatureShard]) -> None:
+    def report(self, message: str) -> None:
         """Stop the run or, under WARNING, log the first such id, for which row 0 was taken.
 
-        Args:
-            shards: the id is outside the table of one of these.
-
         Raises:
-            ValueError: if one of the tables is under FATAL.
+            ValueError: under FATAL.
         """
-        if any(self._stops[shard.lookup] for shard in shards):
+        if self.mode == BoundsCheckMode.FATAL:
             raise ValueError(message)
-        if self._others == BoundsCheckMode.WARNING and not self._warned:
+        if self.mode == BoundsCheckMode.WARNING and not self._warned:
             log.warning("%s; row 0 was taken. Later ones are not reported", message)
             self._warned = True
 
@@ -421,16 +380,6 @@ def bad_id_message(name: str, value: int | None, rows: int) -> str:
     """Return the message about an id outside its table."""
     what = "an id" if value is None else f"id {value}"
     return f"{name}: {what} is outside its table of {rows} rows; map ids into 0 .. {rows - 1} where they are read"
-
-
-def fbgemms_bad_id(error: RuntimeError) -> ValueError | None:
-    """Return the error of an exchange in place of `error`, FBGEMM's of an id outside its table, on a CPU.
-
-    FBGEMM's error names neither the table nor the id.
-    """
-    if not any(text in str(error) for text in _FBGEMMS_BAD_ID):
-        return None
-    return ValueError("an id is outside its table; map ids into its rows where they are read")
 
 
 def max_gradients(fused_params: Iterable[Mapping[str, Any]]) -> set[float | None]:

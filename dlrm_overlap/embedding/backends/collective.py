@@ -83,7 +83,7 @@ class CpuCollectiveForward(CollectiveForward):
 
     def pool(self, step: Step, send: torch.Tensor) -> None:
         """Pool shard by shard."""
-        weights = self.tables.weights(list(self.columns))
+        weights = [self.tables.weight(shard) for shard in self.columns]
         check_on_cpu(self, step, weights)
         for (shard, column), weight in zip(self.columns.items(), weights, strict=True):
             send[:, column : column + shard.dim] = pool_on_cpu(shard, weight, step, 0, send.shape[0])

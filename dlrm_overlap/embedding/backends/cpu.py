@@ -6,7 +6,6 @@ Processes of one host store into each other's memory.
 from collections.abc import Mapping, Sequence
 
 import torch
-from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.comm.arena import HostArena
@@ -103,9 +102,9 @@ def check_on_cpu(forward: Forward, step: Step, weights: Sequence[torch.Tensor]) 
         if not outside.any():
             continue
         message = bad_id_message(shard.name, int(here[outside].min()), rows)
-        if forward.bad_ids.mode_of(shard) == BoundsCheckMode.NONE or (here == -1).any():
+        if not forward.bad_ids.looks or (here == -1).any():
             raise ValueError(message)
-        forward.bad_ids.report(message, [shard])
+        forward.bad_ids.report(message)
         with torch.inference_mode(here.is_inference()):  # else torch does not write to such ids
             here.masked_fill_(outside, 0)
 
@@ -165,7 +164,7 @@ class CpuZeroCopyForward(WindowForward):
 
     def start(self, step: Step) -> None:
         """Pool and store rank by rank, the next one first, then raise the flags."""
-        weights = self.tables.weights(self.layout.by_owner[self.rank])
+        weights = [self.tables.weight(shard) for shard in self.layout.by_owner[self.rank]]
         self.begin(step, weights)
         for number in self._turns:
             rank, window = self._reached[number], self._peers[self._epoch % 2][number]

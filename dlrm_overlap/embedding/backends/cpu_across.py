@@ -30,7 +30,7 @@ class CpuZeroCopyAcross(CpuZeroCopyForward):
     def begin(self, step: Step, weights: Sequence[torch.Tensor]) -> None:
         """Begin the step, then pool for the other hosts' ranks, and send."""
         super().begin(step, weights)
-        sent = self.tables.weights(list(self._columns))
+        sent = [self.tables.weight(shard) for shard in self._columns]
 
         def pool(message: Message, rows: torch.Tensor) -> None:
             first = step.batch.first_sample[message.host.start]

@@ -46,7 +46,7 @@ class IdPull:
     def __init__(
         self, ids: IdLayout, windows: WindowPair, sources: range, features: Sequence[int], rows: Sequence[int]
     ) -> None:
-        """Take the ranks to read from, and of each feature its index in the keys and its `BadIds.rows_to_check`."""
+        """Take the ranks to read from, and of each feature its index in the keys and its table's rows."""
         self._ids, self._features, self._sources = ids, features, len(sources)
         self._device, self._known = windows.arena.device, ids.known_lengths
         self.record = Record(self._device)
@@ -254,11 +254,8 @@ class IdExchange(ABC):
         first, end = shard.rows
         value, rows = value + first, end or rows
         where = f"id {index} of feature {name} in the batch of rank {source}"
-        self.bad_ids_of(shard).report(f"{where}: {bad_id_message(name, value, rows)}", [shard])
-
-    def bad_ids_of(self, shard: FeatureShard) -> BadIds:
-        """Return the response to ids outside a shard that this rank holds, be it alone or as every rank does."""
-        return self.own_bad_ids if shard.owner == EVERY_RANK else self.bad_ids
+        bad_ids = self.own_bad_ids if shard.owner == EVERY_RANK else self.bad_ids
+        bad_ids.report(f"{where}: {bad_id_message(name, value, rows)}")
 
     def overflow(self, rank: int, feature: int, count: int, most: int) -> ValueError:
         """Return the error for a batch that has too many ids, or another number than is known."""
@@ -405,10 +402,7 @@ class DeviceIdExchange(IdExchange):
     def __init__(self, context: ExchangeContext, ids: IdLayout, windows: WindowPair) -> None:
         super().__init__(context, ids, windows)
         self._shards = self.layout.by_owner[self.rank]
-        rows = [
-            [self.bad_ids_of(shard).rows_to_check(shard, self.rows_of(shard)) for shard in shards]
-            for shards in (self._shards, self.layout.replicated)
-        ]
+        rows = [[self.rows_of(shard) for shard in shards] for shards in (self._shards, self.layout.replicated)]
         self._pull = IdPull(ids, windows, range(self.world_size), self.requested, rows[0])
         self._pull_own: IdPull | None = None
         if self.replicated:
