@@ -14,7 +14,6 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
 from torchrec.distributed.sharding_plan import get_default_sharders as get_torchrec_sharders
 from torchrec.distributed.types import (
-    CommOp,
     ModuleSharder,
     ParameterSharding,
     QuantizedCommCodecs,
@@ -26,7 +25,7 @@ from dlrm_overlap.backends import BACKENDS, EXCHANGED
 from dlrm_overlap.config import EmbeddingConfig, InputError, NonNegativeInt, PositiveInt, Rule, Seconds, SliceBags
 from dlrm_overlap.embedding.exchanging_module import ExchangingModule
 from dlrm_overlap.embedding.options import PUTS, WIRE_DTYPES, ExchangeOptions
-from dlrm_overlap.embedding.reasons import precisions
+from dlrm_overlap.embedding.reasons import POOLED_OPS, UNPOOLED_OPS, precisions
 from dlrm_overlap.embedding.sharded_module import OverlapShardedEmbeddingBagCollection
 from dlrm_overlap.embedding.sharded_unpooled import OverlapShardedEmbeddingCollection
 from dlrm_overlap.embedding.shardings import cached_shares, exchanging_group
@@ -206,7 +205,7 @@ class OverlapEmbeddingBagCollectionSharder(_ExchangingSharder, EmbeddingBagColle
                 stay with TorchRec.
         """
         super().__init__(fused_params, qcomm_codecs_registry, sharded_module_order_overwrite)
-        asked = precisions(qcomm_codecs_registry)
+        asked = precisions(qcomm_codecs_registry, POOLED_OPS)
         self._of_module = self._take({"copy_output": True, **given}, PooledArguments, asked, output_order="plan")
         self._of_module["sharded_module_order_overwrite"] = sharded_module_order_overwrite
 
@@ -233,7 +232,7 @@ class OverlapEmbeddingCollectionSharder(_ExchangingSharder, EmbeddingCollectionS
     ) -> None:
         """Take TorchRec's arguments, `use_index_dedup` for its own steps, and those of `UnpooledArguments`."""
         super().__init__(fused_params, qcomm_codecs_registry, use_index_dedup)
-        asked = precisions(qcomm_codecs_registry, [CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL])
+        asked = precisions(qcomm_codecs_registry, UNPOOLED_OPS)
         self._of_module = self._take(given, UnpooledArguments, asked, dedup="auto")
         self._of_module["use_index_dedup"] = use_index_dedup
 

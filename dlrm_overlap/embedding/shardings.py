@@ -41,7 +41,7 @@ TAKEN = (
     GridPooledEmbeddingSharding,
 )
 # TorchRec pools sums of these, and divides by the lengths of the whole bags after the exchange, if it does.
-CUT_BY_ROWS = (
+_CUT_BY_ROWS = (
     RwPooledEmbeddingSharding,
     TwRwPooledEmbeddingSharding,
     GridPooledEmbeddingSharding,
@@ -53,8 +53,6 @@ _CUT_BY_COLUMNS = (
     GridPooledEmbeddingSharding,
     CwSequenceEmbeddingSharding,
 )
-SUMMED_ALONE = RwPooledEmbeddingSharding
-"""whose partial sums no other collective brings on"""
 # TorchRec reduces the partial sums of these within a host first.
 _BY_HOST = TwRwPooledEmbeddingSharding, GridPooledEmbeddingSharding
 
@@ -176,7 +174,7 @@ def build_layout(
         lookup = 0
         for number, sharding in enumerate(replicated if owner == EVERY_RANK else shardings):
             feature, groups = 0, sharding._grouped_embedding_configs_per_rank[owner]
-            by_rows, by_columns = isinstance(sharding, CUT_BY_ROWS), isinstance(sharding, _CUT_BY_COLUMNS)
+            by_rows, by_columns = isinstance(sharding, _CUT_BY_ROWS), isinstance(sharding, _CUT_BY_COLUMNS)
             for config in groups:
                 for index, table in enumerate(config.embedding_tables):
                     first_row = table.local_metadata.shard_offsets[0] if by_rows else 0

@@ -5,8 +5,6 @@ without a copy. The gradient is read where autograd left it, and added to that o
 belongs to the dense part: it is summed over the ranks and used as that part's is.
 """
 
-from abc import abstractmethod
-
 import torch
 
 from dlrm_overlap.embedding.backends.base import Half
@@ -24,7 +22,7 @@ from dlrm_overlap.kernels.backward.update_rows import RowUpdate
 from dlrm_overlap.kernels.reference import update_rows
 
 
-class LocalLookup(Half):
+class _LocalLookup(Half):
     """The lookup of replicated tables on one rank: of each step `pool`, and maybe `start_backward`, `finish_backward`.
 
     Who trains sets the parameters' gradients to zero before each step, as for other parameters; `start_backward` adds
@@ -46,24 +44,12 @@ class LocalLookup(Half):
         assert step.replicated is not None, "the ids of a step come with those of replicated features"
         return Step([step.replicated], BatchSizes.of((step.batch.per_rank[self.rank],)))
 
-    @abstractmethod
+
+class CpuLocalLookup(_LocalLookup):
+    """On a CPU, which pools and updates as the reference does."""
+
     def pool(self, step: Step) -> None:
         """Store the pooled embeddings of this rank's samples to its window of the step, which has begun."""
-
-    @abstractmethod
-    def start_backward(self, step: Step, gradient: torch.Tensor) -> None:
-        """Start to add the gradient [b, D_total] of the output to those of the rows."""
-
-    @abstractmethod
-    def finish_backward(self, step: Step) -> None:
-        """Make all that is issued on the current stream from now on see the rows' gradients."""
-
-
-class CpuLocalLookup(LocalLookup):
-    """`LocalLookup` on a CPU, which pools and updates as the reference does."""
-
-    def pool(self, step: Step) -> None:
-        """Pool one feature after the other into this rank's window."""
         own, window = self.own(step), self.windows.local
         for shard, column in self.columns.items():
             pooled = pool_on_cpu(shard, self.replicated.weight(shard), own, 0, own.batch.total)
@@ -71,7 +57,7 @@ class CpuLocalLookup(LocalLookup):
             window[: own.batch.total, first : first + shard.dim] = pooled
 
     def start_backward(self, step: Step, gradient: torch.Tensor) -> None:
-        """Add the gradients of one feature's rows after the other."""
+        """Add the gradient [b, D_total] of the output to those of the rows."""
         own = self.own(step)
         for shard, column in self.columns.items():
             ids, sample, factors = ids_in_bags(own.inputs[0], shard, own.batch.total)
@@ -83,7 +69,7 @@ class CpuLocalLookup(LocalLookup):
         """Do nothing: `start_backward` has added all gradients."""
 
 
-class DeviceLocalLookup(LocalLookup):
+class DeviceLocalLookup(_LocalLookup):
     """On a GPU, by the kernels of the exchange: those that pool, as a rank alone would, and those that update rows.
 
     All of the backward runs beside the main stream, which needs its result for the dense parameters' reduction alone:
@@ -147,3 +133,6 @@ class DeviceLocalLookup(LocalLookup):
     def close(self) -> None:
         """Forget the windows."""
         self._windows = []
+
+
+LocalLookup = CpuLocalLookup | DeviceLocalLookup
