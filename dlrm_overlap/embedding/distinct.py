@@ -10,7 +10,6 @@ and g are in slots 1 0 1 and 0. The gradients of the first and the third id of f
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -85,62 +84,39 @@ class Distinct(NamedTuple):
 class _Rooms(NamedTuple):
     """Where the ids of sequences with so much room each are: tensors on the device, which a capture cannot make."""
 
-    rooms: torch.Tensor
-    """[S] int64"""
-    sequence: torch.Tensor
-    """[P] int64: of each place for an id, the sequence"""
-    within: torch.Tensor
-    """[P] int64: its number in the sequence"""
-    table: torch.Tensor
-    """[P] int64: the sequence's table"""
-    rows: torch.Tensor
-    """[P] int64: that table's"""
-    first_key: torch.Tensor
-    """[P]: that table's"""
-    first: torch.Tensor
-    """int64: the first place of each table, and the end"""
-    positions: torch.Tensor
-    """[P + 2] int32: 0, 1, 2, .."""
+    rooms: torch.Tensor  # [S] int64
+    sequence: torch.Tensor  # [P] int64: of each place for an id, the sequence
+    within: torch.Tensor  # [P] int64: its number in the sequence
+    table: torch.Tensor  # [P] int64: the sequence's table
+    rows: torch.Tensor  # [P] int64: that table's
+    first_key: torch.Tensor  # [P]: that table's
+    first: torch.Tensor  # int64: the first place of each table, and the end
+    positions: torch.Tensor  # [P + 2] int32: 0, 1, 2, ..
 
 
 class _Blocks(NamedTuple):
     """`SlotBlocks` on the device, int64; slots are numbered table by table."""
 
-    first: torch.Tensor
-    """[T]: the first slot of each table"""
-    counts: torch.Tensor
-    """[T]: slots of each table"""
-    last: torch.Tensor
-    """[T]: the last feature of each table"""
-    table: torch.Tensor
-    """[F]: the table of each feature"""
-    within: torch.Tensor
-    """[F, b]: of each slot the number among its table's"""
-    places: torch.Tensor
-    """[F * b] int32: of each slot the row in the window, see `Distinct.places`"""
+    first: torch.Tensor  # [T]: the first slot of each table
+    counts: torch.Tensor  # [T]: slots of each table
+    last: torch.Tensor  # [T]: the last feature of each table
+    table: torch.Tensor  # [F]: the table of each feature
+    within: torch.Tensor  # [F, b]: of each slot the number among its table's
+    places: torch.Tensor  # [F * b] int32: of each slot the row in the window, see `Distinct.places`
 
 
-@dataclass
-class SortedBatch:
+class SortedBatch(NamedTuple):
     """The ids of a batch in the order of their tables and, without duplicates, of themselves."""
 
     rooms: _Rooms
-    ids: torch.Tensor
-    """[P]"""
-    order: torch.Tensor | None
-    """[P] int64: the place of the first id in order, of the second, ..; None: as they are"""
-    table: torch.Tensor
-    """[P] int64: of each in order, the table or the range"""
-    begins: torch.Tensor
-    """[P] bool: which of them, in order, are the first of their kind"""
-    run: torch.Tensor
-    """[P] int64: of each in order, the number of distinct ids before its own"""
-    first_run: torch.Tensor
-    """[T + 1] int64: the first distinct id of each table, and the number of all"""
-    total: torch.Tensor
-    """[] int64: ids of the batch for which there is room; after them come, in order, places without one"""
-    counts: torch.Tensor
-    """[T] int64: distinct ids of each table; more than P where there is no room for some"""
+    ids: torch.Tensor  # [P]
+    order: torch.Tensor | None  # [P] int64: the place of the first id in order, of the second, ..; None: as they are
+    table: torch.Tensor  # [P] int64: of each in order, the table or the range
+    begins: torch.Tensor  # [P] bool: which of them, in order, are the first of their kind
+    run: torch.Tensor  # [P] int64: of each in order, the number of distinct ids before its own
+    first_run: torch.Tensor  # [T + 1] int64: the first distinct id of each table, and the number of all
+    total: torch.Tensor  # [] int64: ids of the batch that have room; after them come, in order, places without one
+    counts: torch.Tensor  # [T] int64: distinct ids of each table; more than P where there is no room for some
 
 
 class DistinctIds:

@@ -71,15 +71,15 @@ class ExchangingModule(nn.Module, Generic[Served]):
         """TorchRec's shardings, by number."""
         raise NotImplementedError
 
-    def _exchanged_names(self) -> Mapping[str, str]:
-        """Return the names of the exchange's output in its order, each with TorchRec's."""
+    def _names_in_output(self, numbers: Sequence[int]) -> Mapping[str, str]:
+        """Return the names of some shardings' columns in the exchange's order, each with TorchRec's, see `names_of`."""
         raise NotImplementedError
 
     def _set_up(self) -> None:
         """Find out which shardings can be exchanged, say so, and make their exchange."""
         if self.cached:
             self._optim = _TableOptimizer(self._optim, self)
-        self.exchange, self.takes_ids, self.stock = None, False, None
+        self.exchange, self.takes_ids, self.stock, self._replicated_tables = None, False, None, None
         every: list[Any] = self._shardings
         by_type: dict[str, Any] = dict(zip(self._sharding_types, every, strict=True))  # type: ignore[arg-type]
         reasons = reasons_to_fall_back(by_type, self._env, self._options.wire_dtype, self.cached, self._device)
@@ -110,19 +110,19 @@ class ExchangingModule(nn.Module, Generic[Served]):
             options = replace(options, output_dtype=output.as_dtype(), wire_dtype=output.as_dtype())
         return replace(options, max_gradient=max_gradients(group.fused_params or {} for group in groups).pop())
 
-    def _layout(self) -> Layout:
-        """Return the layout of the shardings whose columns the exchange fills."""
+    def _layout(self, numbers: Sequence[int]) -> Layout:
+        """Return the layout of some shardings, for the exchange to fill their columns."""
         every, group = self._shardings, exchanging_group(self._env)
-        replicated = [every[i] for i in self._replicated if i in self._ours]
-        names = list(self._exchanged_names()) if self._ours else []
-        return build_layout([every[i] for i in self._exchanged], names, group.size(), replicated)
+        exchanged, replicated = (
+            [every[i] for i in kind if i in numbers] for kind in (self._exchanged, self._replicated)
+        )
+        return build_layout(exchanged, list(self._names_in_output(numbers)), group.size(), replicated)
 
     def _make_exchange(self) -> Served:
         """Return an exchange of the shardings that can be exchanged; of none, it has data-parallel tables alone."""
         tables = LocalTables.of([self._lookups[i] for i in self._exchanged], self.cached)
-        return self._exchange_type(
-            self._layout(), tables, self._resolved, exchanging_group(self._env), torch.device(self._device)
-        )
+        layout, group = self._layout(self._exchanged), exchanging_group(self._env)
+        return self._exchange_type(layout, tables, self._resolved, group, torch.device(self._device))
 
     def take_ids(
         self,
@@ -136,27 +136,23 @@ class ExchangingModule(nn.Module, Generic[Served]):
         Args:
             order: of the step that this one's ids are captured in; None leaves the exchange's own.
         """
-        replicated = None
         if self._replicated:
-            self.exchange = self.exchange or self._make_exchange()
-            self._ours = sorted({*self._exchanged, *self._replicated})
+            self.exchange, self._ours = self.exchange or self._make_exchange(), self._looked_up_in_step
             shardings, lookups = ([kept[i] for i in self._replicated] for kept in (self._shardings, self._lookups))
-            replicated = ReplicatedTables.of(shardings, lookups)
+            self._replicated_tables = ReplicatedTables.of(shardings, lookups)
         if self.exchange is not None and order is not None:
             self.exchange.order = order
-        self._take_ids(keys, bound, self._layout(), replicated, weighted)
+        self._take_ids(keys, bound, weighted)
         self.takes_ids = True
 
-    def _take_ids(
-        self,
-        keys: Sequence[str],
-        bound: BatchBound,
-        layout: Layout,
-        replicated: ReplicatedTables | None,
-        weighted: bool,
-    ) -> None:
+    def _take_ids(self, keys: Sequence[str], bound: BatchBound, weighted: bool) -> None:
         """Do so, once there is an exchange of the tables that one can take, if there are any."""
         raise NotImplementedError
+
+    @property
+    def _looked_up_in_step(self) -> list[int]:
+        """The shardings that a captured step looks up itself."""
+        return sorted({*self._exchanged, *self._replicated})
 
     def why_ids_are_not_taken(self) -> str | None:
         """Return why this module leaves the ids to TorchRec, alike on all ranks, or None if `take_ids` would work."""

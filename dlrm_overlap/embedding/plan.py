@@ -251,18 +251,3 @@ def _does_not_fit(kind: str, reason: str) -> InputError:
         f"embedding.plan: no plan of kind {kind} fits ({reason:.200}...); cache tables with --embedding.memory auto, "
         f"cap them with --data.tables.max_rows, or use more ranks"
     )
-
-
-def plan_record(plan: ShardingPlan) -> dict[str, Any]:
-    """Return a checkpoint's record of the plan: of each table the sharding, and rank, offsets and sizes of shards."""
-    return {
-        table: {"sharding": sharding.sharding_type}
-        | {
-            "shards": [
-                {"rank": s.placement.rank(), "offsets": list(s.shard_offsets), "sizes": list(s.shard_sizes)}
-                for s in (sharding.sharding_spec.shards if sharding.sharding_spec else [])
-            ]
-        }
-        for module in plan.plan.values()
-        for table, sharding in sorted(module.items())  # type: ignore[attr-defined]
-    }

@@ -9,7 +9,6 @@ from torch import nn
 from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.embeddingbag import (
     EmbeddingBagCollectionAwaitable,
-    EmbeddingBagCollectionContext,
     ShardedEmbeddingBagCollection,
 )
 from torchrec.distributed.types import Awaitable, LazyAwaitable, NoWait
@@ -22,14 +21,7 @@ from dlrm_overlap.embedding.exchanging_module import ExchangingModule
 from dlrm_overlap.embedding.id_layout import BatchBound
 from dlrm_overlap.embedding.layout import Layout
 from dlrm_overlap.embedding.own_batches import with_bags_of_samples
-from dlrm_overlap.embedding.replicated import ReplicatedTables
-from dlrm_overlap.embedding.shardings import (
-    hosts_of,
-    in_rank_order,
-    model_order,
-    names_of,
-    output_types,
-)
+from dlrm_overlap.embedding.shardings import in_rank_order, model_order, names_of, output_types
 from dlrm_overlap.embedding.steps import with_float_weights
 from dlrm_overlap.embedding.stock import StockTables
 
@@ -58,14 +50,8 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
         """TorchRec's shardings, by number."""
         return self._embedding_shardings
 
-    def _exchanged_names(self) -> dict[str, str]:
-        """Return the names of the pooled embeddings that the exchange brings, in the order of its output.
-
-        Returns:
-            Name in the layout -> TorchRec's name, see `names_of`.
-        """
-        every: list[Any] = self._embedding_shardings
-        names = names_of([every[i] for i in self._ours])
+    def _names_in_output(self, numbers: Sequence[int]) -> dict[str, str]:
+        names = names_of([self._embedding_shardings[i] for i in numbers])
         if self._output_order == "plan":
             return names
         return {name: names[name] for name in model_order(self._embedding_bag_configs) if name in names}
@@ -75,7 +61,7 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
         self._output_names, self._output_dims = self._embedding_names, self._embedding_dims
         if self._output_order == "model":
             others = self._others
-            self._output_names = [*self._exchanged_names().values(), *names_of(others).values()]
+            self._output_names = [*self._names_in_output(self._ours).values(), *names_of(others).values()]
             self._output_dims = layout.dims + [dim for each in others for dim in each.embedding_dims()]
 
     @property
@@ -92,18 +78,12 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
         options = self.exchange.options
         return options.leading_columns if BACKENDS[options.backend].stores_to_peers else 0
 
-    def _take_ids(
-        self,
-        keys: Sequence[str],
-        bound: BatchBound,
-        layout: Layout,
-        replicated: ReplicatedTables | None,
-        weighted: bool,
-    ) -> None:
+    def _take_ids(self, keys: Sequence[str], bound: BatchBound, weighted: bool) -> None:
         stock = [i for i in range(len(self._shardings)) if i not in self._ours]
         self.stock = StockTables(self, stock) if stock else None
         if self.exchange is not None:
-            self.exchange.take_ids(keys, bound, layout, replicated, weighted)
+            layout = self._layout(self._ours)
+            self.exchange.take_ids(keys, bound, layout, self._replicated_tables, weighted)
             self._order_output(layout)
         if self._has_mean_pooling_callback:
             self._divided_by = self._rows_of_divisor(keys).to(self._device)
@@ -139,72 +119,62 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
         """Look up and exchange, as TorchRec's sharded module does; where ids are taken, they are sent here at last."""
         if not self.takes_ids:
             return super().forward(*input, **kwargs)
-        (features,) = (*input, *kwargs.values())
-        features = with_bags_of_samples(features)
+        features = with_bags_of_samples(*input, **kwargs)
         exchanged, others = None, {}
         if self.exchange is not None:
             exchanged = self.exchange.start_sent(features)
         if self.stock is not None:
             pooled = zip(self.stock.numbers, self.stock.pooled(features), strict=True)
             others = {number: NoWait(each) for number, each in pooled}
-        awaitable = self._awaitable(self._in_order(exchanged, others))
-        if self._has_mean_pooling_callback:
-            awaitable.callbacks.append(partial(self._divide, divisor=self._divisor(features)))
-        return awaitable
+        return self._output(exchanged, others, self._divisor(features) if self._has_mean_pooling_callback else None)
 
-    def compute_and_output_dist(self, ctx: EmbeddingBagCollectionContext, input: KJTList) -> LazyAwaitable[KeyedTensor]:
+    def compute_and_output_dist(self, ctx: Any, input: KJTList) -> LazyAwaitable[KeyedTensor]:
         """Look up and exchange; TorchRec's train pipelines call this with ids that are already at their owners."""
         if self.exchange is None or not self._exchanged:
             return super().compute_and_output_dist(ctx, input)
         trackers = (getattr(self._lookups[i], "optim_state_tracker_fn", None) for i in self._exchanged)
-        is_tracked = self.post_lookup_tracker_fn or self.post_odist_tracker_fn or any(trackers)
-        if is_tracked:
+        if self.post_lookup_tracker_fn or self.post_odist_tracker_fn or any(trackers):
             self._tell_once("steps stay with TorchRec: a tracker is registered")
             return self._at_home(partial(super().compute_and_output_dist, ctx, input))
-        first: Any = ctx.sharding_contexts[self._exchanged[0]]
-        batch_sizes = first.batch_size_per_rank
-        exchanged = self.exchange.start(self._in_rank_order(input, batch_sizes), batch_sizes)
+        batch_sizes = ctx.sharding_contexts[self._exchanged[0]].batch_size_per_rank
+        shardings = [(self._embedding_shardings[i], with_float_weights(input[i])) for i in self._exchanged]
+        ids = [in_rank_order(each, sharding, tuple(batch_sizes)) for sharding, each in shardings]
+        exchanged = self.exchange.start(ids, batch_sizes)
         others = {
             i: output_dist(lookup(input[i]), ctx.sharding_contexts[i])
             for i, (lookup, output_dist) in enumerate(zip(self._lookups, self._output_dists, strict=True))
             if i not in self._exchanged
         }
-        awaitable = self._awaitable(self._in_order(exchanged, others))
-        if self._has_mean_pooling_callback:
-            assert ctx.divisor is not None
-            awaitable.callbacks.append(partial(self._divide, divisor=ctx.divisor))
-        return awaitable
+        return self._output(exchanged, others, ctx.divisor)
 
-    def _in_rank_order(self, input: KJTList, batch_sizes: Sequence[int]) -> list[KeyedJaggedTensor]:
-        """Return the ids of the shardings that are exchanged, each with the bags of rank 0's samples first."""
-        ids = [(with_float_weights(input[i]), hosts_of(self._embedding_shardings[i])) for i in self._exchanged]
-        return [each if hosts == 1 else in_rank_order(each, tuple(batch_sizes), hosts) for each, hosts in ids]
+    def _output(
+        self,
+        exchanged: PooledAwaitable | None,
+        others: Mapping[int, Awaitable[torch.Tensor]],
+        divisor: torch.Tensor | None,
+    ) -> LazyAwaitable[KeyedTensor]:
+        """Return the awaitable of all columns in their order.
 
-    def _awaitable(self, parts: list[Awaitable[torch.Tensor]]) -> EmbeddingBagCollectionAwaitable:
-        return EmbeddingBagCollectionAwaitable(
+        Args:
+            others: by sharding, the columns that the exchange does not fill.
+            divisor: of all columns in TorchRec's order, if some are sums of parts of means.
+        """
+        parts = [*([] if exchanged is None else [exchanged]), *others.values()]
+        if exchanged is not None and others and self._output_order == "plan":
+            every: list[Any] = self._embedding_shardings
+            widths = [sum(every[i].embedding_dims()) for i in self._ours]
+            columns = cache(lambda: exchanged.wait().split(widths, dim=1))
+            ours = {i: _Part(columns, number) for number, i in enumerate(self._ours)}
+            parts = [ours[i] if i in ours else others[i] for i in range(len(every))]
+        pooled = EmbeddingBagCollectionAwaitable(
             awaitables=parts,
             embedding_dims=self._output_dims,
             embedding_names=self._output_names,
             module_fqn=self._module_fqn,
         )
-
-    def _in_order(
-        self, exchanged: PooledAwaitable | None, others: Mapping[int, Awaitable[torch.Tensor]]
-    ) -> list[Awaitable[torch.Tensor]]:
-        """Return the awaitables of the columns of the output, in their order.
-
-        Args:
-            others: by sharding, of those that are not exchanged.
-        """
-        if exchanged is None:
-            return list(others.values())
-        if self._output_order == "model" or not others:
-            return [exchanged, *others.values()]
-        every: list[Any] = self._embedding_shardings
-        widths = [sum(every[i].embedding_dims()) for i in self._ours]
-        parts = cache(lambda: exchanged.wait().split(widths, dim=1))
-        ours = {i: _Part(parts, number) for number, i in enumerate(self._ours)}
-        return [ours[i] if i in ours else others[i] for i in range(len(every))]
+        if divisor is not None:
+            pooled.callbacks.append(partial(self._divide, divisor=divisor))
+        return pooled
 
     def _divide(self, pooled: KeyedTensor, divisor: torch.Tensor) -> KeyedTensor:
         """Divide by the bags' lengths, given in TorchRec's order, where row-wise shards hold parts of a mean."""
@@ -236,12 +206,11 @@ def output_dtype(module: nn.Module) -> torch.dtype:
     """Return the type of a module's pooled embeddings, sharded by TorchRec's sharder or by ours; else float32."""
     if not isinstance(module, ShardedEmbeddingBagCollection):
         return torch.float32
-    exchange, exchanged = None, []
-    if isinstance(module, OverlapShardedEmbeddingBagCollection):
-        exchange, exchanged = module.exchange, module._exchanged
-    types = [] if exchange is None else [exchange.options.output_dtype]
-    others = [each for number, each in enumerate(module._embedding_shardings) if number not in exchanged]
-    types += [output.as_dtype() for sharding in others for output in output_types(sharding)]
+    shardings, types = dict(enumerate(module._embedding_shardings)), []
+    if isinstance(module, OverlapShardedEmbeddingBagCollection) and module.exchange is not None:
+        types = [module.exchange.options.output_dtype]
+        shardings = {number: each for number, each in shardings.items() if number not in module._exchanged}
+    types += [output.as_dtype() for sharding in shardings.values() for output in output_types(sharding)]
     return reduce(torch.promote_types, types)
 
 

@@ -14,9 +14,8 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from dlrm_overlap.embedding.distinct import DistinctIds, NamedSequence
 from dlrm_overlap.embedding.exchanging_module import ExchangingModule
 from dlrm_overlap.embedding.id_layout import BatchBound
-from dlrm_overlap.embedding.layout import Layout, RowRange
+from dlrm_overlap.embedding.layout import RowRange
 from dlrm_overlap.embedding.own_batches import with_bags_of_samples
-from dlrm_overlap.embedding.replicated import ReplicatedTables
 from dlrm_overlap.embedding.shardings import table_names
 from dlrm_overlap.embedding.unpooled import UnpooledExchange
 
@@ -42,7 +41,6 @@ class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], Shar
     """
 
     _kind = "unpooled tables"
-
     _exchange_type = UnpooledExchange
 
     def __init__(self, *args: Any, dedup: bool | str, **kwargs: Any) -> None:
@@ -64,46 +62,34 @@ class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], Shar
         """TorchRec's shardings, by number."""
         return list(self._sharding_type_to_sharding.values())
 
-    def _exchanged_names(self) -> dict[str, str]:
-        """Return the tables that the exchange serves, in the order of the module."""
-        return {name: name for name in self._tables_of(self._ours)}
-
-    def _tables_of(self, numbers: Sequence[int]) -> list[str]:
-        """Return the tables of some shardings, in the order of the module."""
+    def _names_in_output(self, numbers: Sequence[int]) -> dict[str, str]:
         found = table_names([self._shardings[i] for i in numbers])
-        return [name for name in self._configs if name in found]
+        return {name: name for name in self._configs if name in found}
 
-    def _distinct_of(self, tables: Sequence[str], ranges: Collection[RowRange] = ()) -> DistinctIds:
-        """Return the finder of the distinct ids of some tables, or of ranges of their rows."""
+    def _distinct_of(self, tables: Sequence[str], ranges: Collection[RowRange]) -> DistinctIds:
+        """Return the finder of the distinct ids of ranges of the rows of some tables."""
         sequences = [
             NamedSequence(name, feature, number)
             for number, table in enumerate(tables)
             for name, feature in zip(self._names[table], self._configs[table].feature_names, strict=True)
         ]
-        assert self._device is not None
         rows = [self._configs[table].num_embeddings for table in tables]
-        firsts = [[each.first for each in ranges if each.table == table] or [0] for table in tables]
+        firsts = [[each.first for each in ranges if each.table == table] for table in tables]
         return DistinctIds(sequences, rows, self._device, firsts)
 
-    def _take_ids(
-        self,
-        keys: Sequence[str],
-        bound: BatchBound,
-        layout: Layout,
-        replicated: ReplicatedTables | None,
-        weighted: bool,
-    ) -> None:
+    def _take_ids(self, keys: Sequence[str], bound: BatchBound, weighted: bool) -> None:
         assert self.exchange is not None
+        layout = self._layout(self._ours)
         ranges = layout.row_ranges(self.exchange.has_rows_apart)
         distinct = self._distinct_of(layout.names, ranges.values())
         if self.dedup == "auto":  # by numbers that all ranks agree on
             self.dedup = self._is_worth(bound)
-        self.exchange.take_distinct(distinct, bound, layout, replicated, bool(self.dedup))
+        self.exchange.take_distinct(distinct, bound, layout, self._replicated_tables, bool(self.dedup))
 
     def _is_worth(self, bound: BatchBound) -> bool:
         """Return whether batches of a bound have few enough distinct ids to be found."""
         ids = distinct = 0
-        for table in self._exchanged_names():
+        for table in self._names_in_output(self._ours):
             most = sum(bound.capacity(self._configs[table].feature_names))
             ids, distinct = ids + most, distinct + min(most, bound.distinct.get(table, most))
         return distinct <= _WORTH * ids
@@ -115,20 +101,15 @@ class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], Shar
         """
         if self.dedup is False:
             return None
-        tables = self._tables_of([*self._exchanged, *self._replicated])
-        own = self.exchange.row_ranges if self.exchange is not None else {}
-        ranges = dict[str, RowRange]()
-        for table in tables:
-            found = {name: each for name, each in own.items() if each.table == table}
-            ranges |= found or {table: RowRange(table, None, 0)}
-        return list(ranges), self._distinct_of(tables, ranges.values())
+        layout = self._layout(self._looked_up_in_step)
+        ranges = layout.row_ranges(self.exchange is not None and self.exchange.has_rows_apart)
+        return list(ranges), self._distinct_of(layout.names, ranges.values())
 
     def forward(self, *input: Any, **kwargs: Any) -> LazyAwaitable[dict[str, JaggedTensor]]:
         """Look up and exchange, as TorchRec's sharded module does; where ids are taken, they are sent here at last."""
         if not self.takes_ids:
             return super().forward(*input, **kwargs)
-        (features,) = (*input, *kwargs.values())
-        features = with_bags_of_samples(features)
+        features = with_bags_of_samples(*input, **kwargs)
         assert self.exchange is not None
         rows, rooms = self.exchange.start_sent_rows(features), self.exchange.rooms_of(features)
         return SequencesAwaitable(lambda: self._sequences(features, rooms, rows()))

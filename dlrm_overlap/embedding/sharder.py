@@ -1,6 +1,6 @@
 """The drop-in: TorchRec's sharder with the embedding exchange of a backend."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Literal, TypedDict, Unpack, get_type_hints
 
@@ -34,12 +34,6 @@ from dlrm_overlap.kernels.schedule import SCHEDULES
 from dlrm_overlap.launching.parsing import convert, words_of
 
 _OPTIMIZERS = {name: optimizer for optimizer, name in OPTIMIZERS.items()}
-
-
-_KEYS = "backend", "schedule", "slice_bags", "programs_per_sm", "wait_timeout_s", "hosts"
-"""keys of the section `embedding` that the sharders take as they are"""
-_POOLED_KEYS = "put", "between_hosts", "aggregate_bytes"
-"""more of those, of the sharder of pooled tables"""
 
 
 def _one_of(known: Collection[str]) -> Rule:
@@ -260,8 +254,7 @@ def build_sharders(
     if backend.forward is not None:
         pooled = OverlapEmbeddingBagCollectionSharder(
             about_tables,
-            wire_dtype=pooled_wire,
-            **{name: getattr(config, name) for name in (*_KEYS, *_POOLED_KEYS)},
+            **_keys_of(config, PooledArguments, pooled_wire),
             copy_output=False,  # our model lets go of it in its forward, and reads it in the model's order
             output_order="model",
             output_dtype=dense_dtype if dense_dtype == pooled_wire else "fp32",
@@ -270,11 +263,16 @@ def build_sharders(
     if backend.stores_to_peers:
         unpooled = OverlapEmbeddingCollectionSharder(
             dict(about_tables),
-            wire_dtype=unpooled_wire,
+            **_keys_of(config, UnpooledArguments, unpooled_wire),
             output_dtype=dense_dtype if unpooled_wire in ("fp32", dense_dtype) else "fp32",
-            **{name: getattr(config, name) for name in _KEYS},
         )
     return [pooled, unpooled]
+
+
+def _keys_of(config: EmbeddingConfig, arguments: type, wire_dtype: str) -> dict[str, Any]:
+    """Return the values of the keys that a sharder takes."""
+    values = vars(config) | {"wire_dtype": wire_dtype}
+    return {name: value for name, value in values.items() if name in arguments.__annotations__}
 
 
 def fused_params_of(config: EmbeddingConfig, fused_params: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -301,7 +299,7 @@ def _codecs(wire_dtype: str) -> dict[str, QuantizedCommCodecs] | None:
 
 def get_default_sharders() -> list[ModuleSharder[Any]]:
     """Return TorchRec's default sharders, with ours in the place of those of pooled and of unpooled tables."""
-    ours: dict[type, Callable[[], ModuleSharder[Any]]] = {
+    ours: dict[type, Any] = {
         EmbeddingBagCollectionSharder: OverlapEmbeddingBagCollectionSharder,
         EmbeddingCollectionSharder: OverlapEmbeddingCollectionSharder,
     }

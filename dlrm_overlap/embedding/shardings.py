@@ -97,24 +97,20 @@ def output_types(sharding: Any) -> set[SparseType]:
     return {(group.fused_params or {}).get("output_dtype", SparseType.FP32) for group in groups_of(sharding)}
 
 
-def hosts_of(sharding: Any) -> int:
-    """Return the hosts by which a sharding's input has its samples out of order, see `in_rank_order`; 1 if it has not.
+def in_rank_order(ids: KeyedJaggedTensor, sharding: Any, batch_sizes: tuple[int, ...]) -> KeyedJaggedTensor:
+    """Return the ids of a sharding's input with rank 0's samples first, those of rank 1 next, and so on.
 
-    TorchRec reduces partial sums within a host first, and sorts the samples for that.
-    """
-    return sharding._world_size // sharding._local_size if isinstance(sharding, _BY_HOST) else 1
-
-
-def in_rank_order(ids: KeyedJaggedTensor, batch_sizes: tuple[int, ...], hosts: int) -> KeyedJaggedTensor:
-    """Return the ids of an input with rank 0's samples first, those of rank 1 next, and so on.
+    TorchRec reduces the partial sums of some shardings within a host first, and sorts samples for that: those of the
+    first rank of each host come first, then those of each second one, and so on.
 
     Args:
-        ids: with the samples of the first rank of each of `hosts` hosts, then those of each second one, and so on.
         batch_sizes: samples of each rank.
 
     Example: 2 hosts of 2 ranks with a sample each. The samples of ranks 0, 2, 1, 3 become those of ranks 0, 1, 2, 3.
     """
-    order = _rank_order(len(ids.keys()), batch_sizes, hosts, ids.device())
+    if not isinstance(sharding, _BY_HOST) or sharding._world_size == sharding._local_size:
+        return ids
+    order = _rank_order(len(ids.keys()), batch_sizes, sharding._local_size, ids.device())
     places = torch.arange(ids.values().numel(), device=ids.device())
     lengths, places, _ = torch.ops.fbgemm.permute_1D_sparse_data(order, ids.lengths(), places, None)
     weights = ids.weights_or_none()
@@ -123,15 +119,12 @@ def in_rank_order(ids: KeyedJaggedTensor, batch_sizes: tuple[int, ...], hosts: i
 
 
 @lru_cache
-def _rank_order(features: int, batch_sizes: tuple[int, ...], hosts: int, device: torch.device) -> torch.Tensor:
+def _rank_order(features: int, batch_sizes: tuple[int, ...], local: int, device: torch.device) -> torch.Tensor:
     """Return [features * B] int32: for each bag in the order of the ranks, its place before."""
-    starts, begin, local = {}, 0, len(batch_sizes) // hosts
-    for first in range(local):
-        for rank in range(first, len(batch_sizes), local):
-            starts[rank] = begin
-            begin += batch_sizes[rank]
-    bags = torch.cat([torch.arange(starts[rank], starts[rank] + size) for rank, size in enumerate(batch_sizes)])
-    return (torch.arange(features)[:, None] * begin + bags).flatten().to(device, torch.int32)
+    ranks = sorted(range(len(batch_sizes)), key=lambda rank: rank % local)
+    samples = torch.arange(sum(batch_sizes)).split([batch_sizes[rank] for rank in ranks])
+    bags = torch.cat([samples[ranks.index(rank)] for rank in range(len(batch_sizes))])
+    return (torch.arange(features)[:, None] * len(bags) + bags).flatten().to(device, torch.int32)
 
 
 def model_order(tables: Sequence[EmbeddingBagConfig]) -> list[str]:

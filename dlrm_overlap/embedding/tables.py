@@ -16,6 +16,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dlrm_overlap.embedding.cache import CachedTable, HomeTable, RowCache, bring_in, make_caches
 from dlrm_overlap.embedding.layout import FeatureShard, FusedLookup
 from dlrm_overlap.embedding.steps import UpdateRule
+from dlrm_overlap.kernels.arguments import STATES
 
 OPTIMIZERS = {
     EmbOptimType.EXACT_SGD: "sgd",
@@ -27,17 +28,8 @@ OPTIMIZERS = {
     EmbOptimType.PARTIAL_ROWWISE_LAMB: "partial_rowwise_lamb",
 }
 _WITH_COUNTER = "rowwise_adagrad_with_counter"
-_MEANS = "momentum1", "momentum2"
-_BUFFERS = {
-    "sgd": (),
-    "adagrad": ("momentum1",),
-    "rowwise_adagrad": ("momentum1",),
-    _WITH_COUNTER: ("momentum1", "prev_iter", "row_counter"),
-    "adam": _MEANS,
-    "partial_rowwise_adam": _MEANS,
-    "lamb": _MEANS,
-    "partial_rowwise_lamb": _MEANS,
-}
+_BUFFERS = {name: ("momentum1", "momentum2")[: len(states)] for name, states in STATES.items()}
+_BUFFERS[_WITH_COUNTER] = "momentum1", "prev_iter", "row_counter"
 """FBGEMM's buffers of each optimizer's states, in its order; optimizers with more than one count their steps"""
 
 log = logging.getLogger("dlrm_overlap")
@@ -235,7 +227,7 @@ class LocalTables:
                 tbe.optimizer_args,
                 _frozen(tbe),
                 int(tbe.iter_cpu) if counts(tbe) else 0,
-                _BUFFERS[optimizer_of(tbe)] == _MEANS,
+                "momentum2" in _BUFFERS[optimizer_of(tbe)],
             )
             for tbe in self.lookups
         ]

@@ -141,7 +141,10 @@ class UnpooledExchange(Exchange):
 
     def _keep(self, distinct: Distinct) -> Distinct:
         """Return the same in memory that stays, of the epoch that comes next."""
-        flat = [distinct.values.int(), distinct.lengths, distinct.places, *distinct.runs]
+        ids = distinct.values
+        if ids.dtype == torch.int64:  # those that no int32 holds stay outside every table
+            ids = ids.clamp(-1, torch.iinfo(torch.int32).max).int()
+        flat = [ids, distinct.lengths, distinct.places, *distinct.runs]
         memory = self._kept[(self.counters.ids.value + 1) % 2]
         kept = [each[: tensor.numel()] for each, tensor in zip(memory, flat, strict=True)]
         torch._foreach_copy_(kept, flat)  # pyright: ignore[reportPrivateImportUsage]  by one kernel
@@ -160,9 +163,6 @@ class UnpooledExchange(Exchange):
     def _send(self, features: KeyedJaggedTensor, count: torch.Tensor | None) -> ArrivedIds:
         assert self._ids is not None
         rooms = self.rooms_of(features)
-        values = features.values()
-        if values.dtype == torch.int64:  # ids that no int32 holds stay outside every table
-            features = _with_values(features, values.clamp(-1, torch.iinfo(torch.int32).max))
         slots = self._blocks.slots
         distinct = self._keep(self.distinct.place(self.distinct.sort(features, rooms, self._dedup), self._blocks))
         bags = KeyedJaggedTensor(list(self._ids.keys), distinct.values, lengths=distinct.lengths, stride=slots)
@@ -192,14 +192,6 @@ class UnpooledExchange(Exchange):
         if self._sums is None:
             return reference.sum_rows(gradient, distinct.places, rows)
         return self._sums(gradient.contiguous(), distinct.runs, rows)
-
-
-def _with_values(features: KeyedJaggedTensor, values: torch.Tensor) -> KeyedJaggedTensor:
-    """Return ids with others in their place; those of a captured step keep their bound."""
-    changed: Any = KeyedJaggedTensor(features.keys(), values, lengths=features.lengths(), stride=features.stride())
-    if (capacities := getattr(features, "capacities", None)) is not None:
-        changed.capacities = capacities
-    return changed
 
 
 class ExpandRows(torch.autograd.Function):
