@@ -135,14 +135,6 @@ def bring_in(caches: Sequence[tuple[RowCache, torch.Tensor]], ids: KeyedJaggedTe
         cache.swap(swaps)
 
 
-class CachedTable(NamedTuple):
-    """A table whose rows are in a cache."""
-
-    cache: RowCache
-    first: int
-    """number of the table's first row in the cache's count of rows"""
-
-
 class HomeTable(NamedTuple):
     """A table that is to be cached."""
 
@@ -154,29 +146,33 @@ class HomeTable(NamedTuple):
     """the most ids of a step"""
 
 
-def make_caches(tables: Mapping[Key, HomeTable], device: torch.device) -> dict[Key, CachedTable]:
-    """Make the caches of some tables, in whose order those that lie side by side at home share one."""
+def make_caches(tables: Mapping[Key, HomeTable], device: torch.device) -> list[tuple[RowCache, dict[Key, int]]]:
+    """Return the caches of some tables, in whose order those that lie side by side at home share one.
+
+    Returns:
+        Each cache, and of each of its tables the first row in the cache's count.
+    """
     together: list[list[Key]] = []
     for key, table in tables.items():
         if together and _are_adjacent(tables[together[-1][-1]].homes, table.homes):
             together[-1].append(key)
         else:
             together.append([key])
-    found: dict[Key, CachedTable] = {}
+    made = []
     for keys in together:
-        firsts, total, share, named = list[int](), 0, 0, 0
-        for table in map(tables.__getitem__, keys):
-            count = table.homes[0].shape[0]
-            firsts.append(total)
+        firsts, total, share, named = dict[Key, int](), 0, 0, 0
+        for key in keys:
+            count = tables[key].homes[0].shape[0]
+            firsts[key] = total
             total += count
-            share += ceil(count * table.fraction)
-            named += min(count, 2 * table.ids)
+            share += ceil(count * tables[key].fraction)
+            named += min(count, 2 * tables[key].ids)
         homes = [home.as_strided((total, *home.shape[1:]), home.stride()) for home in tables[keys[0]].homes]
         cache = RowCache(homes, max(1, share, named), device)
         why = f", where {share} were asked for, since two steps may name as many" if share < named else ""
         log.info("cache: %d slots for %d rows of %d tables%s", cache.slots, total, len(keys), why)
-        found |= {key: CachedTable(cache, first) for key, first in zip(keys, firsts, strict=True)}
-    return found
+        made.append((cache, firsts))
+    return made
 
 
 def _are_adjacent(before: Sequence[torch.Tensor], after: Sequence[torch.Tensor]) -> bool:

@@ -13,7 +13,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 )
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dlrm_overlap.embedding.cache import CachedTable, HomeTable, RowCache, bring_in, make_caches
+from dlrm_overlap.embedding.cache import HomeTable, RowCache, bring_in, make_caches
 from dlrm_overlap.embedding.layout import FeatureShard, FusedLookup
 from dlrm_overlap.embedding.steps import UpdateRule
 from dlrm_overlap.kernels.arguments import STATES
@@ -63,7 +63,7 @@ class LocalTables:
         """Take the lookups and, by lookup and table, the share of the rows for which a cache has slots."""
         self.lookups = list(lookups)
         self.fractions = fractions or {}
-        self._cached: dict[tuple[int, int], CachedTable] = {}
+        self._cached: dict[tuple[int, int], RowCache] = {}
         self._cached_features: list[tuple[RowCache, torch.Tensor]] = []
         self._may_be_written = False
         """whether rows at home may have been written to since those in caches were stored there"""
@@ -120,7 +120,7 @@ class LocalTables:
     def _tensors(self, shard: FeatureShard) -> list[torch.Tensor]:
         """Return the same of a shard of this rank or, if it has a cache, of its slots."""
         cached = self._cached.get((shard.lookup, shard.table))
-        return self._at_home(shard.lookup, shard.table) if cached is None else cached.cache.rows
+        return self._at_home(shard.lookup, shard.table) if cached is None else cached.rows
 
     def weight(self, shard: FeatureShard) -> torch.Tensor:
         """Return the rows [rows, D] of a shard of this rank, or the slots that its ids name."""
@@ -156,7 +156,6 @@ class LocalTables:
         Args:
             shards: of this rank, in the order of the features of its only input.
             ids: the most ids of a step, by shard.
-            device: of the slots.
 
         Raises:
             InputError: if there is no room for them.
@@ -172,10 +171,9 @@ class LocalTables:
             most = sum(count for shard, count in held if (shard.lookup, shard.table) == (number, table))
             if tensors[0].shape[0]:
                 homes[number, table] = HomeTable(tensors, fraction, most)
-        self._cached = make_caches(homes, device)
-        for cache in dict.fromkeys(cached.cache for cached in self._cached.values()):
-            held = [self._cached.get((shard.lookup, shard.table)) for shard in shards]
-            first = [each.first if each is not None and each.cache is cache else -1 for each in held]
+        for cache, firsts in make_caches(homes, device):
+            self._cached |= dict.fromkeys(firsts, cache)
+            first = [firsts.get((shard.lookup, shard.table), -1) for shard in shards]
             # After the features of the shards, one that pads the number of ids.
             self._cached_features.append((cache, torch.tensor([*first, -1, -1], device=device)))
 
