@@ -14,7 +14,7 @@ several hosts would each take. There columns are cut where rows are few, and of 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import ceil
 from typing import NamedTuple
 
@@ -197,12 +197,14 @@ class _Shard:
 _NOTHING = _Shard(-1, 0.0, 0.0, 0.0)
 
 
+@dataclass(eq=False)
 class _Rank:
     """The shards that have been placed on a rank, as shares of the mean rank's work."""
 
-    def __init__(self, room: float, memory: float, links: float) -> None:
-        self.room, self.memory, self.links = room, memory, links
-        self.shards: list[_Shard] = []
+    room: float
+    memory: float
+    links: float
+    shards: list[_Shard] = field(default_factory=list)
 
     def score(self, plus: _Shard = _NOTHING, minus: _Shard = _NOTHING) -> tuple[float, float]:
         """Return the greater share, then their sum, if a shard were added and another taken away."""

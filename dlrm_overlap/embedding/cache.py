@@ -63,7 +63,6 @@ class RowCache:
         Args:
             homes: the weights [R, D] and the states, each [R, D] or [R], contiguous.
             slots: S, at least as many as two steps can name, or R.
-            device: of the slots.
 
         Raises:
             InputError: if there is no room for the slots.
@@ -82,17 +81,14 @@ class RowCache:
         """rows that have come to the cache in all steps so far"""
 
     def find(self, ids: KeyedJaggedTensor, first_rows: torch.Tensor) -> Swaps:
-        """Find slots for the rows of a step, and replace its ids by them; on the current stream.
+        """Find slots for the rows of a step, and replace its int32 ids by them; on the current stream.
 
-        Steps come in the order of their calls, and the step before the last is done.
+        Steps come in the order of their calls, and the step before the last is done. `swap` must bring the rows that
+        are returned before their slots are read.
 
         Args:
-            ids: of the step, int32, within their tables.
             first_rows: [F + 1] int64, by feature: the number of the first row of its table; below 0 leaves its ids as
                 they are. The last is of ids after all bags.
-
-        Returns:
-            The rows that are to be brought to their slots by `swap`, before those are read.
         """
         swaps = find_slots(self._state, ids.values(), ids.offsets(), ids.stride(), first_rows)
         self.brought.add_(swaps.count)
@@ -121,14 +117,10 @@ class RowCache:
 
 
 def bring_in(caches: Sequence[tuple[RowCache, torch.Tensor]], ids: KeyedJaggedTensor) -> None:
-    """Bring the rows of a step to their caches, and replace its ids by slots; on the current stream.
+    """Bring the rows of a step to caches, each with its `first_rows`, and replace its ids by slots.
 
     Slots of all caches are found before rows of any move, since that takes until the step's products have begun, which
     fill the multiprocessors that finding slots would wait for.
-
-    Args:
-        caches: each with its `first_rows`, see `RowCache.find`.
-        ids: of the step.
     """
     found = [cache.find(ids, first_rows) for cache, first_rows in caches]
     for (cache, _), swaps in zip(caches, found, strict=True):

@@ -11,7 +11,7 @@ from fbgemm_gpu.split_embedding_configs import SparseType
 from torch import nn
 from torchrec.distributed.sharding.dp_sequence_sharding import DpSequenceEmbeddingSharding
 from torchrec.distributed.sharding.dp_sharding import DpPooledEmbeddingSharding
-from torchrec.distributed.types import ShardingEnv, ShardingEnv2D, ShardingType
+from torchrec.distributed.types import LazyAwaitable, ShardingEnv, ShardingEnv2D, ShardingType
 from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -33,6 +33,17 @@ log = logging.getLogger("dlrm_overlap")
 _REPLICATED = DpPooledEmbeddingSharding, DpSequenceEmbeddingSharding
 Served = TypeVar("Served", bound=Exchange)
 Looked = TypeVar("Looked")
+
+
+class Deferred(LazyAwaitable[Looked]):
+    """What `make` returns, which waits for it."""
+
+    def __init__(self, make: Callable[[], Looked]) -> None:
+        super().__init__()
+        self._make = make
+
+    def _wait_impl(self) -> Looked:
+        return self._make()
 
 
 class ExchangingModule(nn.Module, Generic[Served]):
@@ -68,8 +79,10 @@ class ExchangingModule(nn.Module, Generic[Served]):
 
     @property
     def _shardings(self) -> list[Any]:
-        """TorchRec's shardings, by number."""
-        raise NotImplementedError
+        """TorchRec's shardings, by number, which its modules of pooled and of unpooled tables have in other places."""
+        module: Any = self
+        pooled = getattr(module, "_embedding_shardings", None)
+        return list(module._sharding_type_to_sharding.values()) if pooled is None else pooled
 
     def _names_in_output(self, numbers: Sequence[int]) -> Mapping[str, str]:
         """Return the names of some shardings' columns in the exchange's order, each with TorchRec's, see `names_of`."""

@@ -45,10 +45,8 @@ def reasons_to_fall_back(
     """Return by sharding type why tables of a module stay with TorchRec, or None if they do not.
 
     Args:
-        shardings: sharding type -> TorchRec's sharding.
-        wire_dtype: in which embeddings would travel.
+        shardings: TorchRec's, by type.
         cached: names of the tables whose rows the exchange caches.
-        device: of the rows.
     """
     whole, on_cpu = None, device is not None and device.type == "cpu"
     if isinstance(env, ShardingEnv2D) and env.sharding_strategy == ShardingStrategy.FULLY_SHARDED:
@@ -82,10 +80,6 @@ def _of_sharding(sharding: Any, wire_dtype: torch.dtype, cached: Collection[str]
 
 def precisions(registry: Mapping[str, QuantizedCommCodecs] | None, ops: Sequence[CommOp]) -> set[str]:
     """Return in which precisions collectives send embeddings and gradients; none without codecs for any of `ops`.
-
-    Args:
-        registry: the sharder's `qcomm_codecs_registry`.
-        ops: POOLED_OPS or UNPOOLED_OPS.
 
     Example: {"fp16"} for float16 both ways, {"fp16", "bf16"} for one each way, {"int8"}, {"fp16 with a loss scale"}.
     """
@@ -155,11 +149,8 @@ def why_not_beside_graphs(shardings: Mapping[str, Any], why_not_exchanged: Mappi
     after it, see `stock`.
 
     Args:
-        shardings: sharding type -> TorchRec's sharding.
-        why_not_exchanged: sharding type -> why its tables are not exchanged, or None if they are.
-
-    Returns:
-        The first such table and the reason.
+        shardings: TorchRec's, by type.
+        why_not_exchanged: likewise, as `reasons_to_fall_back` returns it.
     """
     for kind, sharding in shardings.items():
         if (why := why_not_exchanged[kind]) is None:

@@ -1,6 +1,6 @@
 """The drop-in's sharded module: TorchRec's own, whose shards an `Exchange` serves."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache, partial, reduce
 from typing import Any
 
@@ -17,7 +17,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from dlrm_overlap.backends import BACKENDS
 from dlrm_overlap.embedding.exchange import Exchange, PooledAwaitable
-from dlrm_overlap.embedding.exchanging_module import ExchangingModule
+from dlrm_overlap.embedding.exchanging_module import Deferred, ExchangingModule
 from dlrm_overlap.embedding.id_layout import BatchBound
 from dlrm_overlap.embedding.layout import Layout
 from dlrm_overlap.embedding.own_batches import with_bags_of_samples
@@ -44,11 +44,6 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
     def _set_up(self) -> None:
         super()._set_up()
         self._order_output(Layout([], [], 1) if self.exchange is None else self.exchange.layout)
-
-    @property
-    def _shardings(self) -> list[Any]:
-        """TorchRec's shardings, by number."""
-        return self._embedding_shardings
 
     def _names_in_output(self, numbers: Sequence[int]) -> dict[str, str]:
         names = names_of([self._embedding_shardings[i] for i in numbers])
@@ -119,7 +114,9 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
         """Look up and exchange, as TorchRec's sharded module does; where ids are taken, they are sent here at last."""
         if not self.takes_ids:
             return super().forward(*input, **kwargs)
-        features = with_bags_of_samples(*input, **kwargs)
+        (features,) = (*input, *kwargs.values())
+        if features.variable_stride_per_key():
+            features = with_bags_of_samples(features)
         exchanged, others = None, {}
         if self.exchange is not None:
             exchanged = self.exchange.start_sent(features)
@@ -153,10 +150,9 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
         others: Mapping[int, Awaitable[torch.Tensor]],
         divisor: torch.Tensor | None,
     ) -> LazyAwaitable[KeyedTensor]:
-        """Return the awaitable of all columns in their order.
+        """Return the awaitable of all columns in their order: of the exchange, and of other shardings by number.
 
         Args:
-            others: by sharding, the columns that the exchange does not fill.
             divisor: of all columns in TorchRec's order, if some are sums of parts of means.
         """
         parts = [*([] if exchanged is None else [exchanged]), *others.values()]
@@ -164,7 +160,7 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
             every: list[Any] = self._embedding_shardings
             widths = [sum(every[i].embedding_dims()) for i in self._ours]
             columns = cache(lambda: exchanged.wait().split(widths, dim=1))
-            ours = {i: _Part(columns, number) for number, i in enumerate(self._ours)}
+            ours = {i: Deferred(lambda number=number: columns()[number]) for number, i in enumerate(self._ours)}
             parts = [ours[i] if i in ours else others[i] for i in range(len(every))]
         pooled = EmbeddingBagCollectionAwaitable(
             awaitables=parts,
@@ -189,17 +185,6 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
             self.exchange = None
         super().update_shards(*args, **kwargs)
         self._set_up()
-
-
-class _Part(Awaitable[torch.Tensor]):
-    """Some columns of an exchange's output, for an output that has others between them."""
-
-    def __init__(self, parts: Callable[[], Sequence[torch.Tensor]], number: int) -> None:
-        super().__init__()
-        self._parts, self._number = parts, number
-
-    def _wait_impl(self) -> torch.Tensor:
-        return self._parts()[self._number]
 
 
 def output_dtype(module: nn.Module) -> torch.dtype:

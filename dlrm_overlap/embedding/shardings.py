@@ -157,9 +157,7 @@ def build_layout(
 ) -> Layout:
     """Return the layout of shardings, alike on all ranks, for an output in order of the distinct `names`.
 
-    Args:
-        shardings: TorchRec's; sharding i has its ids in input i of each rank.
-        replicated: the one that is data-parallel, if any, of which each rank has all.
+    Sharding i has its ids in input i of each rank; `replicated` has the one that is data-parallel, if any.
     """
     shards: list[FeatureShard] = []
     row_shards: Counter[tuple[str, int]] = Counter()

@@ -84,17 +84,13 @@ class LocalTables:
 
     @classmethod
     def of(cls, lookups: Sequence[Any], cached: Mapping[str, float] | None = None) -> "LocalTables":
-        """Return the tables of TorchRec's lookup modules, one a sharding.
-
-        Args:
-            cached: tables that have a cache, by name, and the share of the rows for which it has slots.
-        """
-        modules = [module for lookup in lookups for module in lookup._emb_modules]
+        """Return the tables of TorchRec's lookup modules, one a sharding; of those `cached`, by name, the share."""
+        modules, cached = [module for lookup in lookups for module in lookup._emb_modules], cached or {}
         fractions = {
             (number, index): cached[table.name]
-            for number, module in enumerate(modules if cached else [])
+            for number, module in enumerate(modules)
             for index, table in enumerate(module._config.embedding_tables)
-            if cached and table.name in cached
+            if table.name in cached
         }
         return cls([module.emb_module for module in modules], fractions)
 
@@ -288,13 +284,7 @@ class FbgemmUpdate:
         self._operators = [getattr(torch.ops.fbgemm, name.format(kind)).default for kind in ("unweighted", "weighted")]
 
     def apply(self, gradient: torch.Tensor, ids: KeyedJaggedTensor, rule: UpdateRule) -> None:
-        """Update the rows that `ids` name, each once, by the sum of its bags' gradients.
-
-        Args:
-            gradient: [B, sum of the features' dims] float32, contiguous.
-            ids: of the lookup's features, with B bags each.
-            rule: the lookup's, as it was at the forward.
-        """
+        """Update the rows that `ids` name, each once, by the sum of its bags' gradients [B, sum of dims] float32."""
         if gradient.shape[0] == 0:
             return
         tbe, weights = self._tbe, ids.weights_or_none()

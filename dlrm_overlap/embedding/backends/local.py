@@ -130,9 +130,5 @@ class DeviceLocalLookup(_LocalLookup):
         """Make the current stream wait until the gradients are added."""
         torch.cuda.current_stream(self.device).wait_event(self._done)
 
-    def close(self) -> None:
-        """Forget the windows."""
-        self._windows = []
-
 
 LocalLookup = CpuLocalLookup | DeviceLocalLookup
