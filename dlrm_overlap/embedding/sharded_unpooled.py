@@ -1,6 +1,6 @@
 """The drop-in's sharded module of an unpooled collection: TorchRec's own, whose shards an `UnpooledExchange` serves."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -12,25 +12,11 @@ from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from dlrm_overlap.embedding.distinct import DistinctIds, NamedSequence
-from dlrm_overlap.embedding.exchanging_module import ExchangingModule
+from dlrm_overlap.embedding.exchanging_module import Deferred, ExchangingModule
 from dlrm_overlap.embedding.id_layout import BatchBound
-from dlrm_overlap.embedding.layout import RowRange
 from dlrm_overlap.embedding.own_batches import with_bags_of_samples
 from dlrm_overlap.embedding.shardings import table_names
 from dlrm_overlap.embedding.unpooled import UnpooledExchange
-
-_WORTH = 0.9  # share of a batch's ids that are distinct, up to which they are found under dedup auto
-
-
-class SequencesAwaitable(LazyAwaitable[dict[str, JaggedTensor]]):
-    """The output of an unpooled collection: a jagged tensor of rows by name, which `make` waits for."""
-
-    def __init__(self, make: Callable[[], dict[str, JaggedTensor]]) -> None:
-        super().__init__()
-        self._make = make
-
-    def _wait_impl(self) -> dict[str, JaggedTensor]:
-        return self._make()
 
 
 class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], ShardedEmbeddingCollection):
@@ -43,67 +29,32 @@ class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], Shar
     _kind = "unpooled tables"
     _exchange_type = UnpooledExchange
 
-    def __init__(self, *args: Any, dedup: bool | str, **kwargs: Any) -> None:
-        """Take the arguments of `ExchangingModule`, and whether each distinct id travels once."""
-        self.dedup = dedup
-        """True, False or auto; of an exchange that takes ids True or False"""
-        super().__init__(*args, **kwargs)
-
-    def _set_up(self) -> None:
-        self._configs = {config.name: config for config in self._embedding_configs}
-        names = get_embedding_names_by_table(self._embedding_configs)
-        self._names = dict(zip(self._configs, names, strict=True))
-        super()._set_up()
-        if self.exchange is not None and self.exchange.has_rows_apart:
-            self.dedup = True  # which brings the ids of each host's rows together
-
-    @property
-    def _shardings(self) -> list[Any]:
-        """TorchRec's shardings, by number."""
-        return list(self._sharding_type_to_sharding.values())
-
     def _names_in_output(self, numbers: Sequence[int]) -> dict[str, str]:
         found = table_names([self._shardings[i] for i in numbers])
-        return {name: name for name in self._configs if name in found}
-
-    def _distinct_of(self, tables: Sequence[str], ranges: Collection[RowRange]) -> DistinctIds:
-        """Return the finder of the distinct ids of ranges of the rows of some tables."""
-        sequences = [
-            NamedSequence(name, feature, number)
-            for number, table in enumerate(tables)
-            for name, feature in zip(self._names[table], self._configs[table].feature_names, strict=True)
-        ]
-        rows = [self._configs[table].num_embeddings for table in tables]
-        firsts = [[each.first for each in ranges if each.table == table] for table in tables]
-        return DistinctIds(sequences, rows, self._device, firsts)
+        return {config.name: config.name for config in self._embedding_configs if config.name in found}
 
     def _take_ids(self, keys: Sequence[str], bound: BatchBound, weighted: bool) -> None:
         assert self.exchange is not None
-        layout = self._layout(self._ours)
-        ranges = layout.row_ranges(self.exchange.has_rows_apart)
-        distinct = self._distinct_of(layout.names, ranges.values())
-        if self.dedup == "auto":  # by numbers that all ranks agree on
-            self.dedup = self._is_worth(bound)
-        self.exchange.take_distinct(distinct, bound, layout, self._replicated_tables, bool(self.dedup))
+        _, distinct = self.counted()
+        self.exchange.take_distinct(distinct, bound, self._layout(self._ours), self._replicated_tables)
 
-    def _is_worth(self, bound: BatchBound) -> bool:
-        """Return whether batches of a bound have few enough distinct ids to be found."""
-        ids = distinct = 0
-        for table in self._names_in_output(self._ours):
-            most = sum(bound.capacity(self._configs[table].feature_names))
-            ids, distinct = ids + most, distinct + min(most, bound.distinct.get(table, most))
-        return distinct <= _WORTH * ids
-
-    def counted(self) -> tuple[list[str], DistinctIds] | None:
-        """Return of whose distinct ids captured steps need a bound, and what counts them; None without.
+    def counted(self) -> tuple[list[str], DistinctIds]:
+        """Return of whose distinct ids captured steps need a bound, and what counts them.
 
         They are tables, or ranges of their rows, see `UnpooledExchange.row_ranges`.
         """
-        if self.dedup is False:
-            return None
-        layout = self._layout(self._looked_up_in_step)
+        layout, every = self._layout(self._looked_up_in_step), self._embedding_configs
         ranges = layout.row_ranges(self.exchange is not None and self.exchange.has_rows_apart)
-        return list(ranges), self._distinct_of(layout.names, ranges.values())
+        names = dict(zip([config.name for config in every], get_embedding_names_by_table(every), strict=True))
+        configs = {config.name: config for config in every}
+        sequences = [
+            NamedSequence(name, feature, number)
+            for number, table in enumerate(layout.names)
+            for name, feature in zip(names[table], configs[table].feature_names, strict=True)
+        ]
+        rows = [configs[table].num_embeddings for table in layout.names]
+        firsts = [[each.first for each in ranges.values() if each.table == table] for table in layout.names]
+        return list(ranges), DistinctIds(sequences, rows, self._device, firsts)
 
     def forward(self, *input: Any, **kwargs: Any) -> LazyAwaitable[dict[str, JaggedTensor]]:
         """Look up and exchange, as TorchRec's sharded module does; where ids are taken, they are sent here at last."""
@@ -112,17 +63,12 @@ class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], Shar
         features = with_bags_of_samples(*input, **kwargs)
         assert self.exchange is not None
         rows, rooms = self.exchange.start_sent_rows(features), self.exchange.rooms_of(features)
-        return SequencesAwaitable(lambda: self._sequences(features, rooms, rows()))
+        return Deferred(lambda: self._sequences(features, rooms, rows()))
 
     def _sequences(
         self, features: KeyedJaggedTensor, rooms: Sequence[int], rows: torch.Tensor
     ) -> dict[str, JaggedTensor]:
-        """Return the output by name in TorchRec's order, of the rows [P, D] of all ids of a batch.
-
-        Args:
-            rooms: for the ids of each sequence, P in all.
-            rows: with room behind those of each sequence.
-        """
+        """Return the output by name in TorchRec's order, of the rows [P, D] in the rooms of all sequences."""
         assert self.exchange is not None
         distinct, keys = self.exchange.distinct, features.keys()
         lengths = features.lengths().view(len(keys), features.stride())

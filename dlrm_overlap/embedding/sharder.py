@@ -85,9 +85,6 @@ class UnpooledArguments(_BothArguments, total=False):
 
     backend: Annotated[str, _one_of(_STORING)]
     """pgas, the default, or fused"""
-    dedup: Literal[True, False, "auto"]
-    """whether each distinct id of a batch travels once, or as often as it is there; auto, the default, does the former
-    unless more than 0.9 of the ids of the first batch are distinct"""
 
 
 class _ExchangingSharder:
@@ -97,11 +94,9 @@ class _ExchangingSharder:
     """of the modules that `shard` returns"""
 
     def _take(self, given: Mapping[str, Any], kinds: type, asked: set[str], **defaults: Any) -> dict[str, Any]:
-        """Check arguments of `kinds`, a TypedDict, make `options` of them, and return those that are the module's own.
+        """Check arguments of `kinds`, a TypedDict, make `options` of them, and return those that have `defaults`.
 
-        Args:
-            asked: precisions that codecs ask for; one that the wire has becomes the wire's.
-            defaults: of the arguments of the module.
+        One precision that codecs have `asked` for becomes the wire's.
 
         Raises:
             TypeError: if an argument has no such name.
@@ -227,8 +222,7 @@ class OverlapEmbeddingCollectionSharder(_ExchangingSharder, EmbeddingCollectionS
         """Take TorchRec's arguments, `use_index_dedup` for its own steps, and those of `UnpooledArguments`."""
         super().__init__(fused_params, qcomm_codecs_registry, use_index_dedup)
         asked = precisions(qcomm_codecs_registry, UNPOOLED_OPS)
-        self._of_module = self._take(given, UnpooledArguments, asked, dedup="auto")
-        self._of_module["use_index_dedup"] = use_index_dedup
+        self._of_module = self._take(given, UnpooledArguments, asked) | {"use_index_dedup": use_index_dedup}
 
 
 def build_sharders(
@@ -307,10 +301,7 @@ def get_default_sharders() -> list[ModuleSharder[Any]]:
 
 
 def require_same_plan(plan: Mapping[str, ParameterSharding], env: ShardingEnv) -> None:
-    """Check that every rank shards a module by the same plan; a collective.
-
-    Args:
-        plan: of the module, by table.
+    """Check that every rank shards a module by the same plan, given by table; a collective.
 
     Raises:
         InputError: on every rank, naming the first table that another rank shards otherwise than the first one.

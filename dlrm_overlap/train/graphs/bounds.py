@@ -267,9 +267,9 @@ class DistinctCounts:
     def __init__(self, modules: Sequence[Any], device: torch.device = _CPU) -> None:
         """Take a model's modules, of which those with unpooled tables have something to count, and where to count."""
         self._device = device
-        counted = [(module, getattr(module, "counted", lambda: None)()) for module in modules]
-        self._collections = [(module, *each) for module, each in counted if each is not None and each[0]]
-        self.tables = list(dict.fromkeys(table for _, tables, _ in self._collections for table in tables))
+        counted = [module.counted() for module in modules if hasattr(module, "counted")]
+        self._collections = [(tables, distinct) for tables, distinct in counted if tables]
+        self.tables = list(dict.fromkeys(table for tables, _ in self._collections for table in tables))
         """by name; the greatest number counts where two collections have one of a name"""
         self.on_gpu = bool(self.tables) and device.type == "cuda"
         """whether there are tables, whose ids are counted on a GPU"""
@@ -277,15 +277,13 @@ class DistinctCounts:
     def of(self, all_ids: Sequence[KeyedJaggedTensor]) -> torch.Tensor:
         """Return the distinct ids of each table in all ids of a batch, [tables] int64, on the device."""
         counts = dict[str, torch.Tensor]()
-        for module, tables, distinct in self._collections:
-            if module.dedup is False:  # as auto may have been found to be
-                continue
+        for tables, distinct in self._collections:
             wanted = {sequence.feature for sequence in distinct.sequences}
             ids = next((each for each in all_ids if wanted <= set(each.keys())), None)
             if ids is None:
                 continue
             ids = ids.to(self._device)
-            found = distinct.count(ids, distinct.rooms_of(ids))
+            found = distinct.sort(ids, distinct.rooms_of(ids)).counts
             for table, count in zip(tables, found, strict=True):
                 counts[table] = count.maximum(counts[table]) if table in counts else count
         none = torch.zeros((), dtype=torch.int64, device=self._device)

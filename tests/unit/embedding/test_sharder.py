@@ -49,7 +49,6 @@ def test_a_value_that_breaks_a_rule(arguments: dict[str, Any], told: str) -> Non
     ("arguments", "told"),
     [
         ({"backend": "nccl"}, "backend: 'nccl' is not one of 'pgas', 'fused'"),
-        ({"dedup": "some"}, "dedup: 'some' is not one of True, False, 'auto'"),
         ({"output_dtype": "bf16", "wire_dtype": "fp16"}, "output_dtype: 'bf16', but the wire's type is fp16"),
         ({"output_dtype": "fp8"}, "output_dtype: 'fp8' is not one of 'fp32', 'bf16', 'fp16'"),
     ],
@@ -101,7 +100,7 @@ def test_a_batch_beyond_the_bound_of_its_distinct_ids(world_of_one: dist.Process
 
 def test_rows_are_narrowed_where_they_arrive(world_of_one: dist.ProcessGroup) -> None:
     """Sums of their gradients are not: 1 + 2^-8 is no number of bf16, in which gradients come."""
-    sharded = _unpooled(world_of_one, {"f": 9}, output_dtype="bf16", dedup=True)
+    sharded = _unpooled(world_of_one, {"f": 9}, output_dtype="bf16")
     sharded.take_ids(["f"], BatchBound(2, {"f": (0, 4)}))
     (shard,) = sharded.state_dict()["embeddings.t_f.weight"].local_shards()
     wanted, ids = shard.tensor.clone(), KeyedJaggedTensor(["f"], torch.tensor([8, 0, 8]), lengths=torch.tensor([2, 1]))
