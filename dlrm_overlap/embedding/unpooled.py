@@ -96,7 +96,10 @@ class UnpooledExchange(Exchange):
         layout = self.table_layout.with_features({name: ranges[of] for name, (of, _) in features.items()})
         slots = BatchBound(self._blocks.slots, dict.fromkeys(ids, (0, 1)), ids)
         self.take_ids(list(ids), slots, layout, self._replicated)
-        self._make_memory()
+        room, bags = sum(self._most(bound)), len(ids) * self._blocks.slots
+        # Ids, lengths, places; rows, starts, count and order of the runs.
+        sizes = room, bags, room, room, room + 1, 1, room
+        self._kept = [[torch.zeros(size, dtype=torch.int32, device=self.device) for size in sizes] for _ in range(2)]
 
     def _most_slots(self, bound: BatchBound) -> dict[str, int]:
         """Return the most slots that a batch fills, by name of `row_ranges`."""
@@ -118,19 +121,6 @@ class UnpooledExchange(Exchange):
         """Return the room for the ids of each sequence in a batch, where this exchange takes ids."""
         assert self._batch_bound is not None
         return self.distinct.rooms_of(features, self._most(self._batch_bound))
-
-    def _make_memory(self) -> None:
-        """Make the memory that captured steps find what is known of their ids in."""
-        assert self._ids is not None
-        assert self._batch_bound is not None
-        room, bags = sum(self._most(self._batch_bound)), len(self._ids.keys) * self._blocks.slots
-        # Ids, lengths, places; rows, starts, count and order of the runs.
-        sizes = room, bags, room, room, room + 1, 1, room
-
-        def made() -> list[torch.Tensor]:
-            return [torch.zeros(size, dtype=torch.int32, device=self.device) for size in sizes]
-
-        self._kept = [made(), made()]
 
     def _keep(self, distinct: Distinct) -> Distinct:
         """Return the same in memory that stays, of the epoch that comes next."""
