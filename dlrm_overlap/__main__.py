@@ -15,7 +15,6 @@ def run() -> None:
     # Beside another program 300 to 3000 turns of spinning were slower than none. Read when torch is loaded, later.
     if sys.argv[1:2] != ["profile"]:  # whose program runs in this environment
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-        os.environ["MPLBACKEND"] = "agg"  # pictures go to files; matplotlib does not load where it knows no such name
     try:
         from dlrm_overlap import cli
     except KeyboardInterrupt:

@@ -141,20 +141,17 @@ def bench(argv: list[str]) -> int:
     """Measure training steps, the embedding stage, communication or the input; `bench --help` lists the benchmarks."""
     kind = argv[0] if argv else ""
     if kind in ("-h", "--help"):
-        others = {
-            "all": "the figures of the pages, as many as so many minutes allow: bench all --minutes 25",
-            "report": "a plot of each file of steps or of a sweep in a folder: bench report DIR",
-        }
-        about = {name: figure.summary for name, figure in FIGURES.items()} | others
+        about = {name: figure.summary for name, figure in FIGURES.items()}
+        about["all"] = "the figures of the pages, as many as so many minutes allow: bench all --minutes 25"
         print("usage: dlrm-overlap bench KIND ...\n")
         print("\n".join(f"  {name:12} {text}" for name, text in about.items()))
         return 0
     if not kind:
         raise InputError(f"bench: no benchmark is named; known: {', '.join(FIGURES)}")
-    if kind in ("all", "report"):
-        return import_module(f"dlrm_overlap.bench.{kind}").run(argv[1:])
+    if kind == "all":
+        return import_module("dlrm_overlap.bench.all").run(argv[1:])
     if kind not in FIGURES:
-        raise InputError(f"bench {kind}: not a benchmark; {suggest(kind, [*FIGURES, 'all', 'report'])}")
+        raise InputError(f"bench {kind}: not a benchmark; {suggest(kind, [*FIGURES, 'all'])}")
     figure = FIGURES[kind]
 
     def add_options(parser: Parser) -> None:

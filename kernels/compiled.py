@@ -1,7 +1,7 @@
 """Launching jitted kernels in a few microseconds."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -32,14 +32,13 @@ class CompiledKernel:
 
     Example:
         # for a kernel _scale(values, count, factor, BLOCK: tl.constexpr)
-        scale = CompiledKernel(_scale, {"BLOCK": 1024}, num_warps=4)
+        scale = CompiledKernel(_scale, num_warps=4, BLOCK=1024)
         scale(programs, (values.dtype,), values, values.numel(), 0.5)
     """
 
     def __init__(
         self,
         kernel: Any,
-        constants: Mapping[str, Any],
         *,
         num_warps: int,
         num_stages: int | None = None,
@@ -47,12 +46,12 @@ class CompiledKernel:
         registers: int | None = None,
         libraries: tuple[tuple[str, str], ...] = (),
         prepare: Callable[[int], None] | None = None,
+        **constants: Any,
     ) -> None:
         """Fix the constants.
 
         Args:
             kernel: whose `tl.constexpr` parameters come last.
-            constants: values of the `tl.constexpr` parameters by name, in the order of the parameters.
             num_warps: warps a program.
             num_stages: reads of a pipelined loop that are under way at once; None takes Triton's default.
             fuse_sums: let a product and a sum become one instruction, which rounds once. Without, every result has the
@@ -60,18 +59,16 @@ class CompiledKernel:
             registers: the most that a thread may have; other values are kept in memory. None: as many as it likes.
             libraries: of device functions, name and file of each, that the kernel is linked with.
             prepare: is called with the module's handle before the first launch; None calls nothing.
+            constants: values of the `tl.constexpr` parameters by name, in the order of the parameters.
         """
         names = tuple(inspect.signature(kernel.fn).parameters)
         self.arguments = names[: len(names) - len(constants)]
         """names of the run-time arguments"""
         assert names == (*self.arguments, *constants), f"{kernel.__name__}: its parameters do not end in {[*constants]}"
         self._kernel, self.constants, self._values = kernel, constants, tuple(constants.values())
-        self._options: dict[str, Any] = {"num_warps": num_warps} | ({} if fuse_sums else {"enable_fp_fusion": False})
-        self._options |= {} if num_stages is None else {"num_stages": num_stages}
-        if registers is not None:
-            self._options["maxnreg"] = registers
-        if libraries:
-            self._options["extern_libs"] = dict(libraries)
+        given: dict[str, Any] = {"num_stages": num_stages, "maxnreg": registers, "extern_libs": dict(libraries) or None}
+        given["enable_fp_fusion"] = None if fuse_sums else False
+        self._options = {"num_warps": num_warps} | {name: value for name, value in given.items() if value is not None}
         self._prepare = prepare
         self._compiled: dict[tuple[int, tuple[torch.dtype, ...]], Any] = {}
 
@@ -134,27 +131,5 @@ class CompiledKernel:
                 )
 
 
-@lru_cache(maxsize=None, typed=True)
-def specialised(
-    kernel: Any,
-    *,
-    num_warps: int,
-    num_stages: int | None = None,
-    fuse_sums: bool = True,
-    registers: int | None = None,
-    libraries: tuple[tuple[str, str], ...] = (),
-    prepare: Callable[[int], None] | None = None,
-    **constants: Any,
-) -> CompiledKernel:
-    """Return the kernel with these compile-time arguments, made once; the options are those of `CompiledKernel`.
-
-    Args:
-        constants: in the order of the kernel's parameters, all hashable.
-
-    Example:
-        specialised(_scale, num_warps=4, BLOCK=1024)(programs, (values.dtype,), values, values.numel(), 0.5)
-    """
-    return CompiledKernel(
-        kernel, constants, num_warps=num_warps, num_stages=num_stages, fuse_sums=fuse_sums, registers=registers,
-        libraries=libraries, prepare=prepare,
-    )  # fmt: skip
+specialised = lru_cache(maxsize=None, typed=True)(CompiledKernel)
+"""returns the kernel with compile-time arguments, which are hashable; it is made once"""

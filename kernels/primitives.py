@@ -32,7 +32,7 @@ BAD_ARRIVAL = tl.constexpr(4)  # words 1 ..: shard, source rank, place among its
 def task_at(position, rank, world_size, features, blocks, SCHEDULE: tl.constexpr):
     """Return (destination, feature, block) of the task at `position` in the order of the schedule.
 
-    This is `schedule.TaskGrid.task_at` on the device; `position` may be a scalar or a tensor.
+    See `schedule`; `position` may be a scalar or a tensor.
 
     Example: rank 1 of 3, one feature, two blocks, balanced: position 0 is block 0 for rank 2, position 3 block 1 for
     rank 2, position 4 block 1 for rank 0.

@@ -1,4 +1,4 @@
-"""The order of tasks in plain Python, for the tests and the CPU path; `primitives.task_at` is its twin on the device.
+"""The order of a launch's tasks, which `primitives.task_at` computes on the device, and that of the peers on a CPU.
 
 A task is `task_bags` consecutive bags of one feature for one destination rank. A rank that pools F features, with b
 samples a rank, has F * blocks tasks for each destination, where blocks = ceil(b / task_bags), feature after feature.
@@ -10,58 +10,7 @@ Example: rank 1 of 3, two tasks, a and b, for each destination; 2a is the first 
     balanced      2a 0a 1a 2b 0b 1b     destinations take turns: links and memory are busy for the whole kernel
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import NamedTuple
-
 SCHEDULES = ("linear", "remote_first", "balanced")
-
-
-class Task(NamedTuple):
-    """The bags of the destination's samples [block * task_bags, (block + 1) * task_bags), for one feature.
-
-    `feature` counts the features that are pooled on this rank.
-    """
-
-    destination: int
-    feature: int
-    block: int
-
-
-@dataclass(frozen=True)
-class TaskGrid:
-    """All tasks of one launch on one rank."""
-
-    rank: int
-    world_size: int
-    features: int
-    """features pooled on this rank, F"""
-    samples: int
-    """samples of a rank, b"""
-    task_bags: int
-    """bags a task"""
-
-    @property
-    def blocks(self) -> int:
-        """Tasks of one feature for one destination."""
-        return -(-self.samples // self.task_bags)
-
-    def __len__(self) -> int:
-        return self.world_size * self.features * self.blocks
-
-    def task_at(self, position: int, schedule: str) -> Task:
-        """Return the task at `position` in the order of `schedule`, 0 <= position < len(self)."""
-        each = self.features * self.blocks
-        if schedule == "balanced":
-            turn, within = position % self.world_size, position // self.world_size
-        else:
-            turn, within = position // each, position % each
-        first = 0 if schedule == "linear" else self.rank + 1
-        return Task((first + turn) % self.world_size, within // self.blocks, within % self.blocks)
-
-    def order(self, schedule: str) -> Iterator[Task]:
-        """Yield all tasks in the order of `schedule`."""
-        return (self.task_at(position, schedule) for position in range(len(self)))
 
 
 def staggered_peers(rank: int, world_size: int) -> list[int]:

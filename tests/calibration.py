@@ -71,7 +71,7 @@ def fit(rows: Sequence[Row], lookups: Sequence[Row], base: GpuConfig) -> GpuConf
     """Return `base` with the rates that rows of the stage on one and on two GPUs give; other rows are not looked at.
 
     Args:
-        rows: of `bench weak` and `bench strong`, which give the rates of memory, links, and the collective library.
+        rows: of weak and strong scaling, which give the rates of memory, links, and the collective library.
         lookups: rows of the stage with the lookups of today.
         base: the rates that these rows do not give.
     """

@@ -1,9 +1,10 @@
-"""`bench all`: the figures of the pages, those of README first, as many as the minutes and the GPUs allow.
+"""`dlrm-overlap bench all`: the figures of the pages, those of README first, as many as the minutes and GPUs allow.
 
 Each measurement is a command of its own, whose rows go to `NAME.part` in the folder, and get the name `NAME.csv` when
 they are whole: so the same command goes on where an earlier one stopped. Loads no torch but to count GPUs.
 """
 
+import contextlib
 import shlex
 import subprocess
 import sys
@@ -12,10 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dlrm_overlap.bench.options import FIGURES
-from dlrm_overlap.bench.rows import read_measured
 from dlrm_overlap.config import InputError, PositiveFloat, PositiveInt
 from dlrm_overlap.launching.environment import commit
-from dlrm_overlap.launching.files import hold_folder, make_folder
+from dlrm_overlap.launching.files import make_folder
 from dlrm_overlap.launching.parsing import Parser
 from dlrm_overlap.launching.process_group import visible_gpus
 
@@ -43,9 +43,8 @@ MEASUREMENTS = {
     "wide": "step --config wide_mlp --model.top_parallel data --contenders pgas_graph pgas_graph_tensor",
     "ablation": "step --config bench/step_mlperf --contenders torchrec ablation pgas_graph",
     "sweep": f"sweep --config bench/sweep {_SWEPT}",
-    "weak": f"weak {_SHAPES['weak']}",
-    "strong": f"strong {_SHAPES['strong']}",
-    "collectives": "collectives --config bench/tiny --operations all_to_all all_gather",
+    **{f"{name}_{n}": f"stage {_SHAPES[name]} --nproc {n}" for name in ("weak", "strong") for n in (2, 1)},
+    "collectives": "collectives --config bench/tiny",
     "gemm": "gemm --config bench/tiny --repetitions 8",
 }
 """File of rows -> the words after `dlrm-overlap bench`, in the order of README's needs."""
@@ -65,65 +64,39 @@ def run(argv: Sequence[str]) -> int:
     """Run the measurements that are left, each as a command; return 1 if one has failed.
 
     Raises:
-        InputError: for a mistake in `argv`, or if the folder has rows of another commit or is in use.
+        InputError: for a mistake in `argv`, or if there is no GPU.
     """
     names = list(MEASUREMENTS)
     parser = Parser("dlrm-overlap bench all", "Run the figures of the pages, those of README first.")
     parser.add_argument("--minutes", type=PositiveFloat, default=25.0, help="cut off what is still running then")
-    parser.add_argument("--output", help="folder of the rows, in which an earlier call's are gone on with")
+    parser.add_argument("--output", help="folder of the rows (default: one of this commit), where later calls go on")
     parser.add_argument("--nproc", type=PositiveInt, help="ranks; none: one a GPU")
     parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", default=names, help=", ".join(names))
     values = parser.read(argv)
     if not (gpus := visible_gpus("auto")):
         raise InputError("bench all: no GPU is here; rehearse a figure on CPUs, as in: bench stage --config bench/tiny")
     nproc = values.nproc or gpus
-    folder = Path(values.output or f"runs/bench/all_{nproc}_gpus")
+    folder = Path(values.output or f"runs/bench/{commit() or 'all'}_{nproc}_gpus")
     make_folder(folder)
-    end, failed = time.monotonic() + 60 * values.minutes, False
-    with hold_folder(folder, "--output"):
-        _check_commit(folder)
-        chosen = [name for name in names if name in values.only]
-        chosen = [name for name in chosen if nproc > 1 or not FIGURES[MEASUREMENTS[name].split()[0]].needs_peers]
-        for name in chosen:
-            if not (folder / f"{name}.csv").exists() and time.monotonic() < end:
-                words = words_of(name, nproc, folder / f"{name}.part")
-                failed |= not _measure(name, words, folder, end)
-    left = [name for name in chosen if not (folder / f"{name}.csv").exists()]
-    print(f"{len(chosen) - len(left)} of {len(chosen)} measurements are done; draw them by `dlrm-overlap bench report`")
-    for name in left:
-        print(f"left: dlrm-overlap {shlex.join(words_of(name, nproc, folder / f'{name}.csv'))}")
+    end, failed, left = time.monotonic() + 60 * values.minutes, False, list[list[str]]()
+    for name in names:
+        part, whole = folder / f"{name}.part", folder / f"{name}.csv"
+        words = words_of(name, nproc, part)
+        ranks, least = int(words[words.index("--nproc") + 1]), 2 if FIGURES[words[1]].needs_peers else 1
+        if name not in values.only or whole.exists() or not least <= ranks <= nproc:
+            continue
+        if (left_s := end - time.monotonic()) > 0:
+            if "--resume" not in words:
+                part.unlink(missing_ok=True)  # of a call that was cut off
+            print(f"{name}: dlrm-overlap {shlex.join(words)}", flush=True)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                command = [sys.executable, "-m", "dlrm_overlap", *words]
+                code = subprocess.run(command, timeout=left_s, check=False).returncode
+                if code in (0, 1) and part.exists():  # 1: contenders disagree, which their rows say
+                    part.rename(whole)
+                    continue
+            failed = True
+        left.append(words)
+    for words in left:
+        print(f"left: dlrm-overlap {shlex.join(words)}")
     return int(failed)
-
-
-def _check_commit(folder: Path) -> None:
-    ours = commit() or ""
-    for path in (*folder.glob("*.csv"), *folder.glob("*.part")):
-        theirs = read_measured(path).rows[0].get("commit", "")
-        if theirs != ours:
-            raise InputError(
-                f"--output: {path} has rows of commit {theirs or 'unknown'}, but this is {ours or 'unknown'}; "
-                f"give another folder"
-            )
-
-
-def _measure(name: str, words: list[str], folder: Path, end: float) -> bool:
-    """Run a measurement until the moment `end` of the monotonic clock at most; return whether its rows are whole."""
-    part, log = folder / f"{name}.part", folder / f"{name}.log"
-    if "--resume" not in words:
-        part.unlink(missing_ok=True)  # of a try that was cut off
-    print(f"{name}: dlrm-overlap {shlex.join(words)}", flush=True)
-    with log.open("w") as file:
-        try:
-            code = subprocess.run(
-                [sys.executable, "-m", "dlrm_overlap", *words],
-                stdout=file, stderr=subprocess.STDOUT, timeout=max(0.0, end - time.monotonic()), check=False,
-            ).returncode  # fmt: skip
-            how = f"ended with code {code}"
-        except subprocess.TimeoutExpired:
-            code, how = -1, "cut off"
-    if code in (0, 1) and part.exists():  # 1: contenders disagree, which their rows say
-        part.rename(folder / f"{name}.csv")
-        return True
-    tail = "\n".join(log.read_text(errors="replace").splitlines()[-12:])
-    print(f"{name}: {how}; the end of {log}:\n{tail}", flush=True)
-    return False

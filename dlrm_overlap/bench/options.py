@@ -5,15 +5,13 @@ exit code, and a line in FIGURES. `ranks.values` has the options that are named 
 or more, where nothing else is said.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, get_args, get_type_hints
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from dlrm_overlap.bench.step_contenders import GROUPS, STEP_CONTENDERS, USUAL
-from dlrm_overlap.config import EmbeddingConfig, PositiveFloat, PositiveInt
+from dlrm_overlap.config import PositiveInt
 
-Settings = Mapping[str, Any]
-"""of an option: arguments of the parser's `add_argument`"""
+Settings = Mapping[str, Any]  # arguments of the parser's `add_argument`
 
 
 def _number(default: int | None, help: str) -> Settings:
@@ -24,12 +22,11 @@ def _numbers(help: str) -> Settings:
     return {"type": PositiveInt, "nargs": "*", "default": [], "help": help}
 
 
-def _words(choices: Any, default: Any, help: str) -> Settings:
-    return {"nargs": "+" if default else "*", "choices": list(choices), "default": list(default), "help": help}
+def _words(choices: Sequence[str], default: Sequence[str], help: str) -> Settings:
+    return {"nargs": "+", "choices": list(choices), "default": list(default), "help": help}
 
 
-@dataclass(frozen=True)
-class Figure:
+class Figure(NamedTuple):
     """A figure of `bench`."""
 
     summary: str
@@ -44,59 +41,42 @@ _STEP = {
     "contenders": _words([*STEP_CONTENDERS, *GROUPS], USUAL, "who takes part; losses are compared with the first's"),
     "batches": _number(16, "different batches, read once and trained on in turn"),
     "steps": _number(200, "timed steps of each contender"),
-    "dense_tflop_per_s": {
-        "type": PositiveFloat,
-        "default": 790.0,
-        "help": "of matrix products, for the floor; the default is cuBLAS's best on an H200, bf16",
-    },
     "at_once": _number(6, "contenders in memory together, 2 or more; others take turns, each with the last one"),
     "resume": {"type": bool, "default": False, "help": "leave out contenders that --output has rows of"},
 }
-_ITERATIONS = {"iterations": _number(100, "timed steps of each contender")}
-_TABLES = {"tables_per_rank": _number(None, "tables of each rank, instead of data.tables.count in all")}
-_KEPT = _ITERATIONS | {"tables_per_rank": {"type": PositiveInt, "required": True, "help": "tables of each rank"}}
-_ONE_SHAPE = _TABLES | {
-    "schedules": _words(
-        get_args(get_type_hints(EmbeddingConfig)["schedule"]), (), "instead of other puts: orders of the tasks"
-    ),
-    "slice_bags": _numbers("likewise slice sizes of fused"),
-    "programs_per_sm": _numbers("likewise programs of fused on a multiprocessor (GPU)"),
+_ITERATIONS = _number(100, "timed steps of each contender")
+_STAGE = {
+    "tables_per_rank": _number(None, "tables of each rank, instead of data.tables.count in all"),
+    "iterations": _ITERATIONS,
 }
-_AXES = _TABLES | {
+_SWEEP = _STAGE | {
     "iterations": _number(12, "timed steps of each contender on each shape"),
-    "tables": _numbers("tables of a rank; of an axis without values, the configuration's"),
-    "dims": _numbers("of the tables"),
+    "dims": _numbers("of the tables; of an axis without values, the configuration's"),
     "global_batches": _numbers("samples of all ranks"),
     "pooling_factors": _numbers("mean ids a bag, L; bags hold 0 to 2 L, any number as often"),
 }
 _OPTIMIZERS = ("sgd", "rowwise_adagrad", "adagrad")
-_UPDATED = {"optimizers": _words(_OPTIMIZERS, _OPTIMIZERS[:2], "of the rows, one after the other")}
-_BACKWARD = _ITERATIONS | _TABLES | _UPDATED
+_BACKWARD = _STAGE | {"optimizers": _words(_OPTIMIZERS, _OPTIMIZERS[:2], "of the rows, one after the other")}
 _COLLECTIVES = {
-    "operations": _words(("all_to_all", "all_gather"), ("all_to_all",), "what is called"),
     "sizes_mb": _numbers("to each peer, of 2^20 bytes; none takes 1 to 512, or 1 4 on CPUs"),
     "iterations": _number(20, "timed calls of each contender at each size"),
 }
-_OPERATORS = ("all_gather", "reduce_scatter")
 _GEMM = {
     "shapes": {
         "nargs": "*",
         "default": [],
         "help": "M x K x N of two layers, as 4096x12288x49152; none: the pages' own",
     },
-    "operators": _words(_OPERATORS, _OPERATORS, "of both layers"),
     "repetitions": _number(20, "timed calls of each"),
 }
 _INPUT = {"steps": _number(200, "timed steps of each kind")}
 
 FIGURES = {
     "step": Figure("the whole training step under TorchRec and under our backends", _STEP, "step"),
-    "stage": Figure("the embedding stage's forward on one shape, all contenders", _ITERATIONS | _ONE_SHAPE, "stage"),
-    "weak": Figure("the stage on 1, 2, 4, .. ranks; tables of a rank and global batch stay", _KEPT, "stage"),
-    "strong": Figure("the stage on 1, 2, 4, .. ranks; tables in all and global batch stay", _ITERATIONS, "stage"),
-    "sweep": Figure("where the embedding stage gains: many shapes", _AXES, "stage"),
+    "stage": Figure("the embedding stage's forward on one shape, all contenders", _STAGE, "stage"),
+    "sweep": Figure("where the embedding stage gains: many shapes", _SWEEP, "stage"),
     "backward": Figure("the stage's backward: push against the collective with FBGEMM's update", _BACKWARD, "backward"),
-    "collectives": Figure("copies and stores to peers against NCCL's collectives", _COLLECTIVES, "collectives", True),
+    "collectives": Figure("copies and stores to peers against NCCL's All-to-All", _COLLECTIVES, "collectives", True),
     "gemm": Figure("products with their all-gather or reduce-scatter inside, by each way", _GEMM, "gemm", True),
     "input": Figure("the step fed by the loader, against the step on one cached batch", _INPUT, "input"),
     "job": Figure("a whole run of the trainer, with evaluations and saves", {}, "job"),

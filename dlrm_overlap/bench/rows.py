@@ -1,20 +1,17 @@
-"""Rows of measurements: printed, appended to a CSV file with command and environment, and read again for pages."""
+"""Rows of measurements: printed, and appended to a CSV file with the command and the environment."""
 
 import csv
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from dlrm_overlap.config import InputError
 from dlrm_overlap.launching.environment import environment
 from dlrm_overlap.launching.text_table import format_table
 
-Row = Mapping[str, str]
-
 _SHAPE = ("tables", "rows", "dim", "multi_hot", "arch", "precision", "global_batch", "world_size")
-_VERSIONS = ("torch", "nccl", "fbgemm", "torchrec", "triton")
 
 
 def _written(value: Any) -> str:
@@ -58,9 +55,7 @@ def append_rows(path: Path, rows: Sequence[Mapping[str, Any]], command: str | No
         raise InputError(f"--output: {path} cannot be written ({error.strerror}); free it, or give another") from None
 
 
-def report(
-    rows: Sequence[Mapping[str, Any]], faults: Sequence[str], output: Path, columns: Sequence[str], title: str = ""
-) -> None:
+def report(rows: Sequence[Mapping[str, Any]], faults: Sequence[str], output: Path, columns: Sequence[str]) -> None:
     """Print the faults to standard error; print the rows as a table of `columns`, and append them to `output`.
 
     Raises:
@@ -70,8 +65,7 @@ def report(
         print(f"dlrm-overlap: {fault}", file=sys.stderr)
     if not rows:
         return
-    shape = [f"{name.replace('_', ' ')} {rows[0][name]}" for name in _SHAPE if rows[0].get(name) is not None]
-    print(", ".join([title] * bool(title) + shape))
+    print(", ".join(f"{name.replace('_', ' ')} {rows[0][name]}" for name in _SHAPE if name in rows[0]))
     print_table(rows, columns)
     append_rows(output, rows)
     print(f"rows in {output}")
@@ -81,37 +75,3 @@ def print_table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> No
     """Print `rows` as a table of those of `columns` in which a row has a value."""
     filled = [column for column in columns if any(row.get(column) is not None for row in rows)]
     print(format_table([filled, *([_written(row.get(column)) or "-" for column in filled] for row in rows)]))
-
-
-class Measured(NamedTuple):
-    """The rows of one CSV file."""
-
-    name: str
-    """the file's name without .csv"""
-    kind: str
-    """the figure that it has rows of, as `dlrm-overlap bench KIND` names it; the file's name where rows do not say"""
-    rows: Sequence[Row]
-
-
-def read_measured(path: Path) -> Measured:
-    """Return the rows of the CSV file `path`.
-
-    Raises:
-        InputError: if it cannot be read, or has no rows.
-    """
-    try:
-        with path.open(newline="") as file:
-            rows = list(csv.DictReader(file))
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise InputError(f"{path}: cannot be read as CSV ({error}); give rows that bench has written") from None
-    if not rows:
-        raise InputError(f"{path}: no rows; remove it, or measure again")
-    return Measured(path.stem, rows[0].get("kind") or path.stem, rows)
-
-
-def hardware(rows: Sequence[Row]) -> str:
-    """Return a line: GPUs, or CPU and that it is a rehearsal, then versions and commits."""
-    first = rows[0]
-    commits = dict.fromkeys(f"commit {commit}" for row in rows if (commit := row.get("commit")))
-    parts = [first.get("gpu") or f"CPU, a rehearsal and no figure: {first.get('cpu', 'unknown')}"]
-    return ", ".join([*parts, *(f"{name} {first[name]}" for name in _VERSIONS if first.get(name)), *commits])

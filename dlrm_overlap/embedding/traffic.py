@@ -100,7 +100,12 @@ def update_bytes(
     gradient_bytes: int,
     optimizer: str,
 ) -> UpdateBytes:
-    """Return the bytes of a backward on one rank; `bench.harness.limits.RankIds` says which they are.
+    """Return the bytes of a backward on one rank.
+
+    Its memory carries the touched rows and their optimizer state, read and written; for each id its bag's gradient, and
+    4 bytes that say where that is; for each touched row 16 bytes that name the row and its ids; the gradient of the
+    rank's own samples, read to be sent; and that of its own columns, written where it arrives. Its links carry the
+    gradient of the columns that other ranks own.
 
     Args:
         shards: of the rank.
@@ -111,6 +116,11 @@ def update_bytes(
         wire_bytes: of an element of the gradients between ranks.
         gradient_bytes: of an element of the gradient that the model gives.
         optimizer: a key of `STATES`.
+
+    Example:
+        Two ranks of 2 samples, one table of dim 4 each, fp32 rows and wire, SGD; 6 ids of 5 rows in 3 of 4 bags:
+        2 * 5 * 16 (rows) + 6 * 16 (gradients) + 6 * 4 (their places) + 5 * 16 (runs) + 2 * 8 * 4 (the samples'
+        gradient) + 4 * 4 * 4 (the columns' gradient) = 488 bytes of memory, 2 * 4 * 4 = 32 over the links.
     """
     hbm = own_samples * total_dim * gradient_bytes + samples * owner_dim * wire_bytes
     named = once = 0.0  # of gradients read for each id, and once

@@ -1,8 +1,7 @@
 """The common part of the forward's kernels: how to pool a task's bags and store the result, and their constants."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 
@@ -121,46 +120,21 @@ def store_rows(
     tl.store(window + offset, rows.to(window.dtype.element_ty), mask=live[:, None] & (at < DIM)[None, :])
 
 
-class PoolingShape(NamedTuple):
-    """The constants of the forward's kernels: one compiled kernel serves all launches of a shape."""
-
-    options: PoolingOptions
-    dim: int
-    weight_dtype: torch.dtype
-    stride: int
-    """elements of a window's row"""
-    wire_dtype: torch.dtype
-    alignment: int
-    """bytes, of the tables' addresses and rows"""
-    window_alignment: int
-    """bytes, of the windows' addresses"""
-    column_alignment: int
-    """elements, of the columns of a window"""
-    leaves_out: bool
-    """whether empty bags of some features are not stored"""
-
-    @staticmethod
-    def of(features: FeatureTable, windows: Windows, options: PoolingOptions) -> "PoolingShape":
-        """Return the shape of a launch."""
-        return PoolingShape(
-            options, features.dim, features.weight_dtype, windows.stride, windows.dtype, features.alignment,
-            windows.alignment, features.column_alignment, features.leaves_out,
-        )  # fmt: skip
-
-    def constants(self) -> dict[str, Any]:
-        """Return the constants of `store_pooled`, which are also the last ones of `put_slices`, in their order."""
-        return {
-            "SCHEDULE": self.options.schedule,
-            "BAGS": self.options.tuning.task_bags // self.options.tuning.groups,
-            "UNROLL": self.options.tuning.unroll,
-            "STRIDE": self.stride,
-            "DIM": self.dim,
-            "BLOCK_DIM": power_of_2(self.dim),
-            "WEIGHT": TYPES[self.weight_dtype],
-            "WIRE": TYPES[self.wire_dtype],
-            "ALIGNMENT": self.alignment,
-            "WINDOW_ALIGNMENT": self.window_alignment,
-            "COLUMN_ALIGNMENT": self.column_alignment,
-            "CHECK": self.options.tuning.checked_ids if self.options.check_ids else 0,
-            "LEAVES_OUT": self.leaves_out,
-        }
+def pooling_constants(features: FeatureTable, windows: Windows, options: PoolingOptions) -> dict[str, Any]:
+    """Return the constants of `store_pooled`, which are also the last ones of the others, in their order."""
+    tuning = options.tuning
+    return {
+        "SCHEDULE": options.schedule,
+        "BAGS": tuning.task_bags // tuning.groups,
+        "UNROLL": tuning.unroll,
+        "STRIDE": windows.stride,
+        "DIM": features.dim,
+        "BLOCK_DIM": power_of_2(features.dim),
+        "WEIGHT": TYPES[features.weight_dtype],
+        "WIRE": TYPES[windows.dtype],
+        "ALIGNMENT": features.alignment,
+        "WINDOW_ALIGNMENT": windows.alignment,
+        "COLUMN_ALIGNMENT": features.column_alignment,
+        "CHECK": tuning.checked_ids if options.check_ids else 0,
+        "LEAVES_OUT": features.leaves_out,
+    }

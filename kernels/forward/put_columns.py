@@ -42,25 +42,6 @@ class PutColumns(NamedTuple):
         return PutColumns(torch.tensor(columns, dtype=torch.int32, device=device), word)
 
 
-@triton.jit
-def _copy_rows(
-    message, columns, windows, first_sample, rank, block, words, pitch, stride,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, WORD: tl.constexpr,
-):  # fmt: skip
-    """Copy the `block`-th ROWS rows of a message's rows for a rank of the host into that rank's window."""
-    begin = tl.load(first_sample + rank)
-    sample = block * ROWS + tl.arange(0, ROWS)
-    live = sample < tl.load(first_sample + rank + 1) - begin
-    window = tl.multiple_of(tl.load(windows + rank).to(tl.pointer_type(WORD)), 16)
-    row = (begin - tl.load(first_sample) + sample).to(tl.int64)
-    for first in range(0, words, BLOCK):
-        at = first + tl.arange(0, BLOCK)
-        into = tl.load(columns + at, mask=at < words, other=0)
-        mask = live[:, None] & (at < words)[None, :]
-        values = tl.load(message + row[:, None] * pitch + at[None, :], mask=mask, other=0)
-        tl.store(window + sample.to(tl.int64)[:, None] * stride + into[None, :], values, mask=mask)
-
-
 @triton.jit(do_not_specialize=["ranks", "words", "pitch", "stride", "blocks", "here"])
 def _put_columns(
     message, columns, windows, first_sample,
@@ -85,8 +66,17 @@ def _put_columns(
     Source: ours; the last leg of a hierarchical All-to-All.
     """
     rank = (here + 1 + tl.program_id(0) // blocks) % ranks
-    block = tl.program_id(0) % blocks
-    _copy_rows(message, columns, windows, first_sample, rank, block, words, pitch, stride, ROWS, BLOCK, WORD)
+    begin = tl.load(first_sample + rank)
+    sample = (tl.program_id(0) % blocks) * ROWS + tl.arange(0, ROWS)
+    live = sample < tl.load(first_sample + rank + 1) - begin
+    window = tl.multiple_of(tl.load(windows + rank).to(tl.pointer_type(WORD)), 16)
+    row = (begin - tl.load(first_sample) + sample).to(tl.int64)
+    for first in range(0, words, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        into = tl.load(columns + at, mask=at < words, other=0)
+        mask = live[:, None] & (at < words)[None, :]
+        values = tl.load(message + row[:, None] * pitch + at[None, :], mask=mask, other=0)
+        tl.store(window + sample.to(tl.int64)[:, None] * stride + into[None, :], values, mask=mask)
 
 
 def put_columns(

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from dlrm_overlap.kernels.arguments import Bags, FeatureTable, PoolingOptions, Windows
 from dlrm_overlap.kernels.compiled import specialised
-from dlrm_overlap.kernels.forward.pooling import COLUMN, FEATURE_COLUMNS, GENERAL, PoolingShape, pool, store_rows
+from dlrm_overlap.kernels.forward.pooling import COLUMN, FEATURE_COLUMNS, GENERAL, pool, pooling_constants, store_rows
 from dlrm_overlap.kernels.messages import Groups, Outgoing
 from dlrm_overlap.kernels.network import Network, put_signal
 
@@ -132,7 +132,7 @@ def put_pooled(
     assert groups.rows % bags_a_task == 0, "a task lies in one group"
     ranks, features_here = windows.addresses.numel(), features.entries.shape[0]
     blocks = -(-bags.samples_per_rank // bags_a_task)
-    constants = {"FORM": heap.form} | PoolingShape.of(features, windows, options).constants()
+    constants = {"FORM": heap.form} | pooling_constants(features, windows, options)
     kernel = specialised(_put_pooled, num_warps=options.tuning.num_warps, **heap.options(), **constants)
     kernel(
         ranks * features_here * blocks,

@@ -27,7 +27,7 @@ import triton.language as tl
 from dlrm_overlap.kernels.arguments import Bags, FeatureTable, PoolingOptions, Windows, power_of_2
 from dlrm_overlap.kernels.compiled import INTERPRETED, CompiledKernel, specialised
 from dlrm_overlap.kernels.flags import Flags
-from dlrm_overlap.kernels.forward.pooling import COLUMN, FEATURE_COLUMNS, GENERAL, PoolingShape, pool, store_rows
+from dlrm_overlap.kernels.forward.pooling import COLUMN, FEATURE_COLUMNS, GENERAL, pool, pooling_constants, store_rows
 from dlrm_overlap.kernels.launches import Launch
 from dlrm_overlap.kernels.primitives import await_flags, raise_flag, raise_flags, task_at
 
@@ -198,27 +198,6 @@ def _put_slices(
             await_flags(ready, counts, slots, share, rank, world_size, epoch, timeout, status, FLAGS, INTERPRETED)
 
 
-def _compiled(
-    in_place: bool, slice_bags: int, raises: bool, end_wait: bool, peers: int, shape: PoolingShape
-) -> CompiledKernel:
-    tuning = shape.options.tuning
-    constants = {
-        "IN_PLACE": in_place,
-        "RAISE": raises,
-        "PEERS": peers,
-        "PUT_ROWS": min(slice_bags, max(1, 1024 * tuning.num_warps // power_of_2(shape.dim))),
-        "SLICE_TASKS": slice_bags // tuning.task_bags,
-        "GROUPS": tuning.groups,
-        "END_WAIT": end_wait,
-        "FLAGS": 32 * tuning.num_warps,
-        "INTERPRETED": INTERPRETED,
-    }
-    # The launch is not cooperative. No wait needs that, and all programs of such a launch have to start together, hence
-    # after an NCCL kernel that waits for a peer's, which may come after that peer's grid, whose programs wait for ours.
-    constants |= shape.constants()
-    return specialised(_put_slices, num_warps=tuning.num_warps, registers=_REGISTERS, **constants)
-
-
 class SlicedPut(NamedTuple):
     """All that a launch of the persistent kernel takes, but its epoch and its number of programs."""
 
@@ -258,10 +237,23 @@ class SlicedPut(NamedTuple):
         return programs
 
     def _kernel(self) -> CompiledKernel:
-        slices = self.slices
-        shape = PoolingShape.of(self.features, self.windows, self.options)
-        peers = power_of_2(self.windows.addresses.numel())
-        return _compiled(slices.in_place, slices.bags, slices.raises, slices.end_wait, peers, shape)
+        slices, tuning = self.slices, self.options.tuning
+        constants = {
+            "IN_PLACE": slices.in_place,
+            "RAISE": slices.raises,
+            "PEERS": power_of_2(self.windows.addresses.numel()),
+            "PUT_ROWS": min(slices.bags, max(1, 1024 * tuning.num_warps // power_of_2(self.features.dim))),
+            "SLICE_TASKS": slices.bags // tuning.task_bags,
+            "GROUPS": tuning.groups,
+            "END_WAIT": slices.end_wait,
+            "FLAGS": 32 * tuning.num_warps,
+            "INTERPRETED": INTERPRETED,
+        }
+        # The launch is not cooperative. No wait needs that, and all programs of such a launch have to start together,
+        # hence after an NCCL kernel that waits for a peer's, which may come after that peer's grid, whose programs wait
+        # for ours.
+        constants |= pooling_constants(self.features, self.windows, self.options)
+        return specialised(_put_slices, num_warps=tuning.num_warps, registers=_REGISTERS, **constants)
 
     def _arguments(self, epoch: int) -> tuple[Any, ...]:
         """Return the arguments of `_put_slices`, line by line."""

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from dlrm_overlap.kernels.arguments import Bags, FeatureTable, PoolingOptions, Windows
 from dlrm_overlap.kernels.compiled import specialised
-from dlrm_overlap.kernels.forward.pooling import COLUMN, FEATURE_COLUMNS, GENERAL, PoolingShape, pool, store_rows
+from dlrm_overlap.kernels.forward.pooling import COLUMN, FEATURE_COLUMNS, GENERAL, pool, pooling_constants, store_rows
 from dlrm_overlap.kernels.launches import Launch
 from dlrm_overlap.kernels.primitives import task_at
 
@@ -77,7 +77,7 @@ def storing_pooled(
         *bags.tensors, bags.first_sample, features.entries, windows.addresses, status,
         options.rank, world_size, features_here, blocks, bags.samples,
     )  # fmt: skip
-    constants = PoolingShape.of(features, windows, options).constants()
+    constants = pooling_constants(features, windows, options)
     return Launch(
         specialised(_store_pooled, num_warps=options.tuning.num_warps, **constants),
         world_size * features_here * blocks,

@@ -1,4 +1,4 @@
-"""Cases of `test_collectives`: all-to-all and all-gather into the peers' memory, kernels under Triton's interpreter."""
+"""Cases of `test_collectives`: all-to-alls into the peers' memory, kernels under Triton's interpreter."""
 
 import random
 import time
@@ -21,10 +21,10 @@ STEPS = 2
 
 
 def check_rows(way: str, group: dist.ProcessGroup, device: torch.device = CPU) -> None:
-    """Calls of either kind and every size in turns, by ranks that are late at random. On GPUs, too."""
+    """Calls of every size in turns, by ranks that are late at random. On GPUs, too."""
     late = random.Random(group.rank())
     memory = PeerMemory(group, device, group.size() * max(PARTS))
-    payloads = [Payload(kind, part, group, device) for part in PARTS for kind in ("all_to_all", "all_gather")]
+    payloads = [Payload(part, group, device) for part in PARTS]
     for _ in range(STEPS):
         for payload in payloads:
             call = memory.call(payload, way)
@@ -33,7 +33,7 @@ def check_rows(way: str, group: dist.ProcessGroup, device: torch.device = CPU) -
                 time.sleep(late.choice([0, 0, 1e-3]))
                 run()
 
-            assert not wrong({way: (call, run)}), (way, payload.kind, payload.part)
+            assert not wrong({way: (call, run)}), (way, payload.part)
     memory.close()
 
 

@@ -27,7 +27,7 @@ def _bench(
 def test_input_appends_a_row(tmp_path: Path) -> None:
     options = ["--steps", "8", "--data.workers", "1", "--data.prefetch", "2"]
     (row,), _ = _bench(tmp_path, "input", *options, config="quickstart")
-    assert (row["steps"], row["workers"], row["world_size"], row["samples_per_rank"]) == ("8", "1", "2", "512")
+    assert (row["steps"], row["workers"], row["world_size"], row["global_batch"]) == ("8", "1", "2", "1024")
     ratio = float(row["loaded_mean_ms"]) / float(row["cached_mean_ms"])
     assert float(row["loaded_to_cached"]) == pytest.approx(ratio, rel=1e-2)
     assert float(row["cached_p10_ms"]) <= float(row["cached_median_ms"]) <= float(row["cached_p90_ms"])
@@ -36,14 +36,13 @@ def test_input_appends_a_row(tmp_path: Path) -> None:
 def test_a_job_has_the_times_of_its_parts(tmp_path: Path) -> None:
     options = ["--train.steps", "20", "--train.eval_every", "10", "--checkpoint.every", "10", "--log.every", "5"]
     (row,), _ = _bench(tmp_path, "job", *options, config="quickstart")
-    total_s, parts_s = float(row["total_s"]), float(row["evaluations_s"]) + float(row["saves_s"])
-    assert 0 < parts_s < total_s
-    assert float(row["all_ms"]) == pytest.approx(total_s * 1e3 / 20, rel=1e-2)
-    assert float(row["step_ms"]) < float(row["all_ms"])
+    total_s = float(row["total_s"])
+    assert 0 < float(row["evaluations_s"]) < total_s
+    assert 0 < float(row["step_ms"]) < total_s * 1e3 / 20
 
 
-def _check_times(row: dict[str, str], baseline: dict[str, str], sizes: dict[str, str]) -> dict[str, float]:
-    """Check a row's agreement, times and speedup, and each limit of `sizes` by its bytes; return the row's numbers."""
+def _check_times(row: dict[str, str], baseline: dict[str, str]) -> dict[str, float]:
+    """Check a row's agreement, times, limit and speedup; return the row's numbers."""
     assert float(row["max_difference"]) <= float(row["tolerance"])
     assert float(row["p10_ms"]) <= float(row["median_ms"]) <= float(row["p90_ms"])
     assert row["command"].startswith(
@@ -51,10 +50,8 @@ def _check_times(row: dict[str, str], baseline: dict[str, str], sizes: dict[str,
     )
     assert row["command"].endswith("--nproc 2")
     value = {key: float(row[key]) for key in row if key.endswith(("_ms", "_bytes", "_per_s")) and row[key]}
-    link_ms = value["link_bytes"] / value["link_gb_per_s"] / 1e6
-    for name, size in sizes.items():
-        memory_ms = value[size] / value["hbm_gb_per_s"] / 1e6
-        assert value[name] == pytest.approx(max(memory_ms, link_ms), rel=1e-2)
+    limits = [value[f"{of}_bytes"] / value[f"{of}_gb_per_s"] / 1e6 for of in ("hbm", "link")]
+    assert value["limit_ms"] == pytest.approx(max(limits), rel=1e-2)
     assert float(row["fraction_of_limit"]) == pytest.approx(value["limit_ms"] / value["median_ms"], rel=1e-2)
     assert float(row["speedup"]) == pytest.approx(float(baseline["median_ms"]) / value["median_ms"], rel=1e-2)
     return value
@@ -68,7 +65,7 @@ def test_stage_measures_all_contenders_against_the_baseline(tmp_path: Path) -> N
     for row in rows:
         shape = [row[key] for key in ("world_size", "tables", "dim", "global_batch", "steps")]
         assert shape == ["2", "6", "16", "128", "4"]
-        value = _check_times(row, rows[0], {"limit_ms": "hbm_bytes"})
+        value = _check_times(row, rows[0])
         assert value["link_bytes"] == 3 * 16 * 4 * 64, "a rank pools 3 tables for the other's 64 samples"
         assert ("lookup_ms" in value) == (row["contender"] == "baseline")
         assert value["gpu_ms"] > 0
@@ -79,7 +76,7 @@ def test_stage_delivers_what_the_dense_part_takes(tmp_path: Path, wire_dtype: st
     options = ["--train.precision", "bf16", "--embedding.wire_dtype", wire_dtype]
     rows, _ = _bench(tmp_path, "stage", "--iterations", "2", *options)
     wire = "bf16" if wire_dtype == "auto" else "fp32"
-    assert {(row["wire_dtype"], row["output_dtype"]) for row in rows} == {(wire, wire)}
+    assert {(row["wire_dtype"], row["precision"]) for row in rows} == {(wire, "bf16")}
     assert {int(row["link_bytes"]) for row in rows} == {3 * 16 * 64 * (2 if wire == "bf16" else 4)}
 
 
@@ -92,30 +89,24 @@ def test_backward_measures_all_contenders_under_each_optimizer(tmp_path: Path) -
     assert contenders == exact + [("adagrad", name) for _, name in exact]
     for row in rows:
         first = rows[0] if row["optimizer"] == "sgd" else rows[3]
-        value = _check_times(row, first, {"limit_ms": "hbm_bytes", "compulsory_ms": "compulsory_bytes"})
-        assert value["compulsory_bytes"] < value["hbm_bytes"]
-        # A rank sends the gradient of its own 64 samples, of the other's columns. Which rank has the greatest limit
-        # depends on the optimizer, and on the measured ceilings.
-        assert value["link_bytes"] in [tables * 16 * 2 * 64 for tables in (2, 3)]
-        assert int(row["touched_rows"]) <= int(row["ids"]) == int(first["ids"])
+        value = _check_times(row, first)
+        # The rank with two tables sends most: the gradient of its own 64 samples, of three tables.
+        assert value["link_bytes"] == 3 * 16 * 2 * 64
+        assert int(row["ids"]) == int(first["ids"])
         assert ("prepare_ms" in value) == (row["contender"] != "baseline")
 
 
 def test_a_sweep_measures_every_shape(tmp_path: Path) -> None:
     options = ["--pooling_factors", "1", "4", "--dims", "8", "16", "--global_batches", "64", "--iterations", "1"]
-    rows, _ = _bench(tmp_path, "sweep", "--data.tables.count", "null", "--data.tables.rows", "[9,8,7,6,5]", *options)
+    rows, _ = _bench(tmp_path, "sweep", "--data.tables.count", "null", "--data.tables.rows", "[9,8,7,6]", *options)
     names = ("baseline", "nccl_chunked_2", "pgas", "fused")
     found = [(row["dim"], row["pooling_factor"], row["contender"]) for row in rows]
     assert found == [(dim, pooling, name) for dim in ("8", "16") for pooling in ("1", "4") for name in names]
-    assert [row["is_baseline"] for row in rows] == ["True", "True", "False", "False"] * 4
 
 
-def test_scaling_measures_fewer_ranks_while_the_others_wait(tmp_path: Path) -> None:
-    options = ["--train.global_batch_size", "96", "--iterations", "1"]
-    rows, _ = _bench(tmp_path, "strong", *options, nproc=3)
-    alone = [(ranks, name) for ranks in "21" for name in ("baseline", "torchrec", "nccl", "pgas", "fused")]
-    found = [(row["world_size"], row["contender"]) for row in rows if row["contender"] != "nccl_chunked_2"]
-    assert found == alone, "powers of two, the most first"
+def test_a_rank_alone_has_no_chunks(tmp_path: Path) -> None:
+    rows, _ = _bench(tmp_path, "stage", "--iterations", "1", nproc=1)
+    assert [row["contender"] for row in rows] == ["baseline", "torchrec", "nccl", "pgas", "fused", "pgas_copied"]
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++ on a CPU")
@@ -128,22 +119,19 @@ def test_step_measures_all_contenders(tmp_path: Path) -> None:
         assert float(row["max_difference"]) <= float(row["tolerance"])
         value = {key: float(row[key]) for key in row if key.endswith(("_ms", "_bytes", "_flop", "_per_s")) and row[key]}
         times = [
-            value["dense_flop"] / value["dense_tflop_per_s"] / 1e9,
+            value["dense_ms"],
             value["hbm_bytes"] / value["hbm_gb_per_s"] / 1e6,
             value["link_bytes"] / value["link_gb_per_s"] / 1e6,
         ]
         assert (value["floor_ms"], value["floor_sum_ms"]) == pytest.approx((max(times), sum(times)), rel=1e-2)
     for row in rows:
-        speedup = float(rows[0]["median_ms"]) / float(row["median_ms"])
-        assert float(row["speedup_over_torchrec"]) == pytest.approx(speedup, rel=1e-2)
+        fastest = min(float(each["median_ms"]) for each in rows[:2])
+        assert float(row["speedup"]) == pytest.approx(fastest / float(row["median_ms"]), rel=1e-2)
 
 
 def test_collectives_measures_all_that_can_take_part(tmp_path: Path) -> None:
-    options = ["--sizes_mb", "1", "--iterations", "3", "--operations", "all_gather", "all_to_all"]
-    rows, _ = _bench(tmp_path, "collectives", *options)
-    found = [(row["operation"], row["beside"], row["contender"]) for row in rows]
-    beside = ("nothing", "compute")
-    assert found == [(each, other, "nccl") for each in ("all_gather", "all_to_all") for other in beside]
+    rows, _ = _bench(tmp_path, "collectives", "--sizes_mb", "1", "--iterations", "3")
+    assert [(row["beside"], row["contender"]) for row in rows] == [("nothing", "nccl"), ("compute", "nccl")]
     for row in rows:
         assert (row["mb_per_peer"], row["captured"], row["steps"], row["world_size"]) == ("1", "False", "3", "2")
         assert float(row["p10_ms"]) <= float(row["median_ms"]) <= float(row["p90_ms"])
@@ -152,13 +140,12 @@ def test_collectives_measures_all_that_can_take_part(tmp_path: Path) -> None:
 
 
 def test_gemm_measures_what_runs_on_a_cpu(tmp_path: Path) -> None:
-    rows, result = _bench(tmp_path, "gemm", "--shapes", "16x24x32", "--repetitions", "2")
-    assert "2 ranks on cpu" in result.stdout
+    rows, _ = _bench(tmp_path, "gemm", "--shapes", "16x24x32", "--repetitions", "2")
     operators = ("all_gather", "reduce_scatter")
     names = ("serial", "auto")
     assert [(row["operator"], row["contender"]) for row in rows] == [
         (each, name) for each in operators for name in names
     ]
     for row in rows:
-        assert (row["device"], row["m"], row["k"], row["n"], row["link_bytes"]) == ("cpu", "16", "24", "32", "384")
+        assert (row["world_size"], row["m"], row["k"], row["n"], row["link_bytes"]) == ("2", "16", "24", "32", "384")
         assert float(row["floor_ms"]) <= float(row["gemm_ms"]) + 384 / float(row["link_gb_per_s"]) / 1e6

@@ -16,7 +16,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.bench.harness.agreement import TOLERANCE
 from dlrm_overlap.bench.harness.contenders import TorchRec
-from dlrm_overlap.bench.harness.workload import Workload, make_workload, read_ids
+from dlrm_overlap.bench.harness.workload import Workload, exchange_options, make_workload, read_ids
 from dlrm_overlap.config import Config
 from dlrm_overlap.data.loader import open_datasets
 from dlrm_overlap.embedding.backends.base import WindowBackward, WindowForward
@@ -128,7 +128,7 @@ def _count(folder: Path) -> None:
         config = _config(ids_a_bag)
         sparse = read_ids(config, group)
         workload = make_workload(config, sparse, group, CPU, group.size(), cut_rows=True)
-        counted = Counted(workload, workload.exchange_options(config.embedding, "pgas"), ids_a_bag)
+        counted = Counted(workload, exchange_options(config, "pgas"), ids_a_bag)
         torchrec, arrived = TorchRec(workload), torch.zeros(2, dtype=torch.int64)
         for ids, features in zip(workload.batches, sparse, strict=True):
             expected = torchrec.step(ids).detach().clone()  # before the rows are updated

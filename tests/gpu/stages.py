@@ -20,7 +20,14 @@ from dlrm_overlap.bench.figures.backward import GradientBatch, make_batches
 from dlrm_overlap.bench.harness.agreement import check_outputs, check_rows, disagreements
 from dlrm_overlap.bench.harness.contenders import Contender, TorchRec, close_all
 from dlrm_overlap.bench.harness.timing import time_alone
-from dlrm_overlap.bench.harness.workload import Ids, Workload, collect_garbage, make_workload, read_ids
+from dlrm_overlap.bench.harness.workload import (
+    Ids,
+    Workload,
+    collect_garbage,
+    exchange_options,
+    make_workload,
+    read_ids,
+)
 from dlrm_overlap.bench.rows import append_rows, print_table
 from dlrm_overlap.config import Config
 from dlrm_overlap.embedding.backends.ids import ArrivedIds
@@ -40,7 +47,7 @@ class _Captured(Contender):
     def __init__(self, workload: Workload, config: Config, backend: str, sparse: Sequence[KeyedJaggedTensor]) -> None:
         """Open the exchange and send the ids `sparse` of the workload's batches to their owners; a collective."""
         super().__init__(backend, workload)
-        options = workload.exchange_options(config.embedding, backend)
+        options = exchange_options(config, backend)
         self._exchange = Exchange(workload.layout, workload.tables, options, workload.group, workload.device)
         keys, samples = sparse[0].keys(), sparse[0].stride()
         most = sparse[0].lengths().view(len(keys), samples).amax(1).tolist()
@@ -101,7 +108,7 @@ def _measure_rows(config: Config, ranks: Ranks, group: dist.ProcessGroup, ids_a_
     rows = []
     if not faults:
         for what, contenders, each in (("forward", pooling, workload.batches), ("both", whole, batches)):
-            found = time_alone([c.cycle(each) for c in contenders], _REPETITIONS, ranks.device, group)
+            found = time_alone([c.cycle(each) for c in contenders], _REPETITIONS, ranks.device)
             rows += [
                 {"ids_a_bag": ids_a_bag, "part": what, "contender": contender.name}
                 | {"gpu_ms": timing.median_ms, "host_ms": timing.host_ms}
@@ -110,7 +117,7 @@ def _measure_rows(config: Config, ranks: Ranks, group: dist.ProcessGroup, ids_a_
             ]
     elif ranks.world.rank == 0:
         print("\n".join(faults), flush=True)
-    close_all([*pooling, *whole], workload)
+    close_all([*pooling, *whole])
     return rows
 
 

@@ -105,7 +105,7 @@ def time_variants(ranks: Ranks, config: Config, seconds: float) -> list[dict[str
         Push.prepare, Push.update_range = methods  # type: ignore[method-assign]
         rows.append(time_variant(run, name, seconds))
     Push.prepare, Push.update_range = prepare, update  # type: ignore[method-assign]
-    run.close()
+    trainer.close()
     return rows
 
 

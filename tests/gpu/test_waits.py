@@ -24,8 +24,7 @@ def _times(seen, own, TURNS: tl.constexpr, THREADS: tl.constexpr):
 
 def test_all_warps_of_a_program_see_one_time() -> None:
     seen, own = (torch.empty(PROGRAMS * TURNS, 32 * WARPS, dtype=torch.int64, device="cuda") for _ in range(2))
-    constants = {"TURNS": TURNS, "THREADS": 32 * WARPS}
-    CompiledKernel(_times, constants, num_warps=WARPS)(PROGRAMS, (), seen, own)
+    CompiledKernel(_times, num_warps=WARPS, TURNS=TURNS, THREADS=32 * WARPS)(PROGRAMS, (), seen, own)
     assert (own != own[:, :1]).any(), "each by its own clock, warps see times that differ"
     assert (seen == seen[:, :1]).all()
     assert (seen.view(PROGRAMS, TURNS, -1)[:, -1] > 0).all(), "and time goes on"

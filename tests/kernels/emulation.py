@@ -18,8 +18,8 @@ from dlrm_overlap.kernels.compiled import INTERPRETED
 from dlrm_overlap.kernels.flags import Flags, raise_flags
 from dlrm_overlap.kernels.forward.put_slices import SlicedPut, Slices, SliceState
 from dlrm_overlap.kernels.forward.store_pooled import storing_pooled
-from dlrm_overlap.kernels.schedule import TaskGrid
 from tests.agreement import assert_same
+from tests.kernels.tasks import TaskGrid
 
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="CPU tensors need TRITON_INTERPRET=1")
 

@@ -17,7 +17,6 @@ def _add(into, values, count, epoch, BLOCK: tl.constexpr, WARPS: tl.constexpr):
     pass
 
 
-_CONSTANTS = {"BLOCK": 4, "WARPS": 1}
 _NAMED = {"do_not_specialize": ["count"], "do_not_specialize_on_alignment": ["values"]}
 _KERNELS = {
     "interpreted": triton.jit(_add, **_NAMED),  # pyright: ignore[reportCallIssue]
@@ -27,13 +26,13 @@ every_kernel = pytest.mark.parametrize("kernel", _KERNELS.values(), ids=_KERNELS
 
 
 def _make(kernel: Any) -> CompiledKernel:
-    return CompiledKernel(kernel, _CONSTANTS, num_warps=1)
+    return CompiledKernel(kernel, num_warps=1, BLOCK=4, WARPS=1)
 
 
 @every_kernel
 def test_constants_and_the_number_of_arguments_are_the_kernels(kernel: Any) -> None:
     with pytest.raises(AssertionError, match=r"_add: its parameters do not end in \['WARPS', 'BLOCK'\]"):
-        CompiledKernel(kernel, {"WARPS": 1, "BLOCK": 4}, num_warps=1)
+        CompiledKernel(kernel, num_warps=1, WARPS=1, BLOCK=4)
     with pytest.raises(AssertionError, match="_add: 1 arguments are passed; pass into, values, count, epoch"):
         _make(kernel).check(torch.zeros(8))
 
@@ -63,6 +62,6 @@ def _store(into, count, factor, FIRST: tl.constexpr, SECOND: tl.constexpr):
 
 def test_values_arrive_in_the_order_of_the_parameters() -> None:
     into = torch.zeros(4)
-    store = CompiledKernel(_store, {"FIRST": 5, "SECOND": 6}, num_warps=1)
+    store = CompiledKernel(_store, num_warps=1, FIRST=5, SECOND=6)
     store(1, (), into, 3, 0.5)
     assert into.tolist() == [3, 0.5, 5, 6]

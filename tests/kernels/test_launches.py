@@ -25,7 +25,7 @@ def _store(into, values, count, factor, epoch, BLOCK: tl.constexpr):
 
 
 def _kernel() -> CompiledKernel:
-    return CompiledKernel(_store, {"BLOCK": 4}, num_warps=2)
+    return CompiledKernel(_store, num_warps=2, BLOCK=4)
 
 
 def test_a_call_changes_what_it_names() -> None:

@@ -57,9 +57,7 @@ def test_kernels_fuse_no_product_with_a_sum() -> None:
     """A fused one rounds once where numpy rounds twice. The interpreter cannot show it, so hold the option itself."""
     kernels: list[CompiledKernel] = [draws._drawing_ids(False), labels._drawing(-1.0, 16.0, 2048)]
     assert all(kernel._options["enable_fp_fusion"] is False for kernel in kernels)
-    assert (
-        "enable_fp_fusion" not in CompiledKernel(draws._draw_ids, {"RANGES": True, "BLOCK": 32}, num_warps=4)._options
-    )
+    assert "enable_fp_fusion" not in CompiledKernel(draws._draw_ids, num_warps=4, RANGES=True, BLOCK=32)._options
 
 
 def test_draws_are_those_of_numpy() -> None:

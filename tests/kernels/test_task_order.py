@@ -11,9 +11,10 @@ import triton
 import triton.language as tl
 
 from dlrm_overlap.kernels.primitives import task_at
-from dlrm_overlap.kernels.schedule import SCHEDULES, TaskGrid
+from dlrm_overlap.kernels.schedule import SCHEDULES
 from tests.agreement import assert_same
 from tests.kernels.emulation import interpreted
+from tests.kernels.tasks import TaskGrid
 
 pytestmark = interpreted
 

@@ -6,14 +6,14 @@ of a store by one of them.
 """
 
 import re
+from typing import Any
 
 import torch
 
 from dlrm_overlap.kernels import flags, messages
-from dlrm_overlap.kernels.arguments import PoolingOptions, tuning_for
+from dlrm_overlap.kernels.arguments import FeatureTable, PoolingOptions, Windows, tuning_for
 from dlrm_overlap.kernels.compiled import TYPES, CompiledKernel
-from dlrm_overlap.kernels.forward import put_slices
-from dlrm_overlap.kernels.forward.pooling import PoolingShape
+from dlrm_overlap.kernels.forward.put_slices import SlicedPut, Slices
 from dlrm_overlap.kernels.gemm import product
 from dlrm_overlap.kernels.gemm.product import Tiling
 from dlrm_overlap.kernels.network import Network
@@ -43,6 +43,7 @@ _OF_SLICES = _types(
     }
 )
 _OF_MESSAGE = _types({"*i32": "first_sample", "i64": "signals", "i32": "rows source"})
+_NONE = torch.empty(0)
 _OF_PRODUCT = _types({"*bf16": "out bias", "*i64": "targets", "*i32": "done owners"})
 
 
@@ -71,7 +72,9 @@ def times_in_conditions(text: str) -> list[str]:
 def _kernels() -> dict[str, tuple[CompiledKernel, dict[str, str]]]:
     """Return the kernels, compiled for several warps a program, and the types of their arguments."""
     options = PoolingOptions(0, "balanced", tuning_for(1024, 2), check_ids=False)
-    shape = PoolingShape(options, 1024, torch.bfloat16, 2048, torch.bfloat16, 16, 16, 16, False)
+    features, windows = FeatureTable(_NONE, 1024, torch.bfloat16, 16, 16), Windows(torch.empty(4), 2048, torch.bfloat16)
+    unread: Any = None
+    put = SlicedPut(unread, features, windows, unread, unread, options, Slices(8, 0, in_place=True))
     kind = {"GATHER": True, "SCATTER": False, "BY_K": True, "BIAS": False}
     kind |= {"ACTIVATION": "none", "TYPE": TYPES[torch.bfloat16], "ORDER": "own_first"}
     tiling = Tiling(specialised=False)
@@ -79,8 +82,8 @@ def _kernels() -> dict[str, tuple[CompiledKernel, dict[str, str]]]:
     tiles = {name: f"tensordesc<bf16{block}>" for name, block in blocks.items()}
     return {
         "await_flags": (flags._awaiting(1024), {}),
-        "put_slices": (put_slices._compiled(True, 8, True, True, 4, shape), _OF_SLICES),
-        "await_message": (messages._awaiting(Network("stores", torch.empty(0), 0)), _OF_MESSAGE),
+        "put_slices": (put._kernel(), _OF_SLICES),
+        "await_message": (messages._awaiting(Network("stores", _NONE, 0)), _OF_MESSAGE),
         "gathered_product": (product._compiled(tiling, **kind), _OF_PRODUCT | tiles),
     }
 

@@ -21,8 +21,6 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from dlrm_overlap import backends
 from dlrm_overlap.bench.options import FIGURES
-from dlrm_overlap.bench.report import PLOTS, draw
-from dlrm_overlap.bench.rows import Measured, read_measured
 from dlrm_overlap.config import Config
 from dlrm_overlap.launching.parsing import meanings_of
 from tests import keys
@@ -118,18 +116,6 @@ def test_the_default_put_is_as_fast_as_the_other() -> None:
     for path in paths:
         medians = {row["contender"]: float(row["median_ms"]) for row in read_rows(path)}
         assert medians["fused"] <= 1.03 * medians["fused_stores"], path
-
-
-@pytest.fixture(scope="module")
-def measured() -> list[Measured]:
-    return [read_measured(path) for path in Path("docs/results").rglob("*.csv")]
-
-
-@pytest.mark.parametrize("kind", PLOTS)
-def test_every_plot_can_be_drawn_of_the_committed_rows(measured: list[Measured], kind: str) -> None:
-    drawn = [draw(each) for each in measured if each.kind == kind]
-    assert drawn
-    assert all(b"<svg" in each for each in drawn)
 
 
 _CODE = ("dlrm_overlap", "kernels", "data", "tests", "configs")

@@ -7,13 +7,12 @@ contender under an optimizer.
 
 Contenders: the baseline (packing, All-to-All, FBGEMM's operator, its sort of the ids included), `push`, and
 `push_exposed`, with the part that needs the ids alone, which training does beside the dense layers, in every step.
-Extra columns: the optimizer, the bytes and the time of a cache without bounds, ids and touched rows, and `prepare_ms`
-of that part.
+Extra columns: the optimizer, the ids of a rank, and `prepare_ms` of that part.
 """
 
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,19 +21,21 @@ import torch
 
 from dlrm_overlap.bench.harness.agreement import check_rows, disagreements
 from dlrm_overlap.bench.harness.contenders import Contender, close_all
-from dlrm_overlap.bench.harness.limits import RankIds, describe, find_limit, measure_ceilings, times
+from dlrm_overlap.bench.harness.limits import find_limit, measure_ceilings, times
 from dlrm_overlap.bench.harness.timing import time_contenders, time_parts
 from dlrm_overlap.bench.harness.workload import (
     Ids,
     Workload,
     collect_garbage,
+    describe,
     exchange_options,
     make_workload,
     read_ids,
+    shape_of,
+    with_keys,
 )
 from dlrm_overlap.bench.rows import report
-from dlrm_overlap.bench.shapes import shapes_of
-from dlrm_overlap.config import Config, EmbeddingConfig
+from dlrm_overlap.config import Config
 from dlrm_overlap.embedding.opening import open_halves
 from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions, StepCounters
 from dlrm_overlap.embedding.steps import BatchSizes, Step
@@ -42,15 +43,13 @@ from dlrm_overlap.train.ranks import Ranks
 
 _SHOWN = (
     "optimizer", "contender", "median_ms", "p10_ms", "p90_ms", "host_ms", "prepare_ms",
-    "limit_ms", "fraction_of_limit", "compulsory_ms", "speedup", "max_difference",
+    "limit_ms", "fraction_of_limit", "speedup", "max_difference",
 )  # fmt: skip
 
 
 class GradientBatch(NamedTuple):
     """A batch: its ids on the ranks that own their rows, and the gradient of its pooled embeddings."""
 
-    number: int
-    """of the batch among the workload's"""
     ids: Ids
     gradient: torch.Tensor
     """[b, D_total] float32, of this rank's samples, in the layout that autograd leaves"""
@@ -61,7 +60,7 @@ def make_batches(workload: Workload) -> list[GradientBatch]:
     shape = workload.batch_sizes[workload.rank], workload.layout.total_dim
     generator = torch.Generator(workload.device).manual_seed(workload.rank)
     make = partial(torch.randn, shape, generator=generator, device=workload.device)
-    return [GradientBatch(i, ids, make()) for i, ids in enumerate(workload.batches)]
+    return [GradientBatch(ids, make()) for ids in workload.batches]
 
 
 class Update(Contender):
@@ -75,11 +74,11 @@ class Update(Contender):
         self, name: str, workload: Workload, options: ExchangeOptions, batches: Sequence[GradientBatch], exposed: bool
     ) -> None:
         super().__init__(name, workload)
-        self._exposed, self._batch_sizes = exposed, BatchSizes.of(workload.batch_sizes)
+        self._batch_sizes = BatchSizes.of(workload.batch_sizes)
         about = workload.layout, workload.tables, options, workload.group, workload.device
         most, counters = max(workload.batch_sizes), StepCounters(workload.device)
         self._halves = open_halves(ExchangeContext(*about, most, counters))
-        self._steps = [] if exposed else [self._begun(batch, prepared=True) for batch in batches]
+        self._prepared = {} if exposed else {id(batch): self._begun(batch, prepared=True) for batch in batches}
 
     def _begun(self, batch: GradientBatch, prepared: bool = False) -> Step:
         step = Step(list(batch.ids.inputs), self._batch_sizes)
@@ -91,7 +90,7 @@ class Update(Contender):
     def step(self, batch: GradientBatch) -> None:
         """Send the batch's gradient to the owners and update the rows there."""
         # A copy, since `finish` drops what `prepare` has made of the ids.
-        step = self._begun(batch) if self._exposed else copy(self._steps[batch.number])
+        step = copy(self._prepared[id(batch)]) if self._prepared else self._begun(batch)
         self._halves.backward.start(step, batch.gradient)
         self._halves.backward.finish(step)
 
@@ -107,32 +106,30 @@ class Update(Contender):
 
 
 def run(kind: str, ranks: Ranks) -> int:
-    """Measure the figure, print its table and append its rows on rank 0. All ranks call this.
+    """Measure the figure; on rank 0 print each optimizer's table and append its rows. All ranks call this.
 
     Returns:
-        The exit code: 1 if rows or states disagree, in which case no time is reported.
+        The exit code: 1 if rows or states disagree under some optimizer, of which no time is reported.
     """
     world, device, values = ranks.world, ranks.device, ranks.values
-    (config,) = shapes_of(kind, values, ranks.config, world.world_size)
+    config = shape_of(ranks.config, world.world_size, values.tables_per_rank)
+    config = with_keys(config, {"train.precision": "fp32"})  # the gradient's type
     group = ranks.connect()
     sparse = read_ids(config, group, device)
     ceilings = measure_ceilings(group, device)
-    rows, faults = list[dict[str, Any]](), list[str]()
+    wrong = False
     for optimizer in values.optimizers:
-        workload = make_workload(
-            config, sparse, group, device, world.local_world_size, optimizer=optimizer, precision="fp32"
-        )
-        found, wrong = _measure(config, workload, optimizer, ceilings, values.iterations)
-        rows += [{"kind": kind} | row for row in found]
-        faults += wrong
+        workload = make_workload(config, sparse, group, device, world.local_world_size, optimizer)
+        rows, faults = _measure(config, workload, optimizer, ceilings, values.iterations)
+        if world.rank == 0:
+            report([{"kind": kind, **row} for row in rows], faults, Path(values.output), _SHOWN)
+        wrong |= bool(faults)
         del workload
         collect_garbage(device)
-    if world.rank == 0:
-        report([] if faults else rows, faults, Path(values.output), _SHOWN)
-    return int(bool(faults))
+    return int(wrong)
 
 
-def make_contenders(config: EmbeddingConfig, workload: Workload, batches: Sequence[GradientBatch]) -> list[Update]:
+def make_contenders(config: Config, workload: Workload, batches: Sequence[GradientBatch]) -> list[Update]:
     """Return who takes part, the baseline first."""
     push = exchange_options(config, "pgas")
     return [
@@ -148,30 +145,19 @@ def _measure(
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Return a row for each contender and no fault, or no row and a fault for each contender that disagrees."""
     batches = make_batches(workload)
-    contenders = make_contenders(config.embedding, workload, batches)
+    contenders = make_contenders(config, workload, batches)
     agreements = check_rows(contenders, workload, batches, optimizer)
     faults = disagreements(contenders, agreements, f"rows or state under {optimizer}")
     rows: list[dict[str, Any]] = []
     if not faults:
-        counts = []
-        for own in RankIds.of_workload(workload):
-            about = [sum(each.ids for each in own.tables), sum(each.touched_rows for each in own.tables)]
-            counts.append([*own.update_bytes(workload.wire_dtype, optimizer), *about])
-        limit, (compulsory, ids, touched) = find_limit(counts, ceilings, workload.group, workload.device)
-        counted = {"compulsory_bytes": compulsory, "compulsory_ms": replace(limit, hbm_bytes=compulsory).ms}
-        counted |= {"ids": ids, "touched_rows": touched}
+        limit, ids = find_limit(workload, ceilings, optimizer)
         timings = time_contenders(contenders, batches, workload, iterations)
-        for contender, agreement, timing in zip(contenders, agreements, timings, strict=True):
-            prepare_ms = None
-            if contender is not contenders[0]:
-                (prepare_ms,) = time_parts(contender.prepare, 1, batches, workload, timing.steps)
-            rows.append(
-                {"contender": contender.name, "optimizer": optimizer}
-                | describe(config, workload)
-                | times(timing, timings[0], limit)
-                | counted
-                | asdict(agreement)
-                | {"prepare_ms": prepare_ms}
-            )
-    close_all(contenders, workload)
+        rows = [
+            {"contender": contender.name, **describe(config, workload.group.size()), "optimizer": optimizer, "ids": ids}
+            | {**times(timing, timings[0], limit), **agreement._asdict(), "prepare_ms": None}
+            for contender, agreement, timing in zip(contenders, agreements, timings, strict=True)
+        ]
+        for contender, row in zip(contenders[1:], rows[1:], strict=True):
+            (row["prepare_ms"],) = time_parts(contender.prepare, 1, batches, workload, iterations)
+    close_all(contenders)
     return rows, faults

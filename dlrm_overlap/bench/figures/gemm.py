@@ -5,11 +5,10 @@ N / W. `all_gather` is the first layer, from this rank's samples [M / W, K] to i
 `reduce_scatter` the second, from there back to [M / W, K]. Contenders: `serial`, the collective and the product one
 after the other; the other ways of `dense.gemm`, and `auto`, which picks one; `torch`, the fused operators of torch's
 symmetric memory. The output of each contender is held against a product in float32 before it is timed, and again
-afterwards. All contenders and their parts are timed in turns, the ranks beginning together, without the CPU's time.
+afterwards. All contenders and the product are timed in turns, the ranks beginning together, without the CPU's time.
 
 Columns, times being medians of the slowest rank:
     gemm_ms                   the product alone, of all rows, by cuBLAS
-    communication_ms          the process group's collective alone
     ect_ms                    effective communication time: median_ms less gemm_ms
     overlap_efficiency        1 - ect_ms / that of `serial`: 1 if the product hides all communication
     link_bytes, link_gb_per_s bytes that leave each GPU, and the rate of its links, measured in the same run
@@ -19,6 +18,7 @@ Columns, times being medians of the slowest rank:
 Source: Flux (Chang et al., arXiv 2406.06858) for the effective communication time and overlap efficiency.
 """
 
+import itertools
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from dlrm_overlap.bench.harness.limits import measure_ceilings
-from dlrm_overlap.bench.harness.timing import Timing, counted, greatest, time_alone
+from dlrm_overlap.bench.harness.timing import Timing, greatest, time_alone
 from dlrm_overlap.bench.rows import report
 from dlrm_overlap.config import InputError
 from dlrm_overlap.dense.gemm import serial
@@ -42,71 +42,62 @@ from dlrm_overlap.train.ranks import Ranks
 Call = Callable[[], torch.Tensor]
 
 _DTYPE = torch.bfloat16
-_SHAPES = {
-    "cuda": (
-        *("1024x12288x49152", "4096x12288x49152", "8192x12288x49152", "8192x4096x4096", "32768x4096x4096"),
-        *("32768x3456x1024", "32768x1024x1024"),
-    ),
-    "cpu": ("64x48x96", "128x48x96"),
-}
+_WIDE = ("1024x12288x49152", "4096x12288x49152", "8192x12288x49152")
+_NARROW = ("8192x4096x4096", "32768x4096x4096", "32768x3456x1024", "32768x1024x1024")
+_SHAPES = {"cuda": _WIDE + _NARROW, "cpu": ("64x48x96", "128x48x96")}
 _CONTENDERS = ("serial", "torch", "copies", "tiles", "triggered", "auto")
-_ONLY = {"triggered": "reduce_scatter"}  # its all-gather is that of tiles
 _TOLERANCE = 0.05  # of an element's size and the mean's: partial products are rounded to bfloat16, by NCCL sums, too
 _SHOWN = (
-    "operator", "m", "k", "n", "contender", "median_ms", "p10_ms", "p90_ms", "gemm_ms", "communication_ms", "ect_ms",
-    "overlap_efficiency", "floor_ms", "of_floor", "speedup",
+    "operator", "m", "k", "n", "contender", "median_ms", "p10_ms", "p90_ms", "gemm_ms", "ect_ms", "overlap_efficiency",
+    "floor_ms", "of_floor", "speedup",
 )  # fmt: skip
 
 
 class Case:
-    """One operator at one shape: this rank's tensors, who runs it, and its two parts alone."""
+    """One operator at one shape: this rank's tensors, who runs it, and its product alone."""
 
     def __init__(self, operator: str, shape: tuple[int, ...], group: dist.ProcessGroup, device: torch.device) -> None:
         """Draw the tensors of all_gather or reduce_scatter; W must divide M and N."""
         self.operator, self.shape, self.group, self.device = operator, shape, group, device
-        ranks, (m, k, n) = group.size(), shape
+        self.gathers, ranks, (m, k, n) = operator == "all_gather", group.size(), shape
         generator = torch.Generator(device).manual_seed(group.rank())
         make = partial(torch.randn, generator=generator, device=device, dtype=_DTYPE)
-        gathers = operator == "all_gather"
-        self.x = make(m // ranks, k) if gathers else make(m, n // ranks)
-        self.weight = (make(n // ranks, k) if gathers else make(k, n // ranks)) * self.x.shape[1] ** -0.5
+        self.x = make(m // ranks, k) if self.gathers else make(m, n // ranks)
+        self.weight = (make(n // ranks, k) if self.gathers else make(k, n // ranks)) * self.x.shape[1] ** -0.5
         self.link_bytes = (ranks - 1) * (m // ranks) * k * _DTYPE.itemsize
         """that leave each rank for its peers"""
 
-    def contender(self, name: str, products: ParallelProducts) -> Call | None:
-        """Return the call of the contender `name`, or None where it cannot run or has nothing of its own.
+    def contenders(self, products: ParallelProducts) -> dict[str, Call]:
+        """Return the call of each contender that can run, on all ranks alike."""
+        calls = {name: partial(self.run, name, products) for name in _CONTENDERS}
+        if self.gathers:
+            del calls["triggered"]  # its all-gather is that of tiles
+        if self.device.type == "cpu":
+            del calls["torch"]
+        for name, call in list(calls.items()):
+            try:
+                call()
+            except InputError:  # on every rank
+                del calls[name]
+        return calls
 
-        All ranks call this alike.
-        """
-        if _ONLY.get(name, self.operator) != self.operator:
-            return None
+    def run(self, name: str, products: ParallelProducts) -> torch.Tensor:
+        """Return the operator's output by the contender `name`."""
         if name == "torch":
-            return self._torch() if self.device.type == "cuda" else None
-        layer = Layer(self.weight)
+            import torch.distributed._symmetric_memory
 
-        def call() -> torch.Tensor:
-            if self.operator == "all_gather":
-                return products.all_gather_matmul(self.x, layer, name, keep=False)[0]
-            return products.begin_reduce_scatter(self.x, layer, name)()
-
-        try:
-            call()
-        except InputError:  # on every rank alike
-            return None
-        return call
-
-    def _torch(self) -> Call:
-        import torch.distributed._symmetric_memory
-
-        operators: Any = torch.ops.symm_mem
-        name, turned = self.group.group_name, self.weight.t()
-        if self.operator == "all_gather":
-            return lambda: operators.fused_all_gather_matmul(self.x, [turned], 0, name, return_A=False)[1][0]
-        return lambda: operators.fused_matmul_reduce_scatter(self.x, turned, "sum", 0, name)
+            operators: Any = torch.ops.symm_mem
+            group, turned = self.group.group_name, self.weight.t()
+            if self.gathers:
+                return operators.fused_all_gather_matmul(self.x, [turned], 0, group, return_A=False)[1][0]
+            return operators.fused_matmul_reduce_scatter(self.x, turned, "sum", 0, group)
+        if self.gathers:
+            return products.all_gather_matmul(self.x, Layer(self.weight), name, keep=False)[0]
+        return products.begin_reduce_scatter(self.x, Layer(self.weight), name)()
 
     def _gathered(self) -> torch.Tensor:
         """Return the rows that the product has: those of all ranks, or for a reduce-scatter this rank's x."""
-        if self.operator == "reduce_scatter":
+        if not self.gathers:
             return self.x
         x = self.x.new_empty(*self.shape[:2])
         serial.all_gather(x, self.x, group=self.group)
@@ -115,24 +106,15 @@ class Case:
     def reference(self) -> torch.Tensor:
         """Return the right output of the operator, computed in float32, as float32."""
         out = functional.linear(self._gathered().float(), self.weight.float())
-        if self.operator == "reduce_scatter":
+        if not self.gathers:
             dist.all_reduce(out, group=self.group)  # gloo has no reduce-scatter
             out = out.chunk(self.group.size())[self.group.rank()].clone()
         return out
 
-    def alone(self) -> dict[str, Call]:
-        """Return the product alone by cuBLAS, and the process group's collective alone."""
-        x, turned, group = self._gathered(), self.weight.t(), self.group
-        out = x.new_empty(x.shape[0], self.weight.shape[0])
-        rows = torch.zeros(*self.shape[:2], device=self.device, dtype=_DTYPE)
-        part = rows[: self.shape[0] // group.size()].clone()
-        if self.operator == "all_gather":
-            collective: Any = partial(serial.all_gather, rows, part, group=group)
-        elif self.device.type == "cuda":
-            collective = partial(serial.reduce_scatter, part, rows, group=group)
-        else:  # as `serial.scatter` does over gloo
-            collective = partial(dist.all_to_all_single, torch.empty_like(rows), rows, group=group)
-        return {"gemm": partial(torch.mm, x, turned, out=out), "communication": collective}
+    def product(self) -> Call:
+        """Return the product alone by cuBLAS."""
+        x, turned = self._gathered(), self.weight.t()
+        return partial(torch.mm, x, turned, out=torch.mm(x, turned))
 
 
 def run(kind: str, ranks: Ranks) -> int:
@@ -149,30 +131,22 @@ def run(kind: str, ranks: Ranks) -> int:
     products.wait_timeout_s = 60.0
     rows, faults = list[dict[str, Any]](), list[str]()
     with torch.no_grad():
-        for operator in values.operators:
-            for shape in counted(f"shapes of {operator}", shapes):
-                case = Case(operator, shape, group, device)
-                calls = {name: case.contender(name, products) for name in _CONTENDERS}
-                found = {name: call for name, call in calls.items() if call is not None}
-                faults += _wrong(case, found)
-                alone = case.alone()
-                times = time_alone([*found.values(), *alone.values()], values.repetitions, device, group)
-                timed = dict(zip([*found, *alone], times, strict=True))
-                faults += _wrong(case, found)
-                columns = {
-                    "kind": kind,
-                    "operator": operator,
-                    **dict(zip("mkn", shape, strict=True)),
-                    "dtype": str(_DTYPE)[6:],
-                }
-                columns |= {"device": device.type, "world_size": group.size()}
-                if "serial" in found:
-                    right = {name: timed[name] for name in found}
-                    rows += compare(columns, right, timed, (case.link_bytes, link_gb_per_s))
-                del case, calls, found, alone
+        for operator, shape in itertools.product(("all_gather", "reduce_scatter"), shapes):
+            case = Case(operator, shape, group, device)
+            calls = case.contenders(products)
+            faults += _wrong(case, calls)
+            gemm, *each = time_alone([case.product(), *calls.values()], values.repetitions, device)
+            timed = dict(zip(calls, each, strict=True))
+            faults += _wrong(case, calls)
+            about = {"kind": kind, "operator": operator, **dict(zip("mkn", shape, strict=True))}
+            about["world_size"] = group.size()
+            right = {name: timed[name] for name in calls}
+            found = compare(right, gemm, case.link_bytes, link_gb_per_s) if "serial" in right else []
+            rows += [about | row for row in found]
+            del case, calls
     products.close()
     if ranks.world.rank == 0:
-        report(rows, faults, Path(values.output), _SHOWN, f"{group.size()} ranks on {device.type}, {_DTYPE}")
+        report(rows, faults, Path(values.output), _SHOWN)
     return 1 if faults else 0
 
 
@@ -191,36 +165,25 @@ def _wrong(case: Case, calls: dict[str, Call]) -> list[str]:
     mean = expected.abs().mean()
     for name, call in list(calls.items()):
         error = ((call().float() - expected).abs() / (expected.abs() + mean)).nan_to_num(torch.inf).max().item()
-        (worst,) = greatest([error], case.device, case.group)
+        (worst,) = greatest([error], case.device)
         if worst > _TOLERANCE:
             faults.append(f"{case.operator}, {case.shape}: {name} is off by {worst:.2g}, at most {_TOLERANCE} is right")
             del calls[name]
     return faults
 
 
-def compare(
-    columns: Mapping[str, Any], timed: Mapping[str, Timing], alone: Mapping[str, Timing], link: tuple[int, float]
-) -> list[dict[str, Any]]:
-    """Return the rows of one operator at one shape, see the module.
-
-    Args:
-        columns: of all rows.
-        timed: by contender, serial among them.
-        alone: of gemm and communication.
-        link: bytes that leave a GPU, and the GB/s of its links.
-    """
-    gemm_ms, serial_ms, (link_bytes, link_gb_per_s) = alone["gemm"].median_ms, timed["serial"].median_ms, link
-    floor_ms = max(gemm_ms, link_bytes / link_gb_per_s / 1e6 if link_bytes else 0.0)
-    hidden = serial_ms - gemm_ms
+def compare(timed: Mapping[str, Timing], gemm: Timing, link_bytes: int, link_gb_per_s: float) -> list[dict[str, Any]]:
+    """Return the columns of the contenders of one operator at one shape, see the module; `serial` is among them."""
+    floor_ms = max(gemm.median_ms, link_bytes / link_gb_per_s / 1e6 if link_bytes else 0.0)
+    serial_ms = timed["serial"].median_ms
+    hidden = serial_ms - gemm.median_ms
     return [
         {
-            **columns,
             "contender": name,
             **asdict(times),
-            "gemm_ms": gemm_ms,
-            "communication_ms": alone["communication"].median_ms,
-            "ect_ms": times.median_ms - gemm_ms,
-            "overlap_efficiency": 1 - (times.median_ms - gemm_ms) / hidden if hidden > 0 else None,
+            "gemm_ms": gemm.median_ms,
+            "ect_ms": times.median_ms - gemm.median_ms,
+            "overlap_efficiency": 1 - (times.median_ms - gemm.median_ms) / hidden if hidden > 0 else None,
             "link_bytes": link_bytes,
             "link_gb_per_s": link_gb_per_s,
             "floor_ms": floor_ms,

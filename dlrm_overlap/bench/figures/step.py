@@ -7,16 +7,15 @@ configuration's learning rates: at MLPerf's, Adagrad's first steps make rounding
 20 steps, in which a wrong gradient would hide. A step copies its batch to the device; the batches are read before.
 
 A row is a contender. It has two times: `median_ms` by the clock, and `busy_ms`, the time of a traced step in which the
-GPU is not idle, on the rank where that is least. On other ranks collectives run while they wait for a slower one; the
-CPU's speed changes the first time and not the second. Of that step `exposed_ms` is exposed communication, as
-`observe.trace_summary` defines it. Both speedups are over TorchRec as users run it, and over TorchRec at its strongest,
-the fastest of the contenders here; `fraction_of_floor` is of the time that products, memory or links must take
-(`harness.step_floor`), under the first contender's plan. A GPU holds few trainers at once, so contenders take turns in
-groups (`step_contenders.heats`), whose rows are written one group after the other.
+GPU is not idle, on the rank where that is least. Of that step `exposed_ms` is exposed communication, as
+`observe.trace_summary` defines it. Both speedups are over the fastest of TorchRec's contenders in the same turns;
+`fraction_of_floor` is of the time that products, memory or links must take (`limits.find_floor`). A GPU holds few
+trainers at once, so contenders take turns in groups (`step_contenders.heats`), whose rows are written one group after
+the other.
 """
 
+import csv
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,14 +27,13 @@ from torchrec.distributed.train_pipeline import TrainPipelineFusedSparseDist
 from torchrec.distributed.types import ModuleSharder
 
 from dlrm_overlap.bench.harness.agreement import judge_losses
-from dlrm_overlap.bench.harness.limits import describe_tables, measure_ceilings
-from dlrm_overlap.bench.harness.step_floor import find_floor
-from dlrm_overlap.bench.harness.timing import Timing, counted, take_turns
+from dlrm_overlap.bench.harness.limits import find_floor, measure_ceilings
+from dlrm_overlap.bench.harness.timing import take_turns
 from dlrm_overlap.bench.harness.training_runs import TrainingRun, read_batches
-from dlrm_overlap.bench.harness.workload import collect_garbage
-from dlrm_overlap.bench.rows import read_measured, report
-from dlrm_overlap.bench.step_contenders import STEP_CONTENDERS, contender_config, expand, heats
-from dlrm_overlap.config import Config, EmbeddingConfig, InputError
+from dlrm_overlap.bench.harness.workload import collect_garbage, describe, with_keys
+from dlrm_overlap.bench.rows import report
+from dlrm_overlap.bench.step_contenders import STEP_CONTENDERS, Keys, expand, heats
+from dlrm_overlap.config import Config, EmbeddingConfig
 from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.embedding.sharder import (
     OverlapEmbeddingBagCollectionSharder,
@@ -51,12 +49,10 @@ CHECKED_STEPS = 20
 _RATE = 0.03  # of the configuration's learning rates
 _TRACED_STEPS = 5
 _TRACED = ("busy_ms", "exposed_ms", "exposed_most_ms")
-_BASELINES = ("torchrec", "strongest")
-_SPEEDUPS = {"speedup_over": "median_ms", "busy_speedup_over": "busy_ms"}
+_SPEEDUPS = {"speedup": "median_ms", "busy_speedup": "busy_ms"}
 _SHOWN = (
-    "contender", "median_ms", *_TRACED, "host_ms", "samples_per_s",
-    *(f"{speedup}_{name}" for speedup in _SPEEDUPS for name in _BASELINES), "dense_ms", "hbm_ms", "link_ms",
-    "floor_ms", "fraction_of_floor", "max_difference", "tolerance",
+    "contender", "median_ms", *_TRACED, "host_ms", *_SPEEDUPS, "dense_ms", "hbm_ms", "link_ms", "floor_ms",
+    "fraction_of_floor", "max_difference", "tolerance",
 )  # fmt: skip
 
 
@@ -67,13 +63,10 @@ def run(kind: str, ranks: Ranks) -> int:
         The exit code: 1 if losses disagree.
     """
     values, output = ranks.values, Path(ranks.values.output)
-    if values.at_once < 2:
-        raise InputError(f"--at_once {values.at_once}: contenders take turns with the last one; take 2 or more")
     names = expand(values.contenders)
-    if ranks.config.model.sequence.history is None:  # TorchRec's dedup is of tables that are not pooled
-        names = tuple(name for name in names if "index_dedup" not in STEP_CONTENDERS[name].extras)
     if values.resume and output.exists():
-        done = {row["contender"] for row in read_measured(output).rows}
+        with output.open(newline="") as file:
+            done = {row.get("contender") for row in csv.DictReader(file)}
         left = [name for name in names if name not in done]
         if not left:
             return 0
@@ -83,21 +76,19 @@ def run(kind: str, ranks: Ranks) -> int:
     reference: dict[str, list[float]] = {}
     wrong = False
     for heat in heats(names, values.at_once):
-        runs = [TrainingRun(name, build(ranks, name, configs[name]), batches) for name in counted("trainers", heat)]
+        runs = [TrainingRun(name, build(ranks, name, configs[name]), batches) for name in heat]
         losses = reference | {each.name: each.losses(CHECKED_STEPS) for each in runs}
         reference = {names[0]: losses[names[0]]}
         agreements, faults = judge_losses(ranks.config.train.precision, losses, again)
         timings = take_turns([each.time for each in runs], values.steps, ranks.device)
         rows = [
-            {"kind": kind, "contender": each.name}
-            | describe_run(each, values.batches)
-            | _times(each, timing, _trace(each), floor)
-            | {"checked_steps": CHECKED_STEPS}
-            | {name: getattr(agreements[each.name], name) for name in ("max_difference", "tolerance", "agrees")}
+            {"kind": kind, "contender": each.name, **describe_run(each, values.batches)}
+            | {**vars(timing), **_trace(each), **floor, "fraction_of_floor": floor["floor_ms"] / timing.median_ms}
+            | {**agreements[each.name]._asdict(), "agrees": agreements[each.name].agrees}
             for each, timing in zip(runs, timings, strict=True)
         ]
         for each in runs:
-            each.close()
+            each.trainer.close()
         del runs, each
         collect_garbage(ranks.device)
         if ranks.world.rank == 0:
@@ -113,24 +104,36 @@ def contender_configs(ranks: Ranks, names: Sequence[str]) -> dict[str, Config]:
         InputError: if the device or the data do not fit one of them.
     """
     embedding, train = ranks.config.embedding, ranks.config.train
-    slowed = replace(
-        ranks.config, embedding=replace(embedding, lr=_RATE * embedding.lr), train=replace(train, lr=_RATE * train.lr)
-    )
+    slowed = with_keys(ranks.config, {"embedding.lr": _RATE * embedding.lr, "train.lr": _RATE * train.lr})
     configs = {name: contender_config(slowed, STEP_CONTENDERS[name], ranks.device.type) for name in names}
     for config in configs.values():
         check_start(config, ranks.device)
     return configs
 
 
+def contender_config(config: Config, keys: Keys, device_type: str) -> Config:
+    """Return `config` with a contender's keys; on a CPU without CUDA graphs of the dense part."""
+    on_cpu = {"train.graph_dense": False} if device_type == "cpu" else {}
+    return with_keys(config, {**keys, **on_cpu})
+
+
 def build(ranks: Ranks, name: str, config: Config) -> Trainer:
-    """Return the trainer of the contender `name`, with what no key of `config` gives. All ranks call this."""
-    extras = STEP_CONTENDERS[name].extras
-    lookups: dict[str, Any] = {"embedding_table_index_type": torch.int32} if "int32_ids" in extras else {}
-    make_sharders = _sharders_at_defaults if "drop_in" in extras else partial(build_sharders, fused_params=lookups)
-    if "index_dedup" in extras and ranks.device.type == "cuda":  # FBGEMM finds distinct ids there alone
+    """Return the trainer of the contender `name`, with what no key of `config` gives. All ranks call this.
+
+    TorchRec at its strongest has lookups with int32 ids; it may have TrainPipelineFusedSparseDist, which looks up
+    beside the optimizer, or index dedup of the tables that are not pooled. The drop-in has our sharders at their
+    defaults.
+    """
+    on_gpu = ranks.device.type == "cuda"
+    is_strongest = name.startswith("torchrec_strongest")
+    lookups: dict[str, Any] = {"embedding_table_index_type": torch.int32} if is_strongest else {}
+    make_sharders = partial(build_sharders, fused_params=lookups)
+    if name.startswith("drop_in"):
+        make_sharders = _sharders_at_defaults
+    elif name.endswith("index_dedup") and on_gpu:  # FBGEMM finds distinct ids there alone
         make_sharders = partial(_sharders_with_index_dedup, fused_params=lookups)
     trainer = ranks.trainer(config, make_sharders)
-    if "fused_pipeline" in extras and ranks.device.type == "cuda":  # it has streams alone
+    if name.endswith("fused_pipeline") and on_gpu:  # it has streams alone
         trainer.pipeline = TrainPipelineFusedSparseDist(trainer.model, trainer.optimizer, trainer.device)
     return trainer
 
@@ -159,13 +162,13 @@ def _train_apart(ranks: Ranks, configs: Mapping[str, Config]) -> tuple[list[floa
     """
     name, config = next(iter(configs.items()))
     compiled = any(each.train.compile_dense for each in configs.values())
-    trainer = build(ranks, name, replace(config, train=replace(config.train, compile_dense=compiled)))
+    trainer = build(ranks, name, with_keys(config, {"train.compile_dense": compiled}))
     batches = read_batches(trainer, ranks.values.batches)
     ceilings = measure_ceilings(ranks.connect(), ranks.device)
-    floor = find_floor(trainer, batches, ceilings, ranks.values.dense_tflop_per_s)
+    floor = find_floor(trainer, ceilings)
     apart = TrainingRun(name, trainer, batches)
     losses = apart.losses(CHECKED_STEPS)
-    apart.close()
+    trainer.close()
     del trainer, apart
     collect_garbage(ranks.device)
     return losses, batches, floor
@@ -182,54 +185,19 @@ def _trace(run: TrainingRun) -> dict[str, float | None]:
 
 def describe_run(run: TrainingRun, batches: int) -> dict[str, Any]:
     """Return the columns of the contender's keys, and of the shape."""
-    trainer, config = run.trainer, run.trainer.config
-    return {
-        "backend": config.embedding.backend,
-        "extras": " ".join(sorted(STEP_CONTENDERS[run.name].extras)),
-        "plan": config.embedding.plan,
-        "pipeline": config.train.pipeline,
-        "capture": config.train.capture,
-        "flat_dense": config.train.flat_dense,
-        "compile_dense": config.train.compile_dense,
-        "graph_dense": config.train.graph_dense,
-        "arch": config.model.arch,
-        "precision": config.train.precision,
-        "world_size": trainer.world.world_size,
-        **describe_tables(config),
-        "global_batch": trainer.global_batch,
-        "batches": batches,
-        "optimizer": config.embedding.optimizer,
-        "weight_dtype": config.embedding.weight_dtype,
-        "wire_dtype": config.embedding.resolved_wire_dtype(config.train.precision),
-    }
-
-
-def _times(run: TrainingRun, timing: Timing, traced: Mapping[str, Any], floor: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the columns of a run's times, and of how they compare with the floor."""
-    median_ms = timing.median_ms
-    return {
-        **vars(timing),
-        **traced,
-        "samples_per_s": run.trainer.global_batch * 1e3 / median_ms,
-        **floor,
-        "fraction_of_floor": floor["floor_ms"] / median_ms,
-    }
+    keys = " ".join(f"{key}={value}" for key, value in STEP_CONTENDERS[run.name].items())
+    return {"keys": keys, **describe(run.trainer.config, run.trainer.world.world_size), "batches": batches}
 
 
 def with_speedups(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return `rows` with their speedups over TorchRec as users run it, and over its fastest contender, by both times.
+    """Return `rows` with their speedups over the fastest contender that is TorchRec's, by both times.
 
     A row whose losses disagree has no speedup, and is no baseline.
     """
-    agreeing = {row["contender"]: row for row in rows if row["agrees"]}
-    theirs = [row for name, row in agreeing.items() if name.startswith("torchrec")]
-    found = []
-    for row in rows:
-        ratios: dict[str, float | None] = {}
-        for speedup, time in _SPEEDUPS.items():
-            first = agreeing.get("torchrec", {}).get(time)
-            fastest = min((each[time] for each in theirs if each[time]), default=None)
-            for name, base in zip(_BASELINES, (first, fastest), strict=True):
-                ratios[f"{speedup}_{name}"] = base / row[time] if base and row["agrees"] else None
-        found.append(row | ratios)
-    return found
+    theirs = [row for row in rows if row["agrees"] and row["contender"].startswith("torchrec")]
+    fastest = {time: min((row[time] for row in theirs if row[time]), default=None) for time in _SPEEDUPS.values()}
+
+    def ratio(row: Mapping[str, Any], time: str) -> float | None:
+        return fastest[time] / row[time] if fastest[time] and row["agrees"] else None
+
+    return [row | {speedup: ratio(row, time) for speedup, time in _SPEEDUPS.items()} for row in rows]

@@ -2,9 +2,8 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from dlrm_overlap.bench.harness.contenders import Contender
@@ -30,16 +29,13 @@ _NOISE_FACTOR = 4.0  # times the reference's difference from itself: one draw of
 _MOST_NOISE = 5e-4  # beyond, the tolerance would be 2e-3, half of the difference that tables make that do not learn
 
 
-@dataclass(frozen=True)
-class Agreement:
+class Agreement(NamedTuple):
     """The greatest difference of a contender from the reference, over all batches, steps and ranks."""
 
     max_difference: float
-    """infinite where it is not a number"""
+    """0 if both are the same bit for bit, infinite where it is not a number"""
     tolerance: float
     """the greatest difference that agrees"""
-    equal: bool
-    """whether both are the same bit for bit"""
 
     @property
     def agrees(self) -> bool:
@@ -60,19 +56,14 @@ def disagreements(contenders: Sequence[Contender], agreements: Sequence[Agreemen
 @torch.no_grad()
 def check_outputs(contenders: Sequence[Contender], workload: Workload) -> list[Agreement]:
     """Compare every contender's outputs with those of the first, on every batch and rank. All ranks call this."""
-    found = [[0.0, 0.0] for _ in contenders]
-    scale = 0.0
+    found, scale = [0.0] * len(contenders), 0.0
     for ids in workload.batches:
         expected = contenders[0].step(ids).clone()
         scale = max(scale, expected.abs().max().item())
-        for i, contender in enumerate(contenders):
-            output = contender.step(ids)
-            difference = _finite((output - expected).abs().max().item())
-            found[i] = [max(found[i][0], difference), max(found[i][1], float(not torch.equal(output, expected)))]
-            del output  # it may be a window, which must be free before the next step
-    tolerance = TOLERANCE[workload.wire_dtype] * greatest([scale], workload.device, workload.group)[0]
-    by_contender = [greatest(values, workload.device, workload.group) for values in found]
-    return [Agreement(difference, tolerance, not differs) for difference, differs in by_contender]
+        for i, contender in enumerate(contenders):  # no output is kept: a window must be free before the next step
+            found[i] = max(found[i], _finite((contender.step(ids) - expected).abs().max().item()))
+    scale, *found = greatest([scale, *found], workload.device)
+    return [Agreement(difference, TOLERANCE[workload.wire_dtype] * scale) for difference in found]
 
 
 @torch.no_grad()
@@ -83,14 +74,8 @@ def check_rows(
 
     Differences of rows are relative to their table's greatest change, of a state to its own value. All ranks call this.
     Each state starts at a random value between 0.5 and 1.5: so a contender that takes the state of another row is found
-    out, and no sum of gradients that cancel is divided by itself. At the end rows and states are as they were before
-    the first step.
-
-    Args:
-        contenders: the baseline first.
-        workload: the tables whose rows are updated.
-        batches: arguments of the contenders' `step`; the first two are used.
-        optimizer: sgd | rowwise_adagrad | adagrad; it decides the tolerance.
+    out, and no sum of gradients that cancel is divided by itself. Steps are on the first two of `batches`. At the end
+    rows and states are as they were before the first step.
     """
     weights, states = rows_of(workload)
     generator = torch.Generator(workload.device).manual_seed(workload.rank)
@@ -99,9 +84,9 @@ def check_rows(
     live = weights + states
     start, reference = [tensor.clone() for tensor in live], list[torch.Tensor]()
     scales: list[torch.Tensor] = []
-    found: list[list[float]] = []
+    found: list[float] = []
     for contender in contenders:
-        _restore(live, start)
+        torch._foreach_copy_(live, start)  # type: ignore[attr-defined]
         for batch in batches[:_ROW_STEPS]:
             contender.step(batch)
         if not reference:
@@ -112,19 +97,12 @@ def check_rows(
             ((ours.float() - theirs.float()).abs() / scale.clamp(min=_TINY)).max().item()
             for ours, theirs, scale in zip(live, reference, scales, strict=True)
         ]
-        equal = all(map(torch.equal, live, reference))
-        found.append([max(map(_finite, apart)), float(not equal)])
-    _restore(live, start)
+        found.append(max(map(_finite, apart)))
+    torch._foreach_copy_(live, start)  # type: ignore[attr-defined]
     tolerance = ROW_TOLERANCE[optimizer]
     for dtype in {workload.wire_dtype, weights[0].dtype} - {torch.float32}:
         tolerance = max(tolerance, _ROW_STEPS * TOLERANCE[dtype])
-    by_contender = [greatest(values, workload.device, workload.group) for values in found]
-    return [Agreement(worst, tolerance, not unequal) for worst, unequal in by_contender]
-
-
-def _restore(live: Sequence[torch.Tensor], start: Sequence[torch.Tensor]) -> None:
-    for tensor, copy in zip(live, start, strict=True):
-        tensor.copy_(copy)
+    return [Agreement(difference, tolerance) for difference in greatest(found, workload.device)]
 
 
 def rows_of(workload: Workload) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -143,42 +121,32 @@ def judge_losses(
 ) -> tuple[dict[str, Agreement], list[str]]:
     """Return how the contenders' losses agree with those of the first, and a line for each that does not.
 
-    A loss may differ by what rounding may cause or, if that is more, by four times the greatest difference so far
-    between two runs of the reference. These differ in the rounding of a compiled dense part, and on GPUs because
-    FBGEMM's update does not repeat its bits where rows are hot; training makes either grow. A contender is judged at
-    the step where it exceeds that most.
-
-    Args:
-        precision: of the dense part, fp32, tf32 or bf16.
-        losses: contender -> its losses; the first contender is the reference.
-        again: the reference's losses once more.
+    A loss may differ by what rounding may cause in a dense part of `precision` or, if that is more, by four times the
+    greatest difference between two runs of the reference, of which `again` is the second. These differ in the rounding
+    of a compiled dense part, and on GPUs because FBGEMM's update does not repeat its bits where rows are hot.
     """
     reference, expected = next(iter(losses.items()))
-    noise = np.maximum.accumulate(_relative_differences(again, expected))
-    if noise[-1] > _MOST_NOISE:  # no contender can be judged
+    noise = _relative_difference(again, expected)
+    if noise > _MOST_NOISE:  # no contender can be judged
         fault = (
-            f"{reference}: its own losses differ by {noise[-1]:.1e}, relatively, between two runs; at most "
-            f"{_MOST_NOISE:g} separates right from wrong, so no speedup is reported; take lower learning rates"
+            f"{reference}: its own losses differ by {noise:.1e}, relatively, between two runs; at most {_MOST_NOISE:g} "
+            f"separates right from wrong, so no speedup is reported; take lower learning rates"
         )
-        return dict.fromkeys(losses, Agreement(float(noise[-1]), _MOST_NOISE, equal=False)), [fault]
-    allowed = np.maximum(_ROUNDING[precision], _NOISE_FACTOR * noise)
+        return dict.fromkeys(losses, Agreement(noise, _MOST_NOISE)), [fault]
+    tolerance = max(_ROUNDING[precision], _NOISE_FACTOR * noise)
     agreements, faults = dict[str, Agreement](), list[str]()
     for name, found in losses.items():
-        differences = _relative_differences(found, expected)
-        worst = int((differences / allowed).argmax())
-        each = Agreement(float(differences[worst]), float(allowed[worst]), not differences.any())
-        agreements[name] = each
+        each = agreements[name] = Agreement(_relative_difference(found, expected), tolerance)
         if not each.agrees:
             faults.append(
                 f"{name}: its loss differs from {reference}'s by {each.max_difference:.1e}, relatively; tolerance "
-                f"{each.tolerance:.1e}; no speedup is reported"
+                f"{tolerance:.1e}; no speedup is reported"
             )
     return agreements, faults
 
 
-def _relative_differences(losses: Sequence[float], expected: Sequence[float]) -> np.ndarray:
-    """Return |loss - expected| / |expected| of each step, infinite unless both are finite."""
-    wanted = np.asarray(expected)
-    with np.errstate(invalid="ignore"):
-        differences = np.abs(losses - wanted) / np.maximum(np.abs(wanted), _TINY)
-    return np.where(np.isfinite(differences), differences, math.inf)
+def _relative_difference(losses: Sequence[float], expected: Sequence[float]) -> float:
+    """Return the greatest |loss - expected| / |expected| of a step, infinite unless all are finite."""
+    return max(
+        _finite(abs(loss - wanted) / max(abs(wanted), _TINY)) for loss, wanted in zip(losses, expected, strict=True)
+    )

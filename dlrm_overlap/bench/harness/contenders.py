@@ -1,13 +1,17 @@
-"""The contenders of the forward, over the same rows and ids: the baseline, TorchRec's own path, and our exchanges."""
+"""The contenders of the forward, over the same rows and ids: the baselines, TorchRec's own path, and our exchanges."""
 
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 
 from dlrm_overlap.backends import BACKENDS
 from dlrm_overlap.bench.harness.workload import Ids, Workload
@@ -20,10 +24,8 @@ class Contender(ABC):
 
     def __init__(self, name: str, workload: Workload) -> None:
         self.name, self.workload = name, workload
-
-    def columns(self) -> dict[str, Any]:
-        """Return the columns in which contenders of the same name differ."""
-        return {}
+        self.columns: dict[str, Any] = {}
+        """in which contenders of the same name may differ"""
 
     @abstractmethod
     def step(self, batch: Any) -> Any:
@@ -43,9 +45,9 @@ class Contender(ABC):
         """Free the memory that outlives Python references. Every rank must have finished its steps."""
 
 
-def close_all(contenders: Sequence[Contender], workload: Workload) -> None:
+def close_all(contenders: Sequence[Contender]) -> None:
     """Close the contenders once every rank has finished its steps. All ranks call this."""
-    dist.barrier(workload.group)
+    dist.barrier()
     for contender in contenders:
         contender.close()
 
@@ -71,13 +73,87 @@ class Baseline(Contender):
             mark()
             return pooled.to(self.workload.output_dtype)
         received = pooled.new_empty(sum(self._receive_sizes))
-        sizes = self._receive_sizes, self._send_sizes
-        work = dist.all_to_all_single(received, pooled.view(-1), *sizes, group=self.workload.group, async_op=True)
-        assert work is not None
-        work.wait()
+        dist.all_to_all_single(received, pooled.view(-1), self._receive_sizes, self._send_sizes)
         mark()
         parts = [part.view(self._samples, -1) for part in received.split(self._receive_sizes)]
         return torch.cat(parts, dim=1).to(self.workload.output_dtype)
+
+
+class Chunked(Contender):
+    """The baseline as a skilled user would write it: each chunk's All-to-All and unpacking beside the next lookup.
+
+    A chunk is some of every owner's tables, for all samples; owners have tables of the same dims. Lookups are on the
+    current stream, the collectives on NCCL's, and the unpacking on a third, which alone waits for the collectives: so
+    no lookup waits for anything. The ids of a chunk lie together, as TorchRec's input_dist would bring them if each
+    chunk were a group of tables of its own; that costs no time here. On a CPU, which has no streams, the chunks come
+    one after the other.
+    """
+
+    def __init__(self, workload: Workload, chunks: int) -> None:
+        """Cut each owner's tables into `chunks` parts, of which none may be empty."""
+        super().__init__(f"nccl_chunked_{chunks}", workload)
+        dims = [shard.dim for shard in workload.layout.by_owner[workload.rank]]
+        borders = [chunk * len(dims) // chunks for chunk in range(chunks + 1)]
+        (lookup,) = workload.tables.lookups
+        self._lookups = split_lookup(lookup, borders)
+        self._columns = [(sum(dims[:first]), sum(dims[:last])) for first, last in itertools.pairwise(borders)]
+        counts = [last - first for first, last in itertools.pairwise(borders)]
+        self._ids = {id(ids): ids.inputs[0].split(counts) for ids in workload.batches}
+        self._beside: Any = torch.cuda.Stream(workload.device) if workload.device.type == "cuda" else None
+
+    def step(self, batch: Ids) -> torch.Tensor:
+        """Run the stage."""
+        workload, samples = self.workload, self.workload.batch_sizes[self.workload.rank]
+        owners, columns = len(workload.batch_sizes), self._columns[-1][1]
+        output = torch.empty(samples, owners, columns, dtype=workload.output_dtype, device=workload.device)
+        held = []  # until the current stream is behind those that read and write them
+        for lookup, ids, (first, last) in zip(self._lookups, self._ids[id(batch)], self._columns, strict=True):
+            sent = lookup(ids.values(), ids.offsets()).to(workload.wire_dtype)
+            received = torch.empty_like(sent)
+            work: Any = dist.all_to_all_single(received, sent, async_op=True)
+            with torch.cuda.stream(self._beside) if self._beside else nullcontext():
+                work.wait()
+                output[:, :, first:last].copy_(received.view(owners, samples, -1).transpose(0, 1))
+            held += [sent, received]
+        if self._beside:
+            torch.cuda.current_stream(workload.device).wait_stream(self._beside)
+        return output.flatten(1)
+
+
+def make_chunked(workload: Workload) -> list[Contender]:
+    """Return contenders of 2, 4 and 8 chunks, as far as there are so many tables; none of one rank or unlike ones."""
+    dims = [[shard.dim for shard in shards] for shards in workload.layout.by_owner]
+    takes_part = len(dims) > 1 and all(each == dims[0] for each in dims)
+    return [Chunked(workload, chunks) for chunks in (2, 4, 8) if takes_part and chunks <= len(dims[0])]
+
+
+def split_lookup(
+    lookup: SplitTableBatchedEmbeddingBagsCodegen, borders: Sequence[int]
+) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
+    """Return lookups of the tables [borders[i], borders[i + 1]) of `lookup` that read its rows where they are.
+
+    They deliver the type that it delivers, so that no chunk is cast which all at once is not.
+    """
+    name = "weights_host" if lookup.use_cpu else "weights_dev"
+    weights = getattr(lookup, name).detach()
+    physical_offsets: Any = lookup.weights_physical_offsets
+    places = [*physical_offsets, weights.numel()]
+    parts = []
+    for first, last in itertools.pairwise(borders):
+        part = SplitTableBatchedEmbeddingBagsCodegen(
+            lookup.embedding_specs[first:last],
+            pooling_mode=lookup.pooling_mode,
+            weights_precision=lookup.weights_precision,
+            output_dtype=SparseType.from_int(lookup.output_dtype),
+            optimizer=EmbOptimType.EXACT_SGD,  # has no state
+            bounds_check_mode=BoundsCheckMode(lookup.bounds_check_mode_int),
+            device=weights.device,
+        )
+        view = weights[places[first] : places[last]]
+        is_parameter = isinstance(getattr(part, name), torch.nn.Parameter)
+        setattr(part, name, torch.nn.Parameter(view) if is_parameter else view)  # frees its own
+        parts.append(part)
+    return parts
 
 
 class TorchRec(Contender):
@@ -100,18 +176,14 @@ class Overlap(Contender):
     """
 
     def __init__(self, workload: Workload, options: ExchangeOptions) -> None:
-        has_slices = BACKENDS[options.backend].has_slices
+        names = ["schedule"]
+        if has_slices := BACKENDS[options.backend].has_slices:
+            names += ["put", "slice_bags", "programs_per_sm"]
         put = f"_{options.put}" if has_slices and options.put != "in_place" else ""
         super().__init__(options.backend + put + "_copied" * options.copy_output, workload)
-        self.options = options
+        self.columns = {name: getattr(options, name) for name in names}
         forward = replace(options, backward="collective")  # another backward would hold windows that nothing uses
         self._exchange = Exchange(workload.layout, workload.tables, forward, workload.group, workload.device)
-
-    def columns(self) -> dict[str, Any]:
-        """Return the schedule, and for a backend that has slices their put, their size and the programs."""
-        names = ("schedule", "put", "slice_bags", "programs_per_sm")
-        has_slices = BACKENDS[self.options.backend].has_slices
-        return {name: getattr(self.options, name) for name in names[: None if has_slices else 1]}
 
     def step(self, batch: Ids) -> torch.Tensor:
         """Run the stage."""

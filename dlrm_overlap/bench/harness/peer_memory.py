@@ -1,4 +1,4 @@
-"""Communications in memory that peers write, as they are measured on GPUs. Needs Triton, which a CPU does not."""
+"""All-to-alls in memory that peers write, as they are measured on GPUs. Needs Triton, which a CPU does not."""
 
 from collections.abc import Callable
 
@@ -43,7 +43,7 @@ class PeerMemory:
         """
         ranks, self._rank = group.size(), group.rank()
         regions = {name: Region((ranks, 1), torch.int64) for name in ("free", "arrived")}
-        self._arena = arena = open_arena(regions | {"memory": Region((elements,), torch.float32)}, group, device)
+        self._arena = open_arena(regions | {"memory": Region((elements,), torch.float32)}, group, device)
         self._group, self._record = group, Record(device)
         self._word = torch.zeros(2, dtype=torch.int64, device=device)[:1]  # the epoch
         # A rank's own row has no flag: its stream is joined.
@@ -52,7 +52,6 @@ class PeerMemory:
         counted = torch.zeros(1, dtype=torch.int32, device=device)
         self._row_flags = RowFlags(self._arrived.addresses, counted, self._word)
         self._engine, self._beside = CopyEngine(device), CopyEngine(device, _PRIORITY)
-        self._targets = arena.addresses("memory")
 
     def _flags(self, name: str, counts: list[int]) -> Flags:
         return Flags(
@@ -66,16 +65,12 @@ class PeerMemory:
 
     def call(self, payload: Payload, way: str) -> Communication:
         """Return the communication of a payload by one of `ways`."""
-        elements, kind = payload.world_size * payload.part, payload.kind
-        views = [self._arena.view("memory", rank)[:elements].view(payload.shape) for rank in range(payload.world_size)]
-        result, rank = views[self._rank], self._rank
-        source, row_bytes = payload.input_of(result), 4 * payload.part
-        stride = row_bytes if kind == "all_to_all" else 0
-        rows = Rows(source, stride, row_bytes, self._targets, rank * row_bytes, own=kind == "all_to_all")
-        flags = [self._arena.view("arrived", peer)[rank] for peer in range(payload.world_size)]
-
-        def sent_to(peer: int) -> torch.Tensor:
-            return source[peer] if kind == "all_to_all" else source
+        source, row_bytes, rank = payload.input, 4 * payload.part, self._rank
+        peers = range(payload.world_size)
+        views = [self._arena.view("memory", peer)[: source.numel()].view(source.shape) for peer in peers]
+        flags = [self._arena.view("arrived", peer)[rank] for peer in peers]
+        targets = self._arena.addresses("memory")
+        rows = Rows(source, row_bytes, row_bytes, targets, rank * row_bytes, own=True)
 
         def begin() -> Callable[[], object]:
             self._word.add_(1)
@@ -88,10 +83,9 @@ class PeerMemory:
                 return wait
             self._engine.follow()
             for peer in staggered_peers(rank, payload.world_size):
-                self._engine.copy(views[peer][rank], sent_to(peer))
+                self._engine.copy(views[peer][rank], source[peer])
                 self._engine.write_flag(flags[peer], self._word)
-            if rows.own:
-                self._beside.copy(result[rank], sent_to(rank))
+            self._beside.copy(views[rank][rank], source[rank])
             return wait
 
         def wait() -> None:
@@ -100,7 +94,7 @@ class PeerMemory:
                 self._engine.join()
             wait_flags(self._arrived, rank, 0)
 
-        return Communication(payload, result, begin)
+        return Communication(payload, views[rank], begin)
 
     def close(self) -> None:
         """Give the memory back once all that was issued is done. All ranks call this, once.

@@ -6,14 +6,13 @@ GPU's alone.
 """
 
 import itertools
-import logging
 import math
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,10 +20,6 @@ import torch.distributed as dist
 from dlrm_overlap.bench.harness.contenders import Contender
 from dlrm_overlap.bench.harness.workload import Workload
 from dlrm_overlap.observe.metrics import StepTimer, quantile
-
-log = logging.getLogger("dlrm_overlap")
-
-T = TypeVar("T")
 
 ROUNDS = 4  # contenders take turns, so that a drift of the machine slows them all alike
 _WARMUP_STEPS = 5
@@ -35,26 +30,18 @@ _MARGIN = 1.3
 _COLLECTIVE_MS = 0.15  # for the host to issue one
 
 
-def greatest(values: list[float], device: torch.device, group: dist.ProcessGroup | None = None) -> list[float]:
-    """Return the maximum of each of `values` over the ranks of `group`, which all call this."""
+def greatest(values: list[float], device: torch.device) -> list[float]:
+    """Return the maximum of each of `values` over all ranks, which all call this."""
     most = torch.tensor(values, dtype=torch.float64, device=device)
-    dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
     return most.tolist()
-
-
-def counted(noun: str, items: Sequence[T]) -> Iterator[T]:
-    """Yield `items`, and log on rank 0 which one comes next; `noun` names them in the plural, such as "shapes"."""
-    for number, item in enumerate(items, 1):
-        log.info("%s: %d of %d", noun, number, len(items))
-        yield item
 
 
 def capture(piece: Callable[[], object], device: torch.device) -> Callable[[], object]:
     """Run `piece` once, capture it, and return the function that launches the graph.
 
     All work of the piece begins and ends on the current stream, which may not be the default one. It runs before the
-    capture, since a first call may load kernels and ask the other ranks. Where pieces wait for other ranks, all ranks
-    call this alike.
+    capture, since a first call may load kernels and ask the other ranks.
     """
     piece()
     torch.cuda.synchronize(device)
@@ -80,23 +67,20 @@ class Timing:
     """how many were timed"""
 
     @staticmethod
-    def of(
-        on_device: list[float], on_host: list[float], device: torch.device, group: dist.ProcessGroup | None = None
-    ) -> "Timing":
-        """Return the timing of this rank's times. All ranks of the group call this; without a group all ranks do."""
+    def of(on_device: list[float], on_host: list[float], device: torch.device) -> "Timing":
+        """Return the timing of this rank's times. All ranks call this."""
         quantiles = [quantile(on_device, q) for q in (0.1, 0.5, 0.9)]
         mine = [sum(on_device) / len(on_device), *quantiles, quantile(on_host, 0.5)]
-        return Timing(*greatest(mine, device, group), steps=len(on_device))
-
-
-Turn = Callable[[int], tuple[list[float], list[float]]]
-"""takes a number of steps; returns this rank's time of each, and the CPU's time of issuing each, in ms"""
+        return Timing(*greatest(mine, device), steps=len(on_device))
 
 
 def take_turns(
-    turns: Sequence[Turn], steps: int, device: torch.device, group: dist.ProcessGroup | None = None
+    turns: Sequence[Callable[[int], tuple[list[float], list[float]]]], steps: int, device: torch.device
 ) -> list[Timing]:
-    """Time at least `steps` steps of each contender, in rounds in which they take turns. All ranks call this."""
+    """Time at least `steps` steps of each contender, in rounds in which they take turns. All ranks call this.
+
+    A turn takes a number of steps and returns `time_steps` of them.
+    """
     per_round = math.ceil(steps / ROUNDS)
     step_ms: list[list[float]] = [[] for _ in turns]
     host_ms: list[list[float]] = [[] for _ in turns]
@@ -104,7 +88,7 @@ def take_turns(
         on_device, on_host = turn(per_round)
         step_ms[i] += on_device
         host_ms[i] += on_host
-    return [Timing.of(*both, device, group) for both in zip(step_ms, host_ms, strict=True)]
+    return [Timing.of(*both, device) for both in zip(step_ms, host_ms, strict=True)]
 
 
 def time_steps(
@@ -134,12 +118,12 @@ def time_contenders(
 
     def turn(contender: Contender, steps: int) -> tuple[list[float], list[float]]:
         step = contender.cycle(batches)
-        dist.barrier(workload.group)
+        dist.barrier()
         for _ in range(_WARMUP_STEPS):
             step()
         return time_steps(step, steps, workload.device)
 
-    return take_turns([partial(turn, each) for each in contenders], steps, workload.device, workload.group)
+    return take_turns([partial(turn, each) for each in contenders], steps, workload.device)
 
 
 @torch.no_grad()
@@ -152,20 +136,18 @@ def time_parts(
     parts.
     """
     timer = StepTimer(workload.device)
-    dist.barrier(workload.group)
+    dist.barrier()
     timer.mark()
     for batch in itertools.islice(itertools.cycle(batches), _WARMUP_STEPS + steps):
         step(batch, timer.mark)
         timer.mark()
     times = timer.take_ms()[_WARMUP_STEPS * parts :]
-    return greatest([quantile(times[part::parts], 0.5) for part in range(parts)], workload.device, workload.group)
+    return greatest([quantile(times[part::parts], 0.5) for part in range(parts)], workload.device)
 
 
 @torch.no_grad()
-def time_alone(
-    pieces: Sequence[Callable[[], object]], repetitions: int, device: torch.device, group: dist.ProcessGroup
-) -> list[Timing]:
-    """Time each of `pieces`, which all begin and end on the current stream. All ranks of `group` call this.
+def time_alone(pieces: Sequence[Callable[[], object]], repetitions: int, device: torch.device) -> list[Timing]:
+    """Time each of `pieces`, which all begin and end on the current stream. All ranks call this.
 
     On a GPU each piece waits at a gate (`_begin_together`) for longer than the host takes to issue the piece. So the
     time is the GPU's alone, as in a step that is captured or whose host is ahead. On a CPU it is the host's, from a
@@ -177,35 +159,29 @@ def time_alone(
     issued_ms = [0.0] * len(pieces)
     for _ in range(_WARMUP_RUNS):
         for i, piece in enumerate(pieces):
-            _begin_together(group, device, lead_ms=0.0)
-            _synchronize(device)  # so that the host's time is that of an idle device
+            _begin_together(device, lead_ms=0.0)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)  # so that the host's time is that of an idle device
             began = time.perf_counter()
             piece()
             issued_ms[i] = (time.perf_counter() - began) * 1e3
-    _synchronize(device)
-    issued_ms = greatest(issued_ms, device, group)
+    issued_ms = greatest(issued_ms, device)
     gate_ms = min(_LONGEST_GATE_MS, _MARGIN * max(issued_ms) + _COLLECTIVE_MS)
     timers = [StepTimer(device) for _ in pieces]
     taken_ms: list[list[float]] = [[] for _ in pieces]
     order = random.Random(0)
     for _ in range(repetitions):
         for i in order.sample(range(len(pieces)), len(pieces)):
-            _begin_together(group, device, gate_ms)
+            _begin_together(device, gate_ms)
             timers[i].mark()
             pieces[i]()
             timers[i].mark()
         for timer, taken in zip(timers, taken_ms, strict=True):
             taken.append(timer.take_ms()[-1])  # before it is the pause since its last turn
-    both = zip(taken_ms, issued_ms, strict=True)
-    return [Timing.of(taken, [issued], device, group) for taken, issued in both]
+    return [Timing.of(taken, [issued], device) for taken, issued in zip(taken_ms, issued_ms, strict=True)]
 
 
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _begin_together(group: dist.ProcessGroup, device: torch.device, lead_ms: float) -> None:
+def _begin_together(device: torch.device, lead_ms: float) -> None:
     """Make the next work on the current stream begin together with the other ranks'. They all call this.
 
     On a GPU the stream first runs a kernel that does nothing for `lead_ms`, in which the host issues the work after
@@ -216,4 +192,4 @@ def _begin_together(group: dist.ProcessGroup, device: torch.device, lead_ms: flo
     number = torch.zeros(1, device=device)  # before the kernel, so that filling it takes none of its time
     if device.type == "cuda":
         torch.cuda._sleep(int(lead_ms * _CYCLES_PER_MS))
-    dist.all_reduce(number, group=group)
+    dist.all_reduce(number)

@@ -16,17 +16,18 @@ from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.observe.trace_summary import Span, gpu_work, read_events, shares
 from dlrm_overlap.train.trainer import Trainer
 
-_MARK = re.compile(r"\bspin_kernel\b")
-"""matches the names of kernels that only mark a position in a trace"""
+_MARK = re.compile(r"\bspin_kernel\b")  # the name of a kernel that only marks a position in a trace
 _WARMUP_STEPS = 10
 _AHEAD = 2  # batches that a pipeline works ahead of the step: the last timed steps have them too
 
 
 class TrainingRun:
-    """A contender's trainer, and the batches on which it trains in turn. All ranks call the same methods."""
+    """A contender's trainer, and the batches on which it trains in turn. All ranks call the same methods.
+
+    After each call no rank is in a step, so the trainer may be closed.
+    """
 
     def __init__(self, name: str, trainer: Trainer, batches: Sequence[Batch]) -> None:
-        """Take the trainer over: the run closes it."""
         self.name, self.trainer, self._batches = name, trainer, batches
         self._step = 0
 
@@ -45,11 +46,7 @@ class TrainingRun:
         return (losses / dist.get_world_size()).tolist()
 
     def time(self, steps: int, mark: Callable[[], object] = lambda: None) -> tuple[list[float], list[float]]:
-        """Return this rank's times of `steps` steps, and the CPU's times of issuing them, in ms.
-
-        All ranks begin together. The pipeline works ahead in every timed step, and is empty at the end. `mark` is
-        called before the first of these steps and after each.
-        """
+        """Return `time_steps` of this rank, in which the pipeline works ahead in every step; it is empty at the end."""
         segment = self._segment(_WARMUP_STEPS + steps + _AHEAD)
         step = partial(self._take_step, segment)
         dist.barrier()
@@ -75,20 +72,15 @@ class TrainingRun:
             return mean_step_columns(path)
 
     def _segment(self, steps: int) -> Iterator[Batch]:
-        """Return batches of `steps` steps, from the first one on, for an empty pipeline."""
+        """Empty the pipeline and return batches of `steps` steps, from the first one on."""
         self.trainer.pipeline.reset()
         return itertools.islice(itertools.cycle(self._batches), steps)
 
     def _finish(self) -> None:
-        """Wait for the device, and raise the errors that kernels have recorded."""
         if self.trainer.device.type == "cuda":
             torch.cuda.synchronize(self.trainer.device)
-        self.trainer.check()
-
-    def close(self) -> None:
-        """Release the exchange's windows, once all ranks have finished their steps."""
+        self.trainer.check()  # raises the errors that kernels have recorded
         dist.barrier()
-        self.trainer.close()
 
 
 def read_batches(trainer: Trainer, count: int) -> list[Batch]:
@@ -96,10 +88,10 @@ def read_batches(trainer: Trainer, count: int) -> list[Batch]:
     samples, world = trainer.samples_per_rank, trainer.world
     firsts = [(step * world.world_size + world.rank) * samples for step in range(count)]
     batches = [trainer.train_data.read(first, samples) for first in firsts]
-    if trainer.device.type != "cuda":
-        return batches
-    torch.cuda.synchronize(trainer.device)  # those made there are copied by another stream than this one
-    return [batch.pin_memory() for batch in batches]
+    if trainer.device.type == "cuda":
+        torch.cuda.synchronize(trainer.device)  # those made there are copied by another stream than this one
+        batches = [batch.pin_memory() for batch in batches]
+    return batches
 
 
 def mean_step_columns(path: Path) -> dict[str, float]:

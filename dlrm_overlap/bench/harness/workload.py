@@ -1,7 +1,8 @@
-"""The workload of the contenders: tables sharded over the ranks, and batches of ids for them."""
+"""The workload of the contenders: a shape, its tables sharded over the ranks, and batches of ids for them."""
 
 import gc
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -14,11 +15,11 @@ from torchrec.distributed.sharding_plan import construct_module_sharding_plan, r
 from torchrec.distributed.types import ShardingEnv
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dlrm_overlap.config import Config, EmbeddingConfig
+from dlrm_overlap.config import CRITEO_TABLES, Config, InputError
 from dlrm_overlap.data.loader import open_datasets
 from dlrm_overlap.embedding.layout import Layout
 from dlrm_overlap.embedding.options import ExchangeOptions
-from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder, build_sharders
+from dlrm_overlap.embedding.sharder import build_sharders
 from dlrm_overlap.embedding.shardings import build_layout, model_order
 from dlrm_overlap.embedding.tables import LocalTables
 from dlrm_overlap.embedding.weights import initialise_tables
@@ -26,6 +27,34 @@ from dlrm_overlap.train.model import build_model
 
 _CPU = torch.device("cpu")
 BATCHES = 4  # they take turns, so that no step finds the rows of the step before in a cache
+
+
+def with_keys(section: Any, keys: Mapping[str, Any]) -> Any:
+    """Return a configuration, or a section of one, with other values of some dotted keys.
+
+    Raises:
+        InputError: if the keys do not go together with the others.
+    """
+    changes: dict[str, Any] = {}
+    for name in dict.fromkeys(key.partition(".")[0] for key in keys):
+        inner = {key.removeprefix(f"{name}."): value for key, value in keys.items() if key.startswith(f"{name}.")}
+        changes[name] = with_keys(getattr(section, name), inner) if inner else keys[name]
+    return replace(section, **changes)
+
+
+def shape_of(config: Config, world_size: int, tables_per_rank: int | None) -> Config:
+    """Return `config` with so many tables for each rank, or its own, and the types of our exchanges.
+
+    Raises:
+        InputError: if there are fewer tables than ranks, or the samples cannot be divided among the ranks.
+    """
+    keys: dict[str, Any] = {"embedding.backend": "pgas"}
+    if tables_per_rank is not None:
+        keys["data.tables.count"] = tables_per_rank * world_size
+    elif (count := config.data.tables.number(world_size)) < world_size:
+        raise InputError(f"data.tables.count: {count} tables for {world_size} ranks; each takes at least one")
+    config.train.samples_per_rank(world_size)
+    return with_keys(config, keys)
 
 
 class Ids(NamedTuple):
@@ -39,7 +68,7 @@ class Ids(NamedTuple):
 
 @dataclass(frozen=True)
 class Workload:
-    """Tables sharded over the ranks of a group, and batches of ids for them."""
+    """Tables sharded over all ranks, and batches of ids for them."""
 
     module: ShardedEmbeddingBagCollection
     layout: Layout
@@ -48,21 +77,16 @@ class Workload:
     device: torch.device
     batch_sizes: tuple[int, ...]
     """samples of each rank"""
-    precision: str
-    """of the dense part that the pooled embeddings are for: fp32, tf32 or bf16, as `train.precision`"""
     wire_dtype: torch.dtype
     output_dtype: torch.dtype
-    """of the pooled embeddings that every contender delivers: bfloat16 if wire and dense part are, else float32"""
+    """of the pooled embeddings that every contender delivers: bfloat16 if the wire and `train.precision` are, else
+    float32"""
     batches: list[Ids]
 
     @property
     def rank(self) -> int:
         """This rank in the group."""
         return self.group.rank()
-
-    def exchange_options(self, config: EmbeddingConfig, backend: str) -> ExchangeOptions:
-        """Return the options of an exchange of the backend `backend` whose output is for this workload's dense part."""
-        return exchange_options(config, backend, self.precision)
 
 
 def read_ids(config: Config, group: dist.ProcessGroup, device: torch.device = _CPU) -> list[KeyedJaggedTensor]:
@@ -90,51 +114,38 @@ def make_workload(
     device: torch.device,
     local_world_size: int,
     optimizer: str = "sgd",
-    precision: str | None = None,
     cut_rows: bool = False,
 ) -> Workload:
-    """Shard the tables of `config` over `group` and send the ids `sparse` to their owners. All ranks of it call this.
+    """Shard the tables of `config` over all ranks and send the ids `sparse` to their owners. All ranks call this.
 
     Each table is on one rank, the first T / W on rank 0 and so on, so that the baseline unpacks by one concatenation,
-    without a permutation. TorchRec shards them, and every contender uses the same FBGEMM storage. Rows narrower than
-    float32 are rounded to the nearest value, not stochastically, so that two updates can be compared. Ids are int64,
-    FBGEMM's own type, so that no contender has to cast them.
-
-    Args:
-        config: the shape, the rows' types, and the seed that the rows are drawn by.
-        sparse: this rank's batches from `read_ids`.
-        group: the ranks that share the tables.
-        device: this rank's device.
-        local_world_size: ranks on this host.
-        optimizer: of the rows; the default keeps no state.
-        precision: of the dense part that the pooled embeddings are for, see `Workload`; None: that of `config`.
-        cut_rows: whether each table is cut by rows over all ranks instead.
+    without a permutation; or with `cut_rows` each is cut by rows over all ranks. TorchRec shards them, and every
+    contender uses the same FBGEMM storage. Rows narrower than float32 are rounded to the nearest value, not
+    stochastically, so that two updates can be compared. Ids are int64, FBGEMM's own type, so that no contender has to
+    cast them. `sparse` are this rank's batches from `read_ids`; `optimizer` is of the rows, and the default keeps no
+    state.
     """
-    precision = precision or config.train.precision
-    rank, world_size = group.rank(), group.size()
+    world_size = group.size()
     data, _ = open_datasets(config.data)
     tables = len(data.rows)
     collection = build_model(config.model, config.embedding, list(data.rows), data.dense_features, 0).embedding
-    ours = exchange_options(config.embedding, "pgas", precision)
+    ours = exchange_options(config, "pgas")
     # Named, since of auto TorchRec's own backend would make fp32.
-    wire_dtype = replace(config.embedding, backend="pgas").resolved_wire_dtype(precision)
+    wire_dtype = replace(config.embedding, backend="pgas").resolved_wire_dtype(config.train.precision)
     about_tables: dict[str, Any] = {"stochastic_rounding": False}
     if ours.output_dtype == torch.bfloat16 and device.type == "cuda":  # FBGEMM has no such output on CPUs
         about_tables["output_dtype"] = SparseType.BF16
         wire_dtype = "fp32"  # TorchRec's own casts on both sides of the wire would have nothing to do
-    keys: dict[str, Any] = {"backend": "torchrec", "optimizer": optimizer, "wire_dtype": wire_dtype}
-    sharder: Any = build_sharders(replace(config.embedding, **keys), fused_params=about_tables)[0]
+    keys = {"backend": "torchrec", "optimizer": optimizer, "wire_dtype": wire_dtype}
+    sharder: Any = build_sharders(with_keys(config.embedding, keys), fused_params=about_tables)[0]
     places = {
         table.name: row_wise() if cut_rows else table_wise(rank=t * world_size // tables)
         for t, table in enumerate(collection.embedding_bag_configs())
     }
-    local_size = min(local_world_size, world_size)
-    plan = construct_module_sharding_plan(collection, places, sharder, local_size, world_size, device.type)
+    plan = construct_module_sharding_plan(collection, places, sharder, local_world_size, world_size, device.type)
     for sharding in plan.values():
         sharding.compute_kernel = EmbeddingComputeKernel.FUSED.value
-    environment = ShardingEnv.from_local(world_size, rank)  # `from_process_group` would wait for ranks outside it
-    environment.process_group = group
-    module = sharder.shard(collection, plan, environment, device)
+    module = sharder.shard(collection, plan, ShardingEnv.from_process_group(group), device)
     initialise_tables(module, config.train.seed)
     layout = build_layout(module._embedding_shardings, model_order(collection.embedding_bag_configs()), world_size)
     return Workload(
@@ -144,7 +155,6 @@ def make_workload(
         group=group,
         device=device,
         batch_sizes=(config.train.samples_per_rank(world_size),) * world_size,
-        precision=precision,
         wire_dtype=ours.wire_dtype,
         output_dtype=ours.output_dtype,
         batches=[_bring_ids(module, ids, device) for ids in sparse],
@@ -159,12 +169,27 @@ def _bring_ids(module: ShardedEmbeddingBagCollection, sparse: KeyedJaggedTensor,
     return Ids(context, inputs)
 
 
-def exchange_options(config: EmbeddingConfig, backend: str, precision: str = "fp32") -> ExchangeOptions:
-    """Return the options that `config` gives an exchange of the backend `backend`, one of `backends.EXCHANGED`.
-
-    Args:
-        precision: of the dense part, if there is one.
-    """
-    sharder = build_sharders(replace(config, backend=backend), precision)[0]
-    assert isinstance(sharder, OverlapEmbeddingBagCollectionSharder)
+def exchange_options(config: Config, backend: str) -> ExchangeOptions:
+    """Return the options that `config` gives an exchange of the backend `backend`, one of `backends.EXCHANGED`."""
+    sharder: Any = build_sharders(replace(config.embedding, backend=backend), config.train.precision)[0]
     return sharder.options
+
+
+def describe(config: Config, world_size: int) -> dict[str, Any]:
+    """Return the columns of a run's shape. A list in the configuration is written as one value."""
+    tables, train = config.data.tables, config.train
+    rows, most = tables.rows, tables.max_rows or math.inf
+    return {
+        "world_size": world_size,
+        "tables": tables.number(CRITEO_TABLES),
+        "rows": str([min(each, most) for each in rows] if isinstance(rows, list) else rows and min(rows, most)),
+        "dim": config.model.dim,
+        "multi_hot": str(tables.multi_hot),
+        "zipf_alpha": str(tables.zipf_alpha),
+        "global_batch": train.samples_per_rank(world_size) * world_size,
+        "arch": config.model.arch,
+        "precision": train.precision,
+        "optimizer": config.embedding.optimizer,
+        "weight_dtype": config.embedding.weight_dtype,
+        "wire_dtype": config.embedding.resolved_wire_dtype(train.precision),
+    }

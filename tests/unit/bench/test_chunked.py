@@ -8,7 +8,7 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import ComputeDevice, SplitTableBatchedEmbeddingBagsCodegen
 
-from dlrm_overlap.bench.harness.chunked import split_lookup
+from dlrm_overlap.bench.harness.contenders import split_lookup
 
 
 @pytest.mark.parametrize("delivered", [SparseType.FP32, SparseType.BF16])

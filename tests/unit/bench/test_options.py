@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from dlrm_overlap.bench.figures.stage import shapes_of
+from dlrm_overlap.bench.harness.workload import shape_of
 from dlrm_overlap.bench.options import FIGURES
-from dlrm_overlap.bench.shapes import shapes_of, worlds_of
 from dlrm_overlap.cli import USER_ERROR, main
 from dlrm_overlap.config import Config, InputError
 from tests.conftest import configuration
@@ -42,7 +43,7 @@ def test_every_shape_and_its_commands_fit_four_ranks(path: Path) -> None:
         own = int(options[options.index("--tables_per_rank") + 1]) if "--tables_per_rank" in options else None
         words = [word for i, word in enumerate(options) if "--nproc" not in options[max(0, i - 1) : i + 1]]
         values = values_of(kind, *words[2:])
-        assert kind == "step" or shapes_of(kind, values, config, 4)
+        assert kind == "step" or shape_of(config, 4, values.tables_per_rank)
         assert own in (None, config.data.tables.count)
         alpha, history = config.data.tables.zipf_alpha, config.model.sequence.history
         pooled = {each for t, each in enumerate(alpha) if t != history} if isinstance(alpha, list) else {alpha}
@@ -64,15 +65,13 @@ def test_mlperf_has_the_tables_of_the_training_configuration(shape: str) -> None
 
 def test_a_sweep_has_all_values_of_its_axes_and_the_configurations_where_there_is_none() -> None:
     axes = "--tables_per_rank 2 --pooling_factors 1 4 --dims 8 32 --global_batches 64"
-    points = shapes_of("sweep", values_of("sweep", *axes.split()), _config("sweep"), 4)
+    points = shapes_of(values_of("sweep", *axes.split()), _config("sweep"), 4)
     found = [(each.model.dim, each.model.bottom_mlp, each.data.tables.multi_hot) for each in points]
     assert found == [(8, [8], "0..2"), (8, [8], "0..8"), (32, [32], "0..2"), (32, [32], "0..8")]
     assert {(each.data.tables.count, each.train.samples_per_rank(4)) for each in points} == {(8, 16)}
-    asked = shapes_of("sweep", values_of("sweep", "--tables", "1", "2"), points[0], 4)
-    assert [(each.data.tables.count, each.model.dim) for each in asked] == [(4, 8), (8, 8)]
     criteo = configuration("--data.kind", "criteo_npy", "--data.path", "x")
     with pytest.raises(InputError, match=r"data\.kind: criteo_npy, but bench sweep takes shapes that no file has"):
-        shapes_of("sweep", values_of("sweep"), criteo, 4)
+        shapes_of(values_of("sweep", "--dims", "8"), criteo, 4)
 
 
 def test_a_figure_has_the_ranks_that_it_needs(capsys: pytest.CaptureFixture[str]) -> None:
@@ -81,25 +80,18 @@ def test_a_figure_has_the_ranks_that_it_needs(capsys: pytest.CaptureFixture[str]
 
 
 def test_scaling_keeps_the_tables_of_a_rank_or_those_of_all() -> None:
-    assert worlds_of("weak", 4) == worlds_of("strong", 6) == [1, 2, 4]
-    assert worlds_of("stage", 3) == [3]
-    for kind, options, tables in (("weak", ("--tables_per_rank", "64"), [64, 256]), ("strong", (), [96, 96])):
-        shapes = [shapes_of(kind, values_of(kind, *options), _config(kind), size) for size in (1, 4)]
-        assert [shape.data.tables.count for (shape,) in shapes] == tables
-    with pytest.raises(InputError, match="tables_per_rank"):
-        values_of("weak")
-    with pytest.raises(InputError, match="tables_per_rank"):
-        values_of("strong", "--tables_per_rank", "2")
+    for shape, own, tables in (("weak", 64, [64, 256]), ("strong", None, [96, 96])):
+        assert [shape_of(_config(shape), size, own).data.tables.count for size in (1, 4)] == tables
 
 
 @pytest.mark.parametrize(
     ("own", "options", "message"),
     [
-        ([], ["--data.tables.count", "1"], "each takes at least one"),
-        ([], ["--train.global_batch_size", "127"], "train.global_batch_size"),
-        (["--tables_per_rank", "4"], ["--data.tables.rows", "[1,2,3,4,5,6]"], "data.tables: count 8, lists of"),
+        (None, ["--data.tables.count", "1"], "each takes at least one"),
+        (None, ["--train.global_batch_size", "127"], "train.global_batch_size"),
+        (4, ["--data.tables.rows", "[1,2,3,4,5,6]"], "data.tables: count 8, lists of"),
     ],
 )
-def test_what_does_not_go_together_is_refused(own: list[str], options: list[str], message: str) -> None:
+def test_what_does_not_go_together_is_refused(own: int | None, options: list[str], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        shapes_of("stage", values_of("stage", *own), _config("tiny", *options), 2)
+        shape_of(_config("tiny", *options), 2, own)

@@ -1,35 +1,33 @@
 """Who takes part in each figure of the stage's forward, and in which order."""
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 from dlrm_overlap.bench.figures.stage import make_contenders
 from dlrm_overlap.bench.harness.workload import Workload
 from dlrm_overlap.config import Config
-from tests.unit.bench.conftest import values_of
-
-EVERY = ["baseline", "torchrec", "nccl", "pgas", "fused"]
 
 
 @pytest.mark.parametrize(
-    ("kind", "options", "names"),
+    ("kind", "keys", "names"),
     [
-        ("stage", "", [*EVERY, "pgas_copied"]),
-        ("weak", "--tables_per_rank 3", EVERY),
-        ("sweep", "", ["baseline", "pgas", "fused"]),
-        ("stage", "--slice_bags 4 128", [*EVERY, "fused_stores", "fused_stores"]),
-        ("stage", "--schedules linear balanced", [*EVERY, "pgas", "pgas", "fused", "fused"]),
-        ("stage", "--programs_per_sm 1 2", [*EVERY, "fused", "fused"]),
+        ("stage", {}, ["baseline", "torchrec", "nccl", "pgas", "fused", "pgas_copied"]),
+        ("sweep", {}, ["baseline", "pgas", "fused"]),
+        (
+            "stage",
+            {"put": "stores", "slice_bags": 4, "schedule": "linear"},
+            ["baseline", "torchrec", "nccl", "pgas", "fused_stores", "pgas_copied"],
+        ),
     ],
 )
-def test_contenders(kind: str, options: str, names: list[str], config: Config, workload: Workload) -> None:
-    made = make_contenders(kind, values_of(kind, *options.split()), config, workload)
-    found = [(contender.name, contender.columns()) for contender in made]
+def test_contenders(kind: str, keys: dict[str, Any], names: list[str], config: Config, workload: Workload) -> None:
+    made = make_contenders(kind, replace(config, embedding=replace(config.embedding, **keys)), workload)
+    found = {contender.name: contender.columns for contender in made}
     for contender in made:
         contender.close()
-    assert [name for name, _ in found] == names
-    if kind == "stage" and options:
-        setting, *values = options.removeprefix("--").split()
-        column = "schedule" if setting == "schedules" else setting
-        assert [str(columns[column]) for _, columns in found[5:]] == [*values] * ((len(found) - 5) // len(values))
-    for name, columns in found:
-        assert columns.get("put") == {"fused": "in_place", "fused_stores": "stores"}.get(name)
+    assert list(found) == names
+    assert "put" not in found["pgas"]
+    asked = {"put": "in_place", "slice_bags": 32, "schedule": "balanced", "programs_per_sm": None} | keys
+    assert found["fused_stores" if keys else "fused"] == asked

@@ -44,7 +44,7 @@ def refusal(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (f"{TRAIN} --batch-size 3", ["--batch-size is not", "did you mean --train.batch_size?"]),
         (f"{TRAIN} --xyzzy 3", ["--xyzzy is not an option", "--help tells"]),
         (f"{TRAIN} 3", ["3: not an option, since it does not begin with --; see --help"]),
-        (f"{BENCH} --slice_bags 2 abc", ["--slice_bags: abc is not a whole number from 1 to 2^31 - 1"]),
+        ("bench sweep --dims 2 abc", ["--dims: abc is not a whole number from 1 to 2^31 - 1"]),
         ("bench step --iterations 3", ["--iterations is not an option"]),
         ("prepare criteo in out --mincount 3", ["--mincount is not an option", "did you mean --min_count?"]),
         ("bench nothing", ["known: step"]),
@@ -54,7 +54,6 @@ def refusal(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         ("prepare criteo in", ["missing on the command line: OUT; see --help"]),
         ("checkpoint", ["missing on the command line: show|verify|export, PATH; see --help"]),
         ("trace", ["missing on the command line: TRACE; see --help"]),
-        ("bench report", ["missing on the command line: DIR; see --help"]),
         ("doctor --fast", ["--fast is not an option"]),
         # values
         (f"{TRAIN} --train.batch_size -3", ["train.batch_size: -3 is not a whole number from 1 to 2^31 - 1"]),

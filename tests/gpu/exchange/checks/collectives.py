@@ -1,4 +1,4 @@
-"""All-to-all and all-gather into the peers' memory, and copies that wait for a kernel's counter."""
+"""All-to-alls into the peers' memory, and copies that wait for a kernel's counter."""
 
 import torch
 

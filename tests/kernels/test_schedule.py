@@ -5,7 +5,8 @@ from itertools import product
 
 import pytest
 
-from dlrm_overlap.kernels.schedule import SCHEDULES, Task, TaskGrid
+from dlrm_overlap.kernels.schedule import SCHEDULES
+from tests.kernels.tasks import Task, TaskGrid
 
 # Odd sizes: batches below a task, not a multiple of it, one rank, one feature, none.
 GRIDS = [

@@ -1,0 +1,53 @@
+"""Rows are appended as they were measured."""
+
+from pathlib import Path
+
+import pytest
+
+from dlrm_overlap.bench.rows import append_rows
+from dlrm_overlap.config import InputError
+from dlrm_overlap.launching.environment import environment
+from tests.conftest import read_rows
+
+RESULTS = Path("docs/results")
+
+
+def test_rows_of_another_kind_are_refused(tmp_path: Path) -> None:
+    output = tmp_path / "other.csv"
+    output.write_text("a,b\n1,2\n")
+    with pytest.raises(InputError, match=r"--output: .*other\.csv has other columns"):
+        append_rows(output, [{"steps": 4}])
+    assert output.read_text() == "a,b\n1,2\n"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a full device")
+def test_a_full_disk_is_told_in_one_line() -> None:
+    with pytest.raises(InputError, match=r"--output: /dev/full cannot be written \(No space left on device\)"):
+        append_rows(Path("/dev/full"), [{"steps": 4}])
+
+
+def test_rows_are_appended_with_their_command_and_environment_and_an_empty_file_is_as_good_as_none(
+    tmp_path: Path,
+) -> None:
+    output = tmp_path / "rows.csv"
+    output.touch()
+    for steps in (4, 5):
+        append_rows(output, [{"steps": steps, "median_ms": 0.123456, "limit_ms": None}])
+    rows = read_rows(output)
+    assert [(row["steps"], row["median_ms"], row["limit_ms"]) for row in rows] == [
+        ("4", "0.1235", ""),
+        ("5", "0.1235", ""),
+    ]
+    assert [*rows[0]] == ["steps", "median_ms", "limit_ms", "command", *environment()]
+    assert {"python", "torch", "fbgemm", "torchrec", "triton", "cpu"} <= {*rows[0]}
+
+
+@pytest.mark.parametrize("path", [*RESULTS.glob("*.csv"), *RESULTS.glob("*_h?00/*.csv")], ids=lambda path: path.stem)
+def test_published_rows_name_their_hardware_and_versions(path: Path) -> None:
+    if path.stem.startswith(("simulated", "row_bytes")):  # computed or counted
+        return
+    rows = read_rows(path)
+    assert all(row[name] for row in rows for name in ("gpu", "torch", "nccl", "triton"))
+    if rows[0].get("kind") not in ("weak", "strong"):  # of all ranks' GPUs, which fewer of them used
+        several = [row for row in rows if row.get("world_size", "1") != "1"]  # one rank may leave GPUs idle
+        assert all(row["gpu"].startswith(f"{row['world_size']} x") for row in several)
