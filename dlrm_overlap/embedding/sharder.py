@@ -67,13 +67,13 @@ class PooledArguments(_BothArguments, total=False):
     backend: Annotated[str, _one_of(EXCHANGED)]
     """pgas, the default, fused or nccl"""
     put: Annotated[str, _one_of(PUTS)]
-    between_hosts: Literal["messages", "puts"]
+    between_hosts: Annotated[str, _one_of(("messages", "puts"))]
     aggregate_bytes: NonNegativeInt
     copy_output: bool
     """return a copy of the pooled embeddings, the default. False returns the window into which peers have stored them,
     and saves the copy; drop all references to it before the module's next forward, which raises `WindowHeldError`
     otherwise"""
-    output_order: Literal["plan", "model"]
+    output_order: Annotated[str, _one_of(("plan", "model"))]
     """order of the features in the output: "plan", the default, as under TorchRec, or as in the unsharded module"""
     leading_columns: NonNegativeInt
     """number of columns in front of the pooled embeddings in each row of a window, under `copy_output` False; the
