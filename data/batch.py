@@ -1,9 +1,10 @@
-"""A batch of samples, and the protocol that every data set follows."""
+"""A batch of samples, and what every data set has."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -109,7 +110,7 @@ class Batch(Pipelineable):
         return Batch(self.dense.pin_memory(), self.sparse.pin_memory(), self.labels.pin_memory())
 
 
-class Dataset(Protocol):
+class Dataset:
     """A stream of samples in a fixed order, read by position.
 
     The global batch of a step is the samples [step * B, (step + 1) * B), whatever the number of ranks W: rank r reads
@@ -118,33 +119,25 @@ class Dataset(Protocol):
 
     rows: Sequence[int]
     """rows of each table"""
-
     pooling: Sequence[float]
     """mean number of ids in a bag, per table"""
-
-    dense_features: int
-    """dense features of a sample, F"""
-
     bag_sizes: Sequence[tuple[int, int]]
     """least and most ids of a bag, per table"""
-
-    max_ids: int
-    """most ids of one sample, over all tables"""
-
+    dense_features: int
+    """dense features of a sample, F"""
     num_samples: int | None
     """number of samples; None for an endless stream"""
-
-    label_names: Sequence[str] = ("label",)
-    """of the labels of a sample, L"""
-
-    label_weights: Sequence[float] = (1.0,)
-    """factors of their losses in the loss that is trained"""
-
+    labels: Mapping[str, float] = MappingProxyType({"label": 1.0})
+    """name of each label of a sample, L -> factor of its loss in the loss that is trained"""
     packed: Any = None
-    """where `records` has all of a sample: its `Layout`, and the numbers of which ids are taken the remainder"""
-
+    """where `records` has all of a sample: its `Layout`"""
     on_gpu: bool = False
     """samples are made on a GPU, by kernels on the stream that is current in `read`, rather than read on the CPU"""
+
+    @property
+    def max_ids(self) -> int:
+        """Most ids of one sample, over all tables."""
+        return sum(most for _, most in self.bag_sizes)
 
     def fingerprint(self) -> str:
         """Return a text that two data sets share only if their samples are most likely the same.
@@ -155,13 +148,13 @@ class Dataset(Protocol):
 
     def records(self, first: int, count: int) -> torch.Tensor:
         """Return the samples of `read` as records [count, record_bytes] uint8; only where `packed` is not None."""
-        raise AssertionError("a data set whose `packed` is None has no records")
+        raise NotImplementedError
 
     def read(self, first: int, count: int) -> Batch:
         """Return the samples [first, first + count), on the CPU unless `on_gpu`.
 
         Raises:
-            InputError: naming the sample, if a label is not 0 or 1, a dense feature not finite or an id not a row of
+            InputError: naming the value, if a label is not 0 or 1, a dense feature not finite or an id not a row of
                 its table.
         """
-        ...
+        raise NotImplementedError

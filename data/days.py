@@ -74,11 +74,12 @@ class Day:
 class Days(Dataset):
     """Days, read one after the other."""
 
+    held_out: int | None = None
+    """how many of the samples, the last ones, are to evaluate on; None leaves it to data.eval_fraction"""
+
     def __init__(self, days: Sequence[Day], rows: Sequence[int], max_rows: int | None):
         """`rows` are those that each table's ids were made for; above `max_rows` ids are folded by modulo."""
         self.rows: list[int] = [min(table_rows, max_rows or table_rows) for table_rows in rows]
-        if max(self.rows) >= 2**31:
-            raise InputError(f"data.tables.rows: {max(self.rows)} overflows int32 ids; stay below {2**31}")
         self._moduli = [kept if kept < made else 0 for kept, made in zip(self.rows, rows, strict=True)]
         self._days = days
         self._ends = list(accumulate(len(day.labels) for day in days))
@@ -86,13 +87,11 @@ class Days(Dataset):
         self.num_samples: int = self._ends[-1]
         if self.num_samples == 0:
             raise InputError(f"{days[0].name}: no samples; give a data set that has some")
-        sizes = [[day.bag_sizes(t) for day in days if len(day.labels)] for t in range(len(self.rows))]
-        self.pooling: list[float] = [sum(total for _, _, total in table) / self.num_samples for table in sizes]
+        sizes = [[day.bag_sizes(t) for t in range(len(self.rows))] for day in days if len(day.labels)]
+        least, most, total = np.array(sizes).transpose(2, 0, 1)
+        self.pooling: list[float] = (total.sum(0) / self.num_samples).tolist()
         """mean number of ids in a bag, of each table"""
-        self.bag_sizes: list[tuple[int, int]] = [
-            (min(least for least, _, _ in table), max(1, *(most for _, most, _ in table))) for table in sizes
-        ]
-        self.max_ids = sum(most for _, most in self.bag_sizes)
+        self.bag_sizes = list(zip(least.min(0).tolist(), most.max(0).clip(1).tolist(), strict=True))
         self.dense_features: int = days[0].dense.shape[1]
 
     def part(self, start: int, num_samples: int, shuffle: int = 0, seed: int = 0) -> "Days":
@@ -114,12 +113,7 @@ class Days(Dataset):
         return f"{self._ends[-1]} samples, {digest.hexdigest()[:12]}"
 
     def read(self, first: int, count: int) -> Batch:
-        """Return the samples [first, first + count), modulo the number of samples.
-
-        Raises:
-            InputError: naming the day and the value of a bad one: a label other than 0 or 1, a dense feature that is
-                not finite, or an id that is no row of its table.
-        """
+        """Return the samples [first, first + count), modulo the number of samples, as `Dataset.read` does."""
         return self._gather(self._positions(np.arange(first, first + count)))
 
     def records(self, first: int, count: int) -> torch.Tensor:

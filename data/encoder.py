@@ -1,133 +1,173 @@
-"""Makes samples of a table's columns: rows of categorical values, transformed dense features; and what it learns.
+"""Makes samples of a table's columns: rows of categorical values, and transformed dense features.
 
-A vocabulary has row 0 for a missing value, row 1 for all values that are seen too seldom, and the rows from 2 on for
-the others, in ascending order of their keys. What is learnt is a dictionary of arrays: of a column NAME with a
-vocabulary, NAME.keys [k] int64, the frequent keys in ascending order, and NAME.counts [k] int64; of one that is
-standardised, NAME.mean_and_std [2] float64.
+A schema says what a value is, not how a file stores it, so every format gives the same samples. A categorical value is
+known by its key, an integer of 64 bits: the value itself, or the BLAKE2b hash of a text's bytes. A vocabulary has row 0
+for a missing value, row 1 for all values that are seen too seldom, and the rows from 2 on for the others, in ascending
+order of their keys.
 """
 
-import math
-from collections.abc import Iterable, Mapping
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
+from pyarrow import compute
 
+from dlrm_overlap.config import InputError
 from dlrm_overlap.data.days import Day, Ragged
 from dlrm_overlap.data.schema import Categorical, Schema
-from dlrm_overlap.data.table_files import Block
 
 _MISSING, _RARE, _FIRST_KNOWN = 0, 1, 2  # rows of a table with a vocabulary
 _LEAST_PENDING = 1 << 18
 
+pc: Any = compute  # whose functions are made when it is imported
 
-class _ValueCounter:
-    """Counts how often each key of a column is seen."""
 
-    def __init__(self) -> None:
-        self._counted = [(np.empty(0, np.int64), np.empty(0, np.int64))]
-        """keys and their counts: those of all before the last merge, then those of each block since"""
-        self._pending = 0
+class _Vocabulary:
+    """The keys of a column, counted and then, if they are frequent, numbered."""
 
-    def add(self, keys: np.ndarray) -> None:
-        self._counted.append(np.unique(keys, return_counts=True))
-        self._pending += len(self._counted[-1][0])
+    def __init__(self, min_count: int) -> None:
+        self.keys = self.counts = np.empty(0, np.int64)
+        """[k] int64, keys in ascending order, and how often each was seen"""
+        self._min_count = min_count
+        self._pending: list[tuple[np.ndarray, np.ndarray]] = []
+
+    def count(self, keys: np.ndarray) -> None:
+        self._pending.append(np.unique(keys, return_counts=True))
         # By merging only when as many values are pending as are known, the work for each value stays constant.
-        if self._pending > max(_LEAST_PENDING, len(self._counted[0][0])):
-            self.merge()
+        if sum(len(each) for each, _ in self._pending) > max(_LEAST_PENDING, len(self.keys)):
+            self._merge()
 
-    def merge(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return all keys in ascending order, and their counts."""
-        keys, counts = (np.concatenate(each) for each in zip(*self._counted, strict=True))
-        known, number = np.unique(keys, return_inverse=True)
-        self._counted = [(known, np.bincount(number, counts, len(known)).astype(np.int64))]
-        self._pending = 0
-        return self._counted[0]
+    def _merge(self) -> None:
+        blocks = [(self.keys, self.counts), *self._pending]
+        keys, counts = (np.concatenate(each) for each in zip(*blocks, strict=True))
+        self.keys, number = np.unique(keys, return_inverse=True)
+        self.counts = np.bincount(number, counts, len(self.keys)).astype(np.int64)
+        self._pending = []
 
+    def number(self) -> None:
+        """Keep the frequent keys, once all are counted."""
+        self._merge()
+        frequent = self.counts >= self._min_count
+        self.keys, self.counts = self.keys[frequent], self.counts[frequent]
 
-def learn(blocks: Iterable[Block], schema: Schema) -> dict[str, np.ndarray]:
-    """Return what is to be learnt of the samples that are not held out."""
-    counters = {name: _ValueCounter() for name in schema.counted}
-    sums = {name: np.zeros(3) for name in schema.standardised}
-    for block in blocks:
-        if block.held_out:
-            continue
-        for name, values in zip(schema.categorical, block.values, strict=True):
-            if name in counters:
-                counters[name].add(values.keys[~values.missing])
-        for name, numbers in zip(schema.dense, block.dense, strict=True):
-            if name in sums:
-                known = numbers[~np.isnan(numbers)]
-                sums[name] += (len(known), known.sum(), np.square(known).sum())
-    learnt = {f"{name}.mean_and_std": _standard(*each.tolist()) for name, each in sums.items()}
-    for name, counter in counters.items():
-        keys, counts = counter.merge()
-        kept = counts >= (schema.categorical[name].min_count or 1)
-        learnt |= {f"{name}.keys": keys[kept], f"{name}.counts": counts[kept]}
-    return learnt
-
-
-def _standard(count: float, total: float, squares: float) -> np.ndarray:
-    """Return mean and standard deviation of `count` numbers, 1 where they are all alike."""
-    mean = total / max(count, 1)
-    return np.array([mean, math.sqrt(max(squares / max(count, 1) - mean**2, 0.0)) or 1.0])
+    def rows_of(self, keys: np.ndarray) -> np.ndarray:
+        if not len(self.keys):
+            return np.full(len(keys), _RARE, np.int32)
+        index = np.searchsorted(self.keys, keys)
+        return np.where(self.keys.take(index, mode="clip") == keys, index + _FIRST_KNOWN, _RARE).astype(np.int32)
 
 
 class Encoder:
-    """Makes samples of a table's columns."""
+    """Makes samples of a table's columns, after it has learnt their vocabularies."""
 
-    def __init__(self, schema: Schema, learnt: Mapping[str, np.ndarray]) -> None:
-        self._schema, self._learnt = schema, learnt
-        self.rows = [
-            column.rows or _FIRST_KNOWN + len(learnt[f"{name}.keys"]) for name, column in schema.categorical.items()
-        ]
-        """of each table"""
+    def __init__(self, schema: Schema) -> None:
+        self._schema = schema
+        self._vocabularies = {
+            name: _Vocabulary(column.min_count) for name, column in schema.categorical.items() if column.min_count
+        }
+        self.learns = bool(self._vocabularies)
+        """whether `learn` must have all blocks, and `finish` be called, before `encode` has one"""
 
-    def encode(self, block: Block) -> Day:
-        """Return the samples as a `Day`. Without dense columns, they have one dense feature of ones."""
-        dense = np.ones((len(block.labels), max(1, len(block.dense))), np.float32)
-        for i, (column, numbers) in enumerate(zip(self._schema.dense, block.dense, strict=True)):
-            dense[:, i] = self._transformed(column, numbers)
-        ids = []
-        for (column, spec), values in zip(self._schema.categorical.items(), block.values, strict=True):
-            rows = np.where(values.missing, np.int32(_MISSING), self._rows_of(column, spec, values.keys))
-            ids.append(rows[:, None] if values.lengths is None else Ragged(rows, values.lengths.cumsum()))
-        return Day("table", block.labels, dense, ids)
+    def learn(self, _row: int, block: pa.RecordBatch) -> None:
+        """Count the values of a block."""
+        for name, vocabulary in self._vocabularies.items():
+            keys, missing, _ = _values(block, name, self._schema.categorical[name])
+            vocabulary.count(keys[~missing])
 
-    def _transformed(self, column: str, numbers: np.ndarray) -> np.ndarray:
-        """Return dense features [n]; the missing ones of `numbers` are NaN."""
-        transform, found = self._schema.dense[column].transform, numbers
-        if transform == "log1p":
-            found = np.log1p(np.maximum(numbers, 0).astype(np.float32))
-        elif transform == "standardised":
-            mean, std = self._learnt[f"{column}.mean_and_std"]
-            found = (numbers - mean) / std
-        return np.where(np.isnan(numbers), 0, found)
+    def finish(self) -> dict[str, np.ndarray]:
+        """Return what was learnt of each column NAME: NAME.keys [k] int64, ascending, and NAME.counts [k] int64."""
+        learnt = {}
+        for name, vocabulary in self._vocabularies.items():
+            vocabulary.number()
+            learnt |= {f"{name}.keys": vocabulary.keys, f"{name}.counts": vocabulary.counts}
+        return learnt
 
-    def _rows_of(self, column: str, spec: Categorical, keys: np.ndarray) -> np.ndarray:
-        if spec.rows is not None:
-            return hashed_rows(keys, spec.rows)
-        known = self._learnt[f"{column}.keys"]
-        if not len(known):
-            return np.full(len(keys), _RARE, np.int32)
-        index = np.searchsorted(known, keys)
-        return np.where(known.take(index, mode="clip") == keys, index + _FIRST_KNOWN, _RARE).astype(np.int32)
+    @property
+    def rows(self) -> list[int]:
+        """Rows of each table."""
+        columns = self._schema.categorical.items()
+        return [column.rows or _FIRST_KNOWN + len(self._vocabularies[name].keys) for name, column in columns]
+
+    def encode(self, row: int, block: pa.RecordBatch) -> Day:
+        """Return the samples of a block, whose first row has the number `row` in its file.
+
+        Without dense columns, they have one dense feature of ones.
+        """
+        labels = [_numbers(row, block, name) for name in self._schema.labels]
+        for name, label in zip(self._schema.labels, labels, strict=True):
+            _require((label == 0) | (label == 1), row, block, name, "a label, 0 or 1")
+        dense = [self._dense(row, block, name) for name in self._schema.dense] or [np.ones(block.num_rows)]
+        ids = [self._ids(block, name, column) for name, column in self._schema.categorical.items()]
+        return Day("table", np.stack(labels, axis=1), np.stack(dense, axis=1).astype(np.float32), ids)
+
+    def _dense(self, row: int, block: pa.RecordBatch, name: str) -> np.ndarray:
+        numbers = _numbers(row, block, name)
+        if self._schema.dense[name].transform == "log1p":
+            numbers = np.log1p(np.maximum(numbers, 0).astype(np.float32))
+        return np.where(np.isnan(numbers), 0, numbers)
+
+    def _ids(self, block: pa.RecordBatch, name: str, column: Categorical) -> np.ndarray | Ragged:
+        keys, missing, lengths = _values(block, name, column)
+        known = hashed_rows(keys, column.rows) if column.rows else self._vocabularies[name].rows_of(keys)
+        ids = np.where(missing, np.int32(_MISSING), known)
+        return ids[:, None] if lengths is None else Ragged(ids, lengths.cumsum())
 
 
 def hashed_rows(keys: np.ndarray, rows: int) -> np.ndarray:
-    """Return the rows [d] int32 of keys [d] int64, 1 + mix(key) % (rows - 1): row 0 is for missing values.
-
-    In a table of one row all take row 0.
-    """
-    if rows == 1:
-        return np.zeros(len(keys), np.int32)
-    high, low = (keys.view(np.uint64) >> np.uint64(32)).astype(np.uint32), keys.astype(np.uint32)
-    return (_mixed(low ^ _mixed(high)) % np.uint32(rows - 1) + np.uint32(1)).astype(np.int32)
+    """Return the rows [d] int32 of keys [d] int64, 1 + mix(key) % (rows - 1); 0 is for missing values."""
+    mixed = keys.view(np.uint64) * np.uint64(0x9E3779B97F4A7C15)  # 2**64 over the golden ratio
+    mixed ^= mixed >> np.uint64(32)
+    return (mixed % np.uint64(max(rows - 1, 1))).astype(np.int32) + np.int32(rows > 1)
 
 
-def _mixed(bits: np.ndarray) -> np.ndarray:
-    # MurmurHash3's 32-bit finaliser (A. Appleby), under which 0 stays 0. Running numbers spread evenly over any rows.
-    mixed = bits ^ (bits >> np.uint32(16))
-    mixed *= np.uint32(0x85EBCA6B)
-    mixed ^= mixed >> np.uint32(13)
-    mixed *= np.uint32(0xC2B2AE35)
-    mixed ^= mixed >> np.uint32(16)
-    return mixed
+@contextmanager
+def _naming(column: str) -> Iterator[None]:
+    try:
+        yield
+    except pa.ArrowException as error:
+        raise InputError(f"column {column}: {error}") from None
+
+
+def _require(good: np.ndarray, row: int, block: pa.RecordBatch, name: str, rule: str) -> None:
+    if not good.all():
+        bad = int(good.argmin())
+        raise InputError(f"row {row + bad}, column {name}: {block.column(name)[bad].as_py()!r:.60} is not {rule}")
+
+
+def _numbers(row: int, block: pa.RecordBatch, name: str) -> np.ndarray:
+    """Return a column as float64 [n], NaN where it is missing."""
+    column = block.column(name)
+    with _naming(name):
+        numbers = column.cast(pa.float64(), safe=False).to_numpy(False)
+    _require(np.isfinite(numbers) | column.is_null().to_numpy(False), row, block, name, "a finite number, or missing")
+    return numbers
+
+
+def _values(block: pa.RecordBatch, name: str, column: Categorical) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """Return the keys [m] int64 of a column, where they are missing [m] bool, and the lengths [n] of lists."""
+    with _naming(name):
+        array, lengths = block.column(name), None
+        if isinstance(column.list, str) and not pa.types.is_nested(array.type):
+            array = pc.split_pattern(array, column.list)
+        if pa.types.is_nested(array.type) != bool(column.list):
+            raise pa.ArrowTypeError(f"{array.type}, but the schema's key list is {column.list}")
+        if column.list:
+            lengths = pc.list_value_length(array).fill_null(0).to_numpy(False).astype(np.int64)
+            array = array.flatten()
+        if pa.types.is_dictionary(array.type):
+            array = array.dictionary_decode()
+        missing = array.is_null().to_numpy(False)
+        if column.type == "string":
+            coded = array.dictionary_encode()
+            texts = coded.dictionary  # of a file of integers, those of a CSV file
+            texts = texts if pa.types.is_binary(texts.type) else texts.cast(pa.string()).cast(pa.binary())
+            hashes = b"".join(hashlib.blake2b(text, digest_size=8).digest() for text in [*texts.to_pylist(), b""])
+            keys = np.frombuffer(hashes, "<i8")[coded.indices.fill_null(len(texts)).to_numpy()]
+        else:
+            if column.type == "hex":
+                array = pc.binary_join_element_wise("0x", array.cast(pa.string()), "")
+            keys = array.cast(pa.int64()).fill_null(0).to_numpy()
+    return keys, missing, lengths

@@ -1,57 +1,100 @@
-"""Turns files of samples into records that training maps from disk: `dlrm-overlap prepare`.
-
-File i of IN, in natural order, becomes OUT's day i (`prepared`). A schema says how ids are made: by a hash of the
-value, or from a vocabulary, which is learnt of all files first and kept in vocabulary.npz beside the days (`encoder`).
-Days that another run prepares have other vocabularies, so the samples to evaluate on must be held out of the same days.
-"""
+"""Writes folders of records that training maps from disk: `dlrm-overlap prepare`."""
 
 import sys
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 
-from dlrm_overlap.data.encoder import Encoder, learn
-from dlrm_overlap.data.prepared import Meta, SourceDay, hold_days, write_day, write_meta
+from dlrm_overlap.config import DataConfig, InputError, in_one_line
+from dlrm_overlap.data.batch import Batch, Dataset
+from dlrm_overlap.data.days import Day, Ragged
+from dlrm_overlap.data.loader import Loader, open_datasets
+from dlrm_overlap.data.prepared import new_folder, write_samples
+from dlrm_overlap.data.records import Layout
 from dlrm_overlap.data.schema import Schema
-from dlrm_overlap.data.table_files import BLOCK_BYTES, Block, read_blocks, table_files
-from dlrm_overlap.launching.files import replacing
 
-_VOCABULARY = "vocabulary.npz"
+_T = TypeVar("_T")
+_BATCH = 8192  # samples that are packed at once
+_BLOCK_BYTES = 1 << 21  # of text; small enough that a block's arrays stay near the caches
 
 
-def prepare(source: Path, target: Path, schema: Schema, dense: str = "float32", block_bytes: int = BLOCK_BYTES) -> Meta:
-    """Turn the files at `source` into the days of the folder `target`, and return its meta.json.
+def prepare_files(source: Path, target: Path, schema: Schema, block_bytes: int = _BLOCK_BYTES) -> Layout:
+    """Turn the files at `source` into the folder `target`, and return the content of its meta.json.
 
-    It takes some ten times `block_bytes` of memory; to learn vocabularies, also 16 bytes for each distinct value of
-    every table, and about five times those of one table while it merges them.
-
-    Started again, it goes on after the last day that was done. Standard error names each file as it is read.
+    A schema says how ids are made: by a hash of the value, or from a vocabulary, which is learnt of all files first and
+    kept in vocabulary.npz. It takes some ten times `block_bytes` of memory; to learn vocabularies, also 16 bytes for
+    each distinct value of every table, and about five times those of one table while it merges them. Standard error
+    names each file as it is read.
 
     Raises:
-        InputError: if there are no files or a bad row, or if `target` cannot be written to, is being written to by
-            another process, or holds days of other files or of another making.
+        InputError: if there are no files, if one cannot be read, lacks a column or has a bad row, or if `target` is
+            there or cannot be written to.
+        ModuleNotFoundError: without pyarrow.
     """
-    files = table_files(source)
-    stats = [file.stat() for file in files]
-    days = [SourceDay(file.name, stat.st_size, stat.st_mtime_ns) for file, stat in zip(files, stats, strict=True)]
+    from dlrm_overlap.data.encoder import Encoder  # loads pyarrow, which only files of samples need
+    from dlrm_overlap.data.table_files import READ_ERRORS, read_blocks, table_files
 
-    def read(file: Path, purpose: str) -> Iterator[Block]:
-        print(f"{file.name}: {purpose}", file=sys.stderr)
-        yield from read_blocks(file, schema, block_bytes)
+    files, encoder = table_files(source), Encoder(schema)
 
-    with hold_days(target, Meta(schema.as_dict(), None, days, dense)) as meta:
-        if meta.rows is None:
-            learnt = {}
-            if schema.learns:
-                learnt = learn((block for file in files for block in read(file, "counting values")), schema)
-                with replacing(target / _VOCABULARY) as stream:
-                    np.savez(stream, **learnt)  # pyright: ignore[reportArgumentType]
-            meta = replace(meta, rows=Encoder(schema, learnt).rows)
-            write_meta(target, meta)
-        encoder = Encoder(schema, dict(np.load(target / _VOCABULARY)) if schema.learns else {})
-        for i in meta.unfinished:
-            blocks = read(files[i], f"writing day {i}")
-            write_day(target, i, meta, ((encoder.encode(block), block.held_out) for block in blocks))
-    return meta
+    def read(purpose: str, use: Callable[[int, Any], _T]) -> Iterator[_T]:
+        for file in files:
+            print(f"{file.name}: {purpose}", file=sys.stderr)
+            try:
+                for row, block in read_blocks(file, schema, block_bytes):
+                    yield use(row, block)
+            except READ_ERRORS as error:
+                raise InputError(f"{file}: {in_one_line(error)}; correct the file, or the schema") from None
+
+    with new_folder(target):
+        if encoder.learns:
+            for _ in read("counting values", encoder.learn):
+                pass
+            np.savez(target / "vocabulary.npz", **encoder.finish())  # pyright: ignore[reportArgumentType]
+        labels = {name: label.weight for name, label in schema.labels.items()}
+        sizes = [None if column.list else 1 for column in schema.categorical.values()]
+        layout = Layout(labels, max(1, len(schema.dense)), encoder.rows, sizes)
+        return write_samples(target, layout, read("writing samples", encoder.encode))
+
+
+def prepare_samples(config: DataConfig, target: Path, samples: int | None) -> Layout:
+    """Pack the samples of `config`, of any kind, into the folder `target`; return the content of its meta.json.
+
+    Of those to train on the first `samples` are taken, None takes all. Those to evaluate on follow them.
+
+    Raises:
+        InputError: if samples are endless or bad, or if `target` is there or cannot be written to.
+    """
+    train, evaluated = open_datasets(config)
+    if samples is None and train.num_samples is None:
+        raise InputError(f"--samples: none, but those of data.kind {config.kind} have no end; say how many")
+    end = min(each for each in (samples, train.num_samples) if each)
+    sizes = [
+        trained[0] if len({*trained, *held_out}) == 1 else None
+        for trained, held_out in zip(train.bag_sizes, evaluated.bag_sizes, strict=True)
+    ]
+    layout = Layout(dict(train.labels), train.dense_features, train.rows, sizes, held_out=evaluated.num_samples)
+
+    def read() -> Iterator[Day]:
+        yield from _read(train, end, config.workers)
+        yield from _read(evaluated, evaluated.num_samples or 0, config.workers)
+
+    with new_folder(target):
+        return write_samples(target, layout, read())
+
+
+def _read(dataset: Dataset, end: int, workers: int) -> Iterator[Day]:
+    """Yield the samples [0, end)."""
+    with Loader(dataset, _BATCH, 0, 1, range(end // _BATCH), workers, 2, False) as loader:
+        for batch in loader:
+            yield _day_of(batch)
+    if rest := end % _BATCH:
+        yield _day_of(dataset.read(end - rest, rest))
+
+
+def _day_of(batch: Batch) -> Day:
+    lengths = batch.sparse.lengths().view(len(batch.sparse.keys()), -1)
+    tables = batch.sparse.values().split(lengths.sum(1).tolist())
+    ids = [Ragged(ids.numpy(), ends.numpy()) for ids, ends in zip(tables, lengths.cumsum(1), strict=True)]
+    return Day("samples", batch.labels.view(lengths.shape[1], -1).numpy(), batch.dense.numpy(), ids)

@@ -1,11 +1,11 @@
 """Samples as records of bytes, and the batch that a GPU makes of them.
 
-A record has, in this order, F dense features (float32 or float16), L labels (a byte each), and the ids of all tables
-whose bags have one size, in their order. An id takes the bytes that the greatest row of its table needs. Numbers are
+A record has, in this order, F dense features (float32), L labels (a byte each), and the ids of all tables whose bags
+have one size, in their order. An id takes the bytes that the greatest row of its table needs. Numbers are
 little-endian. All records are of one size, so a range of samples is one range of bytes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -14,15 +14,14 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from dlrm_overlap.config import InputError
 from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.data.days import Day
 from dlrm_overlap.kernels import reference
 
-_ID, _LABEL, _HALF, _FLOAT = 0, 1, 2, 3  # kinds of a field, as `kernels/unpack.py` has them
+_ID, _LABEL, _FLOAT = 0, 1, 2  # kinds of a field, as `kernels/unpack.py` has them
 
 
-def bytes_below(end: int) -> int:
+def _bytes_below(end: int) -> int:
     """Return how many bytes hold each of the numbers 0 .. end - 1."""
     return max(1, -(-(end - 1).bit_length() // 8))
 
@@ -40,29 +39,32 @@ class Field(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """What a record holds."""
+    """What records hold, and how many there are: the content of a prepared folder's meta.json."""
 
+    labels: Mapping[str, float]
+    """name -> factor of its loss in the loss that is trained"""
     dense: int
     """F"""
-    labels: int
-    """L"""
     rows: Sequence[int]
     """of each table, for which the ids were made"""
     sizes: Sequence[int | None]
     """of each table, ids of a bag; None where bags differ in size, whose ids are in no record"""
-    half: bool = False
-    """dense features are float16"""
+    samples: int = 0
+    held_out: int | None = None
+    """of these samples, how many are to evaluate on, the last ones; None leaves it to data.eval_fraction"""
+    moduli: Sequence[int] = ()
+    """of each table, the number of which its ids are taken the remainder where they are unpacked; 0 leaves them"""
 
     @property
     def lists(self) -> list[int]:
         """The tables whose bags differ in size."""
         return [t for t, size in enumerate(self.sizes) if size is None]
 
-    def fields(self, moduli: Sequence[int] | None = None) -> list[Field]:
-        """Return the fields: dense features, labels, then tables, whose ids are those modulo `moduli`, if not 0."""
-        shapes = [(2, self.dense, _HALF, 0) if self.half else (4, self.dense, _FLOAT, 0), (1, self.labels, _LABEL, 0)]
-        tables = zip(self.rows, self.sizes, moduli or [0] * len(self.rows), strict=True)
-        shapes += [(bytes_below(rows), size, _ID, modulus) for rows, size, modulus in tables if size]
+    def fields(self) -> list[Field]:
+        """Return the fields: dense features, labels, then tables."""
+        tables = zip(self.rows, self.sizes, self.moduli or [0] * len(self.rows), strict=True)
+        shapes = [(4, self.dense, _FLOAT, 0), (1, len(self.labels), _LABEL, 0)]
+        shapes += [(_bytes_below(rows), size, _ID, modulus) for rows, size, modulus in tables if size]
         offsets = accumulate((width * count for width, count, *_ in shapes), initial=0)
         starts = accumulate((count for _, count, *_ in shapes), initial=0)
         return [Field(offset, *shape, start) for offset, shape, start in zip(offsets, shapes, starts, strict=False)]
@@ -74,35 +76,20 @@ class Layout:
         return last.offset + last.width * last.count
 
     def pack(self, day: Day) -> np.ndarray:
-        """Return the records of `day`, [n, record_bytes] uint8.
-
-        Raises:
-            InputError: if a dense feature is beyond float16's range.
-        """
+        """Return the records of `day`, [n, record_bytes] uint8."""
         samples = len(day.labels)
-        dense = day.dense.astype("<f2" if self.half else "<f4")
-        if not np.isfinite(dense).all():
-            raise InputError(f"{day.name}: a dense feature is beyond float16's range; leave --dense out")
         tables = [day.bags(t, slice(0, samples))[0].astype("<i4") for t, size in enumerate(self.sizes) if size]
-        numbers = [dense, np.asarray(day.labels).astype(np.uint8), *tables]
-        fields = self.fields()
-        parts = [_low_bytes(each, field.width) for each, field in zip(numbers, fields, strict=True)]
-        parts = [part.reshape(samples, each.width * each.count) for part, each in zip(parts, fields, strict=True)]
+        numbers = [day.dense.astype("<f4"), np.asarray(day.labels).astype(np.uint8), *tables]
+        parts = [
+            _low_bytes(each, field.width).reshape(samples, field.width * field.count)
+            for each, field in zip(numbers, self.fields(), strict=True)
+        ]
         return np.concatenate(parts, axis=1)
-
-    def pack_ids(self, table: int, day: Day) -> np.ndarray:
-        """Return the ids of a table whose bags differ in size, [m, bytes of an id] uint8."""
-        ids, _ = day.bags(table, slice(0, len(day.labels)))
-        return _low_bytes(ids.astype("<i4"), bytes_below(self.rows[table]))
 
 
 def _low_bytes(numbers: np.ndarray, width: int) -> np.ndarray:
+    """Return the lowest bytes of little-endian numbers, [m, width] uint8."""
     return np.ascontiguousarray(numbers).reshape(-1, 1).view(np.uint8)[:, :width]
-
-
-def field_of_ids(rows: int) -> Field:
-    """Return the field of records that are ids of a table of so many rows."""
-    return Field(0, bytes_below(rows), 1, _ID, 0, 0)
 
 
 class Packed:
@@ -125,9 +112,8 @@ class Packed:
 class Unpacker:
     """Makes batches on a GPU of records."""
 
-    def __init__(self, layout: Layout, moduli: Sequence[int], device: torch.device) -> None:
-        """Copy the fields to `device`. Ids of a table are those modulo `moduli`, where that is not 0."""
-        fields = layout.fields(moduli)
+    def __init__(self, layout: Layout, device: torch.device) -> None:
+        fields = layout.fields()
         counts = torch.tensor([field.count for field in fields])
         self._layout = layout
         self._fields = torch.tensor(fields, device=device)
@@ -139,11 +125,11 @@ class Unpacker:
         """Return the batch of records [b, record_bytes] uint8 on the device, which a kernel makes."""
         from dlrm_overlap.kernels.unpack import unpack  # loads Triton, which a CPU may lack
 
-        samples, layout = len(records), self._layout
+        samples, features, labels = len(records), self._layout.dense, len(self._layout.labels)
         if samples not in self._lengths:
             self._lengths[samples] = self._sizes.repeat_interleave(samples)
         words = unpack(records, self._fields, self._field_of)
-        dense, labels, values = words.tensor_split((layout.dense * samples, (layout.dense + layout.labels) * samples))
-        dense, labels = (each.view(torch.float32).view(samples, -1) for each in (dense, labels))
-        labels = labels.flatten() if layout.labels == 1 else labels
-        return Batch.from_tensors(dense, self._lengths[samples], values, labels)
+        numbers, values = words.tensor_split([(features + labels) * samples])
+        dense, clicks = numbers.view(torch.float32).split([features * samples, labels * samples])
+        clicks = clicks if labels == 1 else clicks.view(samples, -1)
+        return Batch.from_tensors(dense.view(samples, -1), self._lengths[samples], values, clicks)

@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 
@@ -34,19 +34,13 @@ from dlrm_overlap.launching.lifetime import end_with_parent
 
 Form = Sequence[tuple[tuple[int, ...], torch.dtype]]
 """shape and type of each tensor of the greatest batch; a batch may fill the first so many elements of each"""
+Lent = tuple[list[torch.Tensor], Lease | None]
+"""a batch's tensors, and the lease of the slot that they are views of; None if they are copies"""
 
 _POLL_MS = 50
 _ALIGNED_BYTES = 64  # more than the 16 bytes that a kernel reads of records at a time
 # For the training process to handle, which needs batches until it ends; sent to a whole group, they reach readers too.
 _DEAF_TO = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-
-
-class Lent(NamedTuple):
-    """A batch's tensors."""
-
-    tensors: list[torch.Tensor]
-    lease: Lease | None
-    """of the slot that they are views of; None if they are copies"""
 
 
 class Ring:
@@ -121,10 +115,10 @@ class Ring:
         self._next += 1
         tensors = [tensor[:length] for tensor, length in zip(self._slots[slot], lengths, strict=True)]
         if self._pin:
-            return Lent(tensors, Lease(slot, self._returned))
-        tensors = [tensor.clone() for tensor in tensors]
+            return tensors, Lease(slot, self._returned)
+        copies = [tensor.clone() for tensor in tensors]
         self._free(slot)
-        return Lent(tensors, None)
+        return copies, None
 
     def close(self) -> None:
         """End the reader processes, whatever they do."""
@@ -158,10 +152,9 @@ class Ring:
                 )
         if patience.is_over():
             number = self._next % count
-            process = self._workers[number]
             raise InputError(
-                f"loader process {number} of {count} (pid {process.pid}) has not read the batch of step {step} in "
-                f"{self._timeout_s:g} s; look at the disk of data.path, or raise embedding.wait_timeout_s if "
+                f"loader process {number} of {count} (pid {self._workers[number].pid}) has not read the batch of step "
+                f"{step} in {self._timeout_s:g} s; look at the disk of data.path, or raise embedding.wait_timeout_s if "
                 f"it is only slow"
             )
 

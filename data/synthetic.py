@@ -12,7 +12,7 @@ from typing import Literal, TypeVar
 import numpy as np
 import torch
 
-from dlrm_overlap.config import DataConfig, InputError, parse_multi_hot
+from dlrm_overlap.config import DataConfig, parse_multi_hot
 from dlrm_overlap.data.batch import Batch, Dataset
 from dlrm_overlap.data.teacher import Teacher
 from dlrm_overlap.data.zipf import ZipfRanks, ZipfTable
@@ -32,22 +32,15 @@ class Synthetic(Dataset):
     """
 
     def __init__(self, config: DataConfig, split: Literal["train", "eval"]):
-        """Build the stream of `split`.
-
-        Raises:
-            InputError: if a table has more rows than an int32 id can name.
-        """
+        """Build the stream of `split`."""
         tables, number = config.tables, config.tables.number()
         assert tables.rows is not None, "DataConfig checks that synthetic tables have rows"
         cap = tables.max_rows or math.inf
         self.rows: list[int] = [int(min(rows, cap)) for rows in _per_table(tables.rows, number)]
-        if max(self.rows) >= 2**31:
-            raise InputError(f"data.tables.rows: {max(self.rows)} overflows int32 ids; stay below {2**31}")
         self.num_samples: int | None = None if split == "train" else config.eval_samples
         self.bag_sizes: list[tuple[int, int]] = [parse_multi_hot(spec) for spec in _per_table(tables.multi_hot, number)]
         self.pooling: list[float] = [(low + high) / 2 for low, high in self.bag_sizes]
         """mean ids a bag, of each table"""
-        self.max_ids = sum(high for _, high in self.bag_sizes)
 
         rng = np.random.default_rng((config.seed, 2))
         shapes = list(zip(self.rows, _per_table(tables.zipf_alpha, number), strict=True))

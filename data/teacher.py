@@ -42,7 +42,7 @@ class Teacher:
         bag_sizes: Sequence[tuple[int, int]],
         dense_features: int,
         rng: np.random.Generator,
-        half_lives: Sequence[int] = (),
+        half_lives: Sequence[int],
     ):
         self.keys = rng.integers(2**32, size=len(tables), dtype=np.uint32)
         """[T] uint32: of each table's hash"""
@@ -52,7 +52,7 @@ class Teacher:
         for t, (table, key, (low, high)) in enumerate(zip(tables, self.keys, bag_sizes, strict=True)):
             mean, std = _score_moments(table, key)
             weights = np.ones(high, dtype=np.uint32)
-            if half_lives and half_lives[t]:
+            if half_lives[t]:
                 weights = np.rint(256 * 0.5 ** (np.arange(high) / half_lives[t])).astype(np.uint32)
                 self.weights[t] = weights
             total, squares = (np.append(0, np.cumsum(each, dtype=np.int64))[low:] for each in (weights, weights**2))
@@ -95,14 +95,13 @@ class Teacher:
         logit = np.full(len(dense), self.bias)
         for weight, feature in zip(self.dense_weights, features, strict=True):
             logit += weight * feature
-        before = None
+        before: float | np.ndarray = 0.0
         for n, (t, (alone, with_dense, with_before)) in enumerate(zip(self.signals, self.signal_weights, strict=True)):
             signal = signals[t]
             logit += alone * signal
             if n < len(features):
                 logit += with_dense * features[n] * signal
-            if before is not None:
-                logit += with_before * before * signal
+            logit += with_before * before * signal
             before = signal
         return logit
 

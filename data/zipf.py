@@ -116,8 +116,7 @@ class ZipfTable:
 def _alias(mass: np.ndarray, cells: int) -> tuple[list[float], np.ndarray]:
     """Fill `cells` cells with items of `mass`, which sums to 1, at most two a cell.
 
-    Returns:
-        Each cell's share of the item of its own number, and the number of the item that has the rest.
+    Return each cell's share of the item of its own number, and the number of the item that has the rest.
     """
     left = (np.append(mass, np.zeros(cells - len(mass))) * cells).tolist()
     share, other = [1.0] * cells, np.arange(cells)

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import dlrm_overlap
 from dlrm_overlap.backends import BACKENDS
 from dlrm_overlap.bench.options import FIGURES, options_of
-from dlrm_overlap.config import CRITEO_TABLES, BelowOne, Config, InputError, NonNegativeInt, PositiveInt
+from dlrm_overlap.config import BelowOne, Config, InputError, NonNegativeInt, PositiveInt
 from dlrm_overlap.launching import process_group
 from dlrm_overlap.launching.files import check_free
 from dlrm_overlap.launching.launcher import announced_rank
@@ -188,13 +188,12 @@ def prepare(argv: list[str]) -> int:
     text = "what IN holds; samples: those of a configuration, see `prepare samples --help`"
     parser.add_argument("format", choices=["table", "criteo"], metavar="table|criteo|samples", help=text)
     parser.add_argument("source", metavar="IN", help="file or folder of files, text plain or gzip")
-    parser.add_argument("target", metavar="OUT", help="folder of the days; finished ones in it are kept")
+    parser.add_argument("target", metavar="OUT", help="folder to make")
     parser.add_argument("--schema", help="table: YAML file that names the columns")
     parser.add_argument(
         "--min_count", type=PositiveInt, help="criteo: a row for each value seen this often (default 10)"
     )
     parser.add_argument("--rows", type=PositiveInt, help="criteo, instead: hash each table's values into so many rows")
-    _add_dense(parser)
     values = parser.read(argv)
     if values.rows and values.min_count:
         raise InputError(f"--rows {values.rows} --min_count {values.min_count}: these exclude each other; give one")
@@ -202,46 +201,38 @@ def prepare(argv: list[str]) -> int:
         raise InputError(f"--schema: {values.schema}, but a table, and nothing else, needs one; see --help")
     if values.schema and (values.rows or values.min_count):
         raise InputError("--rows, --min_count: a schema has these for each column; write them into it")
+    from dlrm_overlap.data.prepare import prepare_files
     from dlrm_overlap.data.schema import criteo_schema, read_schema
 
+    schema = read_schema(Path(values.schema)) if values.schema else None
+    schema = schema or criteo_schema(values.rows, None if values.rows else values.min_count or 10)
+    target = Path(values.target)
     try:
-        from dlrm_overlap.data.prepare import prepare as prepare_days
+        return _report_samples(target, prepare_files(Path(values.source), target, schema))
     except ModuleNotFoundError as error:
         raise InputError(f'{error.name}: not installed; pip install "dlrm-overlap[data]"') from None
-
-    hashed = [values.rows] * CRITEO_TABLES if values.rows else None
-    schema = read_schema(Path(values.schema)) if values.schema else None
-    schema = schema or criteo_schema(hashed, None if hashed else values.min_count or 10)
-    target = Path(values.target)
-    return _report_days(target, prepare_days(Path(values.source), target, schema, values.dense))
 
 
 def _prepare_samples(argv: list[str]) -> int:
     """Pack the samples of a configuration, such as MLPerf's multi-hot arrays or synthetic ones."""
 
     def add_options(parser: Parser) -> None:
-        parser.add_argument("target", metavar="OUT", help="folder of the days; finished ones in it are kept")
+        parser.add_argument("target", metavar="OUT", help="folder to make")
         parser.add_argument("--samples", type=PositiveInt, help="samples to train on, the first ones; none: all")
-        _add_dense(parser)
 
     text = _prepare_samples.__doc__ or ""
     config, values = parse_config(Config, "dlrm-overlap prepare samples OUT", text, argv, add_options)
     config.data.require_source()
-    from dlrm_overlap.data.packing import pack_samples
+    from dlrm_overlap.data.prepare import prepare_samples
 
     target = Path(values.target)
-    return _report_days(target, pack_samples(config.data, target, values.samples, values.dense))
+    return _report_samples(target, prepare_samples(config.data, target, values.samples))
 
 
-def _add_dense(parser: Parser) -> None:
-    text = "type of dense features in the files; float16 halves their bytes, and rounds them"
-    parser.add_argument("--dense", choices=["float32", "float16"], default="float32", help=text)
-
-
-def _report_days(target: Path, meta: Any) -> int:
-    samples, held_out = sum(day.samples or 0 for day in meta.days), sum(day.held_out for day in meta.days)
-    rows, besides = meta.rows or [], f", {held_out} held out" * bool(held_out)
-    print(f"{target}: {count_of(samples, 'sample')}{besides}, {min(rows)} to {max(rows)} rows a table")
+def _report_samples(target: Path, meta: Any) -> int:
+    besides = f", {meta.held_out} of them held out" if meta.held_out else ""
+    rows = f"{min(meta.rows)} to {max(meta.rows)} rows a table"
+    print(f"{target}: {count_of(meta.samples, 'sample')}{besides}, {rows}")
     return 0
 
 

@@ -142,8 +142,6 @@ class DataConfig:
     tables: TablesConfig = field(default_factory=TablesConfig)
     seed: NonNegativeInt = 0
     """seed of synthetic samples, of the teacher that labels them, and of shuffle"""
-    distinct_steps: NonNegativeInt = 0
-    """training batches repeat, from memory, after this many steps, for benchmarks; 0 never"""
     workers: NonNegativeInt = 2
     """loader processes a rank; 0 reads in the training process"""
     prefetch: Prefetch = 4

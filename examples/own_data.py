@@ -2,8 +2,8 @@
 
     python examples/own_data.py --folder own_data --nproc 2        # on GPUs, or on a CPU where there are none
 
-The table has 40 columns: two labels, a day, 8 numbers, 28 texts and a list. It is made here, as a Parquet file; a CSV
-file of the same columns gives the same samples. docs/configuration.md describes schemas.
+The table has 39 columns: two labels, 8 numbers, 28 texts and a list. It is made here, as a Parquet file; a CSV file of
+the same columns gives the same samples. docs/configuration.md describes schemas.
 """
 
 import argparse
@@ -23,12 +23,11 @@ SCHEMA = "\n".join(
         "  click: {}",
         "  purchase: {weight: 0.5}",
         "dense:",
-        *(f"  {name}: {{transform: standardised}}" for name in NUMBERS),
+        *(f"  {name}: {{}}" for name in NUMBERS),
         "categorical:",
-        "  words: {list: true, rows: 500, longest: 5}",
+        "  words: {list: true, rows: 500}",
         *(f"  {name}: {{min_count: 3}}" for name in TEXTS[:14]),  # a vocabulary, which `prepare` learns
         *(f"  {name}: {{rows: 200}}" for name in TEXTS[14:]),  # a hash
-        "time: {column: day, held_out_from: 6}",
     ]
 )
 
@@ -36,12 +35,12 @@ SCHEMA = "\n".join(
 def make_table(rows: int) -> pa.Table:
     """Return samples whose labels depend on the first number, the first text and the words."""
     rng = np.random.default_rng(0)
-    numbers, texts = rng.normal(100, 5, (8, rows)), rng.zipf(1.5, (28, rows)) % 100
+    numbers, texts = rng.normal(size=(8, rows)), rng.zipf(1.5, (28, rows)) % 100
     words = [[f"w{word}" for word in rng.integers(0, 50, rng.integers(0, 8))] for _ in range(rows)]
-    score = (numbers[0] - 100) / 5 + (texts[0] % 3 - 1.0) + [("w1" in each) - 0.1 for each in words]
+    score = numbers[0] + (texts[0] % 3 - 1.0) + [("w1" in each) - 0.1 for each in words]
     columns = {"click": rng.random(rows) < 1 / (1 + np.exp(-score))}
     columns["purchase"] = columns["click"] & (rng.random(rows) < 0.3)
-    columns = {name: column.astype(np.int8) for name, column in columns.items()} | {"day": np.arange(rows) * 7 // rows}
+    columns = {name: column.astype(np.int8) for name, column in columns.items()}
     columns |= dict(zip(NUMBERS, numbers, strict=True))
     columns |= {name: [f"v{value}" for value in each] for name, each in zip(TEXTS, texts, strict=True)}
     return pa.table(columns | {"words": words})

@@ -177,8 +177,6 @@ def unpack(records: torch.Tensor, fields: Sequence[Sequence[int]]) -> torch.Tens
             words %= modulus
         if kind == 1:
             words = words.float().view(torch.int32)
-        elif kind == 2:
-            words = words.to(torch.int16).view(torch.float16).float().view(torch.int32)
         found.append(words)
     return torch.cat(found)
 

@@ -12,7 +12,7 @@ BLOCK = 64 if INTERPRETED else 256  # words of a program
 OFFSET = tl.constexpr(0)  # of the field in a record, bytes
 WIDTH = tl.constexpr(1)  # bytes of a number: 1 to 4
 COUNT = tl.constexpr(2)  # numbers of the field in a record
-KIND = tl.constexpr(3)  # 0: ids; 1: whole numbers that become float32; 2: float16 that do; 3: float32
+KIND = tl.constexpr(3)  # 0: ids; 1: whole numbers that become float32; 2: float32
 MODULUS = tl.constexpr(4)  # of which ids are taken the remainder; 0 leaves them
 START = tl.constexpr(5)  # numbers of all fields before
 FIELD_COLUMNS = tl.constexpr(6)
@@ -46,10 +46,8 @@ def _unpack_records(out, records, fields, field_of, samples, record_bytes, words
         word |= part.to(tl.int32) << (8 * k)
     modulus = tl.load(field + MODULUS).to(tl.int32)
     word = tl.where(modulus > 0, word % tl.maximum(modulus, 1), word)
-    kind = tl.load(field + KIND)
-    word = tl.where(kind == 1, word.to(tl.float32).to(tl.int32, bitcast=True), word)
-    half = word.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32).to(tl.int32, bitcast=True)
-    tl.store(out + at, tl.where(kind == 2, half, word), mask=mask)
+    is_number = tl.load(field + KIND) == 1
+    tl.store(out + at, tl.where(is_number, word.to(tl.float32).to(tl.int32, bitcast=True), word), mask=mask)
 
 
 def unpack(records: torch.Tensor, fields: torch.Tensor, field_of: torch.Tensor) -> torch.Tensor:

@@ -92,7 +92,10 @@ class CastWeights:
 
         Example: with the bottom MLP's output, the head's gradients are written while the bottom MLP's are computed.
         """
-        return _Ahead.apply(tensor, self)
+        same = tensor.view_as(tensor)
+        if same.requires_grad:
+            same.register_hook(lambda _: self.write_beside())
+        return same
 
     @torch.no_grad()
     def write_beside(self) -> None:
@@ -143,17 +146,3 @@ class _CastOnce(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, None, None, None]:
         ctx.weights.take(ctx.name, gradients[0])
         return None, None, None, None
-
-
-class _Ahead(torch.autograd.Function):
-    """The tensor itself; in the backward, `CastWeights` writes the gradients that it has taken."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, weights: CastWeights) -> Any:
-        ctx.weights = weights
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        ctx.weights.write_beside()
-        return gradients[0], None

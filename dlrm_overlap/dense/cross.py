@@ -13,7 +13,8 @@ elementwise pass reads and writes, in activations of [b, N], for three layers:
 
 These are 11 forward and 16 backward; the last product reads dx_0 once more, to add p_0 to it. To write g_l rather than
 add it up from the p_k costs 18 backward, and to add up dx_0 in a pass of its own 20. The backward keeps du of all
-layers, so that the weights' gradients of all layers are one batched product.
+layers, so that the weights' gradients of all layers are one batched product. What it reads is stacked from the last
+layer to the first, as the flat gradient has the layers.
 """
 
 from collections.abc import Callable, Sequence
@@ -53,10 +54,10 @@ def cross(x0: torch.Tensor, layers: Sequence[CrossLayer], later: Later) -> torch
         x0: [b, N] bfloat16 or another float type, contiguous, which requires a gradient where one is recorded. Its
             content must stay until the backward.
         layers: at least one; w and v have the type of x0.
-        later: called in the backward for v, w and bias with a function that writes their gradients, to be called once,
+        later: called in the backward for bias, v and w with a function that writes their gradients, to be called once,
             on the backward's stream: so x0's gradient is there before they are computed. Autograd sees nothing of the
-            parameters. The products of v come first, since they leave some of a GPU's multiprocessors to the kernel
-            that sends x0's gradient; the product of w would keep it back.
+            parameters. The products of v come before those of w, since they leave some of a GPU's multiprocessors to
+            the kernel that sends x0's gradient; the product of w would keep it back.
     """
     assert x0.requires_grad or not torch.is_grad_enabled(), "no backward would come, and write the gradients"
     return _Cross.apply(x0, later, *(tensor.detach() for layer in layers for tensor in layer))  # type: ignore[no-any-return]
@@ -69,14 +70,15 @@ class _Cross(torch.autograd.Function):
     def forward(ctx: Any, x0: torch.Tensor, later: Later, *parameters: torch.Tensor) -> torch.Tensor:
         layers = _layers(parameters)
         kernels = kernels_on(x0.device, "cross")
-        inputs, products = stack(len(layers) - 1, x0), stack(len(layers), x0)  # x_1 .., w_0 ..
+        inputs, products = stack(len(layers) - 1, x0), stack(len(layers), x0)  # x_{L-1} .. x_1, w_0 ..
         narrow = x0.new_empty(len(layers), len(x0), len(layers[0].v))
         output = torch.empty_like(x0)
         x = x0
         for index, layer in enumerate(layers):
-            torch.mm(x, layer.v.t(), out=narrow[index])  # `out` also keeps autocast from looking at it
-            torch.mm(narrow[index], layer.w.t(), out=products[index])
-            after = inputs[index] if index + 1 < len(layers) else output
+            left = len(layers) - 1 - index
+            torch.mm(x, layer.v.t(), out=narrow[left])  # `out` also keeps autocast from looking at it
+            torch.mm(narrow[left], layer.w.t(), out=products[index])
+            after = inputs[left - 1] if left > 0 else output
             kernels.add_layer(x0, x, products[index], layer.bias, after)
             x = after
         ctx.later = later
@@ -89,36 +91,36 @@ class _Cross(torch.autograd.Function):
         x0, inputs, products, narrow, *parameters = ctx.saved_tensors
         layers = _layers(parameters)
         kernels = kernels_on(x0.device, "cross")
-        through, du = stack(len(layers) - 1, x0), stack(len(layers), x0)  # p_1 .., du_0 ..
+        through, du = stack(len(layers) - 1, x0), stack(len(layers), x0)  # p_1 .., du_{L-1} .. du_0
         dx, dv = torch.empty_like(x0), torch.empty_like(narrow)
         bias = torch.stack([layer.bias for layer in layers])
         sums = bias.new_empty(len(layers), -(-len(x0) // GROUP), x0.shape[1])
         gradient = gradients[0].contiguous()
-        for index in reversed(range(len(layers))):
-            tensors = CrossGradient(gradient, through, x0, products, bias, du[index], dx, sums[index])
+        for turn, index in enumerate(reversed(range(len(layers)))):
+            tensors = CrossGradient(gradient, through, x0, products, bias, du[turn], dx, sums[index])
             kernels.gradient_of_layer(tensors, index, len(layers))
-            torch.mm(du[index], layers[index].w, out=dv[index])
+            torch.mm(du[turn], layers[index].w, out=dv[turn])
             if index > 0:
-                torch.mm(dv[index], layers[index].v, out=through[index - 1])
+                torch.mm(dv[turn], layers[index].v, out=through[index - 1])
             else:
-                dx.addmm_(dv[0], layers[0].v)
+                dx.addmm_(dv[turn], layers[0].v)
 
         @torch.no_grad()
         def write_v(into: list[torch.Tensor]) -> None:
-            _products_into(into[:1], dv[:1].transpose(1, 2), x0[None])
-            _products_into(into[1:], dv[1:].transpose(1, 2), inputs)
+            _products_into(into[:0:-1], dv[:-1].transpose(1, 2), inputs)
+            _products_into(into[:1], dv[-1:].transpose(1, 2), x0[None])
 
         @torch.no_grad()
         def write_w(into: list[torch.Tensor]) -> None:
-            _products_into(into, du.transpose(1, 2), narrow)
+            _products_into(into[::-1], du.transpose(1, 2), narrow)
 
         @torch.no_grad()
         def write_bias(into: list[torch.Tensor]) -> None:
             torch._foreach_copy_(into, list(sums.sum(1)))  # type: ignore[no-untyped-call]
 
+        ctx.later("bias", write_bias)
         ctx.later("v", write_v)
         ctx.later("w", write_w)
-        ctx.later("bias", write_bias)
         return dx, None, *(None for _ in parameters)
 
 

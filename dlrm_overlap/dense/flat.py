@@ -1,7 +1,6 @@
 """Dense parameters as views of one flat tensor, with gradients and optimizer state in flat tensors of one layout."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -24,30 +23,13 @@ class Place(NamedTuple):
         return flat[self.begin : self.begin + self.shape.numel()].view(self.shape)
 
 
-class FlatTensor:
-    """A flat tensor with a view for each parameter.
+class FlatTensor(NamedTuple):
+    """A flat tensor with a view for each parameter, all of which stay the objects that they are."""
 
-    The views are objects that stay: who keeps one, as `p.grad` or in an optimizer's state, finds it at its parameter's
-    new place once `FlatParameters.lay_out` has moved the parameters.
-    """
-
-    def __init__(self, tensor: torch.Tensor, places: Mapping[str, Place]) -> None:
-        self.tensor = tensor
-        """[n], zero wherever no parameter is"""
-        self.views = {name: place.of(tensor) for name, place in places.items()}
-        """parameter -> its part of the tensor, in its shape"""
-
-    def move(self, places: Mapping[str, Place], memory: torch.Tensor | None = None) -> None:
-        """Move each view with its content to another place, in `memory` [n] of the same type, or where the tensor is.
-
-        Tensor and views stay the objects that they are.
-        """
-        contents = {name: view.clone() for name, view in self.views.items()}
-        self.tensor.data = self.tensor if memory is None else memory
-        self.tensor.zero_()
-        for name, view in self.views.items():
-            view.data = places[name].of(self.tensor)
-            view.copy_(contents[name])
+    tensor: torch.Tensor
+    """[n], zero wherever no parameter is"""
+    views: dict[str, torch.Tensor]
+    """parameter -> its part of the tensor, in its shape"""
 
 
 class FlatParameters:
@@ -58,14 +40,16 @@ class FlatParameters:
     put in a view's stead, as autograd does after `zero_grad`, is taken into the view by `adopt_gradients`. The
     gradient of a parameter that is `idle` is None, so that optimizers pass over it.
 
-    TorchRec shows each of its data-parallel tables as a parameter of its own, which is a slice of one that holds all
-    tables of a lookup. The slices stay slices: the parameter that holds them is moved, and has a gradient.
-
-    Some parameters may be shards, of which each rank holds another part. They come last, from a multiple of `BLOCK`
+    The last parameter comes first, since a backward completes gradients in about the reverse of the order in which a
+    model names them. Shards, of which each rank holds another part, come after all others, from a multiple of `BLOCK`
     elements on, so that all ranks hold alike the range [0, `shared_end`).
 
-    Example: parameters of 3 and 100 elements have the places 0 .. 2 and 64 .. 163 of 1024 elements, the rest is zero.
-    If the first of them is a shard, their places are 1024 .. 1026 and 0 .. 99 of 2048 elements.
+    TorchRec shows each of its data-parallel tables as a parameter of its own, which is a slice of one that holds all
+    tables of a lookup. The slices stay slices: the parameter that holds them is moved, and has a gradient. Its backward
+    ends last, so it comes after the others.
+
+    Example: parameters of 3 and 100 elements have the places 128 .. 130 and 0 .. 99 of 1024 elements, the rest is zero.
+    If the first of them is a shard, its place is 1024 .. 1026 of 2048 elements.
     """
 
     def __init__(
@@ -84,28 +68,46 @@ class FlatParameters:
         assert (reason := why_not_flat(parameters)) is None, reason
         self.named = dict(parameters)
         """the parameters as they were given, slices among them"""
-        self._slices = _slices(parameters)
-        self.parameters = _without_slices(parameters, self._slices)
+        slices = _slices(parameters)
+        whole = {name: parameter for name, parameter in reversed(self.named.items()) if name not in slices}
+        holders = {holder: parameters[name]._original_tensor for name, (holder, _) in slices.items()}  # type: ignore[attr-defined]
+        self.parameters: dict[str, nn.Parameter] = whole | holders
         """those that are moved: all but the slices, then the holders of slices"""
-        self.unseen = {holder for holder, _ in self._slices.values()}
+        self.unseen = set(holders)
         """names of the parameters whose gradients may be written without autograd, as lookups do to those of slices"""
         self.shards = frozenset(shards)
         """names of the parameters of which each rank holds another part"""
         self.idle: frozenset[str] = frozenset()
         """names of the parameters that get a gradient on no rank; zeros stand for it in the flat tensor"""
         self.device = next(iter(self.parameters.values())).device
-        self.places = self._place(self.parameters)
+        self.places: dict[str, Place] = {}
         """of `parameters`, in the order of the layout"""
-        self._flat: list[FlatTensor] = []
-        self.weights = self.like(torch.float32)
-        self.gradients = self.like(torch.float32)
+        shared_end = self._place([name for name in self.parameters if name not in self.shards], 0)
+        self.shared_end = -(-shared_end // BLOCK) * BLOCK
+        """elements of the flat tensors up to the first shard: a multiple of `BLOCK`"""
+        end = self._place([name for name in self.parameters if name in self.shards], self.shared_end)
+        self._elements = -(-end // BLOCK) * BLOCK
+        self._every_place = dict(self.places)
+        for name, (holder, first) in slices.items():
+            begin, shape = self.places[holder].begin + first, parameters[name].shape
+            self._every_place[name] = Place(begin, begin + shape.numel(), shape)
+        self.weights, self.gradients = self.like(torch.float32), self.like(torch.float32)
         for name, parameter in self.parameters.items():
             self.weights.views[name].copy_(parameter.data)
-        self._bind()
+        for name, parameter in (self.parameters | self.named).items():
+            parameter.data = self.weights.views[name]
         self.adopt_gradients()
         self.shadow = self.like(shadow_dtype) if shadow_dtype is not None else None
         """a copy of the weights, rounded to the nearest, which each update by `FlatSteps` writes along"""
         self.cast_shadow()
+
+    def _place(self, names: Iterable[str], begin: int) -> int:
+        """Place parameters one after the other from an element on, and return the end of the last one."""
+        for name in names:
+            shape = self.parameters[name].shape
+            self.places[name] = Place(begin, begin + -(-shape.numel() // LINE) * LINE, shape)
+            begin = self.places[name].end
+        return begin
 
     def cast_shadow(self) -> None:
         """Write the shadow anew; needed where somebody else than `FlatSteps` has changed weights, as a load does."""
@@ -113,31 +115,9 @@ class FlatParameters:
             self.shadow.tensor.copy_(self.weights.tensor)
 
     def like(self, dtype: torch.dtype) -> FlatTensor:
-        """Return a flat tensor of zeros that has the parameters' layout, also when that changes."""
-        elements = next(reversed(self.places.values())).end
-        zeros = torch.zeros(-(-elements // BLOCK) * BLOCK, dtype=dtype, device=self.device)
-        self._flat.append(FlatTensor(zeros, self._all_places()))
-        return self._flat[-1]
-
-    @cached_property
-    def shared_end(self) -> int:
-        """Elements of the flat tensors up to the first shard: a multiple of `BLOCK`, the same in every order."""
-        shared = [place.end for name, place in self.places.items() if name not in self.shards]
-        return -(-max(shared, default=0) // BLOCK) * BLOCK
-
-    @torch.no_grad()
-    def lay_out(self, order: Sequence[str]) -> None:
-        """Place the parameters in another order, in which shards come last all the same.
-
-        Their values, gradients and tensors that are `like` them move along.
-
-        Not once a CUDA graph has been captured: it would go on with the old places.
-        """
-        assert sorted(order) == sorted(self.places), "the order has every parameter once"
-        self.places = self._place(order)
-        for flat in self._flat:
-            flat.move(self._all_places())
-        self._bind()
+        """Return a flat tensor of zeros that has the parameters' layout."""
+        zeros = torch.zeros(self._elements, dtype=dtype, device=self.device)
+        return FlatTensor(zeros, {name: place.of(zeros) for name, place in self._every_place.items()})
 
     def zero(self, names: Collection[str] | None = None) -> None:
         """Set gradients to zero, and put the views back where others are.
@@ -204,32 +184,13 @@ class FlatParameters:
 
         Not once a CUDA graph has been captured, which would go on with the old memory.
         """
-        self.gradients.move(self._all_places(), memory)
+        tensor, views = self.gradients
+        memory.copy_(tensor)
+        tensor.data = memory
+        for name, view in views.items():
+            view.data = self._every_place[name].of(memory)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # the old memory is free, whatever stream takes it next
-
-    def _place(self, order: Iterable[str]) -> dict[str, Place]:
-        places, begin, sharded = {}, 0, False
-        for name in sorted(order, key=lambda name: name in self.shards):  # which leaves them in order otherwise
-            if name in self.shards and not sharded:
-                begin, sharded = -(-begin // BLOCK) * BLOCK, True
-            shape = self.parameters[name].shape
-            end = begin + -(-shape.numel() // LINE) * LINE
-            places[name] = Place(begin, end, shape)
-            begin = end
-        return places
-
-    def _all_places(self) -> dict[str, Place]:
-        """Return the places of all parameters, those of slices within the ones of their holders."""
-        places = dict(self.places)
-        for name, (holder, first) in self._slices.items():
-            begin, shape = self.places[holder].begin + first, self.named[name].shape
-            places[name] = Place(begin, begin + shape.numel(), shape)
-        return places
-
-    def _bind(self) -> None:
-        for name, parameter in (self.parameters | self.named).items():
-            parameter.data = self.weights.views[name]
 
 
 def copy_all(views: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
@@ -258,24 +219,12 @@ def _slices(parameters: Mapping[str, nn.Parameter]) -> dict[str, tuple[str, int]
     return found
 
 
-def _without_slices(
-    parameters: Mapping[str, nn.Parameter], slices: Mapping[str, tuple[str, int]]
-) -> dict[str, nn.Parameter]:
-    whole = {name: parameter for name, parameter in parameters.items() if name not in slices}
-    for name, (holder, _) in slices.items():
-        whole[holder] = parameters[name]._original_tensor  # type: ignore[attr-defined]
-    return whole
-
-
 def why_not_flat(parameters: Mapping[str, nn.Parameter]) -> str | None:
     """Return why `FlatParameters` cannot move parameters that take a gradient, or None if it can."""
-    whole = _without_slices(parameters, _slices(parameters))
-    first, device = next((name, parameter.device) for name, parameter in whole.items())
-    for name, parameter in whole.items():
+    for name, given in parameters.items():
+        parameter = given._original_tensor if isinstance(given, TableBatchedEmbeddingSlice) else given
         if type(parameter) is not nn.Parameter:
             return f"{name} is a {type(parameter).__name__} and must be a plain nn.Parameter, whose memory is its own"
         if parameter.dtype != torch.float32:
             return f"{name} is {parameter.dtype} and must be torch.float32"
-        if parameter.device != device:
-            return f"{name} is on {parameter.device} and must be on {device}, as {first} is"
     return None

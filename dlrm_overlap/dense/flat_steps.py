@@ -16,8 +16,7 @@ _KINDS = {
     torch.optim.Adam: "adam",
     torch.optim.AdamW: "adam",
 }
-_NOT_TAKEN = ("amsgrad", "maximize", "differentiable")
-"""settings of torch.optim's optimizers that change an update, unless they are False"""
+_NOT_TAKEN = ("amsgrad", "maximize", "differentiable")  # settings that change an update, unless they are False
 
 
 def why_no_flat_steps(optimizer: Any) -> str | None:
@@ -25,13 +24,9 @@ def why_no_flat_steps(optimizer: Any) -> str | None:
     name = type(optimizer).__name__
     if type(optimizer) not in _KINDS:
         return f"{name} is none of torch.optim's SGD, Adagrad, Adam and AdamW"
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
-        return f"{name} has hooks of its steps"
     for group in optimizer.param_groups:
         if settings := [key for key in _NOT_TAKEN if group.get(key)]:
             return f"{name} has {settings[0]}"
-        if tensors := [key for key, value in group.items() if isinstance(value, torch.Tensor) and key != "lr"]:
-            return f"{name} has {tensors[0]} as a tensor"
     return None
 
 
@@ -61,7 +56,7 @@ class FlatSteps:
         names = {id(parameter): name for name, parameter in flat.named.items()}
         self._groups = [[names[id(p)] for p in g["params"] if id(p) in names] for g in optimizer.param_groups]
         self._names = [name for group in self._groups for name in group]
-        rows = len(self._names)
+        device, rows = flat.device, len(self._names)
         kind, decays = self._form_of(self._numbers_now())
         self._states = {key: flat.like(torch.float32) for key in STATES[kind]}
         self.update = FlatUpdate(
@@ -71,17 +66,18 @@ class FlatSteps:
             gradients=flat.gradients.tensor,
             states=tuple(state.tensor for state in self._states.values()),
             shadow=flat.shadow.tensor if flat.shadow is not None else None,
-            rows=self._no_rows(),
-            step=torch.zeros(rows, device=flat.device),
-            numbers=torch.zeros(rows, 7, dtype=torch.float64, device=flat.device),
-            factors=torch.zeros(rows, 8, device=flat.device),
+            rows=torch.full((flat.weights.tensor.numel() // LINE,), -1, dtype=torch.int32, device=device),
+            step=torch.zeros(rows, device=device),
+            numbers=torch.zeros(rows, 7, dtype=torch.float64, device=device),
+            factors=torch.zeros(rows, 8, device=device),
         )
         """what the kernel is given"""
-        self._kernels = kernels_on(flat.device, "update")
+        self._kernels = kernels_on(device, "update")
         self._known: list[tuple[Any, ...]] = [(0.0,) * 7] * len(self._groups)
-        self._laid_out: Any = None
-        self._made: set[str] = set()
-        self.take_over()
+        self._has_begun = False
+        for row, name in enumerate(self._names):
+            self._lines_of(name).fill_(row)
+        self._take_over()
         self.refresh()
 
     def refresh(self) -> None:
@@ -100,9 +96,9 @@ class FlatSteps:
                 f"decay where it had none, than when its steps were captured; make the pipeline after they are set"
             )
         if optimizer.state is not self._taken_over:
-            self.take_over()
-        if self._laid_out is not self._flat.places:
-            self._lay_out()
+            self._take_over()
+            if self._has_begun:
+                self._prepare()
         first = 0
         for index, (names, values) in enumerate(zip(self._groups, numbers, strict=True)):
             rows = slice(first, first + len(names))
@@ -118,6 +114,9 @@ class FlatSteps:
         """Count a step, on the current stream; outside of a capture, by numbers as they are now."""
         if self._flat.device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
             self.refresh()
+            if not self._has_begun:
+                self._has_begun = True
+                self._prepare()
         self._kernels.begin_update(self.update)
 
     def update_range(self, first: int, end: int) -> None:
@@ -125,81 +124,48 @@ class FlatSteps:
         self._kernels.update_range(self.update, first, end)
 
     @torch.no_grad()
-    def take_over(self) -> None:
+    def _take_over(self) -> None:
         """Copy the optimizer's state to the flat tensors, and put views of these in its stead.
 
         A parameter without state gets that with which torch.optim begins.
         """
         self._taken_over = self._optimizer.state
-        given = {name: dict(self._optimizer.state.get(self._flat.named[name], {})) for name in self._names}
-        given = {name: {key: _clone(value) for key, value in state.items()} for name, state in given.items()}
-        self._made = {name for name, state in given.items() if not state}
-        self.update.step.zero_()
         for group, names in zip(self._optimizer.param_groups, self._groups, strict=True):
             for name in names:
-                self._bind(name, given[name], group)
-        self._laid_out = None
+                self._bind(name, group)
 
-    def forget(self) -> None:
-        """Leave the optimizer without the states that were made here, as it was before its first step.
-
-        Those into which one has been loaded since stay.
-        """
-        if self._optimizer.state is not self._taken_over:  # by torch.optim's `load_state_dict`
-            return
-        for name in filter(self._is_as_made, self._names):
-            self._optimizer.state.pop(self._flat.named[name], None)
-
-    def _is_as_made(self, name: str) -> bool:
-        """Return whether the state of a parameter was made here, and no step and no load has changed it."""
-        state = self._optimizer.state.get(self._flat.named[name], {})
-        used = state.get("momentum_buffer" if self.update.kind == "momentum" else "step")
-        return name in self._made and (used is None or not used.any())
-
-    def _bind(self, name: str, given: Mapping[str, Any], group: Mapping[str, Any]) -> None:
-        step = self.update.step[self._names.index(name)]
+    def _bind(self, name: str, group: Mapping[str, Any]) -> None:
+        parameter, step = self._flat.named[name], self.update.step[self._names.index(name)]
+        state = self._optimizer.state.get(parameter, {})
         views = {key: state.views[name] for key, state in self._states.items()}
         for key, view in views.items():
-            if given.get(key) is not None:
-                view.copy_(given[key])
+            if state.get(key) is not None:
+                view.copy_(state[key])
             else:
                 view.fill_(group.get("initial_accumulator_value", 0.0))
-        if "step" in given:
-            step.copy_(given["step"])
-        elif given.get("momentum_buffer") is not None:
-            step.fill_(1)  # torch.optim's SGD counts no steps: it has a buffer once there was one
+        step.fill_(state.get("step", 0))
         if self._kind != "sgd":
             views = {"step": step, **views}
         elif not group.get("momentum"):
             views = {}
         if views:
-            self._optimizer.state[self._flat.named[name]].update(views)  # wrappers may hold this dictionary
+            self._optimizer.state[parameter].update(views)  # wrappers may hold this dictionary
 
-    def _lay_out(self) -> None:
-        """Write which row each line has, once the parameters have moved; idle ones have none."""
-        flat = self._flat
-        self._laid_out = flat.places
-        rows = self._no_rows().cpu()
+    def _prepare(self) -> None:
+        """Leave what is idle alone, as the first backward has shown, and count a step for buffers that were loaded."""
         for row, name in enumerate(self._names):
-            if name in flat.idle:
-                self._leave_alone(flat.named[name], self._is_as_made(name))
-                continue
-            begin = flat.weights.views[name].storage_offset()
-            rows[begin // LINE : -(-(begin + flat.named[name].numel()) // LINE)] = row
-            if self.update.kind == "momentum" and self._states["momentum_buffer"].views[name].any():
-                self.update.step[row].clamp_(min=1)  # a loaded buffer shows that a step was taken
-        self.update.rows.copy_(rows)
+            if name in self._flat.idle:
+                self._lines_of(name).fill_(-1)
+                state = self._optimizer.state.get(self._flat.named[name], {})
+                if "step" in state:
+                    state["step"] = state["step"].clone()  # which counts no more
+            elif self.update.kind == "momentum" and self._states["momentum_buffer"].views[name].any():
+                self.update.step[row].clamp_(min=1)  # torch.optim's SGD counts no steps: it has a buffer after one
 
-    def _leave_alone(self, parameter: torch.Tensor, made: bool) -> None:
-        """Let the state of a parameter that is never updated be what it was: `made` here, or counting no more."""
-        state = self._optimizer.state
-        if made:
-            state.pop(parameter, None)
-        elif "step" in state[parameter]:
-            state[parameter]["step"] = state[parameter]["step"].clone()
-
-    def _no_rows(self) -> torch.Tensor:
-        return torch.full((self._flat.weights.tensor.numel() // LINE,), -1, dtype=torch.int32, device=self._flat.device)
+    def _lines_of(self, name: str) -> torch.Tensor:
+        """Return the part of `FlatUpdate.rows` that is of a parameter."""
+        begin = self._flat.weights.views[name].storage_offset()
+        return self.update.rows[begin // LINE : -(-(begin + self._flat.named[name].numel()) // LINE)]
 
     def _numbers_now(self) -> list[tuple[Any, ...]]:
         return [_numbers(self._kind, group) for group in self._optimizer.param_groups]
@@ -235,7 +201,3 @@ def _numbers(kind: str, group: Mapping[str, Any]) -> tuple[Any, ...]:
         return group["lr"], group["eps"], group.get("lr_decay", 0.0), 0.0, 0.0, decay, 0.0
     decoupled = group.get("decoupled_weight_decay", False)
     return group["lr"], group["eps"], *group["betas"], 0.0, 0.0 if decoupled else decay, decay if decoupled else 0.0
-
-
-def _clone(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else value

@@ -1,20 +1,73 @@
 """The mean over the ranks of the flat gradient, in buckets that travel while the backward goes on."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from dlrm_overlap.comm.counters import Counters
-from dlrm_overlap.config import InputError
+from dlrm_overlap.config import EmbeddingConfig, InputError
 from dlrm_overlap.dense.flat import FlatParameters
-from dlrm_overlap.dense.reduction import CollectiveReduction, StoreOptions
 from dlrm_overlap.kernels.dense.arguments import BLOCK
+
+
+class StoreOptions(NamedTuple):
+    """How gradients are reduced by stores."""
+
+    programs: int = 16
+    """of 32 warps, of the kernel that fills the links, on GPUs"""
+    piece_elements: int = 4 << 20
+    """about so many are reduced at once, and updated while the next ones travel"""
+    wait_timeout_s: float = EmbeddingConfig.wait_timeout_s
+    """bound of a wait for a peer"""
+
+
+class CollectiveReduction:
+    """Replaces ranges of the flat gradient by their mean over the ranks, by the group's all-reduce: NCCL's or gloo's.
+
+    Every step reduces all ranges, in their order. `StoreReduction` (`dense.stores`) does the same by kernels.
+    """
+
+    counters: Sequence[Counters] = ()
+
+    def __init__(
+        self, flat: FlatParameters, group: dist.ProcessGroup, dtype: torch.dtype, ranges: Sequence[tuple[int, int]]
+    ) -> None:
+        """Reduce `ranges` of the gradient of `flat`, which is sent and added up in `dtype`, float32 or bfloat16."""
+        self._gradients, self._group, self._ranges = flat.gradients.tensor[: flat.shared_end], group, ranges
+        self._ranks = dist.get_world_size(group)
+        self._sent = None if dtype == torch.float32 else torch.empty_like(self._gradients, dtype=dtype)
+
+    @torch.no_grad()
+    def reduce(self, number: int) -> None:
+        """Replace range `number` of the gradient by its mean over the ranks, on the current stream."""
+        begin, end = self._ranges[number]
+        gradient = self._gradients[begin:end]
+        if self._sent is None and gradient.is_cuda:
+            dist.all_reduce(gradient, dist.ReduceOp.AVG, group=self._group)  # gloo has no mean
+        elif self._sent is None:
+            gradient.div_(self._ranks)
+            dist.all_reduce(gradient, group=self._group)
+        else:
+            sent = self._sent[begin:end]
+            torch.mul(gradient, 1 / self._ranks, out=sent)  # one kernel, which divides in float32
+            dist.all_reduce(sent, group=self._group)
+            gradient.copy_(sent)
+
+    def arrivals(self, stream: torch.cuda.Stream | None) -> Iterator[int]:
+        """Make the current stream wait for `stream`, on which `reduce` was called; yield how many elements arrived."""
+        if stream is not None:
+            torch.cuda.current_stream(self._gradients.device).wait_stream(stream)
+        yield self._gradients.numel()
+
+    def check(self) -> None:
+        """Do nothing: collectives record no fault."""
+
+    def close(self) -> None:
+        """Do nothing: there is no memory that peers see."""
 
 
 @dataclass
@@ -33,11 +86,9 @@ class GradientBuckets:
 
     A bucket is reduced on a stream of its own, once a hook of autograd has seen the last of its gradients. All ranks
     reduce the buckets in one order, that of the layout: a bucket that is complete waits for those before it, and
-    `finish` reduces those that are incomplete when the backward has ended. So buckets travel early only if the layout
-    has the order in which gradients are completed, about the reverse of the forward's, which `learn` finds out. It also
-    finds out which parameters get a gradient, and every later backward must give one to the same. As under DDP, a
-    gradient on some of the ranks becomes the mean over all of them, and one on no rank stays None
-    (`FlatParameters.idle`).
+    `finish` reduces those that are incomplete when the backward has ended. The first `finish` finds out which
+    parameters get a gradient, and every later backward must give one to the same. As under DDP, a gradient on some of
+    the ranks becomes the mean over all of them, and one on no rank stays None (`FlatParameters.idle`).
 
     Shards (`FlatParameters.shards`) are never reduced: their gradients are whole where they are, and divided by the
     number of ranks already if they are to be a mean.
@@ -47,7 +98,7 @@ class GradientBuckets:
 
     Example of a step:
         optimizer.zero_grad()
-        loss.backward()     # under `with buckets.learn():` in the first step
+        loss.backward()
         buckets.finish()
         optimizer.step()
 
@@ -64,7 +115,7 @@ class GradientBuckets:
         order: AbstractContextManager[object] | None = None,
         stores: StoreOptions | None = None,
     ) -> None:
-        """Hook into the backward of the parameters of `flat`, until `close`.
+        """Hook into the backward of the parameters of `flat`, until `close`; a collective.
 
         Args:
             flat: the same parameters on all ranks.
@@ -74,16 +125,23 @@ class GradientBuckets:
             order: entered around each reduction, to order it among all that the ranks exchange.
             stores: reduce by stores to the memory of peers, which all ranks of the group reach; None leaves it to the
                 group's own all-reduce.
+
+        Raises:
+            InputError: if there is no room for memory that peers see, or the ranks do not reach it.
         """
-        assert dtype in (torch.float32, torch.bfloat16), f"gradients are sent as float32 or bfloat16, not as {dtype}"
         self._flat, self._group, self._ranks = flat, group, dist.get_world_size(group)
-        self._least = -(-bucket_bytes // dtype.itemsize)
+        self._buckets = self._cut(-(-bucket_bytes // dtype.itemsize))
+        self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.names}
+        self.ranges = [(bucket.begin, bucket.end) for bucket in self._buckets]
+        """first element of each bucket in the flat gradient, and the one after its last, in the order of reduction"""
         if stores is None or self._ranks == 1:
-            self._reduction = CollectiveReduction(flat, group, dtype)
+            self._reduction = CollectiveReduction(flat, group, dtype, self.ranges)
         else:
             from dlrm_overlap.dense.stores import StoreReduction  # a CPU needs no Triton
 
-            self._reduction = StoreReduction(flat, group, dtype, stores)
+            self._reduction = StoreReduction(flat, group, dtype, self.ranges, stores)
+        self.counters = self._reduction.counters
+        """the counters that a captured step advances"""
         self._order = order or nullcontext()
         on_gpu = flat.device.type == "cuda" and self._ranks > 1
         # As urgent as the exchange's stores (embedding/backends/push.py): the step waits for the last of them all.
@@ -91,56 +149,33 @@ class GradientBuckets:
         self._filled_on: set[torch.cuda.Stream] = set()
         self._adopted: list[torch.Tensor] = []
         """gradients that the stream copies, until the current one has waited for it"""
-        self._completed: list[str] | None = None  # in the order of `learn`'s backward
-        self._without: set[str] | None = None  # parameters that got no gradient here then
-        shared = self._shared()
-        self._cut(shared, len(shared))
+        self._without: set[str] | None = None
+        """parameters that got no gradient on this rank in the first step, of those that autograd gives one"""
+        self._begin()
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(partial(_call, self.complete, name))
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name: self.complete(name))
             for name, parameter in flat.parameters.items()
         ]
 
-    @property
-    def ranges(self) -> list[tuple[int, int]]:
-        """First element of each bucket in the flat gradient, and the one after its last, in the order of reduction."""
-        return [(bucket.begin, bucket.end) for bucket in self._buckets]
-
-    @property
-    def counters(self) -> Sequence[Counters]:
-        """The counters that a captured step advances."""
-        return self._reduction.counters
-
-    @contextmanager
-    def learn(self) -> Iterator[None]:
-        """Note in which order a backward within completes the gradients, and lay the parameters out in this order.
-
-        Ends with a collective: all ranks take rank 0's order. Parameters without a gradient on any rank come last, join
-        the last bucket and are idle from now on, but for those whose gradients are `FlatParameters.unseen`. Nothing has
-        been reduced yet when it ends; `finish` then reduces all of it.
-        """
-        self._completed = []
-        try:
-            yield
-            completed = list(dict.fromkeys(self._completed))
-        finally:
-            self._completed = None
-        order, live = self._agree(completed)
-        self._flat.adopt_gradients()
-        self._flat.idle = frozenset(order[live:]) - self._flat.unseen
-        self._flat.show_gradients(self._flat.idle)
-        self._flat.lay_out([*order, *(name for name in self._flat.places if name in self._flat.shards)])
-        self._cut(order, live)
-        for name in completed:
-            self._bucket_of[name].waiting.remove(name)
-        self._without = self._waiting()
+    def _cut(self, least: int) -> list[_Bucket]:
+        """Cut the parameters that are no shards, in the order of the layout, into buckets of `least` elements each."""
+        buckets, names, begin = list[_Bucket](), list[str](), 0
+        shared = [(name, place.end) for name, place in self._flat.places.items() if name not in self._flat.shards]
+        for name, end in shared:
+            names.append(name)
+            if end - begin >= least or name == shared[-1][0]:
+                buckets.append(_Bucket(tuple(names), begin, end))
+                names, begin = [], end
+        return buckets
 
     def finish(self) -> None:
         """Reduce the buckets that the backward left, then make the current stream wait for the whole flat gradient.
 
-        Comes once after each backward, on all ranks; a second backward before it is an error.
+        Comes once after each backward, on all ranks; a second backward before it is an error. The first one is a
+        collective on the CPU, too.
 
         Raises:
-            InputError: if other parameters got a gradient on this rank than under `learn`.
+            InputError: if other parameters got a gradient on this rank than in the first step.
         """
         for _ in self.finish_in_ranges():
             pass
@@ -148,28 +183,36 @@ class GradientBuckets:
     def finish_in_ranges(self) -> Iterator[tuple[int, int]]:
         """Do as `finish`, range by range: make the current stream wait until the range that is yielded is reduced.
 
-        Yields:
-            First element of the range in the flat gradient, and the one after its last: multiples of `BLOCK`. The
-            ranges cover all of it: first the shards, which wait for no other rank, then the rest in order. Whoever
-            takes one takes all.
+        Returns:
+            An iterator over ranges: first element in the flat gradient, and the one after the last, multiples of
+            `BLOCK`. They cover all of it: first the shards, which wait for no other rank, then the rest in order.
+            Whoever takes one takes all.
         """
         self._note_stream()
-        if self._without is not None and self._waiting() != self._without:
-            self._refuse(self._waiting() - self._without, self._without - self._waiting())
+        waiting = self._waiting()
+        if self._without is None:
+            self._find_idle(waiting)
+            self._without = waiting - self._flat.idle
+        elif waiting != self._without:
+            self._refuse(waiting - self._without, self._without - waiting)
         for number in range(self._next, len(self._buckets)):
             self._reduce(number)
         self._adopted += self._flat.adopt_gradients()  # all of one rank; of several, those of shards
         self._begin()
+        return self._arriving()
+
+    def _arriving(self) -> Iterator[tuple[int, int]]:
         first, end = 0, self._flat.shared_end
         if self._flat.shards:
             yield end, self._flat.gradients.tensor.numel()
-        for arrived in self._reduction.arrivals(self._stream) if self._ranks > 1 else ():
-            whole = end if arrived >= self._buckets[-1].end else arrived // BLOCK * BLOCK
-            if first < whole:
-                yield first, whole
-                first = whole
-        with self._order:  # later communication comes after its waits
-            pass
+        if self._ranks > 1:
+            for arrived in self._reduction.arrivals(self._stream):
+                whole = end if arrived >= self._buckets[-1].end else arrived // BLOCK * BLOCK
+                if first < whole:
+                    yield first, whole
+                    first = whole
+            with self._order:  # later communication comes after its waits
+                pass
         self._adopted.clear()
         if first < end:
             yield first, end
@@ -191,9 +234,6 @@ class GradientBuckets:
         """
         if name in self._flat.shards:
             return
-        if self._completed is not None:
-            self._completed.append(name)
-            return
         if name in self._flat.idle:
             self._refuse(set(), {name})
         bucket = self._bucket_of[name]
@@ -204,7 +244,7 @@ class GradientBuckets:
             )
         self._note_stream()
         bucket.waiting.remove(name)
-        while self._next < len(self._buckets) and not self._buckets[self._next].waiting:
+        while self._without is not None and self._next < len(self._buckets) and not self._buckets[self._next].waiting:
             self._reduce(self._next)
             self._next += 1
 
@@ -248,39 +288,12 @@ class GradientBuckets:
         for bucket in self._buckets:
             bucket.waiting = set(bucket.names) - self._flat.idle
 
-    def _shared(self) -> list[str]:
-        """Return the names of the parameters that are no shards, in the order of the layout."""
-        return [name for name in self._flat.places if name not in self._flat.shards]
-
-    def _agree(self, completed: Sequence[str]) -> tuple[list[str], int]:
-        """Return the order of the parameters that are no shards, and how many of them got a gradient on some rank.
-
-        First those that rank 0 has completed, in its order, then those of other ranks alone, then the rest.
-        """
-        names = self._shared()
-        place = {name: index for index, name in enumerate(completed)}
-        places = torch.tensor([place.get(name, len(names)) for name in names], device=self._flat.device)
-        idle = (places == len(names)).int()
+    def _find_idle(self, without: set[str]) -> None:
+        """Find the parameters that are `without` a gradient on every rank; a collective."""
+        names = list(self._bucket_of)
+        idle = torch.tensor([name in without for name in names], dtype=torch.int32, device=self._flat.device)
         if self._ranks > 1:
             dist.all_reduce(idle, dist.ReduceOp.MIN, group=self._group)
-            dist.broadcast(places, group=self._group, group_src=0)
-        keys = dict(zip(names, zip(idle.tolist(), places.tolist(), strict=True), strict=True))
-        return sorted(names, key=keys.__getitem__), len(names) - int(idle.sum())
-
-    def _cut(self, order: Sequence[str], live: int) -> None:
-        """Cut the layout into buckets; none begins with a parameter after the first `live` ones."""
-        places, self._buckets = self._flat.places, list[_Bucket]()
-        first = 0
-        for index, name in enumerate(order):
-            size, last = places[name].end - places[order[first]].begin, index == len(order) - 1
-            if last or (size >= self._least and index + 1 < live):
-                names = tuple(order[first : index + 1])
-                self._buckets.append(_Bucket(names, places[names[0]].begin, places[name].end))
-                first = index + 1
-        self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.names}
-        self._reduction.cut(self.ranges)
-        self._begin()
-
-
-def _call(complete: Callable[[str], None], name: str, _: nn.Parameter) -> None:
-    complete(name)
+        self._flat.adopt_gradients()
+        self._flat.idle = frozenset(name for name, is_idle in zip(names, idle.tolist(), strict=True) if is_idle)
+        self._flat.show_gradients(self._flat.idle)

@@ -26,12 +26,12 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from dlrm_overlap.comm.arena import Arena, Region, open_arena
+from dlrm_overlap.comm.arena import Region, open_arena
 from dlrm_overlap.comm.counters import Counters
 from dlrm_overlap.comm.record import Record
 from dlrm_overlap.config import InputError
 from dlrm_overlap.dense.flat import FlatParameters
-from dlrm_overlap.dense.reduction import StoreOptions
+from dlrm_overlap.dense.gradients import StoreOptions
 from dlrm_overlap.kernels.dense.all_reduce import average_share
 from dlrm_overlap.kernels.dense.arguments import LINE
 from dlrm_overlap.kernels.flags import Flags, raise_flags, wait_flags
@@ -100,69 +100,67 @@ class StoreReduction:
     """
 
     def __init__(
-        self, flat: FlatParameters, group: dist.ProcessGroup, dtype: torch.dtype, options: StoreOptions
+        self,
+        flat: FlatParameters,
+        group: dist.ProcessGroup,
+        dtype: torch.dtype,
+        ranges: Sequence[tuple[int, int]],
+        options: StoreOptions,
     ) -> None:
-        """Reduce the gradient of `flat`; the first `reduce` makes the memory that peers see, a collective.
+        """Reduce the gradient of `flat`; makes the memory that peers see, a collective.
 
         Args:
             flat: the same parameters on all ranks.
             group: of ranks that reach each other's memory.
             dtype: in which gradients travel, float32 or bfloat16; they are added up in float32.
+            ranges: of the gradient, whose borders are multiples of `LINE`; every step reduces all, in their order.
             options: alike on all ranks.
-        """
-        self._flat, self._group, self._dtype, self._options = flat, group, dtype, options
-        self._rank, self._world_size = group.rank(), group.size()
-        self._epochs = Counters(flat.device, 1)
-        self.counters: Sequence[Counters] = (self._epochs,)
-        """those that a captured step advances"""
-        self._arena: Arena | None = None
-        self._ranges: Sequence[tuple[int, int]] = ()
-        self._cut: list[Range] = []
-
-    @property
-    def _gradients(self) -> torch.Tensor:
-        return self._flat.gradients.tensor
-
-    def cut(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """Take the ranges; where there were others before, their memory is given back."""
-        self.close()
-        self._ranges = ranges
-
-    def _open(self) -> Arena:
-        """Make the memory that peers see; a collective.
 
         Raises:
-            InputError: if there is no room for it, or the ranks do not reach each other's memory.
+            InputError: if there is no room for the memory, or the ranks do not reach each other's.
         """
-        self._cut = cut(self._ranges, self._options.piece_elements, self._world_size)
-        last = self._cut[-1].pieces[-1]
-        elements = self._gradients.numel() if self._dtype == torch.float32 else self._flat.shared_end
-        regions = {
-            "gradients": Region((elements,), self._dtype),
-            "flags": Region((self._world_size, last.slot + 1), torch.int64),
-        }
+        self._flat, self._dtype, self._ranges, self._options = flat, dtype, ranges, options
+        self._rank, world_size, device = group.rank(), group.size(), flat.device
+        self._cut = cut(ranges, options.piece_elements, world_size)
+        slots = self._cut[-1].pieces[-1].slot + 1
+        elements = flat.gradients.tensor.numel() if dtype == torch.float32 else flat.shared_end
+        regions = {"gradients": Region((elements,), dtype), "flags": Region((world_size, slots), torch.int64)}
         try:
-            arena = open_arena(regions, self._group, self._flat.device)
+            self._arena = open_arena(regions, group, device)
         except InputError as error:
             raise InputError(
                 f"train.dense_reduce: stores, but {error}, or take train.dense_reduce collective"
             ) from None
-        if self._dtype == torch.float32:  # the gradient itself travels
-            self._flat.keep_gradients_in(arena.local("gradients"))
-        self._arena = arena
-        self._prepare(arena)
-        return arena
+        if dtype == torch.float32:  # the gradient itself travels
+            flat.keep_gradients_in(self._arena.local("gradients"))
+        self._epochs = Counters(device, 1)
+        self.counters: Sequence[Counters] = (self._epochs,)
+        """those that a captured step advances"""
+        self._record, timeout = Record(device), int(options.wait_timeout_s * 1e9)
+        local, addresses, clock = self._arena.local("flags"), self._arena.addresses("flags"), self._epochs.each[0].word
+        self._counted = torch.zeros(1, dtype=torch.int32, device=device)
+        self._flags: list[Flags] = []
+        for slot in range(slots):
+            counts = torch.full((world_size,), slot + 1, dtype=torch.int32, device=device)
+            self._flags.append(Flags(addresses, clock, local, counts, timeout, self._record.status))
+        self._arrived = [torch.cuda.Event() for _ in range(slots)]
+        gradients = self._arena.addresses("gradients")
+        self._shares = {
+            piece: gradients + piece.first(self._rank) * LINE * dtype.itemsize
+            for _, pieces in self._cut
+            for piece in pieces
+        }
+        """[W] int64 of each piece: where this rank's share is at each rank"""
 
     @torch.no_grad()
     def reduce(self, number: int) -> None:
         """Reduce a range, up to the flags of its pieces; `arrivals` awaits those."""
-        arena = self._arena or self._open()
         if number == 0:
             self._epochs.each[0].value += 1
         ready, pieces = self._cut[number]
         begin, end = self._ranges[number]
         if self._dtype != torch.float32:  # the gradient itself is not in memory that peers read
-            arena.local("gradients")[begin:end].copy_(self._gradients[begin:end])
+            self._arena.local("gradients")[begin:end].copy_(self._flat.gradients.tensor[begin:end])
         raise_flags(self._flags[0], self._rank, ready, self._epochs.each[0].argument)
         self._wait(ready)
         for piece in pieces:
@@ -171,37 +169,16 @@ class StoreReduction:
     @torch.no_grad()
     def arrivals(self, stream: torch.cuda.Stream | None) -> Iterator[int]:
         """Make the current stream wait for one piece after the other, and yield where each ends."""
-        assert self._arena is not None
         for _, pieces in self._cut:
             for piece in pieces:
                 torch.cuda.current_stream(self._flat.device).wait_event(self._arrived[piece.slot])
                 self._wait(piece.slot)
                 begin, end = piece.begin * LINE, piece.end * LINE
                 if self._dtype != torch.float32:
-                    self._gradients[begin:end].copy_(self._arena.local("gradients")[begin:end])
+                    self._flat.gradients.tensor[begin:end].copy_(self._arena.local("gradients")[begin:end])
                 yield end
         if stream is not None:  # which is done by then, but a capture asks for it
             torch.cuda.current_stream(self._flat.device).wait_stream(stream)
-
-    def _prepare(self, arena: Arena) -> None:
-        """Make the arguments of the kernels from `arena`, which has just been opened."""
-        device, clock = self._flat.device, self._epochs.each[0].word
-        self._record = Record(device)
-        local, addresses = arena.local("flags"), arena.addresses("flags")
-        timeout = int(self._options.wait_timeout_s * 1e9)
-        self._counted = torch.zeros(1, dtype=torch.int32, device=device)
-        self._flags: list[Flags] = []
-        for slot in range(local.shape[1]):
-            counts = torch.full((self._world_size,), slot + 1, dtype=torch.int32, device=device)
-            self._flags.append(Flags(addresses, clock, local, counts, timeout, self._record.status))
-        self._arrived = [torch.cuda.Event() for _ in range(local.shape[1])]
-        self._shares = {piece: self._addresses(arena, piece) for _, pieces in self._cut for piece in pieces}
-
-    def _addresses(self, arena: Arena, piece: Piece) -> torch.Tensor:
-        """Return [W] int64: where this rank's share of the piece is at each rank."""
-        begin = piece.first(self._rank) * LINE * self._dtype.itemsize
-        addresses = [arena.view("gradients", rank).data_ptr() + begin for rank in range(self._world_size)]
-        return torch.tensor(addresses, dtype=torch.int64, device=self._flat.device)
 
     def _average(self, piece: Piece) -> None:
         """Store the mean of this rank's share of a piece to all ranks, then raise the piece's flag."""
@@ -228,16 +205,13 @@ class StoreReduction:
         Raises:
             ExchangeTimeoutError: if it has expired.
         """
-        if self._arena is not None:
-            self._record.raise_expired(self._options.wait_timeout_s, _AWAITED)
+        self._record.raise_expired(self._options.wait_timeout_s, _AWAITED)
 
     def close(self) -> None:
         """Move the gradient back to memory of its own, and give back the memory that peers see.
 
         Raises the recorded error where a kernel has stopped the GPU.
         """
-        if self._arena is None:
-            return
         try:
             if self._flat.device.type == "cuda":
                 torch.cuda.synchronize(self._flat.device)
@@ -245,6 +219,5 @@ class StoreReduction:
             self.check()
             raise
         if self._dtype == torch.float32:
-            self._flat.keep_gradients_in(torch.empty_like(self._gradients))
-        arena, self._arena = self._arena, None
-        arena.close()
+            self._flat.keep_gradients_in(torch.empty_like(self._flat.gradients.tensor))
+        self._arena.close()

@@ -16,16 +16,14 @@ W of 2, 4 or 8 both are exact. The bias of a second layer is whole on all ranks 
 so its gradient, over a rank's own samples, is multiplied again, too.
 """
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torchrec.modules.mlp import MLP, Perceptron
 
+from dlrm_overlap.dense.gemm.layer import Activation
 from dlrm_overlap.dense.gemm.operators import all_gather_matmul, matmul_reduce_scatter
-from dlrm_overlap.dense.gemm.problem import Activation
 from dlrm_overlap.dense.gemm.products import ParallelProducts
 
 
@@ -37,39 +35,15 @@ class Shard(NamedTuple):
     offsets: tuple[int, ...]
 
 
-class LayerRanks:
-    """The ranks over which a model's layers are divided. A copy of a layer shares it.
-
-    It owns the runner of the layers' products, so another model's windows outlive this one's.
-    """
-
-    def __init__(self, group: dist.ProcessGroup | None, rank: int, world_size: int) -> None:
-        self.group, self.rank, self.world_size = group, rank, world_size
-        self.order: AbstractContextManager[object] = nullcontext()
-        """entered around all communication, to order it within a captured step"""
-        self._products: dict[torch.device, ParallelProducts] = {}
-
-    def products_on(self, device: torch.device) -> ParallelProducts:
-        """Return the runner of these layers' products on a device, made at the first call."""
-        if device not in self._products:
-            group = self.group or dist.group.WORLD
-            assert group is not None
-            self._products[device] = ParallelProducts(group, device)
-        return self._products[device]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "LayerRanks":
-        return self
-
-
 class DividedPerceptron(nn.Module):
     """One of a pair of `Perceptron`s: the first has some neurons, the second some inputs of each neuron.
 
     Its parameters have the names that they have in the whole layer.
     """
 
-    def __init__(self, whole: Perceptron, ranks: LayerRanks, is_first: bool) -> None:
+    def __init__(self, whole: Perceptron, products: ParallelProducts, is_first: bool) -> None:
         super().__init__()
-        self.ranks = ranks
+        self.products = products
         self.shards: dict[str, Shard] = {}
         """parameter -> which part of the whole it is, of those that are not all of it"""
         self._is_first, linear = is_first, whole._linear
@@ -83,17 +57,11 @@ class DividedPerceptron(nn.Module):
         self._rest = nn.Identity() if self._epilogue == "relu" else whole._activation_fn
 
     def _part(self, name: str, whole: torch.Tensor, dim: int | None) -> nn.Parameter:
-        """Return this rank's part of a parameter along `dim`, or a copy of all of it; it takes a gradient as that does.
-
-        Args:
-            name: of this module's parameter that it becomes.
-            whole: whose size along `dim` the number of ranks divides.
-            dim: None if each rank has all of it.
-        """
+        """Return this rank's part of a parameter along `dim`, or, for None, a copy of all of it."""
         if dim is None:
             return nn.Parameter(whole.detach().clone(), whole.requires_grad)
-        size = whole.shape[dim] // self.ranks.world_size
-        first = self.ranks.rank * size
+        size = whole.shape[dim] // self.products.world_size
+        first = self.products.rank * size
         self.shards[name] = Shard(tuple(whole.shape), tuple(first if i == dim else 0 for i in range(whole.dim())))
         return nn.Parameter(whole.detach().narrow(dim, first, size).clone(), whole.requires_grad)
 
@@ -102,36 +70,26 @@ class DividedPerceptron(nn.Module):
 
         The first one maps [b, K] to [B, N / W], rank r's samples from row r b on, the second one [B, N / W] to [b, M].
         """
-        ranks, weight, bias = self.ranks, self._linear.weight, self._linear.bias
-        how: Any = {"products": ranks.products_on(input.device), "order": ranks.order}
+        products, weight, bias = self.products, self._linear.weight, self._linear.bias
         if self._is_first:
-            input = _scale_gradient(input, ranks.world_size)
-            return self._rest(all_gather_matmul(input, weight, bias, self._epilogue, **how))
+            input = _scale_gradient(input, products.world_size)
+            return self._rest(all_gather_matmul(input, weight, bias, self._epilogue, products=products))
         if bias is not None:  # its gradient is over this rank's samples alone, and reduced as any whole parameter's
-            bias = _scale_gradient(bias, ranks.world_size)
-        output = self._rest(matmul_reduce_scatter(input, weight, bias, self._epilogue, **how))
-        return _scale_gradient(output, 1 / ranks.world_size)
-
-
-class _ScaleGradient(torch.autograd.Function):
-    """A tensor as it is; its gradient is multiplied by a number."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, factor: float) -> torch.Tensor:
-        ctx.factor = factor
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradients[0] * ctx.factor, None
+            bias = _scale_gradient(bias, products.world_size)
+        output = self._rest(matmul_reduce_scatter(input, weight, bias, self._epilogue, products=products))
+        return _scale_gradient(output, 1 / products.world_size)
 
 
 def _scale_gradient(tensor: torch.Tensor, factor: float) -> torch.Tensor:
-    return _ScaleGradient.apply(tensor, factor)  # type: ignore[no-any-return]
+    """Return the tensor as it is; its gradient is multiplied by a number."""
+    same = tensor.view_as(tensor)
+    if same.requires_grad:
+        same.register_hook(lambda gradient: gradient * factor)
+    return same
 
 
-def divide_pairs(mlp: MLP, ranks: LayerRanks) -> list[tuple[int, int]]:
-    """Divide layers 0 and 1, 2 and 3, .. of `mlp` over the ranks, in place; all ranks do so alike.
+def divide_pairs(mlp: MLP, products: ParallelProducts) -> list[tuple[int, int]]:
+    """Divide layers 0 and 1, 2 and 3, .. of `mlp` over the ranks of `products`, in place; all ranks do so alike.
 
     A pair whose inner width the number of ranks does not divide stays whole, and so does a last layer without a pair:
     they train as before, and a checkpoint of either loads into the other. So does a pair whose activations have
@@ -146,9 +104,9 @@ def divide_pairs(mlp: MLP, ranks: LayerRanks) -> list[tuple[int, int]]:
         pair = layers[first : first + 2]
         activations = [each._activation_fn for each in pair if isinstance(each._activation_fn, nn.Module)]
         learnt = any(True for each in activations for _ in each.parameters())
-        if layers[first]._out_size % ranks.world_size == 0 and not learnt:
+        if layers[first]._out_size % products.world_size == 0 and not learnt:
             for number in (first, first + 1):
-                layers[number] = DividedPerceptron(layers[number], ranks, is_first=number == first)
+                layers[number] = DividedPerceptron(layers[number], products, is_first=number == first)
             pairs.append((first, first + 1))
     mlp._mlp = nn.Sequential(*layers)
     return pairs
@@ -161,8 +119,7 @@ def divided_layers(model: nn.Module) -> list[DividedPerceptron]:
 
 def products_of(model: nn.Module) -> list[ParallelProducts]:
     """Return the runners of the divided layers' products, to be checked and closed with the model."""
-    places = dict.fromkeys((layer.ranks, next(layer.parameters()).device) for layer in divided_layers(model))
-    return [ranks.products_on(device) for ranks, device in places]
+    return list(dict.fromkeys(layer.products for layer in divided_layers(model)))
 
 
 def shards_of(model: nn.Module) -> dict[str, Shard]:

@@ -35,7 +35,7 @@ _KINDS = {
     # In CUDA graphs the first two are kernels, named memcpy128 and the like. The third copies a list of tensors.
     "copies": r"^[Mm]emcpy|^[Mm]emset|CopyFunctor",
     "optimizer": r"multi_tensor_apply|_begin_update|_update_parameters",
-    "products": r"gemm|gemv|nvjet|cutlass|cublas|splitKreduce|product_(?:on_hopper|in_triton)",
+    "products": r"gemm|gemv|nvjet|cutlass|cublas|splitKreduce|tile_product",
 }
 KINDS = (*_KINDS, "dense")
 _PUTS = r"_store_pooled|_put_slices"

@@ -17,7 +17,8 @@ from dlrm_overlap.backends import BACKENDS
 from dlrm_overlap.config import Config, EmbeddingConfig, InputError, TrainConfig
 from dlrm_overlap.data.batch import Dataset
 from dlrm_overlap.dense.flat import FlatParameters
-from dlrm_overlap.dense.tensor_parallel import products_of, shards_of
+from dlrm_overlap.dense.gemm.products import ParallelProducts
+from dlrm_overlap.dense.tensor_parallel import shards_of
 from dlrm_overlap.embedding.id_layout import BatchBound
 from dlrm_overlap.embedding.options import WIRE_DTYPES
 from dlrm_overlap.embedding.plan import build_topology, make_plan
@@ -84,21 +85,19 @@ def assemble(
     group = dist.group.WORLD
     assert group is not None, "the process group is made before the trainer"
     samples = config.train.samples_per_rank(world.world_size)
-    if (labels := len(train.label_names)) != config.model.top_mlp[-1]:
+    if (labels := len(train.labels)) != config.model.top_mlp[-1]:
         raise InputError(
             f"model.top_mlp: {config.model.top_mlp} ends in {config.model.top_mlp[-1]}, but a sample has "
             f"{count_of(labels, 'label')}; end it in {labels}, a logit each"
         )
     dlrm = build_model(config.model, config.embedding, list(train.rows), train.dense_features, config.train.seed)
-    task = TrainTask(dlrm, device.type, config.train.precision == "bf16", train.label_weights)
+    task = TrainTask(dlrm, device.type, config.train.precision == "bf16", list(train.labels.values()))
     if config.model.top_parallel == "tensor":
-        divide_head(dlrm.head, group)
+        divide_head(dlrm.head, ParallelProducts(group, device, config.embedding.wait_timeout_s))
     sharders = make_sharders(config.embedding, config.train.precision, dlrm.front_columns)
     topology = build_topology(device, world.world_size, world.local_world_size)
     plan = make_plan(task, sharders, topology, config.embedding, train.pooling, samples, group)
     model = shard_model(task, plan, sharders, group, device)
-    for products in products_of(model):
-        products.wait_timeout_s = config.embedding.wait_timeout_s
     graph = takes_graph(config, model, device)
     casts_once = graph and config.train.flat_dense and config.train.precision == "bf16"
     if config.train.compile_dense:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge, set_warn_on_accumulate_grad_stream_mismatch
 from torch.func import functional_call
@@ -22,31 +21,32 @@ from torchrec.modules.mlp import MLP, Perceptron
 from dlrm_overlap.dense.cast import CastWeights
 from dlrm_overlap.dense.cross import CrossLayer, Write, cross
 from dlrm_overlap.dense.flat import FlatParameters
+from dlrm_overlap.dense.gemm.products import ParallelProducts
 from dlrm_overlap.dense.layers import Layer, fits, interact, relu_layers
-from dlrm_overlap.dense.tensor_parallel import LayerRanks, divide_pairs, divided_layers
+from dlrm_overlap.dense.tensor_parallel import divide_pairs, divided_layers
 from dlrm_overlap.embedding.sharded_module import output_dtype
 from dlrm_overlap.train.model import DotInteraction, Head, Part, TrainTask, concatenated
 
 log = logging.getLogger("dlrm_overlap")
 
 
-def divide_head(head: Head, group: dist.ProcessGroup) -> None:
-    """Divide pairs of layers of the top MLP over the ranks of `group`, for `model.top_parallel` tensor.
+def divide_head(head: Head, products: ParallelProducts) -> None:
+    """Divide pairs of layers of the top MLP over the ranks of `products`, for `model.top_parallel` tensor.
 
     Comes before the model gets its optimizer and is compiled. One rank has all of each layer as it is. Divided layers
     are neither compiled nor captured by themselves.
     """
-    ranks = LayerRanks(group, group.rank(), group.size())
-    if ranks.world_size == 1:
+    ranks = products.world_size
+    if ranks == 1:
         return
-    pairs = divide_pairs(head.top, ranks)
-    if ranks.rank > 0:
+    pairs = divide_pairs(head.top, products)
+    if products.rank > 0:
         return
     if not pairs:
-        log.warning("model.top_parallel: data, since %d ranks divide no inner width", ranks.world_size)
+        log.warning("model.top_parallel: data, since %d ranks divide no inner width", ranks)
         return
     names = ", ".join(f"layers {first + 1} and {second + 1} of the top MLP" for first, second in pairs)
-    log.info("divided over %d ranks: %s", ranks.world_size, names)
+    log.info("divided over %d ranks: %s", ranks, names)
 
 
 def compile_dense(task: TrainTask, samples: int, device: torch.device) -> None:

@@ -75,12 +75,12 @@ def evaluate(ranks: Ranks, path: Path) -> dict[str, Any]:
         InputError: as `run` does; for a model that does not fit, before the process group is made.
     """
     from dlrm_overlap.checkpoint.checkpoint import agree_on
-    from dlrm_overlap.data.loader import open_held_out
+    from dlrm_overlap.data.loader import open_datasets
     from dlrm_overlap.train.stepping import Stepper
 
     config = for_evaluation(ranks.config)
     check_start(config, ranks.device)
-    held_out = open_held_out(config.data, ranks.device)
+    _, held_out = open_datasets(config.data, ranks.device)
     check_same_model(path, config, held_out)
     ranks.connect(eval_path=held_out.fingerprint())
     manifest = agree_on(path)

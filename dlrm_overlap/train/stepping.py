@@ -12,7 +12,7 @@ from dlrm_overlap.checkpoint.checkpoint import cuts_of
 from dlrm_overlap.checkpoint.storage import load_weights
 from dlrm_overlap.config import Config
 from dlrm_overlap.data.batch import Batch, Dataset
-from dlrm_overlap.data.loader import Loader, make_loader
+from dlrm_overlap.data.loader import Loader
 from dlrm_overlap.dense.gemm.products import ParallelProducts
 from dlrm_overlap.dense.tensor_parallel import products_of
 from dlrm_overlap.embedding.exchange import Exchange
@@ -124,7 +124,8 @@ class Stepper:
         gathered = gather_predictions(torch.cat(logits), torch.cat(labels), self.samples_per_rank)
         # The last global batch went past the data set's end, where samples repeat.
         logits, labels = (each[:samples] for each in gathered)
-        values = evaluation_metrics(logits, labels, self.held_out_data.label_names, self.held_out_data.label_weights)
+        weights = self.held_out_data.labels
+        values = evaluation_metrics(logits, labels, list(weights), list(weights.values()))
         agreed = torch.tensor(list(values.values()), dtype=torch.float64, device=self.device)
         dist.broadcast(agreed, 0)  # all must agree on the early stop to the last bit
         return dict(zip(values, agreed.tolist(), strict=True))
@@ -148,19 +149,16 @@ class Stepper:
 
         `workers` takes the place of `data.workers`.
         """
-        distinct_steps = self.config.data.distinct_steps if dataset is self.train_data else 0
         data = self.config.data
-        return make_loader(
+        return Loader(
             dataset,
             batch_size=self.samples_per_rank,
             rank=self.world.rank,
             world_size=self.world.world_size,
-            first_step=first_step,
-            last_step=last_step,
+            steps=range(first_step, last_step),
             workers=data.workers if workers is None else workers,
             prefetch=data.prefetch,
             pin_memory=self.device.type == "cuda",
-            distinct_steps=distinct_steps,
             # Before a peer's wait for this rank expires, so that the cause is reported.
             timeout_s=0.8 * self.config.embedding.wait_timeout_s,
         )

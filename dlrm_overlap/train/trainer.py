@@ -88,7 +88,7 @@ class Trainer(Stepper):
             "versions": {name: stack.version_of(name) for name in ("torch", "torchrec")},
             "trained_metrics": [],
         }
-        self.running = RunningMetrics(train.label_names, self.samples_per_rank, config.log.every, device)
+        self.running = RunningMetrics(list(train.labels), self.samples_per_rank, config.log.every, device)
         self.saves = Saves(
             config,
             self.checkpointer,

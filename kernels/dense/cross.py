@@ -126,14 +126,9 @@ def _programs(rows: int, width: int, tile: tuple[int, int]) -> int:
 
 
 def add_layer(x0: torch.Tensor, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor, out: torch.Tensor) -> None:
-    """Write out = x0 * (w + bias) + x on the current stream.
+    """Write out = x0 * (w + bias) + x on the current stream: [b, N] contiguous, of one type; bias is [N] float32.
 
-    Args:
-        x0: [b, N] contiguous, as x, w and out are, which have its type.
-        x: the layer's input; x0 itself in the first layer.
-        w: the layer's product.
-        bias: [N] float32.
-        out: the layer's output.
+    `x` is the layer's input, in the first layer x0 itself, `w` the layer's product.
     """
     rows, width = x0.shape
     at_once, turns = _FORWARD
@@ -144,13 +139,7 @@ def add_layer(x0: torch.Tensor, x: torch.Tensor, w: torch.Tensor, bias: torch.Te
 
 
 def gradient_of_layer(tensors: CrossGradient, layer: int, layers: int) -> None:
-    """Write what `CrossGradient` says of layer `layer` of `layers`, on the current stream.
-
-    Args:
-        tensors: what is read and written.
-        layer: the layer's number, from 0.
-        layers: of the network.
-    """
+    """Write what `CrossGradient` says of layer `layer`, from 0, of all `layers`, on the current stream."""
     tile = _BACKWARD if layer > 0 else _BACKWARD_FIRST
     (rows, width), (at_once, turns) = tensors.x0.shape, tile
     kernel = specialised(

@@ -105,23 +105,17 @@ def _compiled(kernel: Any, features: int, dim: int, width: int) -> CompiledKerne
 def interact(embeddings: torch.Tensor, features: int, out: torch.Tensor) -> None:
     """Write the first embedding of each sample, the products of all pairs, and zeros, on the current stream.
 
-    Args:
-        embeddings: [b, F * D] contiguous.
-        features: F.
-        out: [b, N] contiguous, of the type of `embeddings`; N is at least D + F * (F - 1) / 2 and at most 16 more.
+    `embeddings` [b, F * D] and `out` [b, N] are contiguous and of one type; N is at least D + F * (F - 1) / 2 and at
+    most 16 more.
     """
     kernel = _compiled(_interact, features, embeddings.shape[1] // features, out.shape[1])
     kernel(len(embeddings), (embeddings.dtype,), embeddings, out)
 
 
 def gradient_of_interaction(gradient: torch.Tensor, embeddings: torch.Tensor, features: int, out: torch.Tensor) -> None:
-    """Write the gradient of `embeddings`, on the current stream.
+    """Write the gradient of the `embeddings` that `interact` read to `out`, on the current stream.
 
-    Args:
-        gradient: [b, N] contiguous, of what `interact` writes.
-        embeddings: [b, F * D] contiguous, as `interact` read them.
-        features: F.
-        out: [b, F * D] contiguous; all are of one type.
+    `gradient` [b, N], `embeddings` and `out` [b, F * D] are contiguous and of one type.
     """
     kernel = _compiled(_gradient_of_interaction, features, embeddings.shape[1] // features, gradient.shape[1])
     kernel(len(embeddings), (embeddings.dtype,), gradient, embeddings, out)

@@ -122,11 +122,8 @@ def _compiled(kernel: Any, width: int) -> CompiledKernel:
 def mask_and_sum(gradient: torch.Tensor, output: torch.Tensor, out: torch.Tensor, sums: torch.Tensor) -> None:
     """Write the gradient of what ReLU was given, and its sums, on the current stream.
 
-    Args:
-        gradient: [b, N] contiguous, of ReLU's output.
-        output: [b, N] contiguous, of ReLU.
-        out: [b, N] contiguous; all three are of one type.
-        sums: [ceil(b / GROUP), N] float32, over each `GROUP` rows; columns of a contiguous tensor.
+    `gradient`, `output`, both of ReLU's output, and `out` are [b, N], contiguous and of one type. `sums`
+    [ceil(b / GROUP), N] float32, over each `GROUP` rows, are columns of a contiguous tensor.
     """
     rows, width = output.shape
     programs = len(sums) * -(-width // _COLUMNS)
@@ -134,14 +131,7 @@ def mask_and_sum(gradient: torch.Tensor, output: torch.Tensor, out: torch.Tensor
 
 
 def logits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, out: torch.Tensor) -> None:
-    """Write out = x @ weight + bias on the current stream.
-
-    Args:
-        x: [b, N] contiguous.
-        weight: [1, N] contiguous.
-        bias: [1].
-        out: [b]; all are of one type.
-    """
+    """Write out [b] = x [b, N] @ weight [1, N] + bias [1], contiguous and of one type, on the current stream."""
     rows, width = x.shape
     block = power_of_2(width)
     here = max(1, _ELEMENTS // block)
@@ -154,13 +144,9 @@ def gradient_of_logits(
 ) -> None:
     """Write the gradient of what ReLU before a layer of one output was given, and sums, on the current stream.
 
-    Args:
-        gradient: [b] contiguous, of the layer's output.
-        output: [b, N] contiguous, of ReLU.
-        weight: [1, N] contiguous, of the layer.
-        out: [b, N] contiguous; all four are of one type.
-        sums: [ceil(b / GROUP), 2 N + 1] float32, over each `GROUP` rows: of `out`, of gradient * output, and of
-            gradient; columns of a contiguous tensor.
+    `gradient` [b] of the layer's output, ReLU's `output` [b, N], the layer's `weight` [1, N] and `out` [b, N] are
+    contiguous and of one type. `sums` [ceil(b / GROUP), 2 N + 1] float32, over each `GROUP` rows, of `out`, of
+    gradient * output, and of gradient, are columns of a contiguous tensor.
     """
     rows, width = output.shape
     programs = len(sums) * -(-width // _COLUMNS)

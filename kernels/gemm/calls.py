@@ -1,8 +1,7 @@
 """How a call between ranks begins, when windows may be written to, and how a reduce-scatter ends, with sums.
 
-A call is an epoch, which lies in one word of the device's memory, the clock. Each rank raises two kinds of flags at
-every rank: READY e, some of its rows of call e are there; DONE e, it has read all that it reads of the ranks' memory in
-call e. A rank that has waited for DONE e - 1 of every peer may store to any rank's memory in call e.
+A call is an epoch, which lies in one word of the device's memory, the clock. A rank that has waited for DONE e - 1 of
+every peer may store to any rank's memory in call e, see `dense.gemm.windows`.
 """
 
 from typing import NamedTuple
@@ -98,15 +97,10 @@ def _sum_parts(
 
 
 def sum_parts(parts: Parts, done: Flags, counted: torch.Tensor, rank: int, rows: tuple[int, int], last: bool) -> None:
-    """Write some rows of `parts.out`, on the current stream.
+    """Write the rows [begin, end) of `parts.out`, on the current stream; the beginning is a multiple of 8.
 
-    Args:
-        parts: of all rows.
-        done: the flags that say that this rank has read its window.
-        counted: [1] int32: programs of the running kernel that are through; 0 before and after.
-        rank: of the caller.
-        rows: [begin, end); the beginning is a multiple of 8.
-        last: whether no other rows follow: the flag is raised at every rank then.
+    `counted` [1] int32 are the programs of the running kernel that are through, 0 before and after. Where `last` says
+    that no other rows follow, the flag `done` of `rank`, that it has read its window, is raised at every rank.
     """
     world_size, block = done.local.shape[0], _SUM_WARPS * 32 * 8
     kernel = specialised(

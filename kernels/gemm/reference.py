@@ -1,4 +1,4 @@
-"""The kernels of products with communication inside, in plain PyTorch, as tests compare them with."""
+"""The sum of partial products, in plain PyTorch, as CPUs run it and tests compare the kernel with."""
 
 import torch
 
@@ -14,18 +14,3 @@ def sum_parts(parts: torch.Tensor, bias: torch.Tensor | None, relu: bool) -> tor
     if bias is not None:
         total = total + bias.float()
     return (total.relu() if relu else total).to(parts.dtype)
-
-
-def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str) -> torch.Tensor:
-    """Return activation(x @ weight^T + bias), computed in float64, as float32.
-
-    Args:
-        x: [M, K].
-        weight: [N, K].
-        bias: [N] or None.
-        activation: none | relu.
-    """
-    total = x.double() @ weight.double().t()
-    if bias is not None:
-        total = total + bias.double()
-    return (total.relu() if activation == "relu" else total).float()

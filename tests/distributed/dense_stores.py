@@ -7,6 +7,7 @@ raises its flag: whoever reads or writes too early, or too late, leaves somethin
 import random
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,8 +17,7 @@ from torch import nn
 from dlrm_overlap.comm.record import ExchangeTimeoutError
 from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.flat_steps import FlatSteps, take_steps
-from dlrm_overlap.dense.gradients import GradientBuckets
-from dlrm_overlap.dense.reduction import StoreOptions
+from dlrm_overlap.dense.gradients import GradientBuckets, StoreOptions
 from dlrm_overlap.dense.stores import StoreReduction
 from dlrm_overlap.kernels.compiled import INTERPRETED
 from dlrm_overlap.kernels.dense.arguments import LINE
@@ -34,9 +34,7 @@ ROUNDED = 2e-2  # the interpreter cuts bfloat16 off, once for each rank and once
 
 def _reduction(dtype: torch.dtype) -> tuple[FlatParameters, StoreReduction]:
     flat = FlatParameters({"weight": nn.Parameter(torch.zeros(ELEMENTS))})
-    reduction = StoreReduction(flat, world(), dtype, StoreOptions(2, PIECE, 60.0))
-    reduction.cut(RANGES)
-    return flat, reduction
+    return flat, StoreReduction(flat, world(), dtype, RANGES, StoreOptions(2, PIECE, 60.0))
 
 
 def _gradient(step: int, rank: int) -> torch.Tensor:
@@ -99,15 +97,12 @@ def _check_mean(dtype: torch.dtype, steps: int) -> None:
 
 def _check_dead_peer() -> None:
     """All ranks but the culprit name the rank for which they wait in vain."""
-    timeout_s = 3e-7  # the interpreter counts turns, 1e9 a second
     flat, reduction = _reduction(torch.float32)
     _reduce(reduction, flat, lambda: None)
     dist.barrier()
     if dist.get_rank() != CULPRIT:
         began, told = time.monotonic(), None
-        reduction._options = reduction._options._replace(wait_timeout_s=timeout_s)
-        assert reduction._arena is not None
-        reduction._prepare(reduction._arena)
+        reduction._flags = [replace(flags, timeout=300) for flags in reduction._flags]  # turns of the interpreter
         try:
             reduction.reduce(0)
             reduction.check()

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from dlrm_overlap.dense.gemm.layer import Layer
 from dlrm_overlap.dense.gemm.operators import all_gather_matmul, matmul_reduce_scatter
-from dlrm_overlap.dense.gemm.problem import Layer
 from dlrm_overlap.dense.gemm.products import ParallelProducts
 from dlrm_overlap.kernels.compiled import INTERPRETED
 from tests.agreement import assert_same
@@ -102,16 +102,16 @@ HALVES = [
     Case(9, 5, 2, torch.float16, bias=False, activation="none"),
     Case(1, 3, 4, torch.float16),
     Case(2, 5, 3, torch.bfloat16, views=True),
+    Case(19, 1500, 2, torch.bfloat16),
 ]
-"""that the interpreter can multiply soon; 19 rows are three parts of 8, 8 and 3"""
+"""that the interpreter can multiply soon; 19 rows are parts of 8, 8 and 3, or of 16 and 3, or one for 1500 columns"""
 
 
 @contextlib.contextmanager
 def _between_gpus(timeout_s: float = 60.0) -> Iterator[ParallelProducts]:
     """Products that a GPU runs, their kernels interpreted and their copies the host's."""
     from dlrm_overlap.comm.copy_engine import CopyEngine
-    from dlrm_overlap.dense.gemm.gathers import TiledGather
-    from dlrm_overlap.dense.gemm.scatters import TiledScatter, TriggeredScatter
+    from dlrm_overlap.dense.gemm.windows import Windows
     from dlrm_overlap.kernels.gemm.product import Tiling
 
     def counted(engine: CopyEngine, word: torch.Tensor, count: int) -> None:
@@ -119,11 +119,8 @@ def _between_gpus(timeout_s: float = 60.0) -> Iterator[ParallelProducts]:
 
     with without_streams(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(CopyEngine, "wait_counter", counted)
-        for tiled in (TiledGather, TiledScatter, TriggeredScatter):
-            patch.setattr(tiled, "tiling", Tiling(block_m=16, block_n=16, block_k=16, group=2))
-        products = _products()
-        products.wait_timeout_s = timeout_s
-        products.fault = lambda *_: ""  # type: ignore[method-assign]
+        patch.setattr(Windows, "tiling", Tiling(block_m=16, block_n=16, block_k=16, group=2))
+        products = ParallelProducts(world(), torch.device("cpu"), timeout_s)
         yield products
         products.close()
 
@@ -133,15 +130,11 @@ def check_copies() -> None:
     device, place = torch.device("cpu"), (dist.get_rank(), dist.get_world_size())
     late = random.Random(place[0])
     with _between_gpus() as products:
-        products.run("all_gather", "copies")
-        if place[0] == 0:
-            products.close()  # without a window it asks no other rank
         with torch.inference_mode():  # memory that it makes has to serve training, too
-            all_gather_matmul(torch.ones(19, 3).half(), torch.ones(7, 3).half(), products=products, way="copies/1")
+            all_gather_matmul(torch.ones(19, 3).half(), torch.ones(7, 3).half(), products=products, way="copies")
         for case in HALVES:
-            for way in ("copies/1", "copies/4") if case is HALVES[0] else ("copies/2",):
-                time.sleep(late.choice([0, 2e-3]))
-                check_operators(case, place, device, products=products, way=way)
+            time.sleep(late.choice([0, 2e-3]))
+            check_operators(case, place, device, products=products, way="copies")
 
 
 TILED = [
@@ -157,7 +150,7 @@ def check_tiles() -> None:
     device, place = torch.device("cpu"), (dist.get_rank(), dist.get_world_size())
     with _between_gpus() as products:
         for case in TILED:
-            for name in ("tiles/2", "triggered/2", "copies/2") if case is TILED[0] else ("tiles/2",):
+            for name in ("tiles", "triggered", "copies") if case is TILED[0] else ("tiles",):
                 check_operators(case, place, device, products=products, way=name)
 
 

@@ -26,7 +26,7 @@ class Case(NamedTuple):
     bias: bool = True
     activation: Any = "relu"
     views: bool = False
-    """whether operands are columns or later elements of other tensors, and the weight a transpose"""
+    """whether rows are later elements of another tensor, and the weight a transpose"""
 
 
 def drawn(seed: int, *shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -36,9 +36,7 @@ def drawn(seed: int, *shape: int, dtype: torch.dtype, device: torch.device) -> t
 
 
 def _as_view(operand: torch.Tensor) -> torch.Tensor:
-    """Return the same numbers, of a bias every other element of a tensor, of a matrix from a tensor's element 1 on."""
-    if operand.dim() == 1:
-        return torch.stack((operand, operand + 1), 1)[:, 0]
+    """Return the same numbers, from a tensor's element 1 on."""
     return torch.cat((operand.new_zeros(1), operand.flatten()))[1:].view_as(operand)
 
 
@@ -115,7 +113,7 @@ def run(operator: Callable[..., torch.Tensor], operands: Operands, case: Case, *
     given = leaves
     if case.views:
         x, weight, *bias = leaves
-        given = [_as_view(x), weight.t().contiguous().t(), *map(_as_view, bias)]
+        given = [_as_view(x), weight.t().contiguous().t(), *bias]
     out = operator(*given, *([None] * (3 - len(leaves))), case.activation, **options)
     out.backward(operands.gradient)
     return [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]

@@ -28,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     paths = [str(folder / "samples.parquet"), str(folder / "days"), "--schema", str(folder / "schema.yaml")]
     prepared = run_cli("prepare", "table", *paths)
     assert prepared.returncode == 0, prepared.stderr
-    assert ": 2572 samples, 428 held out, " in prepared.stdout
+    assert ": 3000 samples, " in prepared.stdout
     train(folder, "torchrec", 16)
     return folder
 

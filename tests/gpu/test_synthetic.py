@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from dlrm_overlap.config import DataConfig, TablesConfig
-from dlrm_overlap.data.loader import make_loader
 from dlrm_overlap.data.synthetic import Synthetic
 from dlrm_overlap.data.synthetic_device import DeviceSynthetic
 from tests.agreement import assert_same_samples
@@ -31,18 +30,3 @@ def test_samples_are_those_of_the_cpu(config: DataConfig) -> None:
     expected, made = Synthetic(config, "train"), DeviceSynthetic(config, "train", torch.device("cuda", 0))
     for first in (0, SAMPLES, 10**12 + 7):  # at the last place, counters are beyond 32 bits
         assert_same_samples(made.read(first, SAMPLES), expected.read(first, SAMPLES))
-
-
-def test_a_loader_gives_them_under_any_stream() -> None:
-    """It keeps two steps, so later ones are given from memory, under a stream that did not make them."""
-    config, device = CASES["mlperf"], torch.device("cuda", 0)
-    expected, made = Synthetic(config, "train"), DeviceSynthetic(config, "train", device)
-    loader = make_loader(made, SAMPLES, 0, 1, 0, 6, workers=2, prefetch=2, pin_memory=True, distinct_steps=2)
-    streams = [torch.cuda.Stream(device) for _ in range(2)]
-    for step in range(6):
-        side = streams[step // 2 % 2]
-        with torch.cuda.stream(side):
-            batch = next(loader).to(device, non_blocking=True)
-        torch.cuda.current_stream(device).wait_stream(side)
-        batch.record_stream(torch.cuda.current_stream(device))
-        assert_same_samples(batch, expected.read(step % 2 * SAMPLES, SAMPLES))

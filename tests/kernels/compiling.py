@@ -14,25 +14,24 @@ from triton.compiler import ASTSource
 from dlrm_overlap.kernels.compiled import CompiledKernel
 
 
-def compile_for_h200(made: CompiledKernel, types: Mapping[str, str], source: type[ASTSource] = ASTSource) -> Any:
+def compile_for_h200(made: CompiledKernel, types: Mapping[str, str]) -> Any:
     """Return the stages of a compiled kernel by name, such as its `ptx`; not under TRITON_INTERPRET.
 
     Args:
         made: the kernel, its constants and its options.
         types: of its run-time arguments, by name, as Triton writes them: `*bf16`, `i64`; those left out are i32, and
             more than the kernel has do no harm.
-        source: of the kernel's language.
     """
     kernel: Any = made._kernel
     types = {**types, **dict.fromkeys(made.constants, "constexpr")}
     pointers = [name for name in kernel.arg_names if types.get(name, "").startswith("*")]
-    made_source = source(
+    source = ASTSource(
         fn=kernel,
         signature={name: types.get(name, "i32") for name in kernel.arg_names},
         constexprs={(kernel.arg_names.index(name),): value for name, value in made.constants.items()},
         attrs={(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in pointers},
     )
-    return triton.compile(made_source, target=GPUTarget("cuda", 90, 32), options=dict(made._options)).asm
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(made._options)).asm
 
 
 def run_without_interpreter(module: str) -> None:

@@ -1,16 +1,15 @@
 """Samples that the kernels make are those that numpy makes, bit for bit."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pytest
-import torch
 
 from dlrm_overlap.config import DataConfig, TablesConfig
 from dlrm_overlap.data.synthetic import Synthetic
 from dlrm_overlap.data.synthetic_device import DeviceSynthetic
-from dlrm_overlap.kernels.compiled import CompiledKernel
-from dlrm_overlap.kernels.synthetic import draws, labels
+from dlrm_overlap.kernels import synthetic as kernels
+from dlrm_overlap.kernels.compiled import CompiledKernel, specialised
 from tests.agreement import assert_same_samples
 from tests.kernels.emulation import CPU, interpreted
 
@@ -48,16 +47,23 @@ def test_a_batch_may_have_no_id_at_all() -> None:
 
 def test_equal_tables_share_their_cells() -> None:
     config = DataConfig(tables=TablesConfig(count=50, rows=1000))
-    tables = DeviceSynthetic(config, "train", CPU)._id_tables
-    assert len(tables.cells) == 256 * draws.CELL_WORDS.value  # 128 ranks, and 16 stretches an octave up to 1000
-    assert len(set(tables.entries[:, draws.OFFSET.value].tolist())) > 40
+    source = DeviceSynthetic(config, "train", CPU)._source
+    assert len(source.cells) == 256 * kernels.CELL_WORDS.value  # 128 ranks, and 16 stretches an octave up to 1000
+    assert len(set(source.tables[:, kernels.OFFSET.value].tolist())) > 40
 
 
-def test_kernels_fuse_no_product_with_a_sum() -> None:
+def test_kernels_fuse_no_product_with_a_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fused one rounds once where numpy rounds twice. The interpreter cannot show it, so hold the option itself."""
-    kernels: list[CompiledKernel] = [draws._drawing_ids(False), labels._drawing(-1.0, 16.0, 2048)]
-    assert all(kernel._options["enable_fp_fusion"] is False for kernel in kernels)
-    assert "enable_fp_fusion" not in CompiledKernel(draws._draw_ids, num_warps=4, RANGES=True, BLOCK=32)._options
+    made: list[CompiledKernel] = []
+
+    def recorded(kernel: Any, **options: Any) -> CompiledKernel:
+        made.append(specialised(kernel, **options))
+        return made[-1]
+
+    monkeypatch.setattr(kernels, "specialised", recorded)
+    DeviceSynthetic(FIXED, "train", CPU).read(0, 3)
+    fused = {each.name: each._options.get("enable_fp_fusion", True) for each in made}
+    assert fused == {"_draw_features": True, "_draw_ids": False, "_draw_labels": False}
 
 
 def test_draws_are_those_of_numpy() -> None:
@@ -67,4 +73,3 @@ def test_draws_are_those_of_numpy() -> None:
     raw = np.random.Philox(key=made._key, counter=sample * made._blocks_per_sample).random_raw(2)
     fields = sum((int(raw[1]) >> bits) & 0xFFFF for bits in (0, 16, 32, 48)) - 2 * 65535
     assert made.read(sample, 1).dense.item() == pytest.approx(fields * (3 / (2**32 - 1)) ** 0.5, rel=1e-6)
-    assert torch.equal(made._stream.key, torch.from_numpy(made._key.view(np.int64)))

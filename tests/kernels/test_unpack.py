@@ -1,5 +1,6 @@
 """Records that the kernel unpacks are those that plain PyTorch unpacks, and what was packed."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +11,8 @@ from dlrm_overlap.config import DataConfig, TablesConfig
 from dlrm_overlap.data import loader as loader_module
 from dlrm_overlap.data.batch import Lease
 from dlrm_overlap.data.days import Day, Days
-from dlrm_overlap.data.loader import make_loader, open_datasets
-from dlrm_overlap.data.packing import pack_samples
+from dlrm_overlap.data.loader import Loader, open_datasets
+from dlrm_overlap.data.prepare import prepare_samples
 from dlrm_overlap.data.records import Layout, Packed, Unpacker
 from dlrm_overlap.kernels import reference
 from tests.agreement import assert_same_samples
@@ -28,32 +29,31 @@ def random_day(samples: int, labels: int = 1) -> Day:
     ids = [rng.integers(rows, size=(samples, size), dtype=np.int32) for rows, size in zip(ROWS, SIZES, strict=True)]
     for table, rows in zip(ids, ROWS, strict=True):
         table[0, 0], table[-1, -1] = rows - 1, 0
-    dense = rng.normal(size=(samples, 5)).astype(np.float16).astype(np.float32)
+    dense = rng.normal(size=(samples, 5)).astype(np.float32)
     dense[0] = [-0.0, 1e-7, -65504, np.pi, 3]
-    dense[0] = dense[0].astype(np.float16)
     return Day("day", rng.integers(2, size=(samples, labels)), dense, ids)
 
 
 def test_ids_take_the_bytes_that_their_table_needs() -> None:
-    layout = Layout(5, 2, ROWS, SIZES)
+    layout = Layout({"click": 1.0, "like": 1.0}, 5, ROWS, SIZES)
     assert [field.width for field in layout.fields()] == [4, 1, *WIDTHS]
     assert layout.record_bytes == 4 * 5 + 2 + sum(w * n for w, n in zip(WIDTHS, SIZES, strict=True))
 
 
 @interpreted
-@pytest.mark.parametrize(("labels", "half", "samples"), [(1, False, 33), (2, True, 7), (1, False, 1)])
+@pytest.mark.parametrize(("labels", "samples"), [(1, 33), (2, 7), (1, 1)])
 @pytest.mark.parametrize("max_rows", [None, 100])
-def test_a_batch_is_what_was_packed(labels: int, half: bool, samples: int, max_rows: int | None) -> None:
-    day, layout = random_day(samples, labels), Layout(5, labels, ROWS, SIZES, half)
+def test_a_batch_is_what_was_packed(labels: int, samples: int, max_rows: int | None) -> None:
+    day, layout = random_day(samples, labels), Layout({f"label_{i}": 1.0 for i in range(labels)}, 5, ROWS, SIZES)
     packed = layout.pack(day)
     assert packed.shape == (samples, layout.record_bytes)
     expected = Days([day], ROWS, max_rows).read(0, samples)
     moduli = [max_rows if max_rows and rows > max_rows else 0 for rows in ROWS]
     records = torch.from_numpy(packed)
-    made = Unpacker(layout, moduli, CPU)(records)
+    made = Unpacker(folding := replace(layout, moduli=moduli), CPU)(records)
     assert_same_samples(made, expected)
     words = torch.cat([made.dense.view(torch.int32).flatten(), made.labels.view(torch.int32).flatten()])
-    twin = reference.unpack(records, layout.fields(moduli))
+    twin = reference.unpack(records, folding.fields())
     assert torch.equal(twin, torch.cat([words, made.sparse.values()]))
     columns = [Packed(packed, field) for field in layout.fields()]
     assert all(
@@ -70,12 +70,13 @@ def test_a_loader_unpacks_the_records_that_its_workers_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shuffle: int
 ) -> None:
     tables = TablesConfig(rows=[3, 300, 70_000], multi_hot=[1, 3, 2])
-    pack_samples(DataConfig(tables=tables, eval_samples=4, workers=0), tmp_path, 50, day_samples=16)
-    config = DataConfig(kind="prepared", path=str(tmp_path), shuffle=shuffle, tables=TablesConfig(max_rows=250))
+    prepare_samples(DataConfig(tables=tables, eval_samples=4, workers=0), tmp_path / "packed", 50)
+    tables = TablesConfig(max_rows=250)
+    config = DataConfig(kind="prepared", path=str(tmp_path / "packed"), shuffle=shuffle, tables=tables)
     train, _ = open_datasets(config)
     monkeypatch.setattr(loader_module, "_gpu", lambda: CPU)
     monkeypatch.setattr(Lease, "copying", lambda lease: None)  # an event of a GPU
-    with make_loader(train, 7, 1, 2, 2, 9, 2, 1, True) as loader:  # rank 1 of 2, from step 2 on, beyond the end too
+    with Loader(train, 7, 1, 2, range(2, 9), 2, 1, True) as loader:  # rank 1 of 2, from step 2 on, beyond the end too
         for step, batch in enumerate(loader, 2):
             assert_same_samples(batch, train.read((step * 2 + 1) * 7, 7))
     assert step == 8

@@ -77,7 +77,7 @@ def _kernels() -> dict[str, tuple[CompiledKernel, dict[str, str]]]:
     put = SlicedPut(unread, features, windows, unread, unread, options, Slices(8, 0, in_place=True))
     kind = {"GATHER": True, "SCATTER": False, "BY_K": True, "BIAS": False}
     kind |= {"ACTIVATION": "none", "TYPE": TYPES[torch.bfloat16], "ORDER": "own_first"}
-    tiling = Tiling(specialised=False)
+    tiling = Tiling()
     blocks = {"x": [tiling.block_m, tiling.block_k], "weight": [tiling.block_n, tiling.block_k]}
     tiles = {name: f"tensordesc<bf16{block}>" for name, block in blocks.items()}
     return {

@@ -35,8 +35,9 @@ from dlrm_overlap.bench.harness.timing import Timing, greatest, time_alone
 from dlrm_overlap.bench.rows import report
 from dlrm_overlap.config import InputError
 from dlrm_overlap.dense.gemm import serial
-from dlrm_overlap.dense.gemm.problem import Layer
+from dlrm_overlap.dense.gemm.layer import Layer
 from dlrm_overlap.dense.gemm.products import ParallelProducts
+from dlrm_overlap.launching.environment import one_queue
 from dlrm_overlap.train.ranks import Ranks
 
 Call = Callable[[], torch.Tensor]
@@ -69,11 +70,12 @@ class Case:
 
     def contenders(self, products: ParallelProducts) -> dict[str, Call]:
         """Return the call of each contender that can run, on all ranks alike."""
-        calls = {name: partial(self.run, name, products) for name in _CONTENDERS}
-        if self.gathers:
-            del calls["triggered"]  # its all-gather is that of tiles
-        if self.device.type == "cpu":
-            del calls["torch"]
+        left_out = {"triggered"} if self.gathers else set[str]()  # whose all-gather is that of tiles
+        if self.device.type == "cpu" or self.group.size() == 1:
+            left_out |= {"torch", "copies", "tiles", "triggered"}
+        if one_queue() or any(size % 8 for size in self.weight.shape):  # see `dense.gemm.products`
+            left_out |= {"tiles", "triggered"}
+        calls = {name: partial(self.run, name, products) for name in _CONTENDERS if name not in left_out}
         for name, call in list(calls.items()):
             try:
                 call()

@@ -22,14 +22,13 @@ code around them; with `fullgraph=True` it refuses.
 Source: Flux (Chang et al.), and tensor parallelism by columns and rows (Shoeybi et al., Megatron-LM, arXiv 1909.08053).
 """
 
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from dlrm_overlap.comm.order import uncompiled
-from dlrm_overlap.dense.gemm.problem import Activation, Layer
+from dlrm_overlap.dense.gemm.layer import Activation, Layer
 from dlrm_overlap.dense.gemm.products import ParallelProducts
 
 
@@ -42,7 +41,6 @@ def all_gather_matmul(
     *,
     products: ParallelProducts,
     way: str = "auto",
-    order: AbstractContextManager[object] | None = None,
 ) -> torch.Tensor:
     """Return activation(x @ weight^T + bias), x being all ranks' rows, those of rank r from r * M / W on.
 
@@ -57,22 +55,21 @@ def all_gather_matmul(
         activation: none | relu.
         products: run it between the W ranks of their group, in their memory.
         way: auto | serial | copies | tiles | triggered, see `products`.
-        order: entered around all communication, forward and back, to order it among the other communication of a
-            captured step, as a `comm.order.CommunicationOrder` does.
 
     Returns:
         [M, N], of the type of `x_shard`; the sums are float32, but where cuBLAS splits K it adds the splits up in that
         type, unless `torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction` is off.
 
     Raises:
-        InputError: on every rank, if the way cannot run them.
+        InputError: on every rank, if there is no room for windows, or, unless the way is auto, if the ranks do not
+            reach each other's memory.
 
     Example:
         W = 2, rank 0 has x_shard [[1, 2]], rank 1 [[3, 4]]. weight [[1, 1]] on rank 0 gives [[3], [7]] there, and
         [[1, -1]] on rank 1 gives [[-1], [-1]] there.
     """
-    run = _Run(products, way, order or nullcontext(), torch.is_grad_enabled())
-    return _AllGatherMatmul.apply(*_cast(x_shard, weight, bias), activation, run)
+    keep = torch.is_grad_enabled() and weight.requires_grad  # within a `Function` autograd never records
+    return _AllGatherMatmul.apply(*_cast(x_shard, weight, bias), activation, products, way, keep)
 
 
 @uncompiled
@@ -84,7 +81,6 @@ def matmul_reduce_scatter(
     *,
     products: ParallelProducts,
     way: str = "auto",
-    order: AbstractContextManager[object] | None = None,
 ) -> torch.Tensor:
     """Return rank r's rows, [r * M / W, (r + 1) * M / W), of activation(sum over the ranks of x @ weight^T + bias).
 
@@ -97,7 +93,7 @@ def matmul_reduce_scatter(
         weight: [N, K], this rank's own.
         bias: [N], the same on all ranks, or None.
         activation: none | relu.
-        products, way, order: as for `all_gather_matmul`.
+        products, way: as for `all_gather_matmul`.
 
     Returns:
         [M / W, N], of the type of `x`.
@@ -108,18 +104,7 @@ def matmul_reduce_scatter(
     Example:
         W = 2, x [[1], [2]] and weight [[10]] on both ranks, bias [1]: 10 + 10 + 1 = [[21]] on rank 0, [[41]] on rank 1.
     """
-    run = _Run(products, way, order or nullcontext(), torch.is_grad_enabled())
-    return _MatmulReduceScatter.apply(*_cast(x, weight, bias), activation, run)
-
-
-class _Run(NamedTuple):
-    """How an operator runs, forward and back."""
-
-    products: ParallelProducts
-    way: str
-    order: AbstractContextManager[object]
-    differentiable: bool
-    """whether the caller's autograd records; within a `Function` it never does"""
+    return _MatmulReduceScatter.apply(*_cast(x, weight, bias), activation, products, way)
 
 
 def _cast(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -146,13 +131,14 @@ class _AllGatherMatmul(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         activation: Activation,
-        run: _Run,
+        products: ParallelProducts,
+        way: str,
+        keep: bool,
     ) -> torch.Tensor:
-        layer, keep = Layer(weight, bias, activation), run.differentiable and ctx.needs_input_grad[1]
-        with run.order:
-            out, x = run.products.all_gather_matmul(x_shard, layer, run.way, keep)
+        with products.order:
+            out, x = products.all_gather_matmul(x_shard, Layer(weight, bias, activation), way, keep)
         ctx.save_for_backward(x, weight, out if activation == "relu" else None)
-        ctx.run = run
+        ctx.products, ctx.way = products, way
         return out
 
     @staticmethod
@@ -161,17 +147,16 @@ class _AllGatherMatmul(torch.autograd.Function):
         x, weight, out = ctx.saved_tensors
         dz = _through(gradient.contiguous(), out)
         finish, dx, dw, db = None, None, None, None
-        run: _Run = ctx.run
-        with run.order:
+        with ctx.products.order:
             if ctx.needs_input_grad[0]:
-                finish = run.products.begin_reduce_scatter(dz, Layer(weight.t()), run.way)
-            if ctx.needs_input_grad[1]:  # beside the rows that travel
+                finish = ctx.products.begin_reduce_scatter(dz, Layer(weight.t()), ctx.way)
+            if x is not None:  # beside the rows that travel
                 dw = dz.t() @ x
             if ctx.needs_input_grad[2]:
                 db = dz.sum(0)
             if finish is not None:
                 dx = finish()
-        return dx, dw, db, None, None
+        return dx, dw, db, None, None, None, None
 
 
 class _MatmulReduceScatter(torch.autograd.Function):
@@ -182,12 +167,13 @@ class _MatmulReduceScatter(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         activation: Activation,
-        run: _Run,
+        products: ParallelProducts,
+        way: str,
     ) -> torch.Tensor:
-        with run.order:
-            out = run.products.begin_reduce_scatter(x, Layer(weight, bias, activation), run.way)()
+        with products.order:
+            out = products.begin_reduce_scatter(x, Layer(weight, bias, activation), way)()
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight, out if activation == "relu" else None)
-        ctx.run = run
+        ctx.products, ctx.way = products, way
         return out
 
     @staticmethod
@@ -195,13 +181,9 @@ class _MatmulReduceScatter(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> Gradients:
         x, weight, out = ctx.saved_tensors
         dz = _through(gradient.contiguous(), out)
-        dx, dw, db = None, None, None
-        if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
-            keep, run = ctx.needs_input_grad[1], ctx.run
-            with run.order:
-                dx, gathered = run.products.all_gather_matmul(dz, Layer(weight.t()), run.way, keep)
-            if gathered is not None:
-                dw = gathered.t() @ x
-        if ctx.needs_input_grad[2]:
-            db = dz.sum(0)
-        return dx, dw, db, None, None
+        dx, dw = None, None
+        if ctx.needs_input_grad[0] or x is not None:
+            with ctx.products.order:
+                dx, gathered = ctx.products.all_gather_matmul(dz, Layer(weight.t()), ctx.way, x is not None)
+            dw = None if gathered is None else gathered.t() @ x
+        return dx, dw, dz.sum(0) if ctx.needs_input_grad[2] else None, None, None, None, None

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-from dlrm_overlap.dense.gemm.problem import Finish, Layer, activate
+from dlrm_overlap.dense.gemm.layer import Finish, Layer
 from dlrm_overlap.kernels.gemm.reference import sum_parts
 
 # Names since torch 2.13, and before.
@@ -19,18 +19,18 @@ reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduc
 
 
 def gather(
-    group: dist.ProcessGroup, x_shard: torch.Tensor, layer: Layer, parts: int, keep: bool
+    group: dist.ProcessGroup, x_shard: torch.Tensor, layer: Layer, keep: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Gather, then multiply; return the layer's output for all rows [M, N], and the rows [M, K] if `keep`."""
     x = x_shard.new_empty(group.size() * x_shard.shape[0], x_shard.shape[1])
     all_gather(x, x_shard, group=group)
     out = functional.linear(x, layer.weight, layer.bias)
-    return activate(out, layer._replace(bias=None)), x if keep else None
+    return functional.relu_(out) if layer.activation == "relu" else out, x if keep else None
 
 
-def scatter(group: dist.ProcessGroup, x: torch.Tensor, layer: Layer, parts: int) -> Finish:
+def scatter(group: dist.ProcessGroup, x: torch.Tensor, layer: Layer) -> Finish:
     """Multiply and begin to reduce. gloo cannot add up in a fixed order, so on CPUs partial products are exchanged."""
-    partial, ranks = functional.linear(x, layer.weight), group.size()
+    partial, ranks, is_relu = functional.linear(x, layer.weight), group.size(), layer.activation == "relu"
     if x.device.type == "cpu":
         received = torch.empty_like(partial)
         work: Any = dist.all_to_all_single(received, partial, group=group, async_op=True)
@@ -40,9 +40,9 @@ def scatter(group: dist.ProcessGroup, x: torch.Tensor, layer: Layer, parts: int)
 
     def finish() -> torch.Tensor:
         work.wait()
-        if x.device.type != "cpu":
-            return activate(received, layer)
-        parts = received.unflatten(0, (ranks, len(received) // ranks))
-        return sum_parts(parts, layer.bias, layer.activation == "relu")
+        if x.device.type == "cpu":
+            return sum_parts(received.unflatten(0, (ranks, len(received) // ranks)), layer.bias, is_relu)
+        out = received if layer.bias is None else received.add_(layer.bias)
+        return functional.relu_(out) if is_relu else out
 
     return finish

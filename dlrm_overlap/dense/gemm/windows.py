@@ -13,18 +13,20 @@ unless the peer is late. A second window would let ranks drift further apart, bu
 the two it is, since copies get their addresses from it, and a replayed graph would take the same one twice in a row.
 """
 
+from collections.abc import Mapping
+
 import torch
 import torch.distributed as dist
 
 from dlrm_overlap.comm.arena import Arena, Region, open_arena
 from dlrm_overlap.comm.copy_engine import CopyEngine
 from dlrm_overlap.comm.record import Record, settle
-from dlrm_overlap.config import InputError
 from dlrm_overlap.kernels.flags import Flags
+from dlrm_overlap.kernels.gemm.product import TILING
 from dlrm_overlap.kernels.schedule import staggered_peers
 
-SLOTS = 8
-"""flags READY of a rank at each rank"""
+SLOTS = 4
+"""flags READY of a rank at each rank, one a part"""
 MISSING = "product's part"
 _GRANULE_BYTES = 1 << 21  # of GPU memory that is mapped between ranks
 
@@ -35,8 +37,21 @@ class Windows:
     Ranks send to one peer after the other, rank + 1, rank + 2, .., so that at every turn no two send to one rank.
     """
 
+    tiling = TILING
+    """of products of our own"""
+
+    @torch.inference_mode(False)  # memory that an evaluation makes serves training, too
     def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout_s: float) -> None:
-        """Take the bound of a wait for a peer."""
+        """Make the flags and the engines; a collective.
+
+        Args:
+            group: of the W ranks.
+            device: of this rank.
+            timeout_s: bound of a wait for a peer.
+
+        Raises:
+            InputError: on every rank, if there is no room, or the ranks do not reach each other's memory.
+        """
         self.group, self.device, self._timeout_s = group, device, timeout_s
         self.rank, self.world_size = group.rank(), group.size()
         self.turns = staggered_peers(self.rank, self.world_size)
@@ -45,15 +60,10 @@ class Windows:
         """whether a reduce-scatter has begun and not been finished"""
         self.each: list[Arena] = []
         """of one region, memory [size] uint8"""
-        self._last: torch.cuda.Stream | None = None
-
-    def _open(self) -> None:
-        """Make the flags and the engines; a collective."""
-        device = self.device
         regions = {
             name: Region((self.world_size, slots), torch.int64) for name, slots in (("ready", SLOTS), ("done", 1))
         }
-        self._flags, self._record = open_arena(regions, self.group, device), Record(device)
+        self._flags, self._record = open_arena(regions, group, device), Record(device)
         self.word = torch.zeros(2, dtype=torch.int64, device=device)[:1]
         """[1] int64: the epoch"""
         every = dict.fromkeys(range(self.world_size), 1)
@@ -66,17 +76,28 @@ class Windows:
         last = self.turns[:1]
         self.arrived = [self._waited("ready", every | dict.fromkeys(last, slot + 1)) for slot in range(SLOTS)]
         """number k: slot 0 of every peer, slots 0 .. k of the one that is the last to turn to this rank"""
-        self.counted = torch.zeros(1, dtype=torch.int32, device=device)
-        """[1] int32: programs of the running kernel that are through; 0 before and after"""
         self.ready_at = [self._flags.view("ready", rank)[self.rank] for rank in range(self.world_size)]
         """of each rank, [SLOTS] int64: the flags that this rank raises there"""
+        self.counted = torch.zeros(1, dtype=torch.int32, device=device)
+        """[1] int32: programs of the running kernel that are through; 0 before and after"""
+        self.tiles = torch.zeros(self.world_size * SLOTS, dtype=torch.int32, device=device)
+        """[W * SLOTS] int32: tiles of each part that a kernel has scattered; 0 before and after"""
+        self.own_first = torch.tensor([self.rank, *self.turns[::-1]], dtype=torch.int32, device=device)
+        """[W] int32: the ranks in the order in which their rows arrive"""
+        self.own_last = torch.tensor([*self.turns, self.rank], dtype=torch.int32, device=device)
+        """[W] int32: the ranks in the order in which this one sends to them"""
+        self.words = torch.zeros(self.world_size, SLOTS, dtype=torch.int64, device=device)
+        """[W, SLOTS] int64: which parts of an owner's rows a kernel has counted as complete"""
+        self.ranks = torch.arange(self.world_size, dtype=torch.int64, device=device)
+        # A kernel writes element (rank, part) at the address of an owner: here that is element (owner, part).
+        self.word_addresses = (self.ranks - self.rank) * SLOTS * self.words.itemsize + self.words.data_ptr()
         self.engine = CopyEngine(device)
         self.beside = CopyEngine(device)
         """for copies within this GPU, which run beside the products"""
         self.events = [torch.cuda.Event() for _ in range(self.world_size * SLOTS)]
         """a call's own, of parts that follow each other"""
 
-    def _waited(self, name: str, slots: dict[int, int]) -> Flags:
+    def _waited(self, name: str, slots: Mapping[int, int]) -> Flags:
         """Return the flags `name`, ready or done; a wait for them is for the first slots[w] of each peer w."""
         counts = [slots.get(rank, 0) * int(rank != self.rank) for rank in range(self.world_size)]
         return Flags(
@@ -88,6 +109,7 @@ class Windows:
             status=self._record.status,
         )
 
+    @torch.inference_mode(False)
     def begin(self, size_bytes: int) -> Arena:
         """Begin a call on the current stream, after the one before; return its window, the same one on all ranks.
 
@@ -95,20 +117,12 @@ class Windows:
         first call of its size may not be captured.
 
         Raises:
-            InputError: if a reduce-scatter is under way; on every rank, if there is no room, or the ranks do not reach
-                each other's memory.
+            InputError: on every rank, if there is no room.
         """
-        if self.under_way:
-            raise InputError("a product and its reduce-scatter is under way; finish it before another one begins")
-        if not self.each:
-            self._open()
+        assert not self.under_way, "a product and its reduce-scatter is under way; finish it before another one begins"
         if not any(window.size_bytes >= size_bytes for window in self.each):
             size = -(-size_bytes // _GRANULE_BYTES) * _GRANULE_BYTES
             self.each.append(open_arena({"memory": Region((size,), torch.uint8)}, self.group, self.device))
-        current = torch.cuda.current_stream(self.device)
-        if self._last is not None and self._last != current and not torch.cuda.is_current_stream_capturing():
-            current.wait_stream(self._last)  # within a capture the caller orders the streams
-        self._last = current
         return next(window for window in self.each if window.size_bytes >= size_bytes)
 
     def check(self) -> None:
@@ -117,13 +131,10 @@ class Windows:
         Raises:
             ExchangeTimeoutError: if it has expired.
         """
-        if self.each:
-            self._record.raise_expired(self._timeout_s, MISSING)
+        self._record.raise_expired(self._timeout_s, MISSING)
 
     def close(self) -> None:
         """Give the memory back, once all that was issued is done. All ranks that have some call this."""
-        if not self.each:
-            return
         settle(self.group, self.device, self.check)
         for each in (self._flags, *self.each):
             each.close()

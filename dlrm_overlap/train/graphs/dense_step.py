@@ -10,8 +10,7 @@ from dlrm_overlap.comm.order import CommunicationOrder
 from dlrm_overlap.dense.cast import CastWeights
 from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.flat_steps import take_steps
-from dlrm_overlap.dense.gradients import GradientBuckets
-from dlrm_overlap.dense.reduction import StoreOptions
+from dlrm_overlap.dense.gradients import GradientBuckets, StoreOptions
 from dlrm_overlap.train.graphs.optimizers import DenseUpdates, fused_optimizers, parameters_of, why_after_the_graph
 
 _BUCKET_BYTES = 16 << 20  # of gradients that are sent at once, at least
@@ -113,13 +112,6 @@ class DenseStep:
         for steps in self._updates.steps:
             steps.refresh()
 
-    def close(self, untouched: bool = False) -> None:
-        """Let go of the parameters, and of memory that peers see.
-
-        Args:
-            untouched: no step was taken; the optimizers get no state by what was made for them.
-        """
+    def close(self) -> None:
+        """Let go of the parameters, and of memory that peers see."""
         self.buckets.close()
-        if untouched:
-            for steps in self._updates.steps:
-                steps.forget()

@@ -33,7 +33,7 @@ from dlrm_overlap.comm.order import CommunicationOrder, Streams
 from dlrm_overlap.config import InputError
 from dlrm_overlap.dense.cast import CastWeights
 from dlrm_overlap.dense.flat import FlatParameters
-from dlrm_overlap.dense.reduction import StoreOptions
+from dlrm_overlap.dense.gradients import StoreOptions
 from dlrm_overlap.dense.tensor_parallel import divided_layers, shards_of
 from dlrm_overlap.embedding.exchanging_module import ExchangingModule
 from dlrm_overlap.embedding.id_layout import BatchBound
@@ -56,7 +56,7 @@ from dlrm_overlap.train.graphs.static_batch import on_device, with_even_batches_
 log = logging.getLogger("dlrm_overlap")
 
 _DENSE_REDUCE = ("auto", "collective", "stores")
-_WARMUP_STEPS = 3  # before a capture: they compile kernels, fill caches and learn the order of the gradients
+_WARMUP_STEPS = 3  # before a capture: they compile kernels, fill caches and learn which parameters get a gradient
 _ODD_STEPS = 3  # one after the other, until the next batch is taken for the first of others like it
 
 
@@ -102,7 +102,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
             group: the model's ranks; None is the default group.
             casts: gives the model its weights in bfloat16, if it does; made of all dense parameters that it trains.
             gradient_dtype: type in which dense gradients are sent, float32 or bfloat16.
-            dense_reduce: how dense gradients are summed: collective (`dense.reduction`), stores (`dense.stores`), or
+            dense_reduce: how dense gradients are summed: collective (`dense.gradients`), stores (`dense.stores`), or
                 auto, which is stores between GPUs where all ranks are on one host.
             capture: whether to capture; None captures on GPUs.
             stock: arguments of `TrainPipelineSparseDist`, by name.
@@ -180,7 +180,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
             before._let_go()
         leave_ddp(self._model)
         for layer in divided_layers(self._model):
-            layer.ranks.order = self._order
+            layer.products.order = self._order
         self._dense = self._open_dense_step()
         self._fused = [each for each in fused_optimizers(self._optimizer) if not self._dense.steps_after(each)]
         if self._captures and self._dense.why_after and self._group.rank() == 0:
@@ -195,7 +195,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         """Leave the model as it was, to another pipeline, or to this one once more."""
         self._graphs.release()
         self._ahead.forget_sent_ids()
-        self._dense.close(untouched=not self._has_stepped)
+        self._dense.close()
         setattr(self._model, _HOLDER, None)
 
     def _open_dense_step(self) -> DenseStep:
@@ -348,8 +348,8 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         return self._graphs.capture(parity, step, self._streams.main_stream).launch()
 
     def _first_step(self, parity: int, following: bool) -> Any:
-        """Take the first step, and learn which ids the model looks up, and in which order gradients are completed."""
-        with self._ahead.finding_ids(), self._dense.buckets.learn(), ModelCollectives() as collectives:
+        """Take the first step, and learn which ids the model looks up, and which parameters get a gradient."""
+        with self._ahead.finding_ids(), ModelCollectives() as collectives:
             loss, output = self._forward(self._ahead.batch(parity))
             loss.backward()
         self._dense.update()

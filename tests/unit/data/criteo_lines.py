@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from dlrm_overlap.config import InputError
-from dlrm_overlap.data.prepare import prepare
-from dlrm_overlap.data.prepared import Meta
+from dlrm_overlap.data.prepare import prepare_files
+from dlrm_overlap.data.records import Layout
 from dlrm_overlap.data.schema import criteo_schema
 
 ROWS = [3 + 5 * t for t in range(26)]
@@ -18,8 +18,8 @@ ROWS = [3 + 5 * t for t in range(26)]
 
 def prepare_criteo(
     source: Path, target: Path, rows: int | None = None, min_count: int | None = None, **options: Any
-) -> Meta:
-    return prepare(source, target, criteo_schema([rows] * 26 if rows else None, min_count), **options)
+) -> Layout:
+    return prepare_files(source, target, criteo_schema(rows, min_count), **options)
 
 
 def random_lines(n: int, seed: int = 0) -> list[bytes]:
@@ -55,13 +55,14 @@ def parse_plainly(lines: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray, np.nd
     )
 
 
-def hash_plainly(value: int, rows: int) -> int:
-    value ^= value >> 16
-    value = value * 0x85EBCA6B & 0xFFFFFFFF
-    value ^= value >> 13
-    value = value * 0xC2B2AE35 & 0xFFFFFFFF
-    value ^= value >> 16
-    return 1 + value % (rows - 1) if rows > 1 else 0
+def hash_plainly(key: int, rows: int) -> int:
+    mixed = key * 0x9E3779B97F4A7C15 % 2**64
+    mixed ^= mixed >> 32
+    return 1 + mixed % (rows - 1) if rows > 1 else 0
+
+
+def hash_all(values: np.ndarray, rows: int) -> np.ndarray:
+    return np.vectorize(lambda value: hash_plainly(int(value), rows), otypes=[np.int64])(values)
 
 
 def with_field(line: bytes, column: int, field: bytes) -> bytes:

@@ -14,7 +14,7 @@ from dlrm_overlap.data import loader as loader_module
 from dlrm_overlap.data import synthetic_device
 from dlrm_overlap.data.batch import Batch, Dataset
 from dlrm_overlap.data.days import Day, Days, Ragged
-from dlrm_overlap.data.loader import Loader, make_loader, open_datasets
+from dlrm_overlap.data.loader import Loader, open_datasets
 from dlrm_overlap.data.synthetic import Synthetic
 from tests.conftest import wait_until
 
@@ -27,7 +27,7 @@ class Numbered(Dataset):
 
     def __init__(self, num_samples: int | None = None, bad: int | None = None, error: type[Exception] = InputError):
         self.rows, self.pooling, self.num_samples = [1000], [1.0], num_samples
-        self.bag_sizes, self.max_ids, self.dense_features = [(0, 2)], 2, 1
+        self.bag_sizes, self.dense_features = [(0, 2)], 1
         self.bad, self.error = bad, error
         self.read_s = 0.0
         self.reads: list[int] = []
@@ -44,8 +44,8 @@ class Numbered(Dataset):
 
 
 def load(dataset: Dataset, workers: int, **changes) -> Loader:
-    arguments = {"batch_size": 4, "rank": 0, "world_size": 1, "first_step": 0, "last_step": 8, "prefetch": 2}
-    return make_loader(dataset, workers=workers, **{"pin_memory": False, **arguments, **changes})
+    arguments = {"batch_size": 4, "rank": 0, "world_size": 1, "steps": range(8), "prefetch": 2}
+    return Loader(dataset, workers=workers, **{"pin_memory": False, **arguments, **changes})
 
 
 def tensors(batch: Batch) -> list[list]:
@@ -65,7 +65,7 @@ def leaves_nothing_behind():
 def test_batches_come_in_order_and_equal_direct_reads(workers: int):
     tables = TablesConfig(rows=[100, 7], multi_hot=["0..4", 2])
     dataset = Synthetic(DataConfig(tables=tables), "train")
-    batches = list(load(dataset, workers, batch_size=8, rank=1, world_size=3, first_step=5, last_step=12))
+    batches = list(load(dataset, workers, batch_size=8, rank=1, world_size=3, steps=range(5, 12)))
     assert len(batches) == 7
     for step, batch in enumerate(batches, start=5):
         expected = dataset.read((step * 3 + 1) * 8, 8)
@@ -77,19 +77,12 @@ def test_batches_come_in_order_and_equal_direct_reads(workers: int):
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_ranks_split_a_global_batch(world_size: int):
     loaders = [
-        load(Numbered(), 0, batch_size=16 // world_size, rank=rank, world_size=world_size, first_step=3, last_step=5)
+        load(Numbered(), 0, batch_size=16 // world_size, rank=rank, world_size=world_size, steps=range(3, 5))
         for rank in range(world_size)
     ]
     for step in (3, 4):
         numbers = torch.cat([next(loader).dense.flatten() for loader in loaders])
         assert numbers.tolist() == list(range(step * 16, step * 16 + 16))
-
-
-@WORKERS
-@pytest.mark.usefixtures("leaves_nothing_behind")
-def test_distinct_steps_repeat(workers: int):
-    firsts = [int(batch.dense[0]) for batch in load(Numbered(), workers, last_step=9, distinct_steps=4)]
-    assert firsts == [0, 4, 8, 12, 0, 4, 8, 12, 0]
 
 
 class MadeOnGpu(Numbered):
@@ -103,11 +96,10 @@ class MadeOnGpu(Numbered):
 
 
 @WORKERS
-@pytest.mark.parametrize("distinct_steps", [0, 3])
 @pytest.mark.usefixtures("leaves_nothing_behind")
-def test_samples_of_the_gpu_are_made_where_and_when_they_are_asked_for(workers: int, distinct_steps: int):
+def test_samples_of_the_gpu_are_made_where_and_when_they_are_asked_for(workers: int):
     dataset = MadeOnGpu()
-    changes = {"rank": 1, "world_size": 2, "first_step": 1, "last_step": 9, "distinct_steps": distinct_steps}
+    changes = {"rank": 1, "world_size": 2, "steps": range(1, 9)}
     loader = load(dataset, workers, pin_memory=True, **changes)
     assert (dataset.reads, loader.read_ahead) == ([], 0)
     batches = [next(loader)]
@@ -116,8 +108,7 @@ def test_samples_of_the_gpu_are_made_where_and_when_they_are_asked_for(workers: 
     assert dataset.threads == {threading.current_thread()}
     with load(Numbered(), 0, **changes) as expected:
         assert [tensors(batch) for batch in batches] == [tensors(batch) for batch in expected]
-    assert len(dataset.reads) == (distinct_steps or 8)
-    assert len({id(batch.sparse) for batch in batches}) == 8  # none knows what a step has asked another for
+    assert len(dataset.reads) == 8
 
 
 @WORKERS
@@ -153,7 +144,7 @@ def test_closing_ends_the_reading(workers: int, taken: int):
 @WORKERS
 @pytest.mark.usefixtures("leaves_nothing_behind")
 def test_a_dropped_loader_ends_the_reading(workers: int):
-    batches = load(Numbered(), workers, last_step=10**9)
+    batches = load(Numbered(), workers, steps=range(10**9))
     next(batches)
     del batches
     gc.collect()
@@ -198,10 +189,10 @@ def test_synthetic_samples_are_made_on_the_runs_device(monkeypatch: pytest.Monke
 def file_config(monkeypatch: pytest.MonkeyPatch) -> Callable[..., DataConfig]:
     """Make a config whose paths are numbers of samples, or `other`, 4 samples of a larger table."""
 
-    def open_numbered(config: DataConfig, path: str) -> tuple[Days, None]:
+    def open_numbered(config: DataConfig, path: str) -> Days:
         samples, rows = (4, 2000) if path == "other" else (int(path), 1000)
         numbers = np.arange(samples)[:, None]
-        return Days([Day(path, numbers % 2, numbers, [numbers])], [rows], None), None
+        return Days([Day(path, numbers % 2, numbers, [numbers])], [rows], None)
 
     monkeypatch.setattr(loader_module, "open_files", open_numbered)
     return lambda **keys: DataConfig(kind="criteo_npy", **keys)

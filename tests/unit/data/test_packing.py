@@ -1,6 +1,5 @@
-"""Packed samples: they are those that were packed, in the order that a run asks for, and other files are refused."""
+"""Packed samples: they are those that were packed, in the order that a run asks for."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +7,10 @@ import pytest
 import torch
 
 from dlrm_overlap.cli import main
-from dlrm_overlap.config import DataConfig, InputError, TablesConfig
-from dlrm_overlap.data import packing
+from dlrm_overlap.config import DataConfig, TablesConfig
+from dlrm_overlap.data import prepare
 from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.data.loader import open_datasets
-from dlrm_overlap.data.packing import pack_samples
 from dlrm_overlap.data.prepared import Prepared
 from tests.agreement import assert_same_samples
 
@@ -25,10 +23,15 @@ def config_of(tables: TablesConfig, **keys: Any) -> DataConfig:
     return DataConfig(tables=tables, dense_features=3, eval_samples=37, workers=0, **keys)
 
 
-def packed(folder: Path, tables: TablesConfig = FIXED, **options: Any) -> DataConfig:
-    """Pack samples in days of 16, and return the configuration that reads them."""
-    pack_samples(config_of(tables), folder, SAMPLES, day_samples=16, **options)
-    return DataConfig(kind="prepared", path=str(folder))
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare, "_BATCH", 16)
+
+
+def packed(folder: Path, tables: TablesConfig = FIXED) -> DataConfig:
+    """Pack samples into a folder in `folder`, and return the configuration that reads them."""
+    prepare.prepare_samples(config_of(tables), folder / "packed", SAMPLES)
+    return DataConfig(kind="prepared", path=str(folder / "packed"))
 
 
 @pytest.mark.parametrize("tables", [FIXED, RANGES], ids=["fixed", "ranges"])
@@ -44,37 +47,8 @@ def test_packed_samples_are_those_of_the_data_set(tmp_path: Path, tables: Tables
 
 
 def test_a_record_has_no_byte_that_its_table_does_not_need(tmp_path: Path) -> None:
-    data = Prepared(packed(tmp_path / "float32").path or "", TablesConfig())
-    assert data.packed[0].record_bytes == 3 * 4 + 1 + (1 + 3 * 2 + 2 * 3 + 4)
-    half = Prepared(packed(tmp_path / "float16", dense="float16").path or "", TablesConfig())
-    assert half.packed[0].record_bytes == data.packed[0].record_bytes - 3 * 2
-    rounded = data.read(0, 50).dense.half().float()
-    assert torch.equal(half.read(0, 50).dense, rounded)
-    assert not torch.equal(data.read(0, 50).dense, rounded)
-
-
-def test_packing_goes_on_with_the_day_that_is_not_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    packed(tmp_path / "whole")
-    written: list[int] = []
-    write = packing.write_day
-
-    def killed_at_2(target: Path, i: int, *args: Any) -> Any:
-        written.append(i)
-        if i == 2 and len(written) == 3:
-            raise KeyboardInterrupt
-        return write(target, i, *args)
-
-    monkeypatch.setattr(packing, "write_day", killed_at_2)
-    with pytest.raises(KeyboardInterrupt):
-        packed(tmp_path / "days")
-    with pytest.raises(InputError, match="did not finish samples from 32 on"):
-        Prepared(tmp_path / "days", TablesConfig())
-    packed(tmp_path / "days")
-    assert written == [0, 1, 2, *range(2, 7)]
-    for file in (tmp_path / "whole").rglob("*.npy"):
-        assert (tmp_path / "days" / file.relative_to(tmp_path / "whole")).read_bytes() == file.read_bytes()
-    with pytest.raises(InputError, match="was prepared of other files, or in another way; choose"):
-        pack_samples(config_of(FIXED, seed=1), tmp_path / "days", SAMPLES, day_samples=16)
+    data = Prepared(packed(tmp_path).path or "", TablesConfig())
+    assert data.packed.record_bytes == 3 * 4 + 1 + (1 + 3 * 2 + 2 * 3 + 4)
 
 
 def test_endless_samples_need_a_number(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -83,16 +57,7 @@ def test_endless_samples_need_a_number(capsys: pytest.CaptureFixture[str], tmp_p
     assert main(command) == 2
     assert "--samples: none, but those of data.kind synthetic have no end; say how many" in capsys.readouterr().err
     assert main([*command, "--samples", "5", "--data.eval_samples", "3"]) == 0
-    assert capsys.readouterr().out == f"{tmp_path / 'out'}: 5 samples, 3 held out, 9 to 9 rows a table\n"
-
-
-def test_an_older_format_is_refused(tmp_path: Path) -> None:
-    packed(tmp_path)
-    meta = json.loads((tmp_path / "meta.json").read_text())
-    meta["format"] = 1
-    (tmp_path / "meta.json").write_text(json.dumps(meta))
-    with pytest.raises(InputError, match="was prepared in format 1, and this version reads format 2; make it anew"):
-        Prepared(tmp_path, TablesConfig())
+    assert capsys.readouterr().out == f"{tmp_path / 'out'}: 8 samples, 3 of them held out, 9 to 9 rows a table\n"
 
 
 @pytest.mark.parametrize("tables", [FIXED, RANGES], ids=["fixed", "ranges"])

@@ -35,7 +35,7 @@ def batch_of(step: int) -> tuple[torch.Tensor, ...]:
 
 
 def assert_is(lent: Lent, step: int) -> None:
-    for found, expected in zip(lent.tensors, batch_of(step), strict=True):
+    for found, expected in zip(lent[0], batch_of(step), strict=True):
         assert torch.equal(found, expected)
 
 
@@ -170,12 +170,12 @@ def test_copies_to_the_gpu_end_before_their_memory_is_lent_again(run_ahead: int)
     ring = Ring(read, range(60), form, workers=3, slots_per_worker=run_ahead, pin=True)
     wrong = torch.zeros((), dtype=torch.int64, device=device)
     with torch.cuda.stream(stream):
-        for step, lent in enumerate(ring):
+        for step, (tensors, lease) in enumerate(ring):
             torch.cuda._sleep(3_000_000)  # about 1.5 ms during which the copies behind it cannot start
-            batch = Batch.from_tensors(*lent.tensors)
-            batch.lease = lent.lease
+            batch = Batch.from_tensors(*tensors)
+            batch.lease = lease
             arrived = batch.to(device, non_blocking=True)
-            del batch, lent
+            del batch, tensors, lease
             wrong += (arrived.dense != step).sum() + (arrived.sparse.values() != step).sum()
     ring.close()
     assert wrong.item() == 0

@@ -6,18 +6,25 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dlrm_overlap.config import InputError
-from dlrm_overlap.data.encoder import Encoder, hashed_rows
+from dlrm_overlap.config import InputError, TablesConfig
+from dlrm_overlap.data.encoder import hashed_rows
+from dlrm_overlap.data.prepared import Prepared
 from dlrm_overlap.data.schema import criteo_schema
-from dlrm_overlap.data.table_files import BLOCK_BYTES, read_blocks, table_files
-from tests.unit.data.criteo_lines import assert_one_line, hash_plainly, parse_plainly, random_lines, with_field
-
-SCHEMA = criteo_schema([100] * 26)
+from dlrm_overlap.data.table_files import table_files
+from tests.unit.data.criteo_lines import (
+    assert_one_line,
+    hash_all,
+    hash_plainly,
+    parse_plainly,
+    prepare_criteo,
+    random_lines,
+    with_field,
+)
 
 
 @pytest.mark.parametrize("newline", [b"\n", b"\r\n"])
 @pytest.mark.parametrize("end", [False, True])
-@pytest.mark.parametrize(("suffix", "block_bytes"), [("", BLOCK_BYTES), (".gz", 1001)])
+@pytest.mark.parametrize(("suffix", "block_bytes"), [("", 1 << 21), (".gz", 1001)])
 def test_parser_agrees_with_plain_python(
     newline: bytes, end: bool, suffix: str, block_bytes: int, tmp_path: Path
 ) -> None:
@@ -26,17 +33,13 @@ def test_parser_agrees_with_plain_python(
     text = newline.join(lines) + newline * end
     file = tmp_path / f"day_0{suffix}"
     file.write_bytes(gzip.compress(text) if suffix else text)
-    blocks = list(read_blocks(file, SCHEMA, block_bytes))
+    prepare_criteo(file, tmp_path / "days", 2**31 - 1, block_bytes=block_bytes)
+    batch = Prepared(tmp_path / "days", TablesConfig()).read(0, 300)
     labels, dense, categories, missing = parse_plainly(lines)
-    found = np.concatenate([Encoder(SCHEMA, {}).encode(block).dense for block in blocks])
-    assert found.dtype == np.float32
-    np.testing.assert_allclose(found, dense, rtol=3e-7)
-    np.testing.assert_array_equal(np.concatenate([block.labels[:, 0] for block in blocks]), labels)
-    for t in range(26):
-        absent = np.concatenate([block.values[t].missing for block in blocks])
-        keys = np.concatenate([block.values[t].keys for block in blocks])
-        np.testing.assert_array_equal(absent, missing[:, t])
-        np.testing.assert_array_equal(keys[~absent], categories[~absent, t])
+    np.testing.assert_allclose(batch.dense.numpy(), dense, rtol=3e-7)
+    np.testing.assert_array_equal(batch.labels.numpy(), labels)
+    ids = np.where(missing, 0, hash_all(categories, 2**31 - 1))
+    np.testing.assert_array_equal(batch.sparse.values().view(26, -1).numpy().T, ids)
 
 
 @pytest.mark.parametrize(
@@ -55,11 +58,11 @@ def test_parser_agrees_with_plain_python(
 )
 def test_a_malformed_field_is_named(tmp_path: Path, column: str, field: bytes, rule: str) -> None:
     lines = random_lines(9)
-    lines[4] = with_field(lines[4], (SCHEMA.columns or []).index(column) + 1, field)
+    lines[4] = with_field(lines[4], (criteo_schema(9).columns or []).index(column) + 1, field)
     file = tmp_path / "train.txt"
     file.write_bytes(b"\n".join(lines))
     with pytest.raises(InputError, match=rf"train.txt: .*{rule}.*; correct") as error:
-        list(read_blocks(file, SCHEMA))
+        prepare_criteo(file, tmp_path / "days", 9)
     assert_one_line(error)
 
 
@@ -74,7 +77,7 @@ def test_a_wrong_number_of_fields_is_named(change: str, found: int, tmp_path: Pa
         lines[4] = lines[4].rpartition(b"\t")[0]
     (tmp_path / "day_0").write_bytes(b"\n".join(lines))
     with pytest.raises(InputError, match=rf"day_0: .*Row #4: Expected 40 columns, got {found}") as error:
-        list(read_blocks(tmp_path / "day_0", SCHEMA))
+        prepare_criteo(tmp_path / "day_0", tmp_path / "days", 9)
     assert_one_line(error)
 
 
@@ -91,7 +94,7 @@ def test_unreadable_files_are_named(tmp_path: Path) -> None:
     for name, (content, rule) in contents.items():
         (tmp_path / name).write_bytes(content)
         with pytest.raises(InputError, match=rf"{name}.*{rule}") as error:
-            list(read_blocks(tmp_path / name, SCHEMA))
+            prepare_criteo(tmp_path / name, tmp_path / "days", 9)
         assert_one_line(error)
 
 

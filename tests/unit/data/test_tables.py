@@ -5,7 +5,6 @@ import gzip
 import hashlib
 from collections import Counter
 from collections.abc import Callable
-from datetime import date, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,10 @@ import pytest
 import torch
 from pyarrow import feather, parquet
 
-from dlrm_overlap.config import DataConfig, InputError, TablesConfig
+from dlrm_overlap.config import InputError, TablesConfig
 from dlrm_overlap.data.batch import Batch, table_keys
-from dlrm_overlap.data.loader import make_loader, open_datasets
-from dlrm_overlap.data.prepare import prepare
+from dlrm_overlap.data.loader import Loader
+from dlrm_overlap.data.prepare import prepare_files
 from dlrm_overlap.data.prepared import Prepared
 from dlrm_overlap.data.schema import Schema, read_schema
 from tests.unit.data.criteo_lines import assert_one_line, hash_plainly
@@ -27,13 +26,12 @@ N = 120
 
 
 MOVIES = """
-labels: {rating: {above: 3.5}}
+labels: {liked: {}}
 dense: {age: {}}
 categorical:
   movie: {type: int, rows: 50}
-  genres: {list: "|", rows: 20, longest: 3}
+  genres: {list: "|", rows: 20}
   seen: {list: "|", type: int, rows: 30}
-time: {column: date, held_out_from: 2024-03-01}
 """
 
 CCP = """
@@ -53,12 +51,11 @@ categorical:
 def movies(rng: np.random.Generator) -> dict[str, Any]:
     genres = ["Action", "Children's", "Film-Noir", "Sci-Fi", "Drama, \u00e9"]
     return {
-        "rating": (rng.integers(1, 11, N) / 2).tolist(),
+        "liked": rng.integers(0, 2, N).tolist(),
         "age": [None if i % 7 == 0 else int(age) for i, age in enumerate(rng.integers(10, 80, N))],
         "movie": rng.integers(0, 4000, N).tolist(),
         "genres": [rng.choice(genres, rng.integers(0, 5)).tolist() for _ in range(N)],
         "seen": [rng.integers(0, 4000, rng.integers(0, 6)).tolist() for _ in range(N)],
-        "date": [date(2024, 2, 20) + timedelta(int(day)) for day in rng.integers(0, 20, N)],
     }
 
 
@@ -118,18 +115,16 @@ def write(folder: Path, layout: str, kind: str, parts: int = 2) -> tuple[Path, S
 
 
 def key_plainly(value: Any, kind: str) -> int:
-    """The oracle of a key, and of how its 64 bits become the 32 that are mixed."""
-    key = int.from_bytes(hashlib.blake2b(str(value).encode(), digest_size=8).digest(), "little")
-    key = key if kind == "string" else int(value) % 2**64
-    return (hash_plainly(key >> 32, 2**32 + 1) - 1) ^ (key & 0xFFFFFFFF)
+    """The oracle of a key."""
+    text = str(value).encode()
+    return (
+        int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") if kind == "string" else value % 2**64
+    )
 
 
 def expected(schema: Schema, columns: dict[str, Any], i: int) -> tuple[list[float], list[float], list[list[int]]]:
     """The oracle of a sample: labels, dense features, bags."""
-    labels = [
-        float(columns[name][i] if label.above is None else columns[name][i] > label.above)
-        for name, label in schema.labels.items()
-    ]
+    labels = [float(columns[name][i]) for name in schema.labels]
     dense = []
     for name, column in schema.dense.items():
         value = columns[name][i]
@@ -137,7 +132,7 @@ def expected(schema: Schema, columns: dict[str, Any], i: int) -> tuple[list[floa
     bags = []
     for name, column in schema.categorical.items():
         value, rows = columns[name][i], column.rows or 0
-        values = value[: column.longest] if column.list else [value]
+        values = value if column.list else [value]
         bags.append([0 if each is None else hash_plainly(key_plainly(each, column.type), rows) for each in values])
     return labels, dense or [1.0], bags
 
@@ -148,39 +143,27 @@ def bags_of(batch: Batch) -> list[list[list[int]]]:
     return [[bag.long().tolist() for bag in bags] for bags in tables]
 
 
-def prepared(source: Path, schema: Schema, **options: Any) -> tuple[Prepared, Prepared | None]:
-    """Prepare the samples of `source`, in the folder beside it; return them, and those that their time holds out."""
+def prepared(source: Path, schema: Schema, **options: Any) -> Prepared:
+    """Prepare the samples of `source`, in the folder beside it."""
     days = source.parent / "days"
-    prepare(source, days, schema, **options)
-    return Prepared(days, TablesConfig()), Prepared(days, TablesConfig(), held_out=True) if schema.time else None
-
-
-def held_out(schema: Schema, columns: dict[str, Any]) -> list[bool]:
-    if schema.time is None:
-        return [False] * N
-    border: Any = schema.time.held_out_from
-    return [bool(time >= border) for time in columns[schema.time.column]]
+    prepare_files(source, days, schema, **options)
+    return Prepared(days, TablesConfig())
 
 
 @pytest.mark.parametrize("kind", ["csv", "csv.gz", "parquet", "arrow"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_format_gives_the_samples_of_plain_python(tmp_path: Path, layout: str, kind: str) -> None:
     source, schema, columns = write(tmp_path, layout, kind)
-    parts = prepared(source, schema, block_bytes=1000)
-    for wanted, data in zip((False, True), parts, strict=True):
-        samples = [i for i, held in enumerate(held_out(schema, columns)) if held == wanted]
-        if data is None:
-            assert not samples
-            continue
-        assert data.num_samples == len(samples)
-        batch = data.read(0, len(samples))
-        labels, bags = batch.labels.view(len(samples), -1), bags_of(batch)
-        for row, i in enumerate(samples):
-            truth = expected(schema, columns, i)
-            assert labels[row].tolist() == truth[0]
-            assert batch.dense[row].tolist() == pytest.approx(truth[1], rel=3e-7)
-            assert [table[row] for table in bags] == truth[2], i
-        assert data.label_weights == [label.weight for label in schema.labels.values()]
+    data = prepared(source, schema, block_bytes=1000)
+    assert data.num_samples == N
+    batch = data.read(0, N)
+    labels, bags = batch.labels.view(N, -1), bags_of(batch)
+    for i in range(N):
+        truth = expected(schema, columns, i)
+        assert labels[i].tolist() == truth[0]
+        assert batch.dense[i].tolist() == pytest.approx(truth[1], rel=3e-7)
+        assert [table[i] for table in bags] == truth[2], i
+    assert data.labels == {name: label.weight for name, label in schema.labels.items()}
 
 
 def assert_same(one: Batch, other: Batch) -> None:
@@ -191,56 +174,48 @@ def assert_same(one: Batch, other: Batch) -> None:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_run_may_begin_at_any_sample_on_any_number_of_ranks(tmp_path: Path, workers: int) -> None:
     source, schema, _ = write(tmp_path, "ccp", "arrow")
-    data, _ = prepared(source, schema)
+    data = prepared(source, schema)
     whole = data.read(0, 2 * N)
     pieces = [data.read(first, 7) for first in range(0, 2 * N - 6, 7)]
     joined = Batch.join(pieces)
     assert torch.equal(joined.dense, whole.dense[: len(joined.dense)])
     ranks = []
     for rank in range(3):  # from step 2 on
-        with make_loader(data, 8, rank, 3, 2, 9, workers, 2, False) as loader:
+        with Loader(data, 8, rank, 3, range(2, 9), workers, 2, False) as loader:
             ranks.append(list(loader))
     in_order = Batch.join([ranks[rank][step] for step in range(7) for rank in range(3)])
     assert_same(in_order, data.read(2 * 24, 7 * 24))
     assert in_order.labels.shape == (7 * 24, 2)
 
 
-def test_what_is_learnt_of_the_samples_to_train_on(tmp_path: Path) -> None:
+def test_what_is_learnt_of_the_samples(tmp_path: Path) -> None:
     source, _, columns = write(tmp_path, "movies", "csv")
-    text = LAYOUTS["movies"][1].replace("age: {}", "age: {transform: standardised}")
-    text = text.replace("rows: 50", "min_count: 2").replace("rows: 20", "min_count: 9").replace("rows: 30", "rows: 7")
+    text = LAYOUTS["movies"][1].replace("rows: 50", "min_count: 2").replace("rows: 20", "min_count: 9")
     (tmp_path / "schema.yaml").write_text(text)
-    schema = read_schema(tmp_path / "schema.yaml")
-    prepare(source, tmp_path / "days", schema)
-    held = held_out(schema, columns)
-    trained = [i for i in range(N) if not held[i]]
-    ages = [columns["age"][i] for i in trained if columns["age"][i] is not None]
-    for part, samples in ((False, trained), (True, [i for i in range(N) if held[i]])):
-        batch = Prepared(tmp_path / "days", TablesConfig(), held_out=part).read(0, len(samples))
-        known = np.array([columns["age"][i] if columns["age"][i] is not None else np.mean(ages) for i in samples])
-        np.testing.assert_allclose(batch.dense[:, 0], (known - np.mean(ages)) / np.std(ages), rtol=1e-4, atol=1e-6)
-        for table, name, count in ((0, "movie", 2), (1, "genres", 9)):
-            values = [columns[name][i] if name == "movie" else columns[name][i][:3] for i in range(N)]
-            flat = [each for i in trained for each in ([values[i]] if name == "movie" else values[i])]
-            with np.load(tmp_path / "days" / "vocabulary.npz") as vocabulary:
-                keys, counts = vocabulary[f"{name}.keys"], vocabulary[f"{name}.counts"]
-            assert sorted(counts.tolist()) == sorted(seen for seen in Counter(flat).values() if seen >= count)
-            frequent = {value for value, seen in Counter(flat).items() if seen >= count}
-            for i, found in zip(samples, bags_of(batch)[table], strict=True):
-                bag = [values[i]] if name == "movie" else values[i]
-                assert [each > 1 for each in found] == [each in frequent for each in bag]
-                assert all(each < 2 + len(keys) for each in found)
+    batch = prepared(source, read_schema(tmp_path / "schema.yaml")).read(0, N)
+    bags = {"movie": [[movie] for movie in columns["movie"]], "genres": columns["genres"]}
+    for table, name, count in ((0, "movie", 2), (1, "genres", 9)):
+        seen = Counter(value for bag in bags[name] for value in bag)
+        frequent = {value for value, number in seen.items() if number >= count}
+        with np.load(tmp_path / "days" / "vocabulary.npz") as vocabulary:
+            assert sorted(vocabulary[f"{name}.counts"].tolist()) == sorted(seen[value] for value in frequent)
+        rows = {}  # of each value, which all its samples have alike
+        for bag, found in zip(bags[name], bags_of(batch)[table], strict=True):
+            rows |= dict(zip(bag, found, strict=True))
+            assert found == [rows[value] for value in bag]
+        assert sorted(rows[value] for value in frequent) == list(range(2, 2 + len(frequent)))
+        assert {row for value, row in rows.items() if value not in frequent} <= {1}
 
 
 @pytest.mark.parametrize("kind", ["csv", "parquet"])
 def test_a_bad_row_is_named(tmp_path: Path, kind: str) -> None:
     source, schema, columns = write(tmp_path, "movies", kind, parts=1)
-    columns["rating"][90] = None  # a sample that is held out comes in another block, but has its row in the file
+    columns["liked"][90] = None
     file = source / f"part_0.{kind}"
     write_csv(file, columns, schema) if kind == "csv" else parquet.write_table(pa.table(columns), file)
     row = 92 if kind == "csv" else 91
-    with pytest.raises(InputError, match=rf"part_0.{kind}: row {row}, column rating: None is not a number") as error:
-        prepare(source, tmp_path / "bad", schema)
+    with pytest.raises(InputError, match=rf"part_0.{kind}: row {row}, column liked: None is not a label") as error:
+        prepare_files(source, tmp_path / "bad", schema)
     assert_one_line(error)
 
 
@@ -249,20 +224,10 @@ def test_numbers_of_64_bits_and_hexadecimal_ones_are_keys(tmp_path: Path) -> Non
     (tmp_path / "schema.yaml").write_text(text)
     ids = ["1;2,ff", f"{(1 << 63) - 1},0000001F", f"{-(1 << 63)},"]
     (tmp_path / "in.csv").write_text("\n".join(["a,b,c", *(f"1,{each}" for each in ids)]))
-    prepare(tmp_path / "in.csv", tmp_path / "days", read_schema(tmp_path / "schema.yaml"))
+    prepare_files(tmp_path / "in.csv", tmp_path / "days", read_schema(tmp_path / "schema.yaml"))
     with np.load(tmp_path / "days" / "vocabulary.npz") as vocabulary:
         assert vocabulary["b.keys"].tolist() == [-(1 << 63), 1, 2, (1 << 63) - 1]
         assert vocabulary["c.keys"].tolist() == [31, 255]
-
-
-def test_a_time_holds_out_and_a_share_does_where_there_is_none(tmp_path: Path) -> None:
-    for layout, kind in (("movies", "csv"), ("ccp", "parquet")):
-        source, schema, columns = write(tmp_path, layout, kind)
-        held = sum(held_out(schema, columns)) or N // 4
-        prepare(source, days := tmp_path / f"days_{layout}", schema)
-        train, evaluated = open_datasets(DataConfig(kind="prepared", path=str(days)))
-        assert 0 < held < N
-        assert (train.num_samples, evaluated.num_samples) == (N - held, held)
 
 
 @pytest.mark.parametrize(
@@ -280,11 +245,8 @@ def test_a_time_holds_out_and_a_share_does_where_there_is_none(tmp_path: Path) -
             r"categorical\.b\.rows: 0 is not a whole number from 1 to 2\^31 - 1",
         ),
         ("labels: {a: {}}\ncategorical: {a: {rows: 2}}", "a: a column with two uses"),
-        ("labels: {a: {}}\ncategorical: {b: {rows: 2, longest: 3}}", "is of lists; set list"),
-        ("labels: {a: {}}\ncategorical: {b: {rows: 2}}\ntime: {column: t}", "time: .*held_out_from"),
-        ("labels: {a: {}}\ncategorical: {b: {rows: 2}}\ndelimiter: ab", "delimiter: 'ab' is not one character"),
         ("labels: a", "labels: 'a' must be sections by name"),
-        ("- 1", "not a section of keys"),
+        ("- 1", "must be a section of keys"),
         ("a: [", "no schema can be read"),
     ],
 )
@@ -299,44 +261,36 @@ def test_a_wrong_schema_is_refused(tmp_path: Path, text: str, rule: str) -> None
     ("text", "rule"),
     [
         (
-            "labels: {rating: {}}\ncategorical: {movie: {rows: 2}}",
-            "row 1, column rating: [0-9.]+ is not a label",
+            "labels: {movie: {}}\ncategorical: {seen: {rows: 2}}",
+            "row 1, column movie: [0-9.]+ is not a label",
         ),
         (
             "labels: {rates: {}}\ncategorical: {movie: {rows: 2}}",
-            "No match for FieldRef.Name.rates. in rating: double age",
+            "No match for FieldRef.Name.rates. in liked: int64",
         ),
         (
-            "labels: {rating: {above: 1}}\ncategorical: {genres: {rows: 2}}",
+            "labels: {liked: {}}\ncategorical: {genres: {rows: 2}}",
             "column genres: list.*, but the schema.s key list is False",
         ),
         (
-            "labels: {rating: {above: 1}}\ncategorical: {movie: {rows: 2, list: true}}",
+            "labels: {liked: {}}\ncategorical: {movie: {rows: 2, list: true}}",
             "column movie: int64, but the schema.s key list is True",
         ),
-        ("labels: {genres: {above: 1}}\ncategorical: {movie: {rows: 2}}", "column genres: .*cast from list"),
-        (
-            "labels: {rating: {above: 1}}\ncategorical: {movie: {rows: 2}}\ntime: {column: date, held_out_from: x}",
-            "parsing value 'x'|string.*date",
-        ),
-        (
-            "labels: {rating: {above: 1}}\ncategorical: {movie: {rows: 2}}\ntime: {column: age, held_out_from: 200}",
-            "row 1, column age: None is not a time",
-        ),
+        ("labels: {genres: {}}\ncategorical: {movie: {rows: 2}}", "column genres: .*cast from list"),
     ],
 )
 def test_files_that_a_schema_does_not_fit_are_refused(tmp_path: Path, text: str, rule: str) -> None:
     source, _, _ = write(tmp_path, "movies", "parquet")
     (tmp_path / "schema.yaml").write_text(text)
     with pytest.raises(InputError, match=rule) as error:
-        prepare(source, tmp_path / "days", read_schema(tmp_path / "schema.yaml"))
+        prepare_files(source, tmp_path / "days", read_schema(tmp_path / "schema.yaml"))
     assert_one_line(error)
 
 
-def test_arrays_of_lists_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+def test_files_of_lists_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     source, schema, _ = write(tmp_path, "ccp", "parquet", parts=1)
-    prepare(source, tmp_path / "days", schema)
-    file = tmp_path / "days" / "day_0_list_0.npy"
-    np.save(file, np.load(file)[:-1])
-    with pytest.raises(InputError, match=r"day_0_list_0.npy: \d+ rows, which are not those of 120 samples"):
+    prepare_files(source, tmp_path / "days", schema)
+    file = tmp_path / "days" / "list_0"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(InputError, match=r"list_0: not the \d+ bytes that meta.json names"):
         Prepared(tmp_path / "days", TablesConfig())

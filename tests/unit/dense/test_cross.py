@@ -5,6 +5,8 @@ import torch
 from torchrec.modules.crossnet import LowRankCrossNet
 
 from dlrm_overlap.dense.cross import CrossLayer, Write, cross
+from dlrm_overlap.dense.flat import FlatParameters
+from dlrm_overlap.dense.functions import product_into
 from tests.agreement import assert_near
 
 SAMPLES, WIDTH, RANK = 67, 20, 7  # neither a block of samples nor a power of two
@@ -41,12 +43,12 @@ def _named(layers: list[CrossLayer], x: torch.Tensor) -> dict[str, torch.Tensor]
 
 
 def _places(layers: list[CrossLayer], apart: int | None) -> list[CrossLayer]:
-    """Return poisoned float32 tensors for gradients: all on their own, or layers `apart` elements behind each other."""
+    """Return poisoned float32 tensors for gradients: all on their own, or layers `apart` elements before each other."""
     if apart is None:
         return [CrossLayer(*(torch.full(t.shape, torch.nan) for t in layer)) for layer in layers]
     sizes = [tensor.numel() for tensor in layers[0]]
     rows = torch.full((len(layers), sum(sizes) + apart), torch.nan)[:, : sum(sizes)]
-    parts = [row.split(sizes) for row in rows]
+    parts = [row.split(sizes) for row in reversed(rows)]
     return [CrossLayer(*(part.view_as(t) for part, t in zip(row, layers[0], strict=True))) for row in parts]
 
 
@@ -103,6 +105,27 @@ def test_bfloat16_is_as_near_as_autocast(depth: int) -> None:
         assert ours > 0, f"{name} cannot be exact in bfloat16"
 
 
+def test_weights_gradients_are_two_products_where_the_flat_gradient_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    network, x, gradient = _network(3)
+    flat = FlatParameters(dict(network.named_parameters()))
+    weights = {"w": network.W_kernels, "v": network.V_kernels, "bias": network.bias}
+    products = list[int]()
+
+    def counted(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+        products.append(len(out))
+        product_into(out, left, right)
+
+    monkeypatch.setattr("dlrm_overlap.dense.cross.product_into", counted)
+    views = {id(parameter): flat.gradients.views[name] for name, parameter in flat.parameters.items()}
+    output = cross(
+        x.requires_grad_(),
+        _layers(network, torch.float32),
+        lambda name, write: write([views[id(each)] for each in weights[name]]),
+    )
+    output.backward(gradient)
+    assert products == [2, 1, 3], "of v, the first layer's beside the others, and of w"
+
+
 def test_gradients_may_be_anywhere() -> None:
     inputs = _network(3)
     single, together = _ours(*inputs, torch.float32, "single"), _ours(*inputs, torch.float32)
@@ -116,7 +139,7 @@ def test_what_writes_the_gradients_is_handed_out_with_that_of_the_input() -> Non
     handed = dict[str, Write]()
     cross(x0, layers, handed.__setitem__).backward(gradient)
     assert x0.grad is not None
-    assert list(handed) == ["v", "w", "bias"], "the product of w would keep back the kernel that sends x0's gradient"
+    assert list(handed) == ["bias", "v", "w"], "the product of w would keep back the kernel that sends x0's gradient"
     places = _places(layers, 0)
     for name, write in handed.items():
         written = [getattr(layer, name) for layer in places]

@@ -19,7 +19,7 @@ LAYERS = 4
 
 
 class Chain(nn.Module):
-    """Four layers of 4 KiB of weights and one that is used on demand, in an order that is not the forward's."""
+    """Four layers of 4 KiB of weights and, named before them, one that is used on demand, after them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,6 @@ class Reductions:
 def reductions(monkeypatch: pytest.MonkeyPatch) -> Reductions:
     reductions = Reductions()
     monkeypatch.setattr(gradients.dist, "get_world_size", lambda group: 2)
-    monkeypatch.setattr(gradients.dist, "broadcast", lambda tensor, group, group_src: None)
     monkeypatch.setattr(gradients.dist, "all_reduce", reductions.all_reduce)
     return reductions
 
@@ -85,24 +84,22 @@ def _assert_gradients(flat: FlatParameters, expected: dict[str, torch.Tensor]) -
         assert_same(flat.gradients.views[name], gradient, name)
 
 
-def test_the_learnt_order_is_the_layouts(reductions: Reductions) -> None:
+def test_the_first_step_is_reduced_when_it_is_finished(reductions: Reductions) -> None:
     model, flat, buckets = _make(8)
     flat.gradients.tensor.fill_(1.0)  # of an earlier step
     flat.drop_gradients()
-    with buckets.learn():
-        expected = _backward(model)
+    expected = _backward(model)
     assert list(flat.places) == [*(f"layers.{layer}.weight" for layer in (3, 2, 1, 0)), "spare.weight"]
     assert reductions.taken() == []
     buckets.finish()
     _assert_gradients(flat, expected)
-    assert reductions.taken() == [2048, 3072], "the parameter without a gradient joins the last bucket"
-    assert buckets.ranges == [(0, 2048), (2048, 5120)]
+    assert reductions.taken() == [2048, 2048, 1024]
+    assert buckets.ranges == [(0, 2048), (2048, 4096), (4096, 5120)]
 
 
 def test_a_bucket_is_reduced_as_soon_as_it_is_complete(reductions: Reductions) -> None:
     model, flat, buckets = _make(4)
-    with buckets.learn():
-        _backward(model, spare=True)
+    _backward(model, spare=True)
     buckets.finish()
     for layer in range(LAYERS):
         flat.parameters[f"layers.{layer}.weight"].register_post_accumulate_grad_hook(
@@ -112,8 +109,8 @@ def test_a_bucket_is_reduced_as_soon_as_it_is_complete(reductions: Reductions) -
     for clear in (flat.zero, flat.drop_gradients):
         clear()
         expected = _backward(model, spare=True)
-        # The spare layer's first; then, before the test's own hook, each layer's.
-        assert reductions.taken() == [1024, 1024, "3", 1024, "2", 1024, "1", 1024, "0"]
+        # Before the test's own hook each layer's; the spare one's has been complete for long, and takes its turn.
+        assert reductions.taken() == [1024, "3", 1024, "2", 1024, "1", 1024, 1024, "0"]
         buckets.finish()
         assert reductions.taken() == []
         _assert_gradients(flat, expected)
@@ -124,14 +121,13 @@ def test_shards_are_never_reduced_and_come_first(reductions: Reductions) -> None
     shards = ["layers.1.weight", "layers.3.weight"]
     flat = FlatParameters(dict(model.named_parameters()), shards)
     buckets = GradientBuckets(flat, GROUP, bucket_bytes=KILOBYTE)
-    with buckets.learn():
-        _backward(model)
+    _backward(model)
     buckets.finish()
-    assert list(flat.places) == ["layers.2.weight", "layers.0.weight", "spare.weight", *shards]
+    assert list(flat.places) == ["layers.2.weight", "layers.0.weight", "spare.weight", *reversed(shards)]
     reductions.taken()
     flat.drop_gradients()
     expected = _backward(model)
-    assert reductions.taken() == [1024, 2048]
+    assert reductions.taken() == [1024, 1024, 1024]
     assert list(buckets.finish_in_ranges()) == [(3072, 5120), (0, 3072)]
     assert reductions.taken() == []
     _assert_gradients(flat, expected)
@@ -146,8 +142,7 @@ def test_shards_are_never_reduced_and_come_first(reductions: Reductions) -> None
 )
 def test_what_gets_a_gradient_must_not_change(reductions: Reductions, spare: bool, told: str) -> None:
     model, flat, buckets = _make(4)
-    with buckets.learn():
-        _backward(model, spare)
+    _backward(model, spare)
     for _ in range(2):
         buckets.finish()
         flat.zero()
@@ -169,8 +164,7 @@ def test_who_gets_no_gradient_keeps_none(reductions: Reductions) -> None:
     model, flat, buckets = _make(4)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     before = model.spare.weight.data.clone()
-    with buckets.learn():
-        _backward(model)
+    _backward(model)
     for _ in range(2):
         buckets.finish()
         assert model.spare.weight.grad is None
@@ -178,7 +172,7 @@ def test_who_gets_no_gradient_keeps_none(reductions: Reductions) -> None:
         flat.zero()
         reductions.taken()
         _backward(model)
-        assert reductions.taken() == [1024, 1024, 1024, 2048]
+        assert reductions.taken() == [1024] * 5
     assert_same(model.spare.weight.data, before, "unused weight")
     assert model.spare.weight not in optimizer.state
     assert model.layers[0].weight in optimizer.state
@@ -186,8 +180,7 @@ def test_who_gets_no_gradient_keeps_none(reductions: Reductions) -> None:
 
 def test_gradients_that_are_not_the_flat_tensors_are_reduced(reductions: Reductions) -> None:
     model, flat, buckets = _make(4)
-    with buckets.learn():
-        _backward(model)
+    _backward(model)
     buckets.finish()
     flat.zero()
     model.zero_grad(set_to_none=True)
@@ -226,10 +219,8 @@ def test_one_rank_sends_nothing(world_of_one: dist.ProcessGroup, monkeypatch: py
     model = Chain()
     flat = FlatParameters(dict(model.named_parameters()))
     buckets = GradientBuckets(flat, world_of_one, torch.bfloat16, bucket_bytes=KILOBYTE)
-    for name in ("all_reduce", "broadcast"):
-        monkeypatch.setattr(gradients.dist, name, None)
-    with buckets.learn():
-        _backward(model)
+    monkeypatch.setattr(gradients.dist, "all_reduce", None)
+    _backward(model)
     buckets.finish()
     for _ in range(2):
         flat.zero()

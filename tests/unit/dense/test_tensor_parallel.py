@@ -1,6 +1,7 @@
 """Layers that are divided over ranks, each rank's in turn in one process: the parts of what whole layers give."""
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,8 +10,8 @@ from torch import nn
 from torchrec.modules.mlp import MLP
 
 from dlrm_overlap.dense import tensor_parallel
+from dlrm_overlap.dense.gemm.products import ParallelProducts
 from dlrm_overlap.dense.tensor_parallel import (
-    LayerRanks,
     Shard,
     divide_pairs,
     divided_layers,
@@ -29,7 +30,8 @@ def _mlp(activation: Any = torch.relu) -> MLP:
 
 def _divided(whole: MLP, rank: int) -> tuple[MLP, list[tuple[int, int]]]:
     mlp = copy.deepcopy(whole)
-    return mlp, divide_pairs(mlp, LayerRanks(None, rank, RANKS))
+    group: Any = SimpleNamespace(rank=lambda: rank, size=lambda: RANKS)
+    return mlp, divide_pairs(mlp, ParallelProducts(group, torch.device("cpu")))
 
 
 def test_each_rank_has_its_part_under_the_whole_ones_name() -> None:
@@ -80,7 +82,6 @@ def test_gradients_are_parts_of_the_mean_over_the_ranks(pair: str, monkeypatch: 
         output = nn.functional.linear(x, weight, bias)
         return torch.relu(output) if epilogue == "relu" else output
 
-    monkeypatch.setattr(LayerRanks, "products_on", lambda *_: None)
     monkeypatch.setattr(tensor_parallel, "all_gather_matmul", gather)
     monkeypatch.setattr(tensor_parallel, "matmul_reduce_scatter", scatter)
     expected = {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
@@ -121,7 +122,7 @@ def test_layers_whose_activation_has_parameters_stay_whole() -> None:
     assert (pairs, mlp.state_dict().keys()) == ([], whole.state_dict().keys())
 
 
-def test_a_copy_has_the_same_ranks() -> None:
+def test_a_copy_has_the_same_products() -> None:
     mlp, _ = _divided(_mlp(), 0)
     for layer, copied in zip(divided_layers(mlp), divided_layers(copy.deepcopy(mlp)), strict=True):
-        assert copied.ranks is layer.ranks
+        assert copied.products is layer.products

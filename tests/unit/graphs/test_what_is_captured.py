@@ -209,8 +209,7 @@ def test_gradients_are_there_for_optimizers_that_step_behind_a_replay(world_of_o
     asgd = KeyedOptimizerWrapper(parameters, lambda each: torch.optim.ASGD(each, lr=0.1, lambd=0.0))
     step = DenseStep([asgd], flat, None, world_of_one, CommunicationOrder(), torch.float32, None)
     step.begin()
-    with step.buckets.learn():
-        model["used"](torch.ones(1, 2)).sum().backward()
+    model["used"](torch.ones(1, 2)).sum().backward()
     step.update()
     asgd.zero_grad()
     before = {name: parameter.data.clone() for name, parameter in parameters.items()}

@@ -100,7 +100,7 @@ def test_work_of_the_step_before_does_not_count(tmp_path: Path) -> None:
         ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<...>", "optimizer"),
         ("_update_parameters", "optimizer"),
         ("nvjet_sm90_tst_192x192_64x3_1x2_h_bz_coopB_NNN", "products"),
-        ("product_on_hopper", "products"),
+        ("tile_product", "products"),
         ("triton_poi_fused__to_copy_add_mul_14", "dense"),
         ("void at::native::vectorized_elementwise_kernel<4, ...>", "dense"),
     ],

@@ -108,7 +108,7 @@ def refusal(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         ("trace {tmp}", ["Is a directory"]),
         ("prepare criteo no/such.txt out", ["no/such.txt"]),
         ("prepare criteo {tmp}/text.tsv out --rows 99999999999", ["--rows: 99999999999 is not a whole number from 1"]),
-        ("prepare criteo {tmp}/text.tsv {tmp}/empty.yaml", ["empty.yaml: cannot be written (there is a file"]),
+        ("prepare criteo {tmp}/text.tsv {tmp}/empty.yaml", ["empty.yaml: cannot be written (File exists)"]),
         ("prepare avazu in out", ["criteo"]),
         ("prepare criteo in out --rows 5 --min_count 2", ["exclude each other"]),
     ],

@@ -51,7 +51,6 @@ CHANGES = {
     "--train.batch_size 256": "train.global_batch_size 1024, now 512",
     "--train.seed 1": "train.seed 0, now 1",
     "--data.seed 1": "data.seed 0, now 1",
-    "--data.distinct_steps 7": "data.distinct_steps 0, now 7",
     "--data.eval_samples 9": "data.eval_samples 20000, now 9",
     "--data.tables.zipf_alpha 1.5": "data.tables.zipf_alpha 1.05, now 1.5",
     "--data.tables.multi_hot 3": "data.tables.multi_hot [4, '0..6', 1, 1, 2, 1, 1, 1], now 3",

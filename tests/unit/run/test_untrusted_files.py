@@ -12,11 +12,10 @@ import yaml
 
 from dlrm_overlap.config import Config, InputError, TablesConfig
 from dlrm_overlap.data.criteo import Criteo
-from dlrm_overlap.data.prepared import Prepared, read_meta
+from dlrm_overlap.data.prepared import Prepared
 from dlrm_overlap.launching.files import LOCK_NAME, check_free
 from dlrm_overlap.launching.parsing import parse_config
 from dlrm_overlap.observe.result_files import MetricsFile, read_summary
-from tests.unit.data.criteo_lines import prepare_criteo, random_lines
 
 
 class _Evil:
@@ -57,25 +56,16 @@ def test_a_configuration_executes_nothing(tmp_path: Path, mark: Path, case: int)
         assert mark.exists()
 
 
-def _write_days(folder: Path) -> Path:
-    folder.mkdir()
-    (folder / "text.tsv").write_bytes(b"\n".join(random_lines(20)))
-    prepare_criteo(folder / "text.tsv", folder, min_count=1)
-    return folder
-
-
-@pytest.mark.parametrize("part", ["dense", "sparse", "labels", "records"])
+@pytest.mark.parametrize("part", ["dense", "sparse", "labels"])
 def test_arrays_execute_nothing(tmp_path: Path, mark: Path, part: str) -> None:
-    folder = _write_days(tmp_path / "days")
     for name, array in (("dense", np.zeros((20, 13), np.float32)), ("labels", np.zeros((20, 1), np.int32))):
-        np.save(folder / f"day_0_{name}.npy", array)
-    np.save(folder / "day_0_sparse.npy", np.zeros((20, 26), np.int32))
-    np.save(folder / f"day_0_{part}.npy", np.array([[_Evil(mark)]] * 20), allow_pickle=True)
-    rows = TablesConfig(rows=50)
+        np.save(tmp_path / f"day_0_{name}.npy", array)
+    np.save(tmp_path / "day_0_sparse.npy", np.zeros((20, 26), np.int32))
+    np.save(tmp_path / f"day_0_{part}.npy", np.array([[_Evil(mark)]] * 20), allow_pickle=True)
     with pytest.raises(InputError, match=rf"day_0_{part}\.npy"):
-        Prepared(folder, rows) if part == "records" else Criteo(folder, rows, multi_hot=False)
+        Criteo(tmp_path, TablesConfig(rows=50), multi_hot=False)
     assert not mark.exists()
-    np.load(folder / f"day_0_{part}.npy", allow_pickle=True)
+    np.load(tmp_path / f"day_0_{part}.npy", allow_pickle=True)
     assert mark.exists(), "the file would, if it were loaded otherwise"
 
 
@@ -102,17 +92,6 @@ def test_members_of_an_archive_execute_nothing(tmp_path: Path, mark: Path) -> No
     assert not mark.exists()
 
 
-def test_a_vocabulary_executes_nothing(tmp_path: Path, mark: Path) -> None:
-    folder = _write_days(tmp_path / "days")
-    evil: dict[str, Any] = {f"C{t + 1}.keys": np.array([_Evil(mark)]) for t in range(26)}
-    np.savez(folder / "vocabulary.npz", **evil)
-    meta = (folder / "meta.json").read_text()  # of which the day is made again, from the values that were counted
-    (folder / "meta.json").write_text(meta.replace('"samples": 20', '"samples": null'))
-    with pytest.raises(ValueError, match="allow_pickle"):
-        prepare_criteo(folder / "text.tsv", folder, min_count=1)
-    assert not mark.exists()
-
-
 def test_what_is_nested_without_end_is_refused(tmp_path: Path) -> None:
     """By the file's name, as any other that is not what it should be."""
     deep = "[" * 100_000
@@ -120,8 +99,8 @@ def test_what_is_nested_without_end_is_refused(tmp_path: Path) -> None:
         (tmp_path / file).write_text(f"{deep}\n")
     with pytest.raises(InputError, match=r"evil\.yaml is not YAML"):
         parse_config(Config, "train", "", ["--config", str(tmp_path / "evil.yaml")])
-    with pytest.raises(InputError, match=r"meta\.json: not what `dlrm-overlap prepare` writes"):
-        read_meta(tmp_path)
+    with pytest.raises(InputError, match=r"has no meta\.json of this version's `dlrm-overlap prepare`"):
+        Prepared(tmp_path, TablesConfig())
     assert read_summary(tmp_path) is None
     MetricsFile(tmp_path / "metrics.jsonl", 1).close()
     assert (tmp_path / "metrics.jsonl").read_text() == ""

@@ -1,1 +1,0 @@
-"""Kernels that make synthetic samples: features and lengths, ids, labels."""
