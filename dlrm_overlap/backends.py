@@ -44,7 +44,7 @@ BACKENDS = {
     "torchrec": Backend("FBGEMM lookup, then an All-to-All of NCCL (gloo on CPU)", None, None),
     "nccl": Backend(
         "our lookup, then the same",
-        Implementation(cpu="collective:CpuCollectiveForward", cuda="collective:DeviceCollectiveForward"),
+        Implementation(cpu="collective:CpuCollectiveForward", cuda="collective:CollectiveForward"),
         "collective",
     ),
     "pgas": Backend(
@@ -52,7 +52,7 @@ BACKENDS = {
         Implementation(cpu="cpu:CpuZeroCopyForward", cuda="pgas:ZeroCopyForward"),
         "push",
         stores_to_peers=True,
-        forward_across=Implementation(cpu="cpu_across:CpuZeroCopyAcross", cuda="across:ZeroCopyAcross"),
+        forward_across=Implementation(cpu="across:CpuZeroCopyAcross", cuda="across:ZeroCopyAcross"),
     ),
     "fused": Backend(
         "one persistent kernel that stores pooled rows in place, or puts slices as they are done",
@@ -60,7 +60,7 @@ BACKENDS = {
         "push",
         stores_to_peers=True,
         has_slices=True,
-        forward_across=Implementation(cpu="cpu_across:CpuZeroCopyAcross", cuda="across:SlicedAcross"),
+        forward_across=Implementation(cpu="across:CpuZeroCopyAcross", cuda="across:SlicedAcross"),
     ),
 }
 
@@ -69,7 +69,7 @@ BACKWARDS = {
     "push": Implementation(cpu="cpu:CpuPush", cuda="push:Push"),
 }
 
-BACKWARDS_ACROSS = BACKWARDS | {"push": Implementation(cpu="cpu_across:CpuPushAcross", cuda="across:PushAcross")}
+BACKWARDS_ACROSS = BACKWARDS | {"push": Implementation(cpu="across:CpuPushAcross", cuda="across:PushAcross")}
 """The backwards where ranks are on several hosts."""
 
 EXCHANGED = tuple(name for name, backend in BACKENDS.items() if backend.forward is not None)

@@ -17,17 +17,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import yaml
 
-from dlrm_overlap.config import ModelConfig
-from dlrm_overlap.simulate.config import (
-    ExchangeConfig,
-    GpuConfig,
-    LookupConfig,
-    NetworkConfig,
-    SimulateConfig,
-    UpdateConfig,
-    WorkConfig,
-)
-from dlrm_overlap.simulate.stage import forward, has_few_bags, pooling_s
+from dlrm_overlap.config import DataConfig, EmbeddingConfig, ModelConfig, TablesConfig, TrainConfig
+from dlrm_overlap.simulate.config import GpuConfig, LookupConfig, NetworkConfig, SimulateConfig, UpdateConfig
+from dlrm_overlap.simulate.stage import has_few_bags, pooling_s
 from dlrm_overlap.simulate.step import dense_seconds, simulate
 from dlrm_overlap.simulate.workload import Workload, build_workload
 
@@ -68,16 +60,14 @@ def read_rows(path: Path) -> list[dict[str, str]]:
 
 
 def fit(rows: Sequence[Row], lookups: Sequence[Row], base: GpuConfig) -> GpuConfig:
-    """Return `base` with the rates that rows of the stage on one and on two GPUs give; other rows are not looked at.
+    """Return `base` with the rates that rows of the stage on two GPUs give; other rows are not looked at.
 
     Args:
-        rows: of weak and strong scaling, which give the rates of memory, links, and the collective library.
+        rows: of weak and strong scaling, which give the rates of links and of the collective library.
         lookups: rows of the stage with the lookups of today.
         base: the rates that these rows do not give.
     """
-    one = [row for row in rows if row["world_size"] == "1"]
     two = [row for row in rows if row["world_size"] == "2"]
-    assert one, "there are rows on one GPU"
     assert two, "there are rows on two GPUs"
     baseline = [row for row in two if row["contender"] == "baseline"]
     slope, latency_ms = line_through(
@@ -87,7 +77,6 @@ def fit(rows: Sequence[Row], lookups: Sequence[Row], base: GpuConfig) -> GpuConf
     unpack_ms = sum(float(row["unpack_ms"]) for row in baseline)
     gpu = replace(
         base,
-        memory_gb_per_s=round_rate(float(np.mean([float(row["hbm_gb_per_s"]) for row in one]))),
         link_gb_per_s=round_rate(float(np.mean([float(row["link_gb_per_s"]) for row in two]))),
         collective_gb_per_s=round_rate(1 / slope / 1e6),
         collective_us=round_rate(latency_ms * 1e3),
@@ -126,8 +115,7 @@ class _Lookup(NamedTuple):
 
 
 def _lookup_of(row: Row, gpu: GpuConfig) -> _Lookup:
-    config = stage_config(row, GpuConfig())
-    work = build_workload(config.model, config.work, config.network.world_size)
+    work = build_workload(stage_config(row, GpuConfig()))
     seconds = measured_ms(row) / 1e3
     if work.world_size == 1:
         return _Lookup(work, seconds, 0.0, 0.0)
@@ -185,40 +173,34 @@ def _value(text: str) -> Any:
     return ast.literal_eval(text) if text[0] == "[" or text.isdigit() else text
 
 
-def _work(row: Row, **more: Any) -> WorkConfig:
-    """Return the tables and the batch of a row."""
-    return WorkConfig(
-        tables=int(row["tables"]),
-        rows=_value(row["rows"]),
-        multi_hot=_value(row["multi_hot"]),
-        zipf_alpha=float(row["zipf_alpha"]),
-        global_batch=int(row["global_batch"]),
-        **more,
+def _config(row: Row, what: Any, gpu: GpuConfig, model: ModelConfig, embedding: EmbeddingConfig) -> SimulateConfig:
+    """Return the simulation of the tables, the batch and the GPUs of a row."""
+    keys = {name: _value(row[name]) for name in ("rows", "multi_hot")}
+    return SimulateConfig(
+        model,
+        DataConfig(tables=TablesConfig(int(row["tables"]), zipf_alpha=float(row["zipf_alpha"]), **keys)),
+        embedding,
+        TrainConfig(global_batch_size=int(row["global_batch"])),
+        what=what,
+        network=NetworkConfig(gpus_per_host=int(row["world_size"])),
+        gpu=gpu,
     )
 
 
 def stage_config(row: Row, gpu: GpuConfig) -> SimulateConfig:
     """Return the simulation of what a row of the embedding stage has measured, over the links of its machine."""
-    dim, world_size = int(row["dim"]), int(row["world_size"])
+    dim = int(row["dim"])
     link = float(row["link_gb_per_s"]) or gpu.link_gb_per_s  # 0 on one GPU
-    return SimulateConfig(
-        what="stage",
-        gpu=replace(gpu, link_gb_per_s=link),
-        network=NetworkConfig(gpus_per_host=world_size),
-        model=ModelConfig(dim=dim, bottom_mlp=[dim]),
-        work=_work(row),
-        exchange=ExchangeConfig(
-            backend=BACKENDS[row["contender"]],  # pyright: ignore[reportArgumentType]
-        ),
-    )
+    gpu, model = replace(gpu, link_gb_per_s=link), ModelConfig(dim=dim, bottom_mlp=[dim])
+    return _config(row, "stage", gpu, model, EmbeddingConfig(BACKENDS[row["contender"]], optimizer="sgd"))
 
 
 def stage_ms(row: Row, gpu: GpuConfig) -> float:
     """Return the simulated time of what a row has measured."""
-    config = stage_config(row, gpu)
-    work = build_workload(config.model, config.work, config.network.world_size)
-    copies = row["contender"] != "baseline"  # TorchRec copies its output into the send buffer; this one sends it as is
-    return forward(config, work, 0.0, copies=copies) * 1e3
+    work, ms, _ = simulate(stage_config(row, gpu))
+    if row["contender"] == "baseline" and work.world_size > 1:  # its output is sent as is, not copied as TorchRec's
+        ms -= 2 * work.pooled_bytes / gpu.copy_gb_per_s / 1e6
+    return ms
 
 
 def fit_step(gpu: GpuConfig, quickstart: Measured, head: Measured) -> GpuConfig:
@@ -241,20 +223,20 @@ def fit_step(gpu: GpuConfig, quickstart: Measured, head: Measured) -> GpuConfig:
         ms = chain_ms(us)
         us += (quickstart.ms - ms) / (chain_ms(us + 1.0) - ms)
     gpu = replace(gpu, kernel_us=round_rate(us))
-    dense = dense_seconds(
-        replace(head.config, gpu=replace(gpu, dense_efficiency=1.0)),
-        build_workload(head.config.model, head.config.work, 1),
-    )
-    busy_ms = (dense.head_forward + dense.head_backward + dense.weights) * 1e3
-    kernels = dense.head_forward_kernels + dense.head_backward_kernels + (2 if dense.weights else 0)
-    return replace(gpu, dense_efficiency=round_rate(busy_ms / (head.ms - kernels * us / 1e3)))
+    work = build_workload(head.config)
+
+    def head_ms(us: float) -> float:
+        found = dense_seconds(replace(head.config, gpu=replace(gpu, tflop_per_s=1.0, kernel_us=us)), work)
+        return (found.head_forward + found.head_backward + found.weights) * 1e3
+
+    busy_ms = head_ms(0.0)
+    return replace(gpu, tflop_per_s=round_rate(busy_ms / (head.ms - (head_ms(us) - busy_ms))))
 
 
 def backward_config(row: Row, gpu: GpuConfig) -> SimulateConfig:
     """Return the simulation of what a row of `bench backward` has measured, of the contenders baseline and push."""
     found = stage_config({**row, "contender": "baseline" if row["contender"] == "baseline" else "pgas"}, gpu)
-    work = replace(found.work, optimizer=row["optimizer"])  # pyright: ignore[reportArgumentType]
-    return replace(found, what="backward", work=work)
+    return replace(found, what="backward", embedding=replace(found.embedding, optimizer=row["optimizer"]))
 
 
 def fit_sort(rows: Sequence[Row]) -> float:
@@ -265,10 +247,6 @@ def fit_sort(rows: Sequence[Row]) -> float:
     push = [row for row in rows if row["contender"] == "push"]
     slope, _ = line_through([float(row["ids"]) for row in push], [float(row["prepare_ms"]) for row in push])
     return round_rate(slope * 1e6)
-
-
-def _update_bytes(config: SimulateConfig) -> float:
-    return build_workload(config.model, config.work, config.network.world_size).update.hbm
 
 
 def predict_backward(rows: Sequence[Row], gpu: GpuConfig) -> list[Prediction]:
@@ -290,13 +268,13 @@ def fit_traced_updates(traced: Sequence[Measured]) -> UpdateConfig:
     Args:
         traced: steps on two GPUs, and the mean time of the ranks' kernels that update rows.
     """
-    nbytes = sum(_update_bytes(each.config) for each in traced)
+    nbytes = sum(build_workload(each.config).update_bytes for each in traced)
     return UpdateConfig(round_rate(nbytes / sum(each.ms for each in traced) / 1e6))
 
 
 def fit_traced_sorts(traced: Sequence[Measured]) -> tuple[float, float]:
     """Return the ns that a traced sort takes an id, and the us on top: the line of its time over a rank's ids."""
-    works = [build_workload(each.config.model, each.config.work, each.config.network.world_size) for each in traced]
+    works = [build_workload(each.config) for each in traced]
     ids = [work.ids * float(work.shares.ids.mean()) for work in works]
     slope, constant_ms = line_through(ids, [each.ms for each in traced])
     return round_rate(slope * 1e6), round_rate(constant_ms * 1e3)
@@ -312,7 +290,7 @@ def fit_shared_updates(traced: Sequence[Measured], gpu: GpuConfig) -> UpdateConf
         traced: as above, of steps of several sizes whose backward is push.
         gpu: all other rates; those of its update are where the search begins.
     """
-    update, nbytes = gpu.update, [_update_bytes(each.config) for each in traced]
+    update, nbytes = gpu.update, [build_workload(each.config).update_bytes for each in traced]
     for _ in range(12):
         alone = [each / update.gb_per_s / 1e6 + update.us / 1e3 for each in nbytes]
         shared = [simulate(replace(each.config, gpu=replace(gpu, update=update))).updates_ms for each in traced]
@@ -332,16 +310,12 @@ _HEAD_MS = 1.848  # of MLPerf's step, 8192 samples, alone on one H200: `python -
 
 def step_config(row: Row, gpu: GpuConfig) -> SimulateConfig:
     """Return the simulation of what a row of `bench step` has measured."""
-    world_size, dim = int(row["world_size"]), int(row["dim"])
-    bottom, top = _LAYERS[dim]
-    return SimulateConfig(
-        what="step",
-        gpu=gpu,
-        network=NetworkConfig(gpus_per_host=world_size),
-        model=ModelConfig(row["arch"], dim, bottom, top),  # pyright: ignore[reportArgumentType]
-        work=_work(row, id_bytes=4, wire_bytes=2 if row["precision"] == "bf16" else 4, optimizer=row["optimizer"]),
-        exchange=ExchangeConfig(_CONTENDERS[row["contender"]]),  # pyright: ignore[reportArgumentType]
-    )
+    dim = int(row["dim"])
+    model = ModelConfig(row["arch"], dim, *_LAYERS[dim])  # pyright: ignore[reportArgumentType]
+    wire: Any = "bf16" if row["precision"] == "bf16" else "fp32"
+    optimizer: Any = row["optimizer"]
+    backend = _CONTENDERS[row["contender"]]
+    return _config(row, "step", gpu, model, EmbeddingConfig(backend, optimizer=optimizer, wire_dtype=wire))
 
 
 def calibrate(folder: Path) -> GpuConfig:
@@ -361,8 +335,7 @@ def calibrate(folder: Path) -> GpuConfig:
         row for row in read_rows(folder / "step.csv") if row["world_size"] == "1" and row["contender"] == "pgas_graph"
     )
     shape = step_config(next(row for row in traced if row["arch"] == "dcn"), gpu)
-    samples = 8192
-    alone = replace(shape, network=NetworkConfig(gpus_per_host=1), work=replace(shape.work, global_batch=samples))
+    alone = replace(shape, network=NetworkConfig(gpus_per_host=1), train=TrainConfig(global_batch_size=8192))
     gpu = fit_step(
         gpu,
         Measured(step_config(quickstart, gpu), float(quickstart["median_ms"])),

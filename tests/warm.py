@@ -17,7 +17,7 @@ from types import SimpleNamespace
 START_METHOD = "forkserver"
 _CONTEXT = multiprocessing.get_context(START_METHOD)
 _CONTEXT.set_forkserver_preload(
-    ["tests.distributed.workers", "tests.warm", "dlrm_overlap.cli", "dlrm_overlap.observe.tensorboard"]
+    ["tests.distributed.workers", "tests.warm", "dlrm_overlap.cli", "dlrm_overlap.observe.run_log"]
 )
 
 

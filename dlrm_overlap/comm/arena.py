@@ -29,7 +29,6 @@ from dlrm_overlap.comm.record import ExchangeTimeoutError
 from dlrm_overlap.config import InputError, in_one_line
 
 _ALIGNMENT_BYTES = 256
-_MOST_SHAPES = 64  # in which a region has been lent, of which something is kept: batch sizes rarely change
 _ORDERED_STORES = ("x86_64", "AMD64")  # machines whose stores other processors see in order
 
 
@@ -50,32 +49,16 @@ class Loan:
         self._count_users: Callable[[int], int] = torch._C._storage_Use_Count  # type: ignore[attr-defined]
         self._address = self._storage._cdata
         self._idle = self._count_users(self._address)
-        self._shaped: dict[tuple[int, int, int], torch.Tensor] = {}
-        """by rows, first column and columns; they are not lent themselves"""
 
     def lend(self, rows: int, first_column: int = 0, columns: int | None = None) -> torch.Tensor:
         """Return `columns` columns, None for all, from `first_column` on, of the first `rows` rows.
 
-        It is a tensor of its own on the region's storage.
-
-        A view would be one made within an autograd function, which autograd does not let anyone change in place.
+        It is a tensor of its own on the region's storage: autograd lets nobody change a view in place that an autograd
+        function has made.
         """
         columns = self._columns - first_column if columns is None else columns
-        shaped = self._shaped.get((rows, first_column, columns))
-        if shaped is None:
-            shaped = self._shape(rows, first_column, columns)
-        return shaped.data  # no view, in a fifth of the time that a tensor takes to be made
-
-    def _shape(self, rows: int, first_column: int, columns: int) -> torch.Tensor:
-        """Make and keep the tensor of these rows and columns, which counts as one user of the idle storage."""
-        if len(self._shaped) >= _MOST_SHAPES:
-            self._idle -= len(self._shaped)
-            self._shaped.clear()
         with torch.inference_mode(False):  # else no later step could save it for its backward
-            shaped = self._region.new_empty(0).set_(self._storage, first_column, (rows, columns), self._strides)
-        self._shaped[rows, first_column, columns] = shaped
-        self._idle += 1
-        return shaped
+            return self._region.new_empty(0).set_(self._storage, first_column, (rows, columns), self._strides)
 
     @property
     def held(self) -> bool:
@@ -145,12 +128,8 @@ class Arena(ABC):
         """Return a `Loan` of region `name` of this rank's arena, by which its window is lent to the model."""
         region = self.local(name)
         region_bytes = region.numel() * region.dtype.itemsize
-        on_gpu = self.device.type == "cuda"
-        memory = (
-            CudaMemory(region.data_ptr(), region_bytes, region)
-            if on_gpu
-            else region.flatten().view(torch.uint8).numpy()
-        )
+        memory: Any = region.flatten().view(torch.uint8)
+        memory = CudaMemory(region.data_ptr(), region_bytes, region) if region.is_cuda else memory.numpy()
         return Loan(torch.as_tensor(memory, device=self.device).view(region.dtype).view(region.shape))
 
     def close(self) -> None:

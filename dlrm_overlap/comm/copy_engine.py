@@ -25,12 +25,7 @@ class CopyEngine:
     """
 
     def __init__(self, device: torch.device, priority: int = 0) -> None:
-        """Make the stream.
-
-        Args:
-            device: the GPU whose copy engines work.
-            priority: of the stream; copies have none, but kernels on it may.
-        """
+        """Make the stream, of a priority that kernels on it have: copies have none."""
         self.stream = torch.cuda.Stream(device, priority=priority)
         """on which the copies run; kernels may be put there, too"""
         self._begun, self._done = torch.cuda.Event(), torch.cuda.Event()
@@ -46,13 +41,9 @@ class CopyEngine:
         torch.cuda.current_stream(self.stream.device).wait_event(self._done)
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy `source` to `destination`, in this GPU's memory or a peer's.
+        """Copy `source` to `destination`, contiguous and alike, in this GPU's memory or a peer's.
 
         This takes a quarter of the host's time of `copy_` on a stream that has to be entered first.
-
-        Args:
-            destination: contiguous, of the shape and the type of `source`.
-            source: contiguous.
         """
         assert (destination.shape, destination.dtype) == (source.shape, source.dtype), "bytes are copied as they are"
         assert all(each.is_contiguous() for each in (destination, source)), "one range of bytes is copied to another"
@@ -76,8 +67,6 @@ class CopyEngine:
             flag: [1] int64, in this GPU's memory or a peer's.
             word: [1] int64, in this GPU's memory; unchanged until the copy is done.
         """
-        assert flag.numel() == word.numel() == 1
-        assert flag.dtype == word.dtype == torch.int64
         self.copy(flag, word)
 
     def wait_counter(self, word: torch.Tensor, count: int) -> None:
@@ -94,9 +83,6 @@ class CopyEngine:
             word: [1] int64 in this GPU's memory, which kernels raise by atomics at GPU scope or wider, 0 before.
             count: at least 1.
         """
-        assert word.numel() == 1
-        assert word.dtype == torch.int64
-        assert count >= 1
         from cuda.bindings import driver  # pyright: ignore[reportMissingImports] # not on a CPU
 
         stream, address = driver.CUstream(self.stream.cuda_stream), driver.CUdeviceptr(word.data_ptr())
@@ -106,18 +92,12 @@ class CopyEngine:
 
 @lru_cache
 def _runtime() -> Any:
-    """Return CUDA's runtime API."""
     from cuda.bindings import runtime  # pyright: ignore[reportMissingImports] # not on a CPU
 
     return runtime
 
 
 def _check(function: Callable[..., Any], *arguments: Any) -> None:
-    """Call a function of CUDA's API.
-
-    Raises:
-        RuntimeError: naming the error that it returned.
-    """
     (error,) = function(*arguments)
     if error.value != 0:
         raise RuntimeError(

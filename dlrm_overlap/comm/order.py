@@ -1,6 +1,6 @@
 """How a rank issues its work: one order of all that a captured step does between ranks, and the streams of a step."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
@@ -101,7 +101,11 @@ class Streams:
         self._called, self._copied, self._returned = (torch.cuda.Event() for _ in range(3))
 
     @contextmanager
-    def _main(self) -> Any:
+    def main(self) -> Iterator[None]:
+        """Return a context on the steps' stream, which waits for the caller's; at its end the other way."""
+        if not self._on_gpu:
+            yield
+            return
         current = self._current()
         self._called.record(current)
         if current == self.main_stream:
@@ -115,17 +119,21 @@ class Streams:
             self._returned.record(self.main_stream)
             current.wait_event(self._returned)
 
-    def main(self) -> AbstractContextManager[Any]:
-        """Return a context on the steps' stream, which waits for the caller's; at its end the other way."""
-        return self._main() if self._on_gpu else nullcontext()
-
     def step_is_issued(self, parity: int) -> None:
         """Note that all readers of the other parity's landing memory have been issued."""
         if self._on_gpu:
             self._issued[parity].record(self.main_stream)
 
     @contextmanager
-    def _copies(self, parity: int, later: bool) -> Any:
+    def copies(self, parity: int, later: bool = False) -> Iterator[None]:
+        """Return a context for copies to the landing place of `parity`; steps issued after it find them done.
+
+        Copies come after the caller's earlier work on the device, such as the batch itself. With `later`, they are of a
+        batch for which there was such a context before, and wait for nothing else.
+        """
+        if not self._on_gpu:
+            yield
+            return
         if not later:
             self._copy.wait_event(self._issued[1 - parity])
             self._copy.wait_event(self._called)
@@ -133,14 +141,6 @@ class Streams:
             yield
             self._copied.record(self._copy)
         self.main_stream.wait_event(self._copied)
-
-    def copies(self, parity: int, later: bool = False) -> AbstractContextManager[Any]:
-        """Return a context for copies to the landing place of `parity`; steps issued after it find them done.
-
-        Copies come after the caller's earlier work on the device, such as the batch itself. With `later`, they are of a
-        batch for which there was such a context before, and wait for nothing else.
-        """
-        return self._copies(parity, later) if self._on_gpu else nullcontext()
 
     def fork_ids(self) -> None:
         """Let the work of `ids` begin where the steps' stream is now."""

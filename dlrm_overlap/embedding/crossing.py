@@ -9,12 +9,10 @@ sample, that begin at multiples of 16 bytes.
                                        the sums that are made on w's host
     backward    of rank r, to host H:  a row for each sample of r, with the columns of the shards of all ranks of H
 
-So as many bytes are sent as in an All-to-All, but there are as many messages as hosts, not as ranks. On GPUs, of a
-table that is cut by rows over several ranks of a host, only sums leave it, not the shards' partial sums: each rank of
-another host is *served* by the rank to which its own messages go (`Reach.relay`), which gathers its partial sums and
-adds them up. Its gradient is sent once, for all of these shards. Where ids go to their owners by the exchange, one more
-message brings the window in which a rank has published its ids, whole, since its size is known beforehand; the ranks of
-the host read it where it has arrived, at the rank that takes it.
+Of a table that is cut by rows over several ranks of a host, only sums leave it on GPUs: each rank of another host is
+*served* by the rank to which its own messages go, which gathers its partial sums and adds them up. Its gradient is sent
+once, for all of these shards. Where the exchange sends ids, one more message brings the window in which a rank has
+published its ids, whole, since its size is known beforehand; the ranks of the host read it at the rank that takes it.
 
 Example: hosts of ranks 0, 1 and 2, 3, of 5 samples each. Rank 1 owns shards of 12 columns, rank 2 of 4, rank 3 of 8.
 Forward, rank 1 sends rank 3 a message of 10 rows of 12: samples of rank 2, then of rank 3. Backward, it sends rank 3
@@ -23,6 +21,7 @@ ranks 2 and 3, then rank 3 gathers two partial sums for each sample of rank 1, a
 """
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -31,7 +30,7 @@ import torch
 from dlrm_overlap.comm.arena import Arena, Region
 from dlrm_overlap.comm.reach import Reach
 from dlrm_overlap.embedding.layout import FeatureShard, Layout, column_numbers
-from dlrm_overlap.embedding.steps import BatchSizes, StepCache
+from dlrm_overlap.embedding.steps import BatchSizes
 from dlrm_overlap.embedding.windows import WindowSpec
 
 _ROW_BYTES = 16  # divide every row, so that kernels read and write 16 bytes at a time
@@ -74,7 +73,9 @@ class Crossing:
         """Lay messages out; `with_sums` says whether hosts make sums, else each partial sum travels as it is."""
         self.reach, self._layout, self._wire_dtype = reach, layout, wire_dtype
         self._unit = _ROW_BYTES // wire_dtype.itemsize
-        self._pooled, self._sums, self._gradients = (StepCache[BatchSizes, Messages]() for _ in range(3))
+        kept = lru_cache(maxsize=64)
+        self.pooled, self.sums, self.gradients = kept(self._pooled), kept(self._sums), kept(self._gradients)
+        """the messages of a batch: of pooled embeddings, of sums, and of their gradients"""
         sums = layout.partial_sums if with_sums else ()
         on_hosts = {host: [each.on(host) for each in sums] for host in reach.hosts}
         self.sums_on = {host: [shards for shards in found if len(shards) > 1] for host, found in on_hosts.items()}
@@ -130,22 +131,14 @@ class Crossing:
         widest = max(self.pitch(self.sum_columns[host]) for host in self.reach.hosts)
         return WindowSpec("sums", Region((self.reach.most_taken * samples * widest,), self._wire_dtype), 1)
 
-    def pooled(self, batch: BatchSizes) -> Messages:
-        """Return the messages of pooled embeddings."""
-        return self._pooled.get(batch, self._pooled_of, batch)
-
-    def _pooled_of(self, batch: BatchSizes) -> Messages:
+    def _pooled(self, batch: BatchSizes) -> Messages:
         reach, here = self.reach, self._samples(self.reach.here, batch)
         mine = self.pitch(self.pooled_columns[reach.rank])
         sent = [(self._samples(host, batch), mine) for host in self._other_hosts]
         received = [(here, self.pitch(self.pooled_columns[source])) for source in reach.sources]
         return self._messages(sent, received)
 
-    def sums(self, batch: BatchSizes) -> Messages:
-        """Return the messages of sums."""
-        return self._sums.get(batch, self._sums_of, batch)
-
-    def _sums_of(self, batch: BatchSizes) -> Messages:
+    def _sums(self, batch: BatchSizes) -> Messages:
         reach, mine = self.reach, self._sum_pitch(self.reach.here)
 
         def rows(rank: int, host: range) -> int:
@@ -155,11 +148,7 @@ class Crossing:
         received = [(rows(source, reach.here), self._sum_pitch(reach.host_of(source))) for source in reach.sources]
         return self._messages(sent, received)
 
-    def gradients(self, batch: BatchSizes) -> Messages:
-        """Return the messages of their gradients."""
-        return self._gradients.get(batch, self._gradients_of, batch)
-
-    def _gradients_of(self, batch: BatchSizes) -> Messages:
+    def _gradients(self, batch: BatchSizes) -> Messages:
         reach, each = self.reach, batch.per_rank
         sent = [(each[reach.rank], self.pitch(self.gradient_columns[host])) for host in self._other_hosts]
         mine = self.pitch(self.gradient_columns[reach.here])

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property, wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.backends import BACKENDS
 from dlrm_overlap.comm.counters import Counter
+from dlrm_overlap.comm.every_rank import gathered
 from dlrm_overlap.comm.order import CommunicationOrder, uncompiled
 from dlrm_overlap.comm.reach import Reach
 from dlrm_overlap.config import InputError
@@ -41,14 +42,10 @@ from dlrm_overlap.embedding.windows import WindowHeldError
 
 log = logging.getLogger("dlrm_overlap")
 
-_NO_STREAM = nullcontext()
+Part = TypeVar("Part", bound=Callable[..., Any])
 
 
-Parameters = ParamSpec("Parameters")
-Returned = TypeVar("Returned")
-
-
-def fails_for_good(part: Callable[Parameters, Returned]) -> Callable[Parameters, Returned]:
+def fails_for_good(part: Part) -> Part:
     """Return a method that raises once any such method of its object has failed on this rank.
 
     The peers wait for the step that failed, and would take a later step's data for its own. The object keeps the first
@@ -60,8 +57,7 @@ def fails_for_good(part: Callable[Parameters, Returned]) -> Callable[Parameters,
     """
 
     @wraps(part)
-    def run(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Returned:
-        self: Any = args[0]
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self.failure is not None:
             raise RuntimeError(
                 f"exchange: {self.failure} on this rank, which cannot go on where the others wait for that step; end "
@@ -70,15 +66,15 @@ def fails_for_good(part: Callable[Parameters, Returned]) -> Callable[Parameters,
         try:
             if torch.is_inference_mode_enabled():
                 with torch.inference_mode(False), torch.no_grad():
-                    return part(*args, **kwargs)
-            return part(*args, **kwargs)
+                    return part(self, *args, **kwargs)
+            return part(self, *args, **kwargs)
         except WindowHeldError:  # nothing has begun
             raise
         except Exception as error:
             self.failure = f"{part.__name__} has failed ({type(error).__name__}: {error})".partition("\n")[0]
             raise
 
-    return run
+    return cast(Part, run)
 
 
 class Exchange:
@@ -116,6 +112,7 @@ class Exchange:
         self._capacity = 0
         self._copies = options.copy_output and options.output_dtype == options.wire_dtype  # else the cast is a copy
         self._counts_epochs = device.type == "cuda" and BACKENDS[options.backend].stores_to_peers
+        self._clips = True  # gradients before they are sent
         self._pending: Step | None = None
         self.failure: str | None = None
         self._ids: IdLayout | None = None
@@ -211,14 +208,7 @@ class Exchange:
         """
         if self.steady and self._steady_samples is not None:
             return self._steady_samples
-        try:  # on the CPU, which need not wait for the GPU, if the group has a backend there
-            self._group._get_backend(torch.device("cpu"))
-            device = torch.device("cpu")
-        except RuntimeError:
-            device = self.device
-        most = torch.tensor([samples], dtype=torch.int64, device=device)
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=self._group)
-        agreed = int(most)
+        agreed = max(gathered(samples, self._group))
         if self.steady:
             self._steady_samples = agreed
         return agreed
@@ -293,8 +283,10 @@ class Exchange:
     @fails_for_good
     def start_forward(self, step: Step) -> None:
         """Start to pool and to send."""
-        if self._pending is not None:  # its flags must be awaited before the next step
-            self._set_aside(self._pending)
+        if (before := self._pending) is not None:  # its flags must be awaited now, and it may still be asked for
+            before.set_aside = self.finish_forward(before, copy=True)
+            if self.device.type == "cuda":
+                before.set_aside_event = torch.cuda.current_stream(self.device).record_event()
         halves = self._require(step.batch.most)
         self.tables.read_again()
         if self._ids is not None and self.device.type == "cuda":  # ids that were checked when they arrived
@@ -307,38 +299,21 @@ class Exchange:
 
     def _beside(self) -> AbstractContextManager[Any]:
         """Return a context in which a captured step looks up, beside the computations of its model until it waits."""
-        return torch.cuda.stream(self._lookup_stream) if self.order.is_captured else _NO_STREAM
+        return torch.cuda.stream(self._lookup_stream) if self.order.is_captured else nullcontext()
 
     def _require(self, samples: int) -> Halves:
         """Return the halves of an exchange that takes up to `samples` samples a rank; may be a collective."""
         if self._halves is None or samples > self._capacity:
             self.close()
             self._capacity = max(1, samples)
-            context = ExchangeContext(
-                self.layout,
-                self.tables,
-                self.options,
-                self._group,
-                self.device,
-                self._capacity,
-                self.counters,
-                self.order,
-                self._ids,
-                self._replicated,
-                self.reach,
-            )
-            self._halves = open_halves(context)
+            fixed = self.layout, self.tables, self.options, self._group, self.device
+            kept = self.counters, self.order, self._ids, self._replicated, self.reach
+            self._halves = open_halves(ExchangeContext(*fixed, self._capacity, *kept))
             if self._ids is not None:
                 rank, ranks = self._group.rank(), self._group.size()
                 room = [self._ids.arriving([feature], ranks) for feature in self._ids.features(rank)]
                 self.tables.open_caches(self.layout.by_owner[rank], room, self.device)
         return self._halves
-
-    def _set_aside(self, step: Step) -> None:
-        """Keep the pooled embeddings of a step that may still be asked for when the next has begun."""
-        step.set_aside = self.finish_forward(step, copy=True)
-        if self.device.type == "cuda":
-            step.set_aside_event = torch.cuda.current_stream(self.device).record_event()
 
     @fails_for_good
     def finish_forward(self, step: Step, copy: bool | None = None) -> torch.Tensor:
@@ -403,11 +378,7 @@ class Exchange:
 
     def _start_backward(self, step: Step) -> None:
         assert step.gradient is not None
-        self._open().backward.start(step, self._to_send(step.gradient))
-
-    def _to_send(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Return the gradient that is sent for that of the pooled embeddings."""
-        return self.clipped(gradient)
+        self._open().backward.start(step, self.clipped(step.gradient) if self._clips else step.gradient)
 
     def clipped(self, gradient: torch.Tensor) -> torch.Tensor:
         """Return a gradient clipped as FBGEMM would clip it at the rows' owners."""
@@ -424,23 +395,16 @@ class Exchange:
         assert self._halves is not None, "a step begins with its forward"
         return self._halves
 
-    def keep_rules_in_place(self) -> None:
-        """Write the optimizers' numbers that have changed to where captured steps read them; on the current stream."""
+    def follow_rules(self, capture: bool = False) -> None:
+        """Overwrite the optimizers' numbers that captured steps read, see `Backward`; on the current stream."""
         if self._halves is not None:
-            self._halves.backward.keep_rules_in_place()
-
-    def follow_rules(self) -> None:
-        """Overwrite those numbers if captured steps read some; on the current stream."""
-        if self._halves is not None:
-            self._halves.backward.follow_rules()
+            self._halves.backward.follow_rules(capture)
 
     def skip(self, counter: Counter) -> None:
         """Take an epoch of the windows that `counter` counts, in which nothing is stored; all ranks do so alike."""
         halves, counters = self._open(), self.counters
         parts = {counters.forward: halves.forward, counters.backward: halves.backward, counters.ids: halves.ids}
-        part = parts[counter]
-        assert part is not None
-        part.skip()
+        parts[counter].skip()
 
     def check(self) -> None:
         """Raise the faults that kernels have recorded, such as an expired wait; never waits for the device."""

@@ -45,16 +45,11 @@ class BatchBound:
                 f"BatchBound: {self.samples} samples, but a batch has at least 1; give those of a rank's batch"
             )
         for name, sizes in self.bag_sizes.items():
-            if not isinstance(sizes, tuple | list) or len(sizes) != 2:
-                raise InputError(f"BatchBound: {sizes} ids a bag of {name} are no pair; give (least, most)")
-            least, most = sizes
-            if not 0 <= least <= most:
-                raise InputError(f"BatchBound: {least} .. {most} ids a bag of {name} is no range; give (least, most)")
-        for what, bounds in (("ids", self.ids), ("distinct ids", self.distinct)):
-            for name, most in bounds.items():
-                if most < 0:
-                    what = f"{most} {what} of {name} in a batch"
-                    raise InputError(f"BatchBound: {what}, but they are 0 or more; leave it out")
+            if not isinstance(sizes, tuple | list) or len(sizes) != 2 or not 0 <= sizes[0] <= sizes[1]:
+                raise InputError(f"BatchBound: {sizes} ids a bag of {name} is no range; give (least, most)")
+        for name, most in (*self.ids.items(), *self.distinct.items()):
+            if most < 0:
+                raise InputError(f"BatchBound: {most} ids of {name} in a batch, but they are 0 or more; leave it out")
 
     @property
     def known_lengths(self) -> bool:
@@ -135,22 +130,14 @@ class IdLayout:
         cut = [s for shards in self.layout.by_owner for s in shards if s.is_cut_by_rows]
         for shard in cut:
             rows[shard.name] = max(rows.get(shard.name, 0), shard.rows[1])
-        indices = self._key_numbers
-        return {shard: Share(indices[shard.feature_name], *_ids_of(shard.rows, rows[shard.name])) for shard in cut}
+        index = self.keys.index
+        return {shard: Share(index(shard.feature_name), *_ids_of(shard.rows, rows[shard.name])) for shard in cut}
 
     def published(self, shard: FeatureShard) -> int:
         """Return which of the published features has the ids of a shard; of a table that is cut by rows, its share."""
         if shard.is_cut_by_rows:
-            return len(self.keys) + 1 + self._numbers[self._share_of[shard]]
-        return self._key_numbers[shard.feature_name]
-
-    @cached_property
-    def _numbers(self) -> dict[Share, int]:
-        return {share: number for number, share in enumerate(self.shares)}
-
-    @cached_property
-    def _key_numbers(self) -> dict[str, int]:
-        return {key: index for index, key in enumerate(self.keys)}
+            return len(self.keys) + 1 + self.shares.index(self._share_of[shard])
+        return self.keys.index(shard.feature_name)
 
     def knows_empty_bags(self, shard: FeatureShard) -> bool:
         """Return whether the samples' rank sends no gradient of a shard's empty bags, see `Step.own_offsets`."""
@@ -213,11 +200,6 @@ class IdLayout:
     def arriving(self, features: Sequence[int], sources: int) -> int:
         """Return the most ids of `features`, as `features()` returns them, that arrive from `sources` ranks."""
         return sources * sum(self.published_capacity[feature] for feature in features)
-
-    @cached_property
-    def replicated(self) -> list[int]:
-        """Index in `keys` of each feature whose table every rank holds."""
-        return [self.published(shard) for shard in self.layout.replicated]
 
     def known_offsets(self, features: Sequence[int], bags: int) -> torch.Tensor:
         """Return [F * bags + 1] int32: the offsets of the bags of F features that have known lengths.

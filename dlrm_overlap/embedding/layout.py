@@ -123,15 +123,11 @@ class PartialSums(NamedTuple):
     """The columns of the output that are a sum of partial sums, one of each row shard.
 
     Example: a table of dim 4 at columns 8 .. 11 of an output of 20, cut by rows over three ranks. The first rank's
-    partial sums arrive at 8, those of the others at 20 and 24, the first columns after the output: `columns` are
-    (8, 20, 24).
+    partial sums arrive at 8, where the sum is stored, those of the others at 20 and 24, the first columns after it.
     """
 
-    columns: tuple[int, ...]
-    """where the partial sums of each row shard arrive, in the order of their owners; the sum is stored at the first"""
-    dim: int
     shards: tuple[FeatureShard, ...]
-    """the row shards"""
+    """the row shards, in the order of their owners"""
 
     def on(self, host: range) -> tuple[FeatureShard, ...]:
         """Return the row shards of the ranks of `host`; of several the sum is made there for samples of other hosts."""
@@ -211,11 +207,7 @@ class Layout:
         """The columns of the output that are sums of the partial sums of several ranks."""
         summed = [shard for shards in self.by_owner for shard in shards if not shard.slots]
         together = _grouped(summed, self.output_column)
-        return [
-            PartialSums(tuple(self.column(s) for s in shards), shards[0].dim, tuple(shards))
-            for _, shards in sorted(together.items())
-            if len(shards) > 1
-        ]
+        return [PartialSums(tuple(shards)) for _, shards in sorted(together.items()) if len(shards) > 1]
 
     @cached_property
     def added_up(self) -> frozenset[FeatureShard]:

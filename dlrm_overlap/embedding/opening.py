@@ -12,7 +12,7 @@ from dlrm_overlap.comm.arena import Arena, Region, open_arena
 from dlrm_overlap.comm.network import start_puts
 from dlrm_overlap.comm.reach import Reach, find_reach
 from dlrm_overlap.embedding.backends.base import Backward, Forward
-from dlrm_overlap.embedding.backends.ids import CpuIdExchange, DeviceIdExchange, IdExchange
+from dlrm_overlap.embedding.backends.ids import CpuIdExchange, IdExchange
 from dlrm_overlap.embedding.backends.local import CpuLocalLookup, DeviceLocalLookup, LocalLookup
 from dlrm_overlap.embedding.crossing import Crossing, arrival_regions
 from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions
@@ -56,8 +56,8 @@ class Halves(NamedTuple):
     """memory of every rank's windows and flags; None where no part has windows"""
 
     def close(self) -> None:
-        """Give the memory back. Every rank must be through with its steps."""
-        for part in (self.backward, self.forward, self.local, self.ids, self.arena):
+        """Give the memory back, with the last references. Every rank must be through with its steps."""
+        for part in (self.forward, self.backward, self.ids, self.arena):
             if part is not None:
                 part.close()
 
@@ -96,7 +96,7 @@ def open_halves(context: ExchangeContext) -> Halves:
     id_exchange: IdExchange | None = None
     if context.ids is not None:
         assert ids is not None
-        id_exchange = (DeviceIdExchange if on_gpu else CpuIdExchange)(context, context.ids, ids)
+        id_exchange = (IdExchange if on_gpu else CpuIdExchange)(context, context.ids, ids)
     local: LocalLookup | None = None
     if context.layout.replicated:
         assert outputs is not None

@@ -13,18 +13,6 @@ from dlrm_overlap.kernels.arguments import state_bytes
 _RUN_BYTES, _PLACE_BYTES = 16, 4  # an update reads them to find a touched row's ids, and an id's gradient
 
 
-def filled_share(bag_ids: float, part: float) -> float:
-    """Return the share of a table's bags that have an id of one owner, which has a `part` of the rows, on average.
-
-    Args:
-        bag_ids: ids of a bag, which name all rows as often.
-        part: of the rows, 0 to 1.
-
-    Example: one id a bag, an eighth of the rows: 1/8. Two ids a bag, half of the rows: 3/4.
-    """
-    return 1 - (1 - part) ** bag_ids
-
-
 def partial_sums(bag_ids: float, row_shards: int) -> float:
     """Return how many partial sums of a bag travel, one from each of `row_shards` with an id of the bag, on average.
 
@@ -34,7 +22,7 @@ def partial_sums(bag_ids: float, row_shards: int) -> float:
 
     Example: 8 shards, 1 id a bag: 1. 3 ids: 2.6. 32 ids: 7.9.
     """
-    return 1.0 if row_shards == 1 else row_shards * filled_share(bag_ids, 1 / row_shards)
+    return 1.0 if row_shards == 1 else row_shards * (1 - (1 - 1 / row_shards) ** bag_ids)
 
 
 class ShardTraffic(NamedTuple):
@@ -107,12 +95,7 @@ def update_bytes(
     rank's own samples, read to be sent; and that of its own columns, written where it arrives. Its links carry the
     gradient of the columns that other ranks own.
 
-    Args:
-        shards: of the rank.
-        samples: of all ranks.
-        own_samples: of this rank.
-        total_dim: columns of all shards of all ranks.
-        owner_dim: columns of this rank's shards.
+    Args, beside those of `pooling_bytes`:
         wire_bytes: of an element of the gradients between ranks.
         gradient_bytes: of an element of the gradient that the model gives.
         optimizer: a key of `STATES`.
@@ -126,8 +109,7 @@ def update_bytes(
     named = once = 0.0  # of gradients read for each id, and once
     for shard in shards:
         row_bytes = shard.dim * shard.element_bytes + state_bytes(optimizer, shard.dim)
-        hbm += shard.touched_rows * (2 * row_bytes + _RUN_BYTES)
-        hbm += shard.ids * _PLACE_BYTES
+        hbm += shard.touched_rows * (2 * row_bytes + _RUN_BYTES) + shard.ids * _PLACE_BYTES
         named += shard.ids * shard.dim * wire_bytes
         once += shard.filled_bags * shard.dim * wire_bytes
     return UpdateBytes(hbm + named, hbm + once, own_samples * (total_dim - owner_dim) * wire_bytes)

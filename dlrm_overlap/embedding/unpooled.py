@@ -44,6 +44,7 @@ class UnpooledExchange(Exchange):
         # Rows are narrowed as they are expanded: so sums of gradients are sent as precisely as they travel.
         widest = torch.promote_types(options.wire_dtype, options.output_dtype)
         super().__init__(layout, tables, replace(options, output_dtype=widest), group, device)
+        self._clips = False  # gradients are clipped before they are summed
         self.expanded_dtype = options.output_dtype
         self.sums: RowSums | None = None
         self._batch_bound: BatchBound | None = None
@@ -133,10 +134,6 @@ class UnpooledExchange(Exchange):
         torch._foreach_copy_(kept, flat)  # pyright: ignore[reportPrivateImportUsage]  by one kernel
         values, lengths, places, *runs = kept
         return Distinct(values, lengths, places, type(distinct.runs)(*runs))
-
-    def _to_send(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of the slots as it is: it was clipped before it was summed."""
-        return gradient
 
     def _most_samples(self, samples: int) -> int:
         """Return the slots, which are as many on all ranks."""

@@ -3,14 +3,14 @@
 import gc
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from dlrm_overlap.comm.arena import Arena, Loan, Region
 from dlrm_overlap.comm.counters import Counter
 from dlrm_overlap.kernels.arguments import Windows
-from dlrm_overlap.kernels.flags import Flags, raise_flags, wait_flags
+from dlrm_overlap.kernels.flags import Flags, awaiting_flags, raise_flags, raising_flags
 
 
 class WindowHeldError(RuntimeError):
@@ -100,9 +100,9 @@ class WindowPair:
             self._loans = [self.arena.loan(name) for name in self.names]
         return self._loans[self.epoch % 2].lend(rows, first_column, columns)
 
-    def close(self) -> None:
-        """Forget the windows, so that the arena can be closed."""
-        self._windows, self._loans = [], []
+    def peers(self, stride: int, dtype: torch.dtype) -> list[Windows]:
+        """Return the windows of the ranks reached, of even epochs and of odd ones; `stride` is a row's, in elements."""
+        return [Windows(self.arena.addresses(name), stride, dtype) for name in self.names]
 
 
 def one_flag_each(ranks: range, world_size: int) -> torch.Tensor:
@@ -110,37 +110,52 @@ def one_flag_each(ranks: range, world_size: int) -> torch.Tensor:
     return torch.tensor([int(rank in ranks) for rank in range(world_size)], dtype=torch.int32, device="cpu")
 
 
-def peer_windows(pair: WindowPair, stride: int, dtype: torch.dtype) -> list[Windows]:
-    """Return the windows of the ranks reached, of even epochs and of odd ones; `stride` is a row's, in elements."""
-    return [Windows(pair.arena.addresses(name), stride, dtype) for name in pair.names]
+class PairFlags:
+    """The flags of a pair on the device: raised at the ranks reached, and awaited of all, in the current epoch."""
+
+    def __init__(
+        self, pair: WindowPair, counts: torch.Tensor, timeout_s: float, status: torch.Tensor, unit: str = "slice"
+    ) -> None:
+        """Take the flags.
+
+        Args:
+            counts: [W] int32, how many flags this rank awaits of each rank.
+            timeout_s: bound of a wait.
+            status: [1 + kinds] int64 on the device, where a wait that expires is recorded: `Record.status`.
+            unit: for which a flag stands, where an expired wait is raised at once.
+        """
+        arena, self._pair = pair.arena, pair
+        self.flags = Flags(
+            addresses=arena.addresses(pair.flags),
+            clock=pair.counter.word,
+            local=arena.local(pair.flags),
+            counts=counts.to(arena.device),
+            timeout=int(timeout_s * 1e9),
+            status=status,
+        )
+        self._raising, self._awaiting = raising_flags(self.flags, arena.rank, 0), awaiting_flags(self.flags, arena.rank)
+
+    def raise_at_all(self, source: int | None = None) -> None:
+        """Raise the first flag of this rank, or of `source`, of another host, as that one would."""
+        if source is None:
+            self._raising(self._pair.counter.argument)
+        else:
+            raise_flags(self.flags, source, 0, self._pair.counter.argument)
+
+    def wait(self) -> None:
+        """Wait for the flags."""
+        self._awaiting(self._pair.counter.argument)
 
 
-def skip_epoch(pair: WindowPair, status: torch.Tensor, timeout_s: float) -> None:
+def skip_epoch(pair: WindowPair, kind: type[PairFlags], timeout_s: float, status: Any) -> None:
     """Take an epoch of a pair in which nothing is stored: raise a flag at each rank reached, and await one of each.
 
     Only ranks of this host store into its windows, so those of other hosts need not be awaited.
     """
-    flags = ready_flags(pair, one_flag_each(pair.arena.reached, pair.arena.world_size), status, timeout_s)
+    flags = kind(pair, one_flag_each(pair.arena.reached, pair.arena.world_size), timeout_s, status)
     pair.begin()
-    raise_flags(flags, pair.arena.rank, 0, pair.counter.argument)
-    wait_flags(flags, pair.arena.rank, pair.counter.argument)
-
-
-def ready_flags(pair: WindowPair, counts: torch.Tensor, status: torch.Tensor, timeout_s: float) -> Flags:
-    """Return the flags of a pair.
-
-    Args:
-        counts: [W] int32, how many flags this rank awaits of each rank.
-        status: [1 + kinds] int64 on the device, where a wait that expires is recorded: `Record.status`.
-    """
-    return Flags(
-        addresses=pair.arena.addresses(pair.flags),
-        clock=pair.counter.word,
-        local=pair.arena.local(pair.flags),
-        counts=counts.to(pair.arena.device),
-        timeout=int(timeout_s * 1e9),
-        status=status,
-    )
+    flags.raise_at_all()
+    flags.wait()
 
 
 def flags_among(flags: Flags, reached: range) -> Flags:

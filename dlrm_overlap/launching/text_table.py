@@ -1,4 +1,4 @@
-"""Text for a terminal: tables, also as Markdown, counted things, and escapes."""
+"""Text for a terminal: tables, counted things, and escapes."""
 
 from collections.abc import Sequence
 
@@ -16,15 +16,9 @@ def format_table(lines: Sequence[Sequence[str]]) -> str:
     return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True))
 
 
-def markdown_table(lines: Sequence[Sequence[str]]) -> str:
-    """Return the table of `lines`, the first of which is its header, as Markdown."""
-    head, *others = lines
-    return "\n".join(f"| {' | '.join(line)} |" for line in [head, ["---"] * len(head), *others])
-
-
-def plain(text: str, kept: str = "") -> str:
-    """Return `text` with escapes for characters that do not print, except those in `kept`."""
-    return "".join(c if c.isprintable() or c in kept else c.encode("unicode_escape").decode() for c in text)
+def plain(text: str) -> str:
+    """Return `text` with escapes for characters that do not print."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def count_of(number: int, noun: str) -> str:

@@ -13,11 +13,19 @@ from pathlib import Path
 from typing import Any
 
 from dlrm_overlap.launching.text_table import format_table
-from dlrm_overlap.observe.agreement import find_fault, greatest_difference, loss_bound
+from dlrm_overlap.observe.agreement import find_fault, greatest_difference
 from dlrm_overlap.observe.result_files import nan_as_none, read_summary, write_atomically
 
 _RESULTS = ("train_loss", "eval_loss", "eval_auroc", "eval_ne", "samples_per_s", "step_ms_p50", "step_ms_p95")
 _SHARED = ("world_size", "device", "global_batch_size", "versions")
+_COLUMNS = {
+    "train loss": ("train_loss", ".6f"),
+    "AUROC": ("eval_auroc", ".4f"),
+    "samples/s": ("samples_per_s", ".0f"),
+    "p50, ms": ("step_ms_p50", ".4g"),
+    "p95, ms": ("step_ms_p95", ".4g"),
+    "speedup": ("speedup", ".2f"),
+}
 _CPU_NOTE = "On CPUs plain PyTorch stands in for the kernels of pgas and fused: take speedups from GPUs."
 
 
@@ -30,15 +38,13 @@ def compare_runs(folders: Mapping[str, Path], rtol: float, noise_runs: int = 0) 
         noise_runs: runs of the reference that measure by how much it parts from itself.
     """
     reference, *others = folders
-    again, backends = others[:noise_runs], [reference, *others[noise_runs:]]
     # A run whose loss was not finite ended early and has no summary.
     summaries = {name: read_summary(folder) or {} for name, folder in folders.items()}
-    shared = next((summary for summary in summaries.values() if summary), {})
     losses = {name: _read_losses(folder) for name, folder in folders.items()}
-    first, of_again = losses[reference], [losses[name] for name in again]
+    first, again = losses[reference], [losses[name] for name in others[:noise_runs]]
     results = {}
-    for backend in backends:
-        summary, fault = summaries[backend], find_fault(losses[backend], first, of_again, rtol)
+    for backend in [reference, *others[noise_runs:]]:
+        summary, fault = summaries[backend], find_fault(losses[backend], first, again, rtol)
         results[backend] = {
             **nan_as_none({key: summary.get(key) for key in _RESULTS}),
             "speedup": None if fault else summaries[reference]["step_ms_p50"] / summary["step_ms_p50"],
@@ -46,17 +52,11 @@ def compare_runs(folders: Mapping[str, Path], rtol: float, noise_runs: int = 0) 
             "agree": fault is None,
             "fault": fault and f"{backend} against {reference}: {fault}",
         }
-    runs = {
-        name: {
-            "max_relative_difference": greatest_difference(losses[name], first),
-            "step_ms_p50": nan_as_none(summaries[name].get("step_ms_p50")),
-        }
-        for name in again
-    }
+    shared = next(filter(None, summaries.values()), {})
     return {
         "reference": reference,
         "rtol": rtol,
-        "noise": {"runs": runs, "bound": nan_as_none(loss_bound(first, of_again, rtol))} if again else None,
+        "noise": [greatest_difference(each, first) for each in again],
         "agree": all(result["agree"] for result in results.values()),
         **{key: shared.get(key) for key in _SHARED},
         "backends": results,
@@ -70,46 +70,18 @@ def _read_losses(folder: Path) -> dict[int, float]:
 
 
 def comparison_rows(comparison: Mapping[str, Any]) -> list[list[str]]:
-    """Return a table of text: a header, a line a backend, and, last, one for each further run of the reference.
-
-    The ratios of these show how far two runs of the same thing are apart.
-    """
-    rows = [["backend", "train loss", "AUROC", "samples/s", "p50, ms", "p95, ms", "speedup", "losses"]]
-    noise, reference = comparison["noise"], comparison["backends"][comparison["reference"]]
+    """Return a table of text: a header, and a line a backend."""
+    rows = [["backend", *_COLUMNS, "losses"]]
     for backend, result in comparison["backends"].items():
-        rows.append(
-            [
-                backend,
-                _show(result["train_loss"], ".6f"),
-                _show(result["eval_auroc"], ".4f"),
-                _show(result["samples_per_s"], ".0f"),
-                _show(result["step_ms_p50"]),
-                _show(result["step_ms_p95"]),
-                _show(result["speedup"], ".2f"),
-                _verdict(result, noise, backend == comparison["reference"]),
-            ]
-        )
-    for name, run in noise["runs"].items() if noise else ():
-        own_ms, known = run["step_ms_p50"], reference["step_ms_p50"] and run["step_ms_p50"]
-        ratio = _show(reference["step_ms_p50"] / own_ms if known else None, ".2f")
-        rows.append([name, "-", "-", "-", _show(own_ms), "-", ratio, "reference again"])
+        difference = result["max_relative_difference"]
+        verdict = f"agree to {difference:.1e}" if difference else "identical"
+        if backend == comparison["reference"]:
+            noise = max((each or 0.0 for each in comparison["noise"]), default=None)
+            verdict = "reference" if noise is None else f"reference (noise {noise:.1e})"
+        numbers = [(result[key], spec) for key, spec in _COLUMNS.values()]
+        cells = ["-" if value is None else format(value, spec) for value, spec in numbers]
+        rows.append([backend, *cells, verdict if result["agree"] else "DISAGREE"])
     return rows
-
-
-def _verdict(result: Mapping[str, Any], noise: Mapping[str, Any] | None, is_reference: bool) -> str:
-    if not result["agree"]:
-        return "DISAGREE"
-    difference = result["max_relative_difference"]
-    if is_reference:
-        if not noise:
-            return "reference"
-        greatest = max(run["max_relative_difference"] or 0.0 for run in noise["runs"].values())
-        return f"reference (noise {greatest:.1e})"
-    return f"agree to {difference:.1e}" if difference else "identical"
-
-
-def _show(value: float | None, spec: str = ".4g") -> str:
-    return "-" if value is None else format(value, spec)
 
 
 def report(

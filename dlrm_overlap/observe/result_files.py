@@ -1,7 +1,7 @@
 """The files of a run's results: lines of `metrics.jsonl`, files that are written whole or not at all."""
 
+import errno
 import json
-import logging
 import math
 import os
 from itertools import count
@@ -11,17 +11,11 @@ from typing import Any
 from dlrm_overlap.config import InputError
 from dlrm_overlap.launching.files import LOCK_NAME, replacing
 
-log = logging.getLogger("dlrm_overlap")
-
 _EARLIER = "earlier_"
 
 
 class MetricsFile:
-    """`metrics.jsonl`: one JSON object a line, NaN written as null.
-
-    Where a line cannot be written, as on a full disk, a warning says so once, and the run goes on: it is the checkpoint
-    that must be written, and where it cannot be, saving it ends the run.
-    """
+    """`metrics.jsonl`: one JSON object a line, NaN written as null."""
 
     def __init__(self, path: Path, keep_up_to_step: int) -> None:
         """Open `path` to append, without its lines past `keep_up_to_step`, which a resumed run writes again.
@@ -33,21 +27,18 @@ class MetricsFile:
         """
         kept = path.read_text(errors="replace").splitlines() if keep_up_to_step and path.exists() else []
         write_atomically(path, "".join(f"{line}\n" for line in kept if 0 < _step_of(line) <= keep_up_to_step))
-        self._path, self._warned = path, False
         self._file = path.open("ab", buffering=0)
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append `record`, or leave it out where that fails."""
+        """Append `record`.
+
+        Raises:
+            OSError: if there is no room for it; the file is then as it was.
+        """
         line, end = (json.dumps(nan_as_none(record)) + "\n").encode(), self._file.seek(0, os.SEEK_END)
-        try:
-            whole = self._file.write(line) == len(line)
-        except OSError:
-            whole = False
-        if not whole:
+        if self._file.write(line) < len(line):
             self._file.truncate(end)  # or else the next line would be joined to this one's beginning
-            if not self._warned:
-                log.warning("%s: cannot be written; the run goes on without these lines", self._path)
-            self._warned = True
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def close(self) -> None:
         """Close the file."""
@@ -119,8 +110,4 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
     path = folder / "summary.json"
     if not path.exists():
         return None
-    try:
-        return {key: math.nan if value is None else value for key, value in json.loads(path.read_bytes()).items()}
-    except (ValueError, AttributeError, RecursionError):
-        log.warning("%s is not what was written, and left out", path)
-        return None
+    return {key: math.nan if value is None else value for key, value in json.loads(path.read_bytes()).items()}

@@ -2,6 +2,7 @@
 configuration and `summary.json`; every rank writes its own trace.
 """
 
+import contextlib
 import json
 import logging
 import math
@@ -15,34 +16,23 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 import yaml
-from torch.profiler import ProfilerActivity, profile, schedule
+from torch.utils.tensorboard.writer import SummaryWriter
 from torchrec.distributed.types import ShardingPlan
 
 from dlrm_overlap.checkpoint.manifest import newest_checkpoint, same_checkpoint
-from dlrm_overlap.config import Config, InputError, LogConfig
+from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.launching.environment import environment
-from dlrm_overlap.launching.files import make_folder
 from dlrm_overlap.launching.launcher import World
-from dlrm_overlap.launching.text_table import markdown_table, plain
-from dlrm_overlap.observe.metrics import memory_bytes, quantile, steady_ms
+from dlrm_overlap.observe.metrics import WARMUP_STEPS, make_tracer, memory_bytes, quantile
 from dlrm_overlap.observe.result_files import MetricsFile, nan_as_none, write_atomically
-from dlrm_overlap.observe.tensorboard import TensorBoard
 
 log = logging.getLogger("dlrm_overlap")
-
-
-class _PlainFormatter(logging.Formatter):
-    """Formats messages without escapes that a terminal obeys: some quote files."""
-
-    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802, as logging names it
-        """Return the line, or lines, of a record."""
-        return plain(super().formatMessage(record), kept="\n\t")
 
 
 def start_logging(rank: int) -> None:
     """Send the package's log to standard error: all of it on rank 0, its warnings alone on the others."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_PlainFormatter(f"%(asctime)s rank {rank}: %(message)s", "%H:%M:%S"))
+    handler.setFormatter(logging.Formatter(f"%(asctime)s rank {rank}: %(message)s", "%H:%M:%S"))
     # TorchRec and DDP warn of their own use of deprecated names; errors still show.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torchrec|torch|dlrm_overlap")
     if rank > 0:  # rank 0 shows the same warnings of libraries
@@ -89,13 +79,7 @@ class RunLog:
     """The log of one run, by step. All ranks call the same methods, since some add up over ranks; rank 0 writes."""
 
     def __init__(
-        self,
-        config: Config,
-        world: World,
-        device: torch.device,
-        folder: Path,
-        start: int,
-        plan: ShardingPlan,
+        self, config: Config, world: World, device: torch.device, folder: Path, start: int, plan: ShardingPlan
     ) -> None:
         self.config, self.world, self.device, self.folder, self.start = config, world, device, folder, start
         self.global_batch = config.train.samples_per_rank(world.world_size) * world.world_size
@@ -104,27 +88,31 @@ class RunLog:
         self.waited_s = 0.0
         self.asked_to_end = False
         self.versions = environment()
-        self._tracer = _make_tracer(config.log, folder, world.rank, device, start)
-        self._metrics = self._board = None
+        self._tracer = self._metrics = self._board = None
+        traced = config.log.traced
+        if traced and start < traced.start:
+            file = f"steps_{traced[0]}_{traced[-1]}_rank_{world.rank}.json.gz"
+            self._tracer = make_tracer(folder / "traces" / file, traced.start - 1 - start, len(traced))
         if world.rank:
             return
-        make_folder(folder)
         (folder / "summary.json").unlink(missing_ok=True)  # until this run has its own, or a resume would believe it
         if start == 0:  # an earlier run's would contradict what this run writes beside them
             shutil.rmtree(folder / "traces", ignore_errors=True)
+            for old in folder.glob("events.out.tfevents.*"):
+                old.unlink()
         shown = config.as_dict()
         shown["log"]["replace"] = False  # a run of this file goes on with this one
         resolved = yaml.safe_dump(shown, sort_keys=False)
         write_atomically(folder / "config.yaml", resolved)
         self._metrics = MetricsFile(folder / "metrics.jsonl", start)
-        if start and config.log.traced and start >= config.log.trace_first:
+        if traced and not self._tracer:
             log.warning("log.trace_first: %d, but the run goes on behind it: no step is traced", config.log.trace_first)
         if config.log.tensorboard:
-            self._board = TensorBoard(folder, start)
-            self._board.text("config", f"```yaml\n{resolved}```")
-            self._board.text("plan", f"```\n{plan}\n```")
-            about = self.versions | {"launch": world.describe()}
-            self._board.text("environment", markdown_table([("key", "value"), *about.items()]))
+            # Where a run goes on, TensorBoard hides later events of before it stopped.
+            self._board = SummaryWriter(str(folder), purge_step=start + 1 if start else None)
+            self._board.add_text("config", f"```yaml\n{resolved}```")
+            self._board.add_text("plan", f"```\n{plan}\n```")
+            self._board.flush()  # its thread opens the file by name, which may be another run's later
 
     def __enter__(self) -> Self:
         if self._tracer:
@@ -137,7 +125,8 @@ class RunLog:
         if self._metrics:
             self._metrics.close()
         if self._board:
-            self._board.close()
+            with contextlib.suppress(OSError):  # a full disk, see `_write`
+                self._board.close()
 
     def advance(self) -> None:
         """Count one step."""
@@ -159,9 +148,9 @@ class RunLog:
         Args:
             step: the last of these steps.
             loss_sum: [] sum of this rank's mean losses over these steps.
-            step_ms: the times of these steps on this rank, in ms.
-            wait_s: seconds that this rank has waited for input since the start; the greatest of all ranks is logged.
-            lr_factor: the factor by which the learning rates are multiplied.
+            step_ms: the times of these steps on this rank.
+            wait_s: that this rank has waited for input since the start; the greatest of all ranks is logged.
+            lr_factor: of the learning rates.
             metrics: of all ranks' predictions, see `RunningMetrics`.
             asked_to_end: whether this rank was asked to end; `self.asked_to_end` then is whether any was.
         """
@@ -201,14 +190,15 @@ class RunLog:
     def summary(self, step: int, values: dict[str, float], trained: Mapping[str, float]) -> dict[str, Any]:
         """Write `summary.json` and return the summary; a collective.
 
-        Times are those of this rank's `steady_ms`; memory is the greatest of all ranks.
+        Times are those of this rank's steps after the warm-up, or of all if there are no more; memory is the greatest
+        of all ranks.
 
         Args:
             step: the run's last step.
             values: the metrics of its last evaluation.
             trained: those of all samples that it has trained on.
         """
-        times = steady_ms(self.step_ms, self.start, self.config.log.traced)
+        times = self.step_ms[WARMUP_STEPS:] or self.step_ms
         memory = torch.tensor(memory_bytes(self.device), dtype=torch.float64, device=self.device)
         dist.all_reduce(memory, dist.ReduceOp.MAX)
         summary: dict[str, Any] = {
@@ -231,28 +221,18 @@ class RunLog:
         return summary
 
     def _write(self, step: int, values: dict[str, float]) -> None:
-        if self._metrics:
-            self._metrics.write({"step": step, **values})
-        if self._board:
-            self._board.scalars(values, step)
+        """Write a line of metrics and a point of each curve, all runs' under the same tags.
 
-
-def _make_tracer(config: LogConfig, folder: Path, rank: int, device: torch.device, start: int) -> profile | None:
-    """Return what traces the steps `log.traced` after `start` into a file of this rank; None if it traces none.
-
-    The file is a Chrome trace, for ui.perfetto.dev or Meta's Holistic Trace Analysis. The profiler is set up during the
-    step before the first traced one, and writes the file during the step after the last.
-    """
-    traced = config.traced
-    if start >= traced.start or not traced:
-        return None
-    path = folder / "traces" / f"steps_{traced[0]}_{traced[-1]}_rank_{rank}.json.gz"
-
-    def write(profiler: profile) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        profiler.export_chrome_trace(str(path))
-
-    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
-    before = traced.start - 1 - start
-    steps = schedule(skip_first=max(0, before - 1), wait=0, warmup=min(1, before), active=len(traced), repeat=1)
-    return profile(activities=activities, schedule=steps, on_trace_ready=write)
+        Without room for them, the run goes on: it is the checkpoint that must be written, and ends the run if it
+        cannot be.
+        """
+        try:
+            if self._metrics:
+                self._metrics.write({"step": step, **values})
+            if self._board:
+                for tag, value in values.items():
+                    if math.isfinite(value):
+                        self._board.add_scalar(tag, value, step)
+                self._board.flush()
+        except OSError as error:
+            log.warning("step %d cannot be logged (%s); the run goes on", step, error.strerror)

@@ -73,11 +73,6 @@ class Work(NamedTuple):
         """Whether it moves data between GPUs, or waits for a peer, and does nothing else."""
         return self.kind in ("exchange", "all-reduce") or re.search(_COMMUNICATES_TOO, self.name) is not None
 
-    @property
-    def computes(self) -> bool:
-        """Whether it is neither communication nor a copy within this GPU or from the host."""
-        return not self.communicates and self.kind != "copies"
-
 
 def read_events(path: Path) -> list[dict[str, Any]]:
     """Return the complete events of a Chrome trace, gzipped or not.
@@ -88,11 +83,9 @@ def read_events(path: Path) -> list[dict[str, Any]]:
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             return [event for event in json.load(file)["traceEvents"] if event.get("ph") == "X"]
-    except OSError as error:
-        fault = error.strerror or "not gzipped"
-    except (EOFError, zlib.error, ValueError, LookupError, TypeError, AttributeError):
-        fault = "not a whole Chrome trace"
-    raise InputError(f"{path}: {fault}; give a file that log.trace_steps has written")
+    except (OSError, EOFError, zlib.error, ValueError, LookupError, TypeError, AttributeError) as error:
+        fault = getattr(error, "strerror", None) or "not a whole Chrome trace"
+        raise InputError(f"{path}: {fault}; give a file that log.trace_steps has written") from None
 
 
 def gpu_work(events: Iterable[dict[str, Any]]) -> list[Work]:
@@ -104,36 +97,9 @@ def gpu_work(events: Iterable[dict[str, Any]]) -> list[Work]:
     ]
 
 
-def merge(spans: Iterable[Span]) -> list[Span]:
-    """Return disjoint stretches that cover the same time, in order."""
-    merged: list[Span] = []
-    for span in sorted(spans):
-        if merged and span.begin <= merged[-1].end:
-            merged[-1] = Span(merged[-1].begin, max(merged[-1].end, span.end))
-        else:
-            merged.append(span)
-    return merged
-
-
 def length(spans: Iterable[Span]) -> float:
     """Return the time that any of `spans` covers, in us."""
-    return sum(end - begin for begin, end in merge(spans))
-
-
-def subtract(spans: Iterable[Span], others: Iterable[Span]) -> list[Span]:
-    """Return, in order, the stretches that `spans` cover and `others` do not.
-
-    Example: 0 .. 10 less 2 .. 3 and 8 .. 20 leaves 0 .. 2 and 3 .. 8.
-    """
-    changes = [(time, change, 0) for span in spans for time, change in zip(span, (1, -1), strict=True)]
-    changes += [(time, 0, change) for span in others for time, change in zip(span, (1, -1), strict=True)]
-    left: list[Span] = []
-    inside, covered, since = 0, 0, 0.0
-    for time, of_spans, of_others in sorted(changes):
-        if inside and not covered and since < time:
-            left.append(Span(since, time))
-        inside, covered, since = inside + of_spans, covered + of_others, time
-    return merge(left)
+    return exclusive({"": spans})[""]
 
 
 def exclusive(groups: Mapping[str, Iterable[Span]]) -> dict[str, float]:
@@ -141,30 +107,39 @@ def exclusive(groups: Mapping[str, Iterable[Span]]) -> dict[str, float]:
 
     Example: products from 0 to 6, an exchange from 4 to 8, and a step from 0 to 10: 6, 2 and 2.
     """
-    found: dict[str, float] = {}
-    before: list[Span] = []
-    for name, spans in groups.items():
-        own = list(spans)
-        found[name] = length(subtract(own, before))
-        before += own
-    return found
+    changes = [
+        (time, group, change)
+        for group, spans in enumerate(groups.values())
+        for span in spans
+        for time, change in zip(span, (1, -1), strict=True)
+    ]
+    running, found, since = [0] * len(groups), [0.0] * len(groups), 0.0
+    for time, group, change in sorted(changes):
+        first = next((number for number, count in enumerate(running) if count), None)
+        if first is not None:
+            found[first] += time - since
+        running[group] += change
+        since = time
+    return dict(zip(groups, found, strict=True))
 
 
-def shares(work: Iterable[Work], window: Span) -> dict[str, float]:
-    """Return the shares of `window`, in us: compute, exposed, exposed_most, copying, idle.
+def shares(work: Sequence[Work], window: Span | None = None) -> dict[str, float]:
+    """Return the shares of `window`, by default of all of `work`, in us: compute, exposed, copying, idle, exposed_most.
 
     A kernel ran that computes; else one that communicates; else copies, within this GPU or from the host; else nothing:
     these four add up to its length. `exposed_most` takes kernels that look up and put at once for communication.
     """
-    spans = [(each, Span(max(each.span.begin, window.begin), min(each.span.end, window.end))) for each in work]
-    inside = [each._replace(span=span) for each, span in spans if span.begin < span.end]
-    compute = [each.span for each in inside if each.computes]
-    communication = [each.span for each in inside if each.communicates]
-    puts = [each.span for each in inside if each.puts]
-    most = {"alone": [each.span for each in inside if each.computes and not each.puts], "most": communication + puts}
-    copies = [each.span for each in inside if each.kind == "copies"]
-    parts = exclusive({"compute": compute, "exposed": communication, "copying": copies, "idle": [window]})
-    return parts | {"exposed_most": exclusive(most)["most"]}
+    window = window or Span(min(each.span.begin for each in work), max(each.span.end for each in work))
+    groups = {name: list[Span]() for name in ("compute", "puts", "exposed", "copying")}
+    for each in work:
+        span = Span(max(each.span.begin, window.begin), min(each.span.end, window.end))
+        if span.begin < span.end:
+            busy = "puts" if each.puts else "exposed" if each.communicates else "compute"
+            groups["copying" if each.kind == "copies" else busy].append(span)
+    puts = groups.pop("puts")
+    most = exclusive({"compute": groups["compute"], "exposed": groups["exposed"] + puts})["exposed"]
+    groups["compute"] += puts
+    return exclusive({**groups, "idle": [window]}) | {"exposed_most": most}
 
 
 def issued_work(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -178,9 +153,7 @@ def issued_work(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _call(event: dict[str, Any]) -> int | None:
     """Return the number that a call of the host and the work it has issued have in common."""
-    args = event.get("args")
-    number = args.get("correlation") if isinstance(args, dict) else None
-    return number if isinstance(number, int) else None
+    return event.get("args", {}).get("correlation")
 
 
 def summarise(path: Path) -> str:
@@ -190,16 +163,13 @@ def summarise(path: Path) -> str:
         InputError: if the file is not a trace, or nothing in it ran on a GPU.
     """
     events = read_events(path)
-    try:
-        work = gpu_work(issued_work(events))
-    except LookupError as error:
-        raise InputError(f"{path}: work without {error}; give a file that log.trace_steps has written") from None
+    work = gpu_work(issued_work(events))
     if not work:
         raise InputError(f"{path}: nothing in it ran on a GPU; open a CPU's trace in ui.perfetto.dev")
     marks = [event for event in events if event.get("cat") == "user_annotation" and "ProfilerStep#" in event["name"]]
     steps = max(1, len(marks))
-    ms, window = 1e-3 / steps, Span(min(each.span.begin for each in work), max(each.span.end for each in work))
-    length_us, found = window.end - window.begin, shares(work, window)
+    ms, found = 1e-3 / steps, shares(work)
+    length_us = sum(found.values()) - found["exposed_most"]
     lines = [["work", "ms a step", "alone"]]
     for kind in KINDS:
         if spans := [each.span for each in work if each.kind == kind]:

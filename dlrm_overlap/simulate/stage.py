@@ -18,37 +18,25 @@ from typing import NamedTuple
 import numpy as np
 
 from dlrm_overlap.kernels.grouping import group_rows
-from dlrm_overlap.simulate.config import LookupConfig, SimulateConfig
+from dlrm_overlap.simulate.config import LookupConfig, SimulateConfig, UpdateConfig
 from dlrm_overlap.simulate.workload import Workload
 
 _MANY_BAGS = 1 << 17
 _PART_BYTES, _MOST_PARTS = 32 << 20, 6  # as `embedding.layout` cuts a rank's window
 
 
-def is_collective(config: SimulateConfig) -> bool:
-    """Return whether pooled embeddings and gradients travel by a collective; else they are stored and put."""
-    return config.exchange.backend == "torchrec"
-
-
-def link_seconds(
-    config: SimulateConfig, near_bytes: np.ndarray, away_bytes: np.ndarray, collective: bool = False
-) -> np.ndarray:
+def link_seconds(config: SimulateConfig, near_bytes: np.ndarray, away_bytes: np.ndarray) -> np.ndarray:
     """Return [4, W], how long each rank's ways out and in are busy: of its link within the host, and of its NIC.
 
+    Each rank sends `near_bytes`, [W], to each other rank of its host, and `away_bytes` to each rank of another host.
     What goes back the same ways, as gradients do, takes the same times with out and in exchanged.
-
-    Args:
-        config: has the rates.
-        near_bytes: [W] that each rank sends to each other rank of its host.
-        away_bytes: [W] that each rank sends to each rank of another host.
-        collective: whether by the collective library, whose rate within a host is lower.
 
     Example: 2 hosts of 2 ranks, near [1, 0, 0, 0] and away [0, 0, 3, 0] bytes at 1 byte a second: rank 0's link is busy
     for 1 s out and rank 1's for 1 s in, rank 2's NIC for 6 s out, and those of ranks 0 and 1 for 3 s in.
     """
-    W, G = config.network.world_size, config.network.gpus_per_host
+    W, G, gpu = config.network.world_size, config.network.gpus_per_host, config.gpu
     of_host_near, of_host_away = (each.reshape(-1, G).sum(1).repeat(G) for each in (near_bytes, away_bytes))
-    link = 1e9 * (config.gpu.collective_gb_per_s if collective else config.gpu.link_gb_per_s)
+    link = 1e9 * (gpu.collective_gb_per_s if config.is_collective else gpu.link_gb_per_s)
     nic = 1e9 / 8 * config.network.nic_gbit_per_s
     return np.stack(
         [
@@ -63,8 +51,7 @@ def link_seconds(
 def arrival_s(config: SimulateConfig, sent_s: np.ndarray) -> float:
     """Return when all has arrived that each rank has sent and received by `sent_s`, [W]."""
     network = config.network
-    latency_s = config.gpu.peer_us / 1e6 + (network.hosts > 1) * network.latency_ns / 1e9
-    return float(sent_s.max()) + latency_s
+    return float(sent_s.max()) + config.gpu.peer_us / 1e6 + (network.hosts > 1) * network.latency_ns / 1e9
 
 
 def all_reduce_s(config: SimulateConfig, nbytes: float) -> float:
@@ -79,18 +66,9 @@ def all_reduce_s(config: SimulateConfig, nbytes: float) -> float:
     return 2 * (within_s + between_s + steps_s)
 
 
-def _ids_seconds(config: SimulateConfig, work: Workload) -> np.ndarray:
-    """Return [4, W], how long the links are busy with the ids of the next batch, which a step sends beside its own."""
-    if config.what != "step":
-        return np.zeros((4, work.world_size))
-    received = work.id_bytes / max(1, work.world_size - 1) * work.shares.ids
-    return link_seconds(config, received, received, is_collective(config))[[1, 0, 3, 2]]
-
-
 def pooled_seconds(config: SimulateConfig, work: Workload) -> np.ndarray:
-    """Return [4, W], how long the links are busy with pooled embeddings, as `link_seconds` does."""
-    near, away = work.pair_bytes * work.shares.near, work.pair_bytes * work.shares.away
-    return link_seconds(config, near, away, is_collective(config))
+    """Return [W], how long the links are busy with pooled embeddings, or with their gradients."""
+    return link_seconds(config, work.pair_bytes * work.shares.near, work.pair_bytes * work.shares.away).max(0)
 
 
 def has_few_bags(work: Workload) -> bool:
@@ -104,110 +82,61 @@ def pooling_s(lookup: LookupConfig, work: Workload) -> np.ndarray:
     Tables are read one after the other. Each takes as long as the memory needs for rows that are not in the cache, or
     as the cache needs for all of its rows, whichever is longer.
     """
-    from_memory = work.missed_bytes if lookup.cached_gb_per_s else work.read_bytes
-    through_cache_s = work.read_bytes / (lookup.cached_gb_per_s or np.inf)
-    rows_s = np.maximum(from_memory / lookup.gb_per_s, through_cache_s).sum() / 1e9
+    through_cache_s = work.read_bytes / lookup.cached_gb_per_s
+    rows_s = np.maximum(work.missed_bytes / lookup.gb_per_s, through_cache_s).sum() / 1e9
     bag_ns = lookup.bag_ns + lookup.few_bag_ns * has_few_bags(work)
     other_s = (work.hbm_bytes - work.read_bytes.sum()) / lookup.gb_per_s / 1e9 + work.bags * bag_ns / 1e9
     return rows_s * work.shares.memory + other_s * work.shares.links
 
 
-class Puts(NamedTuple):
-    """How pooled embeddings for another host leave a rank."""
+def put_bytes(config: SimulateConfig, work: Workload) -> float:
+    """Return the bytes of a rank's put to another host, by the exchange's own rule (`kernels.grouping`).
 
-    bytes: float
-    """of a put"""
-    wait_s: float
-    """how long the first part of a put has been finished when it leaves"""
-
-
-def puts_to_host(config: SimulateConfig, work: Workload, host_bytes_per_s: float) -> Puts:
-    """Return the puts of a rank to another host, by the exchange's own rule (`kernels.grouping`).
-
-    A put is a pooled embedding under pgas and a slice under fused, at most all that one rank gets. If they are
-    gathered, they are finished at a constant rate, and the first group stands for all.
-
-    Args:
-        config: the exchange's keys.
-        work: of a rank.
-        host_bytes_per_s: at which a rank makes pooled embeddings for one other host.
+    It is at least a pooled embedding under pgas and a slice under fused, at most all that the host gets.
     """
-    exchange = config.exchange
-    bags = exchange.slice_bags if exchange.backend == "fused" else 1
-    each = min(work.pair_bytes, bags * config.model.dim * config.work.wire_bytes)
-    if not exchange.aggregate_bytes:
-        return Puts(each, 0.0)
+    embedding = config.embedding
+    bags = embedding.slice_bags if embedding.backend == "fused" else 1
+    each = min(work.pair_bytes, bags * config.model.dim * config.wire_bytes)
     every = math.ceil(work.pair_bytes * config.network.gpus_per_host / each)
-    gathered = min(every, group_rows(math.ceil(each), exchange.aggregate_bytes))
-    return Puts(gathered * each, (gathered - 1) * each / host_bytes_per_s)
+    return each * min(every, group_rows(math.ceil(each), embedding.aggregate_bytes))
 
 
-def forward(config: SimulateConfig, work: Workload, begin_s: float, copies: bool = True) -> float:
-    """Return when the embeddings of all ranks are there, of a stage that begins at `begin_s`.
-
-    `copies` is false where torchrec's lookup is not followed by a copy into the send buffer, as in `bench`'s baseline.
-    """
-    if not is_collective(config):
-        return _stored_forward(config, work, begin_s)
-    gpu = config.gpu
-    looked_up = begin_s + gpu.baseline.us / 1e6 + pooling_s(gpu.baseline, work)
-    if work.world_size == 1:  # one rank's output is neither sent nor copied
-        return float(looked_up[0])
-    if copies:
-        looked_up += 2 * work.pair_bytes * work.shares.links * work.world_size / gpu.copy_gb_per_s / 1e9
-    begun = np.maximum(looked_up, begin_s + _ids_seconds(config, work).max(0)) + gpu.collective_us / 1e6
-    here = arrival_s(config, begun + pooled_seconds(config, work).max(0))
-    return here + 2 * work.pooled_bytes / gpu.copy_gb_per_s / 1e9
-
-
-def _stored_forward(config: SimulateConfig, work: Workload, begin_s: float) -> float:
+def forward(config: SimulateConfig, work: Workload, begin_s: float) -> float:
+    """Return when the embeddings of all ranks are there, of a stage that begins at `begin_s`."""
     gpu, network, shares = config.gpu, config.network, work.shares
-    lookup = gpu.fused if config.exchange.backend == "fused" else gpu.pgas
+    lookup = gpu.baseline if config.is_collective else gpu.fused if config.embedding.backend == "fused" else gpu.pgas
     begun, pool_s = begin_s + lookup.us / 1e6, pooling_s(lookup, work)
-    if work.world_size == 1:
+    if work.world_size == 1:  # one rank's output is neither sent nor copied
         return begun + float(pool_s[0])
-    put = puts_to_host(config, work, work.pair_bytes * network.gpus_per_host / float(pool_s.mean()))
+    received = work.id_bytes / (work.world_size - 1) * shares.ids * (config.what == "step")
+    ids_s = link_seconds(config, received, received)[[1, 0, 3, 2]]  # of the next batch's, beside this one's
+    if config.is_collective:
+        copied = begun + pool_s + 2 * work.pair_bytes * shares.links * work.world_size / gpu.copy_gb_per_s / 1e9
+        sent = np.maximum(copied, begin_s + ids_s.max(0)) + gpu.collective_us / 1e6
+        here = arrival_s(config, sent + pooled_seconds(config, work))
+        return here + 2 * work.pooled_bytes / gpu.copy_gb_per_s / 1e9
+    put = put_bytes(config, work)
 
     def sent_s(near: np.ndarray, away: np.ndarray, beside_s: np.ndarray | float = 0.0) -> np.ndarray:
-        puts = away * work.pair_bytes * (work.world_size - network.gpus_per_host) / put.bytes
+        puts = away * work.pair_bytes * (work.world_size - network.gpus_per_host) / put
         links_s = link_seconds(config, work.pair_bytes * near, work.pair_bytes * away) + beside_s
         return np.maximum(links_s.max(0), puts * network.message_ns / 1e9)
 
-    busy_s = np.maximum(pool_s, sent_s(shares.near, shares.away - shares.sums, _ids_seconds(config, work)))
-    sent = begun + put.wait_s * (network.hosts > 1) + busy_s
-    here = arrival_s(config, sent)
-
-    def pass_s(share: np.ndarray) -> np.ndarray:
-        return gpu.kernel_us / 1e6 + work.pooled_bytes * share / gpu.copy_gb_per_s / 1e9
-
+    sent = begun + np.maximum(pool_s, sent_s(shares.near, shares.away - shares.sums, ids_s))
     if shares.sums.any():
         gathered = sent.reshape(network.hosts, -1).max(1).repeat(network.gpus_per_host) + gpu.peer_us / 1e6
-        sent = gathered + pass_s(shares.gathered) + sent_s(np.zeros_like(shares.sums), shares.sums)
-        here = max(here, arrival_s(config, sent))
-    return here + float(pass_s(shares.added).max()) if shares.added.any() else here
+        sent = gathered + sent_s(np.zeros_like(shares.sums), shares.sums)
+    return arrival_s(config, sent)
 
 
-def sort_s(config: SimulateConfig, work: Workload) -> tuple[np.ndarray, np.ndarray]:
-    """Return the seconds [W] in which each rank's sort of its ids has the multiprocessors alone, and takes in all."""
-    rates = config.gpu.baseline_update if is_collective(config) else config.gpu.update
-    busy_s = work.ids * work.shares.ids * rates.sort_ns / 1e9
-    return busy_s, busy_s + rates.sort_us / 1e6
+def sort_s(rates: UpdateConfig, work: Workload) -> np.ndarray:
+    """Return the seconds [W] in which each rank's sort of its ids has the multiprocessors alone."""
+    return work.ids * work.shares.ids * rates.sort_ns / 1e9
 
 
-def rows_s(config: SimulateConfig, work: Workload) -> np.ndarray:
+def rows_s(rates: UpdateConfig, work: Workload) -> np.ndarray:
     """Return [W], how long the rows of each rank take to be updated alone, in seconds, all at once."""
-    rates = config.gpu.baseline_update if is_collective(config) else config.gpu.update
-    return (work.update.hbm / rates.gb_per_s / 1e9 + rates.us / 1e6) * work.shares.memory
-
-
-def gradient_parts(work: Workload) -> list[float]:
-    """Return the share of each part in which gradients are pushed; all together are 1.
-
-    Example: a window of 100 MB is cut into 2, of which the first is half as long: [1 / 3, 2 / 3].
-    """
-    window_bytes = work.pair_bytes * work.world_size
-    count = max(1, min(_MOST_PARTS, int(window_bytes) // _PART_BYTES)) if work.world_size > 1 else 1
-    return [(0.5 if part == 0 else 1.0) / (count - 0.5) if count > 1 else 1.0 for part in range(count)]
+    return (work.update_bytes / rates.gb_per_s / 1e9 + rates.us / 1e6) * work.shares.memory
 
 
 class Backward(NamedTuple):
@@ -228,23 +157,22 @@ def backward(
 ) -> Backward:
     """Return when gradients have arrived and rows are updated.
 
-    Args:
-        config: has the rates.
-        work: of the mean rank, with the shares of each.
-        begin_s: [W] when each rank has its gradient.
-        sorted_s: [W] when its ids are sorted; the collective's are sorted once the gradients are there.
-        products_s: [W] when the products beside it end, if nothing is beside them.
+    A rank has its gradient at `begin_s`, [W], and its ids are sorted at `sorted_s`, the collective's once the gradients
+    are there. The products beside it end at `products_s`, if nothing is beside them.
     """
-    gpu, kernel_s, alone_s = config.gpu, config.gpu.kernel_us / 1e6, rows_s(config, work)
-    arrived, links_s = float(begin_s.max()), pooled_seconds(config, work).max(0)
-    if is_collective(config):
+    gpu, kernel_s, alone_s = config.gpu, config.gpu.kernel_us / 1e6, rows_s(config.update_rates, work)
+    arrived, links_s = float(begin_s.max()), pooled_seconds(config, work)
+    if config.is_collective:
         if work.world_size > 1:
             pack_s = kernel_s + 2 * work.pooled_bytes / gpu.copy_gb_per_s / 1e9
             arrived = arrival_s(config, begin_s + pack_s + gpu.collective_us / 1e6 + links_s)
-        return Backward(arrived, arrived + kernel_s + sort_s(config, work)[1] + alone_s, alone_s, products_s)
+        ready = arrived + kernel_s + sort_s(gpu.baseline_update, work) + gpu.baseline_update.sort_us / 1e6
+        return Backward(arrived, ready + alone_s, alone_s, products_s)
     issue_s = (work.world_size - config.network.gpus_per_host) * config.network.message_ns / 1e9
     updated, first = sorted_s, np.full_like(sorted_s, np.inf)
-    for share in gradient_parts(work):
+    parts = max(1, min(_MOST_PARTS, int(work.pair_bytes * work.world_size) // _PART_BYTES))
+    for length in (0.5, *[1.0] * (parts - 1)):
+        share = length / (parts - 0.5)
         if work.world_size > 1:
             arrived = arrival_s(config, arrived + np.maximum(links_s * share, issue_s))
         begun = np.maximum(arrived, updated) + kernel_s

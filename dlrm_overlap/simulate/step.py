@@ -15,16 +15,14 @@ embeddings are packed and sent by a collective, and dense gradients are summed i
 head's backward goes on.
 """
 
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
-from dlrm_overlap.config import InputError
-from dlrm_overlap.embedding.traffic import DenseCounts, count_dense
+from dlrm_overlap.embedding.traffic import count_dense
 from dlrm_overlap.simulate.config import SimulateConfig
-from dlrm_overlap.simulate.stage import all_reduce_s, backward, forward, is_collective, sort_s
+from dlrm_overlap.simulate.stage import all_reduce_s, backward, forward, sort_s
 from dlrm_overlap.simulate.workload import Workload, build_workload
 
 _OPTIMIZER_BYTES = 26  # a parameter, read and written by an update under Adagrad with a bfloat16 shadow
@@ -36,58 +34,50 @@ _FORWARD, _BACKWARD, _LOSS = 2, 5, 9
 
 
 class DenseSeconds(NamedTuple):
-    """The dense part's products, in seconds, and the kernels that each has one after the other."""
+    """The dense part's times, in seconds, each with the kernels that it has one after the other."""
 
     bottom_forward: float
     head_forward: float
+    gaps: float
+    """between the kernels of the head's forward, in which a sort beside it goes on"""
     head_backward: float
     weights: float
     """gradients of the cross network's weights, which pgas and fused take after the backward; else 0"""
     bottom_backward: float
-    bottom_forward_kernels: int
-    bottom_backward_kernels: int
-    head_forward_kernels: int
-    head_backward_kernels: int
-    counts: DenseCounts
+    parameters: int
 
 
 def dense_seconds(config: SimulateConfig, work: Workload) -> DenseSeconds:
     """Return the dense part's times on one rank, from the operations that `traffic.count_dense` counts."""
-    model = config.model
-    tables = round(work.features * work.world_size)
-    counts = count_dense(model, tables, config.work.dense_features, work.samples)
-    rate = config.gpu.tflop_per_s * 1e12 * config.gpu.dense_efficiency
-    layers = list(pairwise([config.work.dense_features, *model.bottom_mlp]))
+    model, gpu, tables, dense_features = config.model, config.gpu, work.tables, config.data.dense_features
+    counts = count_dense(model, tables, dense_features, work.samples)
+    rate, kernel_s = gpu.tflop_per_s * 1e12, gpu.kernel_us / 1e6
+    layers = list(pairwise([dense_features, *model.bottom_mlp]))
     bottom = 2 * work.samples * sum(inputs * neurons for inputs, neurons in layers)
     bottom_backward = 2 * bottom - 2 * work.samples * layers[0][0] * layers[0][1]
     head = (counts.flop - bottom - bottom_backward) / 3
     cross = pairs_s = 0.0
-    if model.arch == "dot" and config.gpu.pair_tflop_per_s:
+    if model.arch == "dot":
         pairs = 2.0 * work.samples * (tables + 1) * tables // 2 * model.dim
-        pairs_s, head = pairs / config.gpu.pair_tflop_per_s / 1e12, head - pairs
-    if model.arch == "dcn" and not is_collective(config):
-        width = (tables + 1) * model.dim
-        cross = 2.0 * work.samples * model.cross_layers * 2 * width * model.cross_rank
-    layers_of_head = len(model.top_mlp) + (model.cross_layers if model.arch == "dcn" else 1)
+        pairs_s, head = pairs / gpu.pair_tflop_per_s / 1e12, head - pairs
+    elif not config.is_collective:
+        cross = 2.0 * work.samples * model.cross_layers * 2 * (tables + 1) * model.dim * model.cross_rank
+    of_bottom, of_head = len(layers), len(model.top_mlp) + (model.cross_layers if model.arch == "dcn" else 1)
+    gaps = (_FORWARD * of_head + _LOSS) * kernel_s
     return DenseSeconds(
-        bottom_forward=bottom / rate,
-        head_forward=head / rate + pairs_s,
-        head_backward=(2 * head - cross) / rate + 2 * pairs_s,
-        weights=cross / rate,
-        bottom_backward=bottom_backward / rate,
-        bottom_forward_kernels=_FORWARD * len(model.bottom_mlp),
-        bottom_backward_kernels=_BACKWARD * len(model.bottom_mlp),
-        head_forward_kernels=_FORWARD * layers_of_head + _LOSS,
-        head_backward_kernels=_BACKWARD * layers_of_head,
-        counts=counts,
+        bottom_forward=bottom / rate + _FORWARD * of_bottom * kernel_s,
+        head_forward=head / rate + pairs_s + gaps,
+        gaps=gaps,
+        head_backward=(2 * head - cross) / rate + 2 * pairs_s + _BACKWARD * of_head * kernel_s,
+        weights=cross / rate + 2 * kernel_s if cross else 0.0,  # of the first cross layer, and of the others
+        bottom_backward=bottom_backward / rate + _BACKWARD * of_bottom * kernel_s,
+        parameters=counts.parameters,
     )
 
 
-@dataclass(frozen=True)
-class Simulated:
-    """One simulated stage or step."""
+class Simulated(NamedTuple):
+    """One simulated stage, backward or step."""
 
-    config: SimulateConfig
     work: Workload
     ms: float
     """until the last rank has ended"""
@@ -99,56 +89,43 @@ def simulate(config: SimulateConfig) -> Simulated:
     """Simulate a stage, a backward or a step.
 
     Raises:
-        InputError: if a rate is so near to 0, or a size so great, that the time is no number.
+        InputError: as `build_workload`.
     """
-    network = config.network
-    work = build_workload(config.model, config.work, network.world_size, network.gpus_per_host, is_collective(config))
-    none, updates_s = np.zeros(work.world_size), 0.0
-    with np.errstate(over="ignore", invalid="ignore"):
-        if config.what == "stage":
-            seconds = forward(config, work, 0.0)
-        elif config.what == "backward":
-            seconds = float(backward(config, work, none, none, none).updated_s.max())
-        else:
-            seconds, updates_s = _step(config, work)
-    if not np.isfinite(seconds):
-        raise InputError(f"the {config.what} takes {seconds} s; some rate is too small, or some size too great")
-    return Simulated(config, work, seconds * 1e3, updates_s * 1e3)
+    work = build_workload(config)
+    if config.what == "stage":
+        return Simulated(work, forward(config, work, 0.0) * 1e3)
+    if config.what == "backward":
+        none = np.zeros(work.world_size)
+        return Simulated(work, float(backward(config, work, none, none, none).updated_s.max()) * 1e3)
+    return _step(config, work)
 
 
-def _step(config: SimulateConfig, work: Workload) -> tuple[float, float]:
-    """Return the seconds of a step, and those that the mean rank's updates of rows run."""
+def _step(config: SimulateConfig, work: Workload) -> Simulated:
     gpu, dense, several = config.gpu, dense_seconds(config, work), work.world_size > 1
-    kernel_s, begin_s, none = gpu.kernel_us / 1e6, gpu.step_us / 1e6, np.zeros(work.world_size)
-    nbytes = 4.0 * dense.counts.parameters
-    embeddings = forward(config, work, begin_s)
-    bottom = begin_s + dense.bottom_forward_kernels * kernel_s + dense.bottom_forward
-    head = max(embeddings, bottom) + dense.head_forward_kernels * kernel_s
-    backward_s = dense.head_backward_kernels * kernel_s + dense.head_backward
-    bottom_backward_s = dense.bottom_backward_kernels * kernel_s + dense.bottom_backward
-    if is_collective(config):
-        head += dense.head_forward
-        bottom_back = head + backward_s + bottom_backward_s
-        found = backward(config, work, none + head + backward_s, none, none)
+    nbytes, none = 4.0 * dense.parameters, np.zeros(work.world_size)
+    embeddings = forward(config, work, gpu.step_us / 1e6)
+    head = max(embeddings, gpu.step_us / 1e6 + dense.bottom_forward)
+    head_s = dense.head_forward + dense.head_backward
+    if config.is_collective:
+        back = head + head_s
+        found = backward(config, work, none + back, none, none)
         # The last bucket is that of the layers whose gradients come last.
-        ready = [head + backward_s * bucket / _BUCKETS for bucket in range(1, _BUCKETS)]
+        ready = [back - dense.head_backward * (1 - bucket / _BUCKETS) for bucket in range(1, _BUCKETS)]
         summed = 0.0
-        for each in [*ready, bottom_back]:
+        for each in [*ready, back + dense.bottom_backward]:
             summed = max(each, summed) + several * (gpu.collective_us / 1e6 + all_reduce_s(config, nbytes / _BUCKETS))
     else:
         # The sort leaves the head half of the multiprocessors.
-        busy_s, least_s = sort_s(config, work)
-        products_s = dense.head_forward + dense.head_backward
-        shared = np.clip(embeddings + busy_s - head, 0.0, products_s)
-        back = head + products_s + dense.head_backward_kernels * kernel_s + shared
-        kernels = 2 if dense.weights else 0  # of the first cross layer, and of the others
-        first = back + (kernel_s + dense.weights / config.model.cross_layers if dense.weights else 0.0)
-        products = back + dense.weights + max(kernels * kernel_s + dense.bottom_backward, bottom_backward_s)
-        found = backward(config, work, first, embeddings + least_s + shared, products)
+        busy_s = sort_s(gpu.update, work)
+        shared = np.clip(embeddings + busy_s - head - dense.gaps, 0.0, head_s)
+        back = head + head_s + shared
+        first = back + dense.weights / config.model.cross_layers
+        products = back + dense.weights + dense.bottom_backward
+        found = backward(config, work, first, embeddings + busy_s + gpu.update.sort_us / 1e6 + shared, products)
         summed = float(found.products_s.max())
         if several:
             summed = max(summed, found.arrived_s) + all_reduce_s(config, nbytes)
     # Updates of rows and of dense parameters share the memory.
-    optimizer_s = _OPTIMIZER_BYTES * dense.counts.parameters / gpu.optimizer_gb_per_s / 1e9
-    seconds = max(summed + kernel_s, float(found.updated_s.max())) + optimizer_s
-    return seconds, float(found.updates_s.mean())
+    optimizer_s = _OPTIMIZER_BYTES * dense.parameters / gpu.optimizer_gb_per_s / 1e9
+    seconds = max(summed + gpu.kernel_us / 1e6, float(found.updated_s.max())) + optimizer_s
+    return Simulated(work, seconds * 1e3, float(found.updates_s.mean()) * 1e3)

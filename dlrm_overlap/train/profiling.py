@@ -1,19 +1,104 @@
-"""Profiles training steps of any program whose ranks call `profile_steps`."""
+"""Where the time of a training step goes, of any program that torch.profiler can trace, and what a captured step would
+take.
+
+Two sources are kept apart: the length of a step is by the clock, without the profiler, which slows the CPU; the times
+of kernels are from the trace. Their difference is the time in which the GPU waits for the CPU.
+"""
 
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.profiler import ProfilerActivity, profile, schedule
 
-from dlrm_overlap.observe.profile import Profile, RankProfile, step_parts
-from dlrm_overlap.observe.trace_summary import read_events
+from dlrm_overlap.launching.text_table import count_of, format_table
+from dlrm_overlap.observe.metrics import make_tracer
+from dlrm_overlap.observe.trace_summary import gpu_work, issued_work, length, read_events, shares
 from dlrm_overlap.train.explain import explain
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Where the time of a step goes on all ranks; prints as a report."""
+
+    device: str
+    """name of the GPU, or "cpu\""""
+    steps: int
+    """steps that were timed by the clock, and as many that were traced"""
+    ranks: Sequence[dict[str, float]]
+    """of each rank the parts of a step in ms, as `step_parts` returns"""
+    tables: str | None = None
+    """if the model is known: each table, as `explain` prints it"""
+
+    @property
+    def captured_ms(self) -> tuple[float, float] | None:
+        """What a captured step of the same kernels would take, at least and at most; None without times of a GPU.
+
+        In both the GPU never waits for the CPU. At least: all communication is hidden, so the step takes as long as the
+        computing kernels of the busiest rank, or the collectives. At most: as much is exposed as today. A collective
+        contains the wait for a later rank, so it is taken from the rank on which it is shortest.
+        """
+        if not all("GPU busy" in parts for parts in self.ranks):
+            return None
+        computes = max(parts["  it computes"] for parts in self.ranks)
+        return (
+            max(computes, min(parts["collectives, hidden or not"] for parts in self.ranks)),
+            max(computes, min(parts["GPU busy"] for parts in self.ranks)),
+        )
+
+    def __str__(self) -> str:
+        """Return the parts of a step, the mean of the ranks and the most, and the estimate of a captured step."""
+        lines = [["ms a step", "mean", "most", "on rank"]]
+        for name in self.ranks[0]:
+            of_ranks = [parts.get(name, 0.0) for parts in self.ranks]
+            most = max(of_ranks)
+            lines.append([name, f"{sum(of_ranks) / len(of_ranks):.3f}", f"{most:.3f}", str(of_ranks.index(most))])
+        steps = count_of(self.steps, "step")
+        text = f"{steps} by the clock and as many traced, {count_of(len(self.ranks), 'rank')}, {self.device}\n"
+        text += f"{format_table(lines)}\n\n"
+        if self.captured_ms is None:
+            text += "Nothing ran on a GPU, so its times are missing, and with them the estimate of a captured step."
+        else:
+            least, most = self.captured_ms
+            step = max(parts["step"] for parts in self.ranks)
+            text += (
+                "If the GPU never waited for the CPU, as in a captured step, these kernels would take an estimated\n"
+                f"{least:.3f} ms with all communication hidden, {step / least:.1f} times as fast, or\n"
+                f"{most:.3f} ms with as much exposed as now, {step / most:.1f} times as fast."
+            )
+        return text if self.tables is None else f"{text}\n\n{self.tables}"
+
+
+def step_parts(events: Sequence[dict[str, Any]], steps: int, step_ms: float) -> dict[str, float]:
+    """Return the parts of a step, in ms, in the order of the report.
+
+    Args:
+        events: complete events of a trace of `steps` steps, as `read_events` returns.
+        steps: how many steps were traced.
+        step_ms: length of a step by the clock.
+
+    Example: of one step of 10 ms with a product from 0 to 4 and NCCL's all-to-all from 3 to 6, the GPU is busy for 6,
+    of which 4 compute and 2 are exposed communication; it waits for the CPU for 4, and communicates for 3.
+    """
+    work = gpu_work(issued_work(events))
+    if not work:
+        return {"step": step_ms}
+    found = shares(work)
+    busy = found["compute"] + found["exposed"] + found["copying"]
+    us = {
+        "GPU busy": busy,
+        "  it computes": found["compute"],
+        "  exposed communication": found["exposed"],
+        "  it only copies": found["copying"],
+        "GPU waits for the CPU": max(0.0, step_ms * 1e3 * steps - busy),
+        "collectives, hidden or not": length(each.span for each in work if each.communicates),
+    }
+    return {"step": step_ms} | {name: value * 1e-3 / steps for name, value in us.items()}
 
 
 def profile_steps(
@@ -42,25 +127,19 @@ def profile_steps(
     for _ in range(steps):
         step()
     step_ms = 1e3 * (_time_s() - began) / steps
-    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json.gz"
-        with profile(
-            activities=activities,
-            schedule=schedule(wait=0, warmup=1, active=steps, repeat=1),
-            on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(path)),
-        ) as profiler:
+        with make_tracer(path, 1, steps) as profiler:
             for _ in range(1 + steps):
                 step()
                 profiler.step()
-        parts_ms = step_parts(read_events(path), steps, step_ms)
-    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        own = step_parts(read_events(path), steps, step_ms)
+    ranks: list[Any] = [own]
+    if dist.is_initialized():
+        ranks *= dist.get_world_size()
+        dist.all_gather_object(ranks, own)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    own = RankProfile(rank, world_size, device, steps, parts_ms, tables)
-    found: list[Any] = [own] * world_size
-    if world_size > 1:
-        dist.all_gather_object(found, own)
-    return Profile(tuple(found))
+    return Profile(device, steps, ranks, tables)
 
 
 def _time_s() -> float:

@@ -22,11 +22,10 @@ from dlrm_overlap.launching import stack
 from dlrm_overlap.launching.launcher import World
 from dlrm_overlap.launching.lifetime import EndRequest
 from dlrm_overlap.launching.watch import Progress
-from dlrm_overlap.observe.metrics import StepTimer
+from dlrm_overlap.observe.metrics import RunningMetrics, StepTimer
 from dlrm_overlap.observe.result_files import has_results, read_summary, set_aside
 from dlrm_overlap.observe.run_folder import from_rank_0, hold_run_folder
 from dlrm_overlap.observe.run_log import RunLog, check_folder
-from dlrm_overlap.observe.running import RunningMetrics
 from dlrm_overlap.train.assembly import MakeSharders
 from dlrm_overlap.train.stepping import Stepper
 

@@ -18,7 +18,7 @@ from dlrm_overlap.comm.counters import Counters
 from dlrm_overlap.comm.order import CommunicationOrder
 from dlrm_overlap.dense.flat_steps import FlatSteps
 from dlrm_overlap.embedding import opening
-from dlrm_overlap.embedding.backends.ids import ArrivedIds, DeviceIdExchange
+from dlrm_overlap.embedding.backends.ids import ArrivedIds, IdExchange
 from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.embedding.options import StepCounters
 from dlrm_overlap.train.graphs import captured
@@ -133,7 +133,7 @@ def captures() -> Iterator[dict[str, int]]:
     with (
         patch.object(GraphTrainPipeline, "__init__", begin),
         patch.object(GraphPair, "capture", stand_in),
-        patch.object(opening, "CpuIdExchange", DeviceIdExchange),
+        patch.object(opening, "CpuIdExchange", IdExchange),
         patch.object(torch.cuda, "synchronize", lambda *_: None),
     ):
         yield taken

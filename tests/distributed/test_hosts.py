@@ -18,12 +18,10 @@ from dlrm_overlap.comm.reach import Reach
 from dlrm_overlap.comm.record import ExchangeTimeoutError
 from dlrm_overlap.embedding import layout as layouts
 from dlrm_overlap.embedding import steps
-from dlrm_overlap.embedding.backends import messages as by_messages
-from dlrm_overlap.embedding.backends import puts as by_puts
-from dlrm_overlap.embedding.backends.cpu_across import CpuZeroCopyAcross
-from dlrm_overlap.embedding.backends.ids import CpuIdExchange, DeviceIdExchange, IdExchange
+from dlrm_overlap.embedding.backends.across import CpuZeroCopyAcross
+from dlrm_overlap.embedding.backends.ids import CpuIdExchange, IdExchange
 from dlrm_overlap.embedding.backends.messages import ByCollective
-from dlrm_overlap.embedding.backends.pgas import rows_of_ranks
+from dlrm_overlap.embedding.backends.pgas import DeviceLookup
 from dlrm_overlap.embedding.crossing import Messages, arrival_regions
 from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.embedding.id_layout import BatchBound, IdLayout, joined
@@ -118,7 +116,7 @@ def check_a_rank_that_does_not_step_is_named(rank: int) -> None:
     forward: Any = exchange._open().forward
     told = pytest.raises(ExchangeTimeoutError, match=r"of rank [0-3]: expected epoch 2, seen 1;")
     # Messages stay where they have arrived.
-    with patch.object(forward, "pass_on", forward._carrier.receive), told as raised:
+    with patch.object(forward, "_pass_on", lambda step: None), told as raised:
         exchange.start(inputs, sizes).wait()
     silent = (2, 3) if rank < 2 else (0, 1)
     assert any(f"of rank {peer}:" in str(raised.value) for peer in silent), "a rank of the other host"
@@ -188,7 +186,8 @@ def check_the_gpus_halves_under_the_interpreter(rank: int) -> None:
 
 def check_where_a_captured_step_sends_from_stays_under_the_interpreter(rank: int) -> None:
     """By puts and by a collective: the addresses of a message's rows outlive other sizes, and the memory is one."""
-    for between_hosts, carrier in (("messages", by_messages), ("puts", by_puts)):
+    rows_of_ranks = DeviceLookup.rows_of_ranks
+    for between_hosts in ("messages", "puts"):
         stage, made = Stage(OWNERS, rank), list[weakref.ref[torch.Tensor]]()
 
         def rows_of(*of: Any, made: list[weakref.ref[torch.Tensor]] = made) -> Windows:
@@ -196,7 +195,7 @@ def check_where_a_captured_step_sends_from_stays_under_the_interpreter(rank: int
             made.append(weakref.ref(windows.addresses))
             return windows
 
-        with without_streams(), patch.object(carrier, "rows_of_ranks", rows_of), patch.object(steps, "_MOST", 1):
+        with without_streams(), patch.object(DeviceLookup, "rows_of_ranks", rows_of), patch.object(steps, "_MOST", 1):
             options = ExchangeOptions("pgas", between_hosts=between_hosts, wait_timeout_s=1e-4)
             reach = Reach(rank, HOSTS["2 of 2"], "emulated")
             halves: Any = interpreted_halves(stage, _group(), options, 4, reach)
@@ -258,7 +257,7 @@ def check_ids_reach_hosts_of_several_ranks(rank: int) -> None:
 
 def check_ids_reach_hosts_of_several_ranks_under_the_interpreter(rank: int) -> None:
     with without_streams():
-        _check_ids(rank, DeviceIdExchange, "3 and 1")
+        _check_ids(rank, IdExchange, "3 and 1")
 
 
 def check_captured_steps_of_rows_on_two_hosts_under_the_interpreter(rank: int) -> None:

@@ -14,7 +14,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.comm.arena import open_arena
 from dlrm_overlap.config import InputError
-from dlrm_overlap.embedding.backends.ids import ArrivedIds, CpuIdExchange, DeviceIdExchange, IdExchange
+from dlrm_overlap.embedding.backends.ids import ArrivedIds, CpuIdExchange, IdExchange
 from dlrm_overlap.embedding.id_layout import BatchBound, IdLayout, joined
 from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions, StepCounters
 from dlrm_overlap.embedding.windows import WindowPair
@@ -32,7 +32,7 @@ KNOWN = {"rank1_0": (3, 3), "unused": (1, 1), "rank0_2": (2, 2), "rank0_0": (1, 
 SAMPLES = 4
 """the bound's"""
 Sizes = Mapping[str, tuple[int, int]]
-TIMEOUT_S = {CpuIdExchange: 20.0, DeviceIdExchange: 1e-3}  # which the interpreter takes for a million turns
+TIMEOUT_S = {CpuIdExchange: 20.0, IdExchange: 1e-3}  # which the interpreter takes for a million turns
 
 
 def _keys(stage: Stage) -> list[str]:
@@ -209,7 +209,7 @@ def _check_refusals(kind: type[IdExchange]) -> None:
     _assert_arrived(exchange.send(ids, SAMPLES), stage, batches, "the batch after")
 
 
-HOST, DEVICE = CpuIdExchange, DeviceIdExchange
+HOST, DEVICE = CpuIdExchange, IdExchange
 CASES: dict[str, Callable[[], None]] = {}
 for _kind in (HOST, DEVICE) if INTERPRETED else (HOST,):
     _name = "host" if _kind is HOST else "device"

@@ -19,12 +19,13 @@ from dlrm_overlap.bench.harness.contenders import TorchRec
 from dlrm_overlap.bench.harness.workload import Workload, exchange_options, make_workload, read_ids
 from dlrm_overlap.config import Config
 from dlrm_overlap.data.loader import open_datasets
-from dlrm_overlap.embedding.backends.base import WindowBackward, WindowForward
+from dlrm_overlap.embedding.backends.base import WindowBackward
+from dlrm_overlap.embedding.backends.pgas import ZeroCopyForward
 from dlrm_overlap.embedding.id_layout import BatchBound, IdLayout, joined
 from dlrm_overlap.embedding.opening import Halves, open_halves
 from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions, StepCounters
 from dlrm_overlap.embedding.steps import Step
-from dlrm_overlap.embedding.traffic import filled_share
+from dlrm_overlap.embedding.traffic import partial_sums
 from dlrm_overlap.embedding.windows import WindowPair
 from dlrm_overlap.kernels import reference
 from tests.calibration import read_rows
@@ -49,7 +50,7 @@ class Counted:
         about = workload.group, workload.device, self._samples, StepCounters(workload.device)
         self._halves: Halves = open_halves(ExchangeContext(self._layout, workload.tables, options, *about, ids=ids))
         forward, backward = self._halves.forward, self._halves.backward
-        assert isinstance(forward, WindowForward)
+        assert isinstance(forward, ZeroCopyForward)
         assert isinstance(backward, WindowBackward)
         self._forward, self._backward = forward, backward
 
@@ -154,7 +155,7 @@ def _config(ids_a_bag: int) -> Config:
 
 def _check(ranks: int, ids_a_bag: int, share: float, by: str) -> None:
     """Hold a share of the bytes against the formula, and the page's number against it."""
-    assert share == pytest.approx(filled_share(ids_a_bag, 1 / ranks), rel=0.02)
+    assert share == pytest.approx(partial_sums(ids_a_bag, ranks) / ranks, rel=0.02)
     row = {"ranks": str(ranks), "ids_a_bag": str(ids_a_bag), "by": by, "share": f"{share:.1%}"}
     assert row in [{name: line[name] for name in row} for line in read_rows(FOLDER / "row_bytes.csv")]
 

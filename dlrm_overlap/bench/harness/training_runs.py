@@ -100,6 +100,6 @@ def mean_step_columns(path: Path) -> dict[str, float]:
     marks = sorted(each.span.begin for each in work if _MARK.search(each.name))
     assert len(marks) > 1, f"{path}: {len(marks)} marks, but a step is between two"
     window = Span(marks[0], marks[-1])
-    us = shares((each for each in work if not _MARK.search(each.name)), window)
+    us = shares([each for each in work if not _MARK.search(each.name)], window)
     us |= {"busy": window.end - window.begin - us["idle"]}
     return {f"{name}_ms": value / (len(marks) - 1) / 1e3 for name, value in us.items()}

@@ -1,4 +1,4 @@
-"""`pgas` and `fused` on GPUs of several hosts: stores within a host, and between hosts one message a host and rank.
+"""`pgas` and `fused` between hosts: stores within a host, and between hosts one message a host and rank.
 
     current stream    | pool for the other hosts | pool for this host | raise |   bottom MLP ..   | await all | output
     NCCL's stream                                | messages out and in ...... |
@@ -8,31 +8,32 @@
     current stream    | pool and put by groups  | pool for this host | raise |   bottom MLP ..   | await all | output
     passing stream                               | await groups    | put into windows, raise for the sender |
 
-A rank pools for each other host into one message, which goes to that host's rank that takes its messages
-(`Reach.relay`): by NCCL, once the kernel of `pgas` has pooled it, or by puts of the kernel that pools it
-(`messages`, `puts`). Partial sums of tables whose rows several ranks of the host own are added up first, and sent by
-messages of their own (`sums`). Meanwhile it serves its own host's ranks as on one host. A kernel stores a message that
-has come into the windows of all ranks of the host, each column where it belongs, so nothing is unpacked later. Then it
-raises the flag of the sender at each, as the sender would. Gradients go the same way back, by NCCL.
+Messages go by a collective or by puts of the kernel that pools (`messages`, `puts`), partial sums of a host's ranks by
+messages of their own (`sums`), gradients by the collective. What has come is stored into the windows of all ranks of
+the host, each column where it belongs, and the sender's flag is raised at each, as the sender would. A CPU waits for
+messages where it sends its own.
 
 No rank overwrites a window before its reader is done: a rank passes on step e's messages after its own beginning of
 step e, and so after the flags of step e - 1 of all ranks of its host, as it stores its own pooled embeddings.
 """
 
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
 import torch
 
+from dlrm_overlap.embedding.backends.base import WindowBackward
+from dlrm_overlap.embedding.backends.cpu import CpuPush, CpuZeroCopyForward
 from dlrm_overlap.embedding.backends.fused import SlicedForward
 from dlrm_overlap.embedding.backends.messages import PackedByCollective, PooledByCollective
-from dlrm_overlap.embedding.backends.pgas import DeviceLookup, ZeroCopyForward
-from dlrm_overlap.embedding.backends.push import Push, Pushed
+from dlrm_overlap.embedding.backends.pgas import ZeroCopyForward
+from dlrm_overlap.embedding.backends.push import Push
 from dlrm_overlap.embedding.backends.puts import PooledByPuts
 from dlrm_overlap.embedding.backends.sums import HostSums
 from dlrm_overlap.embedding.crossing import Crossing, Message
 from dlrm_overlap.embedding.options import ExchangeContext
 from dlrm_overlap.embedding.steps import Step
 from dlrm_overlap.embedding.windows import WindowPair
-from dlrm_overlap.kernels.arguments import FeatureTable
-from dlrm_overlap.kernels.flags import raise_flags
 from dlrm_overlap.kernels.forward.put_columns import PutColumns, put_columns
 
 
@@ -42,29 +43,29 @@ class ZeroCopyAcross(ZeroCopyForward):
     def __init__(self, context: ExchangeContext, windows: WindowPair) -> None:
         super().__init__(context, windows)
         wire = self.options.wire_dtype
-        self._crossing = Crossing(self.layout, windows.arena.reach, wire)
-        self._sent_lookup = DeviceLookup(context, self._crossing.pooled_columns[self.rank], self.bad_ids)
-        self._sent_tables: list[FeatureTable] = []
-        self._carrier = (
-            PooledByPuts(context, windows, self._crossing, self._sent_lookup)
-            if self.options.between_hosts == "puts"
-            else PooledByCollective(context, self._crossing, self._sent_lookup)
-        )
+        self._crossing = Crossing(self.layout, windows.arena.reach, wire, self.with_sums)
+        self._sent_lookup = self.lookup_type(context, self._crossing.pooled_columns[self.rank], self.bad_ids)
+        self._sent_tables: list[Any] = []
+        self._puts: PooledByPuts | None = None
         self._sums: HostSums | None = None
+        if self.options.between_hosts == "puts":
+            self._puts = PooledByPuts(context, windows, self._crossing, self._sent_lookup)
         if self._crossing.has_sums:
             self._sums = HostSums(context, windows, self._crossing, self.peers, self.column, self.bad_ids)
-        self._sum_tables: list[FeatureTable] = []
-        self._pass_stream = torch.cuda.Stream(self.device, priority=-2)  # work that peers wait for comes first
+        self._carrier = self._puts or PooledByCollective(context, self._crossing, self._sent_lookup)
+        self._sum_tables: list[Any] = []
+        # Work that peers wait for comes first.
+        self._pass_stream = torch.cuda.Stream(self.device, priority=-2) if self._on_gpu else None
         self._columns_of: dict[int, PutColumns] = {}
         for source in self._crossing.reach.sources:
             shards = [(shard.dim, self.column(shard)) for shard in self._crossing.pooled_columns[source]]
             self._columns_of[source] = PutColumns.of(shards, self.stride, wire.itemsize, self.device)
 
-    def start(self, step: Step) -> None:
-        """Look whether anything may fail before the step begins, then start as on one host."""
+    def prepare(self, step: Step) -> list[Any]:
+        """Return the tables of the lookup for this host, and find those for the others."""
         self._sent_tables = self._sent_lookup.tables()
         self._sum_tables = self._sums.lookup.tables() if self._sums is not None else []
-        super().start(step)
+        return super().prepare(step)
 
     def begin(self, step: Step) -> int:
         """Begin the step, then pool for the other hosts, and start to send and to pass on their messages."""
@@ -72,17 +73,22 @@ class ZeroCopyAcross(ZeroCopyForward):
         if self._sums is not None:
             self._sums.store(step, self._sum_tables)
         self._carrier.send(step, self._sent_tables)
-        first_sample = self.lookup.first_samples(step.batch, self.reached)  # made, if it is new, on this stream
         # After the messages of this rank: later work may wait for a rank that waits for them.
-        self._pass_stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._pass_stream), self.order:
+        with self._passing(), self.order:
             if self._sums is not None:
                 self._sums.send(step)
             self._carrier.receive(step)
             if self._sums is not None:
                 self._sums.receive(step)
-            self._pass_on(step, epoch, first_sample)
+            self._pass_on(step)
         return epoch
+
+    def _passing(self) -> AbstractContextManager[Any]:
+        """Return a context on the stream on which messages are passed on, after the current one."""
+        if self._pass_stream is None:
+            return nullcontext()
+        self._pass_stream.wait_stream(torch.cuda.current_stream(self.device))
+        return torch.cuda.stream(self._pass_stream)
 
     def finish(self, step: Step, copy: bool = False) -> torch.Tensor:
         """Make the stream wait for the flags, then for the messages of this rank, whose memory is used again.
@@ -90,39 +96,44 @@ class ZeroCopyAcross(ZeroCopyForward):
         In this order, since the wait for flags is bounded, and passing on may wait for a host that is gone.
         """
         pooled = super().finish(step, copy)
-        torch.cuda.current_stream(self.device).wait_stream(self._pass_stream)
+        if self._pass_stream is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self._pass_stream)
         return pooled
 
-    def _pass_on(self, step: Step, epoch: int, first_sample: torch.Tensor) -> None:
+    def _pass_on(self, step: Step) -> None:
         """Store messages that have come into the windows of this host's ranks, and raise the senders' flags."""
-        windows, flags, here = self.peers[epoch % 2], self.flags_of(step).flags, self.reached.index(self.rank)
         for slot, message in enumerate(self._crossing.pooled(step.batch).received):
-            rows, columns = self._carrier.arrived(step, slot), self._columns_of[message.peer]
-            put_columns(rows, columns, windows.addresses, first_sample, self.stride, step.batch.most, here)
+            self.put(step, self._carrier.arrived(step, slot), message.peer)
             if self._sums is not None:
                 self._sums.put(step, slot)
-            raise_flags(flags, message.peer, 0, self.windows.counter.argument)
+            self.flags_of(step).raise_at_all(message.peer)
+
+    def put(self, step: Step, rows: torch.Tensor, source: int) -> None:
+        """Store the rows that `source` has sent into the windows of this host's ranks."""
+        windows, here = self.peers[self.windows.epoch % 2].addresses, self.reached.index(self.rank)
+        first_sample = self.lookup.first_samples(step.batch, self.reached)
+        put_columns(rows, self._columns_of[source], windows, first_sample, self.stride, step.batch.most, here)
 
     def skip(self) -> None:
         """Take an epoch in which nothing is stored."""
         self.join_stream()
-        if not self._carrier.skip(self.lookup.record.status):
+        if self._puts is not None:
+            self._puts.skip()
+        else:  # without a collective: each host skips the epoch alone
             super().skip()
 
     def check(self) -> None:
         """Raise the faults that kernels have recorded, those that pool for other hosts and pass on included."""
         super().check()
         self._sent_lookup.check()
-        self._carrier.check()
-        if self._sums is not None:
-            self._sums.check()
+        for part in (self._puts, self._sums):
+            if part is not None:
+                part.check()
 
     def close(self) -> None:
-        """Forget the windows, and give the messages' memory back."""
-        self._carrier.close()
-        if self._sums is not None:
-            self._sums.close()
-        super().close()
+        """Give the messages' memory back."""
+        if self._puts is not None:
+            self._puts.close()
 
 
 class SlicedAcross(ZeroCopyAcross, SlicedForward):
@@ -134,18 +145,34 @@ class SlicedAcross(ZeroCopyAcross, SlicedForward):
     ends_with_wait = False
 
 
-class PushAcross(Push):
-    """`push` between hosts: gradients stored at the owners of this host, and sent to the other hosts."""
+class CpuZeroCopyAcross(ZeroCopyAcross, CpuZeroCopyForward):
+    """`pgas` and `fused` between hosts on CPUs. Partial sums travel as they are: no host adds its own up first."""
+
+    with_sums = False
+
+    def put(self, step: Step, rows: torch.Tensor, source: int) -> None:
+        """Store the rows that `source` has sent into the windows of this host's ranks."""
+        of_ranks = self.lookup.rows_of_ranks(rows, self.reached, step.batch)
+        for window, here in zip(self.peers[self.windows.epoch % 2], of_ranks, strict=True):
+            for shard, column in self._crossing.pooled_columns[source].items():
+                into = self.column(shard)
+                window[: len(here), into : into + shard.dim] = here[:, column : column + shard.dim]
+
+
+class GradientsAcross(WindowBackward):
+    """Gradients between hosts: stored at the owners of this host, and sent to the other hosts."""
+
+    with_sums = True
+    """see `Crossing`"""
 
     def __init__(self, context: ExchangeContext, windows: WindowPair) -> None:
         super().__init__(context, windows)
         reach = windows.arena.reach
-        self._crossing = Crossing(self.layout, reach, self.options.wire_dtype)
+        self._crossing = Crossing(self.layout, reach, self.options.wire_dtype, self.with_sums)
         self._carrier = PackedByCollective(context, self._crossing.gradients)
         self._sent_columns = {host: self._crossing.output_columns(host).to(self.device) for host in reach.others}
         columns = self._crossing.gradient_columns[reach.here]
-        tables = [self._shard_table(dim, columns.__getitem__) for dim in self._dims]
-        self._passed_on = {source: Pushed(source, tables, self.own.flags) for source in reach.sources}
+        self._passed_on = {source: self.gradients_by(source, columns.__getitem__) for source in reach.sources}
         """by the rank that sends them, the gradients that this rank stores at this host's owners as that one would"""
 
     def push(self, step: Step, gradient: torch.Tensor, first: int, end: int) -> None:
@@ -168,7 +195,12 @@ class PushAcross(Push):
             received = self._carrier.arrived(step, slot)
             self.store_of(self._passed_on[message.peer], step, received, 1.0, 0, self.gradients.parts)
 
-    def close(self) -> None:
-        """Forget the windows."""
-        self._passed_on = {}
-        super().close()
+
+class PushAcross(GradientsAcross, Push):
+    """`push` between hosts."""
+
+
+class CpuPushAcross(GradientsAcross, CpuPush):
+    """`push` between hosts on CPUs."""
+
+    with_sums = False

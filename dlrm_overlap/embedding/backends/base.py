@@ -5,17 +5,17 @@ subclasses of `Backward` that bring gradients back to the rows. `dlrm_overlap/ba
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from math import gcd
+from typing import Any
 
 import torch
 from torchrec.distributed.comm_ops import get_gradient_division
 
-from dlrm_overlap.comm.arena import Region
 from dlrm_overlap.comm.order import CurrentStream
 from dlrm_overlap.embedding.layout import FeatureShard, GradientLayout
-from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions
+from dlrm_overlap.embedding.options import ExchangeContext
 from dlrm_overlap.embedding.steps import Step
 from dlrm_overlap.embedding.tables import BadIds
 from dlrm_overlap.embedding.windows import WindowPair, WindowSpec
@@ -47,7 +47,7 @@ class Half(ABC):  # noqa: B024  its subclasses have the abstract methods
         """Raise the faults that kernels have recorded since the last call; never waits for the device."""
 
     def close(self) -> None:  # noqa: B027  nor have they anything to release
-        """Release resources that outlive Python references; nothing may keep a view of a window."""
+        """Release resources that outlive Python references."""
 
 
 class Forward(Half):
@@ -108,7 +108,7 @@ class Forward(Half):
                     arriving += [(self.leading + self.layout.column(shard), number(shard)) for shard in shards]
             if len(arriving) > 1:
                 columns, shares = zip(*arriving, strict=True)
-                found.append(Partials(columns, each.dim, shares))
+                found.append(Partials(columns, each.shards[0].dim, shares))
         return found
 
     @cached_property
@@ -156,11 +156,8 @@ class Backward(Half):
         step.rules = self.tables.rules(step.number)
         self.tables.count_on_device()
 
-    def keep_rules_in_place(self) -> None:
-        """Overwrite the optimizers' numbers that captured steps read; called before a capture and when they change."""
-
-    def follow_rules(self) -> None:
-        """Overwrite those numbers if captured steps read some."""
+    def follow_rules(self, capture: bool = False) -> None:
+        """Overwrite the optimizers' numbers that captured steps read, if there are such steps, or one is captured."""
 
     def prepare(self, step: Step) -> None:
         """Do the work that needs the step's ids alone. Optional: `start` does it where this has not been called."""
@@ -183,62 +180,6 @@ def gradient_scale(world_size: int) -> float:
     return 1.0 / world_size if get_gradient_division() else 1.0
 
 
-class WindowForward(Forward):
-    """A forward that stores into the windows [b, leading + D_total] of the samples' ranks, on any device."""
-
-    def __init__(self, context: ExchangeContext, windows: WindowPair) -> None:
-        super().__init__(context, windows)
-        self.windows, self.leading = windows, context.options.leading_columns
-        self.stride = self.leading + self.layout.arrival_dim
-        """elements of a window's row"""
-
-    def column(self, shard: FeatureShard) -> int:
-        """Return the first of a window's columns that the shard fills."""
-        return self.leading + self.layout.column(shard)
-
-    @classmethod
-    def window_spec(cls, context: ExchangeContext) -> WindowSpec:
-        """Return the windows of the pooled embeddings: a row a sample, and the flags of the rank that sends most."""
-        layout, samples = context.layout, context.samples_per_rank
-        most = max(len(shards) for shards in layout.by_owner)
-        slots = max(1, most * cls.slices(context.options, samples))
-        columns = context.options.leading_columns + layout.arrival_dim
-        return WindowSpec("outputs", Region((samples, columns), context.options.wire_dtype), slots)
-
-    @classmethod
-    def slices(cls, options: ExchangeOptions, samples: int) -> int:
-        """Return how many slices with a ready flag of their own a shard's bags for a destination of `samples` make.
-
-        0 where one flag of a rank covers all that it sends.
-        """
-        return 0
-
-    def awaited_flags(self, step: Step) -> torch.Tensor:
-        """Return [W] int32: how many flags this rank awaits of each rank; its own work is ordered by the stream.
-
-        It awaits at least one of each peer, since that flag also says that the peer needs its window of the step
-        before no more. Another host's rank sends one message, for which a rank of this host raises one flag.
-        """
-        slices, reached = self.slices(self.options, step.batch.most), self.windows.arena.reached
-        counts = [
-            max(1, slices * len(shards)) if owner in reached else 1 for owner, shards in enumerate(self.layout.by_owner)
-        ]
-        counts[self.rank] = 0
-        return torch.tensor(counts, dtype=torch.int32, device="cpu")
-
-    def output(self, step: Step, copy: bool) -> torch.Tensor:
-        """Return the pooled embeddings that have arrived: the window itself, lent, or a copy of it."""
-        samples = step.batch.per_rank[self.rank]
-        if self._partials:
-            self.add_partials(step, self.windows.local[:samples])
-        pooled = self.windows.lend(samples, self.leading, self.layout.total_dim)
-        return pooled.clone(memory_format=torch.contiguous_format) if copy else pooled
-
-    def close(self) -> None:
-        """Forget the windows."""
-        self.windows.close()
-
-
 class WindowBackward(Backward):
     """A backward that reads gradients out of this rank's window, where the samples' ranks have stored them."""
 
@@ -251,6 +192,17 @@ class WindowBackward(Backward):
     def _gradient_layout(context: ExchangeContext) -> GradientLayout:
         bag_ids = context.ids.bound.mean_bag_sizes if context.ids is not None else None
         return GradientLayout(context.layout, context.samples_per_rank, context.options.wire_dtype, bag_ids)
+
+    own: Any
+    """this rank's gradients, of `gradients_by`"""
+    gradients_by: Callable[..., Any]
+    """see `Push`"""
+    store_of: Callable[..., None]
+    """see `Push`"""
+
+    def push(self, step: Step, gradient: torch.Tensor, first: int, end: int) -> None:
+        """Send the parts [first, end) of the gradient, on the current stream."""
+        self.store_of(self.own, step, gradient, self.sent_scale, first, end, step.own_offsets)
 
     @classmethod
     def window_spec(cls, context: ExchangeContext) -> WindowSpec:
@@ -266,7 +218,3 @@ class WindowBackward(Backward):
             start = self.gradients.starts[shard] * samples
             found[shard] = window[start : start + samples * shard.dim].view(samples, shard.dim)
         return found
-
-    def close(self) -> None:
-        """Forget the windows."""
-        self.windows.close()

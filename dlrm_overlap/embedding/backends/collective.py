@@ -1,20 +1,19 @@
 """`nccl`, an ablation: our lookup, then a collective; and the collective's backward, which every backend can take."""
 
-from abc import abstractmethod
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from dlrm_overlap.embedding.backends.base import Backward, Forward
-from dlrm_overlap.embedding.backends.cpu import check_on_cpu, pool_on_cpu, train_weights
-from dlrm_overlap.embedding.backends.pgas import DeviceLookup, rows_of_ranks
+from dlrm_overlap.embedding.backends.cpu import CpuLookup, train_weights
+from dlrm_overlap.embedding.backends.pgas import DeviceLookup
 from dlrm_overlap.embedding.options import ExchangeContext
 from dlrm_overlap.embedding.steps import BatchSizes, Step, StepCache
 from dlrm_overlap.embedding.tables import FbgemmUpdate, bags_of
 from dlrm_overlap.embedding.windows import WindowPair
-from dlrm_overlap.kernels.arguments import Windows
 
 
 class CollectiveForward(Forward):
@@ -23,20 +22,19 @@ class CollectiveForward(Forward):
     The lookup stores into one send buffer [B, D_local], of which rank w is sent the rows of its samples.
     """
 
+    lookup_type: Any = DeviceLookup
+
     def __init__(self, context: ExchangeContext, windows: WindowPair | None) -> None:
         super().__init__(context, windows)
         shards = self.layout.by_owner[self.rank]
         starts = [0, *accumulate(shard.dim for shard in shards)]
-        self.columns = dict(zip(shards, starts[:-1], strict=True))
-        """first column of each shard of this rank in the send buffer"""
+        columns = dict(zip(shards, starts[:-1], strict=True))  # of the send buffer
         self._width = starts[-1]
         in_order = self.layout.sent_in_order
         self._order = None if in_order else self.layout.sent_columns.argsort().to(self.device)
         self._send = torch.empty(0, dtype=self.options.wire_dtype, device=self.device)
-
-    @abstractmethod
-    def pool(self, step: Step, send: torch.Tensor) -> None:
-        """Pool all bags of this rank's shards into `send` [B, D_local]."""
+        self._lookup = self.lookup_type(context, columns, self.bad_ids)
+        self._rows = StepCache[tuple[int, BatchSizes], Any]()
 
     def start(self, step: Step) -> None:
         """Pool into the send buffer and start the All-to-All."""
@@ -46,7 +44,9 @@ class CollectiveForward(Forward):
         if self._send.numel() < samples * self._width:
             self._send = torch.empty(samples * self._width, dtype=wire, device=self.device)
         send = self._send[: samples * self._width].view(samples, self._width)
-        self.pool(step, send)
+        key = send.data_ptr(), step.batch
+        windows = self._rows.get(key, self._lookup.rows_of_ranks, send, range(self.world_size), step.batch)
+        self._lookup.store(windows, step, self._lookup.tables())
         mine = step.batch.per_rank[self.rank]
         step.received = torch.empty(mine * self.layout.arrival_dim, dtype=wire, device=self.device)
         step.work = dist.all_to_all_single(
@@ -77,16 +77,15 @@ class CollectiveForward(Forward):
         self.add_partials(step, pooled)
         return pooled[:, : self.layout.total_dim].data  # no view, which autograd lets nobody change in place
 
+    def check(self) -> None:
+        """Raise the faults that kernels have recorded, see `DeviceLookup.check`."""
+        self._lookup.check()
+
 
 class CpuCollectiveForward(CollectiveForward):
     """`CollectiveForward` on a CPU, which looks up as the reference does."""
 
-    def pool(self, step: Step, send: torch.Tensor) -> None:
-        """Pool shard by shard."""
-        weights = [self.tables.weight(shard) for shard in self.columns]
-        check_on_cpu(self, step, weights)
-        for (shard, column), weight in zip(self.columns.items(), weights, strict=True):
-            send[:, column : column + shard.dim] = pool_on_cpu(shard, weight, step, 0, send.shape[0])
+    lookup_type = CpuLookup
 
 
 class CollectiveBackward(Backward):
@@ -142,22 +141,3 @@ def pack(by_owner: Sequence[torch.Tensor], scale: float, wire_dtype: torch.dtype
     for sent, columns in zip(send.split([columns.numel() for columns in by_owner]), by_owner, strict=True):
         torch.mul(columns, scale, out=sent.view(columns.shape))
     return send
-
-
-class DeviceCollectiveForward(CollectiveForward):
-    """`CollectiveForward` with the lookup of `pgas`."""
-
-    def __init__(self, context: ExchangeContext, windows: WindowPair | None) -> None:
-        super().__init__(context, windows)
-        self.lookup = DeviceLookup(context, self.columns, self.bad_ids)
-        self._rows = StepCache[tuple[int, BatchSizes], Windows]()
-
-    def pool(self, step: Step, send: torch.Tensor) -> None:
-        """Pool by one kernel for each kind of shards."""
-        key = send.data_ptr(), step.batch
-        windows = self._rows.get(key, rows_of_ranks, send, range(self.world_size), step.batch)
-        self.lookup.store(windows, step, self.lookup.tables())
-
-    def check(self) -> None:
-        """Raise the faults that kernels have recorded, see `DeviceLookup.check`."""
-        self.lookup.check()

@@ -3,20 +3,23 @@
 Processes of one host store into each other's memory.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dlrm_overlap.comm.arena import HostArena
-from dlrm_overlap.embedding.backends.base import Backward, Forward, WindowBackward, WindowForward
+from dlrm_overlap.comm.record import Record
+from dlrm_overlap.embedding.backends.base import Backward, WindowBackward
+from dlrm_overlap.embedding.backends.pgas import ZeroCopyForward
+from dlrm_overlap.embedding.id_layout import IdLayout
 from dlrm_overlap.embedding.layout import FeatureShard, FusedLookup
 from dlrm_overlap.embedding.options import ExchangeContext
-from dlrm_overlap.embedding.steps import Step
-from dlrm_overlap.embedding.tables import FbgemmUpdate, bad_id_message, bags_of
-from dlrm_overlap.embedding.windows import WindowPair, one_flag_each
+from dlrm_overlap.embedding.replicated import ReplicatedTables
+from dlrm_overlap.embedding.steps import BatchSizes, Step
+from dlrm_overlap.embedding.tables import BadIds, FbgemmUpdate, bad_id_message, bags_of
+from dlrm_overlap.embedding.windows import PairFlags, WindowPair, skip_epoch
 from dlrm_overlap.kernels import reference
-from dlrm_overlap.kernels.schedule import staggered_peers
 
 
 def lengths_and_ids(ids: KeyedJaggedTensor, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -84,52 +87,100 @@ def train_weights(half: Backward, step: Step, gradients: Mapping[FeatureShard, t
         found[shard.input][first : first + values.numel()] += products
 
 
-def check_on_cpu(forward: Forward, step: Step, weights: Sequence[torch.Tensor]) -> None:
-    """Look for ids outside their tables; as FBGEMM on a CPU, take row 0 instead or, by its mode, stop.
+class CpuLookup:
+    """`DeviceLookup` on a CPU: the reference pools this rank's shards, and windows are tensors."""
 
-    The id -1, FBGEMM's mark of a pruned row, stops in every mode there, and so does any such id without bounds check.
+    def __init__(
+        self,
+        context: ExchangeContext,
+        columns: Mapping[FeatureShard, int],
+        bad_ids: BadIds,
+        replicated: ReplicatedTables | None = None,
+    ) -> None:
+        self._columns, self._bad_ids, self._rows = columns, bad_ids, replicated or context.tables
+        self._left_out = {shard for shard in columns if context.leaves_out(shard)}
+        self.record = Record(context.device)
+        """of no faults: `store` raises them"""
 
-    Args:
-        weights: the rows of each of this rank's shards.
+    def peers(self, pair: WindowPair, stride: int) -> list[list[torch.Tensor]]:
+        """Return the windows of the ranks reached, of even epochs and of odd ones."""
+        return views_of(pair)
 
-    Raises:
-        ValueError: if the run must stop.
-    """
-    for shard, weight in zip(forward.layout.by_owner[forward.rank], weights, strict=True):
+    def rows_of_ranks(self, rows: torch.Tensor, ranks: range, batch: BatchSizes) -> list[torch.Tensor]:
+        """Return the rows of each of `ranks` in [rows, pitch] of all of them."""
+        return list(rows.split([batch.per_rank[rank] for rank in ranks]))
+
+    def tables(self) -> list[torch.Tensor]:
+        """Return the rows of each shard."""
+        return [self._rows.weight(shard) for shard in self._columns]
+
+    def store(
+        self,
+        windows: Sequence[torch.Tensor],
+        step: Step,
+        tables: Sequence[torch.Tensor],
+        ranks: range | None = None,
+    ) -> None:
+        """Pool every bag of the samples of `ranks`, None for all, into its rank's window, rank by rank."""
+        for shard, weight in zip(self._columns, tables, strict=True):
+            self._check(shard, weight, step)
+        for window, rank in zip(windows, ranks or range(len(step.batch.per_rank)), strict=True):
+            first, samples = step.batch.first_sample[rank], step.batch.per_rank[rank]
+            for (shard, column), weight in zip(self._columns.items(), tables, strict=True):
+                pooled = pool_on_cpu(shard, weight, step, first, first + samples)
+                into = window[:samples, column : column + shard.dim]
+                if shard in self._left_out:
+                    bag = shard.feature * step.batch.total + first
+                    filled = step.inputs[shard.input].lengths()[bag : bag + samples] > 0
+                    into[filled] = pooled[filled].to(into.dtype)
+                else:
+                    into.copy_(pooled)
+
+    def _check(self, shard: FeatureShard, weight: torch.Tensor, step: Step) -> None:
+        """Look for ids outside their table; as FBGEMM on a CPU, take row 0 instead or, by its mode, stop.
+
+        The id -1, FBGEMM's mark of a pruned row, stops in every mode there, and so does any such id without bounds
+        check.
+
+        Raises:
+            ValueError: if the run must stop.
+        """
         rows, bag = weight.shape[0], shard.feature * step.batch.total
         _, here = lengths_and_ids(step.inputs[shard.input], bag, bag + step.batch.total)
         outside = (here < 0) | (here >= rows)
         if not outside.any():
-            continue
+            return
         message = bad_id_message(shard.name, int(here[outside].min()), rows)
-        if not forward.bad_ids.looks or (here == -1).any():
+        if not self._bad_ids.looks or (here == -1).any():
             raise ValueError(message)
-        forward.bad_ids.report(message)
+        self._bad_ids.report(message)
         with torch.inference_mode(here.is_inference()):  # else torch does not write to such ids
             here.masked_fill_(outside, 0)
 
+    def first_samples(self, *_: Any) -> None:
+        """Do nothing: a CPU copies nothing to a device."""
 
-def meet_on_cpu(windows: WindowPair, awaited: range, timeout_s: float, unit: str = "slice") -> int:
-    """Raise a pair's first flag at the ranks of this host in the current epoch, and await that of each rank `awaited`.
-
-    A flag stands for a `unit`.
-
-    Returns:
-        The epoch.
-    """
-    arena = windows.arena
-    assert isinstance(arena, HostArena)
-    counts, epoch = one_flag_each(awaited, arena.world_size), windows.epoch
-    for peer in arena.reached:
-        arena.raise_flag(windows.flags, peer, 0, epoch)
-    arena.wait(windows.flags, counts, epoch, timeout_s, unit)
-    return epoch
+    def check(self) -> None:
+        """Do nothing: `store` has raised all faults."""
 
 
-def skip_on_cpu(windows: WindowPair, timeout_s: float) -> None:
-    """Take an epoch of a pair in which nothing is stored; only ranks of this host store into its windows."""
-    windows.begin()
-    meet_on_cpu(windows, windows.arena.reached, timeout_s)
+class CpuFlags(PairFlags):
+    """The flags of a pair, raised and awaited by this CPU."""
+
+    def __init__(
+        self, pair: WindowPair, counts: torch.Tensor, timeout_s: float, status: Any = None, unit: str = "slice"
+    ) -> None:
+        self._pair, self._counts, self._timeout_s, self._unit = pair, counts, timeout_s, unit
+        self._arena: Any = pair.arena
+
+    def raise_at_all(self, source: int | None = None, slot: int = 0) -> None:
+        """Raise a flag of this rank, or of `source`, at the ranks of this host."""
+        for peer in self._arena.reached:
+            self._arena.raise_flag(self._pair.flags, peer, slot, self._pair.epoch, source)
+
+    def wait(self) -> None:
+        """Wait for the flags, see `HostArena.wait`."""
+        self._arena.wait(self._pair.flags, self._counts, self._pair.epoch, self._timeout_s, self._unit)
 
 
 def views_of(windows: WindowPair) -> list[list[torch.Tensor]]:
@@ -137,62 +188,18 @@ def views_of(windows: WindowPair) -> list[list[torch.Tensor]]:
     return [[windows.arena.view(name, rank) for rank in windows.arena.reached] for name in windows.names]
 
 
-def turns_of(windows: WindowPair) -> list[int]:
-    """Return the ranks reached, by number, in the order in which they are sent to; this one is last."""
-    here = windows.arena.reached.index(windows.arena.rank)
-    return [*staggered_peers(here, len(windows.arena.reached)), here]
+class CpuZeroCopyForward(ZeroCopyForward):
+    """`pgas` and `fused` on a CPU."""
+
+    lookup_type = CpuLookup
+    flags_type = CpuFlags
 
 
-class CpuZeroCopyForward(WindowForward):
-    """`pgas` and `fused`: a rank stores all it has into the windows of its host's ranks, then raises a flag at each."""
+class Pushed(NamedTuple):
+    """The gradients of one rank's samples, see `push.Push.gradients_by`."""
 
-    def __init__(self, context: ExchangeContext, windows: WindowPair) -> None:
-        super().__init__(context, windows)
-        assert isinstance(windows.arena, HostArena)
-        self._arena, self._reached = windows.arena, windows.arena.reached
-        self._turns = turns_of(windows)
-        self._peers, self._epoch = views_of(windows), 0
-        self._shards = [(s, self.column(s), context.leaves_out(s)) for s in self.layout.by_owner[self.rank]]
-
-    def begin(self, step: Step, weights: Sequence[torch.Tensor]) -> None:
-        """Check the ids and take the next epoch; messages to other hosts are sent after that."""
-        check_on_cpu(self, step, weights)
-        self._epoch = self.windows.begin()
-
-    def pass_on(self, step: Step) -> None:
-        """Bring messages of other hosts to the ranks of this host; here there are none."""
-
-    def start(self, step: Step) -> None:
-        """Pool and store rank by rank, the next one first, then raise the flags."""
-        weights = [self.tables.weight(shard) for shard in self.layout.by_owner[self.rank]]
-        self.begin(step, weights)
-        for number in self._turns:
-            rank, window = self._reached[number], self._peers[self._epoch % 2][number]
-            first, samples = step.batch.first_sample[rank], step.batch.per_rank[rank]
-            for (shard, column, leaves_out), weight in zip(self._shards, weights, strict=True):
-                pooled = pool_on_cpu(shard, weight, step, first, first + samples)
-                into = window[:samples, column : column + shard.dim]
-                if leaves_out:
-                    bag = shard.feature * step.batch.total + first
-                    filled = step.inputs[shard.input].lengths()[bag : bag + samples] > 0
-                    into[filled] = pooled[filled].to(into.dtype)
-                else:
-                    into.copy_(pooled)
-        for peer in self._reached:
-            self._raise(peer)
-
-    def _raise(self, peer: int, source: int | None = None) -> None:
-        self._arena.raise_flag(self.windows.flags, peer, 0, self._epoch, source)
-
-    def skip(self) -> None:
-        """Take an epoch in which nothing is stored."""
-        skip_on_cpu(self.windows, self.options.wait_timeout_s)
-
-    def finish(self, step: Step, copy: bool = False) -> torch.Tensor:
-        """Wait for the flags, and lend the window or copy it."""
-        self.pass_on(step)
-        self._arena.wait(self.windows.flags, self.awaited_flags(step), self._epoch, self.options.wait_timeout_s)
-        return self.output(step, copy)
+    rank: int
+    column: Callable[[FeatureShard], int]
 
 
 class CpuPush(WindowBackward):
@@ -200,75 +207,71 @@ class CpuPush(WindowBackward):
 
     def __init__(self, context: ExchangeContext, windows: WindowPair) -> None:
         super().__init__(context, windows)
-        assert isinstance(windows.arena, HostArena)
-        self._arena, self._reached = windows.arena, windows.arena.reached
-        self._peers, self._epoch = views_of(windows), 0
-        self._turns = turns_of(windows)
-        self._published: dict[FeatureShard, int] = {}
-        """of shards whose bags without ids get no gradient, which of the published features has their ids"""
-        if (ids := context.ids) is not None:
-            some = [s for shards in self.layout.by_owner for s in shards if ids.knows_empty_bags(s)]
-            self._published = {shard: ids.published(shard) for shard in some}
+        self._peers, self._ids = views_of(windows), context.ids
+        counts = torch.full((self.world_size,), self.gradients.parts, dtype=torch.int32)
+        self._flags = CpuFlags(windows, counts, self.options.wait_timeout_s, unit="part")
+        self.own = self.gradients_by(self.rank, self.layout.output_column)
         self._lookups, self._tables = self.layout.lookups(self.rank), self.layout.tables(self.rank)
-        self._output_columns = {s: self.layout.output_column(s) for shards in self.layout.by_owner for s in shards}
         self._unfinished: Step | None = None
 
-    def send(self, step: Step, gradient: torch.Tensor) -> None:
-        """Start to send gradients to owners on other hosts; here there are none."""
-
-    def pass_on(self, step: Step) -> None:
-        """Bring messages of other hosts to the ranks of this host."""
+    def gradients_by(self, rank: int, column: Callable[[FeatureShard], int], ids: IdLayout | None = None) -> Pushed:
+        """Return the gradients of a rank's samples, see `push.Push`."""
+        return Pushed(rank, column)
 
     def start(self, step: Step, gradient: torch.Tensor) -> None:
         """Store each shard's gradient at its owner, part by part, and raise the part's flag."""
         if self._unfinished is not None:  # peers that see this step's flags may store over the gradients it reads
             self.finish(self._unfinished)
         self._unfinished = step
-        self._epoch = self.windows.begin()
-        if self.sent_scale != 1.0:
-            gradient = gradient * self.sent_scale
-        self.send(step, gradient)
-        first = step.batch.first_sample[self.rank]
-        for part, by_owner in enumerate(self.gradients.shards):
-            for number in self._turns:
-                owner, window = self._reached[number], self._peers[self._epoch % 2][number]
-                for shard, rows in self.gradients_of(by_owner[owner], window, step.batch.total).items():
-                    column, into = self._output_columns[shard], rows[first : first + gradient.shape[0]]
-                    own = gradient[:, column : column + shard.dim]
-                    if step.own_offsets is not None and shard in self._published:
-                        filled = reference.have_ids(step.own_offsets, self._published[shard], gradient.shape[0])
-                        into[filled] = own[filled].to(into.dtype)
+        self.windows.begin()
+        self.push(step, gradient, 0, self.gradients.parts)
+
+    def store_of(
+        self,
+        pushed: Pushed,
+        step: Step,
+        gradient: torch.Tensor,
+        scale: float,
+        first: int,
+        end: int,
+        offsets: torch.Tensor | None = None,
+    ) -> None:
+        """Store parts of a gradient, see `push.Push`."""
+        if scale != 1.0:
+            gradient = gradient * scale
+        begin, samples = step.batch.first_sample[pushed.rank], gradient.shape[0]
+        for part in range(first, end):
+            for owner, window in zip(self.windows.arena.reached, self._peers[self.windows.epoch % 2], strict=True):
+                shards = self.gradients.shards[part][owner]
+                for shard, rows in self.gradients_of(shards, window, step.batch.total).items():
+                    column, into = pushed.column(shard), rows[begin : begin + samples]
+                    sent = gradient[:, column : column + shard.dim]
+                    if offsets is not None and self._ids is not None and self._ids.knows_empty_bags(shard):
+                        filled = reference.have_ids(offsets, self._ids.published(shard), samples)
+                        into[filled] = sent[filled].to(into.dtype)
                     else:
-                        into.copy_(own)
-                self._arena.raise_flag(self.windows.flags, owner, part, self._epoch)
+                        into.copy_(sent)
+            self._flags.raise_at_all(pushed.rank, part)
 
     def finish(self, step: Step) -> None:
         """Wait for all gradients and update the rows, table by table, unless the next `start` has done so."""
         if step is not self._unfinished:
             return
         self._unfinished = None
-        self.pass_on(step)
-        counts = torch.full((self.world_size,), self.gradients.parts, dtype=torch.int32, device="cpu")
-        self._arena.wait(self.windows.flags, counts, self._epoch, self.options.wait_timeout_s, "part")
-        window = self._peers[self._epoch % 2][self._turns[-1]]
+        self._flags.wait()
+        window = self.windows.local
         gradients = self.gradients_of(self.layout.by_owner[self.rank], window, step.batch.total)
         scale = self.update_scale
         if step.trains_weights:
             train_weights(self, step, gradients)
-        numbers = {lookup: rule.numbers for lookup, rule in enumerate(step.rules) if not rule.decays}
-        trained = [lookup for lookup in self._lookups if not step.rules[lookup.number].frozen]
-        for lookup in trained:
-            if lookup.number not in numbers:
+        for lookup in self._lookups:
+            rule = step.rules[lookup.number]
+            if rule.decays and not rule.frozen:
                 self._decay(lookup, step, gradients, scale)
-        ours = numbers.keys() & {lookup.number for lookup in trained}
-        tables = [shards for shards in self._tables if shards[0].lookup in ours]
-        held = [
-            (self.tables.weight(shards[0]), self.tables.states(shards[0]), self.tables.optimizer(shards[0]))
-            for shards in tables
-        ]
-        for shards, (weight, states, optimizer) in zip(tables, held, strict=True):
-            values, gradient = self._by_id(shards, step, gradients, scale)
-            reference.update_rows(weight, states, values, gradient, optimizer, numbers[shards[0].lookup])
+        for shards in self._tables:
+            rule = step.rules[shards[0].lookup]
+            if not rule.decays and not rule.frozen:
+                self._update(shards, step, gradients, scale)
 
     def _decay(
         self, lookup: FusedLookup, step: Step, gradients: Mapping[FeatureShard, torch.Tensor], scale: float
@@ -283,16 +286,17 @@ class CpuPush(WindowBackward):
         """Take an epoch in which nothing is stored, once the rows of the step before are updated."""
         if self._unfinished is not None:
             self.finish(self._unfinished)
-        skip_on_cpu(self.windows, self.options.wait_timeout_s)
+        skip_epoch(self.windows, CpuFlags, self.options.wait_timeout_s, None)
 
-    def _by_id(
+    def _update(
         self, shards: list[FeatureShard], step: Step, of_bags: Mapping[FeatureShard, torch.Tensor], scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the ids [n] of all features that share a table, and `scale` times their gradients [n, D]."""
-        samples = step.batch.total
+    ) -> None:
+        """Update the rows of a table by `scale` times the gradients of all features that share it."""
         values, gradients = [], []
         for shard in shards:
-            ids, sample, factors = ids_in_bags(step.inputs[shard.input], shard, samples)
+            ids, sample, factors = ids_in_bags(step.inputs[shard.input], shard, step.batch.total)
             values.append(ids)
             gradients.append(of_bags[shard][sample].float() * (factors * scale))
-        return torch.cat(values).long(), torch.cat(gradients)
+        weight, states = self.tables.weight(shards[0]), self.tables.states(shards[0])
+        optimizer, numbers = self.tables.optimizer(shards[0]), step.rules[shards[0].lookup].numbers
+        reference.update_rows(weight, states, torch.cat(values).long(), torch.cat(gradients), optimizer, numbers)

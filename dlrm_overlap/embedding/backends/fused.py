@@ -5,10 +5,10 @@ from typing import Any
 import torch
 
 from dlrm_overlap.config import InputError
-from dlrm_overlap.embedding.backends.pgas import OwnFlags, ZeroCopyForward, types_and_places
+from dlrm_overlap.embedding.backends.pgas import ZeroCopyForward, types_and_places
 from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions
 from dlrm_overlap.embedding.steps import Step, StepCache, tensors_of
-from dlrm_overlap.embedding.windows import WindowPair, flags_among
+from dlrm_overlap.embedding.windows import PairFlags, WindowPair, flags_among
 from dlrm_overlap.kernels.arguments import (
     Bags,
     FeatureTable,
@@ -72,10 +72,9 @@ class SlicedForward(ZeroCopyForward):
             super().start(step)
             return
         self.check()
-        flags, tables = self.flags_of(step), self.lookup.tables()  # which may fail: before the step has begun
+        tables, flags = self.prepare(step), self.flags_of(step)
         epoch = self.begin(step)
         windows = self.peers[epoch % 2]
-        self.lookup.first_samples(step.batch, self.reached)  # as `DeviceLookup.store`
         for i, table in enumerate(tables):
             tensors = tensors_of(step.inputs[self.lookup.pooled_together[i][0].input])
             short = has_short_bags(table, *tensors[:2])
@@ -84,7 +83,7 @@ class SlicedForward(ZeroCopyForward):
             with self.order:  # its programs raise flags and await them
                 launch(*tensors, self.windows.counter.argument)
 
-    def _prepare(self, i: int, table: FeatureTable, windows: Windows, flags: OwnFlags, step: Step) -> Launch:
+    def _prepare(self, i: int, table: FeatureTable, windows: Windows, flags: PairFlags, step: Step) -> Launch:
         """Return the launch of kernel i for steps of this one's batch sizes and types of ids.
 
         It is called with values, offsets, weights and the epoch.
@@ -148,9 +147,3 @@ class SlicedForward(ZeroCopyForward):
             multiprocessors = torch.cuda.get_device_properties(self.device).multi_processor_count
             self._programs[key] = multiprocessors * (asked or fit)
         return self._programs[key]
-
-    def close(self) -> None:
-        """Forget the windows, their views, and other memory as large."""
-        self._states = {}
-        self._launches.clear()
-        super().close()

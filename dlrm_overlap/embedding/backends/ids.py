@@ -1,6 +1,5 @@
 """Ids to the owners of their rows: published by every rank in its window, read by the owners, see `id_layout`."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -9,10 +8,9 @@ import torch
 from torch.nn.functional import pad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dlrm_overlap.comm.arena import HostArena
 from dlrm_overlap.comm.record import Record
 from dlrm_overlap.config import InputError
-from dlrm_overlap.embedding.backends.cpu import meet_on_cpu, skip_on_cpu
+from dlrm_overlap.embedding.backends.cpu import CpuFlags
 from dlrm_overlap.embedding.backends.messages import send_window
 from dlrm_overlap.embedding.crossing import published_window
 from dlrm_overlap.embedding.distinct import Distinct
@@ -21,10 +19,9 @@ from dlrm_overlap.embedding.layout import EVERY_RANK, SLOTS_FROM, FeatureShard
 from dlrm_overlap.embedding.options import ExchangeContext
 from dlrm_overlap.embedding.steps import BatchSizes, StepCache, weights_of
 from dlrm_overlap.embedding.tables import BadIds, bad_id_message
-from dlrm_overlap.embedding.windows import WindowPair, ready_flags, skip_epoch
+from dlrm_overlap.embedding.windows import PairFlags, WindowPair, skip_epoch
 from dlrm_overlap.kernels import reference
 from dlrm_overlap.kernels.divide_ids import Shares, divide_ids
-from dlrm_overlap.kernels.flags import raise_flags, wait_flags
 from dlrm_overlap.kernels.pull_ids import BLOCK_IDS, Arrivals, Published, place_ids, pull_ids, pull_tasks
 
 Bags = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
@@ -41,23 +38,27 @@ class _Prepared(NamedTuple):
 
 
 class IdPull:
-    """The kernels that read the ids of some features out of the windows of some ranks, on the device."""
+    """The kernels that read the ids of some shards out of the windows of some ranks, on the device."""
 
-    def __init__(
-        self, ids: IdLayout, windows: WindowPair, sources: range, features: Sequence[int], rows: Sequence[int]
-    ) -> None:
-        """Take the ranks to read from, and of each feature its index in the keys and its table's rows."""
-        self._ids, self._features, self._sources = ids, features, len(sources)
-        self._device, self._known = windows.arena.device, ids.known_lengths
-        self.record = Record(self._device)
-        numbers = self._tensor(features), self._tensor(rows), self._tensor(ids.published_capacity)
-        seen = [[published_window(windows.arena, name, rank) for rank in sources] for name in windows.names]
+    def __init__(self, exchange: "IdExchange", shards: Sequence[FeatureShard], sources: range) -> None:
+        """Take the shards, and the ranks to read from."""
+        self._exchange, self._shards, self._ids, self._sources = exchange, shards, exchange.ids, sources
+        self._device, self._known = exchange.device, exchange.known
+        self._features = [self._ids.published(shard) for shard in shards]
+        self._record = Record(self._device)
+        self.status = self._record.status
+        self._looks = bool(shards) and exchange.bad_ids_of(shards[0]).looks
+        rows = [exchange.rows_of(shard) for shard in shards]
+        numbers = self._tensor(self._features), self._tensor(rows), self._tensor(self._ids.published_capacity)
+        arena, names = exchange.windows.arena, exchange.windows.names
+        seen = [[published_window(arena, name, rank) for rank in sources] for name in names]
         addresses = [torch.tensor([each.data_ptr() for each in one], device=self._device) for one in seen]
-        self._published = [Published(each, ids.offsets_at, ids.weights_at, *numbers) for each in addresses]
-        room = ids.arriving(features, self._sources)
+        at = self._ids.offsets_at, self._ids.weights_at
+        self._published = [Published(each, *at, *numbers) for each in addresses]
+        room = self._ids.arriving(self._features, len(sources))
         self._values = [torch.zeros(room, dtype=torch.int32, device=self._device) for _ in range(2)]
         self._weights: Sequence[torch.Tensor | None] = [None, None]
-        if ids.weighted:
+        if self._ids.weighted:
             self._weights = [torch.zeros(room, device=self._device) for _ in range(2)]
         self._prepared = StepCache[int, _Prepared]()
         """by samples of a rank"""
@@ -67,7 +68,7 @@ class IdPull:
 
     def _prepare(self, samples: int) -> _Prepared:
         """Return the tensors for batches of `samples`, newly allocated."""
-        sources, features = self._sources, len(self._features)
+        sources, features = len(self._sources), len(self._features)
         values, weights = self._values, self._weights
         if self._known:
             firsts, counts, begins, starts = self._ids.known_arrivals(self._features, sources, samples)
@@ -85,14 +86,27 @@ class IdPull:
         arrived = list(zip(values, offsets, weights, strict=True))
         return _Prepared(arrivals, self._tensor(tasks).reshape(len(tasks), 3), arrived)
 
-    def __call__(self, samples: int, parity: int, check: bool) -> Bags:
-        """Read the ids that the ranks have published in the windows of `parity`; `check` holds them against tables."""
+    def __call__(self, samples: int, parity: int) -> Bags:
+        """Read the ids that the ranks have published in the windows of `parity`."""
         found = self._prepared.get(samples, self._prepare, samples)
-        published, status = self._published[parity], self.record.status
+        published, status = self._published[parity], self.status
         place_ids(published, found.arrivals, status, samples, not self._known, self._ids.known_total(samples))
         bags, lengths = found.arrived[parity], not self._known
-        pull_ids(published, found.arrivals, found.tasks, *bags, status, samples, lengths=lengths, check=check)
+        pull_ids(published, found.arrivals, found.tasks, *bags, status, samples, lengths=lengths, check=self._looks)
         return bags
+
+    def check(self) -> None:
+        """Raise the faults that kernels have recorded, see `IdExchange.check`."""
+        if self._record.empty:
+            return
+        first_rank = self._sources.start
+        if overflow := self._record.overflow():
+            rank, *rest = overflow
+            raise self._exchange.overflow(first_rank + rank, *rest)
+        self._record.raise_expired(self._exchange.options.wait_timeout_s, "ids")
+        if bad := self._record.bad_arrival():
+            shard, source, *rest = bad
+            self._exchange.report(self._shards[shard], first_rank + source, *rest)
 
 
 _GREATEST_INT32 = 2**31 - 1
@@ -121,11 +135,14 @@ class ArrivedIds(NamedTuple):
     """where bags are slots: which of this rank's ids are in them"""
 
 
-class IdExchange(ABC):
-    """The ids' exchange on one rank. All ranks call `send` alike.
+class IdExchange:
+    """The ids' exchange on one rank: flags, then kernels that read the ranks' windows. All ranks call `send` alike.
 
-    The result of `send` is valid until the next but one.
+    On GPUs nothing is read back to the CPU. The result of `send` is valid until the next but one.
     """
+
+    pull_type: Any = IdPull
+    flags_type: type[PairFlags] = PairFlags
 
     def __init__(self, context: ExchangeContext, ids: IdLayout, windows: WindowPair) -> None:
         self.ids, self.windows, self.options, self.device = ids, windows, context.options, context.device
@@ -134,8 +151,22 @@ class IdExchange(ABC):
         self._replicated_tables = context.replicated
         self.own_bad_ids = BadIds(context.replicated.bounds_checks if context.replicated is not None else [])
         self.known = ids.known_lengths
-        self.requested, self.replicated = ids.features(self.rank), ids.replicated
         self.bad_ids = BadIds(self.tables.bounds_checks)
+        self._pull: Any = self.pull_type(self, self.layout.by_owner[self.rank], range(self.world_size))
+        self._pull_own: Any = None
+        if self.layout.replicated:
+            self._pull_own = self.pull_type(self, self.layout.replicated, range(self.rank, self.rank + 1))
+        counts = torch.ones(self.world_size, dtype=torch.int32, device="cpu")
+        self._flags = self.flags_type(windows, counts, self.options.wait_timeout_s, self._pull.status, "ids")
+        if ids.shares:
+            self._make_shares()
+
+    def _make_shares(self) -> None:
+        ids, room = self.ids, 1 + len(self.ids.shares) * self.ids.bound.samples
+        entries = torch.tensor(ids.shares, dtype=torch.int64, device=self.device)
+        where = ids.shares_at, ids.shared_values, ids.offsets_at, len(ids.keys)
+        self._shares = Shares(entries, ids.values, *where, ids.weights_at * ids.weighted)
+        self._counts = torch.full((room,), ids.shares_at, dtype=torch.int32, device=self.device)
 
     def send(self, features: KeyedJaggedTensor, samples: int, count: torch.Tensor | None = None) -> ArrivedIds:
         """Publish the ids of this rank's samples, and return those that this rank's shards look up.
@@ -164,8 +195,7 @@ class IdExchange(ABC):
                 f"order: {', '.join(self.ids.keys)}"
             )
         if ((weights := weights_of(features)) is not None) != self.ids.weighted:
-            before, now = ("weights", "none") if self.ids.weighted else ("no weights", "some")
-            raise InputError(f"ids: the first batch's have {before}, and this one's {now}; give them to all or to none")
+            raise InputError("ids: some batches' have weights, and others' none; give them to all or to none")
         if weights is not None and weights.requires_grad and torch.is_grad_enabled():
             raise InputError(
                 "ids: their weights require a gradient, which nothing computes where ids are sent without the host; "
@@ -219,27 +249,29 @@ class IdExchange(ABC):
         else:
             offsets[:1].fill_(values.numel())
 
-    @abstractmethod
     def divide(self, window: torch.Tensor, samples: int) -> None:
         """Publish the ids of each share of tables that are cut by rows, out of those of the features in `window`."""
+        divide_ids(window, self._shares, samples, self._counts)
 
-    @abstractmethod
     def _fetch(self, samples: int) -> ArrivedIds:
         """Raise flags that this rank has published, wait for the peers', and read the ids of this rank's shards."""
-
-    def arrived(self, shards: Bags, replicated: Bags | None, samples: int) -> ArrivedIds:
-        """Return the ids that have arrived for this rank's shards, and its own of replicated tables, as a step's."""
-        ids = _input(*shards, self.world_size * samples)
-        batch = BatchSizes.of((samples,) * self.world_size)
-        own = _input(*replicated, samples) if replicated is not None else None
+        self.check()
+        reach = self.windows.arena.reach
+        with self.order:
+            self._flags.raise_at_all()
+            if not reach.whole:
+                send_window(self.windows, self.group)
+            for source in reach.sources:
+                self._flags.raise_at_all(source)
+            self._flags.wait()
+        parity = self.windows.epoch % 2
+        # Of its own in every step: it remembers lengths that it is asked for.
+        ids = _input(self._pull(samples, parity), self.world_size * samples)
+        own = _input(self._pull_own(samples, parity), samples) if self._pull_own is not None else None
         offsets = self.windows.local[self.ids.offsets_at :] if self.ids.shares or self.layout.has_slots else None
         published = len(self.ids.published_capacity) * samples + 1
+        batch = BatchSizes.of((samples,) * self.world_size)
         return ArrivedIds(ids, batch, own, None if offsets is None else offsets[:published])
-
-    def _share_offsets(self, samples: int) -> torch.Tensor:
-        """Return [shares * samples + 1]: in this rank's window, the offsets of the bags of each share."""
-        offsets = self.windows.local[self.ids.offsets_at + (len(self.ids.keys) + 1) * samples :]
-        return offsets[: len(self.ids.shares) * samples + 1]
 
     def rows_of(self, shard: FeatureShard) -> int:
         """Return the rows of the table of a shard that this rank holds, be it alone or as every rank does."""
@@ -254,8 +286,11 @@ class IdExchange(ABC):
         first, end = shard.rows
         value, rows = value + first, end or rows
         where = f"id {index} of feature {name} in the batch of rank {source}"
-        bad_ids = self.own_bad_ids if shard.owner == EVERY_RANK else self.bad_ids
-        bad_ids.report(f"{where}: {bad_id_message(name, value, rows)}")
+        self.bad_ids_of(shard).report(f"{where}: {bad_id_message(name, value, rows)}")
+
+    def bad_ids_of(self, shard: FeatureShard) -> BadIds:
+        """Return the response to ids outside a shard that this rank holds, be it alone or as every rank does."""
+        return self.own_bad_ids if shard.owner == EVERY_RANK else self.bad_ids
 
     def overflow(self, rank: int, feature: int, count: int, most: int) -> ValueError:
         """Return the error for a batch that has too many ids, or another number than is known."""
@@ -268,197 +303,109 @@ class IdExchange(ABC):
         else:
             name = keys[feature if feature < len(keys) else self.ids.shares[feature - len(keys) - 1].key]
             table, _, first_slot = name.partition(SLOTS_FROM)
+            what = f"ids of feature {name}"
             if self.layout.has_slots:
-                count, most = count + int(first_slot or 0), most + int(first_slot or 0)
-            what = f"distinct ids of table {table}" if self.layout.has_slots else f"ids of feature {name}"
+                before, what = int(first_slot or 0), f"distinct ids of table {table}"
+                count, most = count + before, most + before
             text = f"{count} {what}, beyond the {most} of its bound"
         cure = "correct the bound's bag_sizes" if count >= 0 else "give every bag a length of 0 or more"
         if self.layout.has_slots:
             cure = "raise the bound's distinct, and its bag_sizes"
         return ValueError(f"the batch of rank {rank} has {text}; {cure}, and start again")
 
-    @abstractmethod
     def skip(self) -> None:
         """Take an epoch in which nothing is published, as `Half.skip`."""
-
-    def check(self) -> None:  # noqa: B027  a CPU raises at once
-        """Raise the faults that kernels have recorded; never waits for the device."""
-
-    def close(self) -> None:
-        """Forget the windows."""
-        self.windows.close()
-
-
-def _input(
-    values: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None, samples: int
-) -> KeyedJaggedTensor:
-    keys = [str(index) for index in range((offsets.numel() - 1) // samples)]
-    return KeyedJaggedTensor(keys, values, weights, offsets=offsets, stride=samples)
-
-
-class CpuIdExchange(IdExchange):
-    """`IdExchange` on CPUs: every rank copies the ids of its tables as the reference does."""
-
-    def __init__(self, context: ExchangeContext, ids: IdLayout, windows: WindowPair) -> None:
-        super().__init__(context, ids, windows)
-        ranks = range(self.world_size)
-        self._seen = [[published_window(windows.arena, name, rank) for rank in ranks] for name in windows.names]
-        """the window of each rank in even epochs, and in odd ones"""
-        self._rows = {
-            shard: self.rows_of(shard) for shard in (*self.layout.by_owner[self.rank], *self.layout.replicated)
-        }
-
-    def divide(self, window: torch.Tensor, samples: int) -> None:
-        """Divide the ids as the reference does; of a batch beyond its bound, whose error comes later, none."""
-        offsets, features = window[self.ids.offsets_at :], len(self.ids.keys)
-        shared = self._share_offsets(samples)
-        shared.fill_(self.ids.shares_at)
-        counts = offsets[: features * samples + 1 : samples].diff()
-        if (counts < 0).any() or (counts > torch.tensor(self.ids.capacity)).any():
-            return
-        ids, positions, lengths = reference.divide_ids(window, offsets, self.ids.shares, samples)
-        window[self.ids.shares_at : self.ids.shares_at + ids.numel()] = ids
-        if self.ids.weighted:
-            weights = window[self.ids.weights_at :]
-            weights[self.ids.shares_at : self.ids.shares_at + ids.numel()] = weights[positions]
-        shared[1:] += lengths.cumsum(0)
-
-    def _fetch(self, samples: int) -> ArrivedIds:
-        arena = self.windows.arena
-        assert isinstance(arena, HostArena)
-        if len(arena.reached) < self.world_size:
-            send_window(self.windows, self.group)
-            for source in arena.reach.sources:
-                for peer in arena.reached:
-                    arena.raise_flag(self.windows.flags, peer, 0, self.windows.epoch, source)
-        epoch = meet_on_cpu(self.windows, range(self.world_size), self.options.wait_timeout_s, "ids")
-        published = [self._published(*each, samples) for each in enumerate(self._seen[epoch % 2])]
-        shards = self._pull(published, self.requested, samples)
-        self._check_rows(self.layout.by_owner[self.rank], range(self.world_size), *shards[:2], samples)
-        if not self.replicated:
-            return self.arrived(shards, None, samples)
-        own = self._pull(published[self.rank : self.rank + 1], self.replicated, samples)
-        self._check_rows(self.layout.replicated, [self.rank], *own[:2], samples)
-        return self.arrived(shards, own, samples)
-
-    def _pull(
-        self, published: Sequence[tuple[torch.Tensor, torch.Tensor]], features: Sequence[int], samples: int
-    ) -> Bags:
-        values, offsets = reference.pull_ids(published, features, samples)
-        if not self.ids.weighted:
-            return values, offsets, None
-        weights = [(window[self.ids.weights_at :], offsets) for window, offsets in published]
-        return values, offsets, reference.pull_ids(weights, features, samples)[0].view(torch.float32)
-
-    def skip(self) -> None:
-        """Take an epoch in which nothing is published."""
-        skip_on_cpu(self.windows, self.options.wait_timeout_s)
-
-    def close(self) -> None:
-        """Forget the windows."""
-        self._seen = []
-        super().close()
-
-    def _published(self, rank: int, window: torch.Tensor, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
-        offsets = window[self.ids.offsets_at :]
-        if self.known:
-            known = self.ids.known_offsets(range(len(self.ids.keys)), samples)
-            if int(offsets[0]) != (total := self.ids.known_total(samples)):
-                raise self.overflow(rank, 0, int(offsets[0]), total)
-            return window, known
-        capacity = self.ids.published_capacity
-        offsets = offsets[: len(capacity) * samples + 1]
-        counts = offsets[::samples].diff().tolist()
-        for feature, (count, most) in enumerate(zip(counts, capacity, strict=True)):
-            if not 0 <= count <= most:
-                raise self.overflow(rank, feature, count, most)
-        return window, offsets
-
-    def _check_rows(
-        self,
-        shards: Sequence[FeatureShard],
-        sources: Sequence[int],
-        values: torch.Tensor,
-        offsets: torch.Tensor,
-        samples: int,
-    ) -> None:
-        """Take row 0 for ids outside their table or, by the bounds check, stop."""
-        pairs = iter(pairwise(offsets[::samples].tolist()))
-        for shard in shards:
-            rows = self._rows[shard]
-            for source in sources:
-                begin, end = next(pairs)
-                here = values[begin:end]
-                outside = (here < 0) | (here >= rows)
-                if outside.any():
-                    index = int(outside.nonzero()[0])
-                    self.report(shard, source, index, int(here[index]), rows)
-                    here.masked_fill_(outside, 0)
-
-
-class DeviceIdExchange(IdExchange):
-    """Between GPUs: flags, then kernels that read the ranks' windows. Nothing is read back to the CPU."""
-
-    def __init__(self, context: ExchangeContext, ids: IdLayout, windows: WindowPair) -> None:
-        super().__init__(context, ids, windows)
-        self._shards = self.layout.by_owner[self.rank]
-        rows = [[self.rows_of(shard) for shard in shards] for shards in (self._shards, self.layout.replicated)]
-        self._pull = IdPull(ids, windows, range(self.world_size), self.requested, rows[0])
-        self._pull_own: IdPull | None = None
-        if self.replicated:
-            self._pull_own = IdPull(ids, windows, range(self.rank, self.rank + 1), self.replicated, rows[1])
-        if ids.shares:
-            entries = torch.tensor(ids.shares, dtype=torch.int64, device=self.device)
-            where = ids.shares_at, ids.shared_values, ids.offsets_at, len(ids.keys)
-            self._shares = Shares(entries, ids.values, *where, ids.weights_at * ids.weighted)
-            room = 1 + len(ids.shares) * ids.bound.samples
-            self._counts = torch.full((room,), ids.shares_at, dtype=torch.int32, device=self.device)
-        counts = torch.ones(self.world_size, dtype=torch.int32, device="cpu")
-        self._flags = ready_flags(windows, counts, self._pull.record.status, self.options.wait_timeout_s)
-
-    def divide(self, window: torch.Tensor, samples: int) -> None:
-        """Divide the ids by kernels."""
-        divide_ids(window, self._shares, samples, self._counts)
-
-    def _fetch(self, samples: int) -> ArrivedIds:
-        self.check()
-        argument, parity = self.windows.counter.argument, self.windows.epoch % 2
-        with self.order:
-            raise_flags(self._flags, self.rank, 0, argument)
-            if not self.windows.arena.reach.whole:
-                send_window(self.windows, self.group)
-            for source in self.windows.arena.reach.sources:
-                raise_flags(self._flags, source, 0, argument)
-            wait_flags(self._flags, self.rank, argument)
-        shards = self._pull(samples, parity, self.bad_ids.looks)
-        own = None
-        if self._pull_own is not None:
-            own = self._pull_own(samples, parity, self.own_bad_ids.looks)
-        return self.arrived(shards, own, samples)  # of its own in every step: it remembers lengths it is asked for
-
-    def skip(self) -> None:
-        """Take an epoch in which nothing is published."""
-        skip_epoch(self.windows, self._pull.record.status, self.options.wait_timeout_s)
+        skip_epoch(self.windows, self.flags_type, self.options.wait_timeout_s, self._pull.status)
 
     def check(self) -> None:
-        """Raise the faults that kernels have recorded.
+        """Raise the faults that kernels have recorded; never waits for the device.
 
         Raises:
             ExchangeTimeoutError: if a wait for a peer has expired.
             ValueError: if a batch is beyond its bound; or if an id is outside its table, under bounds check FATAL.
         """
-        self._raise(self._pull.record, self._shards, 0)
+        self._pull.check()
         if self._pull_own is not None:
-            self._raise(self._pull_own.record, self.layout.replicated, self.rank)
+            self._pull_own.check()
 
-    def _raise(self, record: Record, shards: Sequence[FeatureShard], first_rank: int) -> None:
-        """Raise the faults in a record, whose kernels count `shards`, and ranks from `first_rank` on."""
-        if record.empty:
+    def close(self) -> None:
+        """Forget the pulls, which know this exchange: no cycle keeps memory."""
+        self._pull = self._pull_own = None
+
+
+def _input(bags: Bags, samples: int) -> KeyedJaggedTensor:
+    values, offsets, weights = bags
+    keys = [str(index) for index in range((offsets.numel() - 1) // samples)]
+    return KeyedJaggedTensor(keys, values, weights, offsets=offsets, stride=samples)
+
+
+class CpuIdPull:
+    """`IdPull` on a CPU, which copies ids as the reference does, and raises faults at once."""
+
+    def __init__(self, exchange: "IdExchange", shards: Sequence[FeatureShard], sources: range) -> None:
+        self._exchange, self._shards, self._sources, self.status = exchange, shards, sources, None
+        self._features = [exchange.ids.published(shard) for shard in shards]
+        arena, names = exchange.windows.arena, exchange.windows.names
+        self._seen = [[published_window(arena, name, rank) for rank in sources] for name in names]
+
+    def __call__(self, samples: int, parity: int) -> Bags:
+        """Read the ids that the ranks have published in the windows of `parity`."""
+        ids = self._exchange.ids
+        published = [self._offsets(*each, samples) for each in zip(self._sources, self._seen[parity], strict=True)]
+        values, offsets = reference.pull_ids(published, self._features, samples)
+        self._check_rows(values, offsets[::samples].tolist())
+        if not ids.weighted:
+            return values, offsets, None
+        weights = [(window[ids.weights_at :], offsets) for window, offsets in published]
+        return values, offsets, reference.pull_ids(weights, self._features, samples)[0].view(torch.float32)
+
+    def _offsets(self, rank: int, window: torch.Tensor, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a rank's window, and the offsets in it, whose batch is within its bound."""
+        exchange, ids = self._exchange, self._exchange.ids
+        offsets = window[ids.offsets_at :]
+        if exchange.known:
+            if int(offsets[0]) != (total := ids.known_total(samples)):
+                raise exchange.overflow(rank, 0, int(offsets[0]), total)
+            return window, ids.known_offsets(range(len(ids.keys)), samples)
+        capacity = ids.published_capacity
+        offsets = offsets[: len(capacity) * samples + 1]
+        for feature, (count, most) in enumerate(zip(offsets[::samples].diff().tolist(), capacity, strict=True)):
+            if not 0 <= count <= most:
+                raise exchange.overflow(rank, feature, count, most)
+        return window, offsets
+
+    def _check_rows(self, values: torch.Tensor, bounds: Sequence[int]) -> None:
+        """Take row 0 for ids outside their table or, by the bounds check, stop."""
+        arrived = [(shard, source) for shard in self._shards for source in self._sources]
+        for (shard, source), (begin, end) in zip(arrived, pairwise(bounds), strict=True):
+            here, rows = values[begin:end], self._exchange.rows_of(shard)
+            outside = (here < 0) | (here >= rows)
+            if outside.any():
+                index = int(outside.nonzero()[0])
+                self._exchange.report(shard, source, index, int(here[index]), rows)
+                here.masked_fill_(outside, 0)
+
+    def check(self) -> None:
+        """Do nothing: all faults have been raised."""
+
+
+class CpuIdExchange(IdExchange):
+    """`IdExchange` on CPUs."""
+
+    pull_type, flags_type = CpuIdPull, CpuFlags
+
+    def divide(self, window: torch.Tensor, samples: int) -> None:
+        """Divide the ids as the reference does; of a batch beyond its bound, whose error comes later, none."""
+        ids, features = self.ids, len(self.ids.keys)
+        offsets = window[ids.offsets_at :]
+        shared = offsets[(features + 1) * samples :][: len(ids.shares) * samples + 1]
+        shared.fill_(ids.shares_at)
+        counts = offsets[: features * samples + 1 : samples].diff()
+        if (counts < 0).any() or (counts > torch.tensor(ids.capacity)).any():
             return
-        if overflow := record.overflow():
-            rank, *rest = overflow
-            raise self.overflow(first_rank + rank, *rest)
-        record.raise_expired(self.options.wait_timeout_s, "ids")
-        if bad := record.bad_arrival():
-            shard, source, *rest = bad
-            self.report(shards[shard], first_rank + source, *rest)
+        values, positions, lengths = reference.divide_ids(window, offsets, ids.shares, samples)
+        window[ids.shares_at :][: values.numel()] = values
+        if ids.weighted:
+            weights = window[ids.weights_at :]
+            weights[ids.shares_at :][: values.numel()] = weights[positions]
+        shared[1:] += lengths.cumsum(0)

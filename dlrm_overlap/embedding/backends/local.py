@@ -5,10 +5,13 @@ without a copy. The gradient is read where autograd left it, and added to that o
 belongs to the dense part: it is summed over the ranks and used as that part's is.
 """
 
+from abc import abstractmethod
+from typing import Any
+
 import torch
 
 from dlrm_overlap.embedding.backends.base import Half
-from dlrm_overlap.embedding.backends.cpu import ids_in_bags, pool_on_cpu
+from dlrm_overlap.embedding.backends.cpu import CpuLookup, ids_in_bags
 from dlrm_overlap.embedding.backends.pgas import DeviceLookup
 from dlrm_overlap.embedding.backends.rows import InputRows, in_readable_rows
 from dlrm_overlap.embedding.options import ExchangeContext
@@ -22,12 +25,14 @@ from dlrm_overlap.kernels.backward.update_rows import RowUpdate
 from dlrm_overlap.kernels.reference import update_rows
 
 
-class _LocalLookup(Half):
+class LocalLookup(Half):
     """The lookup of replicated tables on one rank: of each step `pool`, and maybe `start_backward`, `finish_backward`.
 
     Who trains sets the parameters' gradients to zero before each step, as for other parameters; `start_backward` adds
     to them without autograd's knowledge. An id that several bags of a step have is added up as often.
     """
+
+    lookup_type: Any = DeviceLookup
 
     def __init__(self, context: ExchangeContext, windows: WindowPair) -> None:
         """Take the windows of the outputs."""
@@ -37,27 +42,43 @@ class _LocalLookup(Half):
         self.gradients = ReplicatedGradients(context.replicated.lookups, context.replicated.bounds_checks)
         self.columns = {shard: self.layout.column(shard) for shard in self.layout.replicated}
         """of the output and of its gradient"""
-        self.leading = context.options.leading_columns
+        in_window = {shard: context.options.leading_columns + column for shard, column in self.columns.items()}
+        self._lookup = self.lookup_type(context, in_window, BadIds(self.replicated.bounds_checks), self.replicated)
+        self._windows = self.own_windows()
+
+    @abstractmethod
+    def own_windows(self) -> list[Any]:
+        """Return this rank's window as the lookup takes it, that of even epochs and that of odd ones."""
 
     def own(self, step: Step) -> Step:
         """Return the step as if this rank were alone: its samples, and the ids of replicated features as input 0."""
         assert step.replicated is not None, "the ids of a step come with those of replicated features"
         return Step([step.replicated], BatchSizes.of((step.batch.per_rank[self.rank],)))
 
-
-class CpuLocalLookup(_LocalLookup):
-    """On a CPU, which pools and updates as the reference does."""
-
     def pool(self, step: Step) -> None:
         """Store the pooled embeddings of this rank's samples to its window of the step, which has begun."""
-        own, window = self.own(step), self.windows.local
-        for shard, column in self.columns.items():
-            pooled = pool_on_cpu(shard, self.replicated.weight(shard), own, 0, own.batch.total)
-            first = self.leading + column
-            window[: own.batch.total, first : first + shard.dim] = pooled
+        self._lookup.store(self._windows[self.windows.epoch % 2], self.own(step), self._lookup.tables())
+
+    @abstractmethod
+    def start_backward(self, step: Step, gradient: torch.Tensor) -> None:
+        """Start to add the gradient [b, D_total] of the output to those of the rows."""
+
+    @abstractmethod
+    def finish_backward(self, step: Step) -> None:
+        """Make all that is issued on the current stream from now on see the rows' gradients."""
+
+
+class CpuLocalLookup(LocalLookup):
+    """`LocalLookup` on a CPU, which pools and updates as the reference does."""
+
+    lookup_type = CpuLookup
+
+    def own_windows(self) -> list[Any]:
+        """Return tensors, one for each epoch."""
+        return [[self.windows.arena.local(name)] for name in self.windows.names]
 
     def start_backward(self, step: Step, gradient: torch.Tensor) -> None:
-        """Add the gradient [b, D_total] of the output to those of the rows."""
+        """Add the gradients of one feature's rows after the other."""
         own = self.own(step)
         for shard, column in self.columns.items():
             ids, sample, factors = ids_in_bags(own.inputs[0], shard, own.batch.total)
@@ -69,7 +90,7 @@ class CpuLocalLookup(_LocalLookup):
         """Do nothing: `start_backward` has added all gradients."""
 
 
-class DeviceLocalLookup(_LocalLookup):
+class DeviceLocalLookup(LocalLookup):
     """On a GPU, by the kernels of the exchange: those that pool, as a rank alone would, and those that update rows.
 
     All of the backward runs beside the main stream, which needs its result for the dense parameters' reduction alone:
@@ -78,12 +99,6 @@ class DeviceLocalLookup(_LocalLookup):
 
     def __init__(self, context: ExchangeContext, windows: WindowPair) -> None:
         super().__init__(context, windows)
-        bad_ids = BadIds(self.replicated.bounds_checks)
-        in_window = {shard: self.leading + column for shard, column in self.columns.items()}
-        self._lookup = DeviceLookup(context, in_window, bad_ids, self.replicated)
-        wire = self.options.wire_dtype
-        own = [torch.tensor([windows.arena.local(name).data_ptr()], device=self.device) for name in windows.names]
-        self._windows = [Windows(address, self.leading + self.layout.arrival_dim, wire) for address in own]
         # As updates: after the work that the peers wait for, and after the main stream's.
         self._stream = torch.cuda.Stream(self.device, priority=0)
         self._issued, self._done = torch.cuda.Event(), torch.cuda.Event()
@@ -104,9 +119,16 @@ class DeviceLocalLookup(_LocalLookup):
             self._storage = storage
         return self._rows
 
+    def own_windows(self) -> list[Any]:
+        """Return addresses, one for each epoch."""
+        stride = self.options.leading_columns + self.layout.arrival_dim
+        windows = [self.windows.arena.local(name) for name in self.windows.names]
+        own = [torch.tensor([each.data_ptr()], device=self.device) for each in windows]
+        return [Windows(address, stride, self.options.wire_dtype) for address in own]
+
     def pool(self, step: Step) -> None:
         """Launch the kernels that pool into this rank's window."""
-        self._lookup.store(self._windows[self.windows.epoch % 2], self.own(step), self._lookup.tables())
+        super().pool(step)
         step.own_looked_up = torch.cuda.current_stream(self.device).record_event()
 
     def start_backward(self, step: Step, gradient: torch.Tensor) -> None:
@@ -129,6 +151,3 @@ class DeviceLocalLookup(_LocalLookup):
     def finish_backward(self, step: Step) -> None:
         """Make the current stream wait until the gradients are added."""
         torch.cuda.current_stream(self.device).wait_event(self._done)
-
-
-LocalLookup = CpuLocalLookup | DeviceLocalLookup

@@ -5,10 +5,6 @@ A backend has a carrier for each way: one of these or, for pooled embeddings on 
     send        fills the messages on the current stream, and may send some
     receive     sends the rest and receives, on the current stream, which comes after `send`; every rank calls it
     arrived     returns a message, for which the current stream waits
-
-and those of pooled embeddings also:
-
-    skip        takes an epoch without messages, if messages have epochs; else it returns False
 """
 
 from collections.abc import Callable, Sequence
@@ -17,12 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dlrm_overlap.embedding.backends.pgas import DeviceLookup, rows_of_ranks
 from dlrm_overlap.embedding.crossing import Crossing, Message, Messages, arriving_windows
 from dlrm_overlap.embedding.options import ExchangeContext
 from dlrm_overlap.embedding.steps import BatchSizes, Step, StepCache
 from dlrm_overlap.embedding.windows import WindowPair
-from dlrm_overlap.kernels.arguments import FeatureTable, Windows
 
 
 def send_window(windows: WindowPair, group: dist.ProcessGroup) -> None:
@@ -69,6 +63,12 @@ class ByCollective:
         )
         """flat; the first elements are in use"""
 
+    def fill(self, step: Step, pack: Pack) -> None:
+        """Fill the messages."""
+        for message in self._messages_of(step.batch).sent:
+            if message.elements:
+                pack(message, message.within(self._sent))
+
     def exchange(self, messages: Messages) -> Any:
         """Start to send and to receive, after all work on the current stream; return the collective's work.
 
@@ -91,43 +91,6 @@ class ByCollective:
         return self._messages_of(step.batch).received[slot].within(self._received)
 
 
-class PooledByCollective(ByCollective):
-    """Pooled embeddings in one call of the group's backend, when all are pooled."""
-
-    def __init__(self, context: ExchangeContext, crossing: Crossing, lookup: DeviceLookup) -> None:
-        super().__init__(context, crossing.pooled)
-        self._others, self._lookup = crossing.reach.others, lookup
-        self._windows = StepCache[BatchSizes, list[tuple[range, Windows]]]()
-
-    def send(self, step: Step, tables: list[FeatureTable]) -> None:
-        """Pool into the messages; `receive` sends them."""
-        for host, windows in self._windows.get(step.batch, self._windows_of, step.batch):
-            self._lookup.store(windows, step, tables, host)
-
-    def _windows_of(self, batch: BatchSizes) -> list[tuple[range, Windows]]:
-        """Return the other hosts, the next one first, and where in its message each of their ranks has its rows."""
-        by_host = {message.host: message for message in self._messages_of(batch).sent if message.elements}
-        return [
-            (host, rows_of_ranks(by_host[host].within(self._sent), host, batch))
-            for host in self._others
-            if host in by_host
-        ]
-
-    def receive(self, step: Step) -> None:
-        """Send all messages and receive the other hosts', in one call."""
-        self.exchange(self._messages_of(step.batch)).wait()
-
-    def skip(self, status: torch.Tensor) -> bool:
-        """Return False: an epoch without messages takes no collective, and each host skips it alone."""
-        return False
-
-    def check(self) -> None:
-        """Do nothing: a collective records no fault."""
-
-    def close(self) -> None:
-        """Do nothing: there is nothing to release."""
-
-
 class PackedByCollective(ByCollective):
     """Messages of any kind in one call of the group's backend."""
 
@@ -135,13 +98,33 @@ class PackedByCollective(ByCollective):
 
     def send(self, step: Step, pack: Pack) -> None:
         """Fill the messages, and start to exchange them."""
-        messages = self._messages_of(step.batch)
-        for message in messages.sent:
-            if message.elements:
-                pack(message, message.within(self._sent))
-        self._work = self.exchange(messages)
+        self.fill(step, pack)
+        self._work = self.exchange(self._messages_of(step.batch))
 
     def receive(self, step: Step) -> None:
         """Wait until all messages are here, and those of this rank are sent."""
         self._work.wait()
         self._work = None
+
+
+class PooledByCollective(ByCollective):
+    """Pooled embeddings in one call of the group's backend, when all are pooled."""
+
+    def __init__(self, context: ExchangeContext, crossing: Crossing, lookup: Any) -> None:
+        super().__init__(context, crossing.pooled)
+        self._lookup = lookup
+        self._windows = StepCache[tuple[range, BatchSizes], Any]()
+
+    def send(self, step: Step, tables: list[Any]) -> None:
+        """Pool into the messages; `receive` sends them."""
+
+        def pool(message: Message, sent: torch.Tensor) -> None:
+            host, batch = message.host, step.batch
+            windows = self._windows.get((host, batch), self._lookup.rows_of_ranks, sent, host, batch)
+            self._lookup.store(windows, step, tables, host)
+
+        self.fill(step, pool)
+
+    def receive(self, step: Step) -> None:
+        """Send all messages and receive the other hosts', in one call."""
+        self.exchange(self._messages_of(step.batch)).wait()

@@ -7,18 +7,19 @@ Source: Chen et al. 2024, and the zero-copy variant of arXiv 2305.06942.
 
 from collections.abc import Iterable, Mapping
 from math import gcd
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
+from dlrm_overlap.comm.arena import Region
 from dlrm_overlap.comm.record import Record
-from dlrm_overlap.embedding.backends.base import WindowForward
+from dlrm_overlap.embedding.backends.base import Forward
 from dlrm_overlap.embedding.layout import EVERY_RANK, FeatureShard
-from dlrm_overlap.embedding.options import ExchangeContext
+from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions
 from dlrm_overlap.embedding.replicated import ReplicatedTables
 from dlrm_overlap.embedding.steps import BatchSizes, Step, StepCache, tensors_of
 from dlrm_overlap.embedding.tables import BadIds, bad_id_message
-from dlrm_overlap.embedding.windows import WindowPair, peer_windows, ready_flags, skip_epoch
+from dlrm_overlap.embedding.windows import PairFlags, WindowPair, WindowSpec, skip_epoch
 from dlrm_overlap.kernels.arguments import (
     Bags,
     FeatureTable,
@@ -28,7 +29,6 @@ from dlrm_overlap.kernels.arguments import (
     has_short_bags,
     tuning_for,
 )
-from dlrm_overlap.kernels.flags import Flags, awaiting_flags, raising_flags
 from dlrm_overlap.kernels.forward.store_pooled import storing_pooled
 from dlrm_overlap.kernels.launches import Launch
 
@@ -36,14 +36,6 @@ from dlrm_overlap.kernels.launches import Launch
 def types_and_places(tensors: Iterable[torch.Tensor]) -> tuple[tuple[torch.dtype, int], ...]:
     """Return the properties of ids' tensors that a prepared launch takes for granted: their types and their GPU."""
     return tuple([(each.dtype, each.get_device()) for each in tensors])
-
-
-def rows_of_ranks(rows: torch.Tensor, ranks: range, batch: BatchSizes) -> Windows:
-    """Return where the rows of each of `ranks` begin in [rows, pitch] of all of them, as windows to pool into."""
-    begin, row_bytes = batch.first_sample[ranks.start], rows.shape[1] * rows.element_size()
-    addresses = [rows.data_ptr() + (batch.first_sample[rank] - begin) * row_bytes for rank in ranks]
-    there = torch.tensor(addresses, dtype=torch.int64, device=rows.device)
-    return Windows(there, rows.shape[1], rows.dtype, gcd(16, row_bytes))
 
 
 class DeviceLookup:
@@ -77,6 +69,17 @@ class DeviceLookup:
         self._first_samples = StepCache[tuple[BatchSizes, range | None], torch.Tensor]()
         self._launches = StepCache[tuple[Any, ...], Launch]()
         """by all that they were made of; of the tables as they are"""
+
+    def peers(self, pair: WindowPair, stride: int) -> list[Windows]:
+        """Return the windows of the ranks reached, of even epochs and of odd ones, whose rows are `stride` elements."""
+        return pair.peers(stride, self._context.options.wire_dtype)
+
+    def rows_of_ranks(self, rows: torch.Tensor, ranks: range, batch: BatchSizes) -> Windows:
+        """Return where the rows of each of `ranks` begin in [rows, pitch] of all of them, as windows to pool into."""
+        begin, row_bytes = batch.first_sample[ranks.start], rows.shape[1] * rows.element_size()
+        addresses = [rows.data_ptr() + (batch.first_sample[rank] - begin) * row_bytes for rank in ranks]
+        there = torch.tensor(addresses, dtype=torch.int64, device=rows.device)
+        return Windows(there, rows.shape[1], rows.dtype, gcd(16, row_bytes))
 
     def tables(self) -> list[FeatureTable]:
         """Return the table of addresses of each kernel, made anew when the rows have moved."""
@@ -176,39 +179,77 @@ class DeviceLookup:
             self._bad_ids.report(f"sample {sample} of the global batch: {bad_id_message(names, None, rows)}")
 
 
-class OwnFlags(NamedTuple):
-    """The flags of the steps whose shards have as many slices: of all ranks awaited, to be raised at those reached."""
+class ZeroCopyForward(Forward):
+    """Pools into the windows [b, leading + D_total] of the samples' ranks, then raises one flag at each rank.
 
-    flags: Flags
-    raising: Launch
-    """of this rank's own flag, called with the epoch"""
-    awaiting: Launch
-    """of the wait for the others', called with the epoch"""
+    `finish` awaits the peers' flags.
+    """
 
-
-class ZeroCopyForward(WindowForward):
-    """Pools into the peers' windows, then raises one flag at each rank; `finish` awaits the peers' flags."""
+    lookup_type: Any = DeviceLookup
+    flags_type: type[PairFlags] = PairFlags
 
     def __init__(self, context: ExchangeContext, windows: WindowPair) -> None:
         super().__init__(context, windows)
+        self.windows, self.leading = windows, context.options.leading_columns
+        self.stride = self.leading + self.layout.arrival_dim
+        """elements of a window's row"""
         columns = {shard: self.column(shard) for shard in self.layout.by_owner[self.rank]}
-        self.lookup = DeviceLookup(context, columns, self.bad_ids)
-        self.peers = peer_windows(windows, self.stride, self.options.wire_dtype)
+        self.lookup = self.lookup_type(context, columns, self.bad_ids)
+        self.peers = self.lookup.peers(windows, self.stride)
         """the windows of the ranks reached: of even epochs, of odd ones"""
         self.reached = windows.arena.reached
-        self._flags: dict[int, OwnFlags] = {}
+        self._flags: dict[int, PairFlags] = {}
         """by slices of a shard"""
 
-    def flags_of(self, step: Step) -> OwnFlags:
+    def column(self, shard: FeatureShard) -> int:
+        """Return the first of a window's columns that the shard fills."""
+        return self.leading + self.layout.column(shard)
+
+    @classmethod
+    def window_spec(cls, context: ExchangeContext) -> WindowSpec:
+        """Return the windows of the pooled embeddings: a row a sample, and the flags of the rank that sends most."""
+        layout, samples = context.layout, context.samples_per_rank
+        most = max(len(shards) for shards in layout.by_owner)
+        slots = max(1, most * cls.slices(context.options, samples))
+        columns = context.options.leading_columns + layout.arrival_dim
+        return WindowSpec("outputs", Region((samples, columns), context.options.wire_dtype), slots)
+
+    @classmethod
+    def slices(cls, options: ExchangeOptions, samples: int) -> int:
+        """Return how many slices with a ready flag of their own a shard's bags for a destination of `samples` make.
+
+        0 where one flag of a rank covers all that it sends.
+        """
+        return 0
+
+    def awaited_flags(self, step: Step) -> torch.Tensor:
+        """Return [W] int32: how many flags this rank awaits of each rank; its own work is ordered by the stream.
+
+        It awaits at least one of each peer, since that flag also says that the peer needs its window of the step
+        before no more. Another host's rank sends one message, for which a rank of this host raises one flag.
+        """
+        slices, reached = self.slices(self.options, step.batch.most), self.windows.arena.reached
+        counts = [
+            max(1, slices * len(shards)) if owner in reached else 1 for owner, shards in enumerate(self.layout.by_owner)
+        ]
+        counts[self.rank] = 0
+        return torch.tensor(counts, dtype=torch.int32, device="cpu")
+
+    def output(self, step: Step, copy: bool) -> torch.Tensor:
+        """Return the pooled embeddings that have arrived: the window itself, lent, or a copy of it."""
+        samples = step.batch.per_rank[self.rank]
+        if self._partials:
+            self.add_partials(step, self.windows.local[:samples])
+        pooled = self.windows.lend(samples, self.leading, self.layout.total_dim)
+        return pooled.clone(memory_format=torch.contiguous_format) if copy else pooled
+
+    def flags_of(self, step: Step) -> PairFlags:
         """Return the flags that this rank raises and awaits in `step`."""
         slices = self.slices(self.options, step.batch.most)
-        found = self._flags.get(slices)
-        if found is None:
-            status = self.lookup.record.status
-            flags = ready_flags(self.windows, self.awaited_flags(step), status, self.options.wait_timeout_s)
-            found = OwnFlags(flags, raising_flags(flags, self.rank, 0), awaiting_flags(flags, self.rank))
-            self._flags[slices] = found
-        return found
+        if slices not in self._flags:
+            counts, status = self.awaited_flags(step), self.lookup.record.status
+            self._flags[slices] = self.flags_type(self.windows, counts, self.options.wait_timeout_s, status)
+        return self._flags[slices]
 
     def begin(self, step: Step) -> int:
         """Begin the step on the current stream and return its epoch; messages to other hosts are sent after that."""
@@ -219,29 +260,30 @@ class ZeroCopyForward(WindowForward):
     def start(self, step: Step) -> None:
         """Launch the kernels that pool, and after them the one that raises the flags."""
         self.check()
-        flags, tables = self.flags_of(step), self.lookup.tables()  # which may fail: before the step has begun
+        tables = self.prepare(step)
         epoch = self.begin(step)
         self.lookup.store(self.peers[epoch % 2], step, tables, self.reached)
         with self.order:
-            flags.raising(self.windows.counter.argument)
+            self.flags_of(step).raise_at_all()
+
+    def prepare(self, step: Step) -> list[Any]:
+        """Return the tables of the lookup; all that may fail is made here, before the step has begun."""
+        self.flags_of(step)
+        self.lookup.first_samples(step.batch, self.reached)
+        return self.lookup.tables()
 
     def finish(self, step: Step, copy: bool = False) -> torch.Tensor:
         """Make the stream wait for the flags, and lend the window or copy it."""
         self.join_stream()
         with self.order:
-            self.flags_of(step).awaiting(self.windows.counter.argument)
+            self.flags_of(step).wait()
         return self.output(step, copy)
 
     def skip(self) -> None:
         """Take an epoch in which nothing is stored."""
         self.join_stream()
-        skip_epoch(self.windows, self.lookup.record.status, self.options.wait_timeout_s)
+        skip_epoch(self.windows, self.flags_type, self.options.wait_timeout_s, self.lookup.record.status)
 
     def check(self) -> None:
         """Raise the faults that kernels have recorded, see `DeviceLookup.check`."""
         self.lookup.check()
-
-    def close(self) -> None:
-        """Forget the windows and their views."""
-        self._flags, self.peers = {}, []
-        super().close()

@@ -24,11 +24,10 @@ from dlrm_overlap.embedding.id_layout import IdLayout
 from dlrm_overlap.embedding.layout import FeatureShard
 from dlrm_overlap.embedding.options import ExchangeContext
 from dlrm_overlap.embedding.steps import Step, StepCache, tensors_of
-from dlrm_overlap.embedding.windows import WindowPair, peer_windows, ready_flags, skip_epoch
+from dlrm_overlap.embedding.windows import PairFlags, WindowPair, skip_epoch
 from dlrm_overlap.kernels.backward.optimizers import Rule
 from dlrm_overlap.kernels.backward.push_gradients import PartFlags, ShardTable, pushing_gradients
 from dlrm_overlap.kernels.backward.update_rows import RowUpdate
-from dlrm_overlap.kernels.flags import awaiting_flags
 from dlrm_overlap.kernels.launches import Launch
 
 _REMOTE_PROGRAMS = 8  # just fill an H200's links: more stand in the way of each other, and of the updates
@@ -62,18 +61,17 @@ class Push(WindowBackward):
         self._issued, self._pushed_all, self._updated = torch.cuda.Event(), torch.cuda.Event(), torch.cuda.Event()
         self._updating = False  # whether updates were issued since the main stream last waited for them
         self._record = Record(self.device)
-        self._peers = peer_windows(windows, 0, self.options.wire_dtype)  # gradients have no rows of one stride
+        self._peers = windows.peers(0, self.options.wire_dtype)  # gradients have no rows of one stride
         reached = len(windows.arena.reached)
         # Of N ranks that are reached, (N - 1) / N of the rows that programs take are remote.
         self._programs = round(_REMOTE_PROGRAMS * reached / (reached - 1)) if reached > 1 else _ALONE_PROGRAMS
-        self._awaiting = [self._awaiting_of(part) for part in range(self.gradients.parts)]
-        """the waits for the gradients up to each part, called with the epoch"""
+        up_to = [torch.full((self.world_size,), part + 1, dtype=torch.int32) for part in range(self.gradients.parts)]
+        timeout_s, status = self.options.wait_timeout_s, self._record.status
+        self._arrivals = [PairFlags(windows, counts, timeout_s, status) for counts in up_to]
+        """the flags of the gradients up to each part"""
         done = torch.zeros(self.gradients.parts, dtype=torch.int32, device=self.device)
-        flags = PartFlags(windows.arena.addresses(windows.flags), done, windows.counter.word)
-        self._dims = sorted({shard.dim for shards in self.layout.by_owner for shard in shards})
-        own = [self._shard_table(dim, self.layout.output_column, context.ids) for dim in self._dims]
-        self.own = Pushed(self.rank, own, flags)
-        """this rank's gradients"""
+        self._flags = PartFlags(windows.arena.addresses(windows.flags), done, windows.counter.word)
+        self.own = self.gradients_by(self.rank, self.layout.output_column, context.ids)
         self._storage: tuple[int, ...] | None = None
         self._inputs: list[InputRows] = []
         self._updates: list[list[RowUpdate]] = []
@@ -81,19 +79,20 @@ class Push(WindowBackward):
         self._seed = torch.initial_seed() % 2**31
         self._steps = context.counters.steps
         self._rules = DeviceRules(self.device)
+        self._are_captured = False  # whether captured steps read these
 
-    def _awaiting_of(self, part: int) -> Launch:
-        """Return the wait for the flags of the parts up to `part`, of all ranks."""
-        counts = torch.full((self.world_size,), part + 1, dtype=torch.int32, device="cpu")
-        flags = ready_flags(self.windows, counts, self._record.status, self.options.wait_timeout_s)
-        return awaiting_flags(flags, self.rank)
-
-    def _shard_table(self, dim: int, column: Callable[[FeatureShard], int], ids: IdLayout | None = None) -> ShardTable:
-        """Return where the shards of one dim are: in a gradient, by `column`, and at the owners reached.
+    def gradients_by(self, rank: int, column: Callable[[FeatureShard], int], ids: IdLayout | None = None) -> Pushed:
+        """Return the gradients of a rank's samples, of this one or of one of another host, as this rank stores them.
 
         Args:
+            column: returns the column of a shard of the ranks reached.
             ids: if known, bags that have none of a shard's are to be left out.
         """
+        dims = sorted({shard.dim for shards in self.layout.by_owner for shard in shards})
+        return Pushed(rank, [self._shard_table(dim, column, ids) for dim in dims], self._flags)
+
+    def _shard_table(self, dim: int, column: Callable[[FeatureShard], int], ids: IdLayout | None) -> ShardTable:
+        """Return where the shards of one dim are: in a gradient, by `column`, and at the owners reached."""
         starts, reached = self.gradients.starts, self.windows.arena.reached
 
         def present(shard: FeatureShard) -> int:
@@ -125,14 +124,11 @@ class Push(WindowBackward):
             self._storage = storage
         return self._inputs
 
-    def keep_rules_in_place(self) -> None:
-        """Overwrite the numbers of the rows' optimizers where they have changed."""
-        self._rules.keep_in_place(self.tables.rules(self._steps.value), self._steps.value)
-
-    def follow_rules(self) -> None:
-        """Overwrite those numbers if captured steps read some."""
-        if self._rules.are_in_place:
-            self.keep_rules_in_place()
+    def follow_rules(self, capture: bool = False) -> None:
+        """Overwrite the numbers of the rows' optimizers where they have changed, see `Backward`."""
+        self._are_captured = self._are_captured or capture
+        if self._are_captured:
+            self._rules.follow(self.tables.rules(self._steps.value), self._steps.value)
 
     def note_forward(self, step: Step) -> None:
         """Mark where on the stream no id is outside its table any more: the lookup replaces them, or the arrival."""
@@ -173,21 +169,19 @@ class Push(WindowBackward):
         inputs, window = self._input_rows(), self.windows.local
         self._update_stream.wait_event(self._issued)
         with OnStream(self._update_stream):
+            if not self.order.is_captured:
+                self._rules.follow(step.rules, step.number)
             for part in range(self.gradients.parts):
                 if arrivals:
                     self._update_stream.wait_event(arrivals[part])
                 else:
-                    self._await(part)
+                    self._arrivals[part].wait()
                 if step.trains_weights:
                     here = self.gradients.shards[part][self.rank]
                     train_weights(self, step, self.gradients_of(here, window, step.batch.total))
                 for number, rows in enumerate(inputs):
                     for updated in (r for r in rows.ranges if r.part == part):
                         self.update_range(step, number, updated, window)
-
-    def push(self, step: Step, gradient: torch.Tensor, first: int, end: int) -> None:
-        """Send the parts [first, end) of the gradient, on the current stream."""
-        self.store_of(self.own, step, gradient, self.sent_scale, first, end, step.own_offsets)
 
     def store_of(
         self,
@@ -230,10 +224,6 @@ class Push(WindowBackward):
             offsets=changed[1] if len(changed) > 1 else None,
         )
 
-    def _await(self, part: int) -> None:
-        """Make the current stream wait for the gradients up to `part`."""
-        self._awaiting[part](self.windows.counter.argument)
-
     def _push_in_order(self, step: Step, gradient: torch.Tensor) -> list[torch.cuda.Event]:
         """Send and await the gradient part by part, and return the events after which each part is here.
 
@@ -245,7 +235,7 @@ class Push(WindowBackward):
             for part in range(self.gradients.parts):
                 with self.order:
                     self.push(step, gradient, part, part + 1)
-                    self._await(part)
+                    self._arrivals[part].wait()
                 arrivals.append(self._push_stream.record_event())
         return arrivals
 
@@ -258,7 +248,7 @@ class Push(WindowBackward):
         runs = step.runs[number]
         if runs is None or step.rules[updated.lookup].frozen:
             return
-        numbers, since = self._rules.numbers(step.rules, updated.lookup, step.number), self._steps.on_device
+        numbers, since = self._rules.numbers(updated.lookup), self._steps.on_device
         rule = Rule(numbers, self._steps.word, step.number - since, self._seed, self.update_scale)
         self._updates[number][updated.rows.index](runs, window, rule)
 
@@ -274,7 +264,7 @@ class Push(WindowBackward):
 
     def skip(self) -> None:
         """Take an epoch in which nothing is stored."""
-        skip_epoch(self.windows, self._record.status, self.options.wait_timeout_s)
+        skip_epoch(self.windows, PairFlags, self.options.wait_timeout_s, self._record.status)
 
     def check(self) -> None:
         """Raise the fault that a wait has recorded.
@@ -283,9 +273,3 @@ class Push(WindowBackward):
             ExchangeTimeoutError: if it has expired.
         """
         self._record.raise_expired(self.options.wait_timeout_s, "part")
-
-    def close(self) -> None:
-        """Forget the views of the windows."""
-        self._peers, self._awaiting = [], []
-        self.own.launches.clear()
-        super().close()

@@ -19,13 +19,12 @@ import torch
 
 from dlrm_overlap.comm.network import NvshmemHeap
 from dlrm_overlap.comm.record import Record
-from dlrm_overlap.embedding.backends.pgas import DeviceLookup, rows_of_ranks
+from dlrm_overlap.embedding.backends.pgas import DeviceLookup
 from dlrm_overlap.embedding.crossing import Crossing, Message
 from dlrm_overlap.embedding.options import ExchangeContext
 from dlrm_overlap.embedding.steps import BatchSizes, Step, StepCache
-from dlrm_overlap.embedding.windows import WindowPair, one_flag_each, ready_flags
+from dlrm_overlap.embedding.windows import PairFlags, WindowPair
 from dlrm_overlap.kernels.arguments import FeatureTable, Windows, put_tuning_for
-from dlrm_overlap.kernels.flags import raise_flags, wait_flags
 from dlrm_overlap.kernels.forward.put_pooled import put_pooled
 from dlrm_overlap.kernels.messages import Groups, Outgoing, Waiting, await_message, send_signal
 
@@ -51,11 +50,13 @@ class PooledByPuts:
         pitches = [crossing.pitch(columns) for columns in crossing.pooled_columns]
         self._most_groups = max(ranks * self._groups(most, pitch).each for pitch in pitches)
         self._message_bytes = _aligned(ranks * most * max(pitches) * context.options.wire_dtype.itemsize)
-        self._first_sent = _aligned(2 * self._slots * self._most_groups * 8)
-        self._first_received = self._first_sent + 2 * self._staged * self._message_bytes
-        size_bytes = self._first_received + 2 * self._slots * self._message_bytes
-        self._heap = NvshmemHeap(size_bytes, context.group, context.device)
-        self._begin = self._heap.local.data_ptr()
+        signals_bytes = 2 * self._slots * self._most_groups * 8
+        sizes = [_aligned(signals_bytes), *(2 * count * self._message_bytes for count in (self._staged, self._slots))]
+        self._heap = NvshmemHeap(sum(sizes), context.group, context.device)
+        signals, sent, received = self._heap.local.split(sizes)
+        self._signals = signals[:signals_bytes].view(torch.int64).view(2, self._slots, self._most_groups)
+        self._sent = sent.view(2, self._staged, self._message_bytes)
+        self._received = received.view(2, self._slots, self._message_bytes)
         self._record = Record(context.device)
         self._waiting = Waiting(int(context.options.wait_timeout_s * 1e9), self._record.status)
         self._features = sum(map(len, lookup.pooled_together))
@@ -74,25 +75,15 @@ class PooledByPuts:
     def _parity(self) -> int:
         return self._windows.epoch % 2
 
-    def _signals_at(self, slot: int, parity: int) -> int:
-        return self._begin + (parity * self._slots + slot) * self._most_groups * 8
-
-    def _sent_at(self, number: int, parity: int) -> int:
-        return self._first_sent + (parity * self._staged + number) * self._message_bytes
-
-    def _received_at(self, slot: int, parity: int) -> int:
-        return self._first_received + (parity * self._slots + slot) * self._message_bytes
-
-    def _rows_at(self, offset: int, message: Message) -> torch.Tensor:
+    def _rows_in(self, memory: torch.Tensor, message: Message) -> torch.Tensor:
         dtype = self._options.wire_dtype
-        memory = self._heap.local[offset : offset + message.elements * dtype.itemsize]
-        return memory.view(dtype).view(message.rows, message.pitch)
+        return memory[: message.elements * dtype.itemsize].view(dtype).view(message.rows, message.pitch)
 
     def _outgoing(self, number: int, message: Message) -> Outgoing:
         """Return where the message to the `number`-th other host is staged, where it arrives and who takes it."""
         slot, parity = self._slot_at[message.peer], self._parity
-        shift_bytes = self._received_at(slot, parity) - self._sent_at(number, parity)
-        return Outgoing(shift_bytes, self._signals_at(slot, parity), message.peer)
+        shift_bytes = self._received[parity, slot].data_ptr() - self._sent[parity, number].data_ptr()
+        return Outgoing(shift_bytes, self._signals[parity, slot].data_ptr(), message.peer)
 
     def send(self, step: Step, tables: list[FeatureTable]) -> None:
         """Pool for the other hosts, the next one first, and put groups as they are finished."""
@@ -125,15 +116,16 @@ class PooledByPuts:
 
     def _rows(self, batch: BatchSizes) -> dict[tuple[int, int], Windows]:
         """Return, by number of the other host and parity, where its ranks' rows begin in the message to it."""
+        rows_of = self._lookup.rows_of_ranks
         return {
-            (number, parity): rows_of_ranks(self._rows_at(self._sent_at(number, parity), message), message.host, batch)
+            (number, parity): rows_of(self._rows_in(self._sent[parity, number], message), message.host, batch)
             for number, message in enumerate(self._crossing.pooled(batch).sent)
             for parity in (0, 1)
             if message.elements
         }
 
     def receive(self, step: Step) -> None:
-        """Do nothing: each message is awaited where it is passed on."""
+        """Do nothing: `arrived` awaits each message."""
 
     def arrived(self, step: Step, slot: int) -> torch.Tensor:
         """Make the current stream wait for the message in `slot`, and return it."""
@@ -143,32 +135,31 @@ class PooledByPuts:
             self._wait(slot, message, self._groups(step.batch.most, message.pitch), first_sample)
         else:
             self._wait_for_signal(slot, message)
-        return self._rows_at(self._received_at(slot, self._parity), message)
+        return self._rows_in(self._received[self._parity, slot], message)
 
     def _wait(self, slot: int, message: Message, groups: Groups, first_sample: torch.Tensor) -> None:
-        network, signals, counter = self._heap.network, self._signals_at(slot, self._parity), self._windows.counter
+        network, counter = self._heap.network, self._windows.counter
+        signals = self._signals[self._parity, slot].data_ptr()
         word, epoch = counter.word, counter.argument
         await_message(network, message.peer, signals, groups, self._waiting, word, epoch, first_sample)
 
     def _wait_for_signal(self, slot: int, message: Message) -> None:
         self._wait(slot, message, Groups(1, 1), self._one_row)
 
-    def skip(self, status: torch.Tensor) -> bool:
+    def skip(self) -> None:
         """Take an epoch in which signals go alone."""
-        pair, rank = self._windows, self._reach.rank
-        everyone = one_flag_each(range(pair.arena.world_size), pair.arena.world_size)
-        flags = ready_flags(pair, everyone, status, self._options.wait_timeout_s)
+        pair, everyone = self._windows, torch.ones(self._windows.arena.world_size, dtype=torch.int32)
+        flags = PairFlags(pair, everyone, self._options.wait_timeout_s, self._record.status)
         pair.begin()
         word, epoch = pair.counter.word, pair.counter.argument
         messages = self._crossing.pooled(BatchSizes.of((0,) * pair.arena.world_size))
         for number, message in enumerate(messages.sent):
             send_signal(self._heap.network, self._outgoing(number, message), word, epoch)
-        raise_flags(flags, rank, 0, epoch)
+        flags.raise_at_all()
         for slot, message in enumerate(messages.received):
             self._wait_for_signal(slot, message)
-            raise_flags(flags, message.peer, 0, epoch)
-        wait_flags(flags, rank, epoch)
-        return True
+            flags.raise_at_all(message.peer)
+        flags.wait()
 
     def check(self) -> None:
         """Raise the fault that a wait for a group has recorded.
@@ -180,5 +171,4 @@ class PooledByPuts:
 
     def close(self) -> None:
         """Give the heap back."""
-        self._tables.clear()
         self._heap.close()

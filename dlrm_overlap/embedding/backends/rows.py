@@ -61,8 +61,6 @@ class InputRows:
         self._first_keys = [*first_keys, key, key + 1]
         self._key_bits = key.bit_length()
         self._device_keys: dict[int, torch.Tensor] = {}
-        self._infos = StepCache[tuple[int, int], tuple[int, int]]()
-        """by samples and features, the bits of an info that hold the sample, and their mask"""
         self._preparations = StepCache[tuple[Any, ...], Preparation]()
         """by all that they were made of, but the ids, whose types are among it"""
         entries = [
@@ -114,9 +112,7 @@ class InputRows:
         if values.numel() == 0:
             return None
         features = (offsets.numel() - 1) // samples
-        bits, mask = self._infos.get(
-            (samples, features), torch.ops.fbgemm.get_infos_metadata, values, samples, features
-        )
+        bits, mask = torch.ops.fbgemm.get_infos_metadata(values, samples, features)
         index_type = torch.promote_types(values.dtype, offsets.dtype) if self._key_bits < 31 else torch.int64
         by_position, _, infos, keys, _, count, starts = torch.ops.fbgemm.transpose_embedding_input(
             self._keys(features),
@@ -160,56 +156,35 @@ def in_readable_rows(gradient: torch.Tensor) -> torch.Tensor:
 
 
 class DeviceRules:
-    """The numbers of each fused lookup's optimizer, see `Rule`, on the device.
+    """The numbers of each fused lookup's optimizer, see `Rule`, on the device, where every step reads them.
 
-    An eager step has numbers of its own, made when they change and never overwritten: a step that is under way keeps
-    those of its forward. Captured steps read the same memory in every replay. So once `keep_in_place` has been called,
-    every step reads numbers that `keep_in_place` overwrites, and it is called before each step.
+    A captured step reads the same memory in every replay, so numbers are overwritten before it is launched; an eager
+    step overwrites them on the stream of its updates, after those of the step before.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._by_value = StepCache[Numbers, torch.Tensor]()
-        self._in_place: list[tuple[Numbers, torch.Tensor]] = []
+        self._kept: list[tuple[Numbers, torch.Tensor]] = []
 
-    def numbers(self, rules: Sequence[UpdateRule], lookup: int, step: int) -> torch.Tensor:
-        """Return the numbers of a lookup whose rules at step number `step` are `rules`."""
-        if self._in_place:
-            return self._in_place[lookup][1]
-        value = _at_step_0(rules[lookup], step)
-        return self._by_value.get(value, self._make, value)
+    def numbers(self, lookup: int) -> torch.Tensor:
+        """Return the numbers of a lookup, as they are when all work on the current stream is done."""
+        return self._kept[lookup][1]
 
-    @property
-    def are_in_place(self) -> bool:
-        """Whether `keep_in_place` has been called for some lookup."""
-        return bool(self._in_place)
-
-    def keep_in_place(self, rules: Sequence[UpdateRule], step: int) -> None:
+    def follow(self, rules: Sequence[UpdateRule], step: int) -> None:
         """Overwrite the numbers that differ from `rules`, after all work that is issued on the current stream.
 
         Args:
-            rules: as they are at step number `step`.
+            rules: as they are at step number `step`. Their counts are kept as of step 0: kernels add the step's number.
         """
-        if not self._in_place:
-            self._in_place = [(value, self._make(value)) for value in (_at_step_0(rule, step) for rule in rules)]
         for lookup, rule in enumerate(rules):
-            value, (before, numbers) = _at_step_0(rule, step), self._in_place[lookup]
-            if value != before:
-                self._write(numbers, value)
-                self._in_place[lookup] = value, numbers
-
-    def _make(self, value: Numbers) -> torch.Tensor:
-        numbers = torch.empty(len(value), device=self._device)
-        self._write(numbers, value)
-        return numbers
-
-    @staticmethod
-    def _write(numbers: torch.Tensor, value: Numbers) -> None:
-        for element, number in zip(numbers.split(1), value, strict=True):
-            element.fill_(number)  # by a kernel: a copy from the CPU would wait for the stream
-
-
-def _at_step_0(rule: UpdateRule, step: int) -> Numbers:
-    """Return the numbers of a rule at step number `step`, with the count of step 0, which kernels add to the number."""
-    numbers = rule.numbers
-    return numbers._replace(count=numbers.count - step) if rule.count else numbers
+            value = rule.numbers
+            if rule.count:
+                value = value._replace(count=value.count - step)
+            if lookup == len(self._kept):
+                self._kept.append((value, torch.empty(len(value), device=self._device)))
+            elif value == self._kept[lookup][0]:
+                continue
+            numbers = self._kept[lookup][1]
+            for element, number in zip(numbers.split(1), value, strict=True):
+                element.fill_(number)  # by a kernel: a copy from the CPU would wait for the stream
+            self._kept[lookup] = value, numbers

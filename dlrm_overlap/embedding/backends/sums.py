@@ -27,9 +27,8 @@ from dlrm_overlap.embedding.layout import FeatureShard
 from dlrm_overlap.embedding.options import ExchangeContext
 from dlrm_overlap.embedding.steps import BatchSizes, Step, StepCache
 from dlrm_overlap.embedding.tables import BadIds
-from dlrm_overlap.embedding.windows import WindowPair, one_flag_each, peer_windows, ready_flags
+from dlrm_overlap.embedding.windows import PairFlags, WindowPair, one_flag_each
 from dlrm_overlap.kernels.arguments import FeatureTable, Partials, Windows
-from dlrm_overlap.kernels.flags import awaiting_flags, raising_flags
 from dlrm_overlap.kernels.forward.add_partials import add_partials, partial_table
 from dlrm_overlap.kernels.forward.put_columns import PutColumns, put_columns
 
@@ -66,9 +65,8 @@ class HostSums:
         self._pitch = crossing.pitch(columns)
         flags = one_flag_each(self._here, context.group.size())
         flags[self._rank] = 0  # its own work is ordered by the streams
-        ready = ready_flags(self._pair, flags, self.lookup.record.status, context.options.wait_timeout_s)
-        self._raising, self._awaiting = raising_flags(ready, self._rank, 0), awaiting_flags(ready, self._rank)
-        peers, row_bytes = peer_windows(self._pair, self._pitch, wire), self._pitch * wire.itemsize
+        self._flags = PairFlags(self._pair, flags, context.options.wait_timeout_s, self.lookup.record.status)
+        peers, row_bytes = self._pair.peers(self._pitch, wire), self._pitch * wire.itemsize
         self._gathering = {host: [self._rows_at(host, each, row_bytes) for each in peers] for host in reach.others}
         """of each other host, where the rows of its ranks' samples begin, in windows of even epochs and of odd ones"""
         sums = [Partials([columns[each] for each in shards], shards[0].dim) for shards in crossing.sums_on[self._here]]
@@ -102,7 +100,7 @@ class HostSums:
         for host in self._crossing.reach.others:
             self.lookup.store(self._gathering[host][self._pair.epoch % 2], step, tables, host)
         with self._order:
-            self._raising(self._pair.counter.argument)
+            self._flags.raise_at_all()
 
     def _pack(self, step: Step, message: Message, sent: torch.Tensor) -> None:
         """Copy the sums for the ranks of a host that this rank serves into the message to it."""
@@ -114,7 +112,7 @@ class HostSums:
 
     def send(self, step: Step) -> None:
         """Await this host's partial sums, add them up and send the sums, on the current stream."""
-        self._awaiting(self._pair.counter.argument)
+        self._flags.wait()
         if self._table is not None:
             add_partials(self._rows(), self._table)
         self._carrier.send(step, partial(self._pack, step))
@@ -141,7 +139,3 @@ class HostSums:
     def check(self) -> None:
         """Raise the faults that kernels have recorded."""
         self.lookup.check()
-
-    def close(self) -> None:
-        """Forget the windows."""
-        self._gathering, self._outputs = {}, {}

@@ -98,7 +98,7 @@ class GraphPair:
     def capture(self, parity: int, step: Callable[[], Any], stream: torch.cuda.Stream) -> CapturedStep:
         """Capture the step of `parity`; the graph is to be launched next."""
         for exchange in self._ahead.exchanges:
-            exchange.keep_rules_in_place()
+            exchange.follow_rules(capture=True)
         other = self.each[1 - parity]
         pool = other.pool if other is not None else None
         captured = CapturedStep(step, self._order, self._counters, pool, stream)

@@ -434,7 +434,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         for fused in self._fused:
             fused.step()  # which sets the learning rate of the rows
         for exchange in self._ahead.exchanges:
-            exchange.keep_rules_in_place()
+            exchange.follow_rules(capture=True)
 
 
 _HOLDER = "_graph_train_pipeline"  # attribute of a model

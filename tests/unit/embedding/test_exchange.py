@@ -12,7 +12,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.backends import EXCHANGED
 from dlrm_overlap.embedding import steps
-from dlrm_overlap.embedding.backends.base import Forward, WindowForward
+from dlrm_overlap.embedding.backends.base import Forward
 from dlrm_overlap.embedding.options import ExchangeOptions
 from dlrm_overlap.embedding.steps import BatchSizes, Step
 from dlrm_overlap.embedding.windows import WindowHeldError
@@ -178,17 +178,6 @@ def test_a_step_that_fails_is_the_last(world_of_one: dist.ProcessGroup, monkeypa
     for _ in range(2):  # peers may wait for that step, and would take the next one's data for its
         with pytest.raises(RuntimeError, match=r"start_forward has failed \(MemoryError: no room\) on this rank"):
             exchange.start(inputs, (5,))
-    exchange.close()
-
-
-def test_an_epoch_begins_when_the_ids_have_been_checked(world_of_one: dist.ProcessGroup) -> None:
-    stage, inputs, _ = _with_a_bad_id(BoundsCheckMode.FATAL)
-    exchange = stage.exchange(world_of_one, "fused")
-    with pytest.raises(ValueError, match="outside its table"):
-        exchange.start(inputs, (5,))
-    forward = exchange._open().forward
-    assert isinstance(forward, WindowForward)
-    assert forward.windows.epoch == 0
     exchange.close()
 
 

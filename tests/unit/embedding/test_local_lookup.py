@@ -13,7 +13,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.comm.arena import Region, open_arena
 from dlrm_overlap.comm.counters import Counter
-from dlrm_overlap.embedding.backends.ids import CpuIdExchange, DeviceIdExchange, IdExchange
+from dlrm_overlap.embedding.backends.ids import CpuIdExchange, IdExchange
 from dlrm_overlap.embedding.backends.local import CpuLocalLookup, DeviceLocalLookup, LocalLookup
 from dlrm_overlap.embedding.id_layout import BatchBound, IdLayout
 from dlrm_overlap.embedding.layout import EVERY_RANK, FeatureShard, Layout
@@ -183,7 +183,7 @@ def test_prepared_launches_serve_their_sizes_types_and_gradients_alone(world_of_
     assert launches == [[1] * ranges, [1] * ranges, [2] * ranges, [2] * ranges, [1] * ranges]
 
 
-@pytest.mark.parametrize("kind", [CpuIdExchange, DeviceIdExchange])
+@pytest.mark.parametrize("kind", [CpuIdExchange, IdExchange])
 def test_ids_of_this_rank_are_found_and_checked(world_of_one: dist.ProcessGroup, kind: type[IdExchange]) -> None:
     context, given = _context(world_of_one), _ids(padding=0)
     assert context.ids is not None

@@ -17,7 +17,6 @@ def windows(world_of_one: dist.ProcessGroup) -> Iterator[WindowPair]:
     arena = open_arena(spec.regions(1), world_of_one, torch.device("cpu"))
     windows = WindowPair(spec, arena, Counters(torch.device("cpu"), 1).each[0])
     yield windows
-    windows.close()
     arena.close()
 
 

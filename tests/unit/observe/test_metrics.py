@@ -5,12 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from dlrm_overlap.observe.metrics import WARMUP_STEPS, StepTimer, evaluation_metrics, steady_ms
+from dlrm_overlap.observe.metrics import RunningMetrics, StepTimer, evaluation_metrics
 from dlrm_overlap.observe.result_files import (
     MetricsFile,
     read_summary,
 )
-from dlrm_overlap.observe.running import RunningMetrics
 from dlrm_overlap.train.model import Loss
 from tests.conftest import file_limit
 
@@ -112,43 +111,27 @@ def test_metrics_file_of_a_resumed_run(tmp_path: Path) -> None:
     assert records == [{"step": s, "loss": x} for s, x in ((1, 0.0), (2, 0.0), (3, 2.0), (4, None))]
 
 
-def test_lines_that_are_not_whole_are_left_out_and_a_full_disk_ends_no_run(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_lines_that_are_not_whole_are_left_out(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     file = MetricsFile(path, 0)
     with file_limit(60):
-        for step in (1, 2, 3, 4):
+        for step in (1, 2):
             file.write({"step": step, "loss": 0.5})
+        for step in (3, 4):
+            with pytest.raises(OSError, match=r"No space left|File too large"):
+                file.write({"step": step, "loss": 0.5})
     file.write({"step": 5, "loss": 0.5})
     file.close()
-    (line,) = caplog.messages
-    assert line.endswith("metrics.jsonl: cannot be written; the run goes on without these lines")
     with path.open("a") as torn:
         torn.write('{"a": 1}\n[1]\n{"step": "x"}\n{"step": 6, "lo')
     MetricsFile(path, 9).close()
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 5]
 
 
-def test_a_summary_is_read_as_it_was_returned(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_summary_is_read_as_it_was_returned(tmp_path: Path) -> None:
     path = tmp_path / "summary.json"
     path.write_text('{"steps": 3, "eval_ne": null}')
     summary = read_summary(tmp_path)
     assert summary is not None
     assert math.isnan(summary.pop("eval_ne"))
     assert summary == {"steps": 3}
-    for damage in ("", "{", "[]"):
-        path.write_text(damage)
-        assert read_summary(tmp_path) is None
-        assert caplog.messages.pop().endswith("summary.json is not what was written, and left out")
-
-
-def test_slowed_steps_are_left_out_where_others_are_left() -> None:
-    first, steps = 101, WARMUP_STEPS + 10
-    step_ms = [float(step) for step in range(first, first + steps)]
-    untraced = steady_ms(step_ms, first - 1, range(0))
-    assert untraced == step_ms[WARMUP_STEPS:]
-    traced = range(first + steps - 5, first + steps - 3)
-    assert set(untraced) - set(steady_ms(step_ms, first - 1, traced)) == {step_ms[i] for i in (-6, -5, -4, -3)}
-    assert steady_ms(step_ms[:3], first - 1, range(first, first + 1)) == step_ms[2:3]
-    assert steady_ms(step_ms[:2], first - 1, range(first, first + 1)) == step_ms[:2]

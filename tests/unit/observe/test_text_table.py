@@ -15,4 +15,3 @@ def test_numbers_stand_right_and_words_left() -> None:
 def test_nothing_of_a_text_is_for_the_terminal_to_obey() -> None:
     text = "\x1b]0;title\x07 \x9b2J \u202e\udc80\r\n\u65e5\u672c\u00e9 a"
     assert plain(text) == r"\x1b]0;title\x07 \x9b2J \u202e\udc80\r\n" + "\u65e5\u672c\u00e9 a"
-    assert plain("a\n\tb\r", kept="\n\t") == "a\n\tb\\r"

@@ -103,7 +103,6 @@ def refusal(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         ("trace {tmp}/cut.json.gz", ["cut.json.gz: not a whole Chrome trace"]),
         ("trace {tmp}/empty.gz", ["empty.gz: not a whole Chrome trace"]),
         ("trace {tmp}/empty.yaml", ["not a whole Chrome trace; give a file that log.trace_steps has written"]),
-        ("trace {tmp}/kernel.json", ["kernel.json: work without 'args'"]),
         ("trace {tmp}/no_such.json", ["No such file"]),
         ("trace {tmp}", ["Is a directory"]),
         ("prepare criteo no/such.txt out", ["no/such.txt"]),
@@ -121,7 +120,6 @@ def test_bad_input(command: str, parts: list[str], tmp_path: Path, capsys: pytes
         "cut.json.gz": trace[:-20],
         "empty.gz": b"",
         "text.tsv": b"\t".join([b"1"] * 40) + b"\n",
-        "kernel.json": b'{"traceEvents": [{"ph": "X", "cat": "kernel", "name": "k"}]}',
     }
     for name, content in contents.items():
         (tmp_path / name).write_bytes(content)

@@ -114,12 +114,7 @@ def test_differences_within_the_references_own_noise_agree(tmp_path: Path, capsy
     comparison = json.loads((tmp_path / "comparison.json").read_text())
     assert list(comparison["backends"]) == ["torchrec", "pgas", "fused"]
     assert [result["speedup"] for result in comparison["backends"].values()] == [1.0, 2.0, None]
-    assert list(comparison["noise"]["runs"]) == ["torchrec_again", "torchrec_again_2"]
-    again = comparison["noise"]["runs"]["torchrec_again"]
-    assert again["max_relative_difference"] == pytest.approx(1e-3)
-    assert again["step_ms_p50"] == 10.0
-    assert comparison["noise"]["bound"]["400"] == pytest.approx(10e-3)
-    assert comparison_rows(comparison)[-1][4:] == ["10", "-", "1.00", "reference again"]
+    assert comparison["noise"] == pytest.approx([1e-3, 1e-3])
     table = capsys.readouterr().out.splitlines()
     assert max(map(len, table)) <= 120
     assert table[1].endswith("1.00  reference (noise 1.0e-03)")
@@ -133,7 +128,6 @@ def test_a_further_reference_run_that_is_not_finite_agrees_with_nothing(tmp_path
     (folders["torchrec_again"] / "summary.json").unlink()
     comparison = compare_runs(folders, 1e-4, noise_runs=1)
     assert [result["agree"] for result in comparison["backends"].values()] == [False, False]
-    assert comparison["noise"]["runs"]["torchrec_again"]["step_ms_p50"] is None
     assert "DISAGREE" in str(comparison_rows(comparison))
 
 

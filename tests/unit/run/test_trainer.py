@@ -124,7 +124,9 @@ def test_a_run_keeps_a_second_one_out_of_its_folder(tmp_path: Path, monkeypatch:
     second.fit(replace=True)
 
 
-def test_a_disk_that_was_full_while_logging_does_not_keep_a_run_from_going_on(tmp_path: Path) -> None:
+def test_a_disk_that_was_full_while_logging_does_not_keep_a_run_from_going_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     _fit(tmp_path, *SAVES, "--train.steps", "2")
     log = tmp_path / "run" / "metrics.jsonl"
     with file_limit(log.stat().st_size + 300), pytest.raises(InputError, match=r"config\.yaml cannot be written"):
@@ -133,6 +135,9 @@ def test_a_disk_that_was_full_while_logging_does_not_keep_a_run_from_going_on(tm
         file.write('{"step": 3, "train/lo')  # as a write that ended at the end of the disk leaves it
     _fit(tmp_path, *SAVES, "--train.steps", "6")
     assert list(read_metrics(tmp_path / "run", "train/loss")) == [1, 2, 3, 4, 5, 6]
+    with file_limit(2000):  # room for the configuration and the summary, and for a few lines
+        assert _fit(tmp_path / "full", "--train.steps", "6", "--checkpoint.last", "false")["steps"] == 6
+    assert "cannot be logged (" in caplog.text
 
 
 def test_a_finished_run_is_left_as_it_was(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -162,17 +167,11 @@ def test_a_run_that_reached_its_target_is_finished(tmp_path: Path, caplog: pytes
     assert _fit(tmp_path, *SAVES, *early, "0.99")["steps"] == 4, "more was asked for"
 
 
-def test_a_run_that_ended_before_its_results_evaluates(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_that_ended_before_its_results_evaluates(tmp_path: Path) -> None:
     first = _fit(tmp_path, *SAVES)
-    summary = tmp_path / "run" / "summary.json"
-    summary.unlink()
+    (tmp_path / "run" / "summary.json").unlink()
     again = _fit(tmp_path, *SAVES)
     assert (again["steps"], again["eval_loss"]) == (4, first["eval_loss"])
-    for damage in ("", "[]"):
-        summary.write_text(damage)
-        again = _fit(tmp_path, *SAVES)
-        assert (again["steps"], again["eval_loss"]) == (4, first["eval_loss"])
-        assert f"{summary} is not what was written, and left out" in caplog.messages
 
 
 def test_a_run_that_was_killed_before_its_first_checkpoint_begins_anew(tmp_path: Path) -> None:

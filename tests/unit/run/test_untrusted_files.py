@@ -15,7 +15,7 @@ from dlrm_overlap.data.criteo import Criteo
 from dlrm_overlap.data.prepared import Prepared
 from dlrm_overlap.launching.files import LOCK_NAME, check_free
 from dlrm_overlap.launching.parsing import parse_config
-from dlrm_overlap.observe.result_files import MetricsFile, read_summary
+from dlrm_overlap.observe.result_files import MetricsFile
 
 
 class _Evil:
@@ -95,13 +95,12 @@ def test_members_of_an_archive_execute_nothing(tmp_path: Path, mark: Path) -> No
 def test_what_is_nested_without_end_is_refused(tmp_path: Path) -> None:
     """By the file's name, as any other that is not what it should be."""
     deep = "[" * 100_000
-    for file in ("evil.yaml", "metrics.jsonl", "summary.json", "meta.json", LOCK_NAME):
+    for file in ("evil.yaml", "metrics.jsonl", "meta.json", LOCK_NAME):
         (tmp_path / file).write_text(f"{deep}\n")
     with pytest.raises(InputError, match=r"evil\.yaml is not YAML"):
         parse_config(Config, "train", "", ["--config", str(tmp_path / "evil.yaml")])
     with pytest.raises(InputError, match=r"has no meta\.json of this version's `dlrm-overlap prepare`"):
         Prepared(tmp_path, TablesConfig())
-    assert read_summary(tmp_path) is None
     MetricsFile(tmp_path / "metrics.jsonl", 1).close()
     assert (tmp_path / "metrics.jsonl").read_text() == ""
     with (tmp_path / LOCK_NAME).open() as lock:

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import yaml
 
-from dlrm_overlap.config import ModelConfig
 from dlrm_overlap.embedding.traffic import count_dense
-from dlrm_overlap.simulate.config import GpuConfig, NetworkConfig, SimulateConfig, WorkConfig
+from dlrm_overlap.simulate.config import GpuConfig
 from dlrm_overlap.simulate.workload import build_workload
-from tests.calibration import calibrate, read_rows, split_sweep, step_config
+from tests.calibration import calibrate, read_rows, split_sweep, stage_config, step_config
 
 RESULTS = Path("docs/results")
 
@@ -50,9 +49,7 @@ def test_held_out_rows_do_not_change_the_calibration(gpu: GpuConfig, tmp_path: P
 @pytest.mark.parametrize("name", ["calibration/weak", "calibration/strong", "four_h200/stage_dim128"])
 def test_the_mean_batch_has_the_bytes_of_the_measured_ones(name: str, gpu: GpuConfig) -> None:
     for row in read_rows(RESULTS / f"{name}.csv"):
-        dim = int(row["dim"])
-        work = WorkConfig(tables=int(row["tables"]), multi_hot=row["multi_hot"], global_batch=int(row["global_batch"]))
-        found = build_workload(ModelConfig(dim=dim, bottom_mlp=[dim]), work, int(row["world_size"]))
+        found = build_workload(stage_config({**row, "contender": "pgas"}, gpu))
         assert found.hbm_bytes == pytest.approx(float(row["hbm_bytes"]), rel=0.004)  # bags of random sizes
         assert found.link_bytes == int(row["link_bytes"])
 
@@ -60,9 +57,9 @@ def test_the_mean_batch_has_the_bytes_of_the_measured_ones(name: str, gpu: GpuCo
 def test_the_mean_step_has_the_bytes_of_the_measured_one(gpu: GpuConfig) -> None:
     """`uncached_hbm_bytes` of MLPerf's step: the ids are drawn in the same skew, hashed or not."""
     row = next(row for row in read_rows(RESULTS / "step.csv") if row["contender"] == "pgas_graph")
-    config: SimulateConfig = step_config(row, gpu)
-    found = build_workload(config.model, config.work, NetworkConfig(gpus_per_host=4).world_size)
+    config = step_config(row, gpu)
+    found = build_workload(config)
     dense = count_dense(config.model, 26, 13, 8192)
-    total = found.hbm_bytes + found.update.hbm + 4 * dense.parameters + 2 * dense.outputs
+    total = found.hbm_bytes + found.update_bytes + 4 * dense.parameters + 2 * dense.outputs
     assert dense.flop == int(row["dense_flop"])
     assert total == pytest.approx(float(row["uncached_hbm_bytes"]), rel=0.1)

@@ -1,32 +1,22 @@
 """Simulated phases and steps: times, bytes and shares that can be found by hand."""
 
 from dataclasses import replace
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-import yaml
 
-from dlrm_overlap.config import InputError, ModelConfig
+from dlrm_overlap.config import DataConfig, EmbeddingConfig, InputError, ModelConfig, TablesConfig, TrainConfig
 from dlrm_overlap.embedding.balance import TableLoad
-from dlrm_overlap.simulate.config import (
-    ExchangeConfig,
-    GpuConfig,
-    LookupConfig,
-    NetworkConfig,
-    SimulateConfig,
-    UpdateConfig,
-    WorkConfig,
-)
-from dlrm_overlap.simulate.shares import PlannedTable, Shard, shares_of
+from dlrm_overlap.launching.parsing import parse_config
+from dlrm_overlap.simulate.config import GpuConfig, LookupConfig, NetworkConfig, SimulateConfig, UpdateConfig
+from dlrm_overlap.simulate.shares import Shard, shares_of
 from dlrm_overlap.simulate.stage import (
     all_reduce_s,
     backward,
-    gradient_parts,
     link_seconds,
-    pooled_seconds,
     pooling_s,
-    puts_to_host,
+    put_bytes,
     rows_s,
     sort_s,
 )
@@ -40,10 +30,20 @@ CONFIG = SimulateConfig(
     gpu=GPU,
     network=NetworkConfig(gpus_per_host=4),
     model=ModelConfig(dim=64, bottom_mlp=[64]),
-    work=WorkConfig(tables=96, multi_hot="0..32", global_batch=16384),
+    data=DataConfig(tables=TablesConfig(96, 1_000_000, multi_hot="0..32", zipf_alpha=0.0)),
+    embedding=EmbeddingConfig("pgas", aggregate_bytes=0, optimizer="sgd"),
+    train=TrainConfig(global_batch_size=16384),
 )
-MLPERF = yaml.safe_load(Path("configs/simulate/mlperf_hosts.yaml").read_text())
-MLPERF_MODEL, MLPERF_WORK = ModelConfig(**MLPERF["model"]), WorkConfig(**MLPERF["work"])
+
+
+def _with(config: SimulateConfig, what: Any = None, backend: str = "pgas", **embedding: Any) -> SimulateConfig:
+    made = replace(config.embedding, backend=backend, **embedding)
+    return replace(config, what=what or config.what, embedding=made)
+
+
+def _mlperf(*options: str) -> SimulateConfig:
+    files = ["--config", "mlperf_dcnv2", "--config", "simulate/mlperf_hosts"]
+    return parse_config(SimulateConfig, "simulate", "", [*files, *options])[0]
 
 
 def test_links_are_busy_with_what_goes_over_them() -> None:
@@ -52,7 +52,7 @@ def test_links_are_busy_with_what_goes_over_them() -> None:
     config = replace(CONFIG, network=network, gpu=replace(GPU, link_gb_per_s=2e-9, collective_gb_per_s=1e-9))
     alike = link_seconds(config, np.full(4, 6.0), np.full(4, 5.0))
     assert alike.tolist() == pytest.approx(np.array([[3.0] * 4, [3.0] * 4, [10.0] * 4, [10.0] * 4]))
-    one = link_seconds(config, np.array([1.0, 0, 0, 0]), np.array([0.0, 0, 3, 0]), collective=True)
+    one = link_seconds(_with(config, backend="torchrec"), np.array([1.0, 0, 0, 0]), np.array([0.0, 0, 3, 0]))
     assert one.tolist() == [[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 6, 0], [3, 3, 0, 0]]
 
 
@@ -68,7 +68,7 @@ def test_a_sum_takes_its_rings_and_its_latencies() -> None:
 @pytest.mark.parametrize("nic_gbit_per_s", [1, 400])
 def test_a_stage_takes_its_fullest_resource_or_its_parts_in_turn(backend: str, nic_gbit_per_s: float) -> None:
     network = NetworkConfig(hosts=4, gpus_per_host=2, nic_gbit_per_s=nic_gbit_per_s, message_ns=0.0)
-    config = replace(CONFIG, what="stage", network=network, exchange=ExchangeConfig(backend=backend))  # pyright: ignore[reportArgumentType]
+    config = _with(replace(CONFIG, network=network), "stage", backend)
     found = simulate(config)
     pair, gpu, work = found.work.pair_bytes, config.gpu, found.work
     assert 7 * pair == pytest.approx(work.link_bytes)
@@ -83,41 +83,31 @@ def test_a_stage_takes_its_fullest_resource_or_its_parts_in_turn(backend: str, n
 
 
 def test_small_puts_are_bound_by_their_number_and_gathering_helps() -> None:
-    network = NetworkConfig(hosts=4, gpus_per_host=2, message_ns=1e6)
-    config = replace(CONFIG, what="stage", network=network, exchange=ExchangeConfig("pgas"))
+    config = _with(replace(CONFIG, network=NetworkConfig(hosts=4, gpus_per_host=2, message_ns=1e6)), "stage")
     found = simulate(config)
     puts = 6 * found.work.pair_bytes / (64 * 4)  # of an embedding each
     assert found.ms == pytest.approx(puts, rel=0.01)
-    gathered = replace(config, exchange=ExchangeConfig("pgas", aggregate_bytes=256 * 64))
-    assert simulate(gathered).ms == pytest.approx(puts / 64, rel=0.01)
-
-
-def test_puts_are_gathered_by_the_rule_of_the_exchange() -> None:
-    network = NetworkConfig(hosts=16, gpus_per_host=8)
-    config = SimulateConfig(network=network, model=MLPERF_MODEL, work=MLPERF_WORK)
-    work = build_workload(config.model, config.work, config.network.world_size)
-    for aggregate_bytes, put_bytes, wait_us in ((0, 4096, 0.0), (65536, 65536, 15.0), (5000, 8192, 1.0)):
-        exchange = ExchangeConfig("fused", 16, aggregate_bytes)  # slices of 4 KB of bf16
-        puts = puts_to_host(replace(config, exchange=exchange), work, 4096 / 1e-6)  # a slice a microsecond
-        assert puts.bytes == pytest.approx(put_bytes)
-        assert puts.wait_s == pytest.approx(wait_us / 1e6)
+    assert simulate(_with(config, aggregate_bytes=256 * 64)).ms == pytest.approx(puts / 64, rel=0.01)
+    slices = _with(config, backend="fused", slice_bags=16)  # of 4 KB
+    for aggregate_bytes, nbytes in ((0, 4096), (65536, 65536), (5000, 8192)):
+        gathered = _with(slices, backend="fused", aggregate_bytes=aggregate_bytes)
+        assert put_bytes(gathered, found.work) == pytest.approx(nbytes), "by the rule of the exchange"
 
 
 def test_rows_are_updated_while_the_next_part_travels() -> None:
     found = simulate(CONFIG)
-    assert gradient_parts(found.work) == pytest.approx([0.2, 0.4, 0.4])  # a window of 100 MB
     push_ms = 3 * found.work.pair_bytes / GPU.link_gb_per_s / 1e6
-    rows_ms = 1e3 * float(rows_s(CONFIG, found.work)[0])
+    rows_ms = 1e3 * float(rows_s(RATES, found.work)[0])
     assert rows_ms > push_ms
-    assert found.ms == pytest.approx(0.2 * push_ms + rows_ms, rel=1e-6)  # the first part has nothing beside it
+    assert found.ms == pytest.approx(0.2 * push_ms + rows_ms, rel=1e-6)  # a window of 100 MB has 3 parts
     fast = replace(RATES, gb_per_s=1e6, us=0.0)
     assert simulate(replace(CONFIG, gpu=replace(GPU, update=fast))).ms == pytest.approx(push_ms, rel=0.02)
 
 
 def test_updates_and_products_take_turns() -> None:
     config = replace(CONFIG, network=NetworkConfig(gpus_per_host=1))
-    work, none = build_workload(config.model, config.work, 1), np.zeros(1)
-    alone_s = rows_s(config, work)
+    work, none = build_workload(config), np.zeros(1)
+    alone_s = rows_s(RATES, work)
     for products_s in (alone_s / 2, 2 * alone_s):
         found = backward(config, work, none, none, products_s)
         ends = sorted([found.updated_s[0], found.products_s[0]])
@@ -127,34 +117,33 @@ def test_updates_and_products_take_turns() -> None:
 
 
 def test_the_collective_packs_sends_sorts_and_updates_in_turn() -> None:
-    config = replace(CONFIG, exchange=ExchangeConfig(backend="torchrec"))
-    found = simulate(config)
+    launched = replace(RATES, sort_us=200.0)
+    found = simulate(_with(replace(CONFIG, gpu=replace(GPU, baseline_update=launched)), backend="torchrec"))
     work = found.work
     parts_ms = [
         2 * work.pooled_bytes / GPU.copy_gb_per_s / 1e6,
         GPU.collective_us / 1e3 + 3 * work.pair_bytes / GPU.collective_gb_per_s / 1e6,
-        1e3 * sort_s(config, work)[1][0],
-        1e3 * rows_s(config, work)[0],
+        work.ids * 0.1e-6 + 0.2,
+        1e3 * rows_s(RATES, work)[0],
     ]
     assert found.ms == pytest.approx(sum(parts_ms), rel=1e-6)
-    assert [seconds[1] for seconds in sort_s(config, work)] == pytest.approx([work.ids * 0.1e-9] * 2)
-    launched = replace(config, gpu=replace(GPU, baseline_update=replace(RATES, sort_us=200.0)))
-    assert simulate(launched).ms == pytest.approx(found.ms + 0.2, rel=1e-6)
+    assert sort_s(RATES, work)[0] == pytest.approx(work.ids * 0.1e-9)
 
 
 def test_the_dense_part_counts_its_kernels_and_its_pairs() -> None:
     """A bottom MLP of one layer, a top MLP of two, five tables: 15 pairs of dim 64, 4096 samples, 3 products each."""
+    tables = replace(CONFIG.data.tables, count=5)
     model = ModelConfig(dim=64, bottom_mlp=[64], top_mlp=[32, 1])
-    config = replace(CONFIG, model=model, work=replace(CONFIG.work, tables=5))
-    work = build_workload(model, config.work, 4)
-    found = dense_seconds(config, work)
-    assert (found.bottom_forward_kernels, found.bottom_backward_kernels) == (2, 5)
-    assert (found.head_forward_kernels, found.head_backward_kernels) == (2 * 3 + 9, 5 * 3)
-    usual = dense_seconds(replace(config, gpu=replace(GPU, pair_tflop_per_s=None)), work)
-    pairs_flop = 3 * 2 * 4096 * 15 * 64
-    more_s = found.head_forward + found.head_backward - usual.head_forward - usual.head_backward
-    rate = GPU.tflop_per_s * GPU.dense_efficiency
-    assert more_s == pytest.approx(pairs_flop / 1e12 * (1 / 6.46 - 1 / rate))
+    config = replace(CONFIG, model=model, data=DataConfig(tables=tables))
+    work = build_workload(config)
+    usual, chained, slow = (
+        dense_seconds(replace(config, gpu=replace(GPU, **rates)), work)
+        for rates in ({}, {"kernel_us": 1e6}, {"pair_tflop_per_s": 1.0})
+    )
+    kernels = [more - less for more, less in zip(chained, usual, strict=True)]
+    assert kernels == pytest.approx([2, 2 * 3 + 9, 2 * 3 + 9, 5 * 3, 0, 5, 0])
+    more_s = slow.head_forward + slow.head_backward - usual.head_forward - usual.head_backward
+    assert more_s == pytest.approx(3 * 2 * 4096 * 15 * 64 / 1e12 * (1 - 1 / 6.46))
 
 
 def test_a_captured_step_waits_for_the_sort_of_the_fullest_rank() -> None:
@@ -164,8 +153,9 @@ def test_a_captured_step_waits_for_the_sort_of_the_fullest_rank() -> None:
     one sorts two tables' more: 7 of the 8 ids of a sample, where the mean is 2.
     """
     gpu = replace(GPU, pgas=LookupConfig(1e6), update=replace(RATES, sort_ns=0.0, gb_per_s=1e6))
-    work = replace(CONFIG.work, tables=4, multi_hot=[5, 1, 1, 1])
-    config = replace(CONFIG, what="step", gpu=gpu, work=work, model=ModelConfig("dcn", 64, [64], [1024, 1]))
+    tables = TablesConfig(4, 1_000_000, multi_hot=[5, 1, 1, 1], zipf_alpha=0.0)
+    model = ModelConfig("dcn", 64, [64], [1024, 1])
+    config = replace(_with(CONFIG, "step"), gpu=gpu, data=DataConfig(tables=tables), model=model)
     without = simulate(config)
     most = float(without.work.shares.ids.max())
     assert most == pytest.approx(7 / 2)
@@ -176,20 +166,21 @@ def test_a_captured_step_waits_for_the_sort_of_the_fullest_rank() -> None:
 
 
 def test_every_rank_has_the_work_that_the_plan_gives_it() -> None:
-    """MLPerf's tables: on 8 ranks alike work, on 64 most of it on few ranks, which hold all; 28 hold none."""
-    few, many = (build_workload(MLPERF_MODEL, MLPERF_WORK, ranks).shares for ranks in (8, 64))
+    """MLPerf's tables: on 8 ranks alike work, on 64 of one host most of it on few ranks; 28 hold none."""
+    one_host = ("--network.hosts", "1", "--network.gpus_per_host")
+    few, many = (build_workload(_mlperf(*one_host, ranks)).shares for ranks in ("8", "64"))
     assert [few.memory.max(), few.links.max(), few.ids.max()] == pytest.approx([1.08, 1.08, 3.89], abs=0.005)
     assert [many.memory.max(), many.links.max(), many.ids.max()] == pytest.approx([3.74, 2.46, 29.91], abs=0.005)
     assert [(each.links == 0).sum() for each in (few, many)] == [0, 28]
     for shares in (few, many):
         assert [shares.memory.mean(), shares.links.mean()] == pytest.approx([1.0, 1.0])
     with pytest.raises(InputError, match="no room"):
-        build_workload(MLPERF_MODEL, replace(MLPERF_WORK, max_rows=None, rows=40_000_000), 2)
+        build_workload(_mlperf(*one_host, "1", "--data.tables.max_rows", "null"))
 
 
 def test_the_work_of_tables_that_are_cut_by_rows() -> None:
     """Two hosts of two ranks; a table of two ids a bag is cut by rows over the first, one of one id is on rank 3."""
-    tables = [PlannedTable(TableLoad(ids, 64, 256, 0), 100, range(ids, ids + 1)) for ids in (2, 1)]
+    tables = [TableLoad(ids, 64, 256, 0) for ids in (2, 1)]
     plan = [[Shard(0, 64, 0.5), Shard(1, 64, 0.5)], [Shard(3, 64, 1.0)]]
     ours, dense = (shares_of(tables, plan, 4, 2, dense=each) for each in (False, True))
     for found in (ours, dense):
@@ -200,38 +191,20 @@ def test_the_work_of_tables_that_are_cut_by_rows() -> None:
     assert (ours.near * 32).tolist() == pytest.approx(near), "a fourth of the bags have no id, but all are gathered"
     assert (ours.away * 32).tolist() == pytest.approx([32, 32, 0, 64]), "each rank sends half of the sums"
     assert (ours.sums * 32).tolist() == pytest.approx([32, 32, 0, 0])
-    assert (ours.gathered * 128).tolist() == pytest.approx([5 * 64, 5 * 64, 0, 0]), "two are read, and one is copied"
-    added = [48 + 48 + 64, 48 + 48 + 64, 0, 0]
-    assert (ours.added * 128).tolist() == pytest.approx(added), "two partial sums are read, one sum is written"
     assert (dense.near * 32).tolist() == pytest.approx([128, 128, 0, 64]), "the sums of both hosts' samples"
     assert (dense.away * 32).tolist() == pytest.approx([32, 32, 0, 64]), "of which each rank sends half on"
-    assert not dense.added.any()
+    few_rows = shares_of(tables[:1], [[Shard(0, 64, 1.0), Shard(1, 64, 0.0)]], 4, 2, dense=False)
+    assert few_rows.near.tolist() == [4, 4, 0, 0], "rank 1, which has no rows, sends what it gathers"
 
 
-@pytest.mark.parametrize("backend", ["torchrec", "fused"])
-def test_partial_sums_travel_and_are_added_up(backend: str) -> None:
-    """MLPerf's tables by TorchRec's planner on two hosts: table-row-wise shards, summed within the host first."""
-    network, work = NetworkConfig(hosts=2, gpus_per_host=8), replace(MLPERF_WORK, plan="torchrec")
-    config = SimulateConfig(
-        "stage",
-        GPU,
-        network,
-        MLPERF_MODEL,
-        work,
-        ExchangeConfig(backend),  # pyright: ignore[reportArgumentType]
-    )
-    found = simulate(config)
-    shares = found.work.shares
+def test_torchrecs_planner_cuts_tables_by_rows_within_a_host() -> None:
+    """MLPerf's tables on two hosts: partial sums are added up within the host, and the sums travel afterwards."""
+    config = replace(_mlperf("--network.hosts", "2", "--embedding.plan", "torchrec"), what="stage")
+    shares = build_workload(config).shares
     assert shares.memory.mean() == pytest.approx(1.0)
     assert shares.links.mean() > 1.2, "some tables are cut by rows"
     assert shares.away.sum() < shares.links.sum()
-    assert shares.added.any() == shares.sums.any() == (backend == "fused")
-    nics_s = pooled_seconds(config, found.work)[2:].max()
-    assert found.ms > 1e3 * nics_s
-    if backend == "fused":
-        passes_s = found.work.pooled_bytes / GPU.copy_gb_per_s / 1e9 * (shares.gathered.max() + shares.added.max())
-        free = replace(config, network=replace(network, nic_gbit_per_s=1e9, message_ns=0.0, latency_ns=0.0))
-        assert simulate(free).ms > 1e3 * (pooling_s(GPU.fused, found.work).max() + passes_s)
+    assert shares.sums.any()
 
 
 @pytest.mark.parametrize(("rows", "alpha", "cached"), [(1000, 0.0, 100), (1000, 0.0, 1000), (5000, 1.05, 500)])
