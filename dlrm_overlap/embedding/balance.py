@@ -14,6 +14,7 @@ several hosts would each take. There columns are cut where rows are few, and of 
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from math import ceil
 from typing import NamedTuple
 
@@ -108,18 +109,11 @@ def balance(
     begun = [_Rank(capacity_bytes, 0.0, 0.0) for _ in range(world_size)]  # with the tables cut by rows
     owners = [neighbours if table.pooled else world_size for table in tables]  # where rows are cut
     columns, by_rows = [1] * len(tables), dict[int, range]()
-    tries = _Tries()
-    best: Balance | None = None
-
-    def worst_of(candidates: Sequence[int]) -> int:
-        """Return the table of the heaviest shards or, while there is no room, of the largest."""
-        shards = [(whole[t].cut(columns[t])[0], -t) for t in candidates]
-        return -max((s.bytes, s.work, t) if best is None else (s.work, s.bytes, t) for s, t in shards)[-1]
-
+    best, tries = None, 0
     while True:
         left = [t for t in range(len(tables)) if t not in by_rows]
-        shards = [shard for t in left for shard in whole[t].cut(columns[t])]
-        if (ranks := _place(shards, begun, tries)) is not None:
+        ranks, tries = _place([shard for t in left for shard in whole[t].cut(columns[t])], begun, tries)
+        if ranks:
             held = [list(by_rows.get(t, ())) for t in range(len(tables))]
             for number, rank in enumerate(ranks):
                 for shard in rank.shards:
@@ -131,7 +125,7 @@ def balance(
             if best.worst <= _ENOUGH:
                 return best
         mean = (sum(rank.links for rank in begun) + sum(whole[t].links for t in left)) / world_size
-        if best is not None and (tries.used_up or mean >= best.worst):  # further cuts by rows only add to the mean
+        if best is not None and (tries > _MOST_TRIES or mean >= best.worst):  # further cuts by rows only add to it
             return best
         in_rows = [t for t in left if _can_cut_rows(tables[t], owners[t])]
         in_columns = [t for t in left if cut_columns and _can_cut_columns(tables[t], 2 * columns[t], world_size)]
@@ -146,15 +140,18 @@ def balance(
             in_columns = [t for t in in_columns if t not in in_rows]
         if not in_rows and not in_columns:
             return best
-        if (chosen := worst_of([*in_rows, *in_columns])) in in_columns:
-            columns[chosen] *= 2
+        parts = [whole[t].cut(columns[t])[0] for t in (*in_rows, *in_columns)]
+        # The heaviest or, while there is no room, the largest.
+        chosen = max(parts, key=lambda s: (s.bytes, s.work, -s.table) if best is None else (s.work, s.bytes, -s.table))
+        if (t := chosen.table) in in_columns:
+            columns[t] *= 2
             continue
-        for count in dict.fromkeys((owners[chosen], world_size)):  # all ranks, if no host has room
-            shard = whole[chosen].cut_by_rows(tables[chosen], count, summed=not one_host and count == neighbours)
-            by_rows[chosen] = _lightest(begun, count, shard)
-            if all(begun[number].room >= shard.bytes for number in by_rows[chosen]):
+        for count in dict.fromkeys((owners[t], world_size)):  # all ranks, if no host has room
+            shard = whole[t].cut_by_rows(tables[t], count, summed=not one_host and count == neighbours)
+            by_rows[t] = _lightest(begun, count, shard)
+            if all(begun[number].room >= shard.bytes for number in by_rows[t]):
                 break
-        for number in by_rows[chosen]:
+        for number in by_rows[t]:
             begun[number].add(shard)
 
 
@@ -169,56 +166,18 @@ def _can_cut_rows(table: TableLoad, owners: int) -> bool:
     return owners > 1 and table.rows >= owners**2
 
 
-class _Tries:
-    """How many changes of placements have been tried, over all placements."""
+@dataclass(eq=False)  # two of a table are not the same
+class _Shard:
+    """Columns or rows of a table, all or some, as shares of the mean rank's work."""
 
-    def __init__(self) -> None:
-        self.count = 0
+    table: int
+    memory: float
+    links: float
+    bytes: float
 
     @property
-    def used_up(self) -> bool:
-        """Whether the search has gone on for long enough."""
-        return self.count > _MOST_TRIES
-
-
-class _Rank:
-    """The shards that have been placed on a rank, as shares of the mean rank's work."""
-
-    def __init__(self, room: float, memory: float, links: float) -> None:
-        self.room, self.memory, self.links = room, memory, links
-        self.shards: list[_Shard] = []
-
-    def score(self, plus: "_Shard | None" = None, minus: "_Shard | None" = None) -> tuple[float, float]:
-        """Return the greater share, then their sum, if a shard were added and another taken away."""
-        memory, links = self.memory, self.links
-        if plus is not None:
-            memory, links = memory + plus.memory, links + plus.links
-        if minus is not None:
-            memory, links = memory - minus.memory, links - minus.links
-        return max(memory, links), memory + links
-
-    def takes(self, shard: "_Shard", instead_of: "_Shard | None" = None) -> bool:
-        """Return whether there is room for a shard, and no other shard of its table."""
-        room = self.room + (instead_of.bytes if instead_of is not None else 0.0)
-        return shard.bytes <= room and all(s.table != shard.table or s is instead_of for s in self.shards)
-
-    def add(self, shard: "_Shard", sign: int = 1) -> None:
-        """Place a shard here, or take it away again."""
-        self.memory += sign * shard.memory
-        self.links += sign * shard.links
-        self.room -= sign * shard.bytes
-        if sign > 0:
-            self.shards.append(shard)
-        else:
-            self.shards.remove(shard)
-
-
-class _Shard:
-    """Columns or rows of a table, all or some, as shares of the mean rank's work; two of a table are not the same."""
-
-    def __init__(self, table: int, memory: float, links: float, bytes: float) -> None:
-        self.table, self.memory, self.links, self.bytes = table, memory, links, bytes
-        self.work = max(memory, links)
+    def work(self) -> float:
+        return max(self.memory, self.links)
 
     def cut(self, shards: int) -> "list[_Shard]":
         """Return so many equal ranges of the columns."""
@@ -235,21 +194,48 @@ class _Shard:
         return _Shard(self.table, self.memory / shards, links, self.bytes * rows)
 
 
-def _place(shards: Sequence[_Shard], begun: Sequence[_Rank], tries: _Tries) -> list[_Rank] | None:
-    """Place all shards on ranks like `begun`, the heaviest first, or the largest first if there is no room so.
+_NOTHING = _Shard(-1, 0.0, 0.0, 0.0)
 
-    Then mend the fullest rank.
+
+@dataclass(eq=False)
+class _Rank:
+    """The shards that have been placed on a rank, as shares of the mean rank's work."""
+
+    room: float
+    memory: float
+    links: float
+    shards: list[_Shard] = field(default_factory=list)
+
+    def score(self, plus: _Shard = _NOTHING, minus: _Shard = _NOTHING) -> tuple[float, float]:
+        """Return the greater share, then their sum, if a shard were added and another taken away."""
+        memory, links = self.memory + plus.memory - minus.memory, self.links + plus.links - minus.links
+        return max(memory, links), memory + links
+
+    def takes(self, shard: _Shard, instead_of: _Shard = _NOTHING) -> bool:
+        """Return whether there is room for a shard, and no other shard of its table."""
+        fits = shard.bytes <= self.room + instead_of.bytes
+        return fits and all(each.table != shard.table or each is instead_of for each in self.shards)
+
+    def add(self, shard: _Shard, sign: int = 1) -> None:
+        """Place a shard here, or take it away again."""
+        self.memory += sign * shard.memory
+        self.links += sign * shard.links
+        self.room -= sign * shard.bytes
+        (self.shards.append if sign > 0 else self.shards.remove)(shard)
+
+
+def _place(shards: Sequence[_Shard], begun: Sequence[_Rank], tries: int) -> tuple[list[_Rank], int]:
+    """Place shards on ranks like `begun`, the heaviest first, or the largest first if there is no room so.
+
+    Then mend the fullest rank. Returns no ranks if there is no room, and the count of changes that were tried.
     """
-    if any(rank.room < 0 for rank in begun):
-        return None
     ranks = _fill(sorted(shards, key=lambda shard: (-shard.work, -shard.bytes, shard.table)), begun)
-    if ranks is None:
-        ranks = _fill(sorted(shards, key=lambda shard: -shard.bytes), begun)
-    if ranks is None:
-        return None
-    while max(rank.score() for rank in ranks)[0] > _ENOUGH and not tries.used_up and _mend(ranks, tries):
-        pass
-    return ranks
+    ranks = ranks or _fill(sorted(shards, key=lambda shard: -shard.bytes), begun)
+    mended = bool(ranks)
+    while mended and tries <= _MOST_TRIES and max(rank.score() for rank in ranks)[0] > _ENOUGH:
+        mended, tried = _mend(ranks)
+        tries += tried
+    return ranks, tries
 
 
 def _lightest(ranks: Sequence[_Rank], owners: int, shard: _Shard) -> range:
@@ -263,36 +249,37 @@ def _lightest(ranks: Sequence[_Rank], owners: int, shard: _Shard) -> range:
     return range(first, first + owners)
 
 
-def _fill(shards: Sequence[_Shard], begun: Sequence[_Rank]) -> list[_Rank] | None:
-    """Place each shard, in order, on the rank that then has the least work; None if one finds no room."""
+def _fill(shards: Sequence[_Shard], begun: Sequence[_Rank]) -> list[_Rank]:
+    """Place each shard, in order, on the rank that then has the least work; no ranks if one finds no room."""
     ranks = [_Rank(rank.room, rank.memory, rank.links) for rank in begun]
+    if any(rank.room < 0 for rank in ranks):
+        return []
     for shard in shards:
         free = [rank for rank in ranks if rank.takes(shard)]
         if not free:
-            return None
+            return []
         min(free, key=lambda rank: rank.score(shard)).add(shard)
     return ranks
 
 
-def _mend(ranks: Sequence[_Rank], tries: _Tries) -> bool:
-    """Move a shard away from the fullest rank, or swap it for another, if that helps; return whether it did."""
+def _mend(ranks: Sequence[_Rank]) -> tuple[bool, int]:
+    """Move a shard away from the fullest rank, or swap it for another, if that helps; return whether, and the tries."""
     fullest = max(ranks, key=lambda rank: rank.score())
-    best, change = fullest.score()[0] - 1e-6, None
+    best, change, tried = fullest.score()[0] - 1e-6, None, 0
     for other in ranks:
         if other is fullest:
             continue
-        tries.count += len(fullest.shards) * (1 + len(other.shards))
+        tried += len(fullest.shards) * (1 + len(other.shards))
         for shard in fullest.shards:
-            for back in (None, *other.shards):
+            for back in (_NOTHING, *other.shards):
                 after = max(fullest.score(back, shard)[0], other.score(shard, back)[0])
-                if after < best and other.takes(shard, back) and (back is None or fullest.takes(back, shard)):
+                if after < best and other.takes(shard, back) and fullest.takes(back, shard):
                     best, change = after, (other, shard, back)
-    if change is None:
-        return False
-    other, shard, back = change
-    fullest.add(shard, -1)
-    other.add(shard)
-    if back is not None:
-        other.add(back, -1)
-        fullest.add(back)
-    return True
+    if change is not None:
+        other, shard, back = change
+        fullest.add(shard, -1)
+        other.add(shard)
+        if back is not _NOTHING:
+            other.add(back, -1)
+            fullest.add(back)
+    return change is not None, tried

@@ -22,17 +22,6 @@ one more of its visits. Which row goes changes no result.
 Where a row's slot is lies in a table of 4 bytes a row, in GPU memory. That is a thirtieth of the rows at D = 32, and
 makes the cache fully associative: no two rows stand in each other's way, and slots have no tags to be searched.
 
-Example: 4 slots, and steps of two ids each. Step 0 names rows 7 and 3, step 1 rows 3 and 9, step 2 rows 5 and 9.
-
-    send of step     named   slots      written back   brought in   ids become
-    0                7 3     3 7 - -    -              3, 7         1 0
-    1                3 9     3 7 9 -    -              9            0 2
-    2                5 9     3 7 9 5    -              5            3 2
-    3                8 8     3 8 9 5    7              8            1 1
-
-At the send of step 3, rows 5 and 9 of step 2 stay; rows 3 and 7 may go. The hand passes row 3, which step 1 has used
-once more, and takes the slot of row 7.
-
 Kernels find the slots (`kernels/find_slots.py`) and bring the rows (`kernels/swap_rows.py`), of sizes that the CPU
 knows and with nothing read back, so they are captured with the step. FBGEMM's own cache (`lxu_cache_*`) finds the
 distinct rows of a step by a sort whose result it sizes on the host, keeps the optimizers' states out of the cache, and
@@ -46,7 +35,7 @@ once, and at 30 in managed memory (H100).
 import logging
 from collections.abc import Mapping, Sequence
 from math import ceil
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -57,6 +46,8 @@ from dlrm_overlap.kernels.find_slots import find_slots
 from dlrm_overlap.kernels.swap_rows import swap_rows
 
 log = logging.getLogger("dlrm_overlap")
+
+Key = TypeVar("Key")
 
 
 class RowCache:
@@ -72,7 +63,6 @@ class RowCache:
         Args:
             homes: the weights [R, D] and the states, each [R, D] or [R], contiguous.
             slots: S, at least as many as two steps can name, or R.
-            device: of the slots.
 
         Raises:
             InputError: if there is no room for the slots.
@@ -91,17 +81,14 @@ class RowCache:
         """rows that have come to the cache in all steps so far"""
 
     def find(self, ids: KeyedJaggedTensor, first_rows: torch.Tensor) -> Swaps:
-        """Find slots for the rows of a step, and replace its ids by them; on the current stream.
+        """Find slots for the rows of a step, and replace its int32 ids by them; on the current stream.
 
-        Steps come in the order of their calls, and the step before the last is done.
+        Steps come in the order of their calls, and the step before the last is done. `swap` must bring the rows that
+        are returned before their slots are read.
 
         Args:
-            ids: of the step, int32, within their tables.
             first_rows: [F + 1] int64, by feature: the number of the first row of its table; below 0 leaves its ids as
                 they are. The last is of ids after all bags.
-
-        Returns:
-            The rows that are to be brought to their slots by `swap`, before those are read.
         """
         swaps = find_slots(self._state, ids.values(), ids.offsets(), ids.stride(), first_rows)
         self.brought.add_(swaps.count)
@@ -130,26 +117,14 @@ class RowCache:
 
 
 def bring_in(caches: Sequence[tuple[RowCache, torch.Tensor]], ids: KeyedJaggedTensor) -> None:
-    """Bring the rows of a step to their caches, and replace its ids by slots; on the current stream.
+    """Bring the rows of a step to caches, each with its `first_rows`, and replace its ids by slots.
 
     Slots of all caches are found before rows of any move, since that takes until the step's products have begun, which
     fill the multiprocessors that finding slots would wait for.
-
-    Args:
-        caches: each with its `first_rows`, see `RowCache.find`.
-        ids: of the step.
     """
     found = [cache.find(ids, first_rows) for cache, first_rows in caches]
     for (cache, _), swaps in zip(caches, found, strict=True):
         cache.swap(swaps)
-
-
-class CachedTable(NamedTuple):
-    """A table whose rows are in a cache."""
-
-    cache: RowCache
-    first: int
-    """number of the table's first row in the cache's count of rows"""
 
 
 class HomeTable(NamedTuple):
@@ -163,50 +138,40 @@ class HomeTable(NamedTuple):
     """the most ids of a step"""
 
 
-def make_caches(tables: Mapping[int, HomeTable], device: torch.device) -> dict[int, CachedTable]:
-    """Make the caches of the tables of one fused lookup; those that lie side by side at home share one.
-
-    Args:
-        tables: by their index in the lookup, ascending.
+def make_caches(tables: Mapping[Key, HomeTable], device: torch.device) -> list[tuple[RowCache, dict[Key, int]]]:
+    """Return the caches of some tables, in whose order those that lie side by side at home share one.
 
     Returns:
-        By the same index.
+        Each cache, and of each of its tables the first row in the cache's count.
     """
-    together: list[list[int]] = []
-    for index, table in tables.items():
+    together: list[list[Key]] = []
+    for key, table in tables.items():
         if together and _are_adjacent(tables[together[-1][-1]].homes, table.homes):
-            together[-1].append(index)
+            together[-1].append(key)
         else:
-            together.append([index])
-    found: dict[int, CachedTable] = {}
-    for indices in together:
-        members = [tables[index] for index in indices]
-        counts = [table.homes[0].shape[0] for table in members]
-        share, named = 0, 0
-        for table, count in zip(members, counts, strict=True):
-            share += ceil(count * table.fraction)
-            named += min(count, 2 * table.ids)
-        homes = [_joined(first, sum(counts)) for first in members[0].homes]
+            together.append([key])
+    made = []
+    for keys in together:
+        firsts, total, share, named = dict[Key, int](), 0, 0, 0
+        for key in keys:
+            count = tables[key].homes[0].shape[0]
+            firsts[key] = total
+            total += count
+            share += ceil(count * tables[key].fraction)
+            named += min(count, 2 * tables[key].ids)
+        homes = [home.as_strided((total, *home.shape[1:]), home.stride()) for home in tables[keys[0]].homes]
         cache = RowCache(homes, max(1, share, named), device)
         why = f", where {share} were asked for, since two steps may name as many" if share < named else ""
-        log.info("cache: %d slots for %d rows of %d tables%s", cache.slots, sum(counts), len(members), why)
-        first = 0
-        for index, count in zip(indices, counts, strict=True):
-            found[index] = CachedTable(cache, first)
-            first += count
-    return found
+        log.info("cache: %d slots for %d rows of %d tables%s", cache.slots, total, len(keys), why)
+        made.append((cache, firsts))
+    return made
 
 
 def _are_adjacent(before: Sequence[torch.Tensor], after: Sequence[torch.Tensor]) -> bool:
     """Return whether the rows of one table, and their states, end where those of another begin."""
-    return all(
+    return len(before) == len(after) and all(
         one.data_ptr() + one.nbytes == other.data_ptr()
         and one.shape[1:] == other.shape[1:]
         and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
         for one, other in zip(before, after, strict=True)
     )
-
-
-def _joined(first: torch.Tensor, count: int) -> torch.Tensor:
-    """Return `count` rows from those of `first` on."""
-    return first.as_strided((count, *first.shape[1:]), first.stride())

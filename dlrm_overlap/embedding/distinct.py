@@ -10,7 +10,6 @@ and g are in slots 1 0 1 and 0. The gradients of the first and the third id of f
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -85,62 +84,38 @@ class Distinct(NamedTuple):
 class _Rooms(NamedTuple):
     """Where the ids of sequences with so much room each are: tensors on the device, which a capture cannot make."""
 
-    rooms: torch.Tensor
-    """[S] int64"""
-    sequence: torch.Tensor
-    """[P] int64: of each place for an id, the sequence"""
-    within: torch.Tensor
-    """[P] int64: its number in the sequence"""
-    table: torch.Tensor
-    """[P] int64: the sequence's table"""
-    rows: torch.Tensor
-    """[P] int64: that table's"""
-    first_key: torch.Tensor
-    """[P]: that table's"""
-    first: torch.Tensor
-    """int64: the first place of each table, and the end"""
-    positions: torch.Tensor
-    """[P + 2] int32: 0, 1, 2, .."""
+    rooms: torch.Tensor  # [S] int64
+    sequence: torch.Tensor  # [P] int64: of each place for an id, the sequence
+    within: torch.Tensor  # [P] int64: its number in the sequence
+    table: torch.Tensor  # [P] int64: the sequence's table
+    rows: torch.Tensor  # [P] int64: that table's
+    first_key: torch.Tensor  # [P]: that table's
+    positions: torch.Tensor  # [P + 2] int32: 0, 1, 2, ..
 
 
 class _Blocks(NamedTuple):
     """`SlotBlocks` on the device, int64; slots are numbered table by table."""
 
-    first: torch.Tensor
-    """[T]: the first slot of each table"""
-    counts: torch.Tensor
-    """[T]: slots of each table"""
-    last: torch.Tensor
-    """[T]: the last feature of each table"""
-    table: torch.Tensor
-    """[F]: the table of each feature"""
-    within: torch.Tensor
-    """[F, b]: of each slot the number among its table's"""
-    places: torch.Tensor
-    """[F * b] int32: of each slot the row in the window, see `Distinct.places`"""
+    first: torch.Tensor  # [T]: the first slot of each table
+    counts: torch.Tensor  # [T]: slots of each table
+    last: torch.Tensor  # [T]: the last feature of each table
+    table: torch.Tensor  # [F]: the table of each feature
+    within: torch.Tensor  # [F, b]: of each slot the number among its table's
+    places: torch.Tensor  # [F * b] int32: of each slot the row in the window, see `Distinct.places`
 
 
-@dataclass
-class SortedBatch:
-    """The ids of a batch in the order of their tables and, without duplicates, of themselves."""
+class SortedBatch(NamedTuple):
+    """The ids of a batch in the order of their tables and of themselves."""
 
     rooms: _Rooms
-    ids: torch.Tensor
-    """[P]"""
-    order: torch.Tensor | None
-    """[P] int64: the place of the first id in order, of the second, ..; None: as they are"""
-    table: torch.Tensor
-    """[P] int64: of each in order, the table or the range"""
-    begins: torch.Tensor
-    """[P] bool: which of them, in order, are the first of their kind"""
-    run: torch.Tensor
-    """[P] int64: of each in order, the number of distinct ids before its own"""
-    first_run: torch.Tensor
-    """[T + 1] int64: the first distinct id of each table, and the number of all"""
-    total: torch.Tensor
-    """[] int64: ids of the batch for which there is room; after them come, in order, places without one"""
-    counts: torch.Tensor
-    """[T] int64: distinct ids of each table; more than P where there is no room for some"""
+    ids: torch.Tensor  # [P]
+    order: torch.Tensor  # [P] int64: the place of the first id in order, of the second, ..
+    table: torch.Tensor  # [P] int64: of each in order, the table or the range
+    begins: torch.Tensor  # [P] bool: which of them, in order, are the first of their kind
+    run: torch.Tensor  # [P] int64: of each in order, the number of distinct ids before its own
+    first_run: torch.Tensor  # [T + 1] int64: the first distinct id of each table, and the number of all
+    total: torch.Tensor  # [] int64: ids of the batch that have room; after them come, in order, places without one
+    counts: torch.Tensor  # [T] int64: distinct ids of each table; more than P where there is no room for some
 
 
 class DistinctIds:
@@ -161,8 +136,7 @@ class DistinctIds:
         Without ranges each table has one, so there are as many, T, as tables.
         """
         ranges = ranges or [[0]] * len(rows)
-        self.sequences, self.tables = sequences, sum(map(len, ranges))
-        self._is_cut = self.tables > len(rows)
+        self.sequences, self._is_cut = sequences, sum(map(len, ranges)) > len(rows)
         assert [s.table for s in sequences] == sorted(s.table for s in sequences)
         keys = [0]
         for count in rows:
@@ -197,11 +171,9 @@ class DistinctIds:
         each, total = torch.tensor(rooms, device=self._device), sum(rooms)
         sequence = torch.repeat_interleave(each, output_size=total)
         within = torch.arange(total, device=self._device) - (each.cumsum(0) - each)[sequence]
-        of_table = each.new_zeros(len(self._rows)).index_add_(0, self._of_tables, each)
-        first = torch.cat([of_table.new_zeros(1), of_table.cumsum(0)])
         positions = torch.arange(total + 2, dtype=torch.int32, device=self._device)
         table = self._of_tables[sequence]
-        return _Rooms(each, sequence, within, table, self._rows[table], self._table_keys[table], first, positions)
+        return _Rooms(each, sequence, within, table, self._rows[table], self._table_keys[table], positions)
 
     def _make_indices(self, keys: tuple[str, ...]) -> torch.Tensor:
         return torch.tensor([keys.index(s.feature) for s in self.sequences], device=self._device)
@@ -236,19 +208,16 @@ class DistinctIds:
         ids = values[(starts[made.sequence] + made.within).clamp_(max=values.numel() - 1)]
         return made, counts, valid, ids
 
-    def sort(self, features: KeyedJaggedTensor, rooms: Sequence[int], dedup: bool = True) -> SortedBatch:
-        """Sort the ids of a batch by table and id; without `dedup` each counts as distinct, and nothing is sorted."""
+    def sort(self, features: KeyedJaggedTensor, rooms: Sequence[int]) -> SortedBatch:
+        """Sort the ids of a batch by table and id."""
         made, sizes, valid, ids = self._read(features, rooms)
-        order, begins, first, table = None, valid, made.first, made.table
-        assert dedup or not self._is_cut, "ids in their order are in no order of ranges"
-        if dedup:
-            row = ids.where((ids >= 0) & (ids < made.rows), made.rows).to(self._key_type)
-            key, order = (made.first_key + row).where(valid, self._first_keys[-1]).sort(stable=True)
-            begins = key < self._first_keys[-1]
-            begins[1:].logical_and_(key[1:] != key[:-1])
-            first = torch.searchsorted(key, self._first_keys)
-            ranges = self._first_keys[1:-1]  # a key is in the range after all whose first keys it has reached
-            table = torch.searchsorted(ranges, key, right=True) if self._is_cut else table[order]
+        row = ids.where((ids >= 0) & (ids < made.rows), made.rows).to(self._key_type)
+        key, order = (made.first_key + row).where(valid, self._first_keys[-1]).sort(stable=True)
+        begins = key < self._first_keys[-1]
+        begins[1:].logical_and_(key[1:] != key[:-1])
+        first = torch.searchsorted(key, self._first_keys)
+        ranges = self._first_keys[1:-1]  # a key is in the range after all whose first keys it has reached
+        table = torch.searchsorted(ranges, key, right=True) if self._is_cut else made.table[order]
         ends = begins.cumsum(0)
         first_run = torch.cat([ends.new_zeros(1), ends])[first]
         beyond = (sizes - made.rooms).clamp_(min=0)
@@ -258,29 +227,24 @@ class DistinctIds:
     def place(self, batch: SortedBatch, blocks: SlotBlocks) -> Distinct:
         """Return a batch's ids in their slots; of one that has more, lengths that tell so, and wrong places."""
         room, positions = batch.ids.numel(), batch.rooms.positions
-        table, ids, here = batch.table, batch.ids, batch.begins
-        if batch.order is not None:
-            ids, here = ids[batch.order], positions[:room] < batch.total
         found = self._blocks.get(blocks, self._finished, self._make_blocks, blocks)
-        slot = batch.run + (found.first - batch.first_run[:-1])[table]
-        place = found.places[slot.clamp_(0, found.places.numel() - 1)].where(here, self._nowhere)
+        slot = batch.run + (found.first - batch.first_run[:-1])[batch.table]
+        place = found.places[slot.clamp_(0, found.places.numel() - 1)]
+        place = place.where(positions[:room] < batch.total, self._nowhere)
         # Of others than the first of their kind nothing is kept: they are stored behind the end.
         run = batch.run.where(batch.begins, positions[room + 1])
-        values = ids.new_zeros(room + 2).scatter_(0, run, ids)
+        values = batch.ids.new_zeros(room + 2).scatter_(0, run, batch.ids[batch.order])
         rows = place.new_zeros(room + 2).scatter_(0, run, place.clamp(min=0))
-        if batch.order is None:
-            places, starts = place, positions[: room + 1]
-            order = place.new_zeros(room + 2).scatter_(0, run, positions[:room])[:room]
-        else:
-            places = torch.empty_like(place).scatter_(0, batch.order, place)
-            starts = batch.total.to(torch.int32).repeat(room + 2).scatter_(0, run, positions[:room])[: room + 1]
-            order = batch.order.to(torch.int32)
+        places = torch.empty_like(place).scatter_(0, batch.order, place)
+        starts = batch.total.to(torch.int32).repeat(room + 2).scatter_(0, run, positions[:room])[: room + 1]
         lengths = (found.within < batch.counts[found.table][:, None]).to(torch.int32)
         # The slots that are missing make more ids than any bound says, which is found where they are published.
         missing = (batch.counts - found.counts).clamp_(0, _MOST_MISSING).to(torch.int32)
         lengths[:, 0].index_add_(0, found.last, missing)
         count = batch.first_run[-1:].to(torch.int32)
-        return Distinct(values[:room], lengths.flatten(), places, Runs(rows[:room], starts, count, order))
+        return Distinct(
+            values[:room], lengths.flatten(), places, Runs(rows[:room], starts, count, batch.order.to(torch.int32))
+        )
 
     def _make_blocks(self, blocks: SlotBlocks) -> _Blocks:
         b, features = blocks.slots, sum(blocks.counts)
@@ -291,7 +255,3 @@ class DistinctIds:
         within = slots.view(features, b) - first[table][:, None]
         places = slots.view(b, features).T.flatten().int()
         return _Blocks(first, counts * b, ends - 1, table, within, places)
-
-    def count(self, features: KeyedJaggedTensor, rooms: Sequence[int]) -> torch.Tensor:
-        """Return [T] int64: how many distinct ids of each table a batch has."""
-        return self.sort(features, rooms).counts

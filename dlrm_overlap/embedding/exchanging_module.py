@@ -1,7 +1,7 @@
 """What both of the drop-in's sharded modules share: which shards an `Exchange` serves, and who sends the ids."""
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -11,8 +11,9 @@ from fbgemm_gpu.split_embedding_configs import SparseType
 from torch import nn
 from torchrec.distributed.sharding.dp_sequence_sharding import DpSequenceEmbeddingSharding
 from torchrec.distributed.sharding.dp_sharding import DpPooledEmbeddingSharding
-from torchrec.distributed.types import ShardingEnv, ShardingEnv2D, ShardingType
+from torchrec.distributed.types import LazyAwaitable, ShardingEnv, ShardingEnv2D, ShardingType
 from torchrec.optim.keyed import CombinedOptimizer
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.backends import BACKENDS
 from dlrm_overlap.comm.order import CommunicationOrder
@@ -20,14 +21,10 @@ from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.embedding.id_layout import BatchBound
 from dlrm_overlap.embedding.layout import Layout
 from dlrm_overlap.embedding.options import ExchangeOptions
+from dlrm_overlap.embedding.own_batches import with_bags_of_samples
 from dlrm_overlap.embedding.reasons import reasons_to_fall_back, why_not_beside_graphs
-from dlrm_overlap.embedding.replicated import ReplicatedTables, replicated_shards
-from dlrm_overlap.embedding.shardings import (
-    build_layout,
-    exchanging_group,
-    groups_of,
-    output_types,
-)
+from dlrm_overlap.embedding.replicated import ReplicatedTables
+from dlrm_overlap.embedding.shardings import build_layout, exchanging_group, groups_of, output_types, table_names
 from dlrm_overlap.embedding.stock import StockTables
 from dlrm_overlap.embedding.tables import LocalTables, max_gradients
 
@@ -38,6 +35,17 @@ Served = TypeVar("Served", bound=Exchange)
 Looked = TypeVar("Looked")
 
 
+class Deferred(LazyAwaitable[Looked]):
+    """What `make` returns, which waits for it."""
+
+    def __init__(self, make: Callable[[], Looked]) -> None:
+        super().__init__()
+        self._make = make
+
+    def _wait_impl(self) -> Looked:
+        return self._make()
+
+
 class ExchangingModule(nn.Module, Generic[Served]):
     """The part of a sharded module that decides which of its shardings an exchange serves.
 
@@ -46,43 +54,88 @@ class ExchangingModule(nn.Module, Generic[Served]):
 
     _env: ShardingEnv
     _lookups: Any
-    _device: torch.device | None
+    _device: torch.device
     _optim: CombinedOptimizer
     _kind = "tables"
     """of which the log speaks"""
+    _exchange_type: type[Served]
 
     exchange: Served | None
     takes_ids: bool
     """whether `take_ids` was called, so that ids are sent by the exchange"""
     stock: StockTables | None
     """the tables that stay with TorchRec, if there are any, where the exchange takes the ids of the others"""
-    cached: Mapping[str, float]
-    """the tables whose rows the exchange caches, and the share of the rows for which there are slots"""
 
-    unpooled_features: Collection[str] = ()
-    """the features of tables that are not pooled"""
+    def __init__(self, *args: Any, options: ExchangeOptions, cached: Mapping[str, float], **kwargs: Any) -> None:
+        """Take TorchRec's arguments, how to exchange, and `cached` tables."""
+        super().__init__(*args, **kwargs)
+        self._options = options
+        self.cached = cached
+        """the tables whose rows the exchange caches, and the share of the rows for which there are slots"""
+        if cached:
+            self.register_state_dict_pre_hook(lambda *_: self.note_writes())
+        self._reasons_told: set[str] = set()
+        self._set_up()
 
     @property
     def _shardings(self) -> list[Any]:
-        """TorchRec's shardings, by number."""
+        """TorchRec's shardings, by number, which its modules of pooled and of unpooled tables have in other places."""
+        module: Any = self
+        pooled = getattr(module, "_embedding_shardings", None)
+        return list(module._sharding_type_to_sharding.values()) if pooled is None else pooled
+
+    def _names_in_output(self, numbers: Sequence[int]) -> Mapping[str, str]:
+        """Return the names of some shardings' columns in the exchange's order, each with TorchRec's, see `names_of`."""
         raise NotImplementedError
+
+    def _set_up(self) -> None:
+        """Find out which shardings can be exchanged, say so, and make their exchange."""
+        if self.cached:
+            self._optim = _TableOptimizer(self._optim, self)
+        self.exchange, self.takes_ids, self.stock, self._replicated_tables = None, False, None, None
+        every: list[Any] = self._shardings
+        by_type: dict[str, Any] = dict(zip(self._sharding_types, every, strict=True))  # type: ignore[arg-type]
+        reasons = reasons_to_fall_back(by_type, self._env, self._options.wire_dtype, self.cached, self._device)
+        self.why_not_exchanged: Mapping[str, str | None] = reasons
+        """sharding type -> why its tables stay with TorchRec, alike on all ranks, or None if they are exchanged"""
+        for sharding_type, reason in reasons.items():
+            # Data-parallel tables have nothing to exchange.
+            if reason and sharding_type != ShardingType.DATA_PARALLEL.value:
+                self._tell_once(f"{sharding_type} {self._kind} stay with TorchRec: {reason}")
+        self._exchanged = [i for i, reason in enumerate(reasons.values()) if reason is None]
+        self._replicated = [i for i, sharding in enumerate(every) if type(sharding) in _REPLICATED]
+        self._ours = self._exchanged
+        """the shardings whose columns the exchange fills: with those of replicated tables, where it takes ids"""
+        exchanged = [every[i] for i in self._exchanged]
+        self._resolved = self._options_for(exchanged) if exchanged else self._options
+        if self._is_first:
+            text = "backend %s: %d of %d %s exchanged, update by %s"
+            update = self._resolved.resolved_backward if exchanged else "FBGEMM"
+            counts = len(table_names(exchanged)), len(table_names(every))
+            log.info(text, self._options.backend, *counts, self._kind, update)
+        if exchanged:
+            self.exchange = self._make_exchange()
+
+    def _options_for(self, shardings: Sequence[Any]) -> ExchangeOptions:
+        """Return the options, with the lookups' type and bound."""
+        options, groups = self._options, [group for sharding in shardings for group in groups_of(sharding)]
+        if (output := output_types(shardings[0]).pop()) != SparseType.FP32:
+            options = replace(options, output_dtype=output.as_dtype(), wire_dtype=output.as_dtype())
+        return replace(options, max_gradient=max_gradients(group.fused_params or {} for group in groups).pop())
+
+    def _layout(self, numbers: Sequence[int]) -> Layout:
+        """Return the layout of some shardings, for the exchange to fill their columns."""
+        every, group = self._shardings, exchanging_group(self._env)
+        exchanged, replicated = (
+            [every[i] for i in kind if i in numbers] for kind in (self._exchanged, self._replicated)
+        )
+        return build_layout(exchanged, list(self._names_in_output(numbers)), group.size(), replicated)
 
     def _make_exchange(self) -> Served:
         """Return an exchange of the shardings that can be exchanged; of none, it has data-parallel tables alone."""
-        group, device, every = exchanging_group(self._env), self._device, self._shardings
-        assert device is not None
-        names = list(self._exchanged_names()) if self._exchanged else []
-        layout = build_layout([every[i] for i in self._exchanged], names, group.size())
         tables = LocalTables.of([self._lookups[i] for i in self._exchanged], self.cached)
-        return self._new_exchange(layout, tables, self._resolved, group, device)
-
-    def _new_exchange(self, *arguments: Any) -> Served:
-        """Return an exchange of `Exchange`'s arguments."""
-        return Exchange(*arguments)  # type: ignore[return-value]
-
-    def _exchanged_names(self) -> Mapping[str, str]:
-        """Return the names of the exchange's output in its order, each with TorchRec's."""
-        raise NotImplementedError
+        layout, group = self._layout(self._exchanged), exchanging_group(self._env)
+        return self._exchange_type(layout, tables, self._resolved, group, torch.device(self._device))
 
     def take_ids(
         self,
@@ -97,7 +150,9 @@ class ExchangingModule(nn.Module, Generic[Served]):
             order: of the step that this one's ids are captured in; None leaves the exchange's own.
         """
         if self._replicated:
-            self.exchange = self.exchange or self._make_exchange()
+            self.exchange, self._ours = self.exchange or self._make_exchange(), self._looked_up_in_step
+            shardings, lookups = ([kept[i] for i in self._replicated] for kept in (self._shardings, self._lookups))
+            self._replicated_tables = ReplicatedTables.of(shardings, lookups)
         if self.exchange is not None and order is not None:
             self.exchange.order = order
         self._take_ids(keys, bound, weighted)
@@ -107,56 +162,10 @@ class ExchangingModule(nn.Module, Generic[Served]):
         """Do so, once there is an exchange of the tables that one can take, if there are any."""
         raise NotImplementedError
 
-    def _begin(self, options: ExchangeOptions, cached: Mapping[str, float]) -> None:
-        """Take how to exchange, and `cached` tables, before `_set_up_exchange`."""
-        self._options, self.cached = options, cached
-        if cached:
-            self.register_state_dict_pre_hook(lambda *_: self.note_writes())
-        self._reasons_told: set[str] = set()
-        self.exchange = None
-
     @property
-    def _logs(self) -> bool:
-        """Whether this rank says what falls back: rank 0 of all, not of each sharding group."""
-        return (self._env.global_rank if isinstance(self._env, ShardingEnv2D) else self._env.rank) == 0
-
-    def _set_up_exchange(self, tables: int) -> None:
-        """Find out which shardings can be exchanged, say so, and make their exchange; `tables` are the module's."""
-        if self.cached:
-            self._optim = _TableOptimizer(self._optim, self)
-        self.takes_ids, self.stock = False, None
-        every: list[Any] = self._shardings
-        by_type: dict[str, Any] = dict(zip(self._sharding_types, every, strict=True))  # type: ignore[arg-type]
-        reasons = reasons_to_fall_back(by_type, self._env, self._options.wire_dtype, self.cached, self._device)
-        self.why_not_exchanged: Mapping[str, str | None] = reasons
-        """sharding type -> why its tables stay with TorchRec, alike on all ranks, or None if they are exchanged"""
-        for sharding_type, reason in reasons.items():
-            # Data-parallel tables have nothing to exchange.
-            if reason and sharding_type != ShardingType.DATA_PARALLEL.value and self._logs:
-                log.warning(
-                    "backend %s: %s %s stay with TorchRec: %s", self._options.backend, sharding_type, self._kind, reason
-                )
-        self._exchanged = [i for i, reason in enumerate(reasons.values()) if reason is None]
-        self._replicated = [i for i, sharding in enumerate(every) if type(sharding) in _REPLICATED]
-        self._ours = self._exchanged
-        """the shardings whose columns the exchange fills: with those of replicated tables, where it takes ids"""
-        shardings = [every[i] for i in self._exchanged]
-        exchanged = {table.name for each in shardings for group in groups_of(each) for table in group.embedding_tables}
-        options = self._options_for(shardings) if shardings else self._options
-        if self._logs:
-            text = "backend %s: %d of %d %s exchanged, update by %s"
-            update = options.resolved_backward if exchanged else "FBGEMM"
-            log.info(text, options.backend, len(exchanged), tables, self._kind, update)
-        self._resolved = options
-        if shardings:
-            self.exchange = self._make_exchange()
-
-    def _options_for(self, shardings: Sequence[Any]) -> ExchangeOptions:
-        """Return the options, with the lookups' type and bound."""
-        options, groups = self._options, [group for sharding in shardings for group in groups_of(sharding)]
-        if (output := output_types(shardings[0]).pop()) != SparseType.FP32:
-            options = replace(options, output_dtype=output.as_dtype(), wire_dtype=output.as_dtype())
-        return replace(options, max_gradient=max_gradients(group.fused_params or {} for group in groups).pop())
+    def _looked_up_in_step(self) -> list[int]:
+        """The shardings that a captured step looks up itself."""
+        return sorted({*self._exchanged, *self._replicated})
 
     def why_ids_are_not_taken(self) -> str | None:
         """Return why this module leaves the ids to TorchRec, alike on all ranks, or None if `take_ids` would work."""
@@ -175,26 +184,16 @@ class ExchangingModule(nn.Module, Generic[Served]):
         if self.exchange is not None:
             self.exchange.tables.note_writes()
 
-    def _stock(self) -> list[int]:
-        """Return the numbers of the shardings that stay with TorchRec where the exchange takes ids."""
-        ours = {*self._exchanged, *self._replicated}
-        return [i for i in range(len(self._shardings)) if i not in ours]
-
-    def _with_replicated(self, exchanged: Layout) -> tuple[Layout, ReplicatedTables | None]:
-        """Return the layout with the data-parallel tables, which the exchange is to fill from now on, and these."""
-        if not self._replicated:
-            return exchanged, None
-        every = self._shardings
-        self._ours = sorted({*self._exchanged, *self._replicated})
-        shardings, lookups = ([kept[i] for i in self._replicated] for kept in (every, self._lookups))
-        shards = [shard for shards in exchanged.by_owner for shard in shards] + replicated_shards(shardings)
-        layout = Layout(shards, list(self._exchanged_names()), exchanged.world_size)
-        return layout, ReplicatedTables.of(shardings, lookups)
+    def input_dist(self, ctx: Any, features: Any) -> Any:
+        """Send ids as TorchRec does; those of features with batches of their own as each sample's."""
+        if self.exchange is not None and isinstance(features, KeyedJaggedTensor):
+            features = with_bags_of_samples(features)
+        return super().input_dist(ctx, features)  # type: ignore[misc]
 
     def compute(self, ctx: Any, dist_input: Any) -> list[torch.Tensor]:
         """Look up as TorchRec does, for a module that calls this and `output_dist` itself, one after the other."""
         if self.exchange is not None:
-            self._tell_once("another module looks up and sends apart")
+            self._tell_once("steps stay with TorchRec: another module looks up and sends apart")
         return self._at_home(partial(super().compute, ctx, dist_input))  # type: ignore[misc]
 
     def _at_home(self, look_up: Callable[[], Looked]) -> Looked:
@@ -210,11 +209,16 @@ class ExchangingModule(nn.Module, Generic[Served]):
         self.exchange.follow_rules()
         return found
 
-    def _tell_once(self, reason: str) -> None:
-        """Say why a step stays with TorchRec, on rank 0, the first time."""
-        if reason not in self._reasons_told and self._logs:
-            log.warning("backend %s: steps stay with TorchRec: %s", self._options.backend, reason)
-        self._reasons_told.add(reason)
+    @property
+    def _is_first(self) -> bool:
+        """Whether this rank logs: rank 0 of all, not of each sharding group."""
+        return (self._env.global_rank if isinstance(self._env, ShardingEnv2D) else self._env.rank) == 0
+
+    def _tell_once(self, what: str) -> None:
+        """Say what stays with TorchRec, on rank 0, the first time."""
+        if what not in self._reasons_told and self._is_first:
+            log.warning("backend %s: %s", self._options.backend, what)
+        self._reasons_told.add(what)
 
 
 class _TableOptimizer(CombinedOptimizer):

@@ -84,173 +84,155 @@ def torchrecs_planner(
     )
 
 
-class Unsharded:
-    """The tables of a module that is not sharded, and what a configuration makes of them on these ranks."""
+def make_plan(
+    module: nn.Module,
+    sharders: list[ModuleSharder[Any]],
+    topology: Topology,
+    config: EmbeddingConfig,
+    pooling: Sequence[float],
+    batch_size: int,
+    group: dist.ProcessGroup,
+) -> ShardingPlan:
+    """Return the plan of `config.plan` for the tables of a module, the same on every rank; a collective.
 
-    def __init__(
-        self,
-        module: nn.Module,
-        sharders: list[ModuleSharder[Any]],
-        topology: Topology,
-        config: EmbeddingConfig,
-        pooling: Sequence[float],
-        group: dist.ProcessGroup,
-    ) -> None:
-        """Take the tables and their ranks; a collective.
+    Args:
+        module: not sharded yet, whose collections have the tables `table_keys`.
+        sharders: of the collections.
+        pooling: mean number of ids in a bag, per table.
+        batch_size: samples of a rank.
+        group: the ranks.
 
-        Args:
-            module: whose collections have the tables `table_keys`.
-            sharders: of the collections.
-            pooling: mean number of ids in a bag, per table.
-            group: the ranks.
+    Raises:
+        InputError: if the tables do not fit; or see `cached_tables`.
+    """
+    collections, loads = _collections(module), dict[str, TableLoad]()
+    tables = {table.name: (each, table) for each, configs in collections.values() for table in configs}
+    for name, ids in zip(table_keys(len(pooling)), pooling, strict=True):
+        collection, table = tables[name]
+        row_bytes = table.embedding_dim * data_type_to_dtype(table.data_type).itemsize
+        size = round(table.num_embeddings * (row_bytes + state_bytes(config.optimizer, table.embedding_dim)))
+        is_pooled = isinstance(collection, EmbeddingBagCollection)
+        loads[name] = TableLoad(ids, table.embedding_dim, row_bytes, size, table.num_embeddings, is_pooled)
+    on_gpu, storage, capacities = topology.compute_device == "cuda", topology.devices[group.rank()].storage, [0]
+    capacities *= group.size()
+    dist.all_gather_object(capacities, storage.hbm if on_gpu else storage.ddr, group)
+    capacity = int(min(capacities) * (1 - _RESERVED))  # bytes of a rank for tables
+    cached = cached_tables(loads, config, capacity * group.size() if on_gpu else None)
+    params = CacheParams(load_factor=config.cache_fraction, prefetch_pipeline=config.backend == "torchrec" or None)
+    if config.plan == "auto":
+        if on_gpu:
+            loads |= {name: loads[name]._replace(bytes=round(_held_bytes(loads[name], config))) for name in cached}
+        plan = _balanced(collections, loads, sharders, topology, config, capacity, group)
+    else:  # for CPUs TorchRec's planner knows no other kernel
+        of_gpu = dict.fromkeys(cached if on_gpu else (), params)
+        plan = _planned_by_torchrec(module, loads, sharders, topology, config.plan, of_gpu, batch_size, group)
+    for by_name in plan.plan.values():
+        sharded: Any = by_name
+        for name in cached & sharded.keys():
+            sharded[name].compute_kernel, sharded[name].cache_params = _CACHING, params
+    return plan
 
-        Raises:
-            InputError: see `cached_tables`.
-        """
-        self._module, self._sharders, self._topology = module, sharders, topology
-        self._config, self._group = config, group
-        self._collections, names = _collections(module), table_keys(len(pooling))
-        by_name = {table.name: table for _, configs in self._collections.values() for table in configs}
-        self.tables = [by_name[name] for name in names]
-        """in the order of the ids"""
-        self.pooling = dict(zip(names, pooling, strict=True))
-        self.unpooled = {
-            table.name
-            for each, configs in self._collections.values()
-            if isinstance(each, EmbeddingCollection)
-            for table in configs
-        }
-        """those all of whose rows travel, rather than one sum of a bag"""
-        self._on_gpu, self._world_size = topology.compute_device == "cuda", group.size()
-        storage, capacities = topology.devices[group.rank()].storage, [0] * group.size()
-        dist.all_gather_object(capacities, storage.hbm if self._on_gpu else storage.ddr, group)
-        self._capacity = int(min(capacities) * (1 - _RESERVED))
-        """bytes of a rank for tables"""
-        self._cached = self.cached_tables(self._capacity * self._world_size if self._on_gpu else None)
 
-    def plan(self, batch_size: int) -> ShardingPlan:
-        """Return the plan of `config.plan` for so many samples a rank, the same on every rank; a collective.
+def cached_tables(loads: Mapping[str, TableLoad], config: EmbeddingConfig, capacity_bytes: float | None) -> set[str]:
+    """Return the tables that are cached, see `embedding.memory`.
 
-        Raises:
-            InputError: if the tables do not fit.
-        """
-        return self._balanced() if self._config.plan == "auto" else self.planned_by_torchrec(batch_size)
+    Under auto they are the largest, the least number of them that leaves room for the others and the caches.
 
-    def cached_tables(self, capacity_bytes: float | None) -> set[str]:
-        """Return the tables that are cached, see `embedding.memory`.
+    Args:
+        loads: all tables by name.
+        capacity_bytes: the room for tables on all GPUs; None on CPUs, which have no other memory.
 
-        Under auto they are the largest, the least number of them that leaves room for the others and the caches.
-
-        Args:
-            capacity_bytes: the room for tables on all GPUs; None on CPUs, which have no other memory.
-
-        Raises:
-            InputError: if `embedding.memory` has not one value, nor one a table.
-        """
-        config, names = self._config, [table.name for table in self.tables]
-        memory = [config.memory] * len(names) if isinstance(config.memory, str) else config.memory
-        if len(memory) != len(names):
-            raise InputError(
-                f"embedding.memory: {len(memory)} values for {len(names)} tables; give one value, or one a table"
-            )
-        cached = {name for name, each in zip(names, memory, strict=True) if each == "cached"}
-        if capacity_bytes is None:
-            return cached
-        sizes = {table.name: float(_table_bytes(table, config.optimizer)) for table in self.tables}
-        held = {table.name: _held_share(table, config) for table in self.tables}
-        needed = sum(sizes[name] * (held[name] if name in cached else 1.0) for name in names)
-        may = [name for name, each in zip(names, memory, strict=True) if each == "auto"]
-        for name in sorted(may, key=lambda each: (-sizes[each], each)):
-            if needed <= capacity_bytes:
-                break
-            cached.add(name)
-            needed -= sizes[name] * (1 - held[name])
+    Raises:
+        InputError: if `embedding.memory` has not one value, nor one a table.
+    """
+    memory = [config.memory] * len(loads) if isinstance(config.memory, str) else config.memory
+    if len(memory) != len(loads):
+        raise InputError(
+            f"embedding.memory: {len(memory)} values for {len(loads)} tables; give one value, or one a table"
+        )
+    asked = dict(zip(loads, memory, strict=True))
+    cached = {name for name, each in asked.items() if each == "cached"}
+    if capacity_bytes is None:
         return cached
-
-    def _cache_params(self) -> CacheParams:
-        config = self._config
-        return CacheParams(load_factor=config.cache_fraction, prefetch_pipeline=config.backend == "torchrec" or None)
-
-    def _cache(self, tables: Any) -> None:
-        """Have the cached ones of some tables of a plan, by name, cached."""
-        for name in self._cached & tables.keys():
-            tables[name].compute_kernel, tables[name].cache_params = _CACHING, self._cache_params()
-
-    def planned_by_torchrec(self, batch_size: int) -> ShardingPlan:
-        """Return the plan of TorchRec's planner, which rank 0 makes, with shards of the configured type."""
-        kind, dim = self._config.plan, self.tables[0].embedding_dim
-        # TorchRec never cuts columns below 128 of itself: where columns are asked for, every rank may have some.
-        min_partition = max(4, dim // self._topology.world_size // 4 * 4) if kind == "column_wise" else None
-        cached = self._cached if self._on_gpu else set()  # for CPUs the planner knows no other kernel
-        constraints = {
-            name: ParameterConstraints(
-                sharding_types=None if kind == "torchrec" else [kind],
-                compute_kernels=[_CACHING if name in cached else _FUSED],
-                pooling_factors=[factor],
-                min_partition=min_partition,
-                cache_params=self._cache_params() if name in cached else None,
-            )
-            for name, factor in self.pooling.items()
-        }
-        planner = torchrecs_planner(self._topology, batch_size, constraints)
-        try:
-            plan = planner.collective_plan(self._module, self._sharders, self._group)
-        except PlannerError as error:
-            raise _does_not_fit(kind, in_one_line(error)) from None
-        for tables in plan.plan.values():
-            self._cache(tables)
-        return plan
-
-    def _balanced(self) -> ShardingPlan:
-        """Return the shards of the tables placed by `balance`; all ranks do so alike."""
-        config, local, world_size = self._config, self._topology.local_world_size, self._world_size
-        loads = list[TableLoad]()
-        for table in self.tables:
-            row_bytes = table.embedding_dim * data_type_to_dtype(table.data_type).itemsize
-            size, pooled = _table_bytes(table, config.optimizer), table.name not in self.unpooled
-            if table.name in self._cached and self._on_gpu:
-                size = round(size * _held_share(table, config))
-            ids, rows = self.pooling[table.name], table.num_embeddings
-            loads.append(TableLoad(ids, table.embedding_dim, row_bytes, size, rows, pooled))
-        # FBGEMM updates each shard's columns apart, row-wise states and norms of rows included: where cuts of columns
-        # depend on the number of ranks, so would the training, and losses would part on another number of them.
-        cut_columns, host_size = not looks_at_rows(config.optimizer), local if world_size % local == 0 else None
-        placed = balance(loads, world_size, self._capacity, cut_columns, host_size)
-        if placed is None:
-            held = sum(load.bytes for load in loads)
-            text = f"{held} bytes of tables on {world_size} ranks with room for {self._capacity} each"
-            raise _does_not_fit("auto", text)
-        if self._group.rank() == 0:
-            text = "plan: the fullest rank reads %.2f times the mean of rows, and sends %.2f times that of columns"
-            log.info(text, placed.memory, placed.links)
-        shardings = dict[str, ParameterShardingGenerator]()
-        for number, (table, ranks) in enumerate(zip(self.tables, placed.ranks, strict=True)):
-            if number in placed.by_rows:
-                shardings[table.name] = row_wise() if len(ranks) == world_size else table_row_wise(ranks[0] // local)
-            else:
-                shardings[table.name] = table_wise(ranks[0]) if len(ranks) == 1 else column_wise(ranks)
-        plan = ShardingPlan({})
-        for path, (collection, configs) in self._collections.items():
-            (sharder,) = [each for each in self._sharders if isinstance(collection, each.module_type)]
-            own = {table.name: shardings[table.name] for table in configs}
-            device_type = self._topology.compute_device
-            made = construct_module_sharding_plan(collection, own, sharder, local, world_size, device_type)
-            for name in own:
-                made[name].compute_kernel = _FUSED
-            self._cache(made)
-            plan.plan[path] = made
-        return plan
+    needed = sum(_held_bytes(load, config) if name in cached else load.bytes for name, load in loads.items())
+    for name in sorted(loads, key=lambda each: (-loads[each].bytes, each)):
+        if needed > capacity_bytes and asked[name] == "auto":
+            cached.add(name)
+            needed -= loads[name].bytes - _held_bytes(loads[name], config)
+    return cached
 
 
-def _table_bytes(table: BaseEmbeddingConfig, optimizer: str) -> int:
-    """Return the bytes of a table's rows and their optimizer's states."""
-    row_bytes = table.embedding_dim * data_type_to_dtype(table.data_type).itemsize
-    return round(table.num_embeddings * (row_bytes + state_bytes(optimizer, table.embedding_dim)))
+def _held_bytes(load: TableLoad, config: EmbeddingConfig) -> float:
+    """Return the bytes that a cached table takes on the GPU: of its slots, and of where each row is."""
+    return min(load.bytes, load.bytes * config.cache_fraction + 4 * load.rows)
 
 
-def _held_share(table: BaseEmbeddingConfig, config: EmbeddingConfig) -> float:
-    """Return the bytes that a cached table takes on the GPU over all of its own: its slots, and where each row is."""
-    return min(1.0, config.cache_fraction + 4 * table.num_embeddings / _table_bytes(table, config.optimizer))
+def _planned_by_torchrec(
+    module: nn.Module,
+    loads: Mapping[str, TableLoad],
+    sharders: list[ModuleSharder[Any]],
+    topology: Topology,
+    kind: str,
+    cached: Mapping[str, CacheParams],
+    batch_size: int,
+    group: dist.ProcessGroup,
+) -> ShardingPlan:
+    """Return the plan of TorchRec's planner, which rank 0 makes, with shards of the configured `kind`."""
+    dim = next(iter(loads.values())).dim
+    # TorchRec never cuts columns below 128 of itself: where columns are asked for, every rank may have some.
+    min_partition = max(4, dim // topology.world_size // 4 * 4) if kind == "column_wise" else None
+    constraints = {
+        name: ParameterConstraints(
+            sharding_types=None if kind == "torchrec" else [kind],
+            compute_kernels=[_CACHING if name in cached else _FUSED],
+            pooling_factors=[load.pooling],
+            min_partition=min_partition,
+            cache_params=cached.get(name),
+        )
+        for name, load in loads.items()
+    }
+    try:
+        return torchrecs_planner(topology, batch_size, constraints).collective_plan(module, sharders, group)
+    except PlannerError as error:
+        raise _does_not_fit(kind, in_one_line(error)) from None
+
+
+def _balanced(
+    collections: Mapping[str, tuple[nn.Module, Sequence[BaseEmbeddingConfig]]],
+    loads: Mapping[str, TableLoad],
+    sharders: list[ModuleSharder[Any]],
+    topology: Topology,
+    config: EmbeddingConfig,
+    capacity: int,
+    group: dist.ProcessGroup,
+) -> ShardingPlan:
+    """Return the shards of the tables placed by `balance`; all ranks do so alike."""
+    local, world_size = topology.local_world_size, group.size()
+    # FBGEMM updates each shard's columns apart, row-wise states and norms of rows included: where cuts of columns
+    # depend on the number of ranks, so would the training, and losses would part on another number of them.
+    cut_columns, host_size = not looks_at_rows(config.optimizer), local if world_size % local == 0 else None
+    placed = balance(list(loads.values()), world_size, capacity, cut_columns, host_size)
+    if placed is None:
+        held = sum(load.bytes for load in loads.values())
+        raise _does_not_fit("auto", f"{held} bytes of tables on {world_size} ranks with room for {capacity} each")
+    if group.rank() == 0:
+        text = "plan: the fullest rank reads %.2f times the mean of rows, and sends %.2f times that of columns"
+        log.info(text, placed.memory, placed.links)
+    shardings = dict[str, ParameterShardingGenerator]()
+    for number, (name, ranks) in enumerate(zip(loads, placed.ranks, strict=True)):
+        if number in placed.by_rows:
+            shardings[name] = row_wise() if len(ranks) == world_size else table_row_wise(ranks[0] // local)
+        else:
+            shardings[name] = table_wise(ranks[0]) if len(ranks) == 1 else column_wise(ranks)
+    plan = ShardingPlan({})
+    for path, (collection, configs) in collections.items():
+        (sharder,) = [each for each in sharders if isinstance(collection, each.module_type)]
+        own, device_type = {table.name: shardings[table.name] for table in configs}, topology.compute_device
+        made = construct_module_sharding_plan(collection, own, sharder, local, world_size, device_type)
+        for name in own:
+            made[name].compute_kernel = _FUSED
+        plan.plan[path] = made
+    return plan
 
 
 def _collections(module: nn.Module) -> dict[str, tuple[nn.Module, Sequence[BaseEmbeddingConfig]]]:
@@ -269,18 +251,3 @@ def _does_not_fit(kind: str, reason: str) -> InputError:
         f"embedding.plan: no plan of kind {kind} fits ({reason:.200}...); cache tables with --embedding.memory auto, "
         f"cap them with --data.tables.max_rows, or use more ranks"
     )
-
-
-def plan_record(plan: ShardingPlan) -> dict[str, Any]:
-    """Return a checkpoint's record of the plan: of each table the sharding, and rank, offsets and sizes of shards."""
-    return {
-        table: {"sharding": sharding.sharding_type}
-        | {
-            "shards": [
-                {"rank": s.placement.rank(), "offsets": list(s.shard_offsets), "sizes": list(s.shard_sizes)}
-                for s in (sharding.sharding_spec.shards if sharding.sharding_spec else [])
-            ]
-        }
-        for module in plan.plan.values()
-        for table, sharding in sorted(module.items())  # type: ignore[attr-defined]
-    }

@@ -20,12 +20,12 @@ from torchrec.distributed.types import (
 from torchrec.modules.embedding_configs import DataType, PoolingType, data_type_to_dtype
 
 from dlrm_overlap.embedding.options import WIRE_DTYPES
-from dlrm_overlap.embedding.shardings import CUT_BY_ROWS, SUMMED_ALONE, TAKEN, UNPOOLED, groups_of, output_types
+from dlrm_overlap.embedding.shardings import TAKEN, UNPOOLED, groups_of, output_types
 from dlrm_overlap.embedding.tables import OPTIMIZERS, max_gradients
 
 _MOST_COLUMNS = 1024  # of a shard: a program holds whole rows in registers
-_UNPOOLED_OP = CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL
-_POOLED_OPS = CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL, CommOp.POOLED_EMBEDDINGS_REDUCE_SCATTER
+UNPOOLED_OPS = (CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL,)
+POOLED_OPS = CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL, CommOp.POOLED_EMBEDDINGS_REDUCE_SCATTER
 _OUTPUT_TYPES = SparseType.FP32, SparseType.BF16, SparseType.FP16
 _WEIGHT_DECAYS = WeightDecayMode.NONE, WeightDecayMode.L2, WeightDecayMode.DECOUPLE, WeightDecayMode.COUNTER
 _UPDATED_IN_BACKWARD = (
@@ -45,10 +45,8 @@ def reasons_to_fall_back(
     """Return by sharding type why tables of a module stay with TorchRec, or None if they do not.
 
     Args:
-        shardings: sharding type -> TorchRec's sharding.
-        wire_dtype: in which embeddings would travel.
+        shardings: TorchRec's, by type.
         cached: names of the tables whose rows the exchange caches.
-        device: of the rows.
     """
     whole, on_cpu = None, device is not None and device.type == "cpu"
     if isinstance(env, ShardingEnv2D) and env.sharding_strategy == ShardingStrategy.FULLY_SHARDED:
@@ -70,7 +68,8 @@ def _of_sharding(sharding: Any, wire_dtype: torch.dtype, cached: Collection[str]
     if type(sharding) not in TAKEN:
         yield f"shards of type {type(sharding).__name__} are not exchanged"
         return
-    if asked := precisions(sharding.qcomm_codecs_registry, _collectives(sharding)):
+    ops = UNPOOLED_OPS if isinstance(sharding, UNPOOLED) else POOLED_OPS
+    if asked := precisions(sharding.qcomm_codecs_registry, ops):
         if {WIRE_DTYPES.get(precision) for precision in asked} != {wire_dtype}:
             yield f"quantised communication: {' and '.join(sorted(asked))}"
         elif outputs := output_types(sharding) - {SparseType.FP32}:  # which TorchRec's codecs decode to float32
@@ -79,28 +78,14 @@ def _of_sharding(sharding: Any, wire_dtype: torch.dtype, cached: Collection[str]
         yield from _of_lookup(group, wire_dtype, cached)
 
 
-def _collectives(sharding: Any) -> list[CommOp]:
-    """Return the collectives by which TorchRec would send a sharding's embeddings."""
-    if isinstance(sharding, UNPOOLED):
-        return [_UNPOOLED_OP]
-    summed = [CommOp.POOLED_EMBEDDINGS_REDUCE_SCATTER] if isinstance(sharding, CUT_BY_ROWS) else []
-    return summed if isinstance(sharding, SUMMED_ALONE) else [*summed, CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL]
-
-
-def precisions(registry: Mapping[str, QuantizedCommCodecs] | None, used: Sequence[CommOp] = ()) -> set[str]:
-    """Return in which precisions collectives send pooled embeddings and gradients; none without codecs for any.
-
-    Args:
-        registry: the sharder's `qcomm_codecs_registry`.
-        used: the collectives that are asked for; by default those that have codecs.
+def precisions(registry: Mapping[str, QuantizedCommCodecs] | None, ops: Sequence[CommOp]) -> set[str]:
+    """Return in which precisions collectives send embeddings and gradients; none without codecs for any of `ops`.
 
     Example: {"fp16"} for float16 both ways, {"fp16", "bf16"} for one each way, {"int8"}, {"fp16 with a loss scale"}.
     """
-    registry = registry or {}
-    kind = (_UNPOOLED_OP,) if _UNPOOLED_OP in used else _POOLED_OPS
-    if not (known := [op for op in kind if op.name in registry]):
+    if registry is None or not any(op.name in registry for op in ops):
         return set()
-    codecs = [registry.get(op.name, QuantizedCommCodecs()) for op in used or known]
+    codecs = [registry.get(op.name, QuantizedCommCodecs()) for op in ops]
     return {_precision(codec) for each in codecs for codec in (each.forward, each.backward)}
 
 
@@ -164,22 +149,21 @@ def why_not_beside_graphs(shardings: Mapping[str, Any], why_not_exchanged: Mappi
     after it, see `stock`.
 
     Args:
-        shardings: sharding type -> TorchRec's sharding.
-        why_not_exchanged: sharding type -> why its tables are not exchanged, or None if they are.
-
-    Returns:
-        The first such table and the reason.
+        shardings: TorchRec's, by type.
+        why_not_exchanged: likewise, as `reasons_to_fall_back` returns it.
     """
     for kind, sharding in shardings.items():
-        replicated, exchanged = kind == ShardingType.DATA_PARALLEL.value, why_not_exchanged[kind] is None
-        pairs = [(group, table) for group in groups_of(sharding) for table in group.embedding_tables if not exchanged]
-        for group, table in pairs:
-            if replicated and (reason := next(_of_replicated(group, table), None)) is not None:
-                return f"data-parallel table {table.name} stays with TorchRec: {reason}"
-            if not replicated and table.pooling == PoolingType.NONE:
-                return f"unpooled table {table.name} stays with TorchRec: {why_not_exchanged[kind]}"
-            if not replicated and table.compute_kernel not in _UPDATED_IN_BACKWARD:
-                return f"table {table.name} stays with TorchRec, with compute kernel {table.compute_kernel.value}"
+        if (why := why_not_exchanged[kind]) is None:
+            continue
+        for group in groups_of(sharding):
+            for table in group.embedding_tables:
+                if kind == ShardingType.DATA_PARALLEL.value:
+                    if (reason := next(_of_replicated(group, table), None)) is not None:
+                        return f"data-parallel table {table.name} stays with TorchRec: {reason}"
+                elif table.pooling == PoolingType.NONE:
+                    return f"unpooled table {table.name} stays with TorchRec: {why}"
+                elif table.compute_kernel not in _UPDATED_IN_BACKWARD:
+                    return f"table {table.name} stays with TorchRec, with compute kernel {table.compute_kernel.value}"
     return None
 
 

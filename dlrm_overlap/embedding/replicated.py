@@ -12,9 +12,8 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.composable.table_batched_embedding_slice import TableBatchedEmbeddingSlice
-from torchrec.modules.embedding_configs import PoolingType, data_type_to_dtype
 
-from dlrm_overlap.embedding.layout import EVERY_RANK, FeatureShard, outputs_of
+from dlrm_overlap.embedding.layout import FeatureShard
 from dlrm_overlap.embedding.tables import StoredRows, bounds_check_modes
 
 
@@ -78,31 +77,6 @@ class ReplicatedGradients(ReplicatedTables):
     def stored(self, shard: FeatureShard) -> StoredRows:
         """Return the flat gradient that holds a table's, and by which rule it is updated."""
         return StoredRows(self._gradient(shard.lookup), (), "sgd", stochastic_rounding=False)
-
-
-def replicated_shards(shardings: Sequence[Any]) -> list[FeatureShard]:
-    """Return the features of data-parallel shardings, alike on all ranks, in the order of their lookups."""
-    shards: list[FeatureShard] = []
-    groups = [group for sharding in shardings for group in sharding._grouped_embedding_configs]
-    for number, group in enumerate(groups):
-        for index, table in enumerate(group.embedding_tables):
-            for name, feature_name in outputs_of(table):
-                shard = FeatureShard(
-                    name=name,
-                    owner=EVERY_RANK,
-                    input=0,
-                    feature=len(shards),
-                    lookup=number,
-                    table=index,
-                    first_column=0,
-                    dim=table.local_cols,
-                    mean=group.pooling == PoolingType.MEAN,
-                    dtype=data_type_to_dtype(group.data_type),
-                    feature_name=feature_name,
-                    slots=group.pooling == PoolingType.NONE,
-                )
-                shards.append(shard)
-    return shards
 
 
 def data_parallel_weights(model: nn.Module) -> dict[str, TableBatchedEmbeddingSlice]:

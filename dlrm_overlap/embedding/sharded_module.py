@@ -1,7 +1,6 @@
 """The drop-in's sharded module: TorchRec's own, whose shards an `Exchange` serves."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import cache, partial, reduce
 from typing import Any
 
@@ -10,7 +9,6 @@ from torch import nn
 from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.embeddingbag import (
     EmbeddingBagCollectionAwaitable,
-    EmbeddingBagCollectionContext,
     ShardedEmbeddingBagCollection,
 )
 from torchrec.distributed.types import Awaitable, LazyAwaitable, NoWait
@@ -19,27 +17,13 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from dlrm_overlap.backends import BACKENDS
 from dlrm_overlap.embedding.exchange import Exchange, PooledAwaitable
-from dlrm_overlap.embedding.exchanging_module import ExchangingModule
+from dlrm_overlap.embedding.exchanging_module import Deferred, ExchangingModule
 from dlrm_overlap.embedding.id_layout import BatchBound
 from dlrm_overlap.embedding.layout import Layout
-from dlrm_overlap.embedding.options import ExchangeOptions
-from dlrm_overlap.embedding.own_batches import of_samples, with_even_batches
-from dlrm_overlap.embedding.shardings import (
-    hosts_of,
-    in_rank_order,
-    model_order,
-    names_of,
-    output_types,
-)
+from dlrm_overlap.embedding.own_batches import with_bags_of_samples
+from dlrm_overlap.embedding.shardings import in_rank_order, model_order, names_of, output_types
 from dlrm_overlap.embedding.steps import with_float_weights
 from dlrm_overlap.embedding.stock import StockTables
-
-
-@dataclass
-class PaddedContext(EmbeddingBagCollectionContext):
-    """TorchRec's context of a step, and whether empty bags were added to its features, see `own_batches`."""
-
-    is_padded: bool = False
 
 
 class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEmbeddingBagCollection):
@@ -50,33 +34,19 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
     first, in the order of the unsharded module, then the others in TorchRec's.
     """
 
-    def __init__(
-        self, *args: Any, options: ExchangeOptions, output_order: str, cached: Mapping[str, float], **kwargs: Any
-    ) -> None:
-        """Take TorchRec's arguments, how to exchange, the order of the output, and `cached` tables."""
-        super().__init__(*args, **kwargs)
+    _exchange_type = Exchange
+
+    def __init__(self, *args: Any, output_order: str, **kwargs: Any) -> None:
+        """Take the arguments of `ExchangingModule`, and the order of the output."""
         self._output_order = output_order
-        self._begin(options, cached)
-        self._set_up()
+        super().__init__(*args, **kwargs)
 
     def _set_up(self) -> None:
-        """Make the exchange, and order the output."""
-        self._set_up_exchange(len(self._embedding_bag_configs))
+        super()._set_up()
         self._order_output(Layout([], [], 1) if self.exchange is None else self.exchange.layout)
 
-    @property
-    def _shardings(self) -> list[Any]:
-        """TorchRec's shardings, by number."""
-        return self._embedding_shardings
-
-    def _exchanged_names(self) -> dict[str, str]:
-        """Return the names of the pooled embeddings that the exchange brings, in the order of its output.
-
-        Returns:
-            Name in the layout -> TorchRec's name, see `names_of`.
-        """
-        every: list[Any] = self._embedding_shardings
-        names = names_of([every[i] for i in self._ours])
+    def _names_in_output(self, numbers: Sequence[int]) -> dict[str, str]:
+        names = names_of([self._embedding_shardings[i] for i in numbers])
         if self._output_order == "plan":
             return names
         return {name: names[name] for name in model_order(self._embedding_bag_configs) if name in names}
@@ -86,7 +56,7 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
         self._output_names, self._output_dims = self._embedding_names, self._embedding_dims
         if self._output_order == "model":
             others = self._others
-            self._output_names = [*self._exchanged_names().values(), *names_of(others).values()]
+            self._output_names = [*self._names_in_output(self._ours).values(), *names_of(others).values()]
             self._output_dims = layout.dims + [dim for each in others for dim in each.embedding_dims()]
 
     @property
@@ -104,11 +74,11 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
         return options.leading_columns if BACKENDS[options.backend].stores_to_peers else 0
 
     def _take_ids(self, keys: Sequence[str], bound: BatchBound, weighted: bool) -> None:
-        stock = self._stock()
+        stock = [i for i in range(len(self._shardings)) if i not in self._ours]
         self.stock = StockTables(self, stock) if stock else None
         if self.exchange is not None:
-            layout, replicated = self._with_replicated(self.exchange.layout)
-            self.exchange.take_ids(keys, bound, layout, replicated, weighted)
+            layout = self._layout(self._ours)
+            self.exchange.take_ids(keys, bound, layout, self._replicated_tables, weighted)
             self._order_output(layout)
         if self._has_mean_pooling_callback:
             self._divided_by = self._rows_of_divisor(keys).to(self._device)
@@ -146,89 +116,61 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
             return super().forward(*input, **kwargs)
         (features,) = (*input, *kwargs.values())
         if features.variable_stride_per_key():
-            features = with_even_batches(features)
+            features = with_bags_of_samples(features)
         exchanged, others = None, {}
         if self.exchange is not None:
             exchanged = self.exchange.start_sent(features)
         if self.stock is not None:
             pooled = zip(self.stock.numbers, self.stock.pooled(features), strict=True)
             others = {number: NoWait(each) for number, each in pooled}
-        awaitable = self._awaitable(self._in_order(exchanged, others))
-        if self._has_mean_pooling_callback:
-            awaitable.callbacks.append(partial(self._divide, divisor=self._divisor(features)))
-        if (inverse := features.inverse_indices_or_none()) is not None:
-            awaitable.callbacks.append(partial(of_samples, inverse=inverse))
-        return awaitable
+        return self._output(exchanged, others, self._divisor(features) if self._has_mean_pooling_callback else None)
 
-    def create_context(self) -> "PaddedContext":
-        """Return the context of a step."""
-        return PaddedContext()
-
-    def input_dist(self, ctx: EmbeddingBagCollectionContext, features: Any) -> Awaitable[Awaitable[KJTList]]:
-        """Send ids as TorchRec does; those of features with batches of their own once these have a bag a sample."""
-        own_batches = isinstance(features, KeyedJaggedTensor) and features.variable_stride_per_key()
-        if own_batches and self._exchanged and isinstance(ctx, PaddedContext):
-            features, ctx.is_padded = with_even_batches(features), True
-        return super().input_dist(ctx, features)
-
-    def compute_and_output_dist(self, ctx: EmbeddingBagCollectionContext, input: KJTList) -> LazyAwaitable[KeyedTensor]:
+    def compute_and_output_dist(self, ctx: Any, input: KJTList) -> LazyAwaitable[KeyedTensor]:
         """Look up and exchange; TorchRec's train pipelines call this with ids that are already at their owners."""
         if self.exchange is None or not self._exchanged:
             return super().compute_and_output_dist(ctx, input)
         trackers = (getattr(self._lookups[i], "optim_state_tracker_fn", None) for i in self._exchanged)
-        is_tracked = self.post_lookup_tracker_fn or self.post_odist_tracker_fn or any(trackers)
-        if ctx.variable_batch_per_feature or is_tracked:
-            self._tell_once("a tracker is registered" if is_tracked else "features have batches of different sizes")
-            look_up = partial(super().compute_and_output_dist, ctx, input)
-            return _of_samples(ctx, self._at_home(look_up))
-        first: Any = ctx.sharding_contexts[self._exchanged[0]]
-        batch_sizes = first.batch_size_per_rank
-        exchanged = self.exchange.start(self._in_rank_order(input, batch_sizes), batch_sizes)
+        if self.post_lookup_tracker_fn or self.post_odist_tracker_fn or any(trackers):
+            self._tell_once("steps stay with TorchRec: a tracker is registered")
+            return self._at_home(partial(super().compute_and_output_dist, ctx, input))
+        batch_sizes = ctx.sharding_contexts[self._exchanged[0]].batch_size_per_rank
+        shardings = [(self._embedding_shardings[i], with_float_weights(input[i])) for i in self._exchanged]
+        ids = [in_rank_order(each, sharding, tuple(batch_sizes)) for sharding, each in shardings]
+        exchanged = self.exchange.start(ids, batch_sizes)
         others = {
             i: output_dist(lookup(input[i]), ctx.sharding_contexts[i])
             for i, (lookup, output_dist) in enumerate(zip(self._lookups, self._output_dists, strict=True))
             if i not in self._exchanged
         }
-        awaitable = self._awaitable(self._in_order(exchanged, others))
-        if self._has_mean_pooling_callback:
-            assert ctx.divisor is not None
-            awaitable.callbacks.append(partial(self._divide, divisor=ctx.divisor))
-        return _of_samples(ctx, awaitable)
+        return self._output(exchanged, others, ctx.divisor)
 
-    def output_dist(self, ctx: EmbeddingBagCollectionContext, output: list[torch.Tensor]) -> LazyAwaitable[KeyedTensor]:
-        """Send as TorchRec does, for a module that calls `compute` and this itself."""
-        return _of_samples(ctx, super().output_dist(ctx, output))
+    def _output(
+        self,
+        exchanged: PooledAwaitable | None,
+        others: Mapping[int, Awaitable[torch.Tensor]],
+        divisor: torch.Tensor | None,
+    ) -> LazyAwaitable[KeyedTensor]:
+        """Return the awaitable of all columns in their order: of the exchange, and of other shardings by number.
 
-    def _in_rank_order(self, input: KJTList, batch_sizes: Sequence[int]) -> list[KeyedJaggedTensor]:
-        """Return the ids of the shardings that are exchanged, each with the bags of rank 0's samples first."""
-        ids = [(with_float_weights(input[i]), hosts_of(self._embedding_shardings[i])) for i in self._exchanged]
-        return [each if hosts == 1 else in_rank_order(each, tuple(batch_sizes), hosts) for each, hosts in ids]
-
-    def _awaitable(self, parts: list[Awaitable[torch.Tensor]]) -> EmbeddingBagCollectionAwaitable:
-        return EmbeddingBagCollectionAwaitable(
+        Args:
+            divisor: of all columns in TorchRec's order, if some are sums of parts of means.
+        """
+        parts = [*([] if exchanged is None else [exchanged]), *others.values()]
+        if exchanged is not None and others and self._output_order == "plan":
+            every: list[Any] = self._embedding_shardings
+            widths = [sum(every[i].embedding_dims()) for i in self._ours]
+            columns = cache(lambda: exchanged.wait().split(widths, dim=1))
+            ours = {i: Deferred(lambda number=number: columns()[number]) for number, i in enumerate(self._ours)}
+            parts = [ours[i] if i in ours else others[i] for i in range(len(every))]
+        pooled = EmbeddingBagCollectionAwaitable(
             awaitables=parts,
             embedding_dims=self._output_dims,
             embedding_names=self._output_names,
             module_fqn=self._module_fqn,
         )
-
-    def _in_order(
-        self, exchanged: PooledAwaitable | None, others: Mapping[int, Awaitable[torch.Tensor]]
-    ) -> list[Awaitable[torch.Tensor]]:
-        """Return the awaitables of the columns of the output, in their order.
-
-        Args:
-            others: by sharding, of those that are not exchanged.
-        """
-        if exchanged is None:
-            return list(others.values())
-        if self._output_order == "model" or not others:
-            return [exchanged, *others.values()]
-        every: list[Any] = self._embedding_shardings
-        widths = [sum(every[i].embedding_dims()) for i in self._ours]
-        parts = cache(lambda: exchanged.wait().split(widths, dim=1))
-        ours = {i: _Part(parts, number) for number, i in enumerate(self._ours)}
-        return [ours[i] if i in ours else others[i] for i in range(len(every))]
+        if divisor is not None:
+            pooled.callbacks.append(partial(self._divide, divisor=divisor))
+        return pooled
 
     def _divide(self, pooled: KeyedTensor, divisor: torch.Tensor) -> KeyedTensor:
         """Divide by the bags' lengths, given in TorchRec's order, where row-wise shards hold parts of a mean."""
@@ -245,35 +187,15 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
         self._set_up()
 
 
-def _of_samples(ctx: EmbeddingBagCollectionContext, pooled: LazyAwaitable[KeyedTensor]) -> LazyAwaitable[KeyedTensor]:
-    """Have the samples' pooled embeddings taken from those of their features' bags, where bags were added."""
-    if isinstance(ctx, PaddedContext) and ctx.is_padded:
-        assert ctx.inverse_indices is not None, "`with_even_batches` asks for them"
-        pooled.callbacks.append(partial(of_samples, inverse=ctx.inverse_indices))
-    return pooled
-
-
-class _Part(Awaitable[torch.Tensor]):
-    """Some columns of an exchange's output, for an output that has others between them."""
-
-    def __init__(self, parts: Callable[[], Sequence[torch.Tensor]], number: int) -> None:
-        super().__init__()
-        self._parts, self._number = parts, number
-
-    def _wait_impl(self) -> torch.Tensor:
-        return self._parts()[self._number]
-
-
 def output_dtype(module: nn.Module) -> torch.dtype:
     """Return the type of a module's pooled embeddings, sharded by TorchRec's sharder or by ours; else float32."""
     if not isinstance(module, ShardedEmbeddingBagCollection):
         return torch.float32
-    exchange, exchanged = None, []
-    if isinstance(module, OverlapShardedEmbeddingBagCollection):
-        exchange, exchanged = module.exchange, module._exchanged
-    types = [] if exchange is None else [exchange.options.output_dtype]
-    others = [each for number, each in enumerate(module._embedding_shardings) if number not in exchanged]
-    types += [output.as_dtype() for sharding in others for output in output_types(sharding)]
+    shardings, types = dict(enumerate(module._embedding_shardings)), []
+    if isinstance(module, OverlapShardedEmbeddingBagCollection) and module.exchange is not None:
+        types = [module.exchange.options.output_dtype]
+        shardings = {number: each for number, each in shardings.items() if number not in module._exchanged}
+    types += [output.as_dtype() for sharding in shardings.values() for output in output_types(sharding)]
     return reduce(torch.promote_types, types)
 
 

@@ -1,37 +1,22 @@
 """The drop-in's sharded module of an unpooled collection: TorchRec's own, whose shards an `UnpooledExchange` serves."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torchrec.distributed.embedding import EmbeddingCollectionContext, ShardedEmbeddingCollection
 from torchrec.distributed.embedding_types import KJTList
-from torchrec.distributed.types import Awaitable, LazyAwaitable
+from torchrec.distributed.types import LazyAwaitable
 from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from dlrm_overlap.config import InputError
 from dlrm_overlap.embedding.distinct import DistinctIds, NamedSequence
-from dlrm_overlap.embedding.exchanging_module import ExchangingModule
+from dlrm_overlap.embedding.exchanging_module import Deferred, ExchangingModule
 from dlrm_overlap.embedding.id_layout import BatchBound
-from dlrm_overlap.embedding.layout import RowRange
-from dlrm_overlap.embedding.options import ExchangeOptions
 from dlrm_overlap.embedding.own_batches import with_bags_of_samples
+from dlrm_overlap.embedding.shardings import table_names
 from dlrm_overlap.embedding.unpooled import UnpooledExchange
-
-_WORTH = 0.9  # share of a batch's ids that are distinct, up to which they are found under dedup auto
-
-
-class SequencesAwaitable(LazyAwaitable[dict[str, JaggedTensor]]):
-    """The output of an unpooled collection: a jagged tensor of rows by name, which `make` waits for."""
-
-    def __init__(self, make: Callable[[], dict[str, JaggedTensor]]) -> None:
-        super().__init__()
-        self._make = make
-
-    def _wait_impl(self) -> dict[str, JaggedTensor]:
-        return self._make()
 
 
 class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], ShardedEmbeddingCollection):
@@ -42,108 +27,48 @@ class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], Shar
     """
 
     _kind = "unpooled tables"
+    _exchange_type = UnpooledExchange
 
-    def __init__(
-        self, *args: Any, options: ExchangeOptions, dedup: bool | str, cached: Mapping[str, float], **kwargs: Any
-    ) -> None:
-        """Take TorchRec's arguments, how to exchange, whether each distinct id travels once, and `cached` tables."""
-        super().__init__(*args, **kwargs)
-        self.dedup = dedup
-        """True, False or auto; of an exchange that takes ids True or False"""
-        self._begin(options, cached)
-        self._configs = {config.name: config for config in self._embedding_configs}
-        self.unpooled_features = {name for config in self._embedding_configs for name in config.feature_names}
-        names = get_embedding_names_by_table(self._embedding_configs)
-        self._names = dict(zip(self._configs, names, strict=True))
-        self._set_up_exchange(len(self._configs))
-        if self.exchange is not None and self.exchange.has_rows_apart:
-            self.dedup = True  # which brings the ids of each host's rows together
-
-    @property
-    def _shardings(self) -> list[Any]:
-        """TorchRec's shardings, by number."""
-        return list(self._sharding_type_to_sharding.values())
-
-    def _new_exchange(self, *arguments: Any) -> UnpooledExchange:
-        return UnpooledExchange(*arguments, dim=self._embedding_dim)
-
-    def _exchanged_names(self) -> dict[str, str]:
-        """Return the tables that the exchange serves, in the order of the module."""
-        return {name: name for name in self._tables_of(self._ours)}
-
-    def _tables_of(self, numbers: Sequence[int]) -> list[str]:
-        """Return the tables of some shardings, in the order of the module."""
-        every = self._shardings
-        found = {table.name for i in numbers for table in every[i].embedding_tables()}
-        return [name for name in self._configs if name in found]
-
-    def _distinct_of(self, tables: Sequence[str], ranges: Collection[RowRange] = ()) -> DistinctIds:
-        """Return the finder of the distinct ids of some tables, or of ranges of their rows."""
-        sequences = [
-            NamedSequence(name, feature, number)
-            for number, table in enumerate(tables)
-            for name, feature in zip(self._names[table], self._configs[table].feature_names, strict=True)
-        ]
-        assert self._device is not None
-        rows = [self._configs[table].num_embeddings for table in tables]
-        firsts = [[each.first for each in ranges if each.table == table] or [0] for table in tables]
-        return DistinctIds(sequences, rows, self._device, firsts)
+    def _names_in_output(self, numbers: Sequence[int]) -> dict[str, str]:
+        found = table_names([self._shardings[i] for i in numbers])
+        return {config.name: config.name for config in self._embedding_configs if config.name in found}
 
     def _take_ids(self, keys: Sequence[str], bound: BatchBound, weighted: bool) -> None:
         assert self.exchange is not None
-        layout, replicated = self._with_replicated(self.exchange.table_layout)
-        ranges = layout.row_ranges(self.exchange.has_rows_apart)
-        distinct = self._distinct_of(layout.names, ranges.values())
-        if self.dedup == "auto":  # by numbers that all ranks agree on
-            self.dedup = self._is_worth(bound)
-        self.exchange.take_distinct(distinct, bound, layout, replicated, bool(self.dedup))
+        _, distinct = self.counted()
+        self.exchange.take_distinct(distinct, bound, self._layout(self._ours), self._replicated_tables)
 
-    def _is_worth(self, bound: BatchBound) -> bool:
-        """Return whether batches of a bound have few enough distinct ids to be found."""
-        ids = distinct = 0
-        for table in self._exchanged_names():
-            most = sum(bound.capacity(self._configs[table].feature_names))
-            ids, distinct = ids + most, distinct + min(most, bound.distinct.get(table, most))
-        return distinct <= _WORTH * ids
-
-    def counted(self) -> tuple[list[str], DistinctIds] | None:
-        """Return of whose distinct ids captured steps need a bound, and what counts them; None without.
+    def counted(self) -> tuple[list[str], DistinctIds]:
+        """Return of whose distinct ids captured steps need a bound, and what counts them.
 
         They are tables, or ranges of their rows, see `UnpooledExchange.row_ranges`.
         """
-        if self.dedup is False:
-            return None
-        tables = self._tables_of([*self._exchanged, *self._replicated])
-        own = self.exchange.row_ranges if self.exchange is not None else {}
-        ranges = dict[str, RowRange]()
-        for table in tables:
-            found = {name: each for name, each in own.items() if each.table == table}
-            ranges |= found or {table: RowRange(table, None, 0)}
-        return list(ranges), self._distinct_of(tables, ranges.values())
+        layout, every = self._layout(self._looked_up_in_step), self._embedding_configs
+        ranges = layout.row_ranges(self.exchange is not None and self.exchange.has_rows_apart)
+        names = dict(zip([config.name for config in every], get_embedding_names_by_table(every), strict=True))
+        configs = {config.name: config for config in every}
+        sequences = [
+            NamedSequence(name, feature, number)
+            for number, table in enumerate(layout.names)
+            for name, feature in zip(names[table], configs[table].feature_names, strict=True)
+        ]
+        rows = [configs[table].num_embeddings for table in layout.names]
+        firsts = [[each.first for each in ranges.values() if each.table == table] for table in layout.names]
+        return list(ranges), DistinctIds(sequences, rows, self._device, firsts)
 
     def forward(self, *input: Any, **kwargs: Any) -> LazyAwaitable[dict[str, JaggedTensor]]:
         """Look up and exchange, as TorchRec's sharded module does; where ids are taken, they are sent here at last."""
         if not self.takes_ids:
             return super().forward(*input, **kwargs)
-        (features,) = (*input, *kwargs.values())
-        if features.variable_stride_per_key() or features.inverse_indices_or_none() is not None:
-            raise InputError(
-                "ids: the model makes features with batches of their own for unpooled tables, which no captured step "
-                "takes; give all features one batch, or train by TorchRec's pipeline"
-            )
+        features = with_bags_of_samples(*input, **kwargs)
         assert self.exchange is not None
         rows, rooms = self.exchange.start_sent_rows(features), self.exchange.rooms_of(features)
-        return SequencesAwaitable(lambda: self._sequences(features, rooms, rows()))
+        return Deferred(lambda: self._sequences(features, rooms, rows()))
 
     def _sequences(
         self, features: KeyedJaggedTensor, rooms: Sequence[int], rows: torch.Tensor
     ) -> dict[str, JaggedTensor]:
-        """Return the output by name in TorchRec's order, of the rows [P, D] of all ids of a batch.
-
-        Args:
-            rooms: for the ids of each sequence, P in all.
-            rows: with room behind those of each sequence.
-        """
+        """Return the output by name in TorchRec's order, of the rows [P, D] in the rooms of all sequences."""
         assert self.exchange is not None
         distinct, keys = self.exchange.distinct, features.keys()
         lengths = features.lengths().view(len(keys), features.stride())
@@ -158,15 +83,10 @@ class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], Shar
         }
         return {name: found[name] for names in self._embedding_names_per_sharding for name in names}
 
-    def input_dist(self, ctx: EmbeddingCollectionContext, features: Any) -> Awaitable[Awaitable[KJTList]]:
-        """Send ids as TorchRec does, in a step that stays with it."""
-        if self.exchange is not None and isinstance(features, KeyedJaggedTensor):
-            self._tell_once("GraphTrainPipeline alone exchanges unpooled tables")
-            features = with_bags_of_samples(features)
-        return super().input_dist(ctx, features)
-
     def compute_and_output_dist(
         self, ctx: EmbeddingCollectionContext, input: KJTList
     ) -> LazyAwaitable[dict[str, JaggedTensor]]:
         """Look up and send as TorchRec does, in a step that stays with it."""
+        if self.exchange is not None:
+            self._tell_once("steps stay with TorchRec: GraphTrainPipeline alone exchanges unpooled tables")
         return self._at_home(partial(super().compute_and_output_dist, ctx, input))

@@ -1,8 +1,8 @@
 """The drop-in: TorchRec's sharder with the embedding exchange of a backend."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
-from typing import Any, Literal, TypedDict, Unpack
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Annotated, Any, Literal, TypedDict, Unpack, get_type_hints
 
 import torch
 import torch.distributed as dist
@@ -14,19 +14,18 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
 from torchrec.distributed.sharding_plan import get_default_sharders as get_torchrec_sharders
 from torchrec.distributed.types import (
-    CommOp,
     ModuleSharder,
     ParameterSharding,
     QuantizedCommCodecs,
     ShardingEnv,
     ShardingEnv2D,
 )
-from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from dlrm_overlap.backends import BACKENDS, EXCHANGED
-from dlrm_overlap.config import EmbeddingConfig, InputError, NonNegativeInt
+from dlrm_overlap.config import EmbeddingConfig, InputError, NonNegativeInt, PositiveInt, Rule, Seconds, SliceBags
+from dlrm_overlap.embedding.exchanging_module import ExchangingModule
 from dlrm_overlap.embedding.options import PUTS, WIRE_DTYPES, ExchangeOptions
-from dlrm_overlap.embedding.reasons import precisions
+from dlrm_overlap.embedding.reasons import POOLED_OPS, UNPOOLED_OPS, precisions
 from dlrm_overlap.embedding.sharded_module import OverlapShardedEmbeddingBagCollection
 from dlrm_overlap.embedding.sharded_unpooled import OverlapShardedEmbeddingCollection
 from dlrm_overlap.embedding.shardings import cached_shares, exchanging_group
@@ -37,45 +36,137 @@ from dlrm_overlap.launching.parsing import convert, words_of
 _OPTIMIZERS = {name: optimizer for optimizer, name in OPTIMIZERS.items()}
 
 
-_KEYS = "backend", "schedule", "slice_bags", "programs_per_sm", "wait_timeout_s", "hosts"
-"""keys of the section `embedding` that the sharders take as they are"""
-_POOLED_KEYS = "put", "between_hosts", "aggregate_bytes"
-"""more of those, of the sharder of pooled tables"""
+def _one_of(known: Collection[str]) -> Rule:
+    return Rule(f"one of {', '.join(map(repr, known))}", known.__contains__)
 
 
-class ExchangeArguments(TypedDict, total=False):
-    """Arguments of both sharders: the configuration's keys of section `embedding`, and the type of the output.
+_STORING = [name for name, backend in BACKENDS.items() if backend.stores_to_peers]
+_Precision = Annotated[str, _one_of(WIRE_DTYPES)]
 
-    Raises:
-        InputError: by the sharder, if a value breaks a rule.
-    """
 
-    backend: str
-    """pgas, the default, fused or, of pooled tables, nccl"""
-    schedule: str
-    slice_bags: int
-    programs_per_sm: int | None
-    wire_dtype: str
-    wait_timeout_s: float
-    hosts: int | Literal["auto"]
-    output_dtype: str
+class _BothArguments(TypedDict, total=False):
+    schedule: Annotated[str, _one_of(SCHEDULES)]
+    slice_bags: SliceBags
+    programs_per_sm: PositiveInt | None
+    wire_dtype: _Precision
+    wait_timeout_s: Seconds
+    hosts: PositiveInt | Literal["auto"]
+    output_dtype: _Precision
     """type of the output of exchanged tables: "fp32", the default, or that of the wire; of unpooled tables any of its
     types where the wire's is fp32. `output_dtype` in `fused_params` sets both, and the type of the tables that stay
     with TorchRec"""
 
 
-class PooledArguments(ExchangeArguments, total=False):
-    """Arguments of the sharder of pooled tables."""
+class PooledArguments(_BothArguments, total=False):
+    """Arguments of the sharder of pooled tables: the configuration's keys of section `embedding`, and the output's.
 
-    put: str
-    between_hosts: str
-    aggregate_bytes: int
-    leading_columns: int
+    Raises:
+        InputError: by the sharder, if a value breaks a rule.
+    """
+
+    backend: Annotated[str, _one_of(EXCHANGED)]
+    """pgas, the default, fused or nccl"""
+    put: Annotated[str, _one_of(PUTS)]
+    between_hosts: Annotated[str, _one_of(("messages", "puts"))]
+    aggregate_bytes: NonNegativeInt
+    copy_output: bool
+    """return a copy of the pooled embeddings, the default. False returns the window into which peers have stored them,
+    and saves the copy; drop all references to it before the module's next forward, which raises `WindowHeldError`
+    otherwise"""
+    output_order: Annotated[str, _one_of(("plan", "model"))]
+    """order of the features in the output: "plan", the default, as under TorchRec, or as in the unsharded module"""
+    leading_columns: NonNegativeInt
     """number of columns in front of the pooled embeddings in each row of a window, under `copy_output` False; the
     module's `leading_columns` is 0 where there are none"""
 
 
-class OverlapEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
+class UnpooledArguments(_BothArguments, total=False):
+    """Arguments of the sharder of unpooled tables, likewise."""
+
+    backend: Annotated[str, _one_of(_STORING)]
+    """pgas, the default, or fused"""
+
+
+class _ExchangingSharder:
+    """What both sharders do beside TorchRec's."""
+
+    _sharded: type[ExchangingModule[Any]]
+    """of the modules that `shard` returns"""
+
+    def _take(self, given: Mapping[str, Any], kinds: type, asked: set[str], **defaults: Any) -> dict[str, Any]:
+        """Check arguments of `kinds`, a TypedDict, make `options` of them, and return those that have `defaults`.
+
+        One precision that codecs have `asked` for becomes the wire's.
+
+        Raises:
+            TypeError: if an argument has no such name.
+            InputError: if a value breaks a rule.
+        """
+        known = get_type_hints(kinds, include_extras=True)
+        if unknown := sorted(given.keys() - known):
+            raise TypeError(f"sharder: unexpected arguments {', '.join(unknown)}")
+        checked = dict[str, Any]()
+        for name, value in given.items():
+            try:  # NumPy's numbers have a Python number as item
+                checked[name] = convert(known[name], value.item() if hasattr(value, "item") else value)
+            except ValueError:
+                raise InputError(f"{name}: {value!r} is not {words_of(known[name])}") from None
+        wire, output = checked.pop("wire_dtype", "fp32"), checked.pop("output_dtype", "fp32")
+        if wire != "fp32" and asked and asked != {wire}:
+            found = " and ".join(sorted(asked))
+            raise InputError(f"wire_dtype: {wire!r}, but qcomm_codecs_registry has {found}; give one of the two")
+        if len(asked) == 1 and asked <= WIRE_DTYPES.keys():
+            (wire,) = asked
+        # Rows of unpooled tables are narrowed where they have arrived.
+        if output not in ("fp32", wire) and (kinds is PooledArguments or wire != "fp32"):
+            raise InputError(f"output_dtype: {output!r}, but the wire's type is {wire}; take fp32 or that")
+        own = {name: checked.pop(name, default) for name, default in defaults.items()}
+        self.options = ExchangeOptions(wire_dtype=WIRE_DTYPES[wire], output_dtype=WIRE_DTYPES[output], **checked)
+        return own
+
+    def shard(
+        self: Any,
+        module: nn.Module,
+        params: dict[str, ParameterSharding],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        module_fqn: str | None = None,
+    ) -> Any:
+        """Return `module`, sharded by the plan's `params`; a collective.
+
+        Tables that the exchange caches are in the host's memory. Where it caches none, FBGEMM does, and they stay with
+        TorchRec.
+
+        Raises:
+            InputError: on every rank, if ranks have unlike plans.
+        """
+        require_same_plan(params, env)
+        options = self.options
+        # The replicas of 2D parallelism are averaged where FBGEMM keeps the rows.
+        caches = BACKENDS[options.backend].stores_to_peers and options.resolved_backward == "push"
+        cached = cached_shares(params) if caches and not isinstance(env, ShardingEnv2D) else {}
+        kernel = EmbeddingComputeKernel.FUSED_UVM.value
+        at_home = {name: replace(params[name], compute_kernel=kernel, cache_params=None) for name in cached}
+        return self._sharded(
+            module,
+            params | at_home,
+            env,
+            self.fused_params,
+            device,
+            qcomm_codecs_registry=self.qcomm_codecs_registry,
+            module_fqn=module_fqn,
+            options=options,
+            cached=cached,
+            **self._of_module,
+        )
+
+    @property
+    def sharded_module_type(self) -> Any:
+        """Return the type of the modules that `shard` returns."""
+        return self._sharded
+
+
+class OverlapEmbeddingBagCollectionSharder(_ExchangingSharder, EmbeddingBagCollectionSharder):
     """TorchRec's sharder with another exchange, for any model that `DistributedModelParallel` takes.
 
     Exchanged are shards of every type but data-parallel, in the memory of their rank's device or cached there, with
@@ -87,57 +178,28 @@ class OverlapEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
         DistributedModelParallel(model, sharders=[OverlapEmbeddingBagCollectionSharder(backend="pgas")])
     """
 
+    _sharded = OverlapShardedEmbeddingBagCollection
+
     def __init__(
         self,
         fused_params: dict[str, Any] | None = None,
         qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
         sharded_module_order_overwrite: list[str] | None = None,
-        *,
-        copy_output: bool = True,
-        output_order: str = "plan",
         **given: Unpack[PooledArguments],
     ) -> None:
-        """Take TorchRec's arguments, the form of the output, and those of `PooledArguments`.
+        """Take TorchRec's arguments, and those of `PooledArguments`.
 
         Args:
             qcomm_codecs_registry: fp32, bf16 or fp16, alike both ways, becomes `wire_dtype`; under other codecs tables
                 stay with TorchRec.
-            copy_output: return a copy of the pooled embeddings. False returns the window into which peers have stored
-                them, and saves the copy; drop all references to it before the module's next forward, which raises
-                `WindowHeldError` otherwise.
-            output_order: order of the features in the output: "plan", as under TorchRec, or "model", as in the
-                unsharded module.
         """
         super().__init__(fused_params, qcomm_codecs_registry, sharded_module_order_overwrite)
-        _check_named(given, PooledArguments)
-        _check_known("output_order", output_order, ("plan", "model"))
-        self.output_order = output_order
-        self.options = make_options(precisions(qcomm_codecs_registry), EXCHANGED, copy_output=copy_output, **given)
-
-    def shard(
-        self,
-        module: EmbeddingBagCollection,
-        params: dict[str, ParameterSharding],
-        env: ShardingEnv,
-        device: torch.device | None = None,
-        module_fqn: str | None = None,
-    ) -> OverlapShardedEmbeddingBagCollection:
-        """Shard `module` by the plan's `params`.
-
-        Raises:
-            InputError: on every rank, if ranks have unlike plans.
-        """
-        more = {"sharded_module_order_overwrite": self._sharded_module_order_overwrite}
-        more |= {"output_order": self.output_order}
-        return _shard(self, module, params, env, device, module_fqn, **more)
-
-    @property
-    def sharded_module_type(self) -> type[OverlapShardedEmbeddingBagCollection]:
-        """Return the type of the modules that `shard` returns."""
-        return OverlapShardedEmbeddingBagCollection
+        asked = precisions(qcomm_codecs_registry, POOLED_OPS)
+        self._of_module = self._take({"copy_output": True, **given}, PooledArguments, asked, output_order="plan")
+        self._of_module["sharded_module_order_overwrite"] = sharded_module_order_overwrite
 
 
-class OverlapEmbeddingCollectionSharder(EmbeddingCollectionSharder):
+class OverlapEmbeddingCollectionSharder(_ExchangingSharder, EmbeddingCollectionSharder):
     """TorchRec's sharder of unpooled tables with another exchange, for any model that `DistributedModelParallel` takes.
 
     Each distinct id of a table travels once, and so does its row, and the sum of its gradients, in the steps of
@@ -148,159 +210,19 @@ class OverlapEmbeddingCollectionSharder(EmbeddingCollectionSharder):
         DistributedModelParallel(model, sharders=[OverlapEmbeddingCollectionSharder(), ..])
     """
 
+    _sharded = OverlapShardedEmbeddingCollection
+
     def __init__(
         self,
         fused_params: dict[str, Any] | None = None,
         qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
         use_index_dedup: bool = False,
-        *,
-        dedup: bool | Literal["auto"] = "auto",
-        **given: Unpack[ExchangeArguments],
+        **given: Unpack[UnpooledArguments],
     ) -> None:
-        """Take TorchRec's arguments, and those of `ExchangeArguments`.
-
-        Args:
-            use_index_dedup: of the steps that stay with TorchRec.
-            dedup: whether each distinct id of a batch travels once, or as often as it is there; auto does the former
-                unless more than 0.9 of the ids of the first batch are distinct.
-        """
+        """Take TorchRec's arguments, `use_index_dedup` for its own steps, and those of `UnpooledArguments`."""
         super().__init__(fused_params, qcomm_codecs_registry, use_index_dedup)
-        _check_named(given, ExchangeArguments)
-        if dedup not in (True, False, "auto"):
-            raise InputError(f"dedup: {dedup!r} is not known; take True, False or auto")
-        self.dedup = dedup
-        asked = precisions(qcomm_codecs_registry, [CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL])
-        storing = [name for name, each in BACKENDS.items() if each.stores_to_peers]
-        self.options = make_options(asked, storing, is_pooled=False, **given)
-
-    def shard(
-        self,
-        module: EmbeddingCollection,
-        params: dict[str, ParameterSharding],
-        env: ShardingEnv,
-        device: torch.device | None = None,
-        module_fqn: str | None = None,
-    ) -> OverlapShardedEmbeddingCollection:
-        """Shard `module` by the plan's `params`.
-
-        Raises:
-            InputError: on every rank, if ranks have unlike plans.
-        """
-        more = {"use_index_dedup": self._use_index_dedup, "dedup": self.dedup}
-        return _shard(self, module, params, env, device, module_fqn, **more)
-
-    @property
-    def sharded_module_type(self) -> type[OverlapShardedEmbeddingCollection]:
-        """Return the type of the modules that `shard` returns."""
-        return OverlapShardedEmbeddingCollection
-
-
-def _shard(
-    sharder: Any,
-    module: nn.Module,
-    params: dict[str, ParameterSharding],
-    env: ShardingEnv,
-    device: torch.device | None,
-    module_fqn: str | None,
-    **more: Any,
-) -> Any:
-    """Return a sharder's sharded module; a collective.
-
-    Tables that the exchange caches are in the host's memory. Where it caches none, FBGEMM does, and they stay with
-    TorchRec.
-
-    Raises:
-        InputError: see `require_same_plan`.
-    """
-    require_same_plan(params, env)
-    options: ExchangeOptions = sharder.options
-    # The replicas of 2D parallelism are averaged where FBGEMM keeps the rows.
-    caches = BACKENDS[options.backend].stores_to_peers and options.resolved_backward == "push"
-    cached = cached_shares(params) if caches and not isinstance(env, ShardingEnv2D) else {}
-    kernel = EmbeddingComputeKernel.FUSED_UVM.value
-    at_home = {name: replace(params[name], compute_kernel=kernel, cache_params=None) for name in cached}
-    return sharder.sharded_module_type(
-        module,
-        params | at_home,
-        env,
-        sharder.fused_params,
-        device,
-        qcomm_codecs_registry=sharder.qcomm_codecs_registry,
-        module_fqn=module_fqn,
-        options=options,
-        cached=cached,
-        **more,
-    )
-
-
-def _check_named(given: Mapping[str, Any], arguments: type) -> None:
-    """Check that arguments have names of `arguments`, a TypedDict.
-
-    Raises:
-        TypeError: if one has not, as of any function.
-    """
-    if unknown := sorted(given.keys() - arguments.__annotations__.keys()):
-        raise TypeError(f"sharder: unexpected arguments {', '.join(unknown)}")
-
-
-def _check_known(name: str, value: str, known: Sequence[str]) -> None:
-    """Check that a value of an argument is one of those known.
-
-    Raises:
-        InputError: if it is not.
-    """
-    if value not in known:
-        raise InputError(f"{name}: {value!r} is not known; take one of {', '.join(known)}")
-
-
-def make_options(
-    asked: set[str],
-    backends: Sequence[str],
-    *,
-    backend: str = "pgas",
-    wire_dtype: str = "fp32",
-    output_dtype: str = "fp32",
-    is_pooled: bool = True,
-    **given: Any,
-) -> ExchangeOptions:
-    """Return the options of an exchange, once their values are checked.
-
-    Args:
-        asked: precisions that codecs ask for; one that the wire has becomes the wire's.
-        backends: those that may be taken.
-        is_pooled: whether the tables are pooled; the rows of others are narrowed where they have arrived.
-        given: others of `ExchangeOptions`.
-
-    Raises:
-        InputError: if a value breaks a rule.
-    """
-    given["backend"] = backend
-    for name, known in (
-        ("backend", backends),
-        ("schedule", SCHEDULES),
-        ("put", PUTS),
-        ("between_hosts", ("messages", "puts")),
-    ):
-        if name in given:
-            _check_known(name, given[name], known)
-    _check_known("wire_dtype", wire_dtype, tuple(WIRE_DTYPES))
-    if wire_dtype != "fp32" and asked and asked != {wire_dtype}:
-        found = " and ".join(sorted(asked))
-        raise InputError(f"wire_dtype: {wire_dtype!r}, but qcomm_codecs_registry has {found}; give one of the two")
-    if len(asked) == 1 and asked <= WIRE_DTYPES.keys():
-        (wire_dtype,) = asked
-    _check_known("output_dtype", output_dtype, tuple(WIRE_DTYPES))
-    if output_dtype not in ("fp32", wire_dtype) and (is_pooled or wire_dtype != "fp32"):
-        raise InputError(f"output_dtype: {output_dtype!r}, but the wire's type is {wire_dtype}; take fp32 or that")
-    kinds: dict[str, Any] = {each.name: each.type for each in fields(EmbeddingConfig)}
-    kinds["leading_columns"] = NonNegativeInt
-    checked = {"slice_bags", "programs_per_sm", "wait_timeout_s", "hosts", "aggregate_bytes", "leading_columns"}
-    for name in sorted(checked & given.keys()):
-        try:
-            given[name] = convert(kinds[name], given[name])
-        except ValueError:
-            raise InputError(f"{name}: {given[name]!r} is not {words_of(kinds[name])}") from None
-    return ExchangeOptions(wire_dtype=WIRE_DTYPES[wire_dtype], output_dtype=WIRE_DTYPES[output_dtype], **given)
+        asked = precisions(qcomm_codecs_registry, UNPOOLED_OPS)
+        self._of_module = self._take(given, UnpooledArguments, asked) | {"use_index_dedup": use_index_dedup}
 
 
 def build_sharders(
@@ -326,8 +248,7 @@ def build_sharders(
     if backend.forward is not None:
         pooled = OverlapEmbeddingBagCollectionSharder(
             about_tables,
-            wire_dtype=pooled_wire,
-            **{name: getattr(config, name) for name in (*_KEYS, *_POOLED_KEYS)},
+            **_keys_of(config, PooledArguments, pooled_wire),
             copy_output=False,  # our model lets go of it in its forward, and reads it in the model's order
             output_order="model",
             output_dtype=dense_dtype if dense_dtype == pooled_wire else "fp32",
@@ -336,11 +257,16 @@ def build_sharders(
     if backend.stores_to_peers:
         unpooled = OverlapEmbeddingCollectionSharder(
             dict(about_tables),
-            wire_dtype=unpooled_wire,
+            **_keys_of(config, UnpooledArguments, unpooled_wire),
             output_dtype=dense_dtype if unpooled_wire in ("fp32", dense_dtype) else "fp32",
-            **{name: getattr(config, name) for name in _KEYS},
         )
     return [pooled, unpooled]
+
+
+def _keys_of(config: EmbeddingConfig, arguments: type, wire_dtype: str) -> dict[str, Any]:
+    """Return the values of the keys that a sharder takes."""
+    values = vars(config) | {"wire_dtype": wire_dtype}
+    return {name: value for name, value in values.items() if name in arguments.__annotations__}
 
 
 def fused_params_of(config: EmbeddingConfig, fused_params: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -367,7 +293,7 @@ def _codecs(wire_dtype: str) -> dict[str, QuantizedCommCodecs] | None:
 
 def get_default_sharders() -> list[ModuleSharder[Any]]:
     """Return TorchRec's default sharders, with ours in the place of those of pooled and of unpooled tables."""
-    ours: dict[type, Callable[[], ModuleSharder[Any]]] = {
+    ours: dict[type, Any] = {
         EmbeddingBagCollectionSharder: OverlapEmbeddingBagCollectionSharder,
         EmbeddingCollectionSharder: OverlapEmbeddingCollectionSharder,
     }
@@ -375,10 +301,7 @@ def get_default_sharders() -> list[ModuleSharder[Any]]:
 
 
 def require_same_plan(plan: Mapping[str, ParameterSharding], env: ShardingEnv) -> None:
-    """Check that every rank shards a module by the same plan; a collective.
-
-    Args:
-        plan: of the module, by table.
+    """Check that every rank shards a module by the same plan, given by table; a collective.
 
     Raises:
         InputError: on every rank, naming the first table that another rank shards otherwise than the first one.
@@ -387,11 +310,11 @@ def require_same_plan(plan: Mapping[str, ParameterSharding], env: ShardingEnv) -
     mine = {name: f"{each.sharding_type} by {each.compute_kernel} on ranks {each.ranks}" for name, each in plan.items()}
     plans = [mine] * group.size()
     dist.all_gather_object(plans, mine, group)
-    for rank, plan_there in enumerate(plans):
-        for name in sorted({*plans[0], *plan_there}):
-            first, other = (each.get(name, "in no way") for each in (plans[0], plan_there))
-            if first != other:
-                raise InputError(
-                    f"plan: rank 0 shards table {name} {first}, rank {rank} {other}; give all ranks one plan, as the "
-                    f"planner's collective_plan does"
-                )
+    for rank, other in enumerate(plans):
+        if unlike := plans[0].items() ^ other.items():
+            name, _ = min(unlike)
+            first, there = (each.get(name, "in no way") for each in (plans[0], other))
+            raise InputError(
+                f"plan: rank 0 shards table {name} {first}, rank {rank} {there}; give all ranks one plan, as the "
+                f"planner's collective_plan does"
+            )

@@ -28,7 +28,7 @@ from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.config import EmbeddingConfig
-from dlrm_overlap.embedding.layout import FeatureShard, Layout, distinct, outputs_of
+from dlrm_overlap.embedding.layout import EVERY_RANK, FeatureShard, Layout, distinct, outputs_of
 
 UNPOOLED = TwSequenceEmbeddingSharding, CwSequenceEmbeddingSharding, RwSequenceEmbeddingSharding
 TAKEN = (
@@ -41,7 +41,7 @@ TAKEN = (
     GridPooledEmbeddingSharding,
 )
 # TorchRec pools sums of these, and divides by the lengths of the whole bags after the exchange, if it does.
-CUT_BY_ROWS = (
+_CUT_BY_ROWS = (
     RwPooledEmbeddingSharding,
     TwRwPooledEmbeddingSharding,
     GridPooledEmbeddingSharding,
@@ -53,8 +53,6 @@ _CUT_BY_COLUMNS = (
     GridPooledEmbeddingSharding,
     CwSequenceEmbeddingSharding,
 )
-SUMMED_ALONE = RwPooledEmbeddingSharding
-"""whose partial sums no other collective brings on"""
 # TorchRec reduces the partial sums of these within a host first.
 _BY_HOST = TwRwPooledEmbeddingSharding, GridPooledEmbeddingSharding
 
@@ -89,49 +87,44 @@ def groups_of(sharding: Any) -> list[Any]:
     return [group for groups in sharding._grouped_embedding_configs_per_rank for group in groups]
 
 
+def table_names(shardings: Sequence[Any]) -> set[str]:
+    """Return the names of the tables of shardings."""
+    return {table.name for each in shardings for group in groups_of(each) for table in group.embedding_tables}
+
+
 def output_types(sharding: Any) -> set[SparseType]:
     """Return the types in which a sharding's lookups return pooled embeddings."""
     return {(group.fused_params or {}).get("output_dtype", SparseType.FP32) for group in groups_of(sharding)}
 
 
-def hosts_of(sharding: Any) -> int:
-    """Return the hosts by which a sharding's input has its samples out of order, see `in_rank_order`; 1 if it has not.
+def in_rank_order(ids: KeyedJaggedTensor, sharding: Any, batch_sizes: tuple[int, ...]) -> KeyedJaggedTensor:
+    """Return the ids of a sharding's input with rank 0's samples first, those of rank 1 next, and so on.
 
-    TorchRec reduces partial sums within a host first, and sorts the samples for that.
-    """
-    return sharding._world_size // sharding._local_size if isinstance(sharding, _BY_HOST) else 1
-
-
-def in_rank_order(ids: KeyedJaggedTensor, batch_sizes: tuple[int, ...], hosts: int) -> KeyedJaggedTensor:
-    """Return the ids of an input with rank 0's samples first, those of rank 1 next, and so on.
+    TorchRec reduces the partial sums of some shardings within a host first, and sorts samples for that: those of the
+    first rank of each host come first, then those of each second one, and so on.
 
     Args:
-        ids: with the samples of the first rank of each of `hosts` hosts, then those of each second one, and so on.
         batch_sizes: samples of each rank.
 
     Example: 2 hosts of 2 ranks with a sample each. The samples of ranks 0, 2, 1, 3 become those of ranks 0, 1, 2, 3.
     """
-    order = _rank_order(len(ids.keys()), batch_sizes, hosts, ids.device())
-    values, weights = ids.values(), ids.weights_or_none()
-    if weights is None or not weights.requires_grad:
-        lengths, values, weights = torch.ops.fbgemm.permute_1D_sparse_data(order, ids.lengths(), values, weights)
-    else:  # of which the operator keeps no gradient
-        places = torch.arange(values.numel(), device=values.device)
-        lengths, places, _ = torch.ops.fbgemm.permute_1D_sparse_data(order, ids.lengths(), places, None)
-        values, weights = values[places], weights[places]
-    return KeyedJaggedTensor(ids.keys(), values, weights, lengths=lengths, stride=sum(batch_sizes))
+    if not isinstance(sharding, _BY_HOST) or sharding._world_size == sharding._local_size:
+        return ids
+    order = _rank_order(len(ids.keys()), batch_sizes, sharding._local_size, ids.device())
+    places = torch.arange(ids.values().numel(), device=ids.device())
+    lengths, places, _ = torch.ops.fbgemm.permute_1D_sparse_data(order, ids.lengths(), places, None)
+    weights = ids.weights_or_none()
+    weights = weights if weights is None else weights[places]  # which keeps their gradient, as the operator does not
+    return KeyedJaggedTensor(ids.keys(), ids.values()[places], weights, lengths=lengths, stride=sum(batch_sizes))
 
 
 @lru_cache
-def _rank_order(features: int, batch_sizes: tuple[int, ...], hosts: int, device: torch.device) -> torch.Tensor:
+def _rank_order(features: int, batch_sizes: tuple[int, ...], local: int, device: torch.device) -> torch.Tensor:
     """Return [features * B] int32: for each bag in the order of the ranks, its place before."""
-    starts, begin, local = {}, 0, len(batch_sizes) // hosts
-    for first in range(local):
-        for rank in range(first, len(batch_sizes), local):
-            starts[rank] = begin
-            begin += batch_sizes[rank]
-    bags = torch.cat([torch.arange(starts[rank], starts[rank] + size) for rank, size in enumerate(batch_sizes)])
-    return (torch.arange(features)[:, None] * begin + bags).flatten().to(device, torch.int32)
+    ranks = sorted(range(len(batch_sizes)), key=lambda rank: rank % local)
+    samples = torch.arange(sum(batch_sizes)).split([batch_sizes[rank] for rank in ranks])
+    bags = torch.cat([samples[ranks.index(rank)] for rank in range(len(batch_sizes))])
+    return (torch.arange(features)[:, None] * len(bags) + bags).flatten().to(device, torch.int32)
 
 
 def model_order(tables: Sequence[EmbeddingBagConfig]) -> list[str]:
@@ -147,7 +140,8 @@ def _names_and_columns(table: Any, cut_by_columns: bool) -> list[tuple[str, int]
 
     Example: x twice, dim 8, cut in two. The second shard's are at columns 8 and 12 of the 16 of x.
     """
-    first, names = table.local_metadata.shard_offsets[1], table.embedding_names
+    first = table.local_metadata.shard_offsets[1] if cut_by_columns else 0
+    names = table.embedding_names
     if not cut_by_columns or table.pooling == PoolingType.NONE:
         return [(name, first) for name, _ in outputs_of(table)]
     seen: Counter[str] = Counter()
@@ -158,23 +152,24 @@ def _names_and_columns(table: Any, cut_by_columns: bool) -> list[tuple[str, int]
     return places
 
 
-def build_layout(shardings: Sequence[Any], names: Sequence[str], world_size: int) -> Layout:
+def build_layout(
+    shardings: Sequence[Any], names: Sequence[str], world_size: int, replicated: Sequence[Any] = ()
+) -> Layout:
     """Return the layout of shardings, alike on all ranks, for an output in order of the distinct `names`.
 
-    Args:
-        shardings: TorchRec's; sharding i has its ids in input i of each rank.
+    Sharding i has its ids in input i of each rank; `replicated` has the one that is data-parallel, if any.
     """
     shards: list[FeatureShard] = []
     row_shards: Counter[tuple[str, int]] = Counter()
-    for owner in range(world_size):
+    for owner in (*range(world_size), EVERY_RANK):
         lookup = 0
-        for number, sharding in enumerate(shardings):
-            feature = 0
-            by_rows, unpooled = isinstance(sharding, CUT_BY_ROWS), isinstance(sharding, UNPOOLED)
-            for config in sharding._grouped_embedding_configs_per_rank[owner]:
+        for number, sharding in enumerate(replicated if owner == EVERY_RANK else shardings):
+            feature, groups = 0, sharding._grouped_embedding_configs_per_rank[owner]
+            by_rows, by_columns = isinstance(sharding, _CUT_BY_ROWS), isinstance(sharding, _CUT_BY_COLUMNS)
+            for config in groups:
                 for index, table in enumerate(config.embedding_tables):
-                    first_row = table.local_metadata.shard_offsets[0]
-                    places = _names_and_columns(table, isinstance(sharding, _CUT_BY_COLUMNS))
+                    first_row = table.local_metadata.shard_offsets[0] if by_rows else 0
+                    places = _names_and_columns(table, by_columns)
                     for (name, first_column), (_, feature_name) in zip(places, outputs_of(table), strict=True):
                         columns = name, first_column
                         shard = FeatureShard(
@@ -191,7 +186,7 @@ def build_layout(shardings: Sequence[Any], names: Sequence[str], world_size: int
                             feature_name=feature_name,
                             rows=(first_row, first_row + table.local_rows) if by_rows else (0, 0),
                             row_shard=row_shards[columns],
-                            slots=unpooled,
+                            slots=config.pooling == PoolingType.NONE,
                         )
                         row_shards[columns] += 1
                         shards.append(shard)

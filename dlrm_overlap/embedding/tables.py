@@ -13,9 +13,10 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 )
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dlrm_overlap.embedding.cache import CachedTable, HomeTable, RowCache, bring_in, make_caches
+from dlrm_overlap.embedding.cache import HomeTable, RowCache, bring_in, make_caches
 from dlrm_overlap.embedding.layout import FeatureShard, FusedLookup
 from dlrm_overlap.embedding.steps import UpdateRule
+from dlrm_overlap.kernels.arguments import STATES
 
 OPTIMIZERS = {
     EmbOptimType.EXACT_SGD: "sgd",
@@ -27,23 +28,12 @@ OPTIMIZERS = {
     EmbOptimType.PARTIAL_ROWWISE_LAMB: "partial_rowwise_lamb",
 }
 _WITH_COUNTER = "rowwise_adagrad_with_counter"
-_MEANS = "momentum1", "momentum2"
-_BUFFERS = {
-    "sgd": (),
-    "adagrad": ("momentum1",),
-    "rowwise_adagrad": ("momentum1",),
-    _WITH_COUNTER: ("momentum1", "prev_iter", "row_counter"),
-    "adam": _MEANS,
-    "partial_rowwise_adam": _MEANS,
-    "lamb": _MEANS,
-    "partial_rowwise_lamb": _MEANS,
-}
+_BUFFERS = {name: ("momentum1", "momentum2")[: len(states)] for name, states in STATES.items()}
+_BUFFERS[_WITH_COUNTER] = "momentum1", "prev_iter", "row_counter"
 """FBGEMM's buffers of each optimizer's states, in its order; optimizers with more than one count their steps"""
 
 log = logging.getLogger("dlrm_overlap")
 
-# FBGEMM's words on a CPU: those of its check of ids and, for the id -1, of the lookup.
-_FBGEMMS_BAD_ID = ("idx < num_rows", "idx >= 0", "is out of bounds: -1")
 _SEGMENT_LENGTH = 32  # ids of one row that a warp sums, as FBGEMM's own autograd function passes it on NVIDIA GPUs
 
 
@@ -73,7 +63,7 @@ class LocalTables:
         """Take the lookups and, by lookup and table, the share of the rows for which a cache has slots."""
         self.lookups = list(lookups)
         self.fractions = fractions or {}
-        self._cached: dict[tuple[int, int], CachedTable] = {}
+        self._cached: dict[tuple[int, int], RowCache] = {}
         self._cached_features: list[tuple[RowCache, torch.Tensor]] = []
         self._may_be_written = False
         """whether rows at home may have been written to since those in caches were stored there"""
@@ -94,17 +84,13 @@ class LocalTables:
 
     @classmethod
     def of(cls, lookups: Sequence[Any], cached: Mapping[str, float] | None = None) -> "LocalTables":
-        """Return the tables of TorchRec's lookup modules, one a sharding.
-
-        Args:
-            cached: tables that have a cache, by name, and the share of the rows for which it has slots.
-        """
-        modules = [module for lookup in lookups for module in lookup._emb_modules]
+        """Return the tables of TorchRec's lookup modules, one a sharding; of those `cached`, by name, the share."""
+        modules, cached = [module for lookup in lookups for module in lookup._emb_modules], cached or {}
         fractions = {
             (number, index): cached[table.name]
-            for number, module in enumerate(modules if cached else [])
+            for number, module in enumerate(modules)
             for index, table in enumerate(module._config.embedding_tables)
-            if cached and table.name in cached
+            if table.name in cached
         }
         return cls([module.emb_module for module in modules], fractions)
 
@@ -118,52 +104,42 @@ class LocalTables:
         homes = [getattr(tbe, name).data_ptr() for tbe, name in self._storages]
         return *homes, *[cache.rows[0].data_ptr() for cache, _ in self._cached_features]
 
-    def _split(self) -> None:
+    def _at_home(self, lookup: int, table: int) -> list[torch.Tensor]:
+        """Return a table's rows [rows, D] and its optimizer's states, each [rows, D] or [rows] float32."""
         if (storage := self.storage()) != self._storage:
             self._weights = [tbe.split_embedding_weights() for tbe in self.lookups]
             self._states = [tbe.split_optimizer_states() for tbe in self.lookups]
             self._storage = storage
+        states = self._states[lookup]
+        return [self._weights[lookup][table], *(states[table] if states else ())]
+
+    def _tensors(self, shard: FeatureShard) -> list[torch.Tensor]:
+        """Return the same of a shard of this rank or, if it has a cache, of its slots."""
+        cached = self._cached.get((shard.lookup, shard.table))
+        return self._at_home(shard.lookup, shard.table) if cached is None else cached.rows
 
     def weight(self, shard: FeatureShard) -> torch.Tensor:
         """Return the rows [rows, D] of a shard of this rank, or the slots that its ids name."""
-        if (cached := self._cached.get((shard.lookup, shard.table))) is not None:
-            return cached.cache.rows[0]
-        self._split()
-        return self._weights[shard.lookup][shard.table]
-
-    def weights(self, shards: Sequence[FeatureShard]) -> list[torch.Tensor]:
-        """Return the rows of each of these shards, as `weight` does."""
-        self._split()
-        return [self.weight(shard) for shard in shards]
-
-    def rows(self, shard: FeatureShard) -> int:
-        """Return the number of rows of a shard of this rank."""
-        self._split()
-        return self._weights[shard.lookup][shard.table].shape[0]
+        return self._tensors(shard)[0]
 
     def states(self, shard: FeatureShard) -> list[torch.Tensor]:
         """Return the optimizer's states of a shard's rows or slots, each [rows, D] or [rows] float32."""
-        if (cached := self._cached.get((shard.lookup, shard.table))) is not None:
-            return cached.cache.rows[1:]
-        return self._states_at_home(shard.lookup, shard.table)
+        return self._tensors(shard)[1:]
 
-    def _states_at_home(self, lookup: int, table: int) -> list[torch.Tensor]:
-        self._split()
-        states = self._states[lookup]
-        return list(states[table]) if states else []
+    def rows(self, shard: FeatureShard) -> int:
+        """Return the number of rows of a shard of this rank."""
+        return self._at_home(shard.lookup, shard.table)[0].shape[0]
 
     def stored(self, shard: FeatureShard) -> StoredRows:
         """Return where a shard's rows or slots are, on a GPU."""
         tbe: Any = self.lookups[shard.lookup]
-        optimizer = self.optimizer(shard)
-        if (cached := self._cached.get((shard.lookup, shard.table))) is not None:
-            weights, *states = [rows.flatten() for rows in cached.cache.rows]
+        optimizer, tensors = self.optimizer(shard), self._tensors(shard)
+        if (shard.lookup, shard.table) in self._cached:
+            weights, *states = [rows.flatten() for rows in tensors]
         else:
             weights, *states = [
                 _holding(rows, getattr(tbe, f"{name}_dev"), getattr(tbe, f"{name}_uvm"))
-                for name, rows in zip(
-                    ("weights", *_BUFFERS[optimizer]), (self.weight(shard), *self.states(shard)), strict=True
-                )
+                for name, rows in zip(("weights", *_BUFFERS[optimizer]), tensors, strict=True)
             ]
         given = tbe.optimizer_args  # of which SGD and Adagrad read neither, as under FBGEMM
         if optimizer == "rowwise_adagrad" and (given.weight_decay_mode or given.max_norm):
@@ -176,35 +152,24 @@ class LocalTables:
         Args:
             shards: of this rank, in the order of the features of its only input.
             ids: the most ids of a step, by shard.
-            device: of the slots.
 
         Raises:
             InputError: if there is no room for them.
         """
         assert not self._cached, "caches are closed before others are made"
-        if not self.fractions:
-            return
-        self._split()
-        most = dict.fromkeys(self.fractions, 0)
-        for shard, count in zip(shards, ids, strict=True):
-            if (shard.lookup, shard.table) in most:
-                most[shard.lookup, shard.table] += count
-        for number, tbe in enumerate(self.lookups):
-            given: Any = tbe.optimizer_args
-            if tbe.use_cpu and (given.weight_decay or given.max_norm):
+        homes = dict[tuple[int, int], HomeTable]()
+        for (number, table), fraction in sorted(self.fractions.items()):
+            given: Any = self.lookups[number].optimizer_args
+            if self.lookups[number].use_cpu and (given.weight_decay or given.max_norm):
                 continue  # FBGEMM's operator for CPUs updates such rows, at home
-            homes = {
-                table: HomeTable(
-                    [self._weights[number][table], *self._states_at_home(number, table)], fraction, most[number, table]
-                )
-                for (lookup, table), fraction in sorted(self.fractions.items())
-                if lookup == number and self._weights[number][table].shape[0]
-            }
-            made = make_caches(homes, device)
-            self._cached |= {(number, table): cached for table, cached in made.items()}
-        for cache in dict.fromkeys(cached.cache for cached in self._cached.values()):
-            held = [self._cached.get((shard.lookup, shard.table)) for shard in shards]
-            first = [each.first if each is not None and each.cache is cache else -1 for each in held]
+            tensors = self._at_home(number, table)
+            held = zip(shards, ids, strict=True)
+            most = sum(count for shard, count in held if (shard.lookup, shard.table) == (number, table))
+            if tensors[0].shape[0]:
+                homes[number, table] = HomeTable(tensors, fraction, most)
+        for cache, firsts in make_caches(homes, device):
+            self._cached |= dict.fromkeys(firsts, cache)
+            first = [firsts.get((shard.lookup, shard.table), -1) for shard in shards]
             # After the features of the shards, one that pads the number of ids.
             self._cached_features.append((cache, torch.tensor([*first, -1, -1], device=device)))
 
@@ -256,7 +221,7 @@ class LocalTables:
                 tbe.optimizer_args,
                 _frozen(tbe),
                 int(tbe.iter_cpu) if counts(tbe) else 0,
-                _BUFFERS[optimizer_of(tbe)] == _MEANS,
+                "momentum2" in _BUFFERS[optimizer_of(tbe)],
             )
             for tbe in self.lookups
         ]
@@ -319,13 +284,7 @@ class FbgemmUpdate:
         self._operators = [getattr(torch.ops.fbgemm, name.format(kind)).default for kind in ("unweighted", "weighted")]
 
     def apply(self, gradient: torch.Tensor, ids: KeyedJaggedTensor, rule: UpdateRule) -> None:
-        """Update the rows that `ids` name, each once, by the sum of its bags' gradients.
-
-        Args:
-            gradient: [B, sum of the features' dims] float32, contiguous.
-            ids: of the lookup's features, with B bags each.
-            rule: the lookup's, as it was at the forward.
-        """
+        """Update the rows that `ids` name, each once, by the sum of its bags' gradients [B, sum of dims] float32."""
         if gradient.shape[0] == 0:
             return
         tbe, weights = self._tbe, ids.weights_or_none()
@@ -367,46 +326,26 @@ def bags_of(lookup: FusedLookup, inputs: Sequence[KeyedJaggedTensor]) -> KeyedJa
 
 
 class BadIds:
-    """The response to an id outside its table, by FBGEMM's bounds check modes.
+    """The response to an id outside its table, by FBGEMM's bounds check modes, of which the strictest holds for all.
 
-    NONE does not look for such ids, IGNORE and WARNING take row 0 instead, FATAL stops the run. FATAL holds for the
-    tables of its lookups; of the other modes the strictest holds for all others.
+    NONE does not look for such ids, IGNORE and WARNING take row 0 instead, FATAL stops the run.
     """
 
     def __init__(self, modes: Sequence[BoundsCheckMode]) -> None:
         """Take the mode of each lookup."""
-        self._stops = [mode == BoundsCheckMode.FATAL for mode in modes]
-        self._others = min((mode for mode in modes if mode != BoundsCheckMode.FATAL), default=BoundsCheckMode.NONE)
+        self.mode = min(modes, default=BoundsCheckMode.NONE)
+        self.looks = self.mode != BoundsCheckMode.NONE
         self._warned = False
 
-    @property
-    def looks(self) -> bool:
-        """Whether ids are held against the rows of their tables."""
-        return any(self._stops) or self._others != BoundsCheckMode.NONE
-
-    def mode_of(self, shard: FeatureShard) -> BoundsCheckMode:
-        """Return the mode of a shard's table."""
-        return BoundsCheckMode.FATAL if self._stops[shard.lookup] else self._others
-
-    def rows_to_check(self, shard: FeatureShard, rows: int) -> int:
-        """Return the rows of a shard's table as kernels take them: negative if they are not to record its bad ids.
-
-        A kernel keeps the first id that it records. One for which row 0 is taken must not hide one that stops the run.
-        """
-        return rows if self._stops[shard.lookup] or not any(self._stops) else -rows
-
-    def report(self, message: str, shards: Iterable[FeatureShard]) -> None:
+    def report(self, message: str) -> None:
         """Stop the run or, under WARNING, log the first such id, for which row 0 was taken.
 
-        Args:
-            shards: the id is outside the table of one of these.
-
         Raises:
-            ValueError: if one of the tables is under FATAL.
+            ValueError: under FATAL.
         """
-        if any(self._stops[shard.lookup] for shard in shards):
+        if self.mode == BoundsCheckMode.FATAL:
             raise ValueError(message)
-        if self._others == BoundsCheckMode.WARNING and not self._warned:
+        if self.mode == BoundsCheckMode.WARNING and not self._warned:
             log.warning("%s; row 0 was taken. Later ones are not reported", message)
             self._warned = True
 
@@ -421,16 +360,6 @@ def bad_id_message(name: str, value: int | None, rows: int) -> str:
     """Return the message about an id outside its table."""
     what = "an id" if value is None else f"id {value}"
     return f"{name}: {what} is outside its table of {rows} rows; map ids into 0 .. {rows - 1} where they are read"
-
-
-def fbgemms_bad_id(error: RuntimeError) -> ValueError | None:
-    """Return the error of an exchange in place of `error`, FBGEMM's of an id outside its table, on a CPU.
-
-    FBGEMM's error names neither the table nor the id.
-    """
-    if not any(text in str(error) for text in _FBGEMMS_BAD_ID):
-        return None
-    return ValueError("an id is outside its table; map ids into its rows where they are read")
 
 
 def max_gradients(fused_params: Iterable[Mapping[str, Any]]) -> set[float | None]:

@@ -39,20 +39,17 @@ class UnpooledExchange(Exchange):
         options: ExchangeOptions,
         group: dist.ProcessGroup,
         device: torch.device,
-        dim: int,
     ) -> None:
-        """Take an exchange's arguments, of a layout that names tables, and the columns of each table."""
+        """Take an exchange's arguments, of a layout that names tables, all of as many columns."""
         # Rows are narrowed as they are expanded: so sums of gradients are sent as precisely as they travel.
         widest = torch.promote_types(options.wire_dtype, options.output_dtype)
         super().__init__(layout, tables, replace(options, output_dtype=widest), group, device)
         self._clips = False  # gradients are clipped before they are summed
-        self._expanded_dtype = options.output_dtype
-        self.dim = dim
-        self._sums = RowSums(dim, self.device) if self.device.type == "cuda" else None
+        self.expanded_dtype = options.output_dtype
+        self.sums: RowSums | None = None
         self._batch_bound: BatchBound | None = None
         self.distinct: DistinctIds
         """of the tables in the order of `table_layout`, where this exchange takes ids"""
-        self._dedup = True
         self._is_counted = False  # whether the distinct ids of the batches are within the bound's
         self.table_layout = layout
         """of the tables, each with one feature"""
@@ -67,17 +64,13 @@ class UnpooledExchange(Exchange):
         return self._batch_bound
 
     def take_distinct(
-        self, distinct: DistinctIds, bound: BatchBound, layout: Layout, replicated: ReplicatedTables | None, dedup: bool
+        self, distinct: DistinctIds, bound: BatchBound, layout: Layout, replicated: ReplicatedTables | None
     ) -> None:
-        """From now on, take the ids of this rank's samples, see `take_ids`; a collective.
-
-        Args:
-            distinct: of the tables in the order of the output.
-            bound: of batches.
-            dedup: whether each distinct id travels once.
-        """
-        self.distinct, self._dedup, self._is_counted = distinct, dedup, bool(bound.distinct)
+        """From now on, take the ids of this rank's samples, see `take_ids`; a collective."""
+        self.distinct, self._is_counted = distinct, bool(bound.distinct)
         self.table_layout, self._replicated = layout, replicated
+        self.dim = layout.dims[0]
+        self.sums = RowSums(self.dim, self.device) if self.device.type == "cuda" else None
         self.take_bound(bound)
 
     @property
@@ -104,14 +97,17 @@ class UnpooledExchange(Exchange):
         layout = self.table_layout.with_features({name: ranges[of] for name, (of, _) in features.items()})
         slots = BatchBound(self._blocks.slots, dict.fromkeys(ids, (0, 1)), ids)
         self.take_ids(list(ids), slots, layout, self._replicated)
-        self._make_memory()
+        room, bags = sum(self._most(bound)), len(ids) * self._blocks.slots
+        # Ids, lengths, places; rows, starts, count and order of the runs.
+        sizes = room, bags, room, room, room + 1, 1, room
+        self._kept = [[torch.zeros(size, dtype=torch.int32, device=self.device) for size in sizes] for _ in range(2)]
 
     def _most_slots(self, bound: BatchBound) -> dict[str, int]:
         """Return the most slots that a batch fills, by name of `row_ranges`."""
         ids = dict.fromkeys(self.table_layout.names, 0)
         for sequence, room in zip(self.distinct.sequences, self._most(bound), strict=True):
             ids[self.table_layout.names[sequence.table]] += room
-        distinct = bound.distinct if self._dedup and self._is_counted else {}
+        distinct = bound.distinct if self._is_counted else {}
         return {
             name: min(most, distinct.get(name, distinct.get(of.table, most)))
             for name, of in self.row_ranges.items()
@@ -127,22 +123,12 @@ class UnpooledExchange(Exchange):
         assert self._batch_bound is not None
         return self.distinct.rooms_of(features, self._most(self._batch_bound))
 
-    def _make_memory(self) -> None:
-        """Make the memory that captured steps find what is known of their ids in."""
-        assert self._ids is not None
-        assert self._batch_bound is not None
-        room, bags = sum(self._most(self._batch_bound)), len(self._ids.keys) * self._blocks.slots
-        # Ids, lengths, places; rows, starts, count and order of the runs.
-        sizes = room, bags, room, room, room + 1, 1, room
-
-        def made() -> list[torch.Tensor]:
-            return [torch.zeros(size, dtype=torch.int32, device=self.device) for size in sizes]
-
-        self._kept = [made(), made()]
-
     def _keep(self, distinct: Distinct) -> Distinct:
         """Return the same in memory that stays, of the epoch that comes next."""
-        flat = [distinct.values.int(), distinct.lengths, distinct.places, *distinct.runs]
+        ids = distinct.values
+        if ids.dtype == torch.int64:  # those that no int32 holds stay outside every table
+            ids = ids.clamp(-1, torch.iinfo(torch.int32).max).int()
+        flat = [ids, distinct.lengths, distinct.places, *distinct.runs]
         memory = self._kept[(self.counters.ids.value + 1) % 2]
         kept = [each[: tensor.numel()] for each, tensor in zip(memory, flat, strict=True)]
         torch._foreach_copy_(kept, flat)  # pyright: ignore[reportPrivateImportUsage]  by one kernel
@@ -157,11 +143,8 @@ class UnpooledExchange(Exchange):
     def _send(self, features: KeyedJaggedTensor, count: torch.Tensor | None) -> ArrivedIds:
         assert self._ids is not None
         rooms = self.rooms_of(features)
-        values = features.values()
-        if values.dtype == torch.int64:  # ids that no int32 holds stay outside every table
-            features = _with_values(features, values.clamp(-1, torch.iinfo(torch.int32).max))
         slots = self._blocks.slots
-        distinct = self._keep(self.distinct.place(self.distinct.sort(features, rooms, self._dedup), self._blocks))
+        distinct = self._keep(self.distinct.place(self.distinct.sort(features, rooms), self._blocks))
         bags = KeyedJaggedTensor(list(self._ids.keys), distinct.values, lengths=distinct.lengths, stride=slots)
         return super()._send(bags, None)._replace(distinct=distinct)
 
@@ -179,25 +162,6 @@ class UnpooledExchange(Exchange):
         slots.samples = None
         return uncompiled(lambda: ExpandRows.apply(slots.wait(), self, distinct))
 
-    def expand(self, rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        """Return the rows that the places name, and zeros where there is none; of the options' `output_dtype`."""
-        return (reference.expand_rows if self._sums is None else expand_rows)(rows.to(self._expanded_dtype), places)
-
-    def sum(self, gradient: torch.Tensor, distinct: Distinct, rows: int) -> torch.Tensor:
-        """Return the sums [rows, D] float32 of the gradients of each place, which are clipped as FBGEMM would."""
-        gradient = self.clipped(gradient)
-        if self._sums is None:
-            return reference.sum_rows(gradient, distinct.places, rows)
-        return self._sums(gradient.contiguous(), distinct.runs, rows)
-
-
-def _with_values(features: KeyedJaggedTensor, values: torch.Tensor) -> KeyedJaggedTensor:
-    """Return ids with others in their place; those of a captured step keep their bound."""
-    changed: Any = KeyedJaggedTensor(features.keys(), values, lengths=features.lengths(), stride=features.stride())
-    if (capacities := getattr(features, "capacities", None)) is not None:
-        changed.capacities = capacities
-    return changed
-
 
 class ExpandRows(torch.autograd.Function):
     """A copy of its row for every id; backward, the sum of a row's gradients."""
@@ -206,12 +170,17 @@ class ExpandRows(torch.autograd.Function):
     def forward(ctx: Any, slots: torch.Tensor, exchange: UnpooledExchange, distinct: Distinct) -> torch.Tensor:
         """Return [P, D] of the slots [b, F * D]."""
         ctx.exchange, ctx.distinct, ctx.shape, ctx.dtype = exchange, distinct, slots.shape, slots.dtype
-        return exchange.expand(slots.reshape(-1, exchange.dim), distinct.places)
+        rows = slots.reshape(-1, exchange.dim).to(exchange.expanded_dtype)
+        return (reference.expand_rows if exchange.sums is None else expand_rows)(rows, distinct.places)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         """Return the gradient [b, F * D] of the slots."""
         (gradient,) = gradients
-        exchange = ctx.exchange
-        sums = exchange.sum(gradient, ctx.distinct, ctx.shape.numel() // exchange.dim)
+        exchange, distinct = ctx.exchange, ctx.distinct
+        gradient, rows = exchange.clipped(gradient), ctx.shape.numel() // exchange.dim
+        if exchange.sums is None:
+            sums = reference.sum_rows(gradient, distinct.places, rows)
+        else:
+            sums = exchange.sums(gradient.contiguous(), distinct.runs, rows)
         return sums.view(ctx.shape).to(ctx.dtype), None, None

@@ -11,7 +11,7 @@ from dlrm_overlap.launching.parsing import Parser, parse_config, reader_may_leav
 from dlrm_overlap.launching.text_table import format_table
 from dlrm_overlap.simulate.config import SimulateConfig
 from dlrm_overlap.simulate.step import simulate
-from dlrm_overlap.train.preflight import check_output
+from dlrm_overlap.train.ranks import check_output
 
 _SHOWN = ("what", "backend", "world_size", "hosts", "samples", "ms", "samples_per_s")
 

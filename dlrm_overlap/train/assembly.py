@@ -21,7 +21,7 @@ from dlrm_overlap.dense.gemm.products import ParallelProducts
 from dlrm_overlap.dense.tensor_parallel import shards_of
 from dlrm_overlap.embedding.id_layout import BatchBound
 from dlrm_overlap.embedding.options import WIRE_DTYPES
-from dlrm_overlap.embedding.plan import Unsharded, build_topology
+from dlrm_overlap.embedding.plan import build_topology, make_plan
 from dlrm_overlap.embedding.weights import initialise_tables
 from dlrm_overlap.launching.launcher import World
 from dlrm_overlap.launching.text_table import count_of
@@ -90,7 +90,7 @@ def assemble(
         divide_head(dlrm.head, ParallelProducts(group, device, config.embedding.wait_timeout_s))
     sharders = make_sharders(config.embedding, config.train.precision, dlrm.front_columns)
     topology = build_topology(device, world.world_size, world.local_world_size)
-    plan = Unsharded(task, sharders, topology, config.embedding, train.pooling, group).plan(samples)
+    plan = make_plan(task, sharders, topology, config.embedding, train.pooling, samples, group)
     model = DistributedModelParallel(
         module=task,
         env=ShardingEnv.from_process_group(group),

@@ -18,7 +18,7 @@ from dlrm_overlap.dense.tensor_parallel import products_of
 from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.embedding.sharded_module import exchanges
 from dlrm_overlap.embedding.sharder import build_sharders
-from dlrm_overlap.embedding.tables import counts, fbgemms_bad_id
+from dlrm_overlap.embedding.tables import counts
 from dlrm_overlap.launching.launcher import World
 from dlrm_overlap.launching.watch import Progress
 from dlrm_overlap.observe.metrics import evaluation_metrics, gather_predictions
@@ -77,10 +77,8 @@ class Stepper:
         """
         try:
             yield
-        except RuntimeError as error:
+        except RuntimeError:
             self.check()
-            if bad_id := fbgemms_bad_id(error):
-                raise bad_id from error
             raise
 
     def step(self, batches: Iterator[Batch]) -> torch.Tensor:

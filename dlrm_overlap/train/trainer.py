@@ -17,7 +17,6 @@ from dlrm_overlap.checkpoint.saving import Saves, require_finite
 from dlrm_overlap.config import Config
 from dlrm_overlap.data.batch import Batch, Dataset
 from dlrm_overlap.data.loader import Loader
-from dlrm_overlap.embedding.plan import plan_record
 from dlrm_overlap.embedding.sharded_module import exchanges
 from dlrm_overlap.embedding.sharder import build_sharders
 from dlrm_overlap.launching import stack
@@ -64,7 +63,11 @@ class Trainer(Stepper):
         self.checkpointer.tick = self.progress.tick
         self.checkpointer.about = {
             "config": config.as_dict(),
-            "plan": plan_record(self.plan),
+            "plan": {
+                name: {"sharding": sharding.sharding_type}
+                for tables in self.plan.plan.values()
+                for name, sharding in sorted(tables.items())  # type: ignore[attr-defined]
+            },
             "world_size": world.world_size,
             "versions": {name: stack.version_of(name) for name in ("torch", "torchrec")},
             "trained_metrics": [],

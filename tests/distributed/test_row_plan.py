@@ -11,7 +11,6 @@ from torchrec.distributed.types import ShardingEnv
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from dlrm_overlap.config import InputError
-from dlrm_overlap.embedding.plan import plan_record
 from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder
 from tests.agreement import EVAL_TOLERANCE, LOSS_TOLERANCE
 from tests.conftest import read_metrics
@@ -50,7 +49,8 @@ def _train_all(folder: Path) -> None:
     for name, keys in RUNS.items():
         train(quickstart(folder, name, *OPTIONS, "--train.steps", "20", *keys))
     trainer = make_trainer(quickstart(folder, "plan", *OPTIONS))
-    by_rows = [table for table, sharded in plan_record(trainer.plan).items() if sharded["sharding"] == "row_wise"]
+    plan = trainer.checkpointer.about["plan"]
+    by_rows = [table for table, sharded in plan.items() if sharded["sharding"] == "row_wise"]
     assert by_rows == ["t_00"]
     trainer.close()
     for name, start, keys in (("pgas_from_whole", "whole", RUNS["pgas"]), ("whole_from_pgas", "pgas", WHOLE)):

@@ -4,7 +4,6 @@ To the last bit where gradients go by the collective; up to the order of sums wh
 """
 
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -444,27 +443,6 @@ def test_outputs_of_several_types_stay_with_torchrec(
         assert sharder.shard(module, plan, environment, CPU).exchange is None
     told = ("outputs of types fp16 and fp32", "output of type fp16: leave wire_dtype out")
     assert [message.rpartition("TorchRec: ")[2] for message in caplog.messages] == [*told]
-
-
-@pytest.mark.parametrize("bad", ["x", "y"])
-def test_an_id_stops_the_run_where_its_own_table_asks_for_it(world_of_one: dist.ProcessGroup, bad: str) -> None:
-    """One of a table that does not is taken for row 0, beside a table that does, captured or not."""
-    tables: Tables = {"a": (5, 8, ["x"], SUM), "b": (5, 8, ["y"], SUM)}
-    module = EmbeddingBagCollection(table_configs(tables), device=torch.device("meta"))
-    sharder: Any = OverlapEmbeddingBagCollectionSharder()
-    lengths = torch.tensor([bad == "x", bad == "y"]).int() * 2
-    for takes_ids in (False, True):
-        plan = dict(construct_module_sharding_plan(module, dict.fromkeys(tables, FUSED), sharder, 1, 1, "cpu"))
-        plan["b"].bounds_check_mode = BoundsCheckMode.FATAL
-        sharded = sharder.shard(module, plan, ShardingEnv.from_process_group(world_of_one), CPU)
-        initialise_tables(sharded, seed=0)
-        if takes_ids:
-            sharded.take_ids(["x", "y"], BatchBound(1, dict.fromkeys("xy", (0, 2))))
-        told = pytest.raises(ValueError, match="y: id 7 is outside its table of 5 rows")
-        with told if bad == "y" else nullcontext():
-            pooled = sharded(KeyedJaggedTensor(["x", "y"], torch.tensor([1, 7]), lengths=lengths)).to_dict()["x"]
-            rows = sharded.state_dict()["embedding_bags.a.weight"].local_shards()[0].tensor
-            assert_same(pooled[0], rows[0] + rows[1], "row 0 in place of row 7")
 
 
 def test_the_strictest_bounds_check_of_a_module_holds(

@@ -26,44 +26,38 @@ CASES = {
     "jagged": Case(samples=(5, 0, 3), repeated=1000, optimizer="rowwise_adagrad"),
     "own_batches": Case(own_batches=True, need_indices=True),
 }
-# how the drop-in trains, whether each distinct id travels once, and what
-WAYS: dict[str, tuple[str, bool, Case]] = {
-    "stays_with_torchrec": ("sparse_dist", True, replace(CASES["own_batches"], kernel=CACHED)),  # at home
-    "decay": ("none", True, Case(optimizer="decay")),  # which on a CPU stays with TorchRec
-    "graph_pooled_beside": ("graph", True, Case(pooled=True, need_indices=True)),
-    "graph_fp16_rows": ("graph", True, Case(rows=DataType.FP16, plan="row_wise")),
-    "graph_rank_0_without": ("graph", True, Case(samples=(0, 4))),
-    "graph_two_hosts": ("graph", True, replace(STEADY, steps=4, pooled=True, hosts=2, kernel=CACHED)),
-    "graph_all_ids_cached": ("graph", False, replace(STEADY, steps=4, optimizer="rowwise_adagrad", kernel=CACHED)),
-    "graph_all_ids": ("graph", False, CASES["jagged"]),
-    "graph_jagged": ("graph", True, CASES["jagged"]),
-    "graph_data_parallel": ("graph", True, replace(STEADY, plan="data_parallel", steps=4, optimizer="dense_sgd")),
-    "graph_own_batches": ("graph", True, replace(CASES["own_batches"], pooled=True)),
-    "captured_cached": ("captured", True, replace(STEADY, pooled=True, kernel=CACHED)),
+# how the drop-in trains, and what
+WAYS: dict[str, tuple[str, Case]] = {
+    "stays_with_torchrec": ("sparse_dist", replace(CASES["own_batches"], kernel=CACHED)),  # at home
+    "decay": ("none", Case(optimizer="decay")),  # which on a CPU stays with TorchRec
+    "graph_pooled_beside": ("graph", Case(pooled=True, need_indices=True)),
+    "graph_fp16_rows": ("graph", Case(rows=DataType.FP16, plan="row_wise")),
+    "graph_rank_0_without": ("graph", Case(samples=(0, 4))),
+    "graph_two_hosts": ("graph", replace(STEADY, steps=4, pooled=True, hosts=2, kernel=CACHED)),
+    "graph_jagged": ("graph", CASES["jagged"]),
+    "graph_data_parallel": ("graph", replace(STEADY, plan="data_parallel", steps=4, optimizer="dense_sgd")),
+    "graph_own_batches": ("graph", replace(CASES["own_batches"], pooled=True)),
+    "captured_cached": ("captured", replace(STEADY, pooled=True, kernel=CACHED)),
 }
-MORE: dict[str, tuple[str, bool, Case]] = {  # plans of other kinds: `unpooled_plans`
-    "graph_one_rank": ("graph", True, Case(plan="one_rank", optimizer="rowwise_adagrad", few=4)),
-    "captured_two_hosts": ("captured", True, replace(STEADY, pooled=True, hosts=2)),
-    "captured_all_ids": ("captured", False, replace(STEADY, need_indices=True)),
-    **{
-        f"graph_two_hosts_{plan}_{dedup}": ("graph", dedup, replace(STEADY, plan=plan, steps=4, hosts=2))
-        for plan, dedup in (("table_wise", False), ("row_wise", True))
-    },
-    "captured_longer": ("captured", True, replace(STEADY, steps=13, longer={4: 4})),
+MORE: dict[str, tuple[str, Case]] = {  # plans of other kinds: `unpooled_plans`
+    "graph_one_rank": ("graph", Case(plan="one_rank", optimizer="rowwise_adagrad", few=4)),
+    "captured_two_hosts": ("captured", replace(STEADY, pooled=True, hosts=2)),
+    "graph_two_hosts_row_wise": ("graph", replace(STEADY, plan="row_wise", steps=4, hosts=2)),
+    "captured_longer": ("captured", replace(STEADY, steps=13, longer={4: 4})),
 }
 
 
 def _compare(name: str) -> None:
-    pipeline, dedup, case = (WAYS | MORE)[name]
+    pipeline, case = (WAYS | MORE)[name]
     # Stock TorchRec pools sequences of data-parallel tables on a CPU, so there the table has one owner.
     alone = case.plan == "data_parallel"
     stock = train(replace(case, plan="mixed") if alone else case, stock_sharders(case), "none", CPU)
     if pipeline == "captured":
         with captures() as taken:
-            ours = train(case, our_sharders(case, dedup=dedup), "graph", CPU)
+            ours = train(case, our_sharders(case), "graph", CPU)
         assert min(taken.values()) > 0, f"steps {taken}"
     else:
-        ours = train(case, our_sharders(case, dedup=dedup), pipeline, CPU)
+        ours = train(case, our_sharders(case), pipeline, CPU)
     if pipeline == "sparse_dist":
         del stock["evaluated"]
     if alone:
@@ -102,7 +96,7 @@ def _count_bytes(name: str) -> None:
         stored.append(8 * columns * sum(distinct.values()))  # ids, and where each slot's is
         expected.append(sum(distinct.values()) * (8 * columns + 2 * 4 * DIM))
 
-    train(case, our_sharders(case, dedup=True), "graph", CPU, around=step)
+    train(case, our_sharders(case), "graph", CPU, around=step)
     everywhere = torch.tensor([float(sum(stored)), float(sum(expected))])
     dist.all_reduce(everywhere)
     assert float(everywhere[1]) == pytest.approx(float(everywhere[0]), rel=0.05)
@@ -132,7 +126,7 @@ def _look_up_by_torchrec(name: str) -> None:
             sharded.state_dict()  # which has the rows of caches stored to their tables
             assert_same(found, look_up(send()), f"after step {number}")
 
-    train(case, our_sharders(case, dedup=True), "graph", CPU, around=step)
+    train(case, our_sharders(case), "graph", CPU, around=step)
 
 
 bytes_counted = cases_on_ranks(2, _count_bytes, ["table_wise", "column_wise", "row_wise"])

@@ -27,7 +27,6 @@ class Way(NamedTuple):
     """How the drop-in trains."""
 
     backend: str
-    dedup: bool | str
     pipeline: str
     """graph or, by a stand-in for CUDA graphs, captured"""
     least_block: int
@@ -60,7 +59,6 @@ def drawn_sequences(draw_from: st.DrawFn, ranks: int, local: int) -> Drawn:
     ways = [
         Way(
             draw.choice(["pgas", "fused"]),
-            draw.choice([True, True, False, "auto"]),
             draw.choice(pipelines),
             draw.choice([1, distinct_ids._LEAST_BLOCK]),
         )
@@ -112,7 +110,7 @@ def compare_unpooled(drawn: Drawn, _: Path) -> Iterator[Callable[[], None]]:
     stock = train(case, stock_sharders(case), "none", CPU)
     tolerance = WEIGHT_TOLERANCE["fp16_rows" if case.rows == DataType.FP16 else "fp32"]
     for way in drawn.ways:
-        sharders: list[Any] = our_sharders(case, backend=way.backend, dedup=way.dedup)
+        sharders: list[Any] = our_sharders(case, backend=way.backend)
         captured = way.pipeline == "captured"
         blocks = patch.object(distinct_ids, "_LEAST_BLOCK", way.least_block)
         with blocks, captures() if captured else nullcontext() as taken:

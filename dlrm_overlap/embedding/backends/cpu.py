@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.comm.record import Record
@@ -152,9 +151,9 @@ class CpuLookup:
         if not outside.any():
             return
         message = bad_id_message(shard.name, int(here[outside].min()), rows)
-        if self._bad_ids.mode_of(shard) == BoundsCheckMode.NONE or (here == -1).any():
+        if not self._bad_ids.looks or (here == -1).any():
             raise ValueError(message)
-        self._bad_ids.report(message, [shard])
+        self._bad_ids.report(message)
         with torch.inference_mode(here.is_inference()):  # else torch does not write to such ids
             here.masked_fill_(outside, 0)
 

@@ -48,7 +48,7 @@ class IdPull:
         self._record = Record(self._device)
         self.status = self._record.status
         self._looks = bool(shards) and exchange.bad_ids_of(shards[0]).looks
-        rows = [exchange.bad_ids_of(shard).rows_to_check(shard, exchange.rows_of(shard)) for shard in shards]
+        rows = [exchange.rows_of(shard) for shard in shards]
         numbers = self._tensor(self._features), self._tensor(rows), self._tensor(self._ids.published_capacity)
         arena, names = exchange.windows.arena, exchange.windows.names
         seen = [[published_window(arena, name, rank) for rank in sources] for name in names]
@@ -286,7 +286,7 @@ class IdExchange:
         first, end = shard.rows
         value, rows = value + first, end or rows
         where = f"id {index} of feature {name} in the batch of rank {source}"
-        self.bad_ids_of(shard).report(f"{where}: {bad_id_message(name, value, rows)}", [shard])
+        self.bad_ids_of(shard).report(f"{where}: {bad_id_message(name, value, rows)}")
 
     def bad_ids_of(self, shard: FeatureShard) -> BadIds:
         """Return the response to ids outside a shard that this rank holds, be it alone or as every rank does."""

@@ -91,11 +91,10 @@ class DeviceLookup:
 
     def _table(self, shards: list[FeatureShard]) -> FeatureTable:
         weights = [self._rows.weight(shard) for shard in shards]
-        rows_to_check = [self._bad_ids.rows_to_check(s, w.shape[0]) for s, w in zip(shards, weights, strict=True)]
         leaves_out = [not self._every_bag and self._context.leaves_out(shard) for shard in shards]
         entries = [
-            [weight.data_ptr(), rows, self._columns[shard], shard.feature, int(shard.mean), int(left_out)]
-            for shard, weight, rows, left_out in zip(shards, weights, rows_to_check, leaves_out, strict=True)
+            [weight.data_ptr(), weight.shape[0], self._columns[shard], shard.feature, int(shard.mean), int(left_out)]
+            for shard, weight, left_out in zip(shards, weights, leaves_out, strict=True)
         ]
         dim, dtype = shards[0].dim, shards[0].dtype
         return FeatureTable(
@@ -175,9 +174,9 @@ class DeviceLookup:
         self.record.raise_expired(self._context.options.wait_timeout_s)
         if bad := self.record.bad_id():
             feature, sample, rows = bad
-            shards = [each for each in self._context.layout.by_owner[self._rank] if each.feature == feature]
-            names = " or ".join(shard.name for shard in shards)
-            self._bad_ids.report(f"sample {sample} of the global batch: {bad_id_message(names, None, rows)}", shards)
+            shards = self._context.layout.by_owner[self._rank]
+            names = " or ".join(shard.name for shard in shards if shard.feature == feature)
+            self._bad_ids.report(f"sample {sample} of the global batch: {bad_id_message(names, None, rows)}")
 
 
 class ZeroCopyForward(Forward):

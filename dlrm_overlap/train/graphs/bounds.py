@@ -130,9 +130,9 @@ class LearntBound:
     ) -> None:
         """Take the bound to begin with, None is learnt; and the modules whose unpooled tables have distinct ids."""
         self._bound, self.agreement, self._device = bound, agreement, device
-        counted = [(module, getattr(module, "counted", lambda: None)()) for module in modules]
-        self._collections = [(module, *each) for module, each in counted if each is not None and each[0]]
-        self._tables = list(dict.fromkeys(table for _, tables, _ in self._collections for table in tables))
+        counted = [module.counted() for module in modules if hasattr(module, "counted")]
+        self._collections = [(tables, distinct) for tables, distinct in counted if tables]
+        self._tables = list(dict.fromkeys(table for tables, _ in self._collections for table in tables))
         """unpooled ones by name; the greatest number counts where two collections have one of a name"""
         self._features: list[str] = []
         self._limits = np.zeros(0, np.int64)
@@ -200,13 +200,13 @@ class LearntBound:
     def _count_distinct(self, all_ids: Sequence[KeyedJaggedTensor]) -> torch.Tensor:
         """Return the distinct ids of each unpooled table in all ids of a batch, [tables] int64, on the device."""
         counts = dict[str, torch.Tensor]()
-        for module, tables, distinct in self._collections:
+        for tables, distinct in self._collections:
             wanted = {sequence.feature for sequence in distinct.sequences}
             ids = next((each for each in all_ids if wanted <= set(each.keys())), None)
-            if ids is None or module.dedup is False:  # as auto may have been found to be
+            if ids is None:
                 continue
             ids = ids.to(self._device)
-            for table, count in zip(tables, distinct.count(ids, distinct.rooms_of(ids)), strict=True):
+            for table, count in zip(tables, distinct.sort(ids, distinct.rooms_of(ids)).counts, strict=True):
                 counts[table] = count.maximum(counts[table]) if table in counts else count
         none = torch.zeros((), dtype=torch.int64, device=self._device)
         return torch.stack([counts.get(table, none) for table in self._tables])

@@ -27,7 +27,7 @@ def _batch(**bags: list[list[int]]) -> KeyedJaggedTensor:
     return KeyedJaggedTensor(list(bags), torch.tensor(values, dtype=torch.int64), lengths=torch.tensor(lengths))
 
 
-def _check(batch: KeyedJaggedTensor, distinct: Distinct, rooms: list[int], blocks: SlotBlocks, dedup: bool) -> None:
+def _check(batch: KeyedJaggedTensor, distinct: Distinct, rooms: list[int], blocks: SlotBlocks) -> None:
     """Check that each id is expanded from a slot that has it, and that the runs name its gradient once."""
     tables, features = len(ROWS), sum(blocks.counts)
     lengths = distinct.lengths.split([count * blocks.slots for count in blocks.counts])
@@ -54,10 +54,7 @@ def _check(batch: KeyedJaggedTensor, distinct: Distinct, rooms: list[int], block
         first, end = runs.starts[run : run + 2].tolist()
         found[int(runs.rows[run])] = runs.order[first:end].tolist()
     assert found == named
-    if dedup:
-        assert all(each.tolist() == sorted(set(each.tolist())) for each in by_table.values())
-    else:
-        assert sum(counts) == sum(len(ids_by_key[sequence.feature]) for sequence in SEQUENCES)
+    assert all(each.tolist() == sorted(set(each.tolist())) for each in by_table.values())
 
 
 BATCHES: dict[str, Any] = {
@@ -69,40 +66,37 @@ BATCHES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("dedup", [True, False])
 @pytest.mark.parametrize("name", BATCHES)
-def test_each_id_has_its_slot(name: str, dedup: bool) -> None:
+def test_each_id_has_its_slot(name: str) -> None:
     batch, finder = _batch(**BATCHES[name]), _finder()
     rooms = finder.rooms_of(batch)
-    found = finder.sort(batch, rooms, dedup)
+    found = finder.sort(batch, rooms)
     most = max(1, int(found.first_run.diff().max()))
     counts = found.first_run.diff().tolist()
     halves = SlotBlocks(-(-most // 2), (2, 2))
     for blocks in (SlotBlocks(most, (1, 1)), SlotBlocks(most + 3, (1, 1)), halves, SlotBlocks.of(counts)):
-        _check(batch, finder.place(found, blocks), rooms, blocks, dedup)
-    assert finder.count(batch, rooms).tolist() == finder.sort(batch, rooms).first_run.diff().tolist()
+        _check(batch, finder.place(found, blocks), rooms, blocks)
+    assert found.counts.tolist() == counts
 
 
-@pytest.mark.parametrize("dedup", [True, False])
-def test_ids_in_memory_with_room_behind_them(dedup: bool) -> None:
+def test_ids_in_memory_with_room_behind_them() -> None:
     batch, finder = _batch(**BATCHES["ends of the range"]), _finder()
     exact, rooms = finder.rooms_of(batch), [6, 3, 6, 5]
-    found = finder.sort(batch, rooms, dedup)
-    _check(batch, finder.place(found, SlotBlocks(20, (1, 1))), rooms, SlotBlocks(20, (1, 1)), dedup)
+    found = finder.sort(batch, rooms)
+    _check(batch, finder.place(found, SlotBlocks(20, (1, 1))), rooms, SlotBlocks(20, (1, 1)))
     assert finder.padded(batch, rooms).tolist() == [9, 0, 9, 0, 0, 0, 9, 5, 5, 9, 0, 9, 0, 0, 0, 0, 2**31 - 2, 0, 0, 0]
     assert exact == [4, 3, 4, 3]
 
 
-@pytest.mark.parametrize("dedup", [True, False])
-def test_ids_beyond_their_room_or_slots_are_told_by_lengths(dedup: bool) -> None:
+def test_ids_beyond_their_room_or_slots_are_told_by_lengths() -> None:
     """What is published then has more ids than any bound, and no place is outside the window."""
     batch, finder = _batch(**BATCHES["ends of the range"]), _finder()
-    few = finder.place(finder.sort(batch, [4, 3, 4, 3], dedup), SlotBlocks(2, (1, 1)))
-    assert few.lengths.view(2, 2).sum(1).tolist() == ([3, 3] if dedup else [7, 7])
-    no_room = finder.place(finder.sort(batch, [3, 3, 4, 3], dedup), SlotBlocks(8, (1, 1)))
+    few = finder.place(finder.sort(batch, [4, 3, 4, 3]), SlotBlocks(2, (1, 1)))
+    assert few.lengths.view(2, 2).sum(1).tolist() == [3, 3]
+    no_room = finder.place(finder.sort(batch, [3, 3, 4, 3]), SlotBlocks(8, (1, 1)))
     told = no_room.lengths.view(2, 8).sum(1).tolist()
     assert told[0] > 13
-    assert told[1] == (3 if dedup else 7)
+    assert told[1] == 3
     for each, slots in ((few, 2), (no_room, 8)):
         assert int(each.places.max()) < 2 * slots
         assert int(each.runs.rows.min()) >= 0
@@ -118,7 +112,7 @@ def test_ranges_of_rows_have_slots_of_their_own() -> None:
     values = [each.tolist() for each in distinct.values[: sum(counts)].split(counts)]
     assert values == [[0, 3], [4, 5], [9, 12], [0, 3, 7, 9, 12]]
     assert (distinct.places % 4).tolist() == [2, 0, 0, 0, 2, 1, 1, 1, 3, 3, 3, 3, 3, 3], "of each id the range"
-    assert finder.count(batch, rooms).tolist() == [2, 2, 2, 5]
+    assert finder.sort(batch, rooms).counts.tolist() == [2, 2, 2, 5]
     beyond = finder.sort(batch, [4, *rooms[1:]]).counts
     assert int(beyond[0]) > len(batch.values()), "no range has room"
 
@@ -129,7 +123,7 @@ def test_ids_outside_their_table_share_a_slot() -> None:
     distinct = finder.place(finder.sort(batch, finder.rooms_of(batch)), SlotBlocks(6, (1, 1)))
     assert distinct.values[:2].tolist() == [3, 10]
     assert distinct.places[:4].tolist() == [2, 2, 0, 0]
-    assert finder.count(batch, finder.rooms_of(batch)).tolist() == [2, 4]
+    assert finder.sort(batch, finder.rooms_of(batch)).counts.tolist() == [2, 4]
 
 
 @pytest.mark.parametrize("most", [[1000, 90], [5], [0, 0], [100] * 26, [1_000_000] + [100] * 10, [70, 3, 1]])

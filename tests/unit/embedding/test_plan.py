@@ -13,7 +13,7 @@ from torchrec.distributed.types import ShardingPlan
 from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.embedding import plan
 from dlrm_overlap.embedding.balance import Balance, TableLoad
-from dlrm_overlap.embedding.plan import Unsharded, build_topology
+from dlrm_overlap.embedding.plan import build_topology, cached_tables, make_plan
 from dlrm_overlap.embedding.sharder import build_sharders
 from dlrm_overlap.launching.parsing import parse_config
 from dlrm_overlap.train.model import build_model
@@ -29,7 +29,7 @@ def _plan(config: Config, group: dist.ProcessGroup, rows: list[int] | None = Non
     module = build_model(config.model, config.embedding, rows or _ROWS, 13, seed=0)
     topology = build_topology(torch.device("cpu"), 1, 1)
     sharders = build_sharders(config.embedding, "fp32", 0)
-    return Unsharded(module, sharders, topology, config.embedding, _POOLING, group).plan(8)
+    return make_plan(module, sharders, topology, config.embedding, _POOLING, 8, group)
 
 
 @pytest.mark.parametrize("kind", ["torchrec", "table_wise", "column_wise"])
@@ -55,13 +55,10 @@ def test_tables_that_do_not_fit(world_of_one: dist.ProcessGroup) -> None:
         ("[gpu,auto,gpu,auto]", 0, "1 3"),
     ],
 )
-def test_the_largest_tables_are_cached(world_of_one: dist.ProcessGroup, memory: str, room: int, expected: str) -> None:
+def test_the_largest_tables_are_cached(memory: str, room: int, expected: str) -> None:
     config = _config("--embedding.memory", memory, *(["--embedding.cache_fraction", "0.5"] if memory != "gpu" else []))
-    module = build_model(config.model, config.embedding, _ROWS, 13, seed=0)
-    names = ["t_00", "t_01", "t_02", "t_03"]
-    topology = build_topology(torch.device("cpu"), 1, 1)
-    unsharded = Unsharded(module, [], topology, config.embedding, _POOLING, world_of_one)
-    assert unsharded.cached_tables(room) == {names[int(n)] for n in expected.split()}
+    loads = {str(t): TableLoad(1.0, 16, 64, 68 * rows, rows) for t, rows in enumerate(_ROWS)}
+    assert cached_tables(loads, config.embedding, room) == {*expected.split()}
 
 
 def test_cached_tables_of_a_plan(world_of_one: dist.ProcessGroup) -> None:
@@ -84,8 +81,7 @@ def test_torchrecs_own_plan_has_shards_of_any_type(world_of_one: dist.ProcessGro
     module = build_model(config.model, config.embedding, rows, 13, seed=0)
     topology, mean = Topology(4, "cuda", hbm_cap=141 * 10**9, local_world_size=4), [float(ids) for ids in pooling]
     sharders: list[Any] = build_sharders(config.embedding)[:1]
-    unsharded = Unsharded(module, sharders, topology, config.embedding, mean, world_of_one)
-    tables = unsharded.planned_by_torchrec(8192).plan["embedding"]
+    tables = make_plan(module, sharders, topology, config.embedding, mean, 8192, world_of_one).plan["embedding"]
     kinds = {name: sharding.sharding_type for name, sharding in tables.items()}  # type: ignore[attr-defined]
     assert [name for name, kind in kinds.items() if kind == "row_wise"] == ["t_20"]
     assert Counter(kinds.values()) == {"table_wise": 25, "row_wise": 1}

@@ -179,10 +179,8 @@ def test_tables_side_by_side_share_a_cache() -> None:
         number: HomeTable([weights[first * DIM : end * DIM].view(-1, DIM), state[first:end]], 0.2, 1)
         for number, (first, end) in enumerate(bounds)
     }
-    made = make_caches(homes, CPU)
-    assert made[0].cache is made[1].cache
-    assert made[0].cache is not made[2].cache
-    assert [made[number].first for number in homes] == [0, 10, 0]
-    assert [made[number].cache.slots for number in (0, 2)] == [4, 2]
-    assert torch.equal(made[0].cache.homes[0], weights[: 16 * DIM].view(-1, DIM))
-    assert made[2].cache.homes[1].data_ptr() == state[20:].data_ptr()
+    (shared, firsts), (alone, own) = make_caches(homes, CPU)
+    assert (firsts, own) == ({0: 0, 1: 10}, {2: 0})
+    assert (shared.slots, alone.slots) == (4, 2)
+    assert torch.equal(shared.homes[0], weights[: 16 * DIM].view(-1, DIM))
+    assert alone.homes[1].data_ptr() == state[20:].data_ptr()

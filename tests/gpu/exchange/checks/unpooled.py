@@ -17,22 +17,19 @@ _CASES = {
 }
 
 
-def _check(place: Place, name: str, dedup: bool, backend: str = "pgas") -> None:
+def _check(place: Place, name: str, backend: str = "pgas") -> None:
     case = replace(_CASES[name], repeated=_CASES[name].repeated if place.on_gpu else 0)
     if place.world_size % 2:
         case = replace(case, hosts="auto")
     stock = train(case, stock_sharders(case), "none", place.device)
-    ours = train(case, our_sharders(case, dedup=dedup, backend=backend), "graph", place.device)
+    ours = train(case, our_sharders(case, backend=backend), "graph", place.device)
     assert_same(ours["output of step 0"], stock["output of step 0"], "first output")
     tolerance = WEIGHT_TOLERANCE["fp32"] * (10 if case.repeated else 1)  # sums of so many gradients
     assert_all_near(ours, stock, tolerance, f"{name}:")
-    again = train(case, our_sharders(case, dedup=dedup, backend=backend), "graph", place.device)
+    again = train(case, our_sharders(case, backend=backend), "graph", place.device)
     assert_all_near(again, ours, 0, "a second run:")
 
 
-_DEDUP = {"distinct": True, "all": False}
-CHECKS = (
-    every("unpooled", _check, name=[name for name in _CASES if name != "rows_of_two_hosts"], dedup=_DEDUP)
-    | every("unpooled_rows_of_two_hosts", partial(_check, name="rows_of_two_hosts", dedup=True))
-    | every("unpooled_mixed_fused", partial(_check, name="mixed", dedup=True, backend="fused"))
+CHECKS = every("unpooled", _check, name=[*_CASES]) | every(
+    "unpooled_mixed_fused", partial(_check, name="mixed", backend="fused")
 )
