@@ -69,7 +69,7 @@ def is_alive(pid: int) -> bool:
     """Return whether a process runs, or is stopped; one that has ended does not, though its parent has yet to ask."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return False
 
 
