@@ -269,7 +269,6 @@ class ZeroCopyForward(Forward):
     def prepare(self, step: Step) -> list[Any]:
         """Return the tables of the lookup; all that may fail is made here, before the step has begun."""
         self.flags_of(step)
-        self.lookup.first_samples(step.batch, self.reached)
         return self.lookup.tables()
 
     def finish(self, step: Step, copy: bool = False) -> torch.Tensor:
