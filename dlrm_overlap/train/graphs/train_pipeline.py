@@ -134,6 +134,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         self._sync_interval = given.arguments["dmp_collection_sync_interval_batches"]
         self._steps = 0
 
+    @torch.inference_mode(False)  # parameters that an evaluation moves are trained, too
     def _open(self) -> None:
         """Take the model over, from the pipeline that had it before if there is one; a collective."""
         if (before := _holder(self._model)) is not None:
