@@ -66,7 +66,8 @@ class DeviceLookup:
         self.record = Record(self._device)
         self._storage: tuple[int, ...] | None = None
         self._tables: list[FeatureTable] = []
-        self._first_samples = StepCache[tuple[BatchSizes, range | None], torch.Tensor]()
+        self._first_samples: dict[tuple[BatchSizes, range | None], torch.Tensor] = {}
+        """of all sizes, since a capture cannot copy to a GPU those that its launches need anew"""
         self._launches = StepCache[tuple[Any, ...], Launch]()
         """by all that they were made of; of the tables as they are"""
 
@@ -108,11 +109,10 @@ class DeviceLookup:
 
     def first_samples(self, batch: BatchSizes, ranks: range | None = None) -> torch.Tensor:
         """Return [R + 1] int32 on the device: the first sample of each of R ranks, and the end; None are all ranks."""
-        return self._first_samples.get((batch, ranks), self._first_of, batch, ranks)
-
-    def _first_of(self, batch: BatchSizes, ranks: range | None) -> torch.Tensor:
-        first = batch.first_sample if ranks is None else batch.first_sample[ranks.start : ranks.stop + 1]
-        return torch.tensor(first, dtype=torch.int32, device=self._device)
+        if (batch, ranks) not in self._first_samples:
+            first = batch.first_sample if ranks is None else batch.first_sample[ranks.start : ranks.stop + 1]
+            self._first_samples[batch, ranks] = torch.tensor(first, dtype=torch.int32, device=self._device)
+        return self._first_samples[batch, ranks]
 
     def bags(self, shards: list[FeatureShard], step: Step, ranks: range | None = None) -> Bags:
         """Return the ids of the kernel that pools `shards` for the samples of `ranks`, None for all."""
@@ -141,7 +141,6 @@ class DeviceLookup:
             tables: the result of `tables()`.
             ranks: that follow one another.
         """
-        self.first_samples(step.batch, ranks)  # kept for a capture that prepares a launch, which cannot copy to a GPU
         for shards, table in zip(self.pooled_together, tables, strict=True):
             tensors = tensors_of(step.inputs[shards[0].input])
             short = has_short_bags(table, *tensors[:2])
