@@ -115,7 +115,8 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
         if not self.takes_ids:
             return super().forward(*input, **kwargs)
         (features,) = (*input, *kwargs.values())
-        features = with_even_batches(features)
+        if features.variable_stride_per_key():
+            features = with_even_batches(features)
         exchanged, others = None, {}
         if self.exchange is not None:
             exchanged = self.exchange.start_sent(features)

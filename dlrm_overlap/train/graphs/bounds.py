@@ -54,7 +54,8 @@ class Answer:
         Raises:
             RuntimeError: that kernels have recorded meanwhile, or if a rank has ended or does not answer.
         """
-        self._agreement.ask_last()
+        if self is self._agreement.last:
+            self._agreement.ask_last()
         while (work := self._work) is not None:
             try:
                 work.wait(_LOOK)
@@ -75,7 +76,8 @@ class Agreement:
         self._current = CurrentStream(torch.cuda.current_stream(device).device) if on_gpu else None
         self.check, self.is_first = check, group.rank() == 0
         self.maxima = Maxima(group) if group.size() > 1 else None
-        self._last: Answer | None = None
+        self.last: Answer | None = None
+        """the question that is still to be put to the ranks"""
 
     def ask(self, numbers: torch.Tensor, are_pending: bool = False) -> Answer:
         """Ask for the greatest of each number over the ranks, see `Answer`; the current stream may have to write some.
@@ -84,15 +86,15 @@ class Agreement:
         """
         self.ask_last()
         written = self._current().record_event() if self._current is not None and are_pending else None
-        self._last = answer = Answer(self, numbers, written)
+        self.last = answer = Answer(self, numbers, written)
         if written is None:
             self.ask_last()
         return answer
 
     def ask_last(self) -> None:
         """Put the last question to the ranks, if that is still to be done."""
-        if self._last is not None:
-            last, self._last = self._last, None
+        if self.last is not None:
+            last, self.last = self.last, None
             last.begin()
 
     def any_is(self, here: bool) -> bool:

@@ -86,3 +86,22 @@ def test_a_batch_unlike_the_first_and_the_end_are_not_captured(world_of_one: dis
 
 def test_a_batch_of_no_sample_is_described(world_of_one: dist.ProcessGroup) -> None:
     assert _learnt(world_of_one, empty := _batch([], [])).describe(empty).numbers.tolist() == [0] * 9
+
+
+def test_an_answer_waits_for_no_later_question(world_of_one: dist.ProcessGroup) -> None:
+    class Written:
+        waits = 0
+
+        def synchronize(self) -> None:
+            self.waits += 1
+
+        def record_event(self) -> "Written":
+            return self
+
+    agreement, first, second = Agreement(world_of_one, lambda: None), Written(), Written()
+    streams = iter([first, second])
+    agreement._current = lambda: next(streams)  # type: ignore[assignment, return-value]
+    numbers = [torch.tensor([number], dtype=torch.int64) for number in (1, 2)]
+    earlier, later = (agreement.ask(each, are_pending=True) for each in numbers)
+    assert (earlier.wait().tolist(), first.waits, second.waits) == ([1], 1, 0)
+    assert (later.wait().tolist(), second.waits) == ([2], 1)

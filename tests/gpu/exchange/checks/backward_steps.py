@@ -104,7 +104,7 @@ def _check_stress(place: Place, options: ExchangeOptions) -> None:
 def _host_flags_raised_by(raise_by: Callable[[Callable[[], None], int], None]) -> Any:
     """Return what hands `raise_by`, while entered, each flag of a gradient that this CPU rank raises, and its part."""
     raise_flag = HostArena.raise_flag
-    return patch.object(HostArena, "raise_flag", lambda *args: raise_by(partial(raise_flag, *args), args[-2]))
+    return patch.object(HostArena, "raise_flag", lambda *args: raise_by(partial(raise_flag, *args), args[3]))
 
 
 def _parts_far_apart(place: Place, chance: random.Random) -> Any:
