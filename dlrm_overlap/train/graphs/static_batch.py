@@ -232,6 +232,7 @@ class StaticIds:
         Raises:
             InputError: if they have other features, or weights where those have none or the other way round.
         """
+        is_alike = _form(ids.inverse_indices_or_none()) == _form(self._inverse)
         weighted = weights_of(ids) is not None
         if ids.keys() != self.keys or weighted != self._weighted:
             raise InputError(
@@ -239,9 +240,8 @@ class StaticIds:
                 f"are {_described(self.keys, self._weighted)}, and captured steps are all alike; give each batch the "
                 f"same, in the same order"
             )
-        if _form(ids.inverse_indices_or_none()) != _form(self._inverse):
-            return False
-        return ids.stride() == self._samples and ids.values().dtype.itemsize <= self._values.dtype.itemsize
+        is_alike &= ids.stride() == self._samples
+        return is_alike and ids.values().dtype.itemsize <= self._values.dtype.itemsize
 
     def fill(self, ids: KeyedJaggedTensor) -> None:
         """Copy ids that `takes` accepts; too many are found, on every rank, where they are published."""
