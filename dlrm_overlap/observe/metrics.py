@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.profiler import ProfilerActivity, profile, schedule
-from torchmetrics.functional.classification import binary_auroc
 
 WARMUP_STEPS = 10  # left out of throughput and step times: allocation, autotuning and NCCL's first calls slow them
 _BINS, _LEAST, _PER_UNIT = 4096, -16.0, 128  # of logits, from -16 to 16; AUROC takes those of one bin for equal
@@ -50,6 +49,9 @@ def evaluation_metrics(
 
 
 def _of_label(logits: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
+    # Not at the top: where `transformers` is installed it loads that, too, for seconds at every start of a rank.
+    from torchmetrics.functional.classification import binary_auroc
+
     loss = binary_cross_entropy_with_logits(logits, labels).item()
     rate, predicted = labels.mean().item(), logits.sigmoid().mean().item()
     has_nan = logits.isnan().any().item()

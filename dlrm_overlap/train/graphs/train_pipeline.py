@@ -243,7 +243,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
             training._ahead.forget_sent_ids()  # of the training batch that comes next; they are sent again
         batch = Leaves(next(batches))
         if any(module.takes_ids for module in self._modules):  # else they take batches of features as they are
-            batch = with_even_batches_of(batch.batch)
+            batch = with_even_batches_of(batch.batch, self._ahead.unpooled_features)
         if training._steps and training._bound.describes(batch):
             with torch.inference_mode(False):  # training steps write to the windows that are made
                 training._make_room(training._bound.ask(training._bound.describe(batch), batch.ids))
