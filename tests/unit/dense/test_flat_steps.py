@@ -114,12 +114,13 @@ def test_a_state_that_was_loaded_is_kept_where_no_gradient_comes(form: str) -> N
     run = Run(form)
     flat, idle = FlatParameters(run.parameters), run.parameters["idle"]
     steps = FlatSteps(flat, run.optimizer)
-    for value in run.optimizer.state.get(idle, {}).values():
+    loaded = dict(run.optimizer.state.get(idle, {}))
+    for value in loaded.values():
         value.fill_(5)
     flat.idle = frozenset({"idle"})  # as the first backward shows
     take_steps([steps], [(0, 1024)])
-    for key in run.optimizer.state.get(idle, {}):
-        assert_same(run.optimizer.state[idle][key], torch.full_like(run.optimizer.state[idle][key], 5), key)
+    for key, value in loaded.items():
+        assert_same(run.optimizer.state[idle][key], torch.full_like(value, 5), key)
 
 
 def test_the_shadow_follows_the_weights() -> None:
