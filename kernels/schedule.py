@@ -1,4 +1,4 @@
-"""The order of a launch's tasks, which `primitives.task_at` computes on the device, and that of the peers on a CPU.
+"""The order of a launch's tasks, which `primitives.task_at` computes on the device, and the turns of a rank's peers.
 
 A task is `task_bags` consecutive bags of one feature for one destination rank. A rank that pools F features, with b
 samples a rank, has F * blocks tasks for each destination, where blocks = ceil(b / task_bags), feature after feature.

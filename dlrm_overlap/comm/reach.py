@@ -52,7 +52,7 @@ class Reach:
         """Return that all ranks of a group reach each other by stores."""
         return Reach(group.rank(), (range(group.size()),))
 
-    @property
+    @cached_property
     def whole(self) -> bool:
         """Whether every rank is reached by stores."""
         return len(self.hosts) == 1

@@ -129,7 +129,7 @@ class FlatSteps:
 
         A parameter without state gets that with which torch.optim begins.
         """
-        self._taken_over = self._optimizer.state
+        self._taken_over, self._made = self._optimizer.state, set[str]()
         for group, names in zip(self._optimizer.param_groups, self._groups, strict=True):
             for name in names:
                 self._bind(name, group)
@@ -149,6 +149,8 @@ class FlatSteps:
         elif not group.get("momentum"):
             views = {}
         if views:
+            if not state:
+                self._made.add(name)
             self._optimizer.state[parameter].update(views)  # wrappers may hold this dictionary
 
     def _prepare(self) -> None:
@@ -157,7 +159,10 @@ class FlatSteps:
             if name in self._flat.idle:
                 self._lines_of(name).fill_(-1)
                 state = self._optimizer.state.get(self._flat.named[name], {})
-                if "step" in state:
+                used = state.get("momentum_buffer" if self.update.kind == "momentum" else "step")
+                if name in self._made and used is not None and not used.any():
+                    del self._optimizer.state[self._flat.named[name]]  # as torch.optim makes none
+                elif "step" in state:
                     state["step"] = state["step"].clone()  # which counts no more
             elif self.update.kind == "momentum" and self._states["momentum_buffer"].views[name].any():
                 self.update.step[row].clamp_(min=1)  # torch.optim's SGD counts no steps: it has a buffer after one

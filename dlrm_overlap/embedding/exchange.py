@@ -307,7 +307,8 @@ class Exchange:
             self.close()
             self._capacity = max(1, samples)
             fixed = self.layout, self.tables, self.options, self._group, self.device
-            kept = self.counters, self.order, self._ids, self._replicated, self.reach
+            order = nullcontext() if self.device.type == "cpu" else self.order
+            kept = self.counters, order, self._ids, self._replicated, self.reach
             self._halves = open_halves(ExchangeContext(*fixed, self._capacity, *kept))
             if self._ids is not None:
                 rank, ranks = self._group.rank(), self._group.size()

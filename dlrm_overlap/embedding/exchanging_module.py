@@ -1,7 +1,7 @@
 """What both of the drop-in's sharded modules share: which shards an `Exchange` serves, and who sends the ids."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -13,7 +13,6 @@ from torchrec.distributed.sharding.dp_sequence_sharding import DpSequenceEmbeddi
 from torchrec.distributed.sharding.dp_sharding import DpPooledEmbeddingSharding
 from torchrec.distributed.types import LazyAwaitable, ShardingEnv, ShardingEnv2D, ShardingType
 from torchrec.optim.keyed import CombinedOptimizer
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.backends import BACKENDS
 from dlrm_overlap.comm.order import CommunicationOrder
@@ -21,7 +20,6 @@ from dlrm_overlap.embedding.exchange import Exchange
 from dlrm_overlap.embedding.id_layout import BatchBound
 from dlrm_overlap.embedding.layout import Layout
 from dlrm_overlap.embedding.options import ExchangeOptions
-from dlrm_overlap.embedding.own_batches import with_bags_of_samples
 from dlrm_overlap.embedding.reasons import reasons_to_fall_back, why_not_beside_graphs
 from dlrm_overlap.embedding.replicated import ReplicatedTables
 from dlrm_overlap.embedding.shardings import build_layout, exchanging_group, groups_of, output_types, table_names
@@ -65,6 +63,8 @@ class ExchangingModule(nn.Module, Generic[Served]):
     """whether `take_ids` was called, so that ids are sent by the exchange"""
     stock: StockTables | None
     """the tables that stay with TorchRec, if there are any, where the exchange takes the ids of the others"""
+    unpooled_features: Collection[str] = ()
+    """the features of tables that are not pooled"""
 
     def __init__(self, *args: Any, options: ExchangeOptions, cached: Mapping[str, float], **kwargs: Any) -> None:
         """Take TorchRec's arguments, how to exchange, and `cached` tables."""
@@ -183,12 +183,6 @@ class ExchangingModule(nn.Module, Generic[Served]):
         """Store rows that are in caches to their tables, which may be read, and written to, until the next step."""
         if self.exchange is not None:
             self.exchange.tables.note_writes()
-
-    def input_dist(self, ctx: Any, features: Any) -> Any:
-        """Send ids as TorchRec does; those of features with batches of their own as each sample's."""
-        if self.exchange is not None and isinstance(features, KeyedJaggedTensor):
-            features = with_bags_of_samples(features)
-        return super().input_dist(ctx, features)  # type: ignore[misc]
 
     def compute(self, ctx: Any, dist_input: Any) -> list[torch.Tensor]:
         """Look up as TorchRec does, for a module that calls this and `output_dist` itself, one after the other."""

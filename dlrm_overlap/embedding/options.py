@@ -1,7 +1,7 @@
 """How an exchange runs, and the values that all of its parts share."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -96,7 +96,8 @@ class ExchangeContext:
     samples_per_rank: int
     """the most samples that a rank may bring to a step"""
     counters: StepCounters
-    order: CommunicationOrder = field(default_factory=CommunicationOrder)
+    order: Any = field(default_factory=CommunicationOrder)
+    """a `CommunicationOrder`; on a CPU, which captures no step, a context that does nothing"""
     ids: IdLayout | None = None
     """where ids are, if this exchange sends them to the owners of their rows; None leaves that to TorchRec"""
     replicated: ReplicatedTables | None = None

@@ -1,34 +1,68 @@
 """Features with batches of their own, TorchRec's variable batch: a feature has a bag once that several samples share.
 
-Such ids come with inverse indices [F, B]: which of feature f's bags is that of sample s. Exchanges take a bag of each
-sample, so the ids of shared bags are repeated.
+Such ids come with inverse indices [F, B]: which of feature f's bags is that of sample s. Exchanges take as many bags of
+each feature. So empty bags are added, and pooled embeddings are taken by the inverse indices once they have arrived.
+Ids of unpooled tables are repeated for each sample.
 
-Example: 3 samples; f has the bags [5], [7], the samples' are number 0, 1, 0. They become [5] [7] [5].
+Example: 3 samples; f has the bags [5], [7], the samples' are number 0, 1, 0; g has [1] [2] [3]. The bags of f become
+[5] [7] [], and of its pooled embeddings, rows 5, 7 and 0, the samples get 5, 7, 5.
 """
 
 import torch
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from dlrm_overlap.config import InputError
 
+InverseIndices = tuple[list[str], torch.Tensor]
+"""as in TorchRec's KeyedJaggedTensor: F features, and [F, B] int64"""
 
-def with_bags_of_samples(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """Return a rank's ids with each sample's own bags; they are the same if they have no batches of their own.
+
+def with_even_batches(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """Return a rank's ids with a bag a sample for each feature; they are the same if they have no batches of their own.
 
     Raises:
         InputError: if they have, without inverse indices.
     """
     if not features.variable_stride_per_key():
         return features
-    if (inverse := features.inverse_indices_or_none()) is None:
-        raise InputError(
-            "ids: features have batches of their own, but the KeyedJaggedTensor has no inverse_indices; give it those "
-            "of every sample"
-        )
-    keys, (names, bags) = features.keys(), inverse
+    inverse = _inverse_of(features)
+    sizes, lengths = torch.tensor(features.stride_per_key(), device="cpu"), features.lengths()
+    samples = max(int(sizes.max()), inverse[1].shape[1])
+    first = torch.arange(len(sizes), device="cpu") * samples - (sizes.cumsum(0) - sizes)
+    bags = torch.arange(len(lengths), device="cpu") + first.repeat_interleave(sizes)
+    even = lengths.new_zeros(len(sizes) * samples).index_copy_(0, bags.to(lengths.device, non_blocking=True), lengths)
+    tensors = features.values(), features.weights_or_none()
+    return KeyedJaggedTensor(features.keys(), *tensors, lengths=even, stride=samples, inverse_indices=inverse)
+
+
+def of_samples(pooled: KeyedTensor, inverse: InverseIndices) -> KeyedTensor:
+    """Return the pooled embeddings [B, D_total] of the samples, out of those of the features' bags."""
+    keys, (features, bags) = pooled.keys(), inverse
+    numbers = {feature: number for number, feature in enumerate(features)}
+    # A name is the feature's or, where several tables pool it, the feature's with "@" and the table's.
+    rows = [bags[numbers[key if key in numbers else key.rpartition("@")[0]]] for key in keys]
+    columns = pooled.values().split(pooled.length_per_key(), dim=1)
+    values = torch.cat([column.index_select(0, row) for column, row in zip(columns, rows, strict=True)], dim=1)
+    return KeyedTensor(keys, pooled.length_per_key(), values)
+
+
+def with_bags_of_samples(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """Return a rank's ids with each sample's own bags, whose ids are repeated, else see `with_even_batches`."""
+    if not features.variable_stride_per_key():
+        return features
+    keys, (names, bags) = features.keys(), _inverse_of(features)
     sizes = torch.tensor(features.stride_per_key(), device="cpu")
     first = (sizes.cumsum(0) - sizes).to(bags.device, non_blocking=True)
     order = (bags[[names.index(key) for key in keys]] + first[:, None]).flatten().int()
     tensors = features.lengths(), features.values(), features.weights_or_none()
     lengths, values, weights = torch.ops.fbgemm.permute_1D_sparse_data(order, *tensors)
     return KeyedJaggedTensor(keys, values, weights, lengths=lengths, stride=bags.shape[1])
+
+
+def _inverse_of(features: KeyedJaggedTensor) -> InverseIndices:
+    if (inverse := features.inverse_indices_or_none()) is None:
+        raise InputError(
+            "ids: features have batches of their own, but the KeyedJaggedTensor has no inverse_indices; give it those "
+            "of every sample"
+        )
+    return inverse

@@ -20,7 +20,7 @@ from dlrm_overlap.embedding.exchange import Exchange, PooledAwaitable
 from dlrm_overlap.embedding.exchanging_module import Deferred, ExchangingModule
 from dlrm_overlap.embedding.id_layout import BatchBound
 from dlrm_overlap.embedding.layout import Layout
-from dlrm_overlap.embedding.own_batches import with_bags_of_samples
+from dlrm_overlap.embedding.own_batches import InverseIndices, of_samples, with_even_batches
 from dlrm_overlap.embedding.shardings import in_rank_order, model_order, names_of, output_types
 from dlrm_overlap.embedding.steps import with_float_weights
 from dlrm_overlap.embedding.stock import StockTables
@@ -115,15 +115,25 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
         if not self.takes_ids:
             return super().forward(*input, **kwargs)
         (features,) = (*input, *kwargs.values())
-        if features.variable_stride_per_key():
-            features = with_bags_of_samples(features)
+        features = with_even_batches(features)
         exchanged, others = None, {}
         if self.exchange is not None:
             exchanged = self.exchange.start_sent(features)
         if self.stock is not None:
             pooled = zip(self.stock.numbers, self.stock.pooled(features), strict=True)
             others = {number: NoWait(each) for number, each in pooled}
-        return self._output(exchanged, others, self._divisor(features) if self._has_mean_pooling_callback else None)
+        divisor = self._divisor(features) if self._has_mean_pooling_callback else None
+        return _of_samples(self._output(exchanged, others, divisor), features.inverse_indices_or_none())
+
+    def input_dist(self, ctx: Any, features: Any) -> Awaitable[Awaitable[KJTList]]:
+        """Send ids as TorchRec does; those of features with batches of their own once these have a bag a sample."""
+        if not self._exchanged or not isinstance(features, KeyedJaggedTensor):
+            return super().input_dist(ctx, features)
+        even = with_even_batches(features)
+        awaitable = super().input_dist(ctx, even)
+        if even is features:
+            ctx.inverse_indices = None  # which say nothing of even batches to TorchRec
+        return awaitable
 
     def compute_and_output_dist(self, ctx: Any, input: KJTList) -> LazyAwaitable[KeyedTensor]:
         """Look up and exchange; TorchRec's train pipelines call this with ids that are already at their owners."""
@@ -132,7 +142,8 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
         trackers = (getattr(self._lookups[i], "optim_state_tracker_fn", None) for i in self._exchanged)
         if self.post_lookup_tracker_fn or self.post_odist_tracker_fn or any(trackers):
             self._tell_once("steps stay with TorchRec: a tracker is registered")
-            return self._at_home(partial(super().compute_and_output_dist, ctx, input))
+            look_up = partial(super().compute_and_output_dist, ctx, input)
+            return _of_samples(self._at_home(look_up), ctx.inverse_indices)
         batch_sizes = ctx.sharding_contexts[self._exchanged[0]].batch_size_per_rank
         shardings = [(self._embedding_shardings[i], with_float_weights(input[i])) for i in self._exchanged]
         ids = [in_rank_order(each, sharding, tuple(batch_sizes)) for sharding, each in shardings]
@@ -142,7 +153,11 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
             for i, (lookup, output_dist) in enumerate(zip(self._lookups, self._output_dists, strict=True))
             if i not in self._exchanged
         }
-        return self._output(exchanged, others, ctx.divisor)
+        return _of_samples(self._output(exchanged, others, ctx.divisor), ctx.inverse_indices)
+
+    def output_dist(self, ctx: Any, output: list[torch.Tensor]) -> LazyAwaitable[KeyedTensor]:
+        """Send as TorchRec does, for a module that calls `compute` and this itself."""
+        return _of_samples(super().output_dist(ctx, output), ctx.inverse_indices if self._exchanged else None)
 
     def _output(
         self,
@@ -185,6 +200,13 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
             self.exchange = None
         super().update_shards(*args, **kwargs)
         self._set_up()
+
+
+def _of_samples(pooled: LazyAwaitable[KeyedTensor], inverse: InverseIndices | None) -> LazyAwaitable[KeyedTensor]:
+    """Have the samples' pooled embeddings taken from those of their features' bags, where bags were added."""
+    if inverse is not None:
+        pooled.callbacks.append(partial(of_samples, inverse=inverse))
+    return pooled
 
 
 def output_dtype(module: nn.Module) -> torch.dtype:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torchrec.distributed.embedding import EmbeddingCollectionContext, ShardedEmbeddingCollection
 from torchrec.distributed.embedding_types import KJTList
-from torchrec.distributed.types import LazyAwaitable
+from torchrec.distributed.types import Awaitable, LazyAwaitable
 from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
@@ -28,6 +28,10 @@ class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], Shar
 
     _kind = "unpooled tables"
     _exchange_type = UnpooledExchange
+
+    def _set_up(self) -> None:
+        super()._set_up()
+        self.unpooled_features = {name for config in self._embedding_configs for name in config.feature_names}
 
     def _names_in_output(self, numbers: Sequence[int]) -> dict[str, str]:
         found = table_names([self._shardings[i] for i in numbers])
@@ -82,6 +86,12 @@ class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], Shar
             for sequence, values, weights in zip(distinct.sequences, each, ids, strict=True)
         }
         return {name: found[name] for names in self._embedding_names_per_sharding for name in names}
+
+    def input_dist(self, ctx: EmbeddingCollectionContext, features: Any) -> Awaitable[Awaitable[KJTList]]:
+        """Send ids as TorchRec does; those of features with batches of their own as each sample's."""
+        if self.exchange is not None and isinstance(features, KeyedJaggedTensor):
+            features = with_bags_of_samples(features)
+        return super().input_dist(ctx, features)
 
     def compute_and_output_dist(
         self, ctx: EmbeddingCollectionContext, input: KJTList

@@ -449,7 +449,7 @@ PROGRAMS: dict[str, Program] = {
     "data_parallel_collection": Program(DataParallelCollection),
     # Not evaluated: stock TorchRec's unpooled collections fail where ranks evaluate unlike samples.
     "longer_sequences": Program(Sequences, steps=15, longer=_LONGER, captured=(4, 3)),
-    "longer_bags": Program(Offsets, steps=15, longer=_LONGER, evaluated={5: SAMPLES + 3, 14: 4}, captured=(4, 2)),
+    "longer_bags": Program(Offsets, steps=15, longer=_LONGER, evaluated={0: 4, 5: SAMPLES + 3, 14: 4}, captured=(4, 2)),
     "longer_bags_in_host_memory": Program(InHostMemory, steps=15, longer=_LONGER, evaluated={5: 4}, captured=(4, 3)),
     "longer_bags_than_fixed": Program(Split, bags=FIXED, steps=13, longer={(5, 1): 2}, captured=(3, 1)),
     "short_last_batch": Program(Weighted, samples=_SHORT, captured=(2, 3)),

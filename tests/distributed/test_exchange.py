@@ -227,6 +227,7 @@ def check_the_gpus_backward_under_the_interpreter(rank: int, world_size: int) ->
                 exchange.start(inputs, sizes).wait().backward(gradient)
                 step = Step(inputs, BatchSizes.of(sizes))
                 push.note_forward(step)
+                push.follow_rules(captured)
                 if number == 1:
                     push.prepare(step)
                 with patch.object(push, "push", wraps=push.push) as pushed:

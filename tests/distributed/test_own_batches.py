@@ -14,13 +14,14 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.sharding_plan import row_wise
 from torchrec.optim.keyed import CombinedOptimizer
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from dlrm_overlap.config import InputError
 from dlrm_overlap.data.batch import Batch
 from dlrm_overlap.embedding.id_layout import BatchBound
-from dlrm_overlap.embedding.own_batches import with_bags_of_samples
+from dlrm_overlap.embedding.own_batches import of_samples, with_bags_of_samples, with_even_batches
 from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder
+from dlrm_overlap.train.graphs.static_batch import with_even_batches_of
 from tests.agreement import WEIGHT_TOLERANCE, assert_all_near, assert_same
 from tests.distributed.captured import captures
 from tests.distributed.models import CPU, MEAN, SUM, Model, Table, Tables, make_plan, open_pipeline, sharding_of, train
@@ -125,14 +126,27 @@ def _ids(**more: Any) -> KeyedJaggedTensor:
     return KeyedJaggedTensor(["f", "g"], values, lengths=lengths, stride_per_key_per_rank=[[2], [3]], **more)
 
 
+def test_empty_bags_are_added_and_not_taken() -> None:
+    """The example of the module."""
+    inverse = ["g", "f"], torch.tensor([[0, 1, 2], [0, 1, 0]])
+    even = with_even_batches(_ids(inverse_indices=inverse))
+    assert even.stride_per_key() == [3, 3]
+    assert_same(even.lengths(), torch.tensor([1, 1, 0, 1, 1, 1]).int(), "lengths")
+    pooled = KeyedTensor(["f", "g@t"], [1, 1], torch.tensor([[5, 1], [7, 2], [0, 3]]))
+    assert_same(of_samples(pooled, inverse).values(), torch.tensor([[5, 1], [7, 2], [5, 3]]), "pooled")
+    assert with_even_batches(even) is even
+
+
 def test_shared_bags_are_repeated() -> None:
     inverse = ["g", "f"], torch.tensor([[0, 1, 2], [0, 1, 0]])
     ids = with_bags_of_samples(_ids(inverse_indices=inverse))
     assert ids.stride_per_key() == [3, 3]
     assert_same(ids.values(), torch.tensor([5, 7, 5, 1, 2, 3]), "ids")
     assert with_bags_of_samples(ids) is ids
+    counts = [len(with_even_batches_of(_ids(inverse_indices=inverse), each).ids[0].values()) for each in ("", "f")]
+    assert counts == [5, 6], "they are so for unpooled tables alone"
 
 
 def test_without_inverse_indices_they_are_refused() -> None:
     with pytest.raises(InputError, match="has no inverse_indices; give it those of every sample"):
-        with_bags_of_samples(_ids())
+        with_even_batches(_ids())

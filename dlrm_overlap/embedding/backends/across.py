@@ -65,6 +65,7 @@ class ZeroCopyAcross(ZeroCopyForward):
         """Return the tables of the lookup for this host, and find those for the others."""
         self._sent_tables = self._sent_lookup.tables()
         self._sum_tables = self._sums.lookup.tables() if self._sums is not None else []
+        self.lookup.first_samples(step.batch, self.reached)  # made, if it is new, on this stream
         return super().prepare(step)
 
     def begin(self, step: Step) -> int:

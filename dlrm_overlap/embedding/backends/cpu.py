@@ -4,7 +4,7 @@ Processes of one host store into each other's memory.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -176,11 +176,11 @@ class CpuFlags(PairFlags):
     def raise_at_all(self, source: int | None = None, slot: int = 0) -> None:
         """Raise a flag of this rank, or of `source`, at the ranks of this host."""
         for peer in self._arena.reached:
-            self._arena.raise_flag(self._pair.flags, peer, slot, self._pair.epoch, source)
+            self._arena.raise_flag(self._pair.flags, peer, slot, self._pair.counter.value, source)
 
     def wait(self) -> None:
         """Wait for the flags, see `HostArena.wait`."""
-        self._arena.wait(self._pair.flags, self._counts, self._pair.epoch, self._timeout_s, self._unit)
+        self._arena.wait(self._pair.flags, self._counts, self._pair.counter.value, self._timeout_s, self._unit)
 
 
 def views_of(windows: WindowPair) -> list[list[torch.Tensor]]:
@@ -195,11 +195,8 @@ class CpuZeroCopyForward(ZeroCopyForward):
     flags_type = CpuFlags
 
 
-class Pushed(NamedTuple):
-    """The gradients of one rank's samples, see `push.Push.gradients_by`."""
-
-    rank: int
-    column: Callable[[FeatureShard], int]
+Pushed = tuple[int, Mapping[FeatureShard, int]]
+"""the gradients of a rank's samples: that rank, and the column of each shard of the ranks reached"""
 
 
 class CpuPush(WindowBackward):
@@ -216,7 +213,8 @@ class CpuPush(WindowBackward):
 
     def gradients_by(self, rank: int, column: Callable[[FeatureShard], int], ids: IdLayout | None = None) -> Pushed:
         """Return the gradients of a rank's samples, see `push.Push`."""
-        return Pushed(rank, column)
+        here = [shard for owner in self.windows.arena.reached for shard in self.layout.by_owner[owner]]
+        return rank, {shard: column(shard) for shard in here}
 
     def start(self, step: Step, gradient: torch.Tensor) -> None:
         """Store each shard's gradient at its owner, part by part, and raise the part's flag."""
@@ -239,19 +237,20 @@ class CpuPush(WindowBackward):
         """Store parts of a gradient, see `push.Push`."""
         if scale != 1.0:
             gradient = gradient * scale
-        begin, samples = step.batch.first_sample[pushed.rank], gradient.shape[0]
+        (rank, columns), samples = pushed, gradient.shape[0]
+        begin, windows = step.batch.first_sample[rank], self._peers[self.windows.counter.value % 2]
         for part in range(first, end):
-            for owner, window in zip(self.windows.arena.reached, self._peers[self.windows.epoch % 2], strict=True):
+            for owner, window in zip(self.windows.arena.reached, windows, strict=True):
                 shards = self.gradients.shards[part][owner]
                 for shard, rows in self.gradients_of(shards, window, step.batch.total).items():
-                    column, into = pushed.column(shard), rows[begin : begin + samples]
+                    column, into = columns[shard], rows[begin : begin + samples]
                     sent = gradient[:, column : column + shard.dim]
                     if offsets is not None and self._ids is not None and self._ids.knows_empty_bags(shard):
                         filled = reference.have_ids(offsets, self._ids.published(shard), samples)
                         into[filled] = sent[filled].to(into.dtype)
                     else:
                         into.copy_(sent)
-            self._flags.raise_at_all(pushed.rank, part)
+            self._flags.raise_at_all(rank, part)
 
     def finish(self, step: Step) -> None:
         """Wait for all gradients and update the rows, table by table, unless the next `start` has done so."""
@@ -259,19 +258,20 @@ class CpuPush(WindowBackward):
             return
         self._unfinished = None
         self._flags.wait()
-        window = self.windows.local
+        window, scale = self.windows.local, self.update_scale
         gradients = self.gradients_of(self.layout.by_owner[self.rank], window, step.batch.total)
-        scale = self.update_scale
         if step.trains_weights:
             train_weights(self, step, gradients)
+        tables = [(self.tables.weight(s), self.tables.states(s), self.tables.optimizer(s)) for s, *_ in self._tables]
+        numbers_of = [None if rule.decays or rule.frozen else rule.numbers for rule in step.rules]
         for lookup in self._lookups:
             rule = step.rules[lookup.number]
             if rule.decays and not rule.frozen:
                 self._decay(lookup, step, gradients, scale)
-        for shards in self._tables:
-            rule = step.rules[shards[0].lookup]
-            if not rule.decays and not rule.frozen:
-                self._update(shards, step, gradients, scale)
+        for shards, (weight, states, optimizer) in zip(self._tables, tables, strict=True):
+            if (numbers := numbers_of[shards[0].lookup]) is not None:
+                values, by_id = self._by_id(shards, step, gradients, scale)
+                reference.update_rows(weight, states, values, by_id, optimizer, numbers)
 
     def _decay(
         self, lookup: FusedLookup, step: Step, gradients: Mapping[FeatureShard, torch.Tensor], scale: float
@@ -288,15 +288,13 @@ class CpuPush(WindowBackward):
             self.finish(self._unfinished)
         skip_epoch(self.windows, CpuFlags, self.options.wait_timeout_s, None)
 
-    def _update(
+    def _by_id(
         self, shards: list[FeatureShard], step: Step, of_bags: Mapping[FeatureShard, torch.Tensor], scale: float
-    ) -> None:
-        """Update the rows of a table by `scale` times the gradients of all features that share it."""
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the ids of all features that share a table, and `scale` times their gradients [n, D] float32."""
         values, gradients = [], []
         for shard in shards:
             ids, sample, factors = ids_in_bags(step.inputs[shard.input], shard, step.batch.total)
             values.append(ids)
             gradients.append(of_bags[shard][sample].float() * (factors * scale))
-        weight, states = self.tables.weight(shards[0]), self.tables.states(shards[0])
-        optimizer, numbers = self.tables.optimizer(shards[0]), step.rules[shards[0].lookup].numbers
-        reference.update_rows(weight, states, torch.cat(values).long(), torch.cat(gradients), optimizer, numbers)
+        return torch.cat(values).long(), torch.cat(gradients)

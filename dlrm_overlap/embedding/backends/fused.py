@@ -71,8 +71,7 @@ class SlicedForward(ZeroCopyForward):
         if not self._has_slices(step):
             super().start(step)
             return
-        self.check()
-        tables, flags = self.prepare(step), self.flags_of(step)
+        flags, tables = self.flags_of(step), self.prepare(step)
         epoch = self.begin(step)
         windows = self.peers[epoch % 2]
         for i, table in enumerate(tables):

@@ -264,7 +264,7 @@ class IdExchange:
             for source in reach.sources:
                 self._flags.raise_at_all(source)
             self._flags.wait()
-        parity = self.windows.epoch % 2
+        parity = self.windows.counter.value % 2
         # Of its own in every step: it remembers lengths that it is asked for.
         ids = _input(self._pull(samples, parity), self.world_size * samples)
         own = _input(self._pull_own(samples, parity), samples) if self._pull_own is not None else None
@@ -343,7 +343,8 @@ class CpuIdPull:
     """`IdPull` on a CPU, which copies ids as the reference does, and raises faults at once."""
 
     def __init__(self, exchange: "IdExchange", shards: Sequence[FeatureShard], sources: range) -> None:
-        self._exchange, self._shards, self._sources, self.status = exchange, shards, sources, None
+        self._exchange, self._sources, self.status = exchange, sources, None
+        self._shards = [(shard, exchange.rows_of(shard)) for shard in shards]
         self._features = [exchange.ids.published(shard) for shard in shards]
         arena, names = exchange.windows.arena, exchange.windows.names
         self._seen = [[published_window(arena, name, rank) for rank in sources] for name in names]
@@ -376,9 +377,9 @@ class CpuIdPull:
 
     def _check_rows(self, values: torch.Tensor, bounds: Sequence[int]) -> None:
         """Take row 0 for ids outside their table or, by the bounds check, stop."""
-        arrived = [(shard, source) for shard in self._shards for source in self._sources]
-        for (shard, source), (begin, end) in zip(arrived, pairwise(bounds), strict=True):
-            here, rows = values[begin:end], self._exchange.rows_of(shard)
+        arrived = [(*each, source) for each in self._shards for source in self._sources]
+        for (shard, rows, source), (begin, end) in zip(arrived, pairwise(bounds), strict=True):
+            here = values[begin:end]
             outside = (here < 0) | (here >= rows)
             if outside.any():
                 index = int(outside.nonzero()[0])

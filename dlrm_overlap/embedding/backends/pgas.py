@@ -259,24 +259,23 @@ class ZeroCopyForward(Forward):
 
     def start(self, step: Step) -> None:
         """Launch the kernels that pool, and after them the one that raises the flags."""
-        self.check()
-        tables = self.prepare(step)
+        flags, tables = self.flags_of(step), self.prepare(step)
         epoch = self.begin(step)
         self.lookup.store(self.peers[epoch % 2], step, tables, self.reached)
         with self.order:
-            self.flags_of(step).raise_at_all()
+            flags.raise_at_all()
 
     def prepare(self, step: Step) -> list[Any]:
         """Return the tables of the lookup; all that may fail is made here, before the step has begun."""
-        self.flags_of(step)
-        self.lookup.first_samples(step.batch, self.reached)
+        self.check()
         return self.lookup.tables()
 
     def finish(self, step: Step, copy: bool = False) -> torch.Tensor:
         """Make the stream wait for the flags, and lend the window or copy it."""
+        flags = self.flags_of(step)
         self.join_stream()
         with self.order:
-            self.flags_of(step).wait()
+            flags.wait()
         return self.output(step, copy)
 
     def skip(self) -> None:

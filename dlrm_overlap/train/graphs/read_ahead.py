@@ -56,6 +56,7 @@ class ReadAhead:
     ) -> None:
         """Take the modules whose ids are sent, the bound of the batches, and the order of a captured step."""
         self._modules, self._device, self._bound, self._streams, self._order = modules, device, bound, streams, order
+        self.unpooled_features = {feature for module in modules for feature in module.unpooled_features}
         self._landing: list[StaticBatch] = []
         self._working: list[StaticBatch] = []
         self._senders: list[tuple[Exchange, str]] = []
@@ -158,7 +159,7 @@ class ReadAhead:
         with self._streams.copies(parity):
             given = None if self.is_exhausted else next(batches, None)
             self.is_exhausted = given is None
-            batch = None if given is None else with_even_batches_of(given)
+            batch = None if given is None else with_even_batches_of(given, self.unpooled_features)
             if not self._landing and not self._make_places(batch):
                 self.is_exhausted = True
                 return

@@ -5,7 +5,7 @@ Its ids have room for the most that a batch may have, and a model cuts them ther
 
 import copy
 import copyreg
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from enum import Enum
 from functools import cache
@@ -18,7 +18,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from dlrm_overlap.comm.order import uncompiled
 from dlrm_overlap.config import InputError
 from dlrm_overlap.embedding.id_layout import BatchBound
-from dlrm_overlap.embedding.own_batches import with_bags_of_samples
+from dlrm_overlap.embedding.own_batches import InverseIndices, with_bags_of_samples, with_even_batches
 from dlrm_overlap.embedding.steps import weights_of
 
 
@@ -154,14 +154,22 @@ def on_device(batch: Any, device: torch.device) -> Any:
     return _replace(batch, lambda leaf: leaf.to(device, non_blocking=True))
 
 
-def with_even_batches_of(batch: Any) -> Leaves:
-    """Return a batch whose ids have a bag a sample for each feature, see `own_batches`; mostly the same one."""
+def with_even_batches_of(batch: Any, unpooled: Collection[str] = ()) -> Leaves:
+    """Return a batch whose ids have a bag a sample for each feature, see `own_batches`; mostly the same one.
+
+    Args:
+        unpooled: features of tables that are not pooled: ids that have one of them get each sample's own bags.
+    """
     leaves = Leaves(batch)
     if not any(ids.variable_stride_per_key() for ids in leaves.ids):
         return leaves
-    return Leaves(
-        _replace(batch, lambda leaf: with_bags_of_samples(leaf) if isinstance(leaf, KeyedJaggedTensor) else leaf)
-    )
+
+    def even(leaf: Any) -> Any:
+        if not isinstance(leaf, KeyedJaggedTensor):
+            return leaf
+        return with_even_batches(with_bags_of_samples(leaf) if {*unpooled} & {*leaf.keys()} else leaf)
+
+    return Leaves(_replace(batch, even))
 
 
 def _replace(value: Any, replace: Callable[[Any], Any]) -> Any:
@@ -204,14 +212,18 @@ class StaticIds:
         self.count = torch.full((1,), self._room, dtype=torch.int32, device=device)
         """[1] int32: ids of the batch, where lengths are known beforehand"""
         self._count = self._room if self._known else 0  # of ids that are in the memory
-        changing = self._values, self._weights, self.count if self._known else self._lengths
+        self._inverse: InverseIndices | None = None
+        if (inverse := example.inverse_indices_or_none()) is not None:
+            self._inverse = inverse[0], torch.zeros(inverse[1].shape, dtype=torch.int64, device=device)
+        inverses = self._inverse and self._inverse[1]
+        changing = self._values, self._weights, inverses, self.count if self._known else self._lengths
         self.changing = [tensor for tensor in changing if tensor is not None]
         """all that differs from batch to batch"""
         self.renew()
 
     def renew(self) -> None:
         """Make the KeyedJaggedTensor anew: it remembers offsets and lengths, which are those of one batch."""
-        about = self._samples, self._capacities, self._known
+        about = self._samples, self._capacities, self._known, self._inverse
         self.tensor = BoundedIds(self.keys, self._values, self._weights, self._lengths, *about)
 
     def takes(self, ids: KeyedJaggedTensor) -> bool:
@@ -227,6 +239,8 @@ class StaticIds:
                 f"are {_described(self.keys, self._weighted)}, and captured steps are all alike; give each batch the "
                 f"same, in the same order"
             )
+        if _form(ids.inverse_indices_or_none()) != _form(self._inverse):
+            return False
         return ids.stride() == self._samples and ids.values().dtype.itemsize <= self._values.dtype.itemsize
 
     def fill(self, ids: KeyedJaggedTensor) -> None:
@@ -236,6 +250,8 @@ class StaticIds:
         self._values[:here].copy_(values[:here], non_blocking=True)
         if self._weights is not None:
             self._weights[:here].copy_(ids.weights()[:here], non_blocking=True)
+        if self._inverse is not None:
+            self._inverse[1].copy_(ids.inverse_indices()[1], non_blocking=True)
         if not self._known:
             self._lengths.copy_(ids.lengths(), non_blocking=True)
             if here < self._count:  # where ids of the batch before are
@@ -244,6 +260,10 @@ class StaticIds:
         elif count != self._count:
             self.count.fill_(count)
             self._count = count
+
+
+def _form(inverse: InverseIndices | None) -> object:
+    return inverse and (list(inverse[0]), inverse[1].shape)
 
 
 def _described(keys: Sequence[str], weighted: bool) -> str:
@@ -277,6 +297,7 @@ class BoundedIds(KeyedJaggedTensor):
         samples: int,
         capacities: Sequence[int],
         known: bool,
+        inverse: InverseIndices | None = None,
     ) -> None:
         """Take T features of `samples` bags.
 
@@ -285,9 +306,10 @@ class BoundedIds(KeyedJaggedTensor):
             lengths: [T * samples].
             capacities: the most ids of each feature.
             known: whether each feature has as many.
+            inverse: which of a feature's bags is each sample's, where features have batches of their own.
         """
         self.capacities, self._known = list(capacities), known
-        super().__init__(list(keys), values, weights, lengths=lengths, stride=samples)
+        super().__init__(list(keys), values, weights, lengths=lengths, stride=samples, inverse_indices=inverse)
 
     @property
     def _length_per_key(self) -> list[int] | None:
@@ -328,7 +350,8 @@ class BoundedIds(KeyedJaggedTensor):
             positions = torch.arange(room, device=values.device)
             values = values.where(positions < safe.index_select(0, index).sum(), 0)
         taken = [keys[i] for i in indices]
-        return BoundedIds(taken, values, weights, lengths, samples, capacities, self._known)
+        inverse = self.inverse_indices_or_none()
+        return BoundedIds(taken, values, weights, lengths, samples, capacities, self._known, inverse)
 
     def to(self, device: torch.device, *args: Any, **kwargs: Any) -> KeyedJaggedTensor:
         """Return these ids where they are on `device`, else see `KeyedJaggedTensor.to`."""

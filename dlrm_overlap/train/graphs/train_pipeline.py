@@ -134,6 +134,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         self._sync_interval = given.arguments["dmp_collection_sync_interval_batches"]
         self._steps = 0
 
+    @torch.inference_mode(False)  # parameters that an evaluation moves are trained, too
     def _open(self) -> None:
         """Take the model over, from the pipeline that had it before if there is one; a collective."""
         if (before := _holder(self._model)) is not None:
@@ -242,7 +243,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
             training._ahead.forget_sent_ids()  # of the training batch that comes next; they are sent again
         batch = Leaves(next(batches))
         if any(module.takes_ids for module in self._modules):  # else they take batches of features as they are
-            batch = with_even_batches_of(batch.batch)
+            batch = with_even_batches_of(batch.batch, self._ahead.unpooled_features)
         if training._steps and training._bound.describes(batch):
             with torch.inference_mode(False):  # training steps write to the windows that are made
                 training._make_room(training._bound.ask(training._bound.describe(batch), batch.ids))

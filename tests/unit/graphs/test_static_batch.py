@@ -234,6 +234,18 @@ def test_ids_that_no_step_could_take_are_refused(
             static.takes(Leaves(batch))
 
 
+def test_ids_with_other_inverse_indices_are_none_like_the_first() -> None:
+    def ids(inverse: torch.Tensor | None) -> Any:
+        tensors = {"lengths": FIRST.lengths(), "inverse_indices": None if inverse is None else (["f", "g"], inverse)}
+        return _batch(KeyedJaggedTensor(["f", "g"], FIRST.values(), **tensors))
+
+    static = StaticBatch(ids(torch.zeros(2, 2).long()), CPU, RANGES)
+    inverses = [torch.ones(2, 2).long(), torch.zeros(2, 3).long(), None]
+    assert [static.takes(Leaves(ids(each))) for each in inverses] == [True, False, False]
+    static.fill(Leaves(ids(inverses[0])))
+    assert_same(Leaves(static.batch)["sparse"].inverse_indices()[1], inverses[0], "inverse indices")
+
+
 def test_tensors_are_told_apart_by_their_names() -> None:
     static = StaticBatch({"a": torch.zeros(2), "b": torch.ones(2)}, CPU, RANGES)
     static.fill(Leaves({"b": torch.full((2,), 4.0), "a": torch.full((2,), 3.0)}))

@@ -32,6 +32,7 @@ class _Steps:
         self.flat = FlatParameters(parameters)
         self.steps = FlatSteps(self.flat, torch.optim.SGD(parameters.values(), lr=1.0))
         self.buckets = GradientBuckets(self.flat, place.group, dtype, bucket_bytes, self.order, stores)
+        self.flat.show_gradients()
         self.source = torch.zeros_like(self.flat.gradients.tensor)
         self.used = torch.zeros_like(self.source)
         for view in (place_.of(self.used) for place_ in self.flat.places.values()):
@@ -41,14 +42,12 @@ class _Steps:
 
     def take(self) -> None:
         """Take one step: the gradient is there for as long as the step may be read, and poisoned behind it."""
-        for view, source in zip(self.flat.gradients.views.values(), self._parts(self.source), strict=True):
-            view.copy_(source)
+        for name, place_ in self.flat.places.items():
+            self.flat.gradients.views[name].copy_(place_.of(self.source))
+            self.buckets.complete(name)
         take_steps([self.steps], self.buckets.finish_in_ranges())
         for view in self.flat.gradients.views.values():
             view.fill_(torch.nan)
-
-    def _parts(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        return [place.of(tensor) for place in self.flat.places.values()]
 
     def step(self, take: Callable[[], Any]) -> None:
         """Take a step by `take`, and count where the weights are not less by the mean; never waits for the device."""
