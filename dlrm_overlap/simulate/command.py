@@ -42,7 +42,7 @@ def run(argv: Sequence[str], description: str) -> int:
             writer = csv.DictWriter(file, [*rows[0], *made_by], lineterminator="\n")
             writer.writeheader()
             writer.writerows(row | made_by for row in rows)
-    columns = [key.rpartition(".")[2] for key in varied]
+    columns = [key.removeprefix("--").rpartition(".")[2] for key in varied]
     names = [*(name for name in columns if name not in _SHOWN), *_SHOWN]
     lines = [dict(zip(columns, values, strict=True)) | row for values, row in zip(chosen, rows, strict=True)]
     with reader_may_leave():

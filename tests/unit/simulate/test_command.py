@@ -2,6 +2,7 @@
 
 import csv
 import re
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -33,18 +34,19 @@ def test_published_rows_name_the_commit_that_made_them(path: Path) -> None:
 
 def test_rows_are_printed_written_and_marked_as_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = tmp_path / "rows.csv"
-    vary = ["--vary", "data.tables.max_rows=100,200", "--vary", "embedding.backend=torchrec,fused"]
+    varied = ("data.tables.max_rows=100,200", "what=stage,backward", "embedding.backend=torchrec,fused")
+    vary = [word for each in varied for word in ("--vary", each)]
     slices = ["--config", "simulate/slices", "--network.hosts", "1"]
     assert main(["simulate", *slices, *vary, "--output", str(rows)]) == 0
     title, *lines = capsys.readouterr().out.splitlines()
     assert title == "simulated, not measured"
     assert [line.split()[:3] for line in lines] == [
         ["max_rows", "what", "backend"],
-        *([rows, "stage", backend] for rows in ("100", "200") for backend in ("torchrec", "fused")),
+        *map(list, product(("100", "200"), ("stage", "backward"), ("torchrec", "fused"))),
     ]
     with rows.open(newline="") as file:
         found = list(csv.DictReader(file))
-    assert [row["backend"] for row in found] == ["torchrec", "fused"] * 2
+    assert [row["backend"] for row in found] == ["torchrec", "fused"] * 4
     assert {(row["kind"], row["world_size"], row["tables"]) for row in found} == {("simulated", "8", "208")}
 
 
