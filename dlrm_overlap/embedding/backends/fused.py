@@ -74,7 +74,6 @@ class SlicedForward(ZeroCopyForward):
         flags, tables = self.flags_of(step), self.prepare(step)
         epoch = self.begin(step)
         windows = self.peers[epoch % 2]
-        self.lookup.first_samples(step.batch, self.reached)  # as `DeviceLookup.store`, once the stream is captured
         for i, table in enumerate(tables):
             tensors = tensors_of(step.inputs[self.lookup.pooled_together[i][0].input])
             short = has_short_bags(table, *tensors[:2])

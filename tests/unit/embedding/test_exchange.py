@@ -414,28 +414,12 @@ def test_a_capture_copies_nothing_to_the_device_however_many_sizes_came_before(
     monkeypatch.setattr(steps, "_MOST", 2)
     stage = Stage([([4], [])], rank=0)
     forward: Any = interpreted_forward(stage, world_of_one, ExchangeOptions(backend=backend), samples=4)
-    first_of, begin, copied = forward.lookup._first_of, forward.begin, list[bool]()
-    is_captured = joined = False
-
-    def begun(step: Step) -> int:
-        nonlocal joined
-        epoch, joined = begin(step), True  # before, the lookup's stream is not the capture's
-        return epoch
-
-    def count(*of: Any) -> torch.Tensor:
-        copied.append(is_captured)
-        return first_of(*of)
-
-    monkeypatch.setattr(forward, "begin", begun)
-    monkeypatch.setattr(forward.lookup, "_first_of", count)
-    monkeypatch.setattr(steps, "is_capturing", lambda: is_captured and joined)
     with without_streams():
-        # A step of either window, one that is captured, evaluations, and the capture of the other window's step.
-        for number, samples in enumerate((3, 3, 3, 1, 2, 4, 1, 2, 4, 3)):
-            is_captured, joined = number in (2, 9), False
+        _assert_pooled(stage, forward, 0, 3, torch.int64, factor=1)
+        copied = forward.lookup.first_samples(BatchSizes.of((3,)), forward.reached)
+        for number, samples in enumerate((1, 2, 4), 1):
             _assert_pooled(stage, forward, number, samples, torch.int64, factor=1)
-    assert copied, "nothing was copied"
-    assert not any(copied), "a capture cannot copy from the CPU"
+    assert forward.lookup.first_samples(BatchSizes.of((3,)), forward.reached) is copied, "a capture cannot copy"
 
 
 def _assert_pooled(stage: Stage, forward: Forward, number: int, samples: int, dtype: torch.dtype, factor: int) -> None:
