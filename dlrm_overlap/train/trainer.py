@@ -6,7 +6,6 @@
 import logging
 import math
 from collections.abc import Iterator
-from itertools import islice
 from typing import Any, NoReturn
 
 import torch
@@ -35,6 +34,22 @@ log = logging.getLogger("dlrm_overlap")
 
 class AskedToEndError(Exception):
     """The run was asked to end before its last step, and has. All ranks raise it after the same step."""
+
+
+class _Stretch(Iterator[Batch]):
+    """The batches of some steps; `cut` ends it after the batches that a pipeline has read ahead."""
+
+    def __init__(self, batches: Iterator[Batch], steps: int) -> None:
+        self._batches, self.steps, self._taken = batches, steps, 0
+
+    def __next__(self) -> Batch:
+        if self._taken == self.steps:
+            raise StopIteration
+        self._taken += 1
+        return next(self._batches)
+
+    def cut(self) -> None:
+        self.steps = self._taken
 
 
 class Trainer(Stepper):
@@ -150,21 +165,28 @@ class Trainer(Stepper):
             self.save(step)
         self.progress.is_over = True
         if saves:
-            same = "the same command, without log.replace and checkpoint.resume,"
+            begins_anew = {
+                "log.replace": self.config.log.replace,
+                "checkpoint.resume": self.config.checkpoint.resume != "auto",
+            }
+            without = " and ".join(key for key, is_set in begins_anew.items() if is_set)
+            same = "the same command" + f" without {without}" * bool(without)
             raise AskedToEndError(f"asked to end: step {step} is saved, and {same} goes on from there")
         raise AskedToEndError(f"asked to end behind step {step}: nothing is saved, as checkpoint.every and last say")
 
     def _train(self, first: int, last: int, batches: Iterator[Batch], loader: Loader, run_log: RunLog) -> int:
-        """Take the steps [first, last) and return `last`, or the step after which the run is to end.
+        """Take the steps [first, last) and return `last`, or the step at which the run is to end.
 
-        At `last` the pipeline is empty: no later batch is in flight.
+        The pipeline is empty at the end: no later batch is in flight.
         """
-        stretch = islice(batches, last - first)
+        stretch = _Stretch(batches, last - first)
         self.pipeline.reset()
         timer = StepTimer(self.device)
         timer.mark()
         loss_sum = torch.zeros((), device=self.device)
-        for step in range(first + 1, last + 1):
+        step = first
+        while step < first + stretch.steps:
+            step += 1
             self.progress.step = step
             self.learning_rate.set(step - 1)
             loss = self.step(stretch)
@@ -172,7 +194,7 @@ class Trainer(Stepper):
             self.running.add(*self.predictions)
             timer.mark()
             run_log.advance()
-            if step % self.config.log.every == 0 or step == last:
+            if step % self.config.log.every == 0 or step == first + stretch.steps:
                 factor = self.learning_rate.factor(step - 1)
                 asked = self._end.asked or self.saves.failed
                 times, metrics = timer.take_ms(), self.running.take()
@@ -181,8 +203,8 @@ class Trainer(Stepper):
                 self._require_finite(run_log.loss, "the training loss is", step)
                 loss_sum.zero_()
                 if run_log.asked_to_end:
-                    return step
-        return last
+                    stretch.cut()
+        return step
 
     def _evaluate(self, step: int, run_log: RunLog) -> dict[str, float]:
         """Evaluate after `step`, log the result and return it."""

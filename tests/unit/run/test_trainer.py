@@ -78,12 +78,16 @@ def test_a_step_is_saved_once_and_only_if_asked(
     assert sum(line.startswith("checkpoint: ") for line in caplog.messages) == len(steps)
 
 
-def test_a_run_that_was_asked_to_end_says_how_it_goes_on(tmp_path: Path) -> None:
-    trainer = make_trainer(quickstart(tmp_path, "run", *SMALL, *SAVES, "--log.every", "1"))
+@pytest.mark.parametrize(
+    ("options", "same"),
+    [("", ""), ("--log.replace true --checkpoint.resume never", " without log.replace and checkpoint.resume")],
+)
+def test_a_run_that_was_asked_to_end_says_how_it_goes_on(tmp_path: Path, options: str, same: str) -> None:
+    trainer = make_trainer(quickstart(tmp_path, "run", *SMALL, *SAVES, "--log.every", "1", *options.split()))
     trainer._end.asked = True
-    with pytest.raises(AskedToEndError, match=r"step 1 is saved, and the same command, .*, goes on from there"):
+    with pytest.raises(AskedToEndError, match=rf"step 3 is saved, and the same command{same} goes on"):
         trainer.fit()
-    assert checkpoints(tmp_path) == ["step_1"]
+    assert checkpoints(tmp_path) == ["step_3"]
 
 
 def test_a_folder_that_not_all_ranks_see_is_refused_before_the_first_step(
