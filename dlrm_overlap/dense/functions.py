@@ -1,11 +1,23 @@
-"""Shared by the functions of the dense part: the place of their kernels, and products that write float32."""
+"""Shared by the dense part: the place of its kernels, products that write float32, options of reductions by stores."""
 
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from dlrm_overlap.config import EmbeddingConfig
 from dlrm_overlap.kernels import reference
+
+
+class StoreOptions(NamedTuple):
+    """How gradients are reduced by stores."""
+
+    programs: int = 16
+    """of 32 warps, of the kernel that fills the links, on GPUs"""
+    piece_elements: int = 4 << 20
+    """about so many are reduced at once, and updated while the next ones travel"""
+    wait_timeout_s: float = EmbeddingConfig.wait_timeout_s
+    """bound of a wait for a peer"""
 
 
 def kernels_on(device: torch.device, name: str) -> Any:

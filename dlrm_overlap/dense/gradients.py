@@ -3,26 +3,16 @@
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
 from dlrm_overlap.comm.counters import Counters
-from dlrm_overlap.config import EmbeddingConfig, InputError
+from dlrm_overlap.config import InputError
 from dlrm_overlap.dense.flat import FlatParameters
+from dlrm_overlap.dense.functions import StoreOptions
 from dlrm_overlap.kernels.dense.arguments import BLOCK
-
-
-class StoreOptions(NamedTuple):
-    """How gradients are reduced by stores."""
-
-    programs: int = 16
-    """of 32 warps, of the kernel that fills the links, on GPUs"""
-    piece_elements: int = 4 << 20
-    """about so many are reduced at once, and updated while the next ones travel"""
-    wait_timeout_s: float = EmbeddingConfig.wait_timeout_s
-    """bound of a wait for a peer"""
 
 
 class CollectiveReduction:

@@ -31,7 +31,7 @@ from dlrm_overlap.comm.counters import Counters
 from dlrm_overlap.comm.record import Record
 from dlrm_overlap.config import InputError
 from dlrm_overlap.dense.flat import FlatParameters
-from dlrm_overlap.dense.gradients import StoreOptions
+from dlrm_overlap.dense.functions import StoreOptions
 from dlrm_overlap.kernels.dense.all_reduce import average_share
 from dlrm_overlap.kernels.dense.arguments import LINE
 from dlrm_overlap.kernels.flags import Flags, raise_flags, wait_flags

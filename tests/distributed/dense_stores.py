@@ -17,7 +17,8 @@ from torch import nn
 from dlrm_overlap.comm.record import ExchangeTimeoutError
 from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.flat_steps import FlatSteps, take_steps
-from dlrm_overlap.dense.gradients import GradientBuckets, StoreOptions
+from dlrm_overlap.dense.functions import StoreOptions
+from dlrm_overlap.dense.gradients import GradientBuckets
 from dlrm_overlap.dense.stores import StoreReduction
 from dlrm_overlap.kernels.compiled import INTERPRETED
 from dlrm_overlap.kernels.dense.arguments import LINE

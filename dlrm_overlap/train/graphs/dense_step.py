@@ -21,7 +21,8 @@ from dlrm_overlap.comm.order import CommunicationOrder
 from dlrm_overlap.dense.cast import CastWeights
 from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.flat_steps import FlatSteps, take_steps, why_no_flat_steps
-from dlrm_overlap.dense.gradients import GradientBuckets, StoreOptions
+from dlrm_overlap.dense.functions import StoreOptions
+from dlrm_overlap.dense.gradients import GradientBuckets
 from dlrm_overlap.dense.tensor_parallel import shards_of
 
 _WRAPPERS = (CombinedOptimizer, KeyedOptimizerWrapper, OptimizerWrapper, GradientClippingOptimizer, WarmupOptimizer)

@@ -31,7 +31,7 @@ from torchrec.optim.keyed import KeyedOptimizer
 from dlrm_overlap.comm.order import CommunicationOrder, Streams
 from dlrm_overlap.config import InputError
 from dlrm_overlap.dense.cast import CastWeights
-from dlrm_overlap.dense.gradients import StoreOptions
+from dlrm_overlap.dense.functions import StoreOptions
 from dlrm_overlap.dense.tensor_parallel import divided_layers
 from dlrm_overlap.embedding.exchanging_module import ExchangingModule
 from dlrm_overlap.embedding.id_layout import BatchBound

@@ -11,7 +11,8 @@ from torch import nn
 from dlrm_overlap.comm.order import CommunicationOrder
 from dlrm_overlap.dense.flat import FlatParameters
 from dlrm_overlap.dense.flat_steps import FlatSteps, take_steps
-from dlrm_overlap.dense.gradients import GradientBuckets, StoreOptions
+from dlrm_overlap.dense.functions import StoreOptions
+from dlrm_overlap.dense.gradients import GradientBuckets
 from tests.gpu.exchange.checks.faults import CULPRIT, TIMEOUT_S, flag_told_of
 from tests.gpu.exchange.checks.stress import capture, dawdle
 from tests.gpu.exchange.place import Place, every
