@@ -20,13 +20,11 @@ if [ -n "${VIRTUAL_ENV:-}" ] || [ ! -x "$python" ]; then python=python; fi
 export PYTHONSAFEPATH=1
 "$python" -c 'import dlrm_overlap' >/dev/null 2>&1 || export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 nproc=${NPROC:-$("$python" -c 'import torch; print(torch.cuda.device_count() or 2)')}
-
 # Unset, torchrun gives every process one thread.
 cores=$(( $(nproc) / nproc ))
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(( cores > 0 ? cores : 1 ))}
 # Restarted ranks would look for each other at the addresses of the dead ones, which the agent's store still holds.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
-
 if (( ${NNODES:-1} == 1 )); then
   hosts=(--standalone)
 else
