@@ -205,7 +205,7 @@ class CpuPush(WindowBackward):
     def __init__(self, context: ExchangeContext, windows: WindowPair) -> None:
         super().__init__(context, windows)
         self._peers, self._ids = views_of(windows), context.ids
-        counts = torch.full((self.world_size,), self.gradients.parts, dtype=torch.int32)
+        counts = torch.full((self.world_size,), self.gradients.parts, dtype=torch.int32, device="cpu")
         self._flags = CpuFlags(windows, counts, self.options.wait_timeout_s, unit="part")
         self.own = self.gradients_by(self.rank, self.layout.output_column)
         self._lookups, self._tables = self.layout.lookups(self.rank), self.layout.tables(self.rank)

@@ -402,7 +402,7 @@ class CpuIdExchange(IdExchange):
         shared = offsets[(features + 1) * samples :][: len(ids.shares) * samples + 1]
         shared.fill_(ids.shares_at)
         counts = offsets[: features * samples + 1 : samples].diff()
-        if (counts < 0).any() or (counts > torch.tensor(ids.capacity)).any():
+        if (counts < 0).any() or (counts > torch.tensor(ids.capacity, device="cpu")).any():
             return
         values, positions, lengths = reference.divide_ids(window, offsets, ids.shares, samples)
         window[ids.shares_at :][: values.numel()] = values
