@@ -18,7 +18,7 @@ from dlrm_overlap.embedding.options import ExchangeContext
 from dlrm_overlap.embedding.replicated import ReplicatedTables
 from dlrm_overlap.embedding.steps import BatchSizes, Step
 from dlrm_overlap.embedding.tables import BadIds, FbgemmUpdate, bad_id_message, bags_of
-from dlrm_overlap.embedding.windows import PairFlags, WindowPair, skip_epoch
+from dlrm_overlap.embedding.windows import PairFlags, WindowPair, one_flag_each, skip_epoch
 from dlrm_overlap.kernels import reference
 
 
@@ -205,7 +205,7 @@ class CpuPush(WindowBackward):
     def __init__(self, context: ExchangeContext, windows: WindowPair) -> None:
         super().__init__(context, windows)
         self._peers, self._ids = views_of(windows), context.ids
-        counts = torch.full((self.world_size,), self.gradients.parts, dtype=torch.int32, device="cpu")
+        counts = self.gradients.parts * one_flag_each(range(self.world_size), self.world_size)
         self._flags = CpuFlags(windows, counts, self.options.wait_timeout_s, unit="part")
         self.own = self.gradients_by(self.rank, self.layout.output_column)
         self._lookups, self._tables = self.layout.lookups(self.rank), self.layout.tables(self.rank)

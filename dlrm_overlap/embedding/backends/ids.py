@@ -19,7 +19,7 @@ from dlrm_overlap.embedding.layout import EVERY_RANK, SLOTS_FROM, FeatureShard
 from dlrm_overlap.embedding.options import ExchangeContext
 from dlrm_overlap.embedding.steps import BatchSizes, StepCache, weights_of
 from dlrm_overlap.embedding.tables import BadIds, bad_id_message
-from dlrm_overlap.embedding.windows import PairFlags, WindowPair, skip_epoch
+from dlrm_overlap.embedding.windows import PairFlags, WindowPair, one_flag_each, skip_epoch
 from dlrm_overlap.kernels import reference
 from dlrm_overlap.kernels.divide_ids import Shares, divide_ids
 from dlrm_overlap.kernels.pull_ids import BLOCK_IDS, Arrivals, Published, place_ids, pull_ids, pull_tasks
@@ -156,7 +156,7 @@ class IdExchange:
         self._pull_own: Any = None
         if self.layout.replicated:
             self._pull_own = self.pull_type(self, self.layout.replicated, range(self.rank, self.rank + 1))
-        counts = torch.ones(self.world_size, dtype=torch.int32, device="cpu")
+        counts = one_flag_each(range(self.world_size), self.world_size)
         self._flags = self.flags_type(windows, counts, self.options.wait_timeout_s, self._pull.status, "ids")
         if ids.shares:
             self._make_shares()

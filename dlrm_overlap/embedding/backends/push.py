@@ -24,7 +24,7 @@ from dlrm_overlap.embedding.id_layout import IdLayout
 from dlrm_overlap.embedding.layout import FeatureShard
 from dlrm_overlap.embedding.options import ExchangeContext
 from dlrm_overlap.embedding.steps import Step, StepCache, tensors_of
-from dlrm_overlap.embedding.windows import PairFlags, WindowPair, skip_epoch
+from dlrm_overlap.embedding.windows import PairFlags, WindowPair, one_flag_each, skip_epoch
 from dlrm_overlap.kernels.backward.optimizers import Rule
 from dlrm_overlap.kernels.backward.push_gradients import PartFlags, ShardTable, pushing_gradients
 from dlrm_overlap.kernels.backward.update_rows import RowUpdate
@@ -65,9 +65,11 @@ class Push(WindowBackward):
         reached = len(windows.arena.reached)
         # Of N ranks that are reached, (N - 1) / N of the rows that programs take are remote.
         self._programs = round(_REMOTE_PROGRAMS * reached / (reached - 1)) if reached > 1 else _ALONE_PROGRAMS
-        up_to = [torch.full((self.world_size,), part + 1, dtype=torch.int32) for part in range(self.gradients.parts)]
+        one_each = one_flag_each(range(self.world_size), self.world_size)
         timeout_s, status = self.options.wait_timeout_s, self._record.status
-        self._arrivals = [PairFlags(windows, counts, timeout_s, status) for counts in up_to]
+        self._arrivals = [
+            PairFlags(windows, (part + 1) * one_each, timeout_s, status) for part in range(self.gradients.parts)
+        ]
         """the flags of the gradients up to each part"""
         done = torch.zeros(self.gradients.parts, dtype=torch.int32, device=self.device)
         self._flags = PartFlags(windows.arena.addresses(windows.flags), done, windows.counter.word)
@@ -152,9 +154,8 @@ class Push(WindowBackward):
         self.windows.begin()
         self._issued.record(self._current())
         self._push_stream.wait_event(self._issued)
-        if (
-            self._updating
-        ):  # by the step before: peers that see this one's flags may overwrite the gradients that it reads
+        if self._updating:
+            # By the step before: peers that see this one's flags may overwrite the gradients that it reads.
             self._push_stream.wait_stream(self._update_stream)
         self._updating = True
         gradient.record_stream(self._push_stream)

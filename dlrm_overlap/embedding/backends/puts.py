@@ -23,7 +23,7 @@ from dlrm_overlap.embedding.backends.pgas import DeviceLookup
 from dlrm_overlap.embedding.crossing import Crossing, Message
 from dlrm_overlap.embedding.options import ExchangeContext
 from dlrm_overlap.embedding.steps import BatchSizes, Step, StepCache
-from dlrm_overlap.embedding.windows import PairFlags, WindowPair
+from dlrm_overlap.embedding.windows import PairFlags, WindowPair, one_flag_each
 from dlrm_overlap.kernels.arguments import FeatureTable, Windows, put_tuning_for
 from dlrm_overlap.kernels.forward.put_pooled import put_pooled
 from dlrm_overlap.kernels.messages import Groups, Outgoing, Waiting, await_message, send_signal
@@ -148,11 +148,12 @@ class PooledByPuts:
 
     def skip(self) -> None:
         """Take an epoch in which signals go alone."""
-        pair, everyone = self._windows, torch.ones(self._windows.arena.world_size, dtype=torch.int32)
+        pair, world_size = self._windows, self._windows.arena.world_size
+        everyone = one_flag_each(range(world_size), world_size)
         flags = PairFlags(pair, everyone, self._options.wait_timeout_s, self._record.status)
         pair.begin()
         word, epoch = pair.counter.word, pair.counter.argument
-        messages = self._crossing.pooled(BatchSizes.of((0,) * pair.arena.world_size))
+        messages = self._crossing.pooled(BatchSizes.of((0,) * world_size))
         for number, message in enumerate(messages.sent):
             send_signal(self._heap.network, self._outgoing(number, message), word, epoch)
         flags.raise_at_all()

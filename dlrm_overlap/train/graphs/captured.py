@@ -97,12 +97,17 @@ class GraphPair:
         other = self.each[1 - parity]
         pool = other.pool if other is not None else None
         captured = CapturedStep(step, self._order, self._counters, pool, stream)
-        self.each[parity], self._captured_places = captured, [(each, each.addresses) for each in self._ahead.exchanges]
+        self.each[parity], self._captured_places = captured, self._places
         return captured.launch()
 
     def release(self) -> None:
         """Release the graphs, once the device is through with them."""
         _release(self.each, self._device)
+
+    @property
+    def _places(self) -> list[Any]:
+        """Each module's exchange, and where it has rows and windows."""
+        return [(exchange, exchange.addresses) for exchange in self._ahead.exchanges]
 
     def check_places(self) -> None:
         """Check that the memory of captured steps is still there.
@@ -110,7 +115,7 @@ class GraphPair:
         Raises:
             InputError: if it is not.
         """
-        if [(each, each.addresses) for each in self._ahead.exchanges] != self._captured_places:
+        if self._places != self._captured_places:
             raise InputError(
                 "GraphTrainPipeline: rows or windows that captured steps use were moved or given back since, as "
                 "Exchange.close and update_shards do, and the graphs would go on where others' data may be; close this "
