@@ -6,7 +6,7 @@
 # make wheel      dist/dlrm_overlap-VERSION-py3-none-any.whl, without .venv; the only file that the Dockerfile needs
 # make soak       kills and resumes a run 200 times, and lets one go on for five minutes; half an hour
 # make test-gpu   those that need GPUs
-# make lint       ruff, import-linter, pyright; and counts of turns of phrase at which strangers stumble
+# make lint       ruff, import-linter, pyright
 #
 # The stack is CUDA's where a GPU is seen, else the CPU's. PYTHON=python3.12 picks an interpreter (3.11 or 3.12).
 # The CPU stack needs no CUDA libraries: PyTorch's index of CPU wheels is asked besides, unless pip was pointed elsewhere
@@ -51,7 +51,6 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
-	$(BIN)/python -m tests.sentences
 	$(BIN)/pyright
 
 format: $(READY)

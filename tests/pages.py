@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
-from tests import ages, simulated_pages
+from tests import simulated_pages
 from tests.calibration import Row, read_rows
 from tests.simulated_pages import FOLDER, Lines, read
 
@@ -375,7 +375,6 @@ TABLES: dict[str, Callable[..., Lines]] = {
     "headlines": table_of_headlines,
     "steps": table_of_steps,
     "jobs": table_of_jobs,
-    "ages": ages.table_of_ages,
     **simulated_pages.TABLES,
 }
 
@@ -400,7 +399,6 @@ def origin(name: str) -> str:
     commits = sorted({row.get("commit", "") for row in rows} - {""})
     text = f"commit {', '.join(commits)}" if commits else "no commit"
     text = text.replace("-dirty", " with uncommitted changes")
-    text += ages.EARLIER if commits and ages.age(name) != 0 else ""
     return text if name.startswith("simulated") or all(row.get("command") for row in rows) else f"{text}, no command"
 
 

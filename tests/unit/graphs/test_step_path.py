@@ -1,16 +1,9 @@
-"""A step goes through few files, and docs/architecture.md leads through them: file by file, function by function."""
+"""The files and functions that the diagram of a captured step in docs/architecture.md names exist."""
 
 import ast
 import re
 from pathlib import Path
 
-import pytest
-
-from tests.distributed.workers import make_trainer, quickstart
-from tests.step_path import step_path
-
-MOST_FILES, MOST_CHANGES = 22, 150  # of a step of the graphs' pipeline, on a CPU
-MOST_FILES_CAPTURED = 40
 _HEADING = "## A captured step, file by file"
 _LINE = re.compile(r"^.{10}([a-z_/]+\.py) +(.*)$")
 
@@ -34,25 +27,10 @@ def _defined(file: Path) -> set[str]:
 
 def test_each_file_and_function_of_the_diagram_is_there() -> None:
     lines = _lines()
+    assert lines
     everywhere = set().union(*(_defined(file) for file, _ in lines))
     for file, text in lines:
         hands_on = text.partition(":")[0].partition(",")[0].split(" -> ")
         assert hands_on[0] in _defined(file), f"{file}: {hands_on[0]}"
         for name in hands_on[1:]:
             assert name in everywhere, f"{file}: {name}"
-    assert len({file for file, _ in lines}) <= MOST_FILES_CAPTURED
-
-
-@pytest.mark.usefixtures("world_of_one")
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_a_step_passes_few_files(tmp_path: Path) -> None:
-    options = ["--embedding.backend", "pgas", "--train.pipeline", "graph", "--train.steps", "8"]
-    trainer = make_trainer(quickstart(tmp_path, "run", *options))
-    with trainer.loader(trainer.train_data, 0, 8) as loader:
-        batches = iter(list(loader))  # without loader processes, a step would make its samples
-    for _ in range(4):
-        trainer.step(batches)
-    path = step_path(lambda: trainer.step(batches))
-    trainer.close()
-    assert len(path.files) <= MOST_FILES, path.files
-    assert path.changes <= MOST_CHANGES
