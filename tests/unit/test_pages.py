@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import pictures
 from tests.pages import FOLDER, PAGES, TABLES, fill, origin, written
 
 
@@ -30,3 +31,10 @@ def test_the_numbers_of_a_sentence_are_replaced_and_nothing_else() -> None:
     assert fill(text, "It takes {:.2f} ms, not {}", [1.25, 4]) == "It takes 1.25 ms,\nnot 4. It takes 3 s."
     with pytest.raises(ValueError, match="2 sentences"):
         fill(text, "It takes {}", [1])
+
+
+def test_the_pictures_have_the_numbers_of_the_rows() -> None:
+    shown = re.findall(r"<text [^>]*>([^<]*)</text>", pictures.STEP_TIMES.read_text())
+    for title, ms in pictures.step_times():
+        assert title in shown
+        assert {f"{value:.2f}" for value in ms} <= set(shown), f"{title}: run `python -m tests.pictures`"
