@@ -277,9 +277,7 @@ def table_of_headlines(*names: str) -> Lines:
 
 
 def _title(row: Row) -> str:
-    model = (
-        "DLRM-DCNv2 (MLPerf), at most 4M rows a table" if row["arch"] == "dcn" else "the same tables, dot products"
-    )
+    model = "DLRM-DCNv2 (MLPerf), at most 4M rows a table" if row["arch"] == "dcn" else "the same tables, dot products"
     model = "item histories of up to 2048 ids, dim 512" if _has_history(row) else model
     return f"{model}, {int(row['global_batch']) // int(row['world_size'])} samples a GPU, {row['precision']}"
 
