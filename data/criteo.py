@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from dlrm_overlap.config import CRITEO_DENSE, CRITEO_TABLES, InputError, TablesConfig, in_one_line
-from dlrm_overlap.data.days import Day, Days
+from dlrm_overlap.data.days import Day, Days, require_successive
 
 # What numpy raises for a file that is none of its arrays. It reads the header as a literal, so nothing is executed.
 _NOT_NPY = (OSError, ValueError, KeyError, EOFError, SyntaxError, tokenize.TokenError, zipfile.BadZipFile)
@@ -28,7 +28,7 @@ class Criteo(Days):
         """Map the days of the folder `path`.
 
         Raises:
-            InputError: if `tables` has no rows, or if a file is missing, breaks the format, is compressed or differs in
+            InputError: if `tables` has no rows, or if a day or a file of it is missing, breaks the format, is compressed or differs in
                 length from the others of its day.
         """
         if tables.rows is None:
@@ -38,6 +38,7 @@ class Criteo(Days):
         days = sorted({int(name[1]) for name in names if name})
         if not days:
             raise InputError(f"{path}: holds no day_0_dense.npy nor its like; set data.path, or data.eval_path, anew")
+        require_successive(Path(path), days)
         super().__init__([_open_day(f"{path}/day_{day}", multi_hot) for day in days], rows, tables.max_rows)
 
 

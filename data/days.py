@@ -7,9 +7,10 @@ sample comes the first one again. Every value is checked when it is read.
 import copy
 import functools
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -180,6 +181,20 @@ class Days(Dataset):
 @functools.lru_cache(4)
 def _order(seed: int, epoch: int, window: int, size: int) -> np.ndarray:
     return np.random.default_rng((seed, epoch, window)).permutation(size)
+
+
+def require_successive(folder: Path, days: Iterable[int]) -> None:
+    """Check that the numbers of the files day_0, day_1, .. of `folder` have no gap; the first may be any.
+
+    Raises:
+        InputError: naming the first one that is missing.
+    """
+    for day, following in pairwise(sorted(days)):
+        if following > day + 1:
+            raise InputError(
+                f"{folder}: holds day_{day} and day_{following}, but no day_{day + 1}; add it, or number the days "
+                f"without a gap"
+            )
 
 
 def _require(good: np.ndarray, values: np.ndarray, what: str, rule: str) -> None:

@@ -70,6 +70,8 @@ class Schema:
         for section in ("labels", "categorical"):
             if not getattr(self, section):
                 raise InputError(f"{section}: none, but a model needs one; name its columns")
+        if lost := [name for name in self.names if self.columns and self.columns.count(name) != 1]:
+            raise InputError(f"columns: {lost[0]} is {self.columns.count(lost[0])} times in it; name each column once")
         if twice := [name for name in self.names if self.names.count(name) > 1]:
             raise InputError(f"{twice[0]}: a column with two uses; write it twice into the table, under two names")
 
