@@ -75,7 +75,7 @@ class Missing:
         self.words = frozenset(entries)
         self.texts = pa.array([entry.encode() for entry in entries], pa.binary())
         self.numbers = {
-            name: np.array([number for entry in entries if (number := kind.read(entry)) is not None], kind.dtype)
+            name: [number for entry in entries if (number := kind.read(entry)) is not None]
             for name, kind in _KINDS.items()
         }
 
@@ -179,15 +179,19 @@ class Column:
         kind = "int" if kind == "hex" and not is_text else kind
         cells = self._texts() if is_text else self._cells
         numbers, missing = self._read_fast(cells, kind) or self._read_each(cells, kind)
-        return numbers, missing | np.isnan(numbers) | np.isin(numbers, self._missing.numbers[kind])
+        if kind == "float":
+            missing = missing | np.isnan(numbers)
+        if entries := self._missing.numbers[kind]:
+            missing = missing | np.isin(numbers, entries)
+        return numbers, missing
 
     def _read_fast(self, cells: Any, kind: str) -> tuple[np.ndarray, np.ndarray] | None:
         """Return what `_read_each` does, if Arrow can read all cells."""
-        for kind_of_arrow in _KINDS[kind].fast:
+        cells = pc.binary_replace_slice(cells, 0, 0, b"0x") if kind == "hex" else cells
+        for of_arrow in _KINDS[kind].fast:
             try:
                 numbers = cells.cast(pa.string()) if types.is_binary(cells.type) else cells
-                numbers = pc.binary_join_element_wise("0x", numbers, "") if kind == "hex" else numbers
-                numbers = numbers.cast(kind_of_arrow, safe=kind != "float")
+                numbers = numbers.cast(of_arrow, safe=kind != "float")
             except pa.ArrowInvalid:
                 continue
             return numbers.fill_null(0).to_numpy().view(_KINDS[kind].dtype), numbers.is_null().to_numpy(False)

@@ -36,8 +36,8 @@ class Categorical:
     """A column of values, or of lists of them: a feature with a table of its own."""
 
     type: Literal["string", "int", "hex"] = "string"
-    """string: known by the 64-bit BLAKE2b hash of its bytes; int and hex: numbers, or text of decimal and hexadecimal
-    ones"""
+    """string: known by the 64-bit BLAKE2b hash of its bytes; int and hex: whole numbers of 64 bits, or text of decimal
+    or hexadecimal ones"""
     rows: PositiveInt | None = None
     """hash values into so many rows, of which row 0 is for missing ones"""
     min_count: PositiveInt | None = None
@@ -58,7 +58,7 @@ class Schema:
     columns: list[str] | None = None
     """text without a header: the names of all columns"""
     missing: list[str] = field(default_factory=lambda: [""])
-    """text: fields that stand for a missing value"""
+    """texts and numbers that stand for a missing value, as null and NaN do"""
 
     def __post_init__(self) -> None:
         for name, column in self.categorical.items():
@@ -70,10 +70,13 @@ class Schema:
         for section in ("labels", "categorical"):
             if not getattr(self, section):
                 raise InputError(f"{section}: none, but a model needs one; name its columns")
-        if lost := [name for name in self.names if self.columns and self.columns.count(name) != 1]:
-            raise InputError(f"columns: {lost[0]} is {self.columns.count(lost[0])} times in it; name each column once")
         if twice := [name for name in self.names if self.names.count(name) > 1]:
             raise InputError(f"{twice[0]}: a column with two uses; write it twice into the table, under two names")
+        if self.columns is not None:
+            for name in self.names:
+                if (number := self.columns.count(name)) != 1:
+                    what = "twice" if number else "missing"
+                    raise InputError(f"columns: {name} is {what}; name every column of the file, in its order")
 
     @property
     def names(self) -> list[str]:

@@ -89,5 +89,5 @@ def _open_csv(file: Path, schema: Schema, block_bytes: int, columns: Sequence[st
 def _require_columns(needed: Sequence[str], found: Sequence[str]) -> None:
     for name in needed:
         if (number := found.count(name)) != 1:
-            what = "twice" if number else f"missing; the file has {', '.join(found)}"
+            what = "twice" if number else f"missing; the file has {', '.join(found):.200}"
             raise InputError(f"column {name}: {what}")

@@ -91,13 +91,22 @@ def write_day(folder: Path, day: int, n: int, hot: Sequence[int] | None = None) 
 
 
 def test_npy_days_are_read_by_position_in_numeric_order(tmp_path: Path) -> None:
-    days = [write_day(tmp_path, day, n) for day, n in ((2, 9), (10, 4), (11, 12))]
+    days = [write_day(tmp_path, day, n) for day, n in ((9, 9), (10, 4), (11, 12))]
     np.save(tmp_path / "day_10_labels.npy", days[1]["labels"][:, 0])  # both shapes of labels are in use
     np.save(tmp_path / "day_10_sparse_contig.npy", days[1]["sparse"])  # not one of ours
     data = Criteo(tmp_path, TablesConfig(rows=ROWS), multi_hot=False)
     assert (data.num_samples, data.rows, data.pooling) == (25, ROWS, [1.0] * 26)
     labels, dense, sparse = (np.concatenate([day[part] for day in days]) for part in ("labels", "dense", "sparse"))
     assert_reads(data, labels[:, 0], dense, [sparse[:, t : t + 1] for t in range(26)])
+
+
+@pytest.mark.parametrize("hot", [None, HOT])
+def test_a_missing_day_is_named(tmp_path: Path, hot: Sequence[int] | None) -> None:
+    for day in (0, 1, 3):
+        write_day(tmp_path, day, 5, hot)
+    with pytest.raises(InputError, match="holds day_1 and day_3, but no day_2; add it") as error:
+        Criteo(tmp_path, TablesConfig(rows=ROWS), hot is not None)
+    assert_one_line(error)
 
 
 def test_multihot_days_are_read_table_after_table(tmp_path: Path) -> None:

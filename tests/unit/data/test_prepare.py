@@ -31,7 +31,7 @@ def source(tmp_path: Path) -> Path:
     folder.mkdir()
     (folder / "day_0").write_bytes(text(40, 0))
     (folder / "day_1.gz").write_bytes(gzip.compress(text(25, 1)))
-    (folder / "day_10").write_bytes(text(30, 2))
+    (folder / "day_2").write_bytes(text(30, 2))
     return folder
 
 
@@ -53,7 +53,7 @@ def test_rows_by_frequency_agree_with_plain_python(
     meta = prepare_criteo(source, target, min_count=min_count, block_bytes=BLOCK)
     lines = [(source / "day_0").read_bytes(), gzip.decompress((source / "day_1.gz").read_bytes())]
     lines = [
-        line.split(b"\t")[14:] for part in [*lines, (source / "day_10").read_bytes()] for line in part.split(b"\n")
+        line.split(b"\t")[14:] for part in [*lines, (source / "day_2").read_bytes()] for line in part.split(b"\n")
     ]
     data = Prepared(target, TablesConfig())
     ids = data.read(0, 95).sparse.values().reshape(26, 95).tolist()
@@ -84,8 +84,8 @@ def test_damaged_records_are_refused(source: Path, target: Path, damage: str) ->
 
 
 def test_a_malformed_line_leaves_no_folder(source: Path, target: Path) -> None:
-    (source / "day_10").write_bytes(text(30, 2) + b"\n0\t1")
-    with pytest.raises(InputError, match=r"day_10: .*Row #31: Expected 40 columns, got 2"):
+    (source / "day_2").write_bytes(text(30, 2) + b"\n0\t1")
+    with pytest.raises(InputError, match=r"day_2: .*Row #31: Expected 40 columns, got 2"):
         prepare_criteo(source, target, rows=13, block_bytes=BLOCK)
     assert not target.exists()
 
