@@ -24,12 +24,14 @@ class Criteo(Days):
     holds 0.npy .. 25.npy, one for each table, int32 [n, ids a bag].
     """
 
+    id_cure = "correct the file, or set data.tables.rows to the rows that the ids of all days were made for"
+
     def __init__(self, path: str | Path, tables: TablesConfig, multi_hot: bool):
         """Map the days of the folder `path`.
 
         Raises:
-            InputError: if `tables` has no rows, or if a day or a file of it is missing, breaks the format, is compressed or differs in
-                length from the others of its day.
+            InputError: if `tables` has no rows, if a day is missing between others, or if a file is missing, breaks the
+                format, is compressed or differs in length from the others of its day.
         """
         if tables.rows is None:
             raise InputError("data.tables.rows: null, but Criteo's arrays name no rows; set data.tables.rows")

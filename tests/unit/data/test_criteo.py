@@ -152,7 +152,7 @@ def test_an_id_out_of_range_is_named(tmp_path: Path, hot: Sequence[int] | None) 
         write_id(tmp_path, hot, t, 17, value)
         data = Criteo(tmp_path, TablesConfig(rows=ROWS), hot is not None)
         data.read(0, 17)
-        rule = rf"day_0: id of table {t} is {value}, not from 0 to {ROWS[t] - 1}, .*; set data.tables.rows"
+        rule = rf"day_0, sample 17: id of table {t} is {value}, not from 0 to {ROWS[t] - 1}, .*set data.tables.rows"
         with pytest.raises(InputError, match=rule) as error:
             data.read(10, 10)
         assert_one_line(error)
@@ -168,8 +168,8 @@ def test_a_wrong_label_or_dense_feature_is_named(tmp_path: Path, part: str, valu
     np.save(tmp_path / f"day_1_{part}.npy", arrays[part])
     data = Criteo(tmp_path, TablesConfig(rows=ROWS), multi_hot=False)
     data.read(0, 25)
-    what = "label is" if part == "labels" else "dense feature is"
-    with pytest.raises(InputError, match=f"day_1: {what} {value}.*not") as error:
+    what = "label 0 is" if part == "labels" else "dense feature 12 is"
+    with pytest.raises(InputError, match=f"day_1, sample 17: {what} {value}.*not.*; correct the file") as error:
         data.read(20, 10)
     assert_one_line(error)
 

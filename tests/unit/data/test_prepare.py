@@ -98,11 +98,12 @@ def test_a_folder_that_is_there_stays_as_it_is(source: Path, target: Path) -> No
     assert contents(target) == before
 
 
-def test_a_folder_without_meta_or_of_too_few_rows_is_refused(source: Path, target: Path) -> None:
+def test_a_folder_without_meta_or_of_other_rows_is_refused(source: Path, target: Path) -> None:
     prepare_criteo(source, target, rows=13)
     assert Prepared(target, TablesConfig(rows=20, max_rows=10)).rows == [10] * 26
-    with pytest.raises(InputError, match=r"rows: \[12, 12, .*has tables of \[13, 13, .*; leave it out"):
-        Prepared(target, TablesConfig(rows=12))
+    for rows, most in ((12, None), (14, None), (12, 13), (14, 20)):
+        with pytest.raises(InputError, match=rf"rows: \[{rows}, .*were made for \[13, 13, .*; set it to null"):
+            Prepared(target, TablesConfig(rows=rows, max_rows=most))
     meta = target / "meta.json"
     for content in ('{"format": 2, "rows": 3}', None):  # of an older version, and of a run that was killed
         meta.write_text(content) if content else meta.unlink()
