@@ -32,7 +32,9 @@ def _float(text: str) -> float | None:
 
 
 def _whole(text: str) -> int | None:
-    """Return the key of a decimal number, such as 7, 007, 7.0 or 7e0."""
+    """Return the key of a whole number, such as 7, 007, 7.0, 7e0 or 0x7."""
+    if text[:2].lower() == "0x":
+        return _hexadecimal(text)
     if found := _WHOLE.fullmatch(text):
         return _key(int(found[1]))  # exact where a float is not
     number = _float(text)
@@ -199,8 +201,9 @@ class Column:
 
     def _read_each(self, cells: Any, kind: str) -> tuple[np.ndarray, np.ndarray]:
         coded = cells.dictionary_encode()
-        words = [_decoded(cell).strip() if isinstance(cell, bytes) else str(cell) for cell in coded.dictionary.to_pylist()]
-        missing = [word in self._missing.words or word.lower() == "nan" for word in words]
+        distinct = coded.dictionary.to_pylist()
+        words = [_decoded(cell).strip() if isinstance(cell, bytes) else str(cell) for cell in distinct]
+        missing = [word in self._missing.words or word.lower().lstrip("+-") == "nan" for word in words]
         numbers = [0 if none else _KINDS[kind].read(word) for word, none in zip(words, missing, strict=True)]
         codes = coded.indices.fill_null(len(words)).to_numpy()
         self.require(np.array([number is not None for number in [*numbers, 0]])[codes], _KINDS[kind].rule)

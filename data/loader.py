@@ -59,7 +59,8 @@ def other_ids(rows: Sequence[int], expected: Sequence[int]) -> str:
     """Return how tables of `rows` differ from those of `expected` rows, in words; empty if they do not."""
     if len(rows) != len(expected):
         return f"{len(rows)} tables, not {len(expected)} as"
-    differing = (f"{a} rows in table {t}, not {b} as" for t, (a, b) in enumerate(zip(rows, expected, strict=True)) if a != b)
+    pairs = enumerate(zip(rows, expected, strict=True))
+    differing = (f"{found} rows in table {t}, not {other} as" for t, (found, other) in pairs if found != other)
     return next(differing, "")
 
 

@@ -7,12 +7,23 @@ Features are taken in the order of the file, which is that of the tables `t_00`,
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import yaml
 
-from dlrm_overlap.config import CRITEO_DENSE, CRITEO_TABLES, InputError, NonNegativeFloat, PositiveInt, in_one_line
+from dlrm_overlap.config import (
+    CRITEO_DENSE,
+    CRITEO_TABLES,
+    InputError,
+    NonNegativeFloat,
+    PositiveInt,
+    Rule,
+    in_one_line,
+)
 from dlrm_overlap.launching.parsing import UniqueKeyLoader, read_tree
+
+Separator = Annotated[str, Rule("the text between two values", bool)]
+Delimiter = Annotated[str, Rule("one ASCII character", lambda value: len(value) == 1 and value.isascii())]
 
 
 @dataclass(frozen=True)
@@ -42,7 +53,7 @@ class Categorical:
     """hash values into so many rows, of which row 0 is for missing ones"""
     min_count: PositiveInt | None = None
     """instead: learn a vocabulary by `prepare`, with a row for each value that is seen so often"""
-    list: bool | str = False
+    list: bool | Separator = False
     """a list of values; in text, what separates them"""
 
 
@@ -53,8 +64,8 @@ class Schema:
     labels: Mapping[str, Label] = field(default_factory=dict)
     dense: Mapping[str, Dense] = field(default_factory=dict)
     categorical: Mapping[str, Categorical] = field(default_factory=dict)
-    delimiter: str = ","
-    """text: what separates fields, one character"""
+    delimiter: Delimiter = ","
+    """text: what separates fields"""
     columns: list[str] | None = None
     """text without a header: the names of all columns"""
     missing: list[str] = field(default_factory=lambda: [""])

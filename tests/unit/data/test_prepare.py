@@ -52,9 +52,7 @@ def test_rows_by_frequency_agree_with_plain_python(
     monkeypatch.setattr(encoder, "_LEAST_PENDING", least_pending)
     meta = prepare_criteo(source, target, min_count=min_count, block_bytes=BLOCK)
     lines = [(source / "day_0").read_bytes(), gzip.decompress((source / "day_1.gz").read_bytes())]
-    lines = [
-        line.split(b"\t")[14:] for part in [*lines, (source / "day_2").read_bytes()] for line in part.split(b"\n")
-    ]
+    lines = [line.split(b"\t")[14:] for part in [*lines, (source / "day_2").read_bytes()] for line in part.split(b"\n")]
     data = Prepared(target, TablesConfig())
     ids = data.read(0, 95).sparse.values().reshape(26, 95).tolist()
     for t in range(26):

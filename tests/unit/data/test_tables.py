@@ -247,6 +247,11 @@ def test_numbers_of_64_bits_and_hexadecimal_ones_are_keys(tmp_path: Path) -> Non
         ("labels: {a: {}}\ncategorical: {a: {rows: 2}}", "a: a column with two uses"),
         ("labels: {a: {}}\ncategorical: {b: {rows: 2}}\ncolumns: [a, b, b]", "columns: b is twice; name every column"),
         ("labels: {a: {}}\ncategorical: {b: {rows: 2}}\ncolumns: [a, c]", "columns: b is missing; name every"),
+        (
+            "labels: {a: {}}\ncategorical: {b: {rows: 2, list: ''}}",
+            "b.list:  is not true or false or the text between",
+        ),
+        ("labels: {a: {}}\ncategorical: {b: {rows: 2}}\ndelimiter: ab", "delimiter: ab is not one ASCII character"),
         ("labels: a", "labels: 'a' must be sections by name"),
         ("- 1", "must be a section of keys"),
         ("a: [", "no schema can be read"),
@@ -278,7 +283,10 @@ def test_a_wrong_schema_is_refused(tmp_path: Path, text: str, rule: str) -> None
             "labels: {liked: {}}\ncategorical: {movie: {rows: 2, list: true}}",
             r"row 1, column movie: int64, but the schema asks for lists \(list: True\)",
         ),
-        ("labels: {genres: {}}\ncategorical: {movie: {rows: 2}}", "row 1, column genres: list.*, but the schema asks for single"),
+        (
+            "labels: {genres: {}}\ncategorical: {movie: {rows: 2}}",
+            "row 1, column genres: list.*, but the schema asks for single",
+        ),
     ],
 )
 def test_files_that_a_schema_does_not_fit_are_refused(tmp_path: Path, text: str, rule: str) -> None:
