@@ -64,6 +64,7 @@ class _Kind(NamedTuple):
 
 
 _KINDS = {
+    "label": _Kind("a label, 0 or 1", _float, [pa.float64()], np.float64),
     "float": _Kind("a finite number of 32 bits, or missing", _float, [pa.float64()], np.float64),
     "int": _Kind("a whole number from -2^63 to 2^64 - 1, or missing", _whole, [pa.int64(), pa.uint64()], np.int64),
     "hex": _Kind("a hexadecimal number of up to 64 bits, or missing", _hexadecimal, [pa.uint64()], np.int64),
@@ -116,12 +117,17 @@ class Column:
                 is_text = types.is_binary(cells.type)
                 self._cells = _without(cells, pc.equal(pc.binary_length(cells), 0)) if is_text else cells
 
+    def labels(self) -> np.ndarray:
+        """Return the cells as float64 [n], each 0 or 1."""
+        numbers, missing = self._read("label")
+        self._require(((numbers == 0) | (numbers == 1)) & ~missing, _KINDS["label"].rule)
+        return numbers
+
     def numbers(self) -> np.ndarray:
         """Return the cells as float64 [n], NaN where missing."""
-        with self._named():
-            numbers, missing = self._read("float")
+        numbers, missing = self._read("float")
         with np.errstate(over="ignore"):
-            self.require(~np.isinf(numbers.astype(np.float32)), _KINDS["float"].rule)
+            self._require(~np.isinf(numbers.astype(np.float32)), _KINDS["float"].rule)
         return np.where(missing, np.nan, numbers)
 
     def keys(self, kind: str) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
@@ -129,13 +135,12 @@ class Column:
 
         Missing elements of lists are left out.
         """
-        with self._named():
-            keys, missing = self._hash() if kind == "string" else self._read(kind)
+        keys, missing = self._hash() if kind == "string" else self._read(kind)
         if self._ends is None:
             return keys, missing, None
         return keys[~missing], missing[~missing], np.append(0, (~missing).cumsum())[self._ends]
 
-    def require(self, good: np.ndarray, rule: str) -> None:
+    def _require(self, good: np.ndarray, rule: str) -> None:
         """Check that all cells are `good` [m] bool.
 
         Raises:
@@ -158,13 +163,14 @@ class Column:
     def _texts(self) -> Any:
         """Return the cells as text, binary [m], null where missing."""
         cells = self._cells
-        if types.is_floating(cells.type) or types.is_boolean(cells.type):
-            coded = cells.dictionary_encode()
-            texts = pa.array(coded.dictionary.to_numpy(zero_copy_only=False).astype(str).tolist(), pa.string())
-            cells = pa.DictionaryArray.from_arrays(coded.indices, texts).dictionary_decode()
-        elif not types.is_binary(cells.type):
-            cells = cells.cast(pa.string())
-        cells = cells.cast(pa.binary())
+        with self._named():
+            if types.is_floating(cells.type) or types.is_boolean(cells.type):
+                coded = cells.dictionary_encode()
+                texts = pa.array(coded.dictionary.to_numpy(zero_copy_only=False).astype(str).tolist(), pa.string())
+                cells = pa.DictionaryArray.from_arrays(coded.indices, texts).dictionary_decode()
+            elif not types.is_binary(cells.type):
+                cells = cells.cast(pa.string())
+            cells = cells.cast(pa.binary())
         return _without(cells, pc.is_in(cells, value_set=self._missing.texts))
 
     def _hash(self) -> tuple[np.ndarray, np.ndarray]:
@@ -180,11 +186,15 @@ class Column:
         is_text = types.is_binary(self._cells.type)
         kind = "int" if kind == "hex" and not is_text else kind
         cells = self._texts() if is_text else self._cells
-        numbers, missing = self._read_fast(cells, kind) or self._read_each(cells, kind)
-        if kind == "float":
+        with self._named():
+            numbers, missing = self._read_fast(cells, kind) or self._read_each(cells, kind)
+        is_float = numbers.dtype == np.float64
+        if is_float:
             missing = missing | np.isnan(numbers)
         if entries := self._missing.numbers[kind]:
-            missing = missing | np.isin(numbers, entries)
+            dtype = np.float32 if is_float else np.int64  # a file may store the number in either size of float
+            with np.errstate(over="ignore"):
+                missing = missing | np.isin(numbers.astype(dtype), np.array(entries, dtype))
         return numbers, missing
 
     def _read_fast(self, cells: Any, kind: str) -> tuple[np.ndarray, np.ndarray] | None:
@@ -193,7 +203,7 @@ class Column:
         for of_arrow in _KINDS[kind].fast:
             try:
                 numbers = cells.cast(pa.string()) if types.is_binary(cells.type) else cells
-                numbers = numbers.cast(of_arrow, safe=kind != "float")
+                numbers = numbers.cast(of_arrow, safe=of_arrow != pa.float64())
             except pa.ArrowInvalid:
                 continue
             return numbers.fill_null(0).to_numpy().view(_KINDS[kind].dtype), numbers.is_null().to_numpy(False)
@@ -206,7 +216,7 @@ class Column:
         missing = [word in self._missing.words or word.lower().lstrip("+-") == "nan" for word in words]
         numbers = [0 if none else _KINDS[kind].read(word) for word, none in zip(words, missing, strict=True)]
         codes = coded.indices.fill_null(len(words)).to_numpy()
-        self.require(np.array([number is not None for number in [*numbers, 0]])[codes], _KINDS[kind].rule)
+        self._require(np.array([number is not None for number in [*numbers, 0]])[codes], _KINDS[kind].rule)
         return np.array([*numbers, 0], _KINDS[kind].dtype)[codes], np.array([*missing, True])[codes]
 
 

@@ -88,16 +88,10 @@ class Encoder:
 
         Without dense columns, they have one dense feature of ones.
         """
-        labels = [self._label(row, block, name) for name in self._schema.labels]
+        labels = [Column(block, name, row, self._missing).labels() for name in self._schema.labels]
         dense = [self._dense(row, block, name) for name in self._schema.dense] or [np.ones(block.num_rows)]
         ids = [self._ids(row, block, name) for name in self._schema.categorical]
         return Day("table", np.stack(labels, axis=1), np.stack(dense, axis=1).astype(np.float32), ids)
-
-    def _label(self, row: int, block: pa.RecordBatch, name: str) -> np.ndarray:
-        column = Column(block, name, row, self._missing)
-        label = column.numbers()
-        column.require((label == 0) | (label == 1), "a label, 0 or 1")
-        return label
 
     def _dense(self, row: int, block: pa.RecordBatch, name: str) -> np.ndarray:
         numbers = Column(block, name, row, self._missing).numbers()

@@ -50,7 +50,7 @@ def test_parser_agrees_with_plain_python(
     [
         ("label", b"2", "'2' is not a label, 0 or 1"),
         ("label", b"", "'' is not a label, 0 or 1"),
-        ("label", b"-", "'-' is not a finite number"),
+        ("label", b"-", "'-' is not a label, 0 or 1"),
         ("I1", b"1x", "'1x' is not a finite number"),
         ("I4", b"inf", "'inf' is not a finite number"),
         ("C1", b"0000000g", "'0000000g' is not a hexadecimal number"),
