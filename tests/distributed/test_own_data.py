@@ -69,13 +69,14 @@ def test_a_day_that_was_prepared_apart_is_refused(folder: Path, capsys: pytest.C
     cure = "its ids were made by another vocabulary or hash, so no key makes them fit; prepare both in one"
     trained = rf"--checkpoint: \S+{differs}the samples that \S+step_16 was trained with; .*{cure}"
     rows_set = r"data\.tables\.rows: .*later were made for"
-    for key, options, rule in (
-        ("--data.path", [], trained),
-        ("--data.eval_path", [], rf"data\.eval_path: \S+{differs}\S+days; {cure}"),
-        ("--data.path", ["--data.tables.rows", json.dumps(rows)], rows_set),
-        ("--data.eval_path", ["--data.tables.rows", json.dumps(rows)], rows_set),
+    later = str(folder / "later")
+    for options, rule in (
+        (["--data.path", later, "--data.eval_path", later], trained),
+        (["--data.path", later], trained),
+        (["--data.eval_path", later], rf"data\.eval_path: \S+{differs}\S+days; {cure}"),
+        (["--data.path", later, "--data.tables.rows", json.dumps(rows)], rows_set),
+        (["--data.eval_path", later, "--data.tables.rows", json.dumps(rows)], rows_set),
     ):
-        options = [key, str(folder / "later"), *options]
         assert main(["eval", "--checkpoint", str(folder / "torchrec"), *options]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert re.match(f"dlrm-overlap: {rule}", line), line
