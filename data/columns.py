@@ -105,17 +105,19 @@ class Column:
             if separator and types.is_null(cells.type):
                 cells = cells.cast(pa.list_(cells.type))
             self._cells: Any = _plain(cells)
-            if isinstance(separator, str) and not types.is_nested(cells.type):
+            if isinstance(separator, str) and types.is_binary(self._cells.type):
                 self._cells = pc.split_pattern(self._texts(), separator)
-            if types.is_nested(self._cells.type) != bool(separator):
-                kind = "text" if types.is_binary(self._cells.type) else self._cells.type
+            if (types.is_nested(self._cells.type) or isinstance(separator, str)) != bool(separator):
+                kind = "text" if types.is_binary(cells.type) else cells.type
                 asked = "lists" if separator else "single values"
                 raise pa.ArrowTypeError(f"{kind}, but the schema asks for {asked} (list: {separator})")
-            if separator:
+            if types.is_nested(self._cells.type):
                 self._ends = pc.list_value_length(self._cells).fill_null(0).to_numpy().astype(np.int64).cumsum()
-                cells = _plain(self._cells.flatten())
-                is_text = types.is_binary(cells.type)
-                self._cells = _without(cells, pc.equal(pc.binary_length(cells), 0)) if is_text else cells
+                self._cells = _plain(self._cells.flatten())
+                if types.is_binary(self._cells.type):
+                    self._cells = _without(self._cells, pc.equal(pc.binary_length(self._cells), 0))
+            elif separator:  # numbers, each a list of one
+                self._ends = np.arange(1, len(self._cells) + 1)
 
     def labels(self) -> np.ndarray:
         """Return the cells as float64 [n], each 0 or 1."""

@@ -132,7 +132,7 @@ def test_days_that_are_missing_or_there_twice_are_refused(tmp_path: Path, names:
     assert_one_line(error)
 
 
-@pytest.mark.parametrize("empty", [b"", gzip.compress(b"")])
+@pytest.mark.parametrize("empty", [b"", gzip.compress(b"")], ids=["bare", "packed"])
 def test_files_without_rows_are_read(tmp_path: Path, empty: bytes) -> None:
     """Spark writes such parts."""
     source, text = tmp_path / "text", b"\n".join(random_lines(20))

@@ -19,7 +19,7 @@ from dlrm_overlap.data.batch import Batch, table_keys
 from dlrm_overlap.data.loader import Loader
 from dlrm_overlap.data.prepare import prepare_files
 from dlrm_overlap.data.prepared import Prepared
-from dlrm_overlap.data.schema import Schema, read_schema
+from dlrm_overlap.data.schema import Categorical, Label, Schema, read_schema
 from tests.unit.data.criteo_lines import assert_one_line, hash_plainly
 
 N = 120
@@ -295,6 +295,13 @@ def test_files_that_a_schema_does_not_fit_are_refused(tmp_path: Path, text: str,
     with pytest.raises(InputError, match=rule) as error:
         prepare_files(source, tmp_path / "days", read_schema(tmp_path / "schema.yaml"))
     assert_one_line(error)
+
+
+def test_text_without_a_separator_is_no_list(tmp_path: Path) -> None:
+    source, _, _ = write(tmp_path, "movies", "csv", parts=1)
+    schema = Schema(labels={"liked": Label()}, categorical={"genres": Categorical(rows=9, list=True)})
+    with pytest.raises(InputError, match=r"row 2, column genres: text, but the schema asks for lists \(list: True\)"):
+        prepare_files(source, tmp_path / "days", schema)
 
 
 def test_files_of_lists_that_do_not_fit_are_refused(tmp_path: Path) -> None:
