@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from dlrm_overlap.config import CRITEO_DENSE, CRITEO_TABLES, InputError, TablesConfig, in_one_line
-from dlrm_overlap.data.days import Day, Days
+from dlrm_overlap.data.days import Day, Days, require_successive
 
 # What numpy raises for a file that is none of its arrays. It reads the header as a literal, so nothing is executed.
 _NOT_NPY = (OSError, ValueError, KeyError, EOFError, SyntaxError, tokenize.TokenError, zipfile.BadZipFile)
@@ -24,12 +24,14 @@ class Criteo(Days):
     holds 0.npy .. 25.npy, one for each table, int32 [n, ids a bag].
     """
 
+    id_cure = "correct the file, or set data.tables.rows to the rows that the ids of all days were made for"
+
     def __init__(self, path: str | Path, tables: TablesConfig, multi_hot: bool):
         """Map the days of the folder `path`.
 
         Raises:
-            InputError: if `tables` has no rows, or if a file is missing, breaks the format, is compressed or differs in
-                length from the others of its day.
+            InputError: if `tables` has no rows, if a day is missing between others, or if a file is missing, breaks the
+                format, is compressed or differs in length from the others of its day.
         """
         if tables.rows is None:
             raise InputError("data.tables.rows: null, but Criteo's arrays name no rows; set data.tables.rows")
@@ -38,6 +40,7 @@ class Criteo(Days):
         days = sorted({int(name[1]) for name in names if name})
         if not days:
             raise InputError(f"{path}: holds no day_0_dense.npy nor its like; set data.path, or data.eval_path, anew")
+        require_successive(Path(path), days)
         super().__init__([_open_day(f"{path}/day_{day}", multi_hot) for day in days], rows, tables.max_rows)
 
 

@@ -7,9 +7,10 @@ sample comes the first one again. Every value is checked when it is read.
 import copy
 import functools
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -76,9 +77,13 @@ class Days(Dataset):
 
     held_out: int | None = None
     """how many of the samples, the last ones, are to evaluate on; None leaves it to data.eval_fraction"""
+    cure = "correct the file"
+    """in messages: what to do about a wrong value"""
+    id_cure = cure
 
     def __init__(self, days: Sequence[Day], rows: Sequence[int], max_rows: int | None):
         """`rows` are those that each table's ids were made for; above `max_rows` ids are folded by modulo."""
+        self.made_for: list[int] = list(rows)
         self.rows: list[int] = [min(table_rows, max_rows or table_rows) for table_rows in rows]
         self._moduli = [kept if kept < made else 0 for kept, made in zip(self.rows, rows, strict=True)]
         self._days = days
@@ -155,11 +160,17 @@ class Days(Dataset):
     def _gather(self, positions: np.ndarray) -> Batch:
         """Return the samples at `positions` in all days in a batch, and check them."""
         stretches = self._stretches(positions)
-        where = ", ".join(dict.fromkeys(day.name for day, _ in stretches))
         dense = np.concatenate([day.dense[samples] for day, samples in stretches], dtype=np.float32)
         labels = np.concatenate([day.labels[samples] for day, samples in stretches], dtype=np.float32)
-        _require(np.isfinite(dense), dense, f"{where}: dense feature", "finite")
-        _require((labels == 0) | (labels == 1), labels, f"{where}: label", "0 or 1")
+        for name, good, found, rule in (
+            ("dense feature", np.isfinite(dense), dense, "finite"),
+            ("label", (labels == 0) | (labels == 1), labels, "0 or 1"),
+        ):
+            if not good.all():
+                sample, column = divmod(int(good.argmin()), good.shape[1])
+                raise InputError(
+                    f"{_place(stretches, sample)}: {name} {column} is {found[sample, column]}, not {rule}; {self.cure}"
+                )
         bags = [[day.bags(t, samples) for day, samples in stretches] for t in range(len(self.rows))]
         values = np.concatenate([ids for table in bags for ids, _ in table], dtype=np.int32)
         lengths = np.stack([np.concatenate([sizes for _, sizes in table], dtype=np.int32) for table in bags])
@@ -167,10 +178,12 @@ class Days(Dataset):
         for t, (ids, rows, modulus) in enumerate(zip(tables, self.rows, self._moduli, strict=True)):
             # The least and the greatest id show whether all are valid, and cost a fraction of a mask.
             if len(ids) and (ids.min() < 0 or (ids.max() >= rows and not modulus)):
-                rule = (
-                    f"from 0 to {rows - 1}, a row of its table; set data.tables.rows to the rows the ids were made for"
+                bad = int(((ids < 0) | ((ids >= rows) & (not modulus))).argmax())
+                sample = int(lengths[t].cumsum().searchsorted(bad, "right"))
+                raise InputError(
+                    f"{_place(stretches, sample)}: id of table {t} is {ids[bad]}, not from 0 to {rows - 1}, a row of "
+                    f"its table; {self.id_cure}"
                 )
-                _require((ids >= 0) & ((ids < rows) | bool(modulus)), ids, f"{where}: id of table {t}", rule)
             if modulus:
                 ids -= ids // modulus * modulus  # numpy vectorises the division by a scalar, but not `%`
         labels = labels[:, 0] if labels.shape[1] == 1 else labels
@@ -182,6 +195,25 @@ def _order(seed: int, epoch: int, window: int, size: int) -> np.ndarray:
     return np.random.default_rng((seed, epoch, window)).permutation(size)
 
 
-def _require(good: np.ndarray, values: np.ndarray, what: str, rule: str) -> None:
-    if not good.all():
-        raise InputError(f"{what} is {values[~good][0]}, not {rule}; correct the file")
+def require_successive(folder: Path, days: Iterable[int]) -> None:
+    """Check that the numbers of the files day_0, day_1, .. of `folder` have no gap; the first may be any.
+
+    Raises:
+        InputError: naming the first one that is missing.
+    """
+    for day, following in pairwise(sorted(days)):
+        if following > day + 1:
+            raise InputError(
+                f"{folder}: holds day_{day} and day_{following}, but no day_{day + 1}; add it, or number the days "
+                f"without a gap"
+            )
+
+
+def _place(stretches: Sequence[tuple[Day, Samples]], position: int) -> str:
+    """Return the day, and the sample's number in it, of the sample at `position` in all `stretches`."""
+    for day, samples in stretches:
+        numbers = np.arange(samples.start, samples.stop) if isinstance(samples, slice) else samples
+        if position < len(numbers):
+            return f"{day.name}, sample {numbers[position]}"
+        position -= len(numbers)
+    raise AssertionError("the stretches have all samples")

@@ -6,23 +6,15 @@ for a missing value, row 1 for all values that are seen too seldom, and the rows
 order of their keys.
 """
 
-import hashlib
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
-
 import numpy as np
 import pyarrow as pa
-from pyarrow import compute
 
-from dlrm_overlap.config import InputError
+from dlrm_overlap.data.columns import Column, Missing
 from dlrm_overlap.data.days import Day, Ragged
-from dlrm_overlap.data.schema import Categorical, Schema
+from dlrm_overlap.data.schema import Schema
 
 _MISSING, _RARE, _FIRST_KNOWN = 0, 1, 2  # rows of a table with a vocabulary
 _LEAST_PENDING = 1 << 18
-
-pc: Any = compute  # whose functions are made when it is imported
 
 
 class _Vocabulary:
@@ -64,17 +56,17 @@ class Encoder:
     """Makes samples of a table's columns, after it has learnt their vocabularies."""
 
     def __init__(self, schema: Schema) -> None:
-        self._schema = schema
+        self._schema, self._missing = schema, Missing(schema.missing)
         self._vocabularies = {
             name: _Vocabulary(column.min_count) for name, column in schema.categorical.items() if column.min_count
         }
         self.learns = bool(self._vocabularies)
         """whether `learn` must have all blocks, and `finish` be called, before `encode` has one"""
 
-    def learn(self, _row: int, block: pa.RecordBatch) -> None:
+    def learn(self, row: int, block: pa.RecordBatch) -> None:
         """Count the values of a block."""
         for name, vocabulary in self._vocabularies.items():
-            keys, missing, _ = _values(block, name, self._schema.categorical[name])
+            keys, missing, _ = self._keys(row, block, name)
             vocabulary.count(keys[~missing])
 
     def finish(self) -> dict[str, np.ndarray]:
@@ -96,24 +88,27 @@ class Encoder:
 
         Without dense columns, they have one dense feature of ones.
         """
-        labels = [_numbers(row, block, name) for name in self._schema.labels]
-        for name, label in zip(self._schema.labels, labels, strict=True):
-            _require((label == 0) | (label == 1), row, block, name, "a label, 0 or 1")
+        labels = [Column(block, name, row, self._missing).labels() for name in self._schema.labels]
         dense = [self._dense(row, block, name) for name in self._schema.dense] or [np.ones(block.num_rows)]
-        ids = [self._ids(block, name, column) for name, column in self._schema.categorical.items()]
+        ids = [self._ids(row, block, name) for name in self._schema.categorical]
         return Day("table", np.stack(labels, axis=1), np.stack(dense, axis=1).astype(np.float32), ids)
 
     def _dense(self, row: int, block: pa.RecordBatch, name: str) -> np.ndarray:
-        numbers = _numbers(row, block, name)
+        numbers = Column(block, name, row, self._missing).numbers()
         if self._schema.dense[name].transform == "log1p":
             numbers = np.log1p(np.maximum(numbers, 0).astype(np.float32))
         return np.where(np.isnan(numbers), 0, numbers)
 
-    def _ids(self, block: pa.RecordBatch, name: str, column: Categorical) -> np.ndarray | Ragged:
-        keys, missing, lengths = _values(block, name, column)
-        known = hashed_rows(keys, column.rows) if column.rows else self._vocabularies[name].rows_of(keys)
+    def _ids(self, row: int, block: pa.RecordBatch, name: str) -> np.ndarray | Ragged:
+        keys, missing, ends = self._keys(row, block, name)
+        rows = self._schema.categorical[name].rows
+        known = hashed_rows(keys, rows) if rows else self._vocabularies[name].rows_of(keys)
         ids = np.where(missing, np.int32(_MISSING), known)
-        return ids[:, None] if lengths is None else Ragged(ids, lengths.cumsum())
+        return ids[:, None] if ends is None else Ragged(ids, ends)
+
+    def _keys(self, row: int, block: pa.RecordBatch, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        column = self._schema.categorical[name]
+        return Column(block, name, row, self._missing, column.list).keys(column.type)
 
 
 def hashed_rows(keys: np.ndarray, rows: int) -> np.ndarray:
@@ -121,53 +116,3 @@ def hashed_rows(keys: np.ndarray, rows: int) -> np.ndarray:
     mixed = keys.view(np.uint64) * np.uint64(0x9E3779B97F4A7C15)  # 2**64 over the golden ratio
     mixed ^= mixed >> np.uint64(32)
     return (mixed % np.uint64(max(rows - 1, 1))).astype(np.int32) + np.int32(rows > 1)
-
-
-@contextmanager
-def _naming(column: str) -> Iterator[None]:
-    try:
-        yield
-    except pa.ArrowException as error:
-        raise InputError(f"column {column}: {error}") from None
-
-
-def _require(good: np.ndarray, row: int, block: pa.RecordBatch, name: str, rule: str) -> None:
-    if not good.all():
-        bad = int(good.argmin())
-        raise InputError(f"row {row + bad}, column {name}: {block.column(name)[bad].as_py()!r:.60} is not {rule}")
-
-
-def _numbers(row: int, block: pa.RecordBatch, name: str) -> np.ndarray:
-    """Return a column as float64 [n], NaN where it is missing."""
-    column = block.column(name)
-    with _naming(name):
-        numbers = column.cast(pa.float64(), safe=False).to_numpy(False)
-    _require(np.isfinite(numbers) | column.is_null().to_numpy(False), row, block, name, "a finite number, or missing")
-    return numbers
-
-
-def _values(block: pa.RecordBatch, name: str, column: Categorical) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """Return the keys [m] int64 of a column, where they are missing [m] bool, and the lengths [n] of lists."""
-    with _naming(name):
-        array, lengths = block.column(name), None
-        if isinstance(column.list, str) and not pa.types.is_nested(array.type):
-            array = pc.split_pattern(array, column.list)
-        if pa.types.is_nested(array.type) != bool(column.list):
-            raise pa.ArrowTypeError(f"{array.type}, but the schema's key list is {column.list}")
-        if column.list:
-            lengths = pc.list_value_length(array).fill_null(0).to_numpy(False).astype(np.int64)
-            array = array.flatten()
-        if pa.types.is_dictionary(array.type):
-            array = array.dictionary_decode()
-        missing = array.is_null().to_numpy(False)
-        if column.type == "string":
-            coded = array.dictionary_encode()
-            texts = coded.dictionary  # of a file of integers, those of a CSV file
-            texts = texts if pa.types.is_binary(texts.type) else texts.cast(pa.string()).cast(pa.binary())
-            hashes = b"".join(hashlib.blake2b(text, digest_size=8).digest() for text in [*texts.to_pylist(), b""])
-            keys = np.frombuffer(hashes, "<i8")[coded.indices.fill_null(len(texts)).to_numpy()]
-        else:
-            if column.type == "hex":
-                array = pc.binary_join_element_wise("0x", array.cast(pa.string()), "")
-            keys = array.cast(pa.int64()).fill_null(0).to_numpy()
-    return keys, missing, lengths

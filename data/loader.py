@@ -19,6 +19,12 @@ from dlrm_overlap.data.synthetic import Synthetic
 
 _CPU = torch.device("cpu")
 
+PREPARE_TOGETHER = (
+    "its ids were made by another vocabulary or hash, so no key makes them fit; prepare both in one `dlrm-overlap "
+    "prepare` command, or, to prepare them apart, hash every column into the same rows in both"
+)
+"""in messages, why samples with other rows are refused, and the cure"""
+
 
 def open_datasets(config: DataConfig, device: torch.device = _CPU) -> tuple[Dataset, Dataset]:
     """Open the samples to train on and those to evaluate on, and return both in this order.
@@ -44,12 +50,18 @@ def open_datasets(config: DataConfig, device: torch.device = _CPU) -> tuple[Data
             )
     kept = dataset.num_samples - (held or 0)
     held_out = dataset.part(kept, held or 0) if config.eval_path is None else open_files(config, config.eval_path)
-    if list(held_out.rows) != list(dataset.rows):
-        raise InputError(
-            f"data.eval_path: {config.eval_path} has tables of other rows than {config.path}; set data.tables.rows "
-            f"to the rows both were made for"
-        )
+    if foreign := other_ids(held_out.made_for, dataset.made_for):
+        raise InputError(f"data.eval_path: {config.eval_path} has {foreign} in {config.path}; {PREPARE_TOGETHER}")
     return dataset.part(0, kept, config.shuffle, config.seed), held_out
+
+
+def other_ids(rows: Sequence[int], expected: Sequence[int]) -> str:
+    """Return how tables of `rows` differ from those of `expected` rows, in words; empty if they do not."""
+    if len(rows) != len(expected):
+        return f"{len(rows)} tables, not {len(expected)} as"
+    pairs = enumerate(zip(rows, expected, strict=True))
+    differing = (f"{found} rows in table {t}, not {other} as" for t, (found, other) in pairs if found != other)
+    return next(differing, "")
 
 
 def open_files(config: DataConfig, path: str | None) -> Days:

@@ -55,7 +55,10 @@ def prepare_files(source: Path, target: Path, schema: Schema, block_bytes: int =
         labels = {name: label.weight for name, label in schema.labels.items()}
         sizes = [None if column.list else 1 for column in schema.categorical.values()]
         layout = Layout(labels, max(1, len(schema.dense)), encoder.rows, sizes)
-        return write_samples(target, layout, read("writing samples", encoder.encode))
+        layout = write_samples(target, layout, read("writing samples", encoder.encode))
+        if not layout.samples:
+            raise InputError(f"{source}: no samples; name a file, or a folder, that has some")
+        return layout
 
 
 def prepare_samples(config: DataConfig, target: Path, samples: int | None) -> Layout:

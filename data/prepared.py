@@ -31,12 +31,14 @@ _META = "meta.json"
 class Prepared(Days):
     """The samples of a folder that `dlrm-overlap prepare` has written, mapped, as one day."""
 
+    cure = id_cure = "prepare the samples again"
+
     def __init__(self, path: str | Path, tables: TablesConfig):
-        """Map the folder `path`. Rows that `tables` lacks are those of meta.json.
+        """Map the folder `path`.
 
         Raises:
-            InputError: if there is no meta.json of this version; if ids may be beyond the rows of `tables`; or if a
-                file is missing or of another size.
+            InputError: if there is no meta.json of this version; if `tables` has other rows than the ids were made for,
+                and does not fold both to the same; or if a file is missing or of another size.
         """
         folder = Path(path)
         try:
@@ -46,12 +48,12 @@ class Prepared(Days):
                 f"{folder}: has no {_META} of this version's `dlrm-overlap prepare` ({error}); set data.path, or "
                 f"data.eval_path, to a folder that it has written to its end, or data.kind to what this one holds"
             ) from None
-        made = layout.rows
+        made, most = layout.rows, tables.max_rows or math.inf
         rows = tables.rows if isinstance(tables.rows, list) else [tables.rows or each for each in made]
-        if len(rows) != len(made) or any(given < needed for given, needed in zip(rows, made, strict=True)):
+        if [min(each, most) for each in rows] != [min(each, most) for each in made]:
             raise InputError(
-                f"data.tables.rows: {rows}, but {folder} has tables of {made} rows; leave it out, or fold the ids by "
-                f"data.tables.max_rows"
+                f"data.tables.rows: {rows}, but the ids of {folder} were made for {made} rows; set it to null, which "
+                f"takes these, and to save memory fold the ids by data.tables.max_rows"
             )
         samples = layout.samples
         records = _map(folder / "records", "u1", (samples, layout.record_bytes))
@@ -60,7 +62,7 @@ class Prepared(Days):
         for t in layout.lists:
             ends = _map(folder / f"ends_{t}", "<i8", (samples,))
             ids.insert(t, Ragged(_map(folder / f"list_{t}", "<i4", (int(ends[-1]) if samples else 0,)), ends))
-        super().__init__([Day(str(folder), labels, dense, ids, records)], rows, tables.max_rows)
+        super().__init__([Day(str(folder), labels, dense, ids, records)], made, tables.max_rows)
         self.held_out = layout.held_out
         self.labels = layout.labels
         self.packed = None if layout.lists else replace(layout, moduli=self._moduli)

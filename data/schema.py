@@ -7,12 +7,23 @@ Features are taken in the order of the file, which is that of the tables `t_00`,
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import yaml
 
-from dlrm_overlap.config import CRITEO_DENSE, CRITEO_TABLES, InputError, NonNegativeFloat, PositiveInt, in_one_line
+from dlrm_overlap.config import (
+    CRITEO_DENSE,
+    CRITEO_TABLES,
+    InputError,
+    NonNegativeFloat,
+    PositiveInt,
+    Rule,
+    in_one_line,
+)
 from dlrm_overlap.launching.parsing import UniqueKeyLoader, read_tree
+
+Separator = Annotated[str, Rule("the text between two values", bool)]
+Delimiter = Annotated[str, Rule("one ASCII character", lambda value: len(value) == 1 and value.isascii())]
 
 
 @dataclass(frozen=True)
@@ -36,13 +47,13 @@ class Categorical:
     """A column of values, or of lists of them: a feature with a table of its own."""
 
     type: Literal["string", "int", "hex"] = "string"
-    """string: known by the 64-bit BLAKE2b hash of its bytes; int and hex: numbers, or text of decimal and hexadecimal
-    ones"""
+    """string: known by the 64-bit BLAKE2b hash of its bytes; int and hex: whole numbers of 64 bits, or text of decimal
+    or hexadecimal ones"""
     rows: PositiveInt | None = None
     """hash values into so many rows, of which row 0 is for missing ones"""
     min_count: PositiveInt | None = None
     """instead: learn a vocabulary by `prepare`, with a row for each value that is seen so often"""
-    list: bool | str = False
+    list: bool | Separator = False
     """a list of values; in text, what separates them"""
 
 
@@ -53,12 +64,12 @@ class Schema:
     labels: Mapping[str, Label] = field(default_factory=dict)
     dense: Mapping[str, Dense] = field(default_factory=dict)
     categorical: Mapping[str, Categorical] = field(default_factory=dict)
-    delimiter: str = ","
-    """text: what separates fields, one character"""
+    delimiter: Delimiter = ","
+    """text: what separates fields"""
     columns: list[str] | None = None
     """text without a header: the names of all columns"""
     missing: list[str] = field(default_factory=lambda: [""])
-    """text: fields that stand for a missing value"""
+    """texts and numbers that stand for a missing value, as null and NaN do"""
 
     def __post_init__(self) -> None:
         for name, column in self.categorical.items():
@@ -72,6 +83,11 @@ class Schema:
                 raise InputError(f"{section}: none, but a model needs one; name its columns")
         if twice := [name for name in self.names if self.names.count(name) > 1]:
             raise InputError(f"{twice[0]}: a column with two uses; write it twice into the table, under two names")
+        if self.columns is not None:
+            for name in self.names:
+                if (number := self.columns.count(name)) != 1:
+                    what = "twice" if number else "missing"
+                    raise InputError(f"columns: {name} is {what}; name every column of the file, in its order")
 
     @property
     def names(self) -> list[str]:

@@ -1,19 +1,26 @@
 """Reads files of samples as a schema describes them: text (CSV, TSV, plain or .gz), Parquet and Arrow's IPC files."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
-from pyarrow import csv, dataset
+from pyarrow import csv, dataset, fs
 
 from dlrm_overlap.config import InputError
+from dlrm_overlap.data.days import require_successive
 from dlrm_overlap.data.schema import Schema
 
 READ_ERRORS = (ValueError, OSError, pa.ArrowException)  # an InputError is a ValueError
 _BLOCK_ROWS = 1 << 16
-_FORMATS = {".parquet": "parquet", ".arrow": "ipc", ".feather": "ipc"}  # of all other files: text
-_TEXT_TYPES = {"string": pa.binary(), "int": pa.int64(), "hex": pa.string()}
+_FORMATS = {  # by suffix, in any case; all other files are text
+    ".parquet": dataset.ParquetFileFormat,
+    ".arrow": dataset.IpcFileFormat,
+    ".feather": dataset.IpcFileFormat,
+}
+_PACKED = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4"}
+_DAY = re.compile(r"day_(\d{1,3})(?!\d)")  # longer numbers are dates
 
 
 def table_files(path: Path) -> list[Path]:
@@ -22,39 +29,65 @@ def table_files(path: Path) -> list[Path]:
     Names that begin with `.` or `_`, and folders within it, are left out.
 
     Raises:
-        InputError: if there is no such file.
+        InputError: if there is no such file, if a file is there both plain and packed, or if one of day_0, day_1, ..
+            is missing between others.
     """
     if path.is_file():
         return [path]
     files = [file for file in path.iterdir() if file.is_file() and file.name[0] not in "._"] if path.is_dir() else []
     if not files:
         raise InputError(f"{path}: no such file, or a folder without files; name a file of samples, or a folder")
+    names = {file.name for file in files}
+    if twice := sorted(file.name for file in files if file.suffix.lower() in _PACKED and file.stem in names):
+        raise InputError(f"{path}: holds {Path(twice[0]).stem} and {twice[0]}, the same samples twice; remove one")
+    require_successive(path, [int(day[1]) for name in names if (day := _DAY.match(name))])
     return sorted(files, key=lambda file: re.sub(r"\d+", lambda number: number[0].zfill(20), file.name))
 
 
 def read_blocks(file: Path, schema: Schema, block_bytes: int) -> Iterator[tuple[int, pa.RecordBatch]]:
     """Yield the columns of `schema` in blocks of rows, each after the number of its first row.
 
-    The line of a header counts as a row.
+    The line of a header counts as a row, a blank line does not. The cells of text are binary. A file of 0 bytes has no
+    rows.
+
+    Raises:
+        InputError: if the file lacks a column, or has it twice.
     """
     row = 1
-    if kind := _FORMATS.get(file.suffix):
-        blocks = dataset.dataset(file, format=kind).to_batches(columns=schema.names, batch_size=_BLOCK_ROWS)
+    if not file.stat().st_size:
+        return
+    if kind := _FORMATS.get(file.suffix.lower()):
+        fragment = kind().make_fragment(str(file), fs.LocalFileSystem())
+        _require_columns(schema.names, fragment.physical_schema.names)
+        blocks = fragment.to_batches(columns=schema.names, batch_size=_BLOCK_ROWS)
+    elif not _text(file).read(1):  # packed
+        return
     else:
-        row += schema.columns is None
-        types = dict.fromkeys([*schema.labels, *schema.dense], pa.float64())
-        types |= {
-            name: pa.string() if column.list else _TEXT_TYPES[column.type]
-            for name, column in schema.categorical.items()
-        }
-        blocks = csv.open_csv(
-            file,  # unpacked, if its name ends in .gz
-            csv.ReadOptions(column_names=schema.columns, block_size=block_bytes, use_threads=False),  # errors name rows
-            csv.ParseOptions(delimiter=schema.delimiter, quote_char='"' if schema.delimiter != "\t" else False),
-            csv.ConvertOptions(
-                column_types=types, include_columns=schema.names, null_values=schema.missing, strings_can_be_null=True
-            ),
-        )
+        if schema.columns is None:
+            _require_columns(schema.names, _open_csv(file, schema, block_bytes).schema.names)
+            row += 1
+        blocks = _open_csv(file, schema, block_bytes, schema.names)
     for block in blocks:
         yield row, block
         row += block.num_rows
+
+
+def _text(file: Path) -> pa.NativeFile:
+    return pa.input_stream(str(file), compression=_PACKED.get(file.suffix.lower()))
+
+
+def _open_csv(file: Path, schema: Schema, block_bytes: int, columns: Sequence[str] = ()) -> Any:
+    """Return a reader of `columns`, of all without any, as binary."""
+    return csv.open_csv(
+        _text(file),
+        csv.ReadOptions(column_names=schema.columns, block_size=block_bytes, use_threads=False),  # errors name rows
+        csv.ParseOptions(delimiter=schema.delimiter, quote_char='"' if schema.delimiter != "\t" else False),
+        csv.ConvertOptions(column_types=dict.fromkeys(columns, pa.binary()), include_columns=columns),
+    )
+
+
+def _require_columns(needed: Sequence[str], found: Sequence[str]) -> None:
+    for name in needed:
+        if (number := found.count(name)) != 1:
+            what = "twice" if number else f"missing; the file has {', '.join(found):.200}"
+            raise InputError(f"column {name}: {what}")

@@ -78,7 +78,7 @@ class TablesConfig:
     count: PositiveInt | None = None
     """synthetic: number of tables; null takes the length of the lists"""
     rows: PositiveInt | list[PositiveInt] | None = None
-    """rows a table; null takes those of a prepared data set"""
+    """rows a table; null for prepared samples, which have their own"""
     max_rows: PositiveInt | None = None
     """cap on the rows of every table; Criteo's ids are folded into it by modulo"""
     multi_hot: PositiveInt | str | list[PositiveInt | str] = 1

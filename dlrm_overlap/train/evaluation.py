@@ -72,7 +72,7 @@ def evaluate(ranks: Ranks, path: Path) -> dict[str, Any]:
         InputError: if it is not whole or, before the process group is made, if it is of another model.
     """
     from dlrm_overlap.checkpoint.checkpoint import agree_on, checkpoint_shape
-    from dlrm_overlap.data.loader import open_datasets
+    from dlrm_overlap.data.loader import PREPARE_TOGETHER, open_datasets, other_ids
     from dlrm_overlap.train.stepping import Stepper
 
     config = for_evaluation(ranks.config)
@@ -80,7 +80,13 @@ def evaluate(ranks: Ranks, path: Path) -> dict[str, Any]:
     _, held_out = open_datasets(config.data, ranks.device)
     shape = checkpoint_shape(config, list(held_out.rows), held_out.dense_features)
     model = {key: shape[key] for key in shape if key.startswith("model.") or key in ("rows", "weight_dtype")}
-    if parted := differences(read_manifest(path), model):
+    stored = read_manifest(path)
+    if config.data.kind == "prepared" and (foreign := other_ids(shape["rows"], stored.shape.get("rows", []))):
+        raise InputError(
+            f"{_OPTION}: {config.data.eval_path or config.data.path} has {foreign} in the samples that {path} was "
+            f"trained with; unless data.tables.max_rows differs, {PREPARE_TOGETHER}"
+        )
+    if parted := differences(stored, model):
         raise InputError(
             f"{_OPTION}: {path} has {parted}; leave --config and these keys out, which takes what it was trained with"
         )

@@ -1,11 +1,13 @@
 """A table of one's own with several labels, from its file to an evaluated and an exported model."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dlrm_overlap.cli import main
 from examples import own_data
 from tests.conftest import read_metrics, run_cli
 
@@ -55,6 +57,30 @@ def test_a_checkpoint_is_evaluated_with_all_labels(folder: Path) -> None:
     found = json.loads((folder / "eval.json").read_text())
     for key in ("loss", "auroc", "ne/click", "calibration/purchase"):
         assert found[key] == pytest.approx(summary[f"eval_{key}"], rel=1e-5)
+
+
+def test_a_day_that_was_prepared_apart_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own_data.parquet.write_table(own_data.make_table(1500), folder / "later.parquet")
+    paths = [str(folder / "later.parquet"), str(folder / "later"), "--schema", str(folder / "schema.yaml")]
+    assert main(["prepare", "table", *paths]) == 0
+    rows = json.loads((folder / "days" / "meta.json").read_text())["rows"]  # which were the cure once
+    capsys.readouterr()
+    differs = r"later has \d+ rows in table \d+, not \d+ as in "
+    cure = "its ids were made by another vocabulary or hash, so no key makes them fit; prepare both in one"
+    trained = rf"--checkpoint: \S+{differs}the samples that \S+step_16 was trained with; .*{cure}"
+    rows_set = r"data\.tables\.rows: .*later were made for"
+    later = str(folder / "later")
+    for options, rule in (
+        (["--data.path", later, "--data.eval_path", later], trained),
+        (["--data.path", later], trained),
+        (["--data.eval_path", later], rf"data\.eval_path: \S+{differs}\S+days; {cure}"),
+        (["--data.path", later, "--data.tables.rows", json.dumps(rows)], rows_set),
+        (["--data.eval_path", later, "--data.tables.rows", json.dumps(rows)], rows_set),
+    ):
+        assert main(["eval", "--checkpoint", str(folder / "torchrec"), *options]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert re.match(f"dlrm-overlap: {rule}", line), line
+        assert "set data.tables.rows" not in line
 
 
 def test_a_model_of_another_number_of_labels_is_refused(folder: Path) -> None:

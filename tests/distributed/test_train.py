@@ -162,7 +162,7 @@ def test_a_bad_id_ends_the_run_in_one_line_that_names_it(tmp_path: Path) -> None
     assert result.returncode == 2
     # Every rank finds it, in the samples of which it takes the fingerprint; on a busy machine two may say so.
     (line,) = {line for line in result.stderr.splitlines() if not re.match(r"[\d:]+ rank \d: ", line)}
-    assert line.startswith(f"dlrm-overlap: {tmp_path}/day_0: id of table 7 is 50, not from 0 to 49"), line
+    assert line.startswith(f"dlrm-overlap: {tmp_path}/day_0, sample 555: id of table 7 is 50, not from 0 to 49"), line
 
 
 @pytest.mark.slow

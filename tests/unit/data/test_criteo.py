@@ -91,13 +91,22 @@ def write_day(folder: Path, day: int, n: int, hot: Sequence[int] | None = None) 
 
 
 def test_npy_days_are_read_by_position_in_numeric_order(tmp_path: Path) -> None:
-    days = [write_day(tmp_path, day, n) for day, n in ((2, 9), (10, 4), (11, 12))]
+    days = [write_day(tmp_path, day, n) for day, n in ((9, 9), (10, 4), (11, 12))]
     np.save(tmp_path / "day_10_labels.npy", days[1]["labels"][:, 0])  # both shapes of labels are in use
     np.save(tmp_path / "day_10_sparse_contig.npy", days[1]["sparse"])  # not one of ours
     data = Criteo(tmp_path, TablesConfig(rows=ROWS), multi_hot=False)
     assert (data.num_samples, data.rows, data.pooling) == (25, ROWS, [1.0] * 26)
     labels, dense, sparse = (np.concatenate([day[part] for day in days]) for part in ("labels", "dense", "sparse"))
     assert_reads(data, labels[:, 0], dense, [sparse[:, t : t + 1] for t in range(26)])
+
+
+@pytest.mark.parametrize("hot", [None, HOT])
+def test_a_missing_day_is_named(tmp_path: Path, hot: Sequence[int] | None) -> None:
+    for day in (0, 1, 3):
+        write_day(tmp_path, day, 5, hot)
+    with pytest.raises(InputError, match="holds day_1 and day_3, but no day_2; add it") as error:
+        Criteo(tmp_path, TablesConfig(rows=ROWS), hot is not None)
+    assert_one_line(error)
 
 
 def test_multihot_days_are_read_table_after_table(tmp_path: Path) -> None:
@@ -143,7 +152,7 @@ def test_an_id_out_of_range_is_named(tmp_path: Path, hot: Sequence[int] | None) 
         write_id(tmp_path, hot, t, 17, value)
         data = Criteo(tmp_path, TablesConfig(rows=ROWS), hot is not None)
         data.read(0, 17)
-        rule = rf"day_0: id of table {t} is {value}, not from 0 to {ROWS[t] - 1}, .*; set data.tables.rows"
+        rule = rf"day_0, sample 17: id of table {t} is {value}, not from 0 to {ROWS[t] - 1}, .*set data.tables.rows"
         with pytest.raises(InputError, match=rule) as error:
             data.read(10, 10)
         assert_one_line(error)
@@ -159,8 +168,8 @@ def test_a_wrong_label_or_dense_feature_is_named(tmp_path: Path, part: str, valu
     np.save(tmp_path / f"day_1_{part}.npy", arrays[part])
     data = Criteo(tmp_path, TablesConfig(rows=ROWS), multi_hot=False)
     data.read(0, 25)
-    what = "label is" if part == "labels" else "dense feature is"
-    with pytest.raises(InputError, match=f"day_1: {what} {value}.*not") as error:
+    what = "label 0 is" if part == "labels" else "dense feature 12 is"
+    with pytest.raises(InputError, match=f"day_1, sample 17: {what} {value}.*not.*; correct the file") as error:
         data.read(20, 10)
     assert_one_line(error)
 

@@ -31,7 +31,7 @@ def source(tmp_path: Path) -> Path:
     folder.mkdir()
     (folder / "day_0").write_bytes(text(40, 0))
     (folder / "day_1.gz").write_bytes(gzip.compress(text(25, 1)))
-    (folder / "day_10").write_bytes(text(30, 2))
+    (folder / "day_2").write_bytes(text(30, 2))
     return folder
 
 
@@ -52,9 +52,7 @@ def test_rows_by_frequency_agree_with_plain_python(
     monkeypatch.setattr(encoder, "_LEAST_PENDING", least_pending)
     meta = prepare_criteo(source, target, min_count=min_count, block_bytes=BLOCK)
     lines = [(source / "day_0").read_bytes(), gzip.decompress((source / "day_1.gz").read_bytes())]
-    lines = [
-        line.split(b"\t")[14:] for part in [*lines, (source / "day_10").read_bytes()] for line in part.split(b"\n")
-    ]
+    lines = [line.split(b"\t")[14:] for part in [*lines, (source / "day_2").read_bytes()] for line in part.split(b"\n")]
     data = Prepared(target, TablesConfig())
     ids = data.read(0, 95).sparse.values().reshape(26, 95).tolist()
     for t in range(26):
@@ -84,8 +82,8 @@ def test_damaged_records_are_refused(source: Path, target: Path, damage: str) ->
 
 
 def test_a_malformed_line_leaves_no_folder(source: Path, target: Path) -> None:
-    (source / "day_10").write_bytes(text(30, 2) + b"\n0\t1")
-    with pytest.raises(InputError, match=r"day_10: .*Row #31: Expected 40 columns, got 2"):
+    (source / "day_2").write_bytes(text(30, 2) + b"\n0\t1")
+    with pytest.raises(InputError, match=r"day_2: .*Row #31: Expected 40 columns, got 2"):
         prepare_criteo(source, target, rows=13, block_bytes=BLOCK)
     assert not target.exists()
 
@@ -98,11 +96,12 @@ def test_a_folder_that_is_there_stays_as_it_is(source: Path, target: Path) -> No
     assert contents(target) == before
 
 
-def test_a_folder_without_meta_or_of_too_few_rows_is_refused(source: Path, target: Path) -> None:
+def test_a_folder_without_meta_or_of_other_rows_is_refused(source: Path, target: Path) -> None:
     prepare_criteo(source, target, rows=13)
     assert Prepared(target, TablesConfig(rows=20, max_rows=10)).rows == [10] * 26
-    with pytest.raises(InputError, match=r"rows: \[12, 12, .*has tables of \[13, 13, .*; leave it out"):
-        Prepared(target, TablesConfig(rows=12))
+    for rows, most in ((12, None), (14, None), (12, 13), (14, 20)):
+        with pytest.raises(InputError, match=rf"rows: \[{rows}, .*were made for \[13, 13, .*; set it to null"):
+            Prepared(target, TablesConfig(rows=rows, max_rows=most))
     meta = target / "meta.json"
     for content in ('{"format": 2, "rows": 3}', None):  # of an older version, and of a run that was killed
         meta.write_text(content) if content else meta.unlink()

@@ -1,15 +1,18 @@
-"""Criteo's text, read by its schema: against plain Python, every way a line or a file is wrong, the hash."""
+"""Files of samples: Criteo's text against plain Python, every way a line or a file is wrong, the hash."""
 
 import gzip
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
+from pyarrow import parquet
 
 from dlrm_overlap.config import InputError, TablesConfig
 from dlrm_overlap.data.encoder import hashed_rows
+from dlrm_overlap.data.prepare import prepare_files
 from dlrm_overlap.data.prepared import Prepared
-from dlrm_overlap.data.schema import criteo_schema
+from dlrm_overlap.data.schema import Categorical, Label, Schema, criteo_schema
 from dlrm_overlap.data.table_files import table_files
 from tests.unit.data.criteo_lines import (
     assert_one_line,
@@ -45,15 +48,14 @@ def test_parser_agrees_with_plain_python(
 @pytest.mark.parametrize(
     ("column", "field", "rule"),
     [
-        ("label", b"2", "row 5, column label: 2.0 is not a label, 0 or 1"),
-        ("label", b"", "row 5, column label: None is not a label, 0 or 1"),
-        ("label", b"-", "Row #5: .* invalid value '-'"),
-        ("I1", b"1x", "Row #5: .* invalid value '1x'"),
-        ("I4", b"inf", "row 5, column I4: inf is not a finite number"),
-        ("I13", b"nan", "row 5, column I13: nan is not a finite number"),
-        ("C1", b"0000000g", "column C1: .* '0x0000000g'"),
-        ("C1", b"-0000001", "column C1: .* '0x-0000001'"),
-        ("C26", b"12 4", "column C26: .* '0x12 4'"),
+        ("label", b"2", "'2' is not a label, 0 or 1"),
+        ("label", b"", "'' is not a label, 0 or 1"),
+        ("label", b"-", "'-' is not a label, 0 or 1"),
+        ("I1", b"1x", "'1x' is not a finite number"),
+        ("I4", b"inf", "'inf' is not a finite number"),
+        ("C1", b"0000000g", "'0000000g' is not a hexadecimal number"),
+        ("C1", b"-0000001", "'-0000001' is not a hexadecimal number"),
+        ("C26", b"12 4", "'12 4' is not a hexadecimal number"),
     ],
 )
 def test_a_malformed_field_is_named(tmp_path: Path, column: str, field: bytes, rule: str) -> None:
@@ -61,7 +63,7 @@ def test_a_malformed_field_is_named(tmp_path: Path, column: str, field: bytes, r
     lines[4] = with_field(lines[4], (criteo_schema(9).columns or []).index(column) + 1, field)
     file = tmp_path / "train.txt"
     file.write_bytes(b"\n".join(lines))
-    with pytest.raises(InputError, match=rf"train.txt: .*{rule}.*; correct") as error:
+    with pytest.raises(InputError, match=rf"train.txt: row 5, column {column}: {rule}.*; correct") as error:
         prepare_criteo(file, tmp_path / "days", 9)
     assert_one_line(error)
 
@@ -84,7 +86,7 @@ def test_a_wrong_number_of_fields_is_named(change: str, found: int, tmp_path: Pa
 def test_unreadable_files_are_named(tmp_path: Path) -> None:
     text = b"\n".join(random_lines(50))
     contents = {
-        "empty.tsv": (b"", "Empty"),
+        "empty.tsv": (b"", "no samples"),
         "cut.tsv.gz": (gzip.compress(text)[:-20], "Truncated"),
         "plain.tsv.gz": (text, "inflate failed"),
         "binary.tsv": (bytes(100_000), "Expected 40 columns, got 1"),
@@ -99,13 +101,79 @@ def test_unreadable_files_are_named(tmp_path: Path) -> None:
 
 
 def test_folders_give_their_files_in_natural_order(tmp_path: Path) -> None:
-    for name in ("day_10", "day_2.gz", "day_0", "b.tsv", "_SUCCESS", ".b.tsv.crc"):
+    for name in ("part_10", "part_2.gz", "part_0", "b.tsv", "_SUCCESS", ".b.tsv.crc"):
         (tmp_path / name).touch()
     (tmp_path / "none").mkdir()
-    assert [file.name for file in table_files(tmp_path)] == ["b.tsv", "day_0", "day_2.gz", "day_10"]
+    assert [file.name for file in table_files(tmp_path)] == ["b.tsv", "part_0", "part_2.gz", "part_10"]
     for name in ("none", "missing"):
         with pytest.raises(InputError, match=f"{name}: no such file"):
             table_files(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("names", "rule"),
+    [
+        (["day_0", "day_1.gz", "day_3", "day_7"], "holds day_1 and day_3, but no day_2; add it"),
+        (["day_5.csv", "day_7.csv"], "no day_6"),
+        (["day_0", "day_0.gz", "day_1"], r"holds day_0 and day_0\.gz, the same samples twice; remove one"),
+        (["b.csv", "b.csv.GZ"], r"holds b\.csv and b\.csv\.GZ, the same"),
+        (["day_9", "day_10.gz", "day_11.tsv", "day_11_more.tsv", "_day_13"], None),
+        (["day_20261126.csv", "day_20261130.csv"], None),  # dates
+    ],
+)
+def test_days_that_are_missing_or_there_twice_are_refused(tmp_path: Path, names: list[str], rule: str | None) -> None:
+    for name in names:
+        (tmp_path / name).touch()
+    if rule is None:
+        assert len(table_files(tmp_path)) == sum(name[0] != "_" for name in names)
+        return
+    with pytest.raises(InputError, match=rule) as error:
+        table_files(tmp_path)
+    assert_one_line(error)
+
+
+@pytest.mark.parametrize("empty", [b"", gzip.compress(b"")], ids=["bare", "packed"])
+def test_files_without_rows_are_read(tmp_path: Path, empty: bytes) -> None:
+    """Spark writes such parts."""
+    source, text = tmp_path / "text", b"\n".join(random_lines(20))
+    source.mkdir()
+    for part, content in enumerate([empty, gzip.compress(text), empty]):
+        (source / f"part-{part:05}.csv.gz").write_bytes(content)
+    assert prepare_criteo(source, tmp_path / "days", min_count=1).samples == 20
+    (source / "part-00001.csv.gz").write_bytes(empty)
+    with pytest.raises(InputError, match="text: no samples; name a file") as error:
+        prepare_criteo(source, tmp_path / "none", min_count=1)
+    assert_one_line(error)
+    assert not (tmp_path / "none").exists()
+
+
+def write_named(file: Path, names: list[str]) -> None:
+    """Write ten rows of columns with `names`, some of which may be equal."""
+    if file.suffix == ".csv":
+        file.write_text("\n".join([",".join(names), *[",".join("1" * len(names))] * 10]))
+        return
+    table = pa.table([pa.array([1] * 10)] * len(names), names=names)
+    if file.suffix == ".parquet":
+        parquet.write_table(table, file)
+    else:
+        with pa.ipc.new_file(file, table.schema) as writer:
+            writer.write_table(table)
+
+
+@pytest.mark.parametrize("name", ["in.csv", "in.parquet", "in.arrow"])
+def test_columns_that_are_missing_or_there_twice_are_named(tmp_path: Path, name: str) -> None:
+    schema = Schema(labels={"a": Label()}, categorical={"b": Categorical("int", 9), "c": Categorical("int", 9)})
+    for names, rule in (
+        (["a", "b", "c", "b"], "column b: twice"),
+        (["a", "c"], "column b: missing; the file has a, c"),
+        (["a", "B", "c"], "column b: missing; the file has a, B, c"),
+    ):
+        write_named(tmp_path / name, names)
+        with pytest.raises(InputError, match=f"{name}: {rule}; correct the file, or the schema") as error:
+            prepare_files(tmp_path / name, tmp_path / "days", schema)
+        assert_one_line(error)
+    write_named(tmp_path / name, ["a", "d", "b", "d", "c"])  # one that is not read
+    assert prepare_files(tmp_path / name, tmp_path / "days", schema).samples == 10
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 7, 1000, 2**31 - 1])

@@ -19,7 +19,7 @@ from dlrm_overlap.data.batch import Batch, table_keys
 from dlrm_overlap.data.loader import Loader
 from dlrm_overlap.data.prepare import prepare_files
 from dlrm_overlap.data.prepared import Prepared
-from dlrm_overlap.data.schema import Schema, read_schema
+from dlrm_overlap.data.schema import Categorical, Label, Schema, read_schema
 from tests.unit.data.criteo_lines import assert_one_line, hash_plainly
 
 N = 120
@@ -214,7 +214,7 @@ def test_a_bad_row_is_named(tmp_path: Path, kind: str) -> None:
     file = source / f"part_0.{kind}"
     write_csv(file, columns, schema) if kind == "csv" else parquet.write_table(pa.table(columns), file)
     row = 92 if kind == "csv" else 91
-    with pytest.raises(InputError, match=rf"part_0.{kind}: row {row}, column liked: None is not a label") as error:
+    with pytest.raises(InputError, match=rf"part_0.{kind}: row {row}, column liked: (None|'') is not a label") as error:
         prepare_files(source, tmp_path / "bad", schema)
     assert_one_line(error)
 
@@ -245,6 +245,13 @@ def test_numbers_of_64_bits_and_hexadecimal_ones_are_keys(tmp_path: Path) -> Non
             r"categorical\.b\.rows: 0 is not a whole number from 1 to 2\^31 - 1",
         ),
         ("labels: {a: {}}\ncategorical: {a: {rows: 2}}", "a: a column with two uses"),
+        ("labels: {a: {}}\ncategorical: {b: {rows: 2}}\ncolumns: [a, b, b]", "columns: b is twice; name every column"),
+        ("labels: {a: {}}\ncategorical: {b: {rows: 2}}\ncolumns: [a, c]", "columns: b is missing; name every"),
+        (
+            "labels: {a: {}}\ncategorical: {b: {rows: 2, list: ''}}",
+            "b.list:  is not true or false or the text between",
+        ),
+        ("labels: {a: {}}\ncategorical: {b: {rows: 2}}\ndelimiter: ab", "delimiter: ab is not one ASCII character"),
         ("labels: a", "labels: 'a' must be sections by name"),
         ("- 1", "must be a section of keys"),
         ("a: [", "no schema can be read"),
@@ -266,17 +273,20 @@ def test_a_wrong_schema_is_refused(tmp_path: Path, text: str, rule: str) -> None
         ),
         (
             "labels: {rates: {}}\ncategorical: {movie: {rows: 2}}",
-            "No match for FieldRef.Name.rates. in liked: int64",
+            "part_0.parquet: column rates: missing; the file has liked, age, movie, genres, seen; correct",
         ),
         (
             "labels: {liked: {}}\ncategorical: {genres: {rows: 2}}",
-            "column genres: list.*, but the schema.s key list is False",
+            r"row 1, column genres: list.*, but the schema asks for single values \(list: False\)",
         ),
         (
             "labels: {liked: {}}\ncategorical: {movie: {rows: 2, list: true}}",
-            "column movie: int64, but the schema.s key list is True",
+            r"row 1, column movie: int64, but the schema asks for lists \(list: True\)",
         ),
-        ("labels: {genres: {}}\ncategorical: {movie: {rows: 2}}", "column genres: .*cast from list"),
+        (
+            "labels: {genres: {}}\ncategorical: {movie: {rows: 2}}",
+            "row 1, column genres: list.*, but the schema asks for single",
+        ),
     ],
 )
 def test_files_that_a_schema_does_not_fit_are_refused(tmp_path: Path, text: str, rule: str) -> None:
@@ -285,6 +295,13 @@ def test_files_that_a_schema_does_not_fit_are_refused(tmp_path: Path, text: str,
     with pytest.raises(InputError, match=rule) as error:
         prepare_files(source, tmp_path / "days", read_schema(tmp_path / "schema.yaml"))
     assert_one_line(error)
+
+
+def test_text_without_a_separator_is_no_list(tmp_path: Path) -> None:
+    source, _, _ = write(tmp_path, "movies", "csv", parts=1)
+    schema = Schema(labels={"liked": Label()}, categorical={"genres": Categorical(rows=9, list=True)})
+    with pytest.raises(InputError, match=r"row 2, column genres: text, but the schema asks for lists \(list: True\)"):
+        prepare_files(source, tmp_path / "days", schema)
 
 
 def test_files_of_lists_that_do_not_fit_are_refused(tmp_path: Path) -> None:
