@@ -20,6 +20,7 @@ from dlrm_overlap.launching import launcher, process_group
 from dlrm_overlap.launching.environment import code_digest
 from dlrm_overlap.launching.lifetime import HOLD_BACK_S, EndRequest, end_with_launcher, heed_asks
 from dlrm_overlap.launching.parsing import Parser, parse_config
+from dlrm_overlap.launching.resources import check_processes
 from dlrm_overlap.launching.spawn import spawn
 from dlrm_overlap.launching.watch import Progress
 
@@ -138,6 +139,7 @@ def run_on_ranks(
         check(config, values)
         if values.nproc:
             nproc = _count_processes(values.nproc, config)
+            check_processes(nproc)
             config.train.samples_per_rank(nproc)
             if config.train.device == "cuda":
                 process_group.find_device("cuda", local_rank=nproc - 1)
