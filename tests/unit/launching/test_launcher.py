@@ -31,6 +31,11 @@ SLURM_PORT = 20000 + 5 * 16 + 2
             bare(3, 4, MASTER_ADDR="h0", LOCAL_RANK="1", LOCAL_WORLD_SIZE="2"),
             World(3, 1, 4, 2, "h0", 29500, "environment"),
         ),
+        (bare(1, 2, MASTER_ADDR="[::1]"), World(1, 1, 2, 2, "::1", 29500, "environment")),
+        (bare(1, 2, MASTER_ADDR="::1"), World(1, 1, 2, 2, "::1", 29500, "environment")),
+        (bare(1, 2, MASTER_ADDR="127.0.1.1"), World(1, 1, 2, 2, "127.0.1.1", 29500, "environment")),
+        (torchrun(1, 2, MASTER_ADDR="[fe80::1%eth0]"), World(1, 1, 2, 2, "fe80::1%eth0", 29500, "torchrun")),
+        (bare(0, 1, MASTER_ADDR="[::1"), World(0, 0, 1, 1, HERE, 0, "environment")),
         (bare(1, 2, DLRM_OVERLAP_NPROC="2"), World(1, 1, 2, 2, HERE, 29500, "nproc")),
         (bare(0, 2, DLRM_OVERLAP_NPROC="2", **srun(0, 1)), World(0, 0, 2, 2, HERE, 29500, "nproc")),
         (torchrun(1, 2), World(1, 1, 2, 2, HERE, 29500, "torchrun")),
@@ -40,6 +45,7 @@ SLURM_PORT = 20000 + 5 * 16 + 2
         (srun(1, 2), World(1, 1, 2, 2, HERE, SLURM_PORT, "slurm")),
         (srun(9, 10, **SECOND_NODE), World(9, 1, 10, 2, "gpu03", SLURM_PORT, "slurm")),
         (srun(1, 2, MASTER_ADDR="ib0", MASTER_PORT="77"), World(1, 1, 2, 2, "ib0", 77, "slurm")),
+        (srun(1, 2, MASTER_ADDR="[fd00::2]"), World(1, 1, 2, 2, "fd00::2", SLURM_PORT, "slurm")),
         (srun(1, 2, RANK="1", WORLD_SIZE="2"), World(1, 1, 2, 2, HERE, SLURM_PORT, "slurm")),
         (srun(1, 2, **hydra(1, 2)), World(1, 1, 2, 2, HERE, SLURM_PORT, "slurm")),
         (srun(0, 1, **bare(1, 2)), World(1, 1, 2, 2, HERE, 29500, "environment")),
@@ -59,7 +65,17 @@ def test_detect(environ: dict[str, str], expected: World) -> None:
         (bare(0, 2, RANK="zero"), "RANK is 'zero'"),
         (bare(0, 2, RANK="\u0661"), "RANK is '\u0661', not a number"),
         (bare(0, 2, RANK="1" * 5000), "RANK is '" + "1" * 100),
-        (bare(0, 2, MASTER_PORT="70000"), "cannot meet at 127.0.0.1:70000"),
+        (bare(0, 2, MASTER_PORT="70000"), "cannot meet at 127.0.0.1, port 70000"),
+        (torchrun(0, 2, MASTER_ADDR=""), "cannot meet at no host, port 29500"),
+        (torchrun(0, 2, MASTER_ADDR="h0:29500"), "set MASTER_ADDR to the name or IP address of rank 0's host, without"),
+        (torchrun(0, 2, MASTER_ADDR="[::1]:29500"), "cannot meet at [::1]:29500, port 29500"),
+        (torchrun(0, 2, MASTER_ADDR="[h0]"), "cannot meet at [h0], "),
+        (torchrun(0, 2, MASTER_ADDR="[::1"), "cannot meet at [::1, "),
+        (torchrun(0, 2, MASTER_ADDR="fe80::1%"), "cannot meet at fe80::1%, "),
+        (torchrun(0, 2, MASTER_ADDR="::1::1"), "cannot meet at ::1::1, "),
+        (torchrun(0, 2, MASTER_ADDR="tcp://h0"), "cannot meet at tcp://h0, "),
+        (torchrun(0, 2, MASTER_ADDR="h0 h1"), "cannot meet at h0 h1, "),
+        (torchrun(0, 2, MASTER_ADDR="h" * 254), "cannot meet at hhh"),
         (bare(0, 2, MASTER_ADDR="h0"), "LOCAL_RANK is ''"),
         (bare(0, 2, MASTER_ADDR="h0", LOCAL_RANK="0"), "LOCAL_WORLD_SIZE is ''"),
         (bare(0, 2, LOCAL_RANK="2", LOCAL_WORLD_SIZE="2"), "LOCAL_RANK 2 must lie"),
@@ -111,6 +127,7 @@ def test_mpi_without_mpi4py_names_the_cure(monkeypatch: pytest.MonkeyPatch) -> N
 def test_describe() -> None:
     there = "launch: torchrun, rank 0 of 2, local rank 0 of 2, rendezvous 127.0.0.1:29500"
     assert launcher.detect(torchrun(0, 2)).describe() == there
+    assert launcher.detect(bare(0, 2, MASTER_ADDR="::1")).describe().endswith(", rendezvous [::1]:29500")
     assert launcher.detect({}).describe() == "launch: single, rank 0 of 1, local rank 0 of 1"
 
 
