@@ -8,10 +8,8 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Mapping
 from types import FrameType
 
-LAUNCHER_PID = "DLRM_OVERLAP_LAUNCHER_PID"  # set by `spawn` in its workers
 SAVED = 75
 """exit code of a run that was asked to end, and can go on from what it has saved: EX_TEMPFAIL of sysexits.h"""
 HOLD_BACK_S = 3.0
@@ -32,12 +30,6 @@ def end_with_parent(parent: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(128 + signal.SIGKILL)
-
-
-def end_with_launcher(environ: Mapping[str, str] = os.environ) -> None:
-    """End with the launcher of `--nproc`, if that has started this process."""
-    if LAUNCHER_PID in environ:
-        end_with_parent(int(environ[LAUNCHER_PID]))
 
 
 def heed_asks() -> None:

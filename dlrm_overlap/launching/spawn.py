@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from dlrm_overlap.config import InputError
-from dlrm_overlap.launching.launcher import LOOPBACK, NPROC_MARKER, free_port
-from dlrm_overlap.launching.lifetime import ENDED_AT_ONCE, LAUNCHER_PID, SAVED, say
+from dlrm_overlap.launching.launcher import LAUNCHER_PID, LOOPBACK, NPROC_MARKER, free_port
+from dlrm_overlap.launching.lifetime import ENDED_AT_ONCE, SAVED, say
 
 # Passed on to the ranks, which may save before they end.
 _ASKS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)
@@ -33,7 +33,7 @@ def spawn(argv: Sequence[str], nproc: int) -> int:
     a second one ends all at once. The exit code is theirs if all have saved (`lifetime.SAVED`), else 128 + signal.
 
     Each rank leads a process group of its own, so its loader processes end with it. When this function returns, none is
-    alive; if this process is killed, the kernel ends the ranks (`lifetime.end_with_launcher`), and these their loader
+    alive; if this process is killed, the kernel ends the ranks (`launcher.end_with_launcher`), and these their loader
     processes. Call it from the main thread.
 
     Raises:

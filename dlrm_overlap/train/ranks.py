@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from dlrm_overlap.config import Config, DataConfig, InputError, PeerError, PositiveInt, flatten
 from dlrm_overlap.launching import launcher, process_group
 from dlrm_overlap.launching.environment import code_digest
-from dlrm_overlap.launching.lifetime import HOLD_BACK_S, EndRequest, end_with_launcher, heed_asks
+from dlrm_overlap.launching.lifetime import HOLD_BACK_S, EndRequest, heed_asks
 from dlrm_overlap.launching.parsing import Parser, parse_config
 from dlrm_overlap.launching.resources import check_processes
 from dlrm_overlap.launching.spawn import spawn
@@ -131,7 +131,7 @@ def run_on_ranks(
         parser.add_argument("--nproc", type=PositiveInt | Literal["auto"], help=text)
         add_options(parser)
 
-    end_with_launcher()
+    launcher.end_with_launcher()
     with _one_rank_reports():
         config, values = parse_config(
             Config, " ".join(["dlrm-overlap", *command]), description, argv, add_all, defaults

@@ -46,8 +46,8 @@ for argument in sys.argv[4:]:
     if command == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if command == "lifeline":
-        from dlrm_overlap.launching import lifetime
-        lifetime.end_with_launcher()
+        from dlrm_overlap.launching import launcher, lifetime
+        launcher.end_with_launcher()
     if command == "saves":
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
         signal.signal(signal.SIGUSR1, lambda *_: sys.exit(75))
