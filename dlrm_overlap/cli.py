@@ -22,7 +22,7 @@ from dlrm_overlap.config import BelowOne, Config, InputError, NonNegativeInt, Po
 from dlrm_overlap.launching import process_group
 from dlrm_overlap.launching.launcher import announced_rank
 from dlrm_overlap.launching.lifetime import SAVED, report_missing, say
-from dlrm_overlap.launching.parsing import Parser, parse_config, reader_may_leave, suggest
+from dlrm_overlap.launching.parsing import Parser, parse_config, suggest
 from dlrm_overlap.launching.text_table import count_of, plain
 from dlrm_overlap.train.ranks import Ranks, check_data, check_output, check_start, check_writable, run_on_ranks
 
@@ -48,12 +48,11 @@ def train(argv: list[str]) -> int:
             return SAVED
         trainer.close()
         if ranks.world.rank == 0:
-            with reader_may_leave():
-                print(
-                    f"AUROC {summary['eval_auroc']:.4f}, NE {summary['eval_ne']:.4f}, "
-                    f"{summary['samples_per_s']:.0f} samples/s, {summary['step_ms_p50']:.2f} ms a step (median)"
-                )
-                _print_paths(trainer.folder / "summary.json", trainer.folder.parent, ranks.config.log.tensorboard)
+            print(
+                f"AUROC {summary['eval_auroc']:.4f}, NE {summary['eval_ne']:.4f}, "
+                f"{summary['samples_per_s']:.0f} samples/s, {summary['step_ms_p50']:.2f} ms a step (median)"
+            )
+            _print_paths(trainer.folder / "summary.json", trainer.folder.parent, ranks.config.log.tensorboard)
         return 0
 
     def check(config: Config, values: Any) -> None:
@@ -98,9 +97,8 @@ def compare(argv: list[str]) -> int:
         folders = train_runs(configs, ranks.trainer)
         if ranks.world.rank:
             return 0
-        faults = report(folders, ranks.values.rtol, output, noise_runs, _show)
-        with reader_may_leave():
-            _print_paths(output, folder, ranks.config.log.tensorboard)
+        faults = report(folders, ranks.values.rtol, output, noise_runs, print)
+        _print_paths(output, folder, ranks.config.log.tensorboard)
         for fault in faults:
             print(f"dlrm-overlap: {fault}", file=sys.stderr)
         return DISAGREEMENT if faults else 0
@@ -120,11 +118,6 @@ def _check_comparison(config: Config, values: Any) -> None:
         )
     check_data(config.data)
     check_writable(Path(config.log.dir), "log.dir")
-
-
-def _show(text: str) -> None:
-    with reader_may_leave():
-        print(text)
 
 
 def _print_paths(result: Path, runs: Path, has_events: bool) -> None:
@@ -240,9 +233,7 @@ def trace(argv: list[str]) -> int:
     parser.add_argument("files", metavar="TRACE", nargs="+", help="file that log.trace_steps has written")
     from dlrm_overlap.observe.trace_summary import summarise
 
-    text = "\n\n".join(summarise(Path(file)) for file in parser.read(argv).files)
-    with reader_may_leave():
-        print(text)
+    print("\n\n".join(summarise(Path(file)) for file in parser.read(argv).files))
     return 0
 
 
@@ -266,9 +257,7 @@ def checkpoint(argv: list[str]) -> int:
     from dlrm_overlap.checkpoint.tools import export, show, verify
 
     if values.action == "show":
-        text = show(path)
-        with reader_may_leave():
-            print(text)
+        print(show(path))
         return 0
     if values.action == "export":
         export(path, Path(values.output))
@@ -287,10 +276,7 @@ def doctor(argv: list[str]) -> int:
     Parser("dlrm-overlap doctor", doctor.__doc__ or "").read(argv)
     from dlrm_overlap.launching.doctor import run_doctor
 
-    code = 0
-    with reader_may_leave():
-        code = run_doctor()
-    return code
+    return run_doctor()
 
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {

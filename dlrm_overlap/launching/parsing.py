@@ -9,7 +9,6 @@ import itertools
 import json
 import os
 import re
-import sys
 from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -30,16 +29,6 @@ _WORDS = {
     list: "a list of one or more, as in '[64, 16]'",
     NoneType: "null",
 }
-
-
-@contextlib.contextmanager
-def reader_may_leave() -> Iterator[None]:
-    """Drop the rest of the output where the reader of standard output leaves early, as `head` does."""
-    try:
-        yield
-        print(end="", flush=True)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still buffered
 
 
 def words_of(kind: Any) -> str:

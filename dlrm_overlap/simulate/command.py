@@ -8,7 +8,7 @@ from typing import Any
 
 from dlrm_overlap.config import InputError
 from dlrm_overlap.launching.environment import commit
-from dlrm_overlap.launching.parsing import Parser, keys_of, parse_config, reader_may_leave, suggest
+from dlrm_overlap.launching.parsing import Parser, keys_of, parse_config, suggest
 from dlrm_overlap.launching.text_table import format_table
 from dlrm_overlap.simulate.config import SimulateConfig
 from dlrm_overlap.simulate.step import simulate
@@ -43,9 +43,8 @@ def run(argv: Sequence[str], description: str) -> int:
     columns = [key.removeprefix("--").rpartition(".")[2] for key in varied]
     names = [*(name for name in columns if name not in _SHOWN), *_SHOWN]
     lines = [dict(zip(columns, values, strict=True)) | row for values, row in zip(chosen, rows, strict=True)]
-    with reader_may_leave():
-        print("simulated, not measured")
-        print(format_table([names, *([str(line[name]) for name in names] for line in lines)]))
+    print("simulated, not measured")
+    print(format_table([names, *([str(line[name]) for name in names] for line in lines)]))
     return 0
 
 
