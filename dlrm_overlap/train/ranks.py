@@ -66,7 +66,8 @@ class Ranks:
             start_logging(self.world.rank)
             log.info("%s", self.world.describe())
             wait_s = self.config.embedding.wait_timeout_s
-            process_group.init_process_group(self.world, self.device, wait_timeout_s=wait_s)
+            with self.end.while_ranks_meet():
+                process_group.init_process_group(self.world, self.device, wait_timeout_s=wait_s)
             process_group.watch_ranks(self.world, wait_s, self.progress)
         group = dist.group.WORLD
         assert isinstance(group, dist.ProcessGroup)
