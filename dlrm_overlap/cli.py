@@ -5,6 +5,7 @@ standard error and exit code 2, before a process group is made where that is pos
 """
 
 import contextlib
+import errno
 import os
 import shutil
 import signal
@@ -18,7 +19,7 @@ from typing import Any, Literal
 import dlrm_overlap
 from dlrm_overlap.backends import BACKENDS
 from dlrm_overlap.bench.options import FIGURES, options_of
-from dlrm_overlap.config import BelowOne, Config, InputError, NonNegativeInt, PositiveInt
+from dlrm_overlap.config import BelowOne, Config, FullPath, InputError, NonNegativeInt, PositiveInt
 from dlrm_overlap.launching import process_group
 from dlrm_overlap.launching.launcher import announced_rank
 from dlrm_overlap.launching.lifetime import SAVED, release_asks, report_missing, say
@@ -178,9 +179,9 @@ def prepare(argv: list[str]) -> int:
     parser = Parser("dlrm-overlap prepare", prepare.__doc__ or "")
     text = "what IN holds; samples: those of a configuration, see `prepare samples --help`"
     parser.add_argument("format", choices=["table", "criteo"], metavar="table|criteo|samples", help=text)
-    parser.add_argument("source", metavar="IN", help="file or folder of files, text plain or gzip")
-    parser.add_argument("target", metavar="OUT", help="folder to make")
-    parser.add_argument("--schema", help="table: YAML file that names the columns")
+    parser.add_argument("source", type=FullPath, metavar="IN", help="file or folder of files, text plain or gzip")
+    parser.add_argument("target", type=FullPath, metavar="OUT", help="folder to make")
+    parser.add_argument("--schema", type=FullPath, help="table: YAML file that names the columns")
     parser.add_argument(
         "--min_count", type=PositiveInt, help="criteo: a row for each value seen this often (default 10)"
     )
@@ -208,7 +209,7 @@ def _prepare_samples(argv: list[str]) -> int:
     """Pack the samples of a configuration, such as MLPerf's multi-hot arrays or synthetic ones."""
 
     def add_options(parser: Parser) -> None:
-        parser.add_argument("target", metavar="OUT", help="folder to make")
+        parser.add_argument("target", type=FullPath, metavar="OUT", help="folder to make")
         parser.add_argument("--samples", type=PositiveInt, help="samples to train on, the first ones; none: all")
 
     text = _prepare_samples.__doc__ or ""
@@ -230,7 +231,8 @@ def _report_samples(target: Path, meta: Any) -> int:
 def trace(argv: list[str]) -> int:
     """Sum up traces of a GPU: the time of each kind of work, and how much of it ran alone."""
     parser = Parser("dlrm-overlap trace", trace.__doc__ or "")
-    parser.add_argument("files", metavar="TRACE", nargs="+", help="file that log.trace_steps has written")
+    text = "file that log.trace_steps has written"
+    parser.add_argument("files", type=FullPath, metavar="TRACE", nargs="+", help=text)
     from dlrm_overlap.observe.trace_summary import summarise
 
     print("\n\n".join(summarise(Path(file)) for file in parser.read(argv).files))
@@ -243,9 +245,10 @@ def checkpoint(argv: list[str]) -> int:
     actions = ["show", "verify", "export"]
     text = "verify ends with code 1 if it is damaged"
     parser.add_argument("action", choices=actions, metavar="|".join(actions), help=text)
-    parser.add_argument("path", metavar="PATH", help="folder step_<N>, or that of a run, whose newest is taken")
+    text = "folder step_<N>, or that of a run, whose newest is taken"
+    parser.add_argument("path", type=FullPath, metavar="PATH", help=text)
     text = "export: a new file for torch.load, with the keys model and optimizer"
-    parser.add_argument("output", metavar="OUT", nargs="?", help=text)
+    parser.add_argument("output", type=FullPath, metavar="OUT", nargs="?", help=text)
     values = parser.read(argv)
     path = Path(values.path)
     if (values.action == "export") != bool(values.output):
@@ -308,9 +311,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             release_asks()
         return COMMANDS[argv[0]](argv[1:])
     except InputError as error:
-        rank = announced_rank()  # rank 0 speaks for all that find the same
-        print(f"dlrm-overlap: {f'rank {rank}: ' if rank else ''}{plain(str(error))}", file=sys.stderr)
-        return USER_ERROR
+        return _refuse(str(error))
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        return _refuse(f"{error.filename}: {error.strerror}; give a shorter path")
     except ModuleNotFoundError as error:
         if not report_missing(error):
             raise
@@ -318,6 +323,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("dlrm-overlap: interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
+
+
+def _refuse(message: str) -> int:
+    rank = announced_rank()  # rank 0 speaks for all that find the same
+    print(f"dlrm-overlap: {f'rank {rank}: ' if rank else ''}{plain(message)}", file=sys.stderr)
+    return USER_ERROR
 
 
 def run() -> None:

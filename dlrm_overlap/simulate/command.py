@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dlrm_overlap.config import InputError
+from dlrm_overlap.config import FullPath, InputError
 from dlrm_overlap.launching.environment import commit
 from dlrm_overlap.launching.parsing import Parser, keys_of, parse_config, suggest
 from dlrm_overlap.launching.text_table import format_table
@@ -49,7 +49,7 @@ def run(argv: Sequence[str], description: str) -> int:
 
 
 def _add_options(parser: Parser) -> None:
-    parser.add_argument("--output", help="CSV file for the rows; one that exists is replaced")
+    parser.add_argument("--output", type=FullPath, help="CSV file for the rows; one that exists is replaced")
     text = "values of a key: --vary network.hosts=1,2,4; several of these are simulated in all combinations"
     parser.add_argument("--vary", action="append", default=[], metavar="KEY=A,B,..", help=text)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dlrm_overlap.checkpoint.manifest import differences, locate_checkpoint, read_manifest
-from dlrm_overlap.config import Config, EmbeddingConfig, InputError, TrainConfig
+from dlrm_overlap.config import Config, EmbeddingConfig, FullPath, InputError, TrainConfig
 from dlrm_overlap.launching.files import write_json
 from dlrm_overlap.launching.parsing import Parser, read_tree
 from dlrm_overlap.launching.text_table import count_of, plain
@@ -27,8 +27,8 @@ def run(argv: list[str], description: str) -> int:
 
     def add_options(parser: Parser) -> None:
         text = "what to evaluate: a folder step_<N>, or that of a run, whose newest checkpoint is taken"
-        parser.add_argument(_OPTION, metavar="PATH", required=True, help=text)
-        parser.add_argument("--output", help="file to write the results to, as JSON")
+        parser.add_argument(_OPTION, type=FullPath, metavar="PATH", required=True, help=text)
+        parser.add_argument("--output", type=FullPath, help="file to write the results to, as JSON")
 
     def check(config: Config, values: Any) -> None:
         check_data(config.data)

@@ -168,8 +168,8 @@ def check_data(data: DataConfig) -> None:
 
 def check_writable(folder: Path, key: str) -> None:
     """Raise an InputError unless files can be written to `folder`, or to the nearest above it that is there."""
-    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     try:
+        nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
         with tempfile.TemporaryFile(dir=nearest):
             pass
     except OSError as error:
