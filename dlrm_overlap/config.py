@@ -7,7 +7,6 @@ whose message is one line: value, rule, cure.
 
 import dataclasses
 import math
-import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -41,7 +40,10 @@ _NAME_BYTES, _PATH_BYTES = 255, 2048  # Linux takes paths of 4095 bytes; a run m
 
 
 def _is_path(value: str) -> bool:
-    encoded = os.fsencode(value)
+    try:
+        encoded = value.encode()  # as the run writes it into its files
+    except UnicodeEncodeError:
+        return False
     return (
         value[:1] != "~"
         and "\0" not in value
@@ -53,7 +55,7 @@ def _is_path(value: str) -> bool:
 FullPath = Annotated[
     str,
     Rule(
-        f"a path written in full (after = and in files no shell replaces ~), of at most {_PATH_BYTES} bytes, "
+        f"a path written in full (after = and in files no shell replaces ~), of at most {_PATH_BYTES} bytes of UTF-8, "
         f"{_NAME_BYTES} per name",
         _is_path,
     ),

@@ -152,9 +152,7 @@ PATHS = [
 
 
 @pytest.mark.parametrize("command", PATHS)
-@pytest.mark.parametrize(
-    "path", ["x" * 256, "x" * 5000, "x/" * 2500, "a\0b"], ids=["name", "long name", "long path", "NUL"]
-)
+@pytest.mark.parametrize("path", ["x" * 256, "x" * 5000, "x/" * 2500, "a\0b", "a\udcff"], ids=range(5))
 def test_a_path_that_no_file_can_have(
     command: str, path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
