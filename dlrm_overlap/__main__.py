@@ -16,6 +16,7 @@ def run() -> None:
     if sys.argv[1:2] != ["profile"]:  # whose program runs in this environment
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     lifetime.hold_asks()
+    lifetime.interrupt_imports()
     streams.open_streams()
     try:
         from dlrm_overlap import cli

@@ -58,6 +58,24 @@ def heed_asks() -> None:
     release_asks()
 
 
+def interrupt_imports() -> None:
+    """Let SIGINT end this process at once while a module is imported; otherwise it raises KeyboardInterrupt as before.
+
+    Libraries catch what is raised while they are imported, and go on or abort. If SIGINT is ignored, it stays ignored.
+    """
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        while frame is not None:
+            if frame.f_code.co_filename.startswith("<frozen importlib"):
+                say("dlrm-overlap: interrupted")
+                os._exit(128 + number)
+            frame = frame.f_back
+        raise KeyboardInterrupt
+
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, interrupt)
+
+
 def say(text: str) -> None:
     """Write lines to standard error, whose reader may be gone. Unlike `print` it is safe in a signal handler."""
     with contextlib.suppress(OSError):

@@ -79,7 +79,10 @@ from types import SimpleNamespace
 class Signals(MetaPathFinder):
     def find_spec(self, name, path, target=None):
         if name == "dlrm_overlap.launching.parsing":
-            os.kill(os.getpid(), int(sys.argv.pop(1)))
+            try:
+                os.kill(os.getpid(), int(sys.argv.pop(1)))
+            except KeyboardInterrupt:
+                pass  # as torch and matplotlib do
 
 def train(*_, **__):
     from dlrm_overlap.launching.lifetime import EndRequest
@@ -91,6 +94,7 @@ def train(*_, **__):
 
 for number in (signal.SIGTERM, signal.SIGUSR1):
     signal.signal(number, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a script ignores it
 sys.meta_path.insert(0, Signals())
 names = ("Ranks", "check_data", "check_output", "check_start", "check_writable")
 sys.modules["dlrm_overlap.train.ranks"] = SimpleNamespace(**dict.fromkeys(names), run_on_ranks=train)
@@ -100,18 +104,19 @@ run()
 
 
 @pytest.mark.parametrize(
-    ("number", "command", "code"),
+    ("number", "command", "code", "told"),
     [
-        (signal.SIGTERM, "train", SAVED),
-        (signal.SIGUSR1, "train", SAVED),
-        (signal.SIGTERM, "compare", -signal.SIGTERM),
-        (signal.SIGUSR1, "--version", 0),
+        (signal.SIGTERM, "train", SAVED, ""),
+        (signal.SIGUSR1, "train", SAVED, ""),
+        (signal.SIGTERM, "compare", -signal.SIGTERM, ""),
+        (signal.SIGUSR1, "--version", 0, ""),
+        (signal.SIGINT, "train", 128 + signal.SIGINT, "dlrm-overlap: interrupted\n"),
     ],
 )
-def test_a_signal_while_the_command_line_is_loaded(number: int, command: str, code: int) -> None:
+def test_a_signal_while_the_command_line_is_loaded(number: int, command: str, code: int, told: str) -> None:
     argv = [sys.executable, "-c", LOADING, str(int(number)), command]
     result = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
-    assert (result.returncode, result.stderr) == (code, "")
+    assert (result.returncode, result.stderr) == (code, told)
 
 
 def test_options_override_the_file(tmp_path: Path) -> None:
