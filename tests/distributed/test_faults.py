@@ -11,7 +11,7 @@ import pytest
 from dlrm_overlap.launching.launcher import free_port
 from dlrm_overlap.launching.lifetime import SAVED
 from tests.conftest import listening_on, read_metrics, wait_until
-from tests.distributed.faults import children_of, fail_at, train
+from tests.distributed.faults import Run, children_of, fail_at, train
 from tests.distributed.launchers import NO_MPI, mpi_is_here
 
 pytestmark = pytest.mark.slow
@@ -124,8 +124,9 @@ def test_a_run_that_is_asked_while_it_starts_saves_and_ends_with_the_code_of_one
 def test_a_rank_that_is_asked_while_it_waits_for_another_does_not_wait_for_ever(tmp_path: Path) -> None:
     """As torchrun asks the ranks that are left when one has failed at its start."""
     world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-    fault = world | {"MASTER_PORT": str(free_port())}
-    run = train(tmp_path, *FOREVER, fault=fault, launcher="none")
+    world |= {"MASTER_PORT": str(free_port())}
+    argv = ["train", "--config", "quickstart", "--train.device", "cpu", "--log.dir", str(tmp_path)]
+    run = Run(tmp_path, *argv, fault=world, launcher="forked")
     wait_until(lambda: listening_on(run.process.pid), 60, "the rank does not wait")
     run.process.terminate()
     code, errors = run.end(20)
