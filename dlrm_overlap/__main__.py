@@ -4,7 +4,7 @@ import os
 import signal
 import sys
 
-from dlrm_overlap.launching import lifetime
+from dlrm_overlap.launching import lifetime, streams
 
 
 def run() -> None:
@@ -15,10 +15,13 @@ def run() -> None:
     # Beside another program 300 to 3000 turns of spinning were slower than none. Read when torch is loaded, later.
     if sys.argv[1:2] != ["profile"]:  # whose program runs in this environment
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    lifetime.hold_asks()
+    lifetime.interrupt_imports()
+    streams.open_streams()
     try:
         from dlrm_overlap import cli
     except KeyboardInterrupt:
-        print("dlrm-overlap: interrupted", file=sys.stderr, flush=True)
+        lifetime.say("dlrm-overlap: interrupted")
         os._exit(128 + signal.SIGINT)
     except ModuleNotFoundError as error:
         if not lifetime.report_missing(error):

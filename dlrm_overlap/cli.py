@@ -5,6 +5,7 @@ standard error and exit code 2, before a process group is made where that is pos
 """
 
 import contextlib
+import errno
 import os
 import shutil
 import signal
@@ -18,11 +19,11 @@ from typing import Any, Literal
 import dlrm_overlap
 from dlrm_overlap.backends import BACKENDS
 from dlrm_overlap.bench.options import FIGURES, options_of
-from dlrm_overlap.config import BelowOne, Config, InputError, NonNegativeInt, PositiveInt
+from dlrm_overlap.config import BelowOne, Config, FullPath, InputError, NonNegativeInt, PositiveInt
 from dlrm_overlap.launching import process_group
 from dlrm_overlap.launching.launcher import announced_rank
-from dlrm_overlap.launching.lifetime import SAVED, report_missing, say
-from dlrm_overlap.launching.parsing import Parser, parse_config, reader_may_leave, suggest
+from dlrm_overlap.launching.lifetime import SAVED, release_asks, report_missing, say
+from dlrm_overlap.launching.parsing import Parser, parse_config, suggest
 from dlrm_overlap.launching.text_table import count_of, plain
 from dlrm_overlap.train.ranks import Ranks, check_data, check_output, check_start, check_writable, run_on_ranks
 
@@ -48,12 +49,11 @@ def train(argv: list[str]) -> int:
             return SAVED
         trainer.close()
         if ranks.world.rank == 0:
-            with reader_may_leave():
-                print(
-                    f"AUROC {summary['eval_auroc']:.4f}, NE {summary['eval_ne']:.4f}, "
-                    f"{summary['samples_per_s']:.0f} samples/s, {summary['step_ms_p50']:.2f} ms a step (median)"
-                )
-                _print_paths(trainer.folder / "summary.json", trainer.folder.parent, ranks.config.log.tensorboard)
+            print(
+                f"AUROC {summary['eval_auroc']:.4f}, NE {summary['eval_ne']:.4f}, "
+                f"{summary['samples_per_s']:.0f} samples/s, {summary['step_ms_p50']:.2f} ms a step (median)"
+            )
+            _print_paths(trainer.folder / "summary.json", trainer.folder.parent, ranks.config.log.tensorboard)
         return 0
 
     def check(config: Config, values: Any) -> None:
@@ -98,9 +98,8 @@ def compare(argv: list[str]) -> int:
         folders = train_runs(configs, ranks.trainer)
         if ranks.world.rank:
             return 0
-        faults = report(folders, ranks.values.rtol, output, noise_runs, _show)
-        with reader_may_leave():
-            _print_paths(output, folder, ranks.config.log.tensorboard)
+        faults = report(folders, ranks.values.rtol, output, noise_runs, print)
+        _print_paths(output, folder, ranks.config.log.tensorboard)
         for fault in faults:
             print(f"dlrm-overlap: {fault}", file=sys.stderr)
         return DISAGREEMENT if faults else 0
@@ -120,11 +119,6 @@ def _check_comparison(config: Config, values: Any) -> None:
         )
     check_data(config.data)
     check_writable(Path(config.log.dir), "log.dir")
-
-
-def _show(text: str) -> None:
-    with reader_may_leave():
-        print(text)
 
 
 def _print_paths(result: Path, runs: Path, has_events: bool) -> None:
@@ -185,9 +179,9 @@ def prepare(argv: list[str]) -> int:
     parser = Parser("dlrm-overlap prepare", prepare.__doc__ or "")
     text = "what IN holds; samples: those of a configuration, see `prepare samples --help`"
     parser.add_argument("format", choices=["table", "criteo"], metavar="table|criteo|samples", help=text)
-    parser.add_argument("source", metavar="IN", help="file or folder of files, text plain or gzip")
-    parser.add_argument("target", metavar="OUT", help="folder to make")
-    parser.add_argument("--schema", help="table: YAML file that names the columns")
+    parser.add_argument("source", type=FullPath, metavar="IN", help="file or folder of files, text plain or gzip")
+    parser.add_argument("target", type=FullPath, metavar="OUT", help="folder to make")
+    parser.add_argument("--schema", type=FullPath, help="table: YAML file that names the columns")
     parser.add_argument(
         "--min_count", type=PositiveInt, help="criteo: a row for each value seen this often (default 10)"
     )
@@ -215,7 +209,7 @@ def _prepare_samples(argv: list[str]) -> int:
     """Pack the samples of a configuration, such as MLPerf's multi-hot arrays or synthetic ones."""
 
     def add_options(parser: Parser) -> None:
-        parser.add_argument("target", metavar="OUT", help="folder to make")
+        parser.add_argument("target", type=FullPath, metavar="OUT", help="folder to make")
         parser.add_argument("--samples", type=PositiveInt, help="samples to train on, the first ones; none: all")
 
     text = _prepare_samples.__doc__ or ""
@@ -237,12 +231,11 @@ def _report_samples(target: Path, meta: Any) -> int:
 def trace(argv: list[str]) -> int:
     """Sum up traces of a GPU: the time of each kind of work, and how much of it ran alone."""
     parser = Parser("dlrm-overlap trace", trace.__doc__ or "")
-    parser.add_argument("files", metavar="TRACE", nargs="+", help="file that log.trace_steps has written")
+    text = "file that log.trace_steps has written"
+    parser.add_argument("files", type=FullPath, metavar="TRACE", nargs="+", help=text)
     from dlrm_overlap.observe.trace_summary import summarise
 
-    text = "\n\n".join(summarise(Path(file)) for file in parser.read(argv).files)
-    with reader_may_leave():
-        print(text)
+    print("\n\n".join(summarise(Path(file)) for file in parser.read(argv).files))
     return 0
 
 
@@ -252,9 +245,10 @@ def checkpoint(argv: list[str]) -> int:
     actions = ["show", "verify", "export"]
     text = "verify ends with code 1 if it is damaged"
     parser.add_argument("action", choices=actions, metavar="|".join(actions), help=text)
-    parser.add_argument("path", metavar="PATH", help="folder step_<N>, or that of a run, whose newest is taken")
+    text = "folder step_<N>, or that of a run, whose newest is taken"
+    parser.add_argument("path", type=FullPath, metavar="PATH", help=text)
     text = "export: a new file for torch.load, with the keys model and optimizer"
-    parser.add_argument("output", metavar="OUT", nargs="?", help=text)
+    parser.add_argument("output", type=FullPath, metavar="OUT", nargs="?", help=text)
     values = parser.read(argv)
     path = Path(values.path)
     if (values.action == "export") != bool(values.output):
@@ -266,9 +260,7 @@ def checkpoint(argv: list[str]) -> int:
     from dlrm_overlap.checkpoint.tools import export, show, verify
 
     if values.action == "show":
-        text = show(path)
-        with reader_may_leave():
-            print(text)
+        print(show(path))
         return 0
     if values.action == "export":
         export(path, Path(values.output))
@@ -287,10 +279,7 @@ def doctor(argv: list[str]) -> int:
     Parser("dlrm-overlap doctor", doctor.__doc__ or "").read(argv)
     from dlrm_overlap.launching.doctor import run_doctor
 
-    code = 0
-    with reader_may_leave():
-        code = run_doctor()
-    return code
+    return run_doctor()
 
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
@@ -318,11 +307,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if argv[0] not in COMMANDS:
             raise InputError(f"{argv[0]}: not a command; {suggest(argv[0], list(COMMANDS))}")
+        if argv[0] != "train":  # the only command that saves; it takes the signals once it can
+            release_asks()
         return COMMANDS[argv[0]](argv[1:])
     except InputError as error:
-        rank = announced_rank()  # rank 0 speaks for all that find the same
-        print(f"dlrm-overlap: {f'rank {rank}: ' if rank else ''}{plain(str(error))}", file=sys.stderr)
-        return USER_ERROR
+        return _refuse(str(error))
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        return _refuse(f"{error.filename}: {error.strerror}; give a shorter path")
     except ModuleNotFoundError as error:
         if not report_missing(error):
             raise
@@ -330,6 +323,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("dlrm-overlap: interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
+
+
+def _refuse(message: str) -> int:
+    rank = announced_rank()  # rank 0 speaks for all that find the same
+    print(f"dlrm-overlap: {f'rank {rank}: ' if rank else ''}{plain(message)}", file=sys.stderr)
+    return USER_ERROR
 
 
 def run() -> None:

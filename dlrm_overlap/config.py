@@ -36,14 +36,35 @@ HalfLife = Annotated[int, Rule("a whole number from 0 to 100", lambda value: 0 <
 Prefetch = Annotated[int, Rule("a whole number from 1 to 128", lambda value: 0 < value <= 128)]  # a pipe holds as many
 SliceBags = Annotated[int, Rule("a power of two from 4 on", lambda value: value >= 4 and value.bit_count() == 1)]
 Dim = Annotated[int, Rule("a multiple of 4 above 0", lambda value: value > 0 and value % 4 == 0)]  # as FBGEMM asks
+_NAME_BYTES, _PATH_BYTES = 255, 2048  # Linux takes paths of 4095 bytes; a run makes files below the one it is given
+
+
+def _is_path(value: str) -> bool:
+    try:
+        encoded = value.encode()  # as the run writes it into its files
+    except UnicodeEncodeError:
+        return False
+    return (
+        value[:1] != "~"
+        and "\0" not in value
+        and len(encoded) <= _PATH_BYTES
+        and max(map(len, encoded.split(b"/"))) <= _NAME_BYTES
+    )
+
+
 FullPath = Annotated[
-    str, Rule("a path written in full: after = and in files no shell replaces ~", lambda value: value[:1] != "~")
+    str,
+    Rule(
+        f"a path written in full (after = and in files no shell replaces ~), of at most {_PATH_BYTES} bytes of UTF-8, "
+        f"{_NAME_BYTES} per name",
+        _is_path,
+    ),
 ]
 FolderName = Annotated[
     str,
     Rule(
-        "the name of one folder, which the run makes in log.dir",
-        lambda value: value not in ("", ".", "..") and "/" not in value and value.isprintable(),
+        f"the name of one folder, of at most {_NAME_BYTES} bytes, which the run makes in log.dir",
+        lambda value: value not in ("", ".", "..") and "/" not in value and value.isprintable() and _is_path(value),
     ),
 ]
 TableOptimizer = Literal[

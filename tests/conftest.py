@@ -1,9 +1,11 @@
 """What all tests share: the sample data, and starting ranks."""
 
+import contextlib
 import csv
 import json
 import os
 import resource
+import socket
 import subprocess
 import sys
 import tempfile
@@ -71,6 +73,22 @@ def is_alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+def listening_on(pid: int | None = None) -> list[tuple[str, int]]:
+    """Return the addresses and ports that process `pid`, by default any process, listens on by TCP."""
+    sockets, found = set(), []
+    for file in Path(f"/proc/{pid}/fd").iterdir() if pid else []:
+        with contextlib.suppress(FileNotFoundError):  # the one that lists the folder
+            sockets.add(os.readlink(file))
+    for family, table in ((socket.AF_INET, "tcp"), (socket.AF_INET6, "tcp6")):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            host, port = fields[1].split(":")
+            if fields[3] == "0A" and (not pid or f"socket:[{fields[9]}]" in sockets):
+                words = [bytes.fromhex(host[i : i + 8])[::-1] for i in range(0, len(host), 8)]
+                found.append((socket.inet_ntop(family, b"".join(words)), int(port, 16)))
+    return found
 
 
 def configuration(*argv: str) -> Config:

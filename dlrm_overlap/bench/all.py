@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dlrm_overlap.bench.options import FIGURES
-from dlrm_overlap.config import InputError, PositiveFloat, PositiveInt
+from dlrm_overlap.config import FullPath, InputError, PositiveFloat, PositiveInt
 from dlrm_overlap.launching.environment import commit
 from dlrm_overlap.launching.files import make_folder
 from dlrm_overlap.launching.parsing import Parser
@@ -69,7 +69,8 @@ def run(argv: Sequence[str]) -> int:
     names = list(MEASUREMENTS)
     parser = Parser("dlrm-overlap bench all", "Run the figures of the pages, those of README first.")
     parser.add_argument("--minutes", type=PositiveFloat, default=25.0, help="cut off what is still running then")
-    parser.add_argument("--output", help="folder of the rows (default: one of this commit), where later calls go on")
+    text = "folder of the rows (default: one of this commit), where later calls go on"
+    parser.add_argument("--output", type=FullPath, help=text)
     parser.add_argument("--nproc", type=PositiveInt, help="ranks; none: one a GPU")
     parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", default=names, help=", ".join(names))
     values = parser.read(argv)

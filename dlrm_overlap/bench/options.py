@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from dlrm_overlap.bench.step_contenders import GROUPS, STEP_CONTENDERS, USUAL
-from dlrm_overlap.config import PositiveInt
+from dlrm_overlap.config import FullPath, PositiveInt
 
 Settings = Mapping[str, Any]  # arguments of the parser's `add_argument`
 
@@ -85,5 +85,5 @@ FIGURES = {
 
 def options_of(kind: str) -> dict[str, Settings]:
     """Return the options of the figure `kind` by their names without dashes."""
-    output = {"default": f"runs/bench/{kind}.csv", "help": "CSV file to append the rows to"}
+    output = {"type": FullPath, "default": f"runs/bench/{kind}.csv", "help": "CSV file to append the rows to"}
     return {**FIGURES[kind].options, "output": output}

@@ -16,8 +16,10 @@ def environment() -> dict[str, str]:
     """Return versions, GPUs of ranks, CPU, clock, date and the checkout's commit, each where it can be found."""
     import torch
 
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", torch.cuda.device_count()))
-    gpus = [torch.cuda.get_device_name(index) for index in range(min(ranks, torch.cuda.device_count()))]
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")  # any text, if this launch does not use it
+    count = torch.cuda.device_count()
+    count = min(int(ranks), count) if re.fullmatch(r"[0-9]{1,9}", ranks) else count
+    gpus = [torch.cuda.get_device_name(index) for index in range(count)]
     found = {
         "python": platform.python_version(),
         "torch": torch.__version__,

@@ -1,5 +1,6 @@
 """Who started this process, as which rank of how many, by the variables of launchers. Loads no torch."""
 
+import ipaddress
 import os
 import re
 import socket
@@ -7,10 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from dlrm_overlap.config import InputError
+from dlrm_overlap.launching.lifetime import end_with_parent, say
 
 LOOPBACK = "127.0.0.1"
-LOOPBACKS = (LOOPBACK, "localhost", "::1")
 NPROC_MARKER = "DLRM_OVERLAP_NPROC"  # set by `spawn` in its workers
+LAUNCHER_PID = "DLRM_OVERLAP_LAUNCHER_PID"  # set by `spawn` in its workers
+_MOST_RANKS = 1 << 20
+_TASKS = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")  # of nodes that follow each other: 2, or 4(x2) for 4, 4
 _SLURM_PORTS = range(20000, 32000)  # below the ports that Linux hands out itself
 
 
@@ -31,7 +35,7 @@ class World:
     local_world_size: int
     """processes on this host"""
     master_addr: str
-    """host of rank 0"""
+    """host of rank 0: a name or an address, without brackets if that is one of IPv6"""
     master_port: int
     """port there for the rendezvous; 0 where a world of one needs none"""
     source: str
@@ -47,16 +51,27 @@ class World:
                     f"{self.source} launch: {prefix}RANK {rank} must lie in 0 .. {prefix}WORLD_SIZE - 1, and "
                     f"{prefix}WORLD_SIZE is {size}; correct what starts the ranks"
                 )
-        if self.world_size > 1 and not (self.master_addr and 0 < self.master_port < 1 << 16):
+            if size > _MOST_RANKS:
+                raise InputError(
+                    f"{self.source} launch: {prefix}WORLD_SIZE {size} is above {_MOST_RANKS}; correct what starts the "
+                    f"ranks"
+                )
+        if self.world_size > 1 and not (_is_host(self.master_addr) and 0 < self.master_port < 1 << 16):
             raise InputError(
-                f"{self.source} launch: {self.world_size} ranks cannot meet at {self.master_addr or 'no host'}:"
-                f"{self.master_port}; set MASTER_ADDR to rank 0's host and MASTER_PORT to a free port, 1 .. 65535"
+                f"{self.source} launch: {self.world_size} ranks cannot meet at {self.master_addr!r}, port "
+                f"{self.master_port}; set MASTER_ADDR to the name or IP address of rank 0's host, without a port, and "
+                f"MASTER_PORT to a free port, 1 .. 65535"
             )
+
+    @property
+    def rendezvous(self) -> str:
+        """Where the ranks meet, as HOST:PORT."""
+        return f"{f'[{self.master_addr}]' if ':' in self.master_addr else self.master_addr}:{self.master_port}"
 
     def describe(self) -> str:
         """Return one line for the log."""
         rank = f"rank {self.rank} of {self.world_size}, local rank {self.local_rank} of {self.local_world_size}"
-        meet = f", rendezvous {self.master_addr}:{self.master_port}" if self.world_size > 1 else ""
+        meet = f", rendezvous {self.rendezvous}" if self.world_size > 1 else ""
         return f"launch: {self.source}, {rank}{meet}"
 
 
@@ -97,9 +112,10 @@ def detect(environ: Mapping[str, str] = os.environ) -> World:
 
 
 def _integer(environ: Mapping[str, str], name: str, source: str) -> int:
-    if not re.fullmatch(r"-?[0-9]{1,18}", value := environ.get(name, "")):  # \d has the digits of all scripts
+    if not re.fullmatch(r"[0-9]{1,18}", value := environ.get(name, "")):  # \d has the digits of all scripts
         raise InputError(
-            f"{source} launch: {name} is {value!r}, not a number; set it, or unset what another launch left behind"
+            f"{source} launch: {name} is {value!r}, not a number from 0 on; set it, or unset what another launch left "
+            f"behind"
         )
     return int(value)
 
@@ -125,19 +141,19 @@ def _check_agreement(environ: Mapping[str, str], launcher: str, rank: int, size:
     for name, truth in (("RANK", rank), ("WORLD_SIZE", size)):
         if environ.get(name, str(truth)) != str(truth):
             raise InputError(
-                f"{name} is {environ[name]}, but {launcher} says {truth}: left over, or two launchers at once; "
+                f"{name} is {environ[name]!r}, but {launcher} says {truth}: left over, or two launchers at once; "
                 f"unset RANK WORLD_SIZE LOCAL_RANK, or start without {launcher}"
             )
 
 
 def _from_variables(environ: Mapping[str, str], source: str) -> World:
     rank, size = _integer(environ, "RANK", source), _integer(environ, "WORLD_SIZE", source)
-    address = environ.get("MASTER_ADDR", "")
+    address = _master_addr(environ)
     port = _integer(environ, "MASTER_PORT", source) if size > 1 else 0
-    if size == 1 or address in LOOPBACKS:  # one host: the local ranks are the ranks
+    if size == 1 or is_loopback(address):  # one host: the local ranks are the ranks
         environ = {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size), **environ}
     local, local_size = _integer(environ, "LOCAL_RANK", source), _integer(environ, "LOCAL_WORLD_SIZE", source)
-    return World(rank, local, size, local_size, address or LOOPBACK, port, source)
+    return World(rank, local, size, local_size, LOOPBACK if size == 1 else address, port, source)
 
 
 def _from_mpi(environ: Mapping[str, str], announced: int) -> World:
@@ -163,26 +179,46 @@ def _from_mpi(environ: Mapping[str, str], announced: int) -> World:
             f"use the mpirun of {MPI.get_vendor()[0]}, or pip install --no-binary mpi4py mpi4py"
         )
     local = comm.Split_type(MPI.COMM_TYPE_SHARED)
-    address = environ.get("MASTER_ADDR") or (LOOPBACK if local.size == comm.size else socket.gethostname())
+    address = _master_addr(environ) or (LOOPBACK if local.size == comm.size else socket.gethostname())
     port = _integer(environ, "MASTER_PORT", "mpirun") if "MASTER_PORT" in environ else free_port()
     address, port = comm.bcast((address, port))
     return World(comm.rank, local.rank, comm.size, local.size, address, port, "mpi")
 
 
 def _from_slurm(environ: Mapping[str, str], rank: int, size: int) -> World:
-    # Tasks of each node, "2(x3),1" for 2, 2, 2, 1; nodes, "gpu[03-05,9],login1" for gpu03, ..
-    tasks = []
-    for count, repeat in re.findall(r"(\d+)(?:\(x(\d+)\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", str(size))):
-        tasks += [int(count)] * int(repeat or 1)
-    first = re.sub(r"\[(\d+)[^]]*\]", r"\1", environ.get("SLURM_STEP_NODELIST", "")).split(",")[0]
-    address = environ.get("MASTER_ADDR") or (LOOPBACK if len(tasks) == 1 else first)
+    nodes, local_size = _slurm_nodes(environ, size)
+    # "gpu[03-05,9],login1" stands for gpu03, gpu04, gpu05, gpu9, login1
+    first = re.sub(r"\[([0-9]+)[^]]*\]", r"\1", environ.get("SLURM_STEP_NODELIST", "")).split(",")[0]
+    address = _master_addr(environ) or (LOOPBACK if nodes == 1 else first)
     if "MASTER_PORT" in environ:
         port = _integer(environ, "MASTER_PORT", "srun")
     else:  # every rank must find the same: steps of one job and jobs of one day get different ports
         job, step = _integer(environ, "SLURM_JOB_ID", "srun"), _integer(environ, "SLURM_STEP_ID", "srun")
         port = _SLURM_PORTS[(16 * job + step) % len(_SLURM_PORTS)]
-    node, local = _integer(environ, "SLURM_NODEID", "srun"), _integer(environ, "SLURM_LOCALID", "srun")
-    return World(rank, local, size, tasks[node], address, port, "slurm")
+    return World(rank, _integer(environ, "SLURM_LOCALID", "srun"), size, local_size, address, port, "slurm")
+
+
+def _slurm_nodes(environ: Mapping[str, str], size: int) -> tuple[int, int]:
+    """Return the number of nodes of this step of `size` tasks, and the number of tasks on this node."""
+    text = environ.get("SLURM_STEP_TASKS_PER_NODE", str(size))
+    node = _integer(environ, "SLURM_NODEID", "srun")
+    nodes, here = 0, None
+    for part in text.split(","):
+        if not (found := _TASKS.fullmatch(part)):
+            raise InputError(
+                f"srun launch: SLURM_STEP_TASKS_PER_NODE is {text!r}, not numbers of tasks such as '4(x2),2'; leave it "
+                f"as srun sets it, or unset it"
+            )
+        count, repeat = found.groups(default="1")
+        if nodes <= node < nodes + int(repeat):
+            here = int(count)
+        nodes += int(repeat)
+    if here is None:
+        raise InputError(
+            f"srun launch: SLURM_NODEID is {node}, but SLURM_STEP_TASKS_PER_NODE, {text}, has {nodes} nodes; leave "
+            f"both as srun sets them"
+        )
+    return nodes, here
 
 
 def announced_rank(environ: Mapping[str, str] = os.environ) -> int | None:
@@ -191,6 +227,51 @@ def announced_rank(environ: Mapping[str, str] = os.environ) -> int | None:
         if re.fullmatch(r"[0-9]{1,18}", environ.get(name, "")):
             return int(environ[name])
     return None
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether `host` is a loopback address or localhost.
+
+    Other names are not looked up: a host may know itself as 127.0.1.1 and be reached by others at another address.
+    """
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host == "localhost"
+    return address.is_loopback
+
+
+def _master_addr(environ: Mapping[str, str]) -> str:
+    """Return MASTER_ADDR, or "" if it is not set; an IPv6 address without the brackets that it has in a URL."""
+    given = environ.get("MASTER_ADDR", "")
+    try:
+        address = ipaddress.IPv6Address(given[1:-1] if given == f"[{given[1:-1]}]" else given)
+    except ValueError:
+        return given
+    return str(address.ipv4_mapped or address)
+
+
+def _is_host(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return re.fullmatch(r"[A-Za-z0-9._-]{1,253}", text) is not None
+    return True
+
+
+def end_with_launcher(environ: Mapping[str, str] = os.environ) -> None:
+    """End with the launcher of `--nproc`, if that has started this process.
+
+    Raises:
+        InputError: if the launcher's process id is not a number.
+    """
+    if LAUNCHER_PID not in environ:
+        return
+    if os.getppid() != (launcher := _integer(environ, LAUNCHER_PID, "nproc")):
+        say(
+            f"dlrm-overlap: the launcher of this rank, process {launcher} ({LAUNCHER_PID}), has ended, so the rank ends"
+        )
+    end_with_parent(launcher)
 
 
 def free_port() -> int:

@@ -8,10 +8,11 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 
-LAUNCHER_PID = "DLRM_OVERLAP_LAUNCHER_PID"  # set by `spawn` in its workers
 SAVED = 75
 """exit code of a run that was asked to end, and can go on from what it has saved: EX_TEMPFAIL of sysexits.h"""
 HOLD_BACK_S = 3.0
@@ -19,6 +20,9 @@ HOLD_BACK_S = 3.0
 ENDS_SOON = "SIGINT: the run saves and ends after its next log line; a second one ends it at once"
 ENDED_AT_ONCE = "interrupted: what was trained after the newest checkpoint is lost"
 _ASKS = (signal.SIGTERM, signal.SIGUSR1)
+_HELD = (*_ASKS, signal.SIGHUP)  # which asks the launcher of `--nproc`
+_POLL_S = 0.1
+_GRACE_S = 5.0  # for the other ranks to meet this one, after it was asked to end
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -34,16 +38,42 @@ def end_with_parent(parent: int) -> None:
         os._exit(128 + signal.SIGKILL)
 
 
-def end_with_launcher(environ: Mapping[str, str] = os.environ) -> None:
-    """End with the launcher of `--nproc`, if that has started this process."""
-    if LAUNCHER_PID in environ:
-        end_with_parent(int(environ[LAUNCHER_PID]))
+def hold_asks() -> None:
+    """Keep SIGTERM, SIGUSR1 and SIGHUP pending, in this process and in those that it starts from now on.
+
+    So a signal that arrives before a process can save is not lost, and does not end it. Call it in the main thread.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, _HELD)
+
+
+def release_asks() -> None:
+    """Deliver the signals that `hold_asks`, here or in the process that started this one, has kept pending."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _HELD)
 
 
 def heed_asks() -> None:
-    """Let SIGTERM and SIGUSR1 end this process from now on: it has nothing left to save."""
+    """Let SIGTERM and SIGUSR1 end this process from now on, also if they are pending: it has nothing left to save."""
     for number in _ASKS:
         signal.signal(number, signal.SIG_DFL)
+    release_asks()
+
+
+def interrupt_imports() -> None:
+    """Let SIGINT end this process at once while a module is imported; otherwise it raises KeyboardInterrupt as before.
+
+    Libraries catch what is raised while they are imported, and go on or abort. If SIGINT is ignored, it stays ignored.
+    """
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        while frame is not None:
+            if frame.f_code.co_filename.startswith("<frozen importlib"):
+                say("dlrm-overlap: interrupted")
+                os._exit(128 + number)
+            frame = frame.f_back
+        raise KeyboardInterrupt
+
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, interrupt)
 
 
 def say(text: str) -> None:
@@ -73,10 +103,10 @@ class EndRequest:
     """Whether this process was asked to end: SIGTERM, SIGUSR1 and SIGINT only ask. A second SIGINT ends it at once."""
 
     def __init__(self) -> None:
-        self.asked = False
+        self.asked = self._listens = False
 
     def listen(self, answers: bool = True) -> None:
-        """Take the signals from now on. Call it from the main thread.
+        """Take the signals from now on, also pending ones. Call it from the main thread.
 
         A SIGINT that is ignored, as in a background job of a script, stays so. One process `answers` it by a line.
         """
@@ -96,3 +126,35 @@ class EndRequest:
         heeds_keys = signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
         for number in (*_ASKS, *[signal.SIGINT] * heeds_keys):
             signal.signal(number, hear)
+        self._listens = True
+        release_asks()
+
+    @contextmanager
+    def while_ranks_meet(self) -> Iterator[None]:
+        """In the block, end this process with `SAVED` if it is asked to end and the block takes 5 s longer.
+
+        Other ranks may never come, as when torchrun ends the remaining ranks after one has failed, and nothing was
+        trained yet. Does nothing unless this process listens.
+        """
+        if not self._listens:
+            yield
+            return
+        # The main thread waits in a call that runs no signal handlers. So the signals are blocked, and another thread
+        # takes them.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _ASKS)
+        met = threading.Event()
+
+        def end_unless_met() -> None:
+            while not met.is_set():
+                if self.asked or signal.sigtimedwait(_ASKS, _POLL_S):
+                    self.asked = True
+                    if not met.wait(_GRACE_S):
+                        say("dlrm-overlap: asked to end before all ranks had started: run the same command again")
+                        os._exit(SAVED)
+
+        threading.Thread(target=end_unless_met, name="end unless ranks meet", daemon=True).start()
+        try:
+            yield
+        finally:
+            met.set()
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _ASKS)

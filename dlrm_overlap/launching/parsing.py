@@ -9,7 +9,6 @@ import itertools
 import json
 import os
 import re
-import sys
 from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,10 +17,11 @@ from typing import Annotated, Any, Literal, NamedTuple, NoReturn, TypeVar, Union
 
 import yaml
 
-from dlrm_overlap.config import InputError, in_one_line
+from dlrm_overlap.config import FullPath, InputError, in_one_line
 
 Sections = TypeVar("Sections")
 _CONFIGS = Path(__file__).parents[1] / "configs"
+_SHOWN = 200  # characters of a value
 _WORDS = {
     int: "a whole number",
     float: "a number",
@@ -30,16 +30,6 @@ _WORDS = {
     list: "a list of one or more, as in '[64, 16]'",
     NoneType: "null",
 }
-
-
-@contextlib.contextmanager
-def reader_may_leave() -> Iterator[None]:
-    """Drop the rest of the output where the reader of standard output leaves early, as `head` does."""
-    try:
-        yield
-        print(end="", flush=True)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still buffered
 
 
 def words_of(kind: Any) -> str:
@@ -87,6 +77,10 @@ def convert(kind: Any, value: Any, text: str | None = None) -> Any:
     raise ValueError
 
 
+def _cut(text: str) -> str:
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}.."
+
+
 def _option_of(kind: Any) -> Callable[[str], Any]:
     """Return a function that reads an option of the type `kind`, as argparse takes it."""
 
@@ -97,8 +91,8 @@ def _option_of(kind: Any) -> Callable[[str], Any]:
         try:
             return convert(kind, value, text)
         except ValueError:
-            shown = value if isinstance(value, list) else in_one_line(text) or "''"
-            raise ArgumentTypeError(f"{shown} is not {words_of(kind)}") from None
+            shown = str(value) if isinstance(value, list) else in_one_line(text) or "''"
+            raise ArgumentTypeError(f"{_cut(shown)} is not {words_of(kind)}") from None
 
     return read
 
@@ -172,7 +166,7 @@ def read_tree(tree: Any, section: type, path: Path | str, prefix: str = "") -> d
             found[key] = convert(kinds[name], value)
         except ValueError:
             shown = "null" if value is None else in_one_line(str(value))
-            raise InputError(f"{path}: {key}: {shown} is not {words_of(kinds[name])}; see --help") from None
+            raise InputError(f"{path}: {key}: {_cut(shown)} is not {words_of(kinds[name])}; see --help") from None
     return found
 
 
@@ -317,6 +311,7 @@ def parse_config(
     parser = Parser(prog, description, usage=f"{prog} [--config FILE] [--section.key VALUE ...]")
     parser.add_argument(
         "--config",
+        type=FullPath,
         action="append",
         default=[],
         metavar="FILE",

@@ -1,6 +1,7 @@
 """This rank's device, and its process group: made from the `World` that a launcher has given, destroyed at the end."""
 
 import os
+import socket
 import sys
 import time
 from collections.abc import Mapping
@@ -8,7 +9,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from dlrm_overlap.config import InputError
-from dlrm_overlap.launching.launcher import LOOPBACKS, World
+from dlrm_overlap.launching.launcher import World, is_loopback
 from dlrm_overlap.launching.watch import Progress, Watch
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 LAST_RESORT, _LAST_RESORT_S = 10.0, 5.0  # a collective gives up after so many wait_timeout_s, and so many seconds more
 _SHOWN = 60  # characters of a value
+_RESOLVE_S = 20.0  # the name of a container's host may become known a moment after the container has started
 _LET_GO_S = 0.05  # far more than gloo's threads need to let go of the last collective's tensors
 
 
@@ -64,7 +66,8 @@ def init_process_group(
     """Make the default process group: gloo for CPU tensors, and NCCL, connected at once, where `device` is a GPU.
 
     Sets the current CUDA device, and makes a stream of priority -1 the current one: the default stream has the lowest
-    priority there is, so no kernel could give way to it. A world of one needs no address.
+    priority there is, so no kernel could give way to it. A world of one needs no address. Where the ranks meet at a
+    loopback address, the store, gloo and NCCL listen there alone.
 
     Args:
         world: the rank, and where all ranks meet.
@@ -78,7 +81,6 @@ def init_process_group(
     """
     import torch
     import torch.distributed as dist
-    from torch.distributed.rendezvous import rendezvous
 
     backend, device_id = "gloo", None
     if device.type == "cuda":
@@ -86,17 +88,15 @@ def init_process_group(
         torch.cuda.set_stream(torch.cuda.Stream(device, priority=-1))
         os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")  # nor may collectives wait for kernels that give way
         backend, device_id = "cpu:gloo,cuda:nccl", device
-    if world.master_addr in LOOPBACKS:  # else gloo and NCCL would take the interface of the host's name
+    if is_loopback(world.master_addr):  # else gloo and NCCL would take the interface of the host's name
         for library in ("GLOO", "NCCL"):
             os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
-    address = f"[{world.master_addr}]" if ":" in world.master_addr else world.master_addr
-    url, timeout = f"tcp://{address}:{world.master_port}", timedelta(seconds=timeout_s)
     bound = timedelta(seconds=LAST_RESORT * wait_timeout_s + _LAST_RESORT_S)
     try:
         if world.world_size == 1:
             store: Store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
         else:
-            store, _, _ = next(rendezvous(url, world.rank, world.world_size, timeout=timeout))
+            store = _open_store(world, timeout_s)
         dist.init_process_group(
             backend, store=store, rank=world.rank, world_size=world.world_size, timeout=bound, device_id=device_id
         )
@@ -104,11 +104,48 @@ def init_process_group(
         raise
     except (OSError, RuntimeError) as error:  # of sockets, the store and gloo
         raise InputError(
-            f"{world.source} launch: {world.world_size} ranks do not meet at {address}:{world.master_port} within "
+            f"{world.source} launch: {world.world_size} ranks do not meet at {world.rendezvous} within "
             f"{timeout_s:g} s ({str(error).splitlines()[0]}); start all ranks, with MASTER_ADDR and MASTER_PORT a host "
             f"and a free port that all reach, and GLOO_SOCKET_IFNAME on each host the interface by which the others "
             f"reach it"
         ) from error
+
+
+def _open_store(world: World, timeout_s: float) -> "Store":
+    """Return the store of all ranks. Rank 0 serves it, unless torchrun's agent does.
+
+    On a loopback address, rank 0 opens the port itself: a `TCPStore` always listens on all interfaces.
+    """
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+    where = world.master_addr, world.master_port, world.world_size
+    address = _resolve(world, min(_RESOLVE_S, timeout_s))
+    serves = world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    timeout = timedelta(seconds=timeout_s)
+    if not (serves and is_loopback(world.master_addr)):
+        return TCPStore(*where, is_master=serves, timeout=timeout)
+    family, _, _, _, place = address
+    listener = socket.create_server(place[:2], family=family, backlog=1024)
+    return TCPStore(*where, is_master=True, timeout=timeout, master_listen_fd=listener.detach())
+
+
+def _resolve(world: World, patience_s: float) -> tuple[Any, ...]:
+    """Return the first address of rank 0's host. A `TCPStore` would look for one until its own timeout.
+
+    Raises:
+        InputError: if the host has no address.
+    """
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            return socket.getaddrinfo(world.master_addr, world.master_port, type=socket.SOCK_STREAM)[0]
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise InputError(
+                    f"{world.source} launch: {world.master_addr}, the host of rank 0, has no address "
+                    f"({error.strerror}); set MASTER_ADDR to a name or an address that all ranks can look up"
+                ) from None
+        time.sleep(min(1.0, patience_s))
 
 
 def check_alike(facts: Mapping[str, Any], group: "dist.ProcessGroup") -> None:

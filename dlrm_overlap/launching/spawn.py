@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from dlrm_overlap.config import InputError
-from dlrm_overlap.launching.launcher import LOOPBACK, NPROC_MARKER, free_port
-from dlrm_overlap.launching.lifetime import ENDED_AT_ONCE, LAUNCHER_PID, SAVED, say
+from dlrm_overlap.launching.launcher import LAUNCHER_PID, LOOPBACK, NPROC_MARKER, free_port
+from dlrm_overlap.launching.lifetime import ENDED_AT_ONCE, SAVED, hold_asks, release_asks, say
 
 # Passed on to the ranks, which may save before they end.
 _ASKS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)
@@ -30,14 +30,16 @@ def spawn(argv: Sequence[str], nproc: int) -> int:
     rank.
 
     SIGTERM, SIGUSR1, and as SIGTERM also SIGHUP and SIGINT, are passed on to the ranks, which may save before they end;
-    a second one ends all at once. The exit code is theirs if all have saved (`lifetime.SAVED`), else 128 + signal.
+    a second one ends all at once. The exit code is theirs if all have saved (`lifetime.SAVED`), else 128 + signal. The
+    ranks start with these signals blocked, until each can save. If a signal comes before the first rank has started,
+    none is started.
 
     Each rank leads a process group of its own, so its loader processes end with it. When this function returns, none is
-    alive; if this process is killed, the kernel ends the ranks (`lifetime.end_with_launcher`), and these their loader
+    alive; if this process is killed, the kernel ends the ranks (`launcher.end_with_launcher`), and these their loader
     processes. Call it from the main thread.
 
     Raises:
-        InputError: inside another launcher that started several processes.
+        InputError: inside another launcher that started several processes; if a rank cannot be started.
     """
     _refuse_nesting(os.environ)
     caught: list[int] = []
@@ -48,10 +50,17 @@ def spawn(argv: Sequence[str], nproc: int) -> int:
     port = free_port()
     workers: list[subprocess.Popen[bytes]] = []
     try:
+        release_asks()
+        if caught:
+            say(f"dlrm-overlap: {signal.Signals(caught[0]).name}: no rank has started; run the same command again")
+            return SAVED if argv[0] == "train" else 128 + caught[0]
+        hold_asks()
         for rank in range(nproc):
             workers.append(_start(argv, rank, nproc, port))
+        release_asks()
         return _wait(workers, caught)
     finally:
+        release_asks()
         for worker in workers:
             _kill_group(worker)
         for number, handler in previous.items():
@@ -127,7 +136,13 @@ def _start(argv: Sequence[str], rank: int, nproc: int, port: int) -> subprocess.
     environ |= import_path()
     environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // nproc)))
     command = [sys.executable, "-m", "dlrm_overlap", *argv]
-    return subprocess.Popen(command, env=environ, stdin=subprocess.DEVNULL, start_new_session=True)
+    try:
+        return subprocess.Popen(command, env=environ, stdin=subprocess.DEVNULL, start_new_session=True)
+    except OSError as error:
+        raise InputError(
+            f"--nproc: rank {rank} of {nproc} cannot be started ({error.strerror}); start fewer, or raise the limits "
+            f"of this user (`ulimit -a`)"
+        ) from None
 
 
 def _kill_group(worker: subprocess.Popen[bytes]) -> None:

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from dlrm_overlap.config import FullPath, InputError
 from dlrm_overlap.launching.environment import commit
-from dlrm_overlap.launching.parsing import Parser, parse_config, reader_may_leave
+from dlrm_overlap.launching.parsing import Parser, keys_of, parse_config, suggest
 from dlrm_overlap.launching.text_table import format_table
 from dlrm_overlap.simulate.config import SimulateConfig
 from dlrm_overlap.simulate.step import simulate
@@ -27,10 +28,7 @@ def run(argv: Sequence[str], description: str) -> int:
         return parse_config(SimulateConfig, "dlrm-overlap simulate", description, options, _add_options)
 
     own = parse(argv)[1]
-    varied: dict[str, list[str]] = {}
-    for text in own.vary:
-        key, _, values = text.partition("=")
-        varied[f"--{key}"] = values.split(",")
+    varied = _read_vary(own.vary, argv)
     if own.output:
         check_output(Path(own.output))
     chosen = list(itertools.product(*varied.values()))
@@ -45,16 +43,35 @@ def run(argv: Sequence[str], description: str) -> int:
     columns = [key.removeprefix("--").rpartition(".")[2] for key in varied]
     names = [*(name for name in columns if name not in _SHOWN), *_SHOWN]
     lines = [dict(zip(columns, values, strict=True)) | row for values, row in zip(chosen, rows, strict=True)]
-    with reader_may_leave():
-        print("simulated, not measured")
-        print(format_table([names, *([str(line[name]) for name in names] for line in lines)]))
+    print("simulated, not measured")
+    print(format_table([names, *([str(line[name]) for name in names] for line in lines)]))
     return 0
 
 
 def _add_options(parser: Parser) -> None:
-    parser.add_argument("--output", help="CSV file for the rows; one that exists is replaced")
+    parser.add_argument("--output", type=FullPath, help="CSV file for the rows; one that exists is replaced")
     text = "values of a key: --vary network.hosts=1,2,4; several of these are simulated in all combinations"
     parser.add_argument("--vary", action="append", default=[], metavar="KEY=A,B,..", help=text)
+
+
+def _read_vary(texts: Sequence[str], argv: Sequence[str]) -> dict[str, list[str]]:
+    """Return option -> values of each `--vary KEY=A,B,..` in `texts`, of a command line `argv`.
+
+    Raises:
+        InputError: if a key is unknown, or is given twice.
+    """
+    known = ["config", *(key.name for key in keys_of(SimulateConfig))]
+    given = {word.partition("=")[0] for word in argv}
+    varied: dict[str, list[str]] = {}
+    for text in texts:
+        key, _, values = text.partition("=")
+        option = f"--{key}"
+        if key not in known:
+            raise InputError(f"--vary: {key} is not a key; {suggest(key, known)}")
+        if option in varied or (option in given and key != "config"):
+            raise InputError(f"--vary: {key} is given twice on the command line; give all its values in one --vary")
+        varied[option] = values.split(",")
+    return varied
 
 
 def describe(config: SimulateConfig) -> dict[str, Any]:

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from dlrm_overlap.checkpoint.manifest import differences, locate_checkpoint, read_manifest
-from dlrm_overlap.config import Config, EmbeddingConfig, InputError, TrainConfig
+from dlrm_overlap.config import Config, EmbeddingConfig, FullPath, InputError, TrainConfig
 from dlrm_overlap.launching.files import write_json
-from dlrm_overlap.launching.parsing import Parser, read_tree, reader_may_leave
+from dlrm_overlap.launching.parsing import Parser, read_tree
 from dlrm_overlap.launching.text_table import count_of, plain
 from dlrm_overlap.train.ranks import Ranks, check_data, check_output, check_start, run_on_ranks
 
@@ -27,8 +27,8 @@ def run(argv: list[str], description: str) -> int:
 
     def add_options(parser: Parser) -> None:
         text = "what to evaluate: a folder step_<N>, or that of a run, whose newest checkpoint is taken"
-        parser.add_argument(_OPTION, metavar="PATH", required=True, help=text)
-        parser.add_argument("--output", help="file to write the results to, as JSON")
+        parser.add_argument(_OPTION, type=FullPath, metavar="PATH", required=True, help=text)
+        parser.add_argument("--output", type=FullPath, help="file to write the results to, as JSON")
 
     def check(config: Config, values: Any) -> None:
         check_data(config.data)
@@ -41,15 +41,14 @@ def run(argv: list[str], description: str) -> int:
         assert named is not None, "the option is required"
         results = evaluate(ranks, named)
         if ranks.world.rank == 0:
-            with reader_may_leave():
-                print(
-                    f"step {results['step']}: AUROC {results['auroc']:.4f}, NE {results['ne']:.4f}, "
-                    f"calibration {results['calibration']:.4f}, loss {results['loss']:.4f}, "
-                    f"accuracy {results['accuracy']:.4f}, {count_of(results['samples'], 'sample')}"
-                )
-                for label in (key.removeprefix("auroc/") for key in results if key.startswith("auroc/")):
-                    auroc, ne, calibration = (results[f"{key}/{label}"] for key in ("auroc", "ne", "calibration"))
-                    print(f"{plain(label)}: AUROC {auroc:.4f}, NE {ne:.4f}, calibration {calibration:.4f}")
+            print(
+                f"step {results['step']}: AUROC {results['auroc']:.4f}, NE {results['ne']:.4f}, "
+                f"calibration {results['calibration']:.4f}, loss {results['loss']:.4f}, "
+                f"accuracy {results['accuracy']:.4f}, {count_of(results['samples'], 'sample')}"
+            )
+            for label in (key.removeprefix("auroc/") for key in results if key.startswith("auroc/")):
+                auroc, ne, calibration = (results[f"{key}/{label}"] for key in ("auroc", "ne", "calibration"))
+                print(f"{plain(label)}: AUROC {auroc:.4f}, NE {ne:.4f}, calibration {calibration:.4f}")
             if ranks.values.output is not None:
                 write_json(Path(ranks.values.output), nan_as_none(results), "--output")
         return 0

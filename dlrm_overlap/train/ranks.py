@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from dlrm_overlap.config import Config, DataConfig, InputError, PeerError, PositiveInt, flatten
 from dlrm_overlap.launching import launcher, process_group
 from dlrm_overlap.launching.environment import code_digest
-from dlrm_overlap.launching.lifetime import HOLD_BACK_S, EndRequest, end_with_launcher, heed_asks
+from dlrm_overlap.launching.lifetime import HOLD_BACK_S, EndRequest, heed_asks
 from dlrm_overlap.launching.parsing import Parser, parse_config
+from dlrm_overlap.launching.resources import check_processes
 from dlrm_overlap.launching.spawn import spawn
 from dlrm_overlap.launching.watch import Progress
 
@@ -65,7 +66,8 @@ class Ranks:
             start_logging(self.world.rank)
             log.info("%s", self.world.describe())
             wait_s = self.config.embedding.wait_timeout_s
-            process_group.init_process_group(self.world, self.device, wait_timeout_s=wait_s)
+            with self.end.while_ranks_meet():
+                process_group.init_process_group(self.world, self.device, wait_timeout_s=wait_s)
             process_group.watch_ranks(self.world, wait_s, self.progress)
         group = dist.group.WORLD
         assert isinstance(group, dist.ProcessGroup)
@@ -130,7 +132,7 @@ def run_on_ranks(
         parser.add_argument("--nproc", type=PositiveInt | Literal["auto"], help=text)
         add_options(parser)
 
-    end_with_launcher()
+    launcher.end_with_launcher()
     with _one_rank_reports():
         config, values = parse_config(
             Config, " ".join(["dlrm-overlap", *command]), description, argv, add_all, defaults
@@ -138,6 +140,7 @@ def run_on_ranks(
         check(config, values)
         if values.nproc:
             nproc = _count_processes(values.nproc, config)
+            check_processes(nproc)
             config.train.samples_per_rank(nproc)
             if config.train.device == "cuda":
                 process_group.find_device("cuda", local_rank=nproc - 1)
@@ -165,8 +168,8 @@ def check_data(data: DataConfig) -> None:
 
 def check_writable(folder: Path, key: str) -> None:
     """Raise an InputError unless files can be written to `folder`, or to the nearest above it that is there."""
-    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     try:
+        nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
         with tempfile.TemporaryFile(dir=nearest):
             pass
     except OSError as error:

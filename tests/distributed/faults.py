@@ -33,14 +33,14 @@ def fail_at(rank: int, step: int, how: str) -> dict[str, str]:
 
 def rank_main() -> None:
     """Run the command line of a rank, with the fault that the environment asks for."""
-    from dlrm_overlap import cli
+    from dlrm_overlap.__main__ import run
 
     again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     if (fault := os.environ.get(_FAULT)) and not again:
         rank, step, how = fault.split(":")
         if rank == next((os.environ[name] for name in _RANKS if name in os.environ), "0"):
             _install(int(step), how)
-    cli.run()
+    run()
 
 
 def _install(at: int, how: str) -> None:
@@ -87,9 +87,8 @@ class Run:
         environ = {name: value for name, value in os.environ.items() if name not in ours}
         environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHON_PATH, "TMPDIR": str(folder), _MARK: self._mark}
         heed = "; ".join(f"signal.signal(signal.SIG{name}, signal.SIG_DFL)" for name in ("INT", "QUIT", "HUP"))
-        program = (
-            f"import signal, sys; {heed}; sys.executable = {str(wrapper)!r}; from dlrm_overlap import cli; cli.run()"
-        )
+        program = f"import signal, sys; {heed}; sys.executable = {str(wrapper)!r}; "
+        program += "from dlrm_overlap.__main__ import run; run()"
         command = [sys.executable, "-c", program, *argv]
         if launcher == "mpirun":
             rank = [str(wrapper), "-m", "dlrm_overlap", *argv]

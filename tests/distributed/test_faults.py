@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from dlrm_overlap.launching.launcher import free_port
 from dlrm_overlap.launching.lifetime import SAVED
-from tests.conftest import read_metrics
-from tests.distributed.faults import children_of, fail_at, train
+from tests.conftest import listening_on, read_metrics, wait_until
+from tests.distributed.faults import Run, children_of, fail_at, train
 from tests.distributed.launchers import NO_MPI, mpi_is_here
 
 pytestmark = pytest.mark.slow
@@ -101,6 +102,36 @@ def test_sigusr1_or_ctrl_c_to_the_launcher_lets_the_ranks_save_and_the_same_comm
         assert f"step_{reached}, after step {reached}" in errors or not reached
         reached = int(*re.findall(r"asked to end: step (\d+) is saved", errors))
         assert (tmp_path / "run" / "checkpoints" / f"step_{reached}").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("launcher", "number", "delay_s"),
+    [("nproc", signal.SIGTERM, 0.5), ("forked", signal.SIGUSR1, 0.2), ("forked", signal.SIGTERM, 1.0)],
+)
+def test_a_run_that_is_asked_while_it_starts_saves_and_ends_with_the_code_of_one_that_can_go_on(
+    tmp_path: Path, launcher: str, number: signal.Signals, delay_s: float
+) -> None:
+    """While the ranks load their libraries, and, where these are loaded, while the ranks meet."""
+    run = train(tmp_path, *FOREVER, launcher=launcher)
+    wait_until(lambda: len(children_of(run.process.pid)) == 2, 30, "no ranks")
+    time.sleep(delay_s)
+    run.process.send_signal(number)
+    code, errors = run.end(90)
+    assert code == SAVED, errors
+    assert re.search(r"dlrm-overlap: asked to end: step \d+ is saved", errors), errors
+
+
+def test_a_rank_that_is_asked_while_it_waits_for_another_does_not_wait_for_ever(tmp_path: Path) -> None:
+    """As torchrun asks the ranks that are left when one has failed at its start."""
+    world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    world |= {"MASTER_PORT": str(free_port())}
+    argv = ["train", "--config", "quickstart", "--train.device", "cpu", "--log.dir", str(tmp_path)]
+    run = Run(tmp_path, *argv, fault=world, launcher="forked")
+    wait_until(lambda: listening_on(run.process.pid), 60, "the rank does not wait")
+    run.process.terminate()
+    code, errors = run.end(20)
+    assert code == SAVED, errors
+    assert "asked to end before all ranks had started" in errors
 
 
 def test_an_exception_of_one_rank_is_shown_once(tmp_path: Path) -> None:

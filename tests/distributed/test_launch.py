@@ -28,6 +28,10 @@ if "fail" in sys.argv:
     time.sleep(60)
 total = torch.tensor([world.rank + 1.0])
 dist.all_reduce(total)
+if world.source in ("nproc", "environment"):
+    from tests.conftest import listening_on
+    hosts = {host for host, _ in listening_on(os.getpid())}
+    assert hosts and hosts <= {"127.0.0.1", "::1"}, f"other machines can connect to {hosts}"
 with open(f"{sys.argv[-1]}.{world.rank}", "w") as file:
     file.write(f"{world.source} {world.world_size} {world.local_world_size} {total.item()}")
 process_group.shutdown()
@@ -80,6 +84,16 @@ def test_ranks_meet(program: Path, tmp_path: Path, launcher: str, source: str, s
     assert done.returncode == 0, done.stderr
     written = [path.read_text() for path in sorted(tmp_path.glob("out.*"))]
     assert written == [f"{source} {size} {size} {total}"] * size
+
+
+def test_ranks_meet_at_an_ipv6_address(program: Path, tmp_path: Path) -> None:
+    environ = os.environ | {"PYTHONPATH": PYTHON_PATH, "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2"}
+    environ |= {"MASTER_ADDR": "[::1]", "MASTER_PORT": str(free_port())}
+    command = [sys.executable, program, tmp_path / "out"]
+    ranks = [subprocess.Popen(command, env=environ | {"RANK": str(rank)}) for rank in range(2)]
+    assert [rank.wait(50) for rank in ranks] == [0, 0]
+    written = [path.read_text() for path in sorted(tmp_path.glob("out.*"))]
+    assert written == ["environment 2 2 3.0"] * 2
 
 
 @pytest.mark.parametrize("launcher", ["nproc", pytest.param("mpirun", marks=pytest.mark.slow)])

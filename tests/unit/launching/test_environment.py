@@ -22,6 +22,9 @@ def test_environment_tells_versions_and_only_what_there_is(
     assert found["gpu"] == "2 x NVIDIA A, 1 x NVIDIA B"
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     assert environment.environment()["gpu"] == "1 x NVIDIA A", "of one rank"
+    for unused in ("many", "-1", "9" * 5000):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", unused)
+        assert environment.environment()["gpu"] == "2 x NVIDIA A, 1 x NVIDIA B"
     assert not {"triton", "cuda", "nccl"} & set(found)
     assert all(isinstance(value, str) and value for value in found.values())
 

@@ -37,21 +37,44 @@ def test_ranks_find_the_package_and_nothing_in_the_working_folder(tmp_path: Path
     assert f"PYTHONPATH={'' if installed else f'{project}:'}/theirs" in lines
 
 
+SAVES = "trap 'sleep 0.2; exit {}' USR1 TERM; touch up; while true; do sleep 0.05; done"
+STARTS = "touch up; while true; do sleep 0.05; done"  # and would be ended by a signal
+
+
 @pytest.mark.parametrize(
-    ("number", "rank_code", "code", "requeued"),
-    [(signal.SIGUSR1, 75, 75, True), (signal.SIGUSR1, 1, 1, False), (signal.SIGTERM, 75, 75, False)],
+    ("number", "ranks", "code", "requeued"),
+    [
+        (signal.SIGUSR1, SAVES.format(75), 75, True),
+        (signal.SIGUSR1, SAVES.format(1), 1, False),
+        (signal.SIGTERM, SAVES.format(75), 75, False),
+        (signal.SIGUSR1, STARTS, 138, True),
+        (signal.SIGTERM, STARTS, 143, False),
+    ],
 )
 def test_slurm_job_that_saved_before_its_limit_is_requeued(
-    tmp_path: Path, number: signal.Signals, rank_code: int, code: int, requeued: bool
+    tmp_path: Path, number: signal.Signals, ranks: str, code: int, requeued: bool
 ) -> None:
     # An srun that passes signals on, as Slurm's does, to a rank that takes a moment to save.
-    _stub(tmp_path / "srun", f"trap 'sleep 0.2; exit {rank_code}' USR1 TERM; touch up; while true; do sleep 0.05; done")
-    _stub(tmp_path / "scontrol", 'echo "$@" > requeued')
-    environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_CPUS_PER_TASK": "1", "SLURM_JOB_ID": "77"}
-    job = subprocess.Popen(["bash", Path("launch/slurm.sbatch").resolve(), "some.yaml"], cwd=tmp_path, env=environ)
-    wait_until((tmp_path / "up").exists, 10, "the job is not up")
+    _stub(tmp_path / "srun", ranks)
+    assert _ask(tmp_path, number) == (code, "requeue 77\n" if requeued else "")
+
+
+@pytest.mark.parametrize(("number", "code", "requeued"), [(signal.SIGUSR1, 75, True), (signal.SIGTERM, 143, False)])
+def test_slurm_job_that_is_asked_before_its_ranks_start_starts_none(
+    tmp_path: Path, number: signal.Signals, code: int, requeued: bool
+) -> None:
+    _stub(tmp_path / "python", "touch up; sleep 0.5")  # the script asks it for the package
+    _stub(tmp_path / "srun", "touch started")
+    assert _ask(tmp_path, number) == (code, "requeue 77\n" if requeued else "")
+    assert not (tmp_path / "started").exists()
+
+
+def _ask(folder: Path, number: signal.Signals) -> tuple[int, str]:
+    """Send `number` to the script once the file `up` is there; return its exit code, and what it told Slurm."""
+    _stub(folder / "scontrol", 'echo "$@" > requeued')
+    environ = {"PATH": f"{folder}:{os.environ['PATH']}", "SLURM_CPUS_PER_TASK": "1", "SLURM_JOB_ID": "77"}
+    job = subprocess.Popen(["bash", Path("launch/slurm.sbatch").resolve(), "some.yaml"], cwd=folder, env=environ)
+    wait_until((folder / "up").exists, 10, "the job is not up")
     job.send_signal(number)
-    assert job.wait(10) == code
-    assert (tmp_path / "requeued").exists() == requeued
-    if requeued:
-        assert (tmp_path / "requeued").read_text() == "requeue 77\n"
+    code, told = job.wait(10), folder / "requeued"
+    return code, told.read_text() if told.exists() else ""

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from dlrm_overlap.launching.lifetime import ENDED_AT_ONCE, ENDS_SOON
+from dlrm_overlap.launching.lifetime import ENDED_AT_ONCE, ENDS_SOON, SAVED
 from tests.conftest import ROOT
 
 # Presses Ctrl-C so often as argv[1] says, as the first rank after a SIGTERM, and ends well half a second later.
@@ -39,3 +39,42 @@ def test_ctrl_c_asks_a_second_one_ends(times: int, rank: str, code: int, out: st
     result = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False, cwd=ROOT)
     lines = "".join(f"dlrm-overlap: {line}\n" for line in told)
     assert (result.returncode, result.stdout, result.stderr) == (code, out, lines)
+
+
+# Is asked to end, and needs argv[1] seconds to meet the other ranks, for which it waits 0.3 s.
+MEETS = """
+import os, signal, sys, time
+from dlrm_overlap.launching import lifetime
+lifetime._GRACE_S = 0.3
+lifetime.hold_asks()
+if sys.argv[2] == "before":
+    os.kill(os.getpid(), signal.SIGUSR1)
+end = lifetime.EndRequest()
+end.listen()
+with end.while_ranks_meet():
+    if sys.argv[2] == "while they meet":
+        os.kill(os.getpid(), signal.SIGUSR1)
+    time.sleep(float(sys.argv[1]))
+if sys.argv[2] == "after":
+    os.kill(os.getpid(), signal.SIGUSR1)
+time.sleep(0.5)
+print(end.asked)
+"""
+
+
+@pytest.mark.parametrize(
+    ("meets_s", "asked", "code", "out"),
+    [
+        ("0.2", "while they meet", 0, "True\n"),
+        ("0.2", "before", 0, "True\n"),
+        ("0.2", "after", 0, "True\n"),
+        ("0.2", "never", 0, "False\n"),
+        ("20", "while they meet", SAVED, ""),
+        ("20", "before", SAVED, ""),
+    ],
+)
+def test_other_ranks_are_not_waited_for_once_it_is_asked_to_end(meets_s: str, asked: str, code: int, out: str) -> None:
+    argv = [sys.executable, "-c", MEETS, meets_s, asked]
+    result = subprocess.run(argv, capture_output=True, text=True, timeout=15, check=False, cwd=ROOT)
+    told = "dlrm-overlap: asked to end before all ranks had started: run the same command again\n" if code else ""
+    assert (result.returncode, result.stdout, result.stderr) == (code, out, told)

@@ -5,6 +5,7 @@ import re
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from typing import cast
 
 import pytest
@@ -13,9 +14,10 @@ import torch.distributed as dist
 
 from dlrm_overlap.comm import every_rank
 from dlrm_overlap.config import InputError
-from dlrm_overlap.launching import process_group
+from dlrm_overlap.launching import launcher, process_group
 from dlrm_overlap.launching.launcher import World
-from tests.unit.launching.launchers import HERE, FakeWorld, install_mpi4py
+from tests.conftest import listening_on
+from tests.unit.launching.launchers import HERE, FakeWorld, bare, install_mpi4py
 
 
 @pytest.mark.parametrize(
@@ -45,6 +47,18 @@ def test_find_device_refuses_to_share_a_gpu(monkeypatch: pytest.MonkeyPatch, kin
     if gpus:  # rank 0, whose message is the one shown, finds it too
         with pytest.raises(InputError, match=f"local rank 2 has no GPU of its own, {gpus} visible"):
             process_group.find_device(kind, 0, source, local_ranks=3)
+
+
+@pytest.mark.parametrize("host", [HERE, "localhost", "127.0.0.2", "::1", "[::1]", "::ffff:127.0.0.1"])
+def test_ranks_of_one_host_meet_on_loopback_alone(host: str) -> None:
+    port = launcher.free_port()
+    ranks = [launcher.detect(bare(rank, 2, MASTER_ADDR=host, MASTER_PORT=str(port))) for rank in range(2)]
+    with ThreadPoolExecutor() as pool:
+        stores = list(pool.map(lambda world: process_group._open_store(world, timeout_s=10), ranks))
+    stores[1].set("key", "value")
+    assert stores[0].get("key") == b"value"
+    (address,) = [address for address, at in listening_on() if at == port]
+    assert launcher.is_loopback(address), "other machines can connect"
 
 
 def test_a_port_that_is_taken_is_reported_in_one_line() -> None:
@@ -81,9 +95,10 @@ def test_an_interface_that_is_not_there_is_reported_in_one_line(monkeypatch: pyt
         process_group.init_process_group(world, torch.device("cpu"), timeout_s=10)
 
 
-def test_a_host_without_an_address_is_reported_in_one_line() -> None:
-    nowhere = World(0, 0, 2, 1, "no.such.host.invalid", 29500, "slurm")
-    with pytest.raises(InputError, match=r"2 ranks do not meet at no\.such\.host\.invalid:29500 .*; start all"):
+@pytest.mark.parametrize("host", ["no.such.host.invalid", "999.1.1.1", "fe80::1%nosuch0"])
+def test_a_host_without_an_address_is_reported_in_one_line(host: str) -> None:
+    nowhere = World(0, 0, 2, 1, host, 29500, "slurm")
+    with pytest.raises(InputError, match=rf"slurm launch: {host}, the host of rank 0, has no address .*; set MASTER"):
         process_group.init_process_group(nowhere, torch.device("cpu"), timeout_s=0.01)
 
 

@@ -1,5 +1,6 @@
 """The launcher behind `--nproc`: exit codes, output, signals, and that no process is left."""
 
+import errno
 import json
 import os
 import re
@@ -7,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,7 +28,9 @@ ROOT = Path(dlrm_overlap.__file__).parents[1]
 # Takes `train` and RANK:COMMAND arguments.
 WORKER = """\
 import json, os, signal, subprocess, sys, time
-rank = os.environ["RANK"]
+rank, asks = os.environ["RANK"], (signal.SIGTERM, signal.SIGUSR1)
+if not any(argument.endswith(":saves") for argument in sys.argv):  # as commands do that do not save
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, asks)
 assert sys.argv[1:4] == ["-m", "dlrm_overlap", "train"]
 for argument in sys.argv[4:]:
     who, command, *rest = argument.split(":")
@@ -46,11 +50,14 @@ for argument in sys.argv[4:]:
     if command == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if command == "lifeline":
-        from dlrm_overlap.launching import lifetime
-        lifetime.end_with_launcher()
+        from dlrm_overlap.launching import launcher, lifetime
+        launcher.end_with_launcher()
     if command == "saves":
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
-        signal.signal(signal.SIGUSR1, lambda *_: sys.exit(75))
+        for number in asks:
+            signal.signal(number, lambda *_: sys.exit(75))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, asks)
+    if command == "load":
+        time.sleep(0.5)
     if command == "wait_for":
         while not os.path.exists(rest[0]):
             time.sleep(0.01)
@@ -169,6 +176,40 @@ class TestSpawn:
         assert parent.wait(20) == code
         assert_gone(started)
 
+    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
+    def test_ranks_that_are_asked_while_they_start_save_all_the_same(
+        self, worker: Path, tmp_path: Path, number: signal.Signals
+    ) -> None:
+        pids = tmp_path / "pids"
+        parent = launcher_of(worker, number, f"all:pids:{pids}", "all:load", "all:saves", "all:hang")
+        started = wait_for_pids(pids, 2)
+        parent.send_signal(number)
+        assert parent.wait(20) == SAVED
+        assert_gone(started)
+
+    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
+    def test_a_launcher_that_is_asked_before_it_starts_a_rank_starts_none(
+        self, worker: Path, capfd: pytest.CaptureFixture[str], number: signal.Signals
+    ) -> None:
+        asked = f"from dlrm_overlap.launching.lifetime import hold_asks; hold_asks(); signal.raise_signal({number}); "
+        assert launcher_of(worker, number, "all:say", before=asked).wait(20) == SAVED
+        told = f"dlrm-overlap: {number.name}: no rank has started; run the same command again\n"
+        assert capfd.readouterr() == ("", told)
+
+    def test_ranks_that_cannot_be_started(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        start, started = subprocess.Popen, []
+
+        def refuse(*args: Any, **options: Any) -> "subprocess.Popen[bytes]":
+            if started:
+                raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+            started.append(start(*args, **options))
+            return started[0]
+
+        monkeypatch.setattr("subprocess.Popen", refuse)
+        with pytest.raises(InputError, match=r"^--nproc: rank 1 of 3 cannot be started \(Resource temporarily"):
+            spawn(["train", "0:hang"], 3)
+        assert_gone([started[0].pid])
+
     def test_ctrl_c_asks_the_ranks_and_a_second_one_ends_them(self, worker: Path, tmp_path: Path) -> None:
         pids = tmp_path / "pids"
         parent = launcher_of(
@@ -185,12 +226,12 @@ class TestSpawn:
 
 
 def launcher_of(
-    worker: Path, number: signal.Signals, *options: str, stderr: int | None = None
+    worker: Path, number: signal.Signals, *options: str, before: str = "", stderr: int | None = None
 ) -> subprocess.Popen[bytes]:
-    """Return a process that runs `spawn`, which heeds signal `number`."""
+    """Return a process that runs `before` and then `spawn`, which heeds signal `number`."""
     heed = "" if number == signal.SIGKILL else f"signal.signal({int(number)}, signal.SIG_DFL); "
     program = (  # a background job of a script ignores some signals, and all it starts does
-        f"import signal, sys; {heed}"
+        f"import signal, sys; {heed}{before}"
         f"from dlrm_overlap.launching.spawn import spawn; sys.executable = {str(worker)!r}; "
         f"sys.exit(spawn(['train', *{options!r}], 2))"
     )

@@ -125,6 +125,42 @@ def test_bad_input(command: str, parts: list[str], tmp_path: Path, capsys: pytes
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(contents), "a refused command left something"
 
 
+PATHS = [
+    f"{TRAIN} --log.dir={{path}}",
+    f"{TRAIN} --log.name={{path}}",
+    f"{TRAIN} --data.kind criteo_npy --data.path={{path}}",
+    f"{TRAIN} --data.kind criteo_npy --data.path {{tmp}} --data.eval_path={{path}}",
+    f"{TRAIN} --checkpoint.resume={{path}}",
+    f"{TRAIN_2} --log.dir={{path}}",
+    "train --config={path}",
+    "compare --config quickstart --log.dir={path}",
+    "bench stage --config bench/tiny --output={path}",
+    "bench all --output={path}",
+    "eval --checkpoint={path}",
+    "eval --checkpoint {tmp} --output={path}",
+    "prepare criteo {path} {tmp}/out",
+    "prepare criteo {tmp} {path}",
+    "prepare table {tmp} {tmp}/out --schema={path}",
+    "prepare samples {path} --config quickstart",
+    "trace {path}",
+    "checkpoint show {path}",
+    "checkpoint verify {path}",
+    "checkpoint export {path} {tmp}/out.pt",
+    "checkpoint export {tmp} {path}",
+    "simulate --config quickstart --output={path}",
+]
+
+
+@pytest.mark.parametrize("command", PATHS)
+@pytest.mark.parametrize("path", ["x" * 256, "x" * 5000, "x/" * 2500, "a\0b", "a\udcff"], ids=range(5))
+def test_a_path_that_no_file_can_have(
+    command: str, path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = refusal([word.format(tmp=tmp_path, path=path) for word in command.split()], capsys)
+    assert "give a" in line or "is not a path" in line or "is not the name of one folder" in line, line
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     ("options", "parts"),
     [
@@ -163,6 +199,10 @@ def test_a_comparison_on_a_device_that_cannot_do_it(capsys: pytest.CaptureFixtur
         ("train:\n", ["train must be a section of keys, not None; indent them below it"]),
         ("data.tables.rows: 3\n", ["data.tables.rows is not a key"]),
         ("data: {kind: criteo_npy, path: ~/criteo}\n", ["data.path: ~/criteo is not a path written in full"]),
+        ('data: {kind: criteo_npy, path: "a\\0b"}\n', [r"data.path: a\x00b is not a path written in full"]),
+        ('log: {dir: "a\\0b"}\n', [r"log.dir: a\x00b is not a path written in full"]),
+        ('log: {name: "a\\0b"}\n', [r"log.name: a\x00b is not the name of one folder"]),
+        ('checkpoint: {resume: "a\\0b"}\n', [r"checkpoint.resume: a\x00b is not a path written in full"]),
         ("# nothing yet\n", ["the file must be a section of keys, not None"]),
         ("- 3\n", ["the file must be a section of keys, not [3]"]),
         ("train: [\n", ["is not YAML"]),

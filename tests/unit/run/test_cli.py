@@ -15,7 +15,7 @@ import torch
 import dlrm_overlap
 from dlrm_overlap.cli import main, run
 from dlrm_overlap.config import Config, InputError, PeerError
-from dlrm_overlap.launching.lifetime import HOLD_BACK_S
+from dlrm_overlap.launching.lifetime import HOLD_BACK_S, SAVED
 from dlrm_overlap.train.ranks import run_on_ranks
 from tests.conftest import configuration
 
@@ -68,6 +68,55 @@ sys.exit(cli.main(["train", "--config", "nowhere.yaml"]))
     argv = [sys.executable, "-c", script]
     result = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False, env=environ)
     assert (result.returncode, result.stderr[: len(told) or None]) == (code, told)
+
+
+# Gets a signal while the command line is imported; then trains, in place of `run_on_ranks`, until it is asked to end.
+LOADING = """
+import os, signal, sys, time
+from importlib.abc import MetaPathFinder
+from types import SimpleNamespace
+
+class Signals(MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "dlrm_overlap.launching.parsing":
+            try:
+                os.kill(os.getpid(), int(sys.argv.pop(1)))
+            except KeyboardInterrupt:
+                pass  # as torch and matplotlib do
+
+def train(*_, **__):
+    from dlrm_overlap.launching.lifetime import EndRequest
+    end, deadline = EndRequest(), time.monotonic() + 20
+    end.listen()
+    while not end.asked and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return 75 if end.asked else 0
+
+for number in (signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(number, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a script ignores it
+sys.meta_path.insert(0, Signals())
+names = ("Ranks", "check_data", "check_output", "check_start", "check_writable")
+sys.modules["dlrm_overlap.train.ranks"] = SimpleNamespace(**dict.fromkeys(names), run_on_ranks=train)
+from dlrm_overlap.__main__ import run
+run()
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "command", "code", "told"),
+    [
+        (signal.SIGTERM, "train", SAVED, ""),
+        (signal.SIGUSR1, "train", SAVED, ""),
+        (signal.SIGTERM, "compare", -signal.SIGTERM, ""),
+        (signal.SIGUSR1, "--version", 0, ""),
+        (signal.SIGINT, "train", 128 + signal.SIGINT, "dlrm-overlap: interrupted\n"),
+    ],
+)
+def test_a_signal_while_the_command_line_is_loaded(number: int, command: str, code: int, told: str) -> None:
+    argv = [sys.executable, "-c", LOADING, str(int(number)), command]
+    result = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+    assert (result.returncode, result.stderr) == (code, told)
 
 
 def test_options_override_the_file(tmp_path: Path) -> None:
