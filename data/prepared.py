@@ -122,7 +122,7 @@ def _is_count(value: Any, least: int = 1, most: int = 2**31 - 1) -> bool:
 
 
 def _is_weight(value: Any) -> bool:
-    return type(value) in (int, float) and 0 <= value < math.inf
+    return type(value) in (int, float) and 0 <= value <= 1e37  # as `NonNegativeFloat`
 
 
 def _digest_of(layout: Layout, checksums: np.ndarray) -> str:

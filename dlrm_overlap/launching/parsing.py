@@ -43,7 +43,7 @@ def reader_may_leave() -> Iterator[None]:
 
 
 def words_of(kind: Any) -> str:
-    """Return what a value of the type `kind` is, such as "a finite number above 0 or null"."""
+    """Return what a value of the type `kind` is, such as "a number from 0 to below 1 or null"."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is Annotated:
         return arguments[1].words

@@ -27,7 +27,15 @@ class MetricsFile:
         """
         kept = path.read_text(errors="replace").splitlines() if keep_up_to_step and path.exists() else []
         write_atomically(path, "".join(f"{line}\n" for line in kept if 0 < _step_of(line) <= keep_up_to_step))
-        self._file = path.open("ab", buffering=0)
+        self._path, self._file = path, path.open("ab", buffering=0)
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the file still has its name: nobody has removed, moved or replaced it, or its folder."""
+        try:
+            return os.path.samestat(os.fstat(self._file.fileno()), self._path.stat())
+        except OSError:
+            return False
 
     def write(self, record: dict[str, Any]) -> None:
         """Append `record`.

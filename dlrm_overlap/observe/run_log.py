@@ -153,13 +153,22 @@ class RunLog:
             lr_factor: of the learning rates.
             metrics: of all ranks' predictions, see `RunningMetrics`.
             asked_to_end: whether this rank was asked to end; `self.asked_to_end` then is whether any was.
+
+        Raises:
+            InputError: on all ranks, if the run's folder, or metrics.jsonl in it, is no longer there.
         """
         count = len(step_ms)
         loss = loss_sum.double()
-        greatest = torch.tensor([wait_s, asked_to_end], dtype=torch.float64, device=self.device)
+        is_lost = self._metrics is not None and not self._metrics.is_in_place
+        greatest = torch.tensor([wait_s, asked_to_end, is_lost], dtype=torch.float64, device=self.device)
         dist.all_reduce(loss)
         dist.all_reduce(greatest, dist.ReduceOp.MAX)  # one rank's wait holds up all
-        waited_s, asked = greatest.tolist()
+        waited_s, asked, lost = greatest.tolist()
+        if lost:
+            raise InputError(
+                f"log.dir: step {step}: {self.folder}, or metrics.jsonl in it, was removed or moved while the run was "
+                f"writing to it, so the run ends here; start it again, and leave the folder until the run has ended"
+            )
         self.asked_to_end = bool(asked)
         self.loss = loss.item() / self.world.world_size / count
         mean_ms, wait_ms = sum(step_ms) / count, (waited_s - self.waited_s) * 1e3 / count

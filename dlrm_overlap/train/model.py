@@ -115,7 +115,7 @@ class DLRM(nn.Module):
         self.keys, self.dim, self.dense_features = table_keys(len(rows)), config.dim, dense_features
         number, meta = config.sequence.history, torch.device("meta")
         self.history_key = None if number is None else self.keys[number]
-        self.candidate_key = self.keys[config.sequence.candidate]
+        self.candidate_key = "" if number is None else self.keys[config.sequence.candidate]
         self.pooled_keys = [key for key in self.keys if key != self.history_key]
         described = {
             key: {

@@ -118,6 +118,7 @@ def test_model_refuses(arguments: dict, message: str) -> None:
         ("--model.dim=18", "dim: 18 is not a multiple of 4 above 0"),
         ("--embedding.cache_fraction=1.5", "cache_fraction: 1.5 is not a number above 0, up to 1"),
         ("--data.eval_fraction=1", "eval_fraction: 1 is not a number from 0 to below 1"),
+        ("--data.workers=2147483647", "workers: 2147483647 is not a whole number from 0 to 256"),
         ("--embedding.memory=[]", r"memory: \[\] is not one of 'gpu', 'cached', 'auto'"),
         ("--data.path=days", "data.path: 'days', but data.kind is synthetic; set data.kind"),
     ],
@@ -155,8 +156,11 @@ def test_decay_must_follow_the_warm_up() -> None:
         TrainConfig(warmup_steps=10, decay_start_step=5, decay_steps=10)
 
 
+EXTREMES = ["1e308", "1e39", "1e-39", "5e-324"]  # which 32 bits make infinite, inexact or 0
+
+
 @pytest.mark.parametrize("key", ["train.lr", "train.eps", "embedding.lr", "embedding.eps", "embedding.wait_timeout_s"])
-@pytest.mark.parametrize("value", ["inf", ".inf", "nan", "-inf", "0", "1" + 400 * "0"])
+@pytest.mark.parametrize("value", ["inf", ".inf", "nan", "-inf", "0", "1" + 400 * "0", *EXTREMES])
 def test_floats_must_be_finite(key: str, value: str) -> None:
     with pytest.raises(InputError, match=key):
         _quickstart(f"--{key}={value}")
