@@ -24,7 +24,7 @@ from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.launching.environment import environment
 from dlrm_overlap.launching.launcher import World
 from dlrm_overlap.observe.metrics import WARMUP_STEPS, make_tracer, memory_bytes, quantile
-from dlrm_overlap.observe.result_files import MetricsFile, nan_as_none, write_atomically
+from dlrm_overlap.observe.result_files import MetricsFile, nan_as_none, remove, write_atomically
 
 log = logging.getLogger("dlrm_overlap")
 
@@ -95,11 +95,12 @@ class RunLog:
             self._tracer = make_tracer(folder / "traces" / file, traced.start - 1 - start, len(traced))
         if world.rank:
             return
-        (folder / "summary.json").unlink(missing_ok=True)  # until this run has its own, or a resume would believe it
+        remove(folder / "summary.json")  # until this run has its own, or a resume would believe it
         if start == 0:  # an earlier run's would contradict what this run writes beside them
             shutil.rmtree(folder / "traces", ignore_errors=True)
             for old in folder.glob("events.out.tfevents.*"):
-                old.unlink()
+                if not old.is_dir():
+                    remove(old)
         shown = config.as_dict()
         shown["log"]["replace"] = False  # a run of this file goes on with this one
         resolved = yaml.safe_dump(shown, sort_keys=False)

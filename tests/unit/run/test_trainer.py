@@ -200,6 +200,28 @@ def test_a_run_that_ended_before_its_results_evaluates(tmp_path: Path) -> None:
     assert (again["steps"], again["eval_loss"]) == (4, first["eval_loss"])
 
 
+@pytest.mark.parametrize("content", ["", "{", "[]", "Infinity", '{"steps": Infinity}', '{"steps": 4}'])
+def test_damaged_results_of_a_finished_run_are_written_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, content: str
+) -> None:
+    run = tmp_path / "run"
+    (run / "events.out.tfevents.1").mkdir(parents=True)
+    first = _fit(tmp_path, *SAVES)
+    (run / "summary.json").write_text(content)
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    (run / "metrics.jsonl").write_text("\n".join([lines[0], '{"step": Infinity}', "[1]", *lines[1:], lines[-1][:50]]))
+    caplog.clear()
+    again = _fit(tmp_path, *SAVES)
+    assert (again["steps"], again["eval_loss"]) == (4, first["eval_loss"])
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert [line.partition(" (")[0] for line in warnings if str(run) in line] == [
+        f"{run}/summary.json is damaged",
+        f"{run}/metrics.jsonl: 3 of {len(lines) + 3} lines are damaged and left out",
+    ]
+    assert _fit(tmp_path, *SAVES) == again, "finished, and read from the file"
+    assert list(read_metrics(run, "train/loss")) == [1, 2, 3, 4]
+
+
 def test_a_run_that_was_killed_before_its_first_checkpoint_begins_anew(tmp_path: Path) -> None:
     run = tmp_path / "run"
     take = Trainer.step
