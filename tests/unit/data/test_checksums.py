@@ -183,6 +183,24 @@ def test_a_run_ends_in_one_line_by_a_changed_id(folder: Path, tmp_path: Path) ->
     assert f"{folder / 'list_2'}: the bytes 0 to" in result.stderr.splitlines()[-1]
 
 
+@pytest.mark.slow
+def test_an_evaluation_and_two_ranks_end_in_one_line_by_a_changed_label(folder: Path, tmp_path: Path) -> None:
+    options = ["--data.kind", "prepared", "--data.path", str(folder), "--train.batch_size", "50"]
+    options += ["--train.device", "cpu", "--log.dir", str(tmp_path / "runs"), "--nproc", "2", "--train.steps"]
+    result = run_cli("train", *options, "3", "--log.name", "whole")
+    assert result.returncode == 0, result.stderr
+    flip(folder / "records", 8 * (folder / "records").stat().st_size - 1)  # which is held out
+    for command in (
+        ["eval", "--checkpoint", str(tmp_path / "runs" / "whole"), "--nproc", "2"],
+        ["train", *options, "4", "--log.name", "damaged"],
+    ):
+        result = run_cli(*command)
+        assert result.returncode == 2, result.stderr
+        assert "Traceback" not in result.stderr
+        told = [line for line in result.stderr.splitlines() if "records: the bytes" in line]
+        assert len(told) == 1, result.stderr
+
+
 def test_ends_out_of_order_are_named(folder: Path) -> None:
     ends = np.frombuffer((folder / "ends_2").read_bytes(), "<i8").copy()
     for sample, end in ((17, -1), (0, -5), (1234, ends[1234 - 1] - 1), (8, 2**62)):

@@ -166,6 +166,51 @@ def test_floats_must_be_finite(key: str, value: str) -> None:
         _quickstart(f"--{key}={value}")
 
 
+WRONG = [
+    ".inf",
+    ".nan",
+    "1e999",
+    "[1, 2]",
+    "{a: [{}]}",
+    "'x'",
+    "9" * 5000,
+    "[" * 2000,
+    "!!int ''",
+    "!!bool x",
+    "!!float x",
+]
+WRONG += [
+    "!!timestamp x",
+    "!!binary x",
+    "!!null x",
+    "&a [*a]",
+    "<<: 3",
+    "{[1]: 2}",
+    '"\\0"',
+    "? a",
+    "2020-01-01",
+    "!!pairs [a]",
+]
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_wrong_value_in_a_file_is_one_line(tmp_path: Path, wrong: str) -> None:
+    file = tmp_path / "config.yaml"
+    argv = ["--config", "configs/quickstart.yaml", "--config", str(file)]
+    for text in (
+        f"train:\n  lr: {wrong}\n",
+        f"train: {wrong}\n",
+        f"data: {{tables: {{rows: {wrong}}}}}\n",
+        f"{wrong}\n",
+    ):
+        file.write_text(text)
+        with pytest.raises(InputError) as error:
+            configuration(*argv)
+        assert "\n" not in str(error.value)
+    with pytest.raises(InputError, match=r"train\.lr: .* is not a number from"):
+        _quickstart("--train.lr", wrong)
+
+
 @pytest.mark.parametrize("name", ["..", ".", "a/b", "", "/tmp/run", "run/", "a\x1b[2J", "a\nb"])
 def test_a_runs_name_is_one_folder(name: str) -> None:
     with pytest.raises(InputError, match=r"log\.name: .* is not the name of one folder"):
