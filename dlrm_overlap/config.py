@@ -198,6 +198,12 @@ class SequenceConfig:
                 f"model.sequence.candidate: {self.candidate} is the history itself; name another table by its number"
             )
 
+    def check_tables(self, tables: int) -> None:
+        """Raise an InputError if the history or its candidate is not one of so many tables."""
+        for name, table in (("history", self.history), ("candidate", self.candidate)):
+            if self.history is not None and table is not None and table >= tables:
+                raise InputError(f"model.sequence.{name}: {table} is no table; the {tables} count from 0")
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -438,10 +444,8 @@ class Config:
         self.data.require_source()
         if self.data.kind == "synthetic" and self.train.steps is None:
             raise InputError("train.steps: null, but synthetic data has no end; set train.steps")
-        for name in ("history", "candidate"):
-            table, tables = getattr(self.model.sequence, name), self.data.tables.number(CRITEO_TABLES)
-            if table is not None and self.model.sequence.history is not None and table >= tables:
-                raise InputError(f"model.sequence.{name}: {table} is no table; the {tables} count from 0")
+        if self.data.kind != "prepared":  # else the files have the number of tables
+            self.model.sequence.check_tables(self.data.tables.number(CRITEO_TABLES))
 
     @property
     def folder(self) -> Path:

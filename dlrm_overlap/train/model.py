@@ -239,7 +239,12 @@ class TrainTask(nn.Module):
 def build_model(
     model: ModelConfig, embedding: EmbeddingConfig, rows: Sequence[int], dense_features: int, seed: int
 ) -> DLRM:
-    """Build the DLRM: its dense weights depend on `seed` alone, its tables have no storage yet."""
+    """Build the DLRM: its dense weights depend on `seed` alone, its tables have no storage yet.
+
+    Raises:
+        InputError: if `model.sequence` names a table that is not there.
+    """
+    model.sequence.check_tables(len(rows))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return DLRM(model, rows, dense_features, embedding.weight_dtype)

@@ -14,6 +14,7 @@ from dlrm_overlap.config import (
     TrainConfig,
     parse_multi_hot,
 )
+from dlrm_overlap.train.model import build_model
 from tests.conftest import configuration
 
 
@@ -141,6 +142,13 @@ def test_a_history_is_a_table_beside_the_candidates(sequence: dict, message: str
     with pytest.raises(InputError, match=message):
         Config(model=ModelConfig(sequence=SequenceConfig(**sequence)), data=data, train=train)
     Config(model=ModelConfig(sequence=SequenceConfig(history=2)), data=data, train=train)
+    files = DataConfig(kind="prepared", path="days")  # of any number of tables, which are known when they are opened
+    config = Config(model=ModelConfig(sequence=SequenceConfig(history=40)), data=files, train=train)
+    build_model(config.model, config.embedding, [3] * 41, 13, 0)
+    with pytest.raises(InputError, match=r"model\.sequence\.history: 40 is no table; the 40 count from 0"):
+        build_model(config.model, config.embedding, [3] * 40, 13, 0)
+    unused = ModelConfig(sequence=SequenceConfig(candidate=2**31 - 1))  # without a history
+    build_model(unused, config.embedding, [3], 13, 0)
 
 
 def test_ranks_share_the_global_batch() -> None:
