@@ -148,9 +148,11 @@ def _map(file: Path, dtype: str, shape: tuple[int, ...] | None = None) -> np.nda
     """Map a file of `shape`, or, without one, of one dimension and any size."""
     try:
         found = file.stat().st_size if file.is_file() else -1
-        size = found if shape is None else math.prod(shape) * np.dtype(dtype).itemsize
-        if found < 0 or found != size or size % np.dtype(dtype).itemsize:
-            raise InputError(f"{file}: not the {size} bytes that {_META} names; {_CURE}")
+        item = np.dtype(dtype).itemsize
+        size = max(found, 0) // item * item if shape is None else math.prod(shape) * item
+        if found != size:
+            what = f"{size} bytes that {_META} names" if shape else f"file of numbers of {item} bytes that was written"
+            raise InputError(f"{file}: not the {what}; {_CURE}")
         # Torch warns of memory that is read-only, and a plain array slices faster than np.memmap.
         return np.asarray(np.memmap(file, dtype, "c", shape=shape)) if size else np.empty(shape or 0, dtype)
     except OSError as error:
