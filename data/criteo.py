@@ -1,7 +1,10 @@
 """TorchRec's arrays of Criteo's samples, and MLPerf's multi-hot ones, mapped from disk."""
 
+import errno
+import io
+import math
+import os
 import re
-import tokenize
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,9 +15,8 @@ import numpy as np
 from dlrm_overlap.config import CRITEO_DENSE, CRITEO_TABLES, InputError, TablesConfig, in_one_line
 from dlrm_overlap.data.days import Day, Days, require_successive
 
-# What numpy raises for a file that is none of its arrays. It reads the header as a literal, so nothing is executed.
-_NOT_NPY = (OSError, ValueError, KeyError, EOFError, SyntaxError, tokenize.TokenError, zipfile.BadZipFile)
 _ZIP_HEADER_BYTES = 30  # in front of a member's name, extra field and data
+_NPY_HEADER_BYTES = 1 << 16  # numpy itself writes 128 for an array of numbers
 
 
 class Criteo(Days):
@@ -61,8 +63,7 @@ def _open_day(name: str, multi_hot: bool) -> Day:
 def _map_npy(file: Path, dtype: type, columns: int) -> np.ndarray:
     """Map the [n, columns] array (or [n], for one column) of an npy file."""
     with _named(file):
-        array = np.load(file, mmap_mode="r", allow_pickle=False)
-        return _checked(array[:, None] if columns == 1 and array.ndim == 1 else array, dtype, columns)
+        return _map(file, 0, dtype, columns)
 
 
 def _map_member(file: Path, info: zipfile.ZipInfo) -> np.ndarray:
@@ -73,25 +74,46 @@ def _map_member(file: Path, info: zipfile.ZipInfo) -> np.ndarray:
         stream.seek(info.header_offset)
         header = stream.read(_ZIP_HEADER_BYTES)
         name_bytes, extra_bytes = np.frombuffer(header, "<u2", 2, _ZIP_HEADER_BYTES - 4).tolist()
-        stream.seek(name_bytes + extra_bytes, 1)
-        np.lib.format.read_magic(stream)
-        shape, fortran_order, dtype = np.lib.format.read_array_header_1_0(stream)
-        # The map may be unaligned, but `read` only copies from it, which is as fast as from an aligned one.
-        array = np.memmap(file, dtype, "r", stream.tell(), shape, order="F" if fortran_order else "C")
-    return _checked(array, np.int32, None)
+    return _map(file, info.header_offset + _ZIP_HEADER_BYTES + name_bytes + extra_bytes, np.int32, None)
 
 
-def _checked(array: np.ndarray, dtype: type, columns: int | None) -> np.ndarray:
-    """Return `array` as a plain [n, columns] array after checking its type and shape; None allows any columns but 0."""
-    if array.dtype != dtype or array.ndim != 2 or array.shape[1] != (columns or max(1, array.shape[1])):
+def _map(file: Path, offset: int, dtype: type, columns: int | None) -> np.ndarray:
+    """Map the array that begins with its npy header at `offset`, as [n, columns]; None allows any columns but 0.
+
+    The header is compared with the type, the shape and the file's size before anything of its size is made.
+    """
+    with file.open("rb") as stream:
+        stream.seek(offset)
+        header = io.BytesIO(stream.read(_NPY_HEADER_BYTES))
+    version = np.lib.format.read_magic(header)
+    if version not in ((1, 0), (2, 0)):
+        raise ValueError(f"npy format {version}, but it must be 1.0 or 2.0")
+    read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, fortran_order, found = read_header(header)
+    is_column = columns == 1 and len(shape) == 1
+    is_shape = (len(shape) == 2 and shape[1] == (columns or max(1, shape[1]))) or is_column
+    if found != dtype or not is_shape or any(type(each) is not int or each < 0 for each in shape):
         wanted = f"{np.dtype(dtype)} [samples, {columns or 'ids a bag'}]"
-        raise ValueError(f"{array.dtype} {list(array.shape)}, but it must be {wanted}")
-    return np.asarray(array)  # a plain array slices faster than np.memmap
+        raise ValueError(f"{found} {list(shape)}, but it must be {wanted}")
+    first, size = offset + header.tell(), math.prod(shape) * found.itemsize
+    if (rest := file.stat().st_size - first) < size:
+        raise ValueError(f"{rest} bytes after its header, which names {size}")
+    # The map may be unaligned, but `read` only copies from it, which is as fast as from an aligned one.
+    order = "F" if fortran_order else "C"
+    array = np.memmap(file, found, "r", first, shape, order=order) if size else np.empty(shape, found)
+    return np.asarray(array[:, None] if is_column else array)  # a plain array slices faster than np.memmap
 
 
 @contextmanager
 def _named(file: Path) -> Iterator[None]:
+    """Raise whatever numpy and zipfile raise for a file that is none of theirs as an InputError.
+
+    numpy reads the header as a literal, so nothing is executed.
+    """
     try:
+        if not file.is_file():  # to open a pipe would wait for its writer
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
         yield
-    except _NOT_NPY as error:
-        raise InputError(f"{file}: not the array that is needed ({in_one_line(error)}); add or replace it") from None
+    except Exception as error:
+        text = in_one_line(error) or type(error).__name__
+        raise InputError(f"{file}: not the array that is needed ({text:.300}); add or replace it") from None

@@ -17,6 +17,7 @@ import torch
 
 from dlrm_overlap.config import InputError
 from dlrm_overlap.data.batch import Batch, Dataset
+from dlrm_overlap.data.checksums import CheckedArray
 
 _FINGERPRINTED = 64  # samples, a page or two of a file each
 
@@ -27,7 +28,7 @@ Samples = slice | np.ndarray  # some of a day, by their numbers
 class Ragged:
     """The ids of a table whose bags differ in size."""
 
-    values: np.ndarray
+    values: np.ndarray | CheckedArray
     """[m] int32, bag after bag"""
     ends: np.ndarray
     """[n] int64, where each bag ends in `values`"""
@@ -45,7 +46,7 @@ class Day:
     """[n, F] float32"""
     ids: Sequence[np.ndarray | Ragged]
     """of each table: [n, pooling factor] int32, or ragged"""
-    records: np.ndarray | None = None
+    records: np.ndarray | CheckedArray | None = None
     """[n, bytes] uint8, which the others are unpacked from, if they are"""
 
     def bags(self, table: int, samples: Samples) -> tuple[np.ndarray, np.ndarray]:

@@ -3,15 +3,18 @@
     records     uint8 [n, bytes of a record], see `records`
     ends_t      int64 [n], of each table t whose bags differ in size, where each sample's bag ends in
     list_t      int32 [m], the ids of these bags, of which no record has any
+    checksums   uint64, of each block of these files, in this order; see `checksums`
 
 The last samples are those to evaluate on, if `prepare` knew which these are. meta.json is written when all else is on
-disk, so a folder has it or is refused.
+disk, so a folder has it or is refused. Its `digest` is a checksum of its other values and of the file `checksums`.
 """
 
+import errno
 import json
 import math
 import os
 import shutil
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
@@ -20,12 +23,14 @@ from typing import Any
 
 import numpy as np
 
-from dlrm_overlap.config import InputError, TablesConfig
+from dlrm_overlap.config import InputError, TablesConfig, in_one_line
+from dlrm_overlap.data.checksums import BLOCK_BYTES, CheckedArray, ChecksumWriter, digest_of
 from dlrm_overlap.data.days import Day, Days, Ragged
 from dlrm_overlap.data.records import Layout, Packed
 from dlrm_overlap.launching.files import write_json
 
-_META = "meta.json"
+_META, _CHECKSUMS = "meta.json", "checksums"
+_CURE = "copy the folder again, or run `dlrm-overlap prepare` anew"
 
 
 class Prepared(Days):
@@ -36,18 +41,18 @@ class Prepared(Days):
     def __init__(self, path: str | Path, tables: TablesConfig):
         """Map the folder `path`.
 
+        Reading samples raises InputError, too, for a block of a file that has changed.
+
         Raises:
-            InputError: if there is no meta.json of this version; if `tables` has other rows than the ids were made for,
-                and does not fold both to the same; or if a file is missing or of another size.
+            InputError: if there is no meta.json of this version, or a value in it is wrong; if `tables` has other rows
+                than the ids were made for, and does not fold both to the same; or if a file is missing, has another
+                size, or is not the one that was written.
         """
         folder = Path(path)
-        try:
-            layout = Layout(**json.loads((folder / _META).read_text()))
-        except (OSError, ValueError, TypeError, RecursionError) as error:
-            raise InputError(
-                f"{folder}: has no {_META} of this version's `dlrm-overlap prepare` ({error}); set data.path, or "
-                f"data.eval_path, to a folder that it has written to its end, or data.kind to what this one holds"
-            ) from None
+        layout, digest = _read_meta(folder / _META)
+        checksums = _map(folder / _CHECKSUMS, "<u8")
+        if digest != _digest_of(layout, checksums):
+            raise InputError(f"{folder}: {_META} or {_CHECKSUMS} has changed since it was written; {_CURE}")
         made, most = layout.rows, tables.max_rows or math.inf
         rows = tables.rows if isinstance(tables.rows, list) else [tables.rows or each for each in made]
         if [min(each, most) for each in rows] != [min(each, most) for each in made]:
@@ -55,25 +60,106 @@ class Prepared(Days):
                 f"data.tables.rows: {rows}, but the ids of {folder} were made for {made} rows; set it to null, which "
                 f"takes these, and to save memory fold the ids by data.tables.max_rows"
             )
-        samples = layout.samples
-        records = _map(folder / "records", "u1", (samples, layout.record_bytes))
+        samples, files = layout.samples, _Files(folder, checksums)
+        records: Any = files.map_next("records", "u1", (samples, layout.record_bytes))
         unpacked: list[Any] = [Packed(records, each) for each in layout.fields()]
         dense, labels, *ids = unpacked
         for t in layout.lists:
-            ends = _map(folder / f"ends_{t}", "<i8", (samples,))
-            ids.insert(t, Ragged(_map(folder / f"list_{t}", "<i4", (int(ends[-1]) if samples else 0,)), ends))
+            ends = files.map_next(f"ends_{t}", "<i8", (samples,))[:]
+            if (falls := ends < np.append(0, ends[:-1])).any():
+                raise InputError(
+                    f"{folder / f'ends_{t}'}: the bag of sample {falls.argmax()} ends before it begins; {_CURE}"
+                )
+            ids.insert(t, Ragged(files.map_next(f"list_{t}", "<i4", (int(ends[-1]),)), ends))
         super().__init__([Day(str(folder), labels, dense, ids, records)], made, tables.max_rows)
         self.held_out = layout.held_out
         self.labels = layout.labels
         self.packed = None if layout.lists else replace(layout, moduli=self._moduli)
 
 
-def _map(file: Path, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
-    size = math.prod(shape) * np.dtype(dtype).itemsize
-    if not file.is_file() or file.stat().st_size != size:
-        raise InputError(f"{file}: not the {size} bytes that {_META} names; run `dlrm-overlap prepare` anew")
-    # Torch warns of memory that is read-only, and a plain array slices faster than np.memmap.
-    return np.asarray(np.memmap(file, dtype, "c", shape=shape)) if size else np.empty(shape, dtype)
+def _read_meta(file: Path) -> tuple[Layout, str]:
+    """Return the layout and the digest in meta.json.
+
+    Raises:
+        InputError: if it cannot be read, has other keys, or has a value that is not of its type and range.
+    """
+    try:
+        if not file.is_file():
+            raise FileNotFoundError(errno.ENOENT, "no such file")
+        content = json.loads(file.read_text())
+        digest = content.pop("digest", None)
+        layout = Layout(**content)
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise InputError(
+            f"{file.parent}: has no {_META} of this version's `dlrm-overlap prepare` ({in_one_line(error):.200}); set "
+            f"data.path, or data.eval_path, to a folder that it has written to its end, or data.kind to what this one "
+            f"holds"
+        ) from None
+    labels, rows, sizes, samples = layout.labels, layout.rows, layout.sizes, layout.samples
+    rules = {
+        "digest": digest is None or isinstance(digest, str),
+        "labels": isinstance(labels, dict) and labels and all(map(_is_weight, labels.values())),
+        "dense": _is_count(layout.dense),
+        "rows": isinstance(rows, list) and rows and all(map(_is_count, rows)),
+        "sizes": isinstance(sizes, list) and all(each is None or _is_count(each) for each in sizes),
+        "samples": _is_count(samples, 0, sys.maxsize),
+        "held_out": layout.held_out is None or _is_count(layout.held_out, 1, sys.maxsize),
+        "moduli": layout.moduli == [],
+    }
+    wrong = [f"{key} {content.get(key, digest)!r:.60}" for key, holds in rules.items() if not holds]
+    if not wrong and len(sizes) != len(rows):
+        wrong.append(f"{len(sizes)} sizes of {len(rows)} tables")
+    if not wrong and layout.held_out is not None and layout.held_out >= samples:
+        wrong.append(f"held_out {layout.held_out} of {samples} samples")
+    if wrong:
+        raise InputError(f"{file}: {', '.join(wrong)} cannot be; {_CURE}")
+    if digest is None:
+        raise InputError(f"{file}: no digest, since an earlier version wrote the folder without checksums; {_CURE}")
+    if not samples:
+        raise InputError(f"{file.parent}: no samples; give a data set that has some")
+    return layout, digest
+
+
+def _is_count(value: Any, least: int = 1, most: int = 2**31 - 1) -> bool:
+    return type(value) is int and least <= value <= most
+
+
+def _is_weight(value: Any) -> bool:
+    return type(value) in (int, float) and 0 <= value <= 1e37  # as `NonNegativeFloat`
+
+
+def _digest_of(layout: Layout, checksums: np.ndarray) -> str:
+    return digest_of(json.dumps(asdict(layout), sort_keys=True).encode(), checksums.data)
+
+
+class _Files:
+    """The files of a prepared folder, which are mapped in the order that `checksums` has."""
+
+    def __init__(self, folder: Path, checksums: np.ndarray) -> None:
+        self._folder, self._checksums = folder, checksums
+
+    def map_next(self, name: str, dtype: str, shape: tuple[int, ...]) -> CheckedArray:
+        array = _map(self._folder / name, dtype, shape)
+        count = -(-array.nbytes // BLOCK_BYTES)
+        checksums, self._checksums = np.split(self._checksums, [count])
+        if len(checksums) < count:
+            raise InputError(f"{self._folder / _CHECKSUMS}: has too few for {name}; {_CURE}")
+        return CheckedArray(self._folder / name, array, checksums)
+
+
+def _map(file: Path, dtype: str, shape: tuple[int, ...] | None = None) -> np.ndarray:
+    """Map a file of `shape`, or, without one, of one dimension and any size."""
+    try:
+        found = file.stat().st_size if file.is_file() else -1
+        item = np.dtype(dtype).itemsize
+        size = max(found, 0) // item * item if shape is None else math.prod(shape) * item
+        if found != size:
+            what = f"{size} bytes that {_META} names" if shape else f"file of numbers of {item} bytes that was written"
+            raise InputError(f"{file}: not the {what}; {_CURE}")
+        # Torch warns of memory that is read-only, and a plain array slices faster than np.memmap.
+        return np.asarray(np.memmap(file, dtype, "c", shape=shape)) if size else np.empty(shape or 0, dtype)
+    except OSError as error:
+        raise InputError(f"{file}: cannot be read ({error.strerror}); make it readable") from None
 
 
 @contextmanager
@@ -100,18 +186,21 @@ def write_samples(target: Path, layout: Layout, blocks: Iterable[Day]) -> Layout
     ids = dict.fromkeys(layout.lists, 0)
     with ExitStack() as stack:
         names = ["records", *(f"{part}_{t}" for t in ids for part in ("ends", "list"))]
-        files = {name: stack.enter_context((target / name).open("xb")) for name in names}
+        files = {name: stack.enter_context((target / name).open("xb")) for name in [*names, _CHECKSUMS]}
+        writers = {name: ChecksumWriter(files[name]) for name in names}
         for block in blocks:
             samples += len(block.labels)
-            files["records"].write(layout.pack(block).data)
+            writers["records"].write(layout.pack(block))
             for t in ids:
                 values, sizes = block.bags(t, slice(0, len(block.labels)))
-                files[f"ends_{t}"].write((ids[t] + sizes.cumsum()).astype("<i8").data)
-                files[f"list_{t}"].write(values.astype("<i4").data)
+                writers[f"ends_{t}"].write((ids[t] + sizes.cumsum()).astype("<i8"))
+                writers[f"list_{t}"].write(values.astype("<i4"))
                 ids[t] += len(values)
+        checksums = np.concatenate([writer.finish() for writer in writers.values()])
+        files[_CHECKSUMS].write(checksums.data)
         for file in files.values():
             file.flush()
             os.fsync(file.fileno())
     layout = replace(layout, samples=samples)
-    write_json(target / _META, asdict(layout), "OUT")
+    write_json(target / _META, {**asdict(layout), "digest": _digest_of(layout, checksums)}, "OUT")
     return layout

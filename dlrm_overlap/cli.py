@@ -84,6 +84,7 @@ def compare(argv: list[str]) -> int:
 
     def work(ranks: Ranks) -> int:
         from dlrm_overlap.observe.comparison import report
+        from dlrm_overlap.observe.result_files import remove
         from dlrm_overlap.train.compare import run_configs, train_runs
 
         folder = Path(ranks.config.log.dir)
@@ -94,7 +95,7 @@ def compare(argv: list[str]) -> int:
         for config in configs.values():
             check_start(config, ranks.device)  # for every backend, before the first one trains
         if ranks.world.rank == 0:
-            output.unlink(missing_ok=True)  # an earlier one would contradict the runs that this writes beside it
+            remove(output)  # an earlier one would contradict the runs that this writes beside it
         folders = train_runs(configs, ranks.trainer)
         if ranks.world.rank:
             return 0

@@ -27,13 +27,15 @@ class Rule(NamedTuple):
 # Kernels and seeds take 32 bits.
 PositiveInt = Annotated[int, Rule("a whole number from 1 to 2^31 - 1", lambda value: 0 < value < 2**31)]
 NonNegativeInt = Annotated[int, Rule("a whole number from 0 to 2^31 - 1", lambda value: 0 <= value < 2**31)]
-PositiveFloat = Annotated[float, Rule("a finite number above 0", lambda value: 0 < value < math.inf)]
-NonNegativeFloat = Annotated[float, Rule("a finite number from 0 on", lambda value: 0 <= value < math.inf)]
+# Optimizers and losses compute with these, and with small multiples of them, in floating point of 32 bits.
+PositiveFloat = Annotated[float, Rule("a number from 1e-37 to 1e37", lambda value: 1e-37 <= value <= 1e37)]
+NonNegativeFloat = Annotated[float, Rule("a number from 0 to 1e37", lambda value: 0 <= value <= 1e37)]
 BelowOne = Annotated[float, Rule("a number from 0 to below 1", lambda value: 0 <= value < 1)]
 Share = Annotated[float, Rule("a number above 0, up to 1", lambda value: 0 < value <= 1)]
 Seconds = Annotated[float, Rule("a number of seconds from 0.1 to 86400", lambda value: 0.1 <= value <= 86400)]
 HalfLife = Annotated[int, Rule("a whole number from 0 to 100", lambda value: 0 <= value <= 100)]  # sums fit 32 bits
 Prefetch = Annotated[int, Rule("a whole number from 1 to 128", lambda value: 0 < value <= 128)]  # a pipe holds as many
+Workers = Annotated[int, Rule("a whole number from 0 to 256", lambda value: 0 <= value <= 256)]  # processes of a rank
 SliceBags = Annotated[int, Rule("a power of two from 4 on", lambda value: value >= 4 and value.bit_count() == 1)]
 Dim = Annotated[int, Rule("a multiple of 4 above 0", lambda value: value > 0 and value % 4 == 0)]  # as FBGEMM asks
 _NAME_BYTES, _PATH_BYTES = 255, 2048  # Linux takes paths of 4095 bytes; a run makes files below the one it is given
@@ -163,7 +165,7 @@ class DataConfig:
     tables: TablesConfig = field(default_factory=TablesConfig)
     seed: NonNegativeInt = 0
     """seed of synthetic samples, of the teacher that labels them, and of shuffle"""
-    workers: NonNegativeInt = 2
+    workers: Workers = 2
     """loader processes a rank; 0 reads in the training process"""
     prefetch: Prefetch = 4
     """batches each worker reads ahead"""
@@ -216,6 +218,12 @@ class SequenceConfig:
             raise InputError(
                 f"model.sequence.candidate: {self.candidate} is the history itself; name another table by its number"
             )
+
+    def check_tables(self, tables: int) -> None:
+        """Raise an InputError if the history or its candidate is not one of so many tables."""
+        for name, table in (("history", self.history), ("candidate", self.candidate)):
+            if self.history is not None and table is not None and table >= tables:
+                raise InputError(f"model.sequence.{name}: {table} is no table; the {tables} count from 0")
 
 
 @dataclass(frozen=True)
@@ -457,10 +465,8 @@ class Config:
         self.data.require_source()
         if self.data.kind == "synthetic" and self.train.steps is None:
             raise InputError("train.steps: null, but synthetic data has no end; set train.steps")
-        for name in ("history", "candidate"):
-            table, tables = getattr(self.model.sequence, name), self.data.tables.number(CRITEO_TABLES)
-            if table is not None and self.model.sequence.history is not None and table >= tables:
-                raise InputError(f"model.sequence.{name}: {table} is no table; the {tables} count from 0")
+        if self.data.kind != "prepared":  # else the files have the number of tables
+            self.model.sequence.check_tables(self.data.tables.number(CRITEO_TABLES))
 
     @property
     def folder(self) -> Path:

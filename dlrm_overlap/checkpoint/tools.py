@@ -1,6 +1,8 @@
 """The command `checkpoint`: show, verify and export. It needs no process group and no GPU."""
 
+import re
 from pathlib import Path
+from typing import Any
 
 from dlrm_overlap.checkpoint.manifest import MANIFEST, is_checkpoint, read_manifest, read_whole
 from dlrm_overlap.config import InputError, in_one_line
@@ -52,7 +54,8 @@ def verify(path: Path) -> list[str]:
 def export(path: Path, output: Path) -> None:
     """Write the checkpoint `path` as one file for `torch.load`: {"model": weights by name, "optimizer": states}.
 
-    All of them are in memory meanwhile.
+    Names are in ascending order at every level, so tables are in the model's order, whatever ranks and plan wrote them.
+    All tensors are in memory at once.
 
     Raises:
         InputError: if it is not whole, or `output` is there, or cannot be written.
@@ -61,11 +64,16 @@ def export(path: Path, output: Path) -> None:
         raise InputError(f"export: {output} is there already; name a new file")
     if faults := verify(path):
         raise InputError(f"export: {faults[0]}; export another checkpoint")
-    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+    import torch
+    from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
+    state: dict[str, Any] = {}
+    _load_state_dict(state, FileSystemReader(path), planner=_EmptyStateDictLoadPlanner(), no_dist=True)
     try:
         with replacing(output) as stream:
-            dcp_to_torch_save(path, stream.name)
+            torch.save(_by_name(state), stream.name)
     except (OSError, RuntimeError) as error:  # torch's writer raises the latter
         raise InputError(f"export: {output} cannot be written ({in_one_line(error):.200}); name another file") from None
 
@@ -73,3 +81,11 @@ def export(path: Path, output: Path) -> None:
 def _check_named(path: Path) -> None:
     if not is_checkpoint(path):
         raise InputError(f"checkpoint: {path} is not a checkpoint, it has no {MANIFEST}; give a folder named step_<N>")
+
+
+def _by_name(state: Any) -> Any:
+    """Return nested dictionaries with their keys in ascending order, in which t_2 comes before t_10."""
+    if not isinstance(state, dict):
+        return state
+    parts = {key: [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", key)] for key in state}
+    return {key: _by_name(state[key]) for key in sorted(state, key=parts.__getitem__)}

@@ -22,6 +22,8 @@ from dlrm_overlap.config import FullPath, InputError, in_one_line
 Sections = TypeVar("Sections")
 _CONFIGS = Path(__file__).parents[1] / "configs"
 _SHOWN = 200  # characters of a value
+# What PyYAML raises for a text that is not YAML, and for a tag whose value is wrong, as in `!!int ''`.
+NOT_YAML = (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError, RecursionError)
 _WORDS = {
     int: "a whole number",
     float: "a number",
@@ -33,7 +35,7 @@ _WORDS = {
 
 
 def words_of(kind: Any) -> str:
-    """Return what a value of the type `kind` is, such as "a finite number above 0 or null"."""
+    """Return what a value of the type `kind` is, such as "a number from 0 to below 1 or null"."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is Annotated:
         return arguments[1].words
@@ -86,7 +88,7 @@ def _option_of(kind: Any) -> Callable[[str], Any]:
 
     def read(text: str) -> Any:
         value: Any = text
-        with contextlib.suppress(yaml.YAMLError, ValueError, RecursionError):
+        with contextlib.suppress(*NOT_YAML):
             value = yaml.safe_load(text) if text else text
         try:
             return convert(kind, value, text)
@@ -135,7 +137,9 @@ def _read_file(path: Path, config: type) -> dict[str, Any]:
         names = sorted(str(own.relative_to(_CONFIGS).with_suffix("")) for own in _CONFIGS.rglob("*.yaml"))
         cure = f"give an existing YAML file, or the name of one of ours: {suggest(path.stem, names)}"
         raise InputError(f"--config: {path}: {error.strerror}; {cure}") from None
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+    except InputError:
+        raise
+    except NOT_YAML as error:
         raise InputError(f"--config: {path} is not YAML in UTF-8: {in_one_line(error)}; correct it") from None
     return read_tree(tree, config, path)
 

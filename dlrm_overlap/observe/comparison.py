@@ -14,7 +14,7 @@ from typing import Any
 
 from dlrm_overlap.launching.text_table import format_table
 from dlrm_overlap.observe.agreement import find_fault, greatest_difference
-from dlrm_overlap.observe.result_files import nan_as_none, read_summary, write_atomically
+from dlrm_overlap.observe.result_files import is_number, nan_as_none, read_records, read_summary, write_atomically
 
 _RESULTS = ("train_loss", "eval_loss", "eval_auroc", "eval_ne", "samples_per_s", "step_ms_p50", "step_ms_p95")
 _SHARED = ("world_size", "device", "global_batch_size", "versions")
@@ -45,9 +45,11 @@ def compare_runs(folders: Mapping[str, Path], rtol: float, noise_runs: int = 0) 
     results = {}
     for backend in [reference, *others[noise_runs:]]:
         summary, fault = summaries[backend], find_fault(losses[backend], first, again, rtol)
+        if not fault and not (summary and summaries[reference]):
+            fault = "a run has no summary.json that can be read"
         results[backend] = {
             **nan_as_none({key: summary.get(key) for key in _RESULTS}),
-            "speedup": None if fault else summaries[reference]["step_ms_p50"] / summary["step_ms_p50"],
+            "speedup": None if fault else _ratio(summaries[reference]["step_ms_p50"], summary["step_ms_p50"]),
             "max_relative_difference": greatest_difference(losses[backend], first),
             "agree": fault is None,
             "fault": fault and f"{backend} against {reference}: {fault}",
@@ -63,10 +65,19 @@ def compare_runs(folders: Mapping[str, Path], rtol: float, noise_runs: int = 0) 
     }
 
 
+def _ratio(numerator: float, denominator: float) -> float | None:
+    """Return the ratio of two times, None if one is not above 0."""
+    return numerator / denominator if numerator > 0 and denominator > 0 else None
+
+
 def _read_losses(folder: Path) -> dict[int, float]:
-    """Return step -> logged training loss of a run; a loss that was not finite is NaN."""
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return {r["step"]: math.nan if r["train/loss"] is None else r["train/loss"] for r in records if "train/loss" in r}
+    """Return step -> logged training loss of a run; a loss that is not a finite number is NaN."""
+    losses = {}
+    for record in read_records(folder / "metrics.jsonl"):
+        if "train/loss" in record:
+            loss = record["train/loss"]
+            losses[record["step"]] = loss if is_number(loss) else math.nan
+    return losses
 
 
 def comparison_rows(comparison: Mapping[str, Any]) -> list[list[str]]:

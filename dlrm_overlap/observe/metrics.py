@@ -152,10 +152,21 @@ class RunningMetrics:
         return list(zip(where.tolist(), flat[where].tolist(), strict=True))
 
     def load(self, state: Sequence[Sequence[Any]]) -> None:
-        """Go on from what `state` has returned."""
+        """Go on from what `state` has returned.
+
+        Raises:
+            ValueError: if it is not what `state` returns; the sums are then 0.
+        """
         self._lifetime.zero_()
-        for place, value in state:
-            self._lifetime.view(-1)[int(place)] = value
+        sums = self._lifetime.clone().view(-1)
+        try:
+            for place, value in state:
+                if type(place) is not int or place < 0 or not math.isfinite(value):
+                    raise ValueError(f"{value!r:.40} at {place!r:.40}")
+                sums[place] = value
+        except (TypeError, ValueError, LookupError, OverflowError, RuntimeError) as error:
+            raise ValueError(f"no sums of metrics: {error}") from None
+        self._lifetime += sums.view_as(self._lifetime)
 
 
 def _metrics_of(sums: torch.Tensor) -> dict[str, float]:

@@ -2,16 +2,21 @@
 
 import errno
 import json
+import logging
 import math
 import os
+import sys
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-from dlrm_overlap.config import InputError
+from dlrm_overlap.config import InputError, in_one_line
 from dlrm_overlap.launching.files import LOCK_NAME, replacing
 
+log = logging.getLogger("dlrm_overlap")
+
 _EARLIER = "earlier_"
+_RESULTS = ("train_loss", "eval_loss", "eval_auroc", "eval_ne", "samples_per_s", "step_ms_p50", "step_ms_p95")
 
 
 class MetricsFile:
@@ -20,14 +25,23 @@ class MetricsFile:
     def __init__(self, path: Path, keep_up_to_step: int) -> None:
         """Open `path` to append, without its lines past `keep_up_to_step`, which a resumed run writes again.
 
-        A line that is not whole, as a crash leaves it, is left out.
+        A line that is none of a run's, as a crash leaves it, is left out, with one warning for all.
 
         Raises:
             InputError: if it cannot be read or written.
         """
-        kept = path.read_text(errors="replace").splitlines() if keep_up_to_step and path.exists() else []
-        write_atomically(path, "".join(f"{line}\n" for line in kept if 0 < _step_of(line) <= keep_up_to_step))
-        self._file = path.open("ab", buffering=0)
+        lines = _whole_lines(path) if keep_up_to_step else []
+        kept = [line for line, record in lines if record["step"] <= keep_up_to_step]
+        write_atomically(path, "".join(f"{line}\n" for line in kept))
+        self._path, self._file = path, path.open("ab", buffering=0)
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the file still has its name: nobody has removed, moved or replaced it, or its folder."""
+        try:
+            return os.path.samestat(os.fstat(self._file.fileno()), self._path.stat())
+        except OSError:
+            return False
 
     def write(self, record: dict[str, Any]) -> None:
         """Append `record`.
@@ -45,12 +59,44 @@ class MetricsFile:
         self._file.close()
 
 
-def _step_of(line: str) -> int:
-    """Return the step of a line of `metrics.jsonl`, 0 where it is not whole."""
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of the metrics.jsonl at `path`; one warning counts those that are not an object with a step.
+
+    Raises:
+        InputError: if it cannot be read.
+    """
+    return [record for _, record in _whole_lines(path)]
+
+
+def _whole_lines(path: Path) -> list[tuple[str, dict[str, Any]]]:
+    if not path.is_file():  # to open a pipe would wait for its writer
+        return []
     try:
-        return int(json.loads(line)["step"])
-    except (ValueError, LookupError, TypeError, RecursionError):
-        return 0
+        lines = path.read_text(errors="replace").split("\n")
+    except OSError as error:
+        raise InputError(f"log.dir: {path} cannot be read ({error.strerror}); give another folder") from None
+    found, damaged = [], []
+    for number, line in enumerate(filter(None, lines), 1):
+        try:
+            record = json.loads(line, parse_constant=_refuse)
+            if type(record["step"]) is not int or record["step"] < 1:
+                raise ValueError(f"step {record['step']!r:.40}")
+            found.append((line, record))
+        except (ValueError, LookupError, TypeError, RecursionError) as error:
+            damaged.append(f"line {number}: {in_one_line(error):.80}")
+    if damaged:
+        lines_read = len(found) + len(damaged)
+        log.warning("%s: %d of %d lines are damaged and left out (%s)", path, len(damaged), lines_read, damaged[0])
+    return found
+
+
+def is_number(value: Any) -> bool:
+    """Return whether a value of a JSON file is a number that a float holds."""
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max
+
+
+def _refuse(constant: str) -> float:
+    raise ValueError(f"{constant} is no number of JSON")
 
 
 def nan_as_none(value: Any) -> Any:
@@ -103,11 +149,38 @@ def set_aside(folder: Path) -> Path | None:
 
 
 def read_summary(folder: Path) -> dict[str, Any] | None:
-    """Return the summary of the finished run in `folder` as `RunLog.summary` returned it, or None without one.
+    """Return the summary of the finished run in `folder` as `RunLog.summary` returned it.
 
-    The file holds null for a number that was NaN or infinite; here it is NaN.
+    The file holds null for a number that was NaN or infinite; here it is NaN. None without a summary, and, with a
+    warning, if it is not what a run writes.
     """
     path = folder / "summary.json"
-    if not path.exists():
+    if not os.path.lexists(path):
         return None
-    return {key: math.nan if value is None else value for key, value in json.loads(path.read_bytes()).items()}
+    try:
+        if not path.is_file():
+            raise ValueError("not a file")
+        summary = json.loads(path.read_bytes(), parse_constant=_refuse)
+        if type(summary["steps"]) is not int or summary["steps"] < 0:
+            raise ValueError(f"steps {summary['steps']!r:.40}")
+        for key in _RESULTS:
+            if summary[key] is not None and not is_number(summary[key]):
+                raise ValueError(f"{key} {summary[key]!r:.40}")
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        log.warning("%s is damaged (%s), and left out", path, in_one_line(error)[:80])
+        return None
+    return {key: math.nan if value is None else value for key, value in summary.items()}
+
+
+def remove(path: Path) -> None:
+    """Remove a file of an earlier run, if it is there.
+
+    Raises:
+        InputError: if it cannot be removed, as a folder of that name.
+    """
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise InputError(
+            f"log.dir: {path} cannot be removed ({error.strerror}); move it, or give another folder"
+        ) from None

@@ -24,7 +24,7 @@ from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.launching.environment import environment
 from dlrm_overlap.launching.launcher import World
 from dlrm_overlap.observe.metrics import WARMUP_STEPS, make_tracer, memory_bytes, quantile
-from dlrm_overlap.observe.result_files import MetricsFile, nan_as_none, write_atomically
+from dlrm_overlap.observe.result_files import MetricsFile, nan_as_none, remove, write_atomically
 
 log = logging.getLogger("dlrm_overlap")
 
@@ -95,11 +95,12 @@ class RunLog:
             self._tracer = make_tracer(folder / "traces" / file, traced.start - 1 - start, len(traced))
         if world.rank:
             return
-        (folder / "summary.json").unlink(missing_ok=True)  # until this run has its own, or a resume would believe it
+        remove(folder / "summary.json")  # until this run has its own, or a resume would believe it
         if start == 0:  # an earlier run's would contradict what this run writes beside them
             shutil.rmtree(folder / "traces", ignore_errors=True)
             for old in folder.glob("events.out.tfevents.*"):
-                old.unlink()
+                if not old.is_dir():
+                    remove(old)
         shown = config.as_dict()
         shown["log"]["replace"] = False  # a run of this file goes on with this one
         resolved = yaml.safe_dump(shown, sort_keys=False)
@@ -153,13 +154,22 @@ class RunLog:
             lr_factor: of the learning rates.
             metrics: of all ranks' predictions, see `RunningMetrics`.
             asked_to_end: whether this rank was asked to end; `self.asked_to_end` then is whether any was.
+
+        Raises:
+            InputError: on all ranks, if the run's folder, or metrics.jsonl in it, is no longer there.
         """
         count = len(step_ms)
         loss = loss_sum.double()
-        greatest = torch.tensor([wait_s, asked_to_end], dtype=torch.float64, device=self.device)
+        is_lost = self._metrics is not None and not self._metrics.is_in_place
+        greatest = torch.tensor([wait_s, asked_to_end, is_lost], dtype=torch.float64, device=self.device)
         dist.all_reduce(loss)
         dist.all_reduce(greatest, dist.ReduceOp.MAX)  # one rank's wait holds up all
-        waited_s, asked = greatest.tolist()
+        waited_s, asked, lost = greatest.tolist()
+        if lost:
+            raise InputError(
+                f"log.dir: step {step}: {self.folder}, or metrics.jsonl in it, was removed or moved while the run was "
+                f"writing to it, so the run ends here; start it again, and leave the folder until the run has ended"
+            )
         self.asked_to_end = bool(asked)
         self.loss = loss.item() / self.world.world_size / count
         mean_ms, wait_ms = sum(step_ms) / count, (waited_s - self.waited_s) * 1e3 / count

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from dlrm_overlap.config import InputError
 from dlrm_overlap.launching.text_table import format_table
+from dlrm_overlap.observe.result_files import is_number
 
 # Kinds of work, by patterns for the names of FBGEMM's, NCCL's, cuBLAS's, PyTorch's and our kernels. The first that
 # matches counts; a name that none matches is dense.
@@ -81,11 +82,30 @@ def read_events(path: Path) -> list[dict[str, Any]]:
         InputError: if the file cannot be read as one.
     """
     try:
+        if path.exists() and not (path.is_file() or path.is_dir()):  # to open a pipe would wait for its writer
+            raise ValueError
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            return [event for event in json.load(file)["traceEvents"] if event.get("ph") == "X"]
-    except (OSError, EOFError, zlib.error, ValueError, LookupError, TypeError, AttributeError) as error:
+            events = [event for event in json.load(file)["traceEvents"] if event.get("ph") == "X"]
+        if not all(map(_is_whole, events)):
+            raise ValueError
+        return events
+    except (OSError, EOFError, zlib.error, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         fault = getattr(error, "strerror", None) or "not a whole Chrome trace"
         raise InputError(f"{path}: {fault}; give a file that log.trace_steps has written") from None
+
+
+def _is_whole(event: dict[str, Any]) -> bool:
+    """Return whether the values that this file reads of an event are of their types, and its times finite."""
+    is_work = event.get("cat") in _GPU_WORK
+    return (
+        is_number(event.get("ts", 0))
+        and is_number(event.get("dur", 0))
+        and isinstance(event.get("name", ""), str)
+        and isinstance(event.get("args", {}), dict)
+        and isinstance(event.get("args", {}).get("correlation"), int | None)
+        and (not is_work or ({"name", "ts", "dur"} <= event.keys() and "stream" in event.get("args", {})))
+        and (event.get("cat") != "user_annotation" or "name" in event)
+    )
 
 
 def gpu_work(events: Iterable[dict[str, Any]]) -> list[Work]:
@@ -164,7 +184,7 @@ def summarise(path: Path) -> str:
     """
     events = read_events(path)
     work = gpu_work(issued_work(events))
-    if not work:
+    if not any(each.span.end > each.span.begin for each in work):
         raise InputError(f"{path}: nothing in it ran on a GPU; open a CPU's trace in ui.perfetto.dev")
     marks = [event for event in events if event.get("cat") == "user_annotation" and "ProfilerStep#" in event["name"]]
     steps = max(1, len(marks))

@@ -115,7 +115,7 @@ class DLRM(nn.Module):
         self.keys, self.dim, self.dense_features = table_keys(len(rows)), config.dim, dense_features
         number, meta = config.sequence.history, torch.device("meta")
         self.history_key = None if number is None else self.keys[number]
-        self.candidate_key = self.keys[config.sequence.candidate]
+        self.candidate_key = "" if number is None else self.keys[config.sequence.candidate]
         self.pooled_keys = [key for key in self.keys if key != self.history_key]
         described = {
             key: {
@@ -239,7 +239,12 @@ class TrainTask(nn.Module):
 def build_model(
     model: ModelConfig, embedding: EmbeddingConfig, rows: Sequence[int], dense_features: int, seed: int
 ) -> DLRM:
-    """Build the DLRM: its dense weights depend on `seed` alone, its tables have no storage yet."""
+    """Build the DLRM: its dense weights depend on `seed` alone, its tables have no storage yet.
+
+    Raises:
+        InputError: if `model.sequence` names a table that is not there.
+    """
+    model.sequence.check_tables(len(rows))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return DLRM(model, rows, dense_features, embedding.weight_dtype)

@@ -240,7 +240,11 @@ class Trainer(Stepper):
         self.optimizer.set_optimizer_step(self.start)  # FBGEMM's count, by which Adam's means are corrected
         for exchange in exchanges(self.model):
             exchange.counters.steps.value = self.start  # stochastic rounding depends on the step
-        self.running.load(manifest.about.get("trained_metrics", []))
+        try:
+            self.running.load(manifest.about.get("trained_metrics", []))
+        except ValueError as error:
+            if self.world.rank == 0:
+                log.warning("resume: %s: %.200s; lifetime_* count from step %d on", checkpoint, error, self.start)
         log.info("resume: %s, after step %d", checkpoint, self.start)
         return None
 

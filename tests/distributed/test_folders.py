@@ -105,6 +105,21 @@ def _check_one_ranks_nan_ends_all(folder: Path) -> None:
     assert [path.name for path in (folder / "nan" / "checkpoints").iterdir()] == ["step_2"]
 
 
+def _check_a_removed_folder_ends_all(folder: Path) -> None:
+    """Rank 0 alone sees the folder, and all end at its next log line."""
+    take = Trainer.step
+
+    def and_remove(self: Trainer, batches: Iterator[Batch]) -> torch.Tensor:
+        if self.progress.step == 3 and dist.get_rank() == 0:
+            shutil.rmtree(folder / "removed")
+        return take(self, batches)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "step", and_remove)
+        with pytest.raises(InputError, match=r"^log\.dir: step 4: .*removed, or metrics\.jsonl in it, was removed"):
+            train(quickstart(folder, "removed", *SMALL, "--train.steps", "8", "--log.every", "2"))
+
+
 def _check_a_rank_that_moves_is_waited_for(folder: Path) -> None:
     """Longer than the bound, after which a rank that stands still would be ended."""
     store = dist.FileStore(str(folder / "watch"), 2)  # pyright: ignore[reportPrivateImportUsage]
@@ -123,7 +138,7 @@ def _check_agreement(folder: Path) -> None:
 
 
 def _check_runs(folder: Path) -> None:
-    for check in (_check_ranks_that_see_other_folders, _check_one_ranks_nan_ends_all):
+    for check in (_check_ranks_that_see_other_folders, _check_one_ranks_nan_ends_all, _check_a_removed_folder_ends_all):
         check(folder)
         dist.barrier()
 

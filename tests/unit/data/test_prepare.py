@@ -77,7 +77,7 @@ def test_damaged_records_are_refused(source: Path, target: Path, damage: str) ->
         file.write_bytes(file.read_bytes()[:-1])
     else:
         file.unlink()
-    with pytest.raises(InputError, match=r"arrays/records: not the 7505 bytes that meta\.json names; run"):
+    with pytest.raises(InputError, match=r"arrays/records: not the 7505 bytes that meta\.json names; copy"):
         Prepared(target, TablesConfig())
 
 

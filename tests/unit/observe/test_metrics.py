@@ -1,15 +1,15 @@
 import json
 import math
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from dlrm_overlap.config import InputError
 from dlrm_overlap.observe.metrics import RunningMetrics, StepTimer, evaluation_metrics
-from dlrm_overlap.observe.result_files import (
-    MetricsFile,
-    read_summary,
-)
+from dlrm_overlap.observe.result_files import MetricsFile, read_records, read_summary, remove
 from dlrm_overlap.train.model import Loss
 from tests.conftest import file_limit
 
@@ -128,10 +128,94 @@ def test_lines_that_are_not_whole_are_left_out(tmp_path: Path) -> None:
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 5]
 
 
+SUMMARY = {"steps": 3, "train_loss": 0.5, "eval_loss": 0.4, "eval_auroc": 0.8, "eval_ne": None}
+SUMMARY |= {"samples_per_s": 1e6, "step_ms_p50": 4.0, "step_ms_p95": 5.0, "backend": "pgas"}
+WRONG = [
+    "Infinity",
+    "-Infinity",
+    "NaN",
+    "1e999",
+    "[]",
+    "[1, 2]",
+    "{}",
+    '{"a": [{}]}',
+    '"3"',
+    "true",
+    "9" * 5000,
+    "[" * 100000,
+]
+
+
 def test_a_summary_is_read_as_it_was_returned(tmp_path: Path) -> None:
-    path = tmp_path / "summary.json"
-    path.write_text('{"steps": 3, "eval_ne": null}')
+    (tmp_path / "summary.json").write_text(json.dumps(SUMMARY))
     summary = read_summary(tmp_path)
     assert summary is not None
     assert math.isnan(summary.pop("eval_ne"))
-    assert summary == {"steps": 3}
+    assert summary == {key: value for key, value in SUMMARY.items() if key != "eval_ne"}
+
+
+def test_a_damaged_summary_is_left_out_with_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path, whole = tmp_path / "summary.json", json.dumps(SUMMARY)
+    texts = [*WRONG, "", "null", "3", whole[: len(whole) // 2], "\\ud800", whole.replace("eval_auroc", "auroc")]
+    checked = {key: f'"{key}": {json.dumps(value)}' for key, value in SUMMARY.items() if key != "backend"}
+    texts += [whole.replace(text, f'"{key}": {wrong}') for key, text in checked.items() for wrong in WRONG]
+    contents = [text.encode() for text in texts] + [b"\xff\xfe\x00", bytes(100), b"\x80\x04."]
+    for content in contents:
+        path.write_bytes(content)
+        caplog.clear()
+        assert read_summary(tmp_path) is None, content[:200]
+        (line,) = caplog.messages
+        assert line.startswith(f"{path} is damaged (")
+        assert "\n" not in line
+    path.unlink()
+    for make in (path.mkdir, lambda: os.mkfifo(path), lambda: path.symlink_to("nowhere")):
+        make()
+        assert read_summary(tmp_path) is None
+        if path.is_dir():
+            with pytest.raises(InputError, match=r"summary\.json cannot be removed \(Is a directory\); move it"):
+                remove(path)
+            path.rmdir()
+        remove(path)
+    caplog.clear()
+    assert read_summary(tmp_path) is None
+    assert not caplog.messages
+
+
+def test_damaged_lines_are_left_out_with_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = (
+        [f'{{"step": {wrong}, "train/loss": 0.5}}' for wrong in WRONG]
+        + WRONG
+        + ['{"step": 2, "train/lo', "\x85", "\u2028"]
+    )
+    lines += ['{"step": 0}', '{"step": -1}', '{"step": 1.0}', '{"step": 1, "train/loss": NaN}']
+    whole = ['{"step": 1, "train/loss": 0.25}', '{"step": 2, "a": "\\u2028"}', '{"step": 3}']
+    path.write_bytes("\n".join([whole[0], *lines, "", *whole[1:]]).encode() + b"\n\xff\xfe\n")
+    assert [record["step"] for record in read_records(path)] == [1, 2, 3]
+    (line,) = caplog.messages
+    assert line.startswith(f"{path}: {len(lines) + 1} of {len(lines) + 4} lines are damaged and left out (line 2: ")
+    MetricsFile(path, 2).close()
+    assert path.read_text() == f"{whole[0]}\n{whole[1]}\n"
+    path.unlink()
+    os.mkfifo(path)
+    MetricsFile(path, 2).close()
+    assert path.read_bytes() == b""
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(InputError, match=r"log\.dir: .*metrics\.jsonl cannot be written"):
+        MetricsFile(path, 2)
+
+
+@pytest.mark.usefixtures("world_of_one")
+@pytest.mark.parametrize(
+    "state",
+    [3, None, [3], [[3]], [[3, 4, 5]], [["a", 1.0]], [[10**30, 1.0]], [[-1, 1.0]], [[1.5, 1.0]], [[9**9, 1]]]
+    + [[[3, value]] for value in (None, "x", [], math.inf, math.nan, 10**400)],
+)
+def test_sums_that_are_none_are_refused(state: Any) -> None:
+    running = RunningMetrics(["label"], 4, 1, torch.device("cpu"))
+    for start in ([], [[5, 2.0]]):
+        with pytest.raises(ValueError, match="no sums of metrics") as error:
+            running.load([*start, *state] if isinstance(state, list) else state)
+        assert "\n" not in str(error.value)
+        assert running.state() == []

@@ -1,7 +1,10 @@
 """What a GPU's trace shows, on traces whose times are known."""
 
+import copy
 import gzip
 import json
+import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -139,3 +142,39 @@ def test_what_is_no_trace_of_a_gpu_is_refused(tmp_path: Path, data: bytes | None
         path.write_bytes(data)
     with pytest.raises(InputError, match=message):
         summarise(path)
+
+
+def test_wrong_values_in_a_trace_are_refused_in_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    wrong: list[Any] = [None, True, -1, math.inf, math.nan, "x", [], {}, [[]], 10**400]
+    events = [event for event in STEPS if event["ph"] == "X"]
+    for number in (0, 2, 3, 4):  # one of each category
+        for key in (*events[number], "args.stream", "args.correlation", "new"):
+            for value in wrong:
+                changed = copy.deepcopy(events)
+                section, _, name = key.rpartition(".")
+                (changed[number][section] if section else changed[number])[name] = value
+                path.write_text(json.dumps({"traceEvents": changed}))
+                _summarise_or_refuse(path)
+            if "." not in key and key != "new":
+                changed = copy.deepcopy(events)
+                del changed[number][key]
+                path.write_text(json.dumps({"traceEvents": changed}))
+                _summarise_or_refuse(path)
+    for content in ({"traceEvents": wrong}, {"traceEvents": 3}, {"traceEvents": {"a": 1}}, {"traceEvents": [events]}):
+        path.write_text(json.dumps(content))
+        _summarise_or_refuse(path)
+    path.write_text("[" * 100_000)
+    _summarise_or_refuse(path)
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(InputError, match="not a whole Chrome trace"):
+        summarise(path)
+
+
+def _summarise_or_refuse(path: Path) -> None:
+    try:
+        assert "\n" in summarise(path)
+    except InputError as error:
+        refusal = str(error)
+        assert "\n" not in refusal

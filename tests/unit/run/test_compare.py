@@ -69,6 +69,29 @@ def test_no_speedup_where_losses_disagree(tmp_path: Path, capsys: pytest.Capture
     assert broken.split()[-2:] == ["-", "DISAGREE"]
 
 
+@pytest.mark.parametrize("damaged", ["torchrec", "pgas"])
+@pytest.mark.parametrize("file", ["summary.json", "metrics.jsonl"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"[1]\n",
+        b"{",
+        b"\xff\x00",
+        b'{"step": Infinity, "train/loss": 1}\n',
+        b'{"step": 20, "train/loss": [1]}\n',
+        b'{"step": 20, "train/loss": 1' + b"0" * 400 + b"}\n",
+    ],
+)
+def test_damaged_results_agree_with_nothing(tmp_path: Path, damaged: str, file: str, content: bytes) -> None:
+    folders = {name: _run(tmp_path / name, {**REFERENCE}) for name in ("torchrec", "pgas")}
+    (folders[damaged] / file).write_bytes(content)
+    (line, *_) = report(folders, 1e-4, tmp_path / "comparison.json")
+    assert "against torchrec: " in line
+    result = json.loads((tmp_path / "comparison.json").read_text())["backends"]["pgas"]
+    assert (result["agree"], result["speedup"]) == (False, None)
+
+
 def test_nothing_is_faster_than_a_broken_reference(tmp_path: Path) -> None:
     broken = _run(tmp_path / "torchrec", {**REFERENCE, 60: None})
     comparison = compare_runs({"torchrec": broken, "pgas": _run(tmp_path / "pgas", {**REFERENCE}, 1.0)}, 1e-4)

@@ -14,6 +14,7 @@ from dlrm_overlap.config import (
     TrainConfig,
     parse_multi_hot,
 )
+from dlrm_overlap.train.model import build_model
 from tests.conftest import configuration
 
 
@@ -118,6 +119,7 @@ def test_model_refuses(arguments: dict, message: str) -> None:
         ("--model.dim=18", "dim: 18 is not a multiple of 4 above 0"),
         ("--embedding.cache_fraction=1.5", "cache_fraction: 1.5 is not a number above 0, up to 1"),
         ("--data.eval_fraction=1", "eval_fraction: 1 is not a number from 0 to below 1"),
+        ("--data.workers=2147483647", "workers: 2147483647 is not a whole number from 0 to 256"),
         ("--embedding.memory=[]", r"memory: \[\] is not one of 'gpu', 'cached', 'auto'"),
         ("--data.path=days", "data.path: 'days', but data.kind is synthetic; set data.kind"),
     ],
@@ -140,6 +142,13 @@ def test_a_history_is_a_table_beside_the_candidates(sequence: dict, message: str
     with pytest.raises(InputError, match=message):
         Config(model=ModelConfig(sequence=SequenceConfig(**sequence)), data=data, train=train)
     Config(model=ModelConfig(sequence=SequenceConfig(history=2)), data=data, train=train)
+    files = DataConfig(kind="prepared", path="days")  # of any number of tables, which are known when they are opened
+    config = Config(model=ModelConfig(sequence=SequenceConfig(history=40)), data=files, train=train)
+    build_model(config.model, config.embedding, [3] * 41, 13, 0)
+    with pytest.raises(InputError, match=r"model\.sequence\.history: 40 is no table; the 40 count from 0"):
+        build_model(config.model, config.embedding, [3] * 40, 13, 0)
+    unused = ModelConfig(sequence=SequenceConfig(candidate=2**31 - 1))  # without a history
+    build_model(unused, config.embedding, [3], 13, 0)
 
 
 def test_ranks_share_the_global_batch() -> None:
@@ -155,11 +164,59 @@ def test_decay_must_follow_the_warm_up() -> None:
         TrainConfig(warmup_steps=10, decay_start_step=5, decay_steps=10)
 
 
+EXTREMES = ["1e308", "1e39", "1e-39", "5e-324"]  # which 32 bits make infinite, inexact or 0
+
+
 @pytest.mark.parametrize("key", ["train.lr", "train.eps", "embedding.lr", "embedding.eps", "embedding.wait_timeout_s"])
-@pytest.mark.parametrize("value", ["inf", ".inf", "nan", "-inf", "0", "1" + 400 * "0"])
+@pytest.mark.parametrize("value", ["inf", ".inf", "nan", "-inf", "0", "1" + 400 * "0", *EXTREMES])
 def test_floats_must_be_finite(key: str, value: str) -> None:
     with pytest.raises(InputError, match=key):
         _quickstart(f"--{key}={value}")
+
+
+WRONG = [
+    ".inf",
+    ".nan",
+    "1e999",
+    "[1, 2]",
+    "{a: [{}]}",
+    "'x'",
+    "9" * 5000,
+    "[" * 2000,
+    "!!int ''",
+    "!!bool x",
+    "!!float x",
+]
+WRONG += [
+    "!!timestamp x",
+    "!!binary x",
+    "!!null x",
+    "&a [*a]",
+    "<<: 3",
+    "{[1]: 2}",
+    '"\\0"',
+    "? a",
+    "2020-01-01",
+    "!!pairs [a]",
+]
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_wrong_value_in_a_file_is_one_line(tmp_path: Path, wrong: str) -> None:
+    file = tmp_path / "config.yaml"
+    argv = ["--config", "configs/quickstart.yaml", "--config", str(file)]
+    for text in (
+        f"train:\n  lr: {wrong}\n",
+        f"train: {wrong}\n",
+        f"data: {{tables: {{rows: {wrong}}}}}\n",
+        f"{wrong}\n",
+    ):
+        file.write_text(text)
+        with pytest.raises(InputError) as error:
+            configuration(*argv)
+        assert "\n" not in str(error.value)
+    with pytest.raises(InputError, match=r"train\.lr: .* is not a number from"):
+        _quickstart("--train.lr", wrong)
 
 
 @pytest.mark.parametrize("name", ["..", ".", "a/b", "", "/tmp/run", "run/", "a\x1b[2J", "a\nb"])

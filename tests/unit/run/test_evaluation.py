@@ -15,7 +15,7 @@ from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.launching.parsing import parse_config
 from dlrm_overlap.train.evaluation import evaluate, stored_config
 from tests.conftest import ROOT, read_metrics
-from tests.distributed.workers import make_trainer, quickstart, ranks_here
+from tests.distributed.workers import make_trainer, quickstart, ranks_here, run_ranks, train
 
 pytestmark = [pytest.mark.usefixtures("world_of_one"), pytest.mark.filterwarnings("ignore::FutureWarning")]
 KEYS = ("loss", "auroc", "ne", "accuracy")
@@ -52,9 +52,36 @@ def test_gives_what_the_run_logged_at_that_step(run: Path, stored: Config, step:
     assert {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in run.rglob("*") if path.is_file()} == before
 
 
+CUTS = {  # plan of two ranks -> its keys
+    "whole tables": ["--embedding.plan", "table_wise"],
+    "columns": ["--embedding.plan", "column_wise"],
+    "a table by rows": ["--data.tables.multi_hot", "[40, 0..6, 1, 1, 2, 1, 1, 1]"],
+}
+
+
+def _train_two_ranks(folder: Path) -> None:
+    for name, keys in CUTS.items():
+        options = ["--train.batch_size", "64", "--train.steps", "4", "--data.eval_samples", "64", *keys]
+        train(quickstart(folder, name, *options, "--checkpoint.last", "true"))
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of runs of two ranks, one for each of `CUTS`."""
+    folder = tmp_path_factory.mktemp("two_ranks")
+    run_ranks(_train_two_ranks, 2, folder)
+    return folder
+
+
+@pytest.mark.parametrize("ranks", ["one rank", *CUTS])
 def test_exported_weights_predict_in_the_unsharded_model(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ranks: str,
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    run = request.getfixturevalue("two_ranks") / ranks if ranks in CUTS else request.getfixturevalue("run")
     monkeypatch.chdir(tmp_path)
     assert main(["checkpoint", "export", str(run), "dlrm.pt"]) == 0
     page = (ROOT / "docs/serving.md").read_text().partition("```python\n")[2].partition("```")[0]
@@ -69,6 +96,8 @@ def test_exported_weights_predict_in_the_unsharded_model(
     with torch.no_grad():
         (_, logits, _), found = trainer.pipeline.progress(iter([batch])), names["dlrm"](batch.dense, batch.sparse)
     torch.testing.assert_close(found, logits, rtol=0, atol=1e-5)
+    exported = list(torch.load("dlrm.pt", weights_only=True)["model"])
+    assert exported == sorted(exported), "whatever rank wrote each of them"
 
 
 def test_another_model_is_refused_with_all_that_differs(run: Path, stored: Config) -> None:

@@ -2,6 +2,7 @@
 
 import math
 import os
+import shutil
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -136,6 +137,35 @@ def test_a_disk_that_was_full_while_logging_does_not_keep_a_run_from_going_on(
     assert "cannot be logged (" in caplog.text
 
 
+@pytest.mark.parametrize(
+    "how", ["removed", "moved", "replaced", "removed before a save", "removed after the last step"]
+)
+def test_a_run_whose_folder_is_removed_ends_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    run, is_late = tmp_path / "run", how.endswith("last step")
+    owner, name = (RunLog, "summary") if is_late else (Trainer, "step")
+    act = getattr(owner, name)
+
+    def and_remove(self: Any, *arguments: Any) -> Any:
+        result = None if is_late else act(self, *arguments)
+        if is_late or self.progress.step == 2:
+            shutil.move(run, tmp_path / "elsewhere") if how == "moved" else shutil.rmtree(run)
+        if how == "replaced":
+            run.mkdir(exist_ok=True)
+            (run / "metrics.jsonl").touch()
+        return act(self, *arguments) if is_late else result
+
+    monkeypatch.setattr(owner, name, and_remove)
+    saves = ["--checkpoint.every", "2"] if how.endswith("save") else []
+    rule = (
+        r"run/summary\.json cannot be written" if is_late else r"step \d: .*run, or metrics\.jsonl in it, was removed"
+    )
+    with pytest.raises(InputError, match=rf"^log\.dir: .*{rule}") as error:
+        _fit(tmp_path, *saves)
+    assert "\n" not in str(error.value)
+
+
 def test_a_finished_run_is_left_as_it_was(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     first = _fit(tmp_path, *SAVES)
     before = _contents(tmp_path)
@@ -168,6 +198,28 @@ def test_a_run_that_ended_before_its_results_evaluates(tmp_path: Path) -> None:
     (tmp_path / "run" / "summary.json").unlink()
     again = _fit(tmp_path, *SAVES)
     assert (again["steps"], again["eval_loss"]) == (4, first["eval_loss"])
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "Infinity", '{"steps": Infinity}', '{"steps": 4}'])
+def test_damaged_results_of_a_finished_run_are_written_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, content: str
+) -> None:
+    run = tmp_path / "run"
+    (run / "events.out.tfevents.1").mkdir(parents=True)
+    first = _fit(tmp_path, *SAVES)
+    (run / "summary.json").write_text(content)
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    (run / "metrics.jsonl").write_text("\n".join([lines[0], '{"step": Infinity}', "[1]", *lines[1:], lines[-1][:50]]))
+    caplog.clear()
+    again = _fit(tmp_path, *SAVES)
+    assert (again["steps"], again["eval_loss"]) == (4, first["eval_loss"])
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert [line.partition(" (")[0] for line in warnings if str(run) in line] == [
+        f"{run}/summary.json is damaged",
+        f"{run}/metrics.jsonl: 3 of {len(lines) + 3} lines are damaged and left out",
+    ]
+    assert _fit(tmp_path, *SAVES) == again, "finished, and read from the file"
+    assert list(read_metrics(run, "train/loss")) == [1, 2, 3, 4]
 
 
 def test_a_run_that_was_killed_before_its_first_checkpoint_begins_anew(tmp_path: Path) -> None:
@@ -208,15 +260,31 @@ def test_an_earlier_run_is_moved_aside_when_asked_and_can_go_on_there(tmp_path: 
 @pytest.mark.parametrize("rate", ["train.lr", "embedding.lr"])
 @pytest.mark.parametrize("every", ["1", "100"])
 def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path, rate: str, every: str) -> None:
-    options = [*SAVES, f"--{rate}", "1e38", "--embedding.optimizer", "sgd", "--train.optimizer", "sgd"]
+    options = [*SAVES, f"--{rate}", "1e37", "--embedding.optimizer", "sgd", "--train.optimizer", "sgd"]
     with pytest.raises(NotFiniteError, match=r"step \d: the training loss is (nan|inf) .*; lower train\.lr") as error:
         _fit(tmp_path, *options, "--log.every", every)
-    assert "1e+38" in str(error.value)
+    assert "1e+37" in str(error.value)
     assert "\n" not in str(error.value)
     assert checkpoints(tmp_path) == []
     assert not (tmp_path / "run" / "summary.json").exists()
     losses = read_metrics(tmp_path / "run", "train/loss")
     assert losses[max(losses)] is None, "the log shows where it ended"
+
+
+@pytest.mark.parametrize("optimizers", [("sgd", "sgd"), ("adagrad", "adagrad"), ("adam", "rowwise_adagrad")])
+@pytest.mark.parametrize("value", ["1e-37", "1e37"])
+def test_the_greatest_and_the_least_numbers_train_or_end_by_name(
+    tmp_path: Path, optimizers: tuple[str, str], value: str
+) -> None:
+    names = ["--train.optimizer", optimizers[0], "--embedding.optimizer", optimizers[1], "--log.replace", "true"]
+    for key in ("train.lr", "embedding.lr", "train.eps", "embedding.eps", "data.tables.zipf_alpha"):
+        try:
+            assert _fit(tmp_path, *names, f"--{key}", value)["steps"] == 4
+            assert (key, value) not in (("train.lr", "1e37"), ("embedding.lr", "1e37"))
+        except NotFiniteError as error:
+            assert value == "1e37"
+            told = str(error)
+            assert f"{key} 1e+37" in told or key.endswith("eps"), told
 
 
 def test_weights_that_the_last_step_broke_are_not_saved(tmp_path: Path) -> None:

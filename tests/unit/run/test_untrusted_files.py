@@ -1,8 +1,11 @@
 """Nothing in a configuration or a data file is executed: files that would leave a mark if it were."""
 
 import fcntl
+import io
 import os
+import tracemalloc
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +93,103 @@ def test_members_of_an_archive_execute_nothing(tmp_path: Path, mark: Path) -> No
         with pytest.raises(InputError, match=r"day_0_dense\.npy: not the array"):
             Criteo(tmp_path, TablesConfig(rows=50), multi_hot=False)
     assert not mark.exists()
+
+
+def _write_day(folder: Path) -> None:
+    np.save(folder / "day_0_dense.npy", np.zeros((20, 13), np.float32))
+    np.save(folder / "day_0_labels.npy", np.zeros((20, 1), np.int32))
+    np.save(folder / "day_0_sparse.npy", np.zeros((20, 26), np.int32))
+
+
+def _npy(header: str, version: int = 1, size: int | None = None) -> bytes:
+    """The beginning of an npy file, whose header claims to have `size` bytes."""
+    size = len(header) if size is None else size
+    return b"\x93NUMPY" + bytes([version, 0]) + size.to_bytes(2 if version == 1 else 4, "little") + header.encode()
+
+
+def _forged_headers(columns: int) -> Iterator[bytes]:
+    def header(shape: str = f"(20, {columns})", descr: str = "'<i4'", order: str = "False") -> str:
+        return f"{{'descr': {descr}, 'fortran_order': {order}, 'shape': {shape}, }}\n"
+
+    shapes = ["()", "(20,)", "(-1, {0})", "(-20, -{0})", "(20, -{0})", "(20, 0)", "(0, {0})", "(20, {0}, 1)", "None"]
+    shapes += ["20", "(20.0, {0})", "('20', {0})", "[20, {0}]", "(1e400, {0})", f"({'1,' * 70})", "((20,), {0})"]
+    shapes += [f"({huge}, {{0}})" for huge in (21, 2**31, 10**12, 10**18, 2**62, 2**63 - 1, 10**30, "9" * 5000)]
+    for shape in shapes:
+        for order in ("False", "True"):
+            yield _npy(header(shape.format(columns), order=order))
+        yield _npy(header(shape.format(columns)), 2)
+    for descr in ("'O'", "'>i4'", "'<i8'", "'|V100000000000'", "'<U500000000'", "'M8[s]'", "[('a', '<i4')]", "None"):
+        yield _npy(header(descr=descr))
+    for descr in (
+        "[('a', 'O')]",
+        "[('a', '<i4', (10**9, 10**9))]",
+        "[('a', '<i4', (99999, 99999))]",
+        "(('<i4'),)",
+        "3",
+    ):
+        yield _npy(header(descr=descr))
+    yield from (_npy(header(order=order)) for order in ("None", "3", "'x'"))
+    yield from (_npy(text) for text in ("", "{}", "\0", "(" * 9000, "[" * 9000, "1+" * 9000 + "1", "{'descr': '<i4'}"))
+    yield from (_npy(header(), version) for version in (0, 3, 255))
+    yield from (_npy(header(), size=size) for size in (0, 1, 2**16 - 1))
+    yield from (_npy(header(), 2, size) for size in (0, 1, 2**31, 2**32 - 1))
+    yield from (_npy(header())[:size] for size in (0, 3, 6, 8, 10, 40))
+    yield b"PK\x05\x06" + bytes(18)  # an archive without members
+
+
+def _assert_refused(folder: Path, file: str, multi_hot: bool) -> None:
+    with pytest.raises(
+        InputError, match=rf"day_0_{file}: not the array that is needed \(|day_0.*: .* samples"
+    ) as error:
+        Criteo(folder, TablesConfig(rows=50), multi_hot)
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 700
+
+
+@pytest.mark.filterwarnings("error")
+def test_forged_headers_of_arrays_are_refused_and_nothing_of_their_size_is_made(tmp_path: Path) -> None:
+    _write_day(tmp_path)
+    whole = io.BytesIO()
+    np.save(whole, np.zeros((20, 1), np.int32))
+    tracemalloc.start()
+    try:
+        for header in _forged_headers(26):
+            (tmp_path / "day_0_sparse.npy").write_bytes(header + bytes(20 * 26 * 4))
+            _assert_refused(tmp_path, r"sparse\.npy", multi_hot=False)
+        for header in list(_forged_headers(1))[::3]:
+            with zipfile.ZipFile(tmp_path / "day_0_sparse_multi_hot.npz", "w") as archive:
+                for t in range(26):
+                    archive.writestr(f"{t}.npy", header + bytes(80) if t == 25 else whole.getvalue())
+            _assert_refused(tmp_path, r"sparse_multi_hot\.npz", multi_hot=True)
+        assert tracemalloc.get_traced_memory()[1] < 5e7
+    finally:
+        tracemalloc.stop()
+
+
+def test_damaged_archives_are_refused_or_read(tmp_path: Path) -> None:
+    """By an error of one line, wherever the damage is; ids may have changed into others that are valid."""
+    _write_day(tmp_path)
+    file = tmp_path / "day_0_sparse_multi_hot.npz"
+    np.savez(file, **{f"{t}": np.zeros((20, 1), np.int32) for t in range(26)})  # pyright: ignore[reportArgumentType]
+    whole, rng, refusals = file.read_bytes(), np.random.default_rng(0), []
+    for _ in range(300):
+        damaged = bytearray(whole)
+        for place in len(whole) - rng.integers(1, 2000, 3):
+            damaged[place] = rng.integers(256)
+        file.write_bytes(damaged)
+        try:
+            Criteo(tmp_path, TablesConfig(rows=50), multi_hot=True).read(0, 20)
+        except InputError as error:
+            refusals.append(str(error))
+    assert len(refusals) > 100
+    assert not any("\n" in refusal for refusal in refusals)
+
+
+def test_a_pipe_in_the_place_of_an_array_is_refused_at_once(tmp_path: Path) -> None:
+    _write_day(tmp_path)
+    (tmp_path / "day_0_labels.npy").unlink()
+    os.mkfifo(tmp_path / "day_0_labels.npy")
+    _assert_refused(tmp_path, r"labels\.npy", multi_hot=False)
 
 
 def test_what_is_nested_without_end_is_refused(tmp_path: Path) -> None:

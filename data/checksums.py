@@ -1,0 +1,102 @@
+"""Checksums of the blocks of a file, computed while it is written and compared when a block is first read."""
+
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import xxhash
+
+from dlrm_overlap.config import InputError
+
+BLOCK_BYTES = 1 << 18
+
+
+class ChecksumWriter:
+    """Writes arrays to a file, one after the other, and computes the XXH3 checksum of each block of the file."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._block, self._filled = file, xxhash.xxh3_64(), 0
+        self._checksums: list[int] = []
+
+    def write(self, array: np.ndarray) -> None:
+        """Append the bytes of `array`."""
+        rest = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        self._file.write(rest.data)
+        while len(rest):
+            part, rest = np.split(rest, [BLOCK_BYTES - self._filled])
+            self._block.update(part.data)
+            self._filled += len(part)
+            if self._filled == BLOCK_BYTES:
+                self._end_block()
+
+    def finish(self) -> np.ndarray:
+        """Return the checksums of all blocks, [ceil(bytes / BLOCK_BYTES)] uint64; nothing is written afterwards."""
+        if self._filled:
+            self._end_block()
+        return np.array(self._checksums, "<u8")
+
+    def _end_block(self) -> None:
+        self._checksums.append(self._block.intdigest())
+        self._block.reset()
+        self._filled = 0
+
+
+class CheckedArray:
+    """An array mapped from a file. The blocks that hold the requested rows are compared with their checksums.
+
+    A process compares each block once. Forked processes also know the blocks that were compared before the fork.
+    """
+
+    def __init__(self, file: Path, array: np.ndarray, checksums: np.ndarray) -> None:
+        """Take the array [n, ..], which is all of `file`, and the checksums of the file's blocks."""
+        self._file, self._array, self._checksums = file, array, checksums
+        self._bytes = array.reshape(-1).view(np.uint8)
+        self._row_bytes = array[:1].nbytes
+        self._compared = bytearray(len(checksums))  # 1 for each block that was found unchanged
+        self._last: tuple[slice | np.ndarray | None, np.ndarray] = None, array
+
+    def __len__(self) -> int:
+        return len(self._array)
+
+    def __getitem__(self, rows: slice | np.ndarray) -> np.ndarray:
+        """Return the rows of a slice without a step, or those at the positions `rows`, which must not change later.
+
+        Raises:
+            InputError: if a block that holds one of them has changed.
+        """
+        # All fields of a batch's records are taken by one object.
+        if self._last[0] is not rows:
+            self._check(rows)
+            self._last = rows, self._array[rows]
+        return self._last[1]
+
+    def _check(self, rows: slice | np.ndarray) -> None:
+        if isinstance(rows, slice):
+            first, last, _ = rows.indices(len(self))
+            block, end = first * self._row_bytes // BLOCK_BYTES, -(-last * self._row_bytes // BLOCK_BYTES)
+            while first < last and (block := self._compared.find(0, block, end)) >= 0:
+                self._compare(block)
+        elif rows.size:
+            # Bytes of a row, at least one in each of its blocks.
+            within = np.r_[0 : self._row_bytes : BLOCK_BYTES, self._row_bytes - 1]
+            blocks = (rows[:, None] * self._row_bytes + within) // BLOCK_BYTES
+            for block in np.unique(blocks[np.frombuffer(self._compared, np.uint8)[blocks] == 0]).tolist():
+                self._compare(block)
+
+    def _compare(self, block: int) -> None:
+        first = block * BLOCK_BYTES
+        content = self._bytes[first : first + BLOCK_BYTES]
+        if xxhash.xxh3_64_intdigest(content.data) != self._checksums[block]:
+            raise InputError(
+                f"{self._file}: the bytes {first} to {first + len(content) - 1} have changed since "
+                f"`dlrm-overlap prepare` wrote them, their checksum differs; copy the file again, or prepare again"
+            )
+        self._compared[block] = 1
+
+
+def digest_of(*parts: Any) -> str:
+    """Return the XXH3 checksum of the bytes of `parts` in hexadecimal digits."""
+    digest = xxhash.xxh3_64()
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()
