@@ -28,13 +28,13 @@ def show(path: Path) -> str:
         **manifest.metrics,
         **manifest.shape,
         **manifest.settings,
-        **{f"file {name}": f"{size} bytes" for name, size in manifest.files.items()},
+        **{f"file {name}": f"{manifest.size_of(name)} bytes" for name in manifest.files},
     }
     return "\n".join(plain(f"{key}: {value}") for key, value in facts.items())
 
 
 def verify(path: Path) -> list[str]:
-    """Return the faults of the checkpoint `path`, none if every tensor can be read and is finite.
+    """Return the faults of the checkpoint `path`, none if every file has its checksums and every tensor is finite.
 
     Raises:
         InputError: if it is no checkpoint.
@@ -61,11 +61,14 @@ def export(path: Path, output: Path) -> None:
         raise InputError(f"export: {output} is there already; name a new file")
     if faults := verify(path):
         raise InputError(f"export: {faults[0]}; export another checkpoint")
-    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+    import torch
 
+    from dlrm_overlap.checkpoint.storage import read_unsharded
+
+    content = read_unsharded(path)
     try:
         with replacing(output) as stream:
-            dcp_to_torch_save(path, stream.name)
+            torch.save(content, stream)
     except (OSError, RuntimeError) as error:  # torch's writer raises the latter
         raise InputError(f"export: {output} cannot be written ({in_one_line(error):.200}); name another file") from None
 

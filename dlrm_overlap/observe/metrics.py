@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.profiler import ProfilerActivity, profile, schedule
 
+from dlrm_overlap.config import InputError
+
 WARMUP_STEPS = 10  # left out of throughput and step times: allocation, autotuning and NCCL's first calls slow them
 _BINS, _LEAST, _PER_UNIT = 4096, -16.0, 128  # of logits, from -16 to 16; AUROC takes those of one bin for equal
 _LOSS, _PREDICTED = 2 * _BINS, 2 * _BINS + 1  # columns behind the histograms
@@ -152,10 +154,19 @@ class RunningMetrics:
         return list(zip(where.tolist(), flat[where].tolist(), strict=True))
 
     def load(self, state: Sequence[Sequence[Any]]) -> None:
-        """Go on from what `state` has returned."""
-        self._lifetime.zero_()
+        """Go on from what `state` has returned.
+
+        Raises:
+            InputError: if it has sums that this run does not have.
+        """
+        sums = self._lifetime.zero_().view(-1)
         for place, value in state:
-            self._lifetime.view(-1)[int(place)] = value
+            if place >= len(sums):
+                raise InputError(
+                    f"checkpoint.resume: the checkpoint has sum {place} of the training metrics, and this run has "
+                    f"{len(sums)}; name another checkpoint"
+                )
+            sums[place] = value
 
 
 def _metrics_of(sums: torch.Tensor) -> dict[str, float]:

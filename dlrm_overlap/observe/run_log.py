@@ -99,7 +99,8 @@ class RunLog:
         if start == 0:  # an earlier run's would contradict what this run writes beside them
             shutil.rmtree(folder / "traces", ignore_errors=True)
             for old in folder.glob("events.out.tfevents.*"):
-                old.unlink()
+                if not old.is_dir():  # a user's folder is not TensorBoard's
+                    old.unlink()
         shown = config.as_dict()
         shown["log"]["replace"] = False  # a run of this file goes on with this one
         resolved = yaml.safe_dump(shown, sort_keys=False)

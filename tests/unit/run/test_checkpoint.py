@@ -7,6 +7,7 @@ import pytest
 
 from dlrm_overlap.checkpoint.checkpoint import Checkpointer, check_resume_fits, checkpoint_shape, trained_with
 from dlrm_overlap.checkpoint.manifest import MANIFEST, Manifest, newest_checkpoint, read_manifest, write_manifest
+from dlrm_overlap.checkpoint.pieces import Piece
 from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.observe.run_log import check_folder
 from tests.conftest import configuration
@@ -44,7 +45,12 @@ def _describe(checkpoint: Path, manifest: Manifest) -> None:
 
 
 def _find(checkpoint: Path, *options: str, world_size: int = 2, changed: bool = False) -> Path | None:
-    return _checkpointer(checkpoint.parent, _config(*options), world_size).find("auto", changed)
+    return _checkpointer(checkpoint.parent, _config(*options), world_size).resume("auto", changed, _path_of)
+
+
+def _path_of(path: Path, _: Manifest) -> Path:
+    """Stand in for loading."""
+    return path
 
 
 CHANGES = {
@@ -158,7 +164,7 @@ def test_the_last_saves_are_kept_and_the_last_one_is_gone_on_from(tmp_path: Path
 
 def test_the_newest_that_is_whole_is_found(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
     manifest, newer = read_manifest(checkpoint), checkpoint.with_name("step_4")
-    files = {"__0_0.distcp": 7}
+    files = {"__0_0.distcp": [Piece(7, "")]}
     _describe(newer, replace(manifest, step=4, saved=1, files=files))
     _describe(checkpoint.with_name("step_6"), manifest)
     (checkpoint.with_name("step_6") / MANIFEST).write_text("{")
@@ -168,12 +174,12 @@ def test_the_newest_that_is_whole_is_found(checkpoint: Path, caplog: pytest.LogC
     assert f"{checkpoint.with_name('step_6') / MANIFEST} is not what was written" in text
     assert text.endswith(f"going on from {checkpoint}, the newest that is whole")
     with pytest.raises(InputError, match=rf"resume: {newer}/__0_0.distcp cannot be read \(No such file"):
-        _checkpointer(checkpoint.parent, _config(), 2).find(str(newer))
+        _checkpointer(checkpoint.parent, _config(), 2).resume(str(newer), False, _path_of)
     _describe(checkpoint, replace(manifest, files=files))
     with pytest.raises(
         InputError, match="and no checkpoint before it is whole; name another checkpoint, or start anew"
     ):
         _find(checkpoint)
     _describe(newer, replace(manifest, format=2))
-    with pytest.raises(InputError, match=f"{newer}/{MANIFEST} has format 2, and this program knows 3"):
-        _checkpointer(checkpoint.parent, _config(), 2).find(str(newer))
+    with pytest.raises(InputError, match=f"{newer}/{MANIFEST} has format 2, and this program knows 4"):
+        _checkpointer(checkpoint.parent, _config(), 2).resume(str(newer), False, _path_of)
