@@ -11,7 +11,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -226,7 +226,7 @@ class Checkpointer:
             on_every_rank(lambda: guarded() if dist.get_rank() == 0 else None, ranks)
 
         try:
-            on_rank_0(self._remove_partial)
+            on_rank_0(lambda: self._remove_partial(temporary))
             with _writing(final):
                 files = save_extents(temporary, extents, group, self.tick)
             on_rank_0(lambda: self._commit(temporary, final, replace(manifest, files=files)))
@@ -236,10 +236,11 @@ class Checkpointer:
             raise
         return final
 
-    def _remove_partial(self) -> None:
-        """Remove what a run that died has left, and whatever else has such a name."""
+    def _remove_partial(self, temporary: Path) -> None:
+        """Remove what a run that died has left, and whatever else has such a name; `temporary` must be gone."""
         for left in self.folder.glob(f"{_PARTIAL}*"):
-            discard(left)
+            with suppress(OSError) if left != temporary else nullcontext():
+                discard(left)
 
     def _commit(self, temporary: Path, final: Path, manifest: Manifest) -> None:
         """Write the manifest, give the folder its name, and remove surplus checkpoints."""

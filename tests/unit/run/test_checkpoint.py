@@ -1,13 +1,17 @@
 """What a run goes on with, and what it refuses to, by the files of its folder alone."""
 
+import errno
+import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from dlrm_overlap.checkpoint import checkpoint as checkpoint_module
 from dlrm_overlap.checkpoint.checkpoint import Checkpointer, check_resume_fits, checkpoint_shape, trained_with
 from dlrm_overlap.checkpoint.manifest import MANIFEST, Manifest, newest_checkpoint, read_manifest, write_manifest
 from dlrm_overlap.checkpoint.pieces import Piece
+from dlrm_overlap.checkpoint.tools import verify
 from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.observe.run_log import check_folder
 from tests.conftest import configuration
@@ -160,6 +164,62 @@ def test_the_last_saves_are_kept_and_the_last_one_is_gone_on_from(tmp_path: Path
     (tmp_path / "step_40").mkdir()  # its manifest is gone
     assert save(30) == ["step_25", "step_30"], "in the place of the older one"
     assert newest_checkpoint(tmp_path) == tmp_path / "step_30"
+
+
+def _names(folder: Path) -> list[str]:
+    return sorted(os.listdir(folder))
+
+
+def test_a_checkpoint_that_was_moved_and_linked_back_loses_its_link_alone(tmp_path: Path) -> None:
+    """It is pruned, or another one of its step takes its place."""
+    folder, archive = tmp_path / "checkpoints", tmp_path / "archive"
+    archive.mkdir()
+    for step in (1, 2, 2, 3, 4):
+        path = Checkpointer(folder, 2, {}).write(step, [])
+        if step < 3:
+            target = archive / f"{path.name}_{len(_names(archive))}"
+            path.rename(target)
+            path.symlink_to(target)
+    assert _names(folder) == ["step_3", "step_4"]
+    assert _names(archive) == ["step_1_0", "step_2_1", "step_2_2"]
+    assert all(verify(archive / name) == [] for name in _names(archive))
+
+
+def test_whatever_has_the_name_of_a_save_gives_way_to_it(tmp_path: Path) -> None:
+    folder, mine = tmp_path / "checkpoints", tmp_path / "mine"
+    mine.mkdir()
+    (mine / "notes").touch()
+    folder.mkdir()
+    (folder / ".partial_removed_step_1").touch()
+    (folder / ".partial_x").symlink_to(mine)
+    (folder / ".partial_gone").symlink_to(tmp_path / "gone")
+    (folder / ".partial_step_1").symlink_to(mine)
+    os.mkfifo(folder / ".partial_pipe")
+    (folder / "step_1").touch()
+    (folder / "step_2").symlink_to(tmp_path / "gone")
+    for step in (1, 2):
+        assert verify(Checkpointer(folder, 2, {}).write(step, [])) == []
+    (folder / ".partial_step_3").touch()
+    Checkpointer(folder, 2, {}).write(3, [])
+    assert _names(folder) == ["step_2", "step_3"]
+    assert _names(mine) == ["notes"]
+
+
+def test_what_cannot_be_removed_does_not_keep_a_save_from_being_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as a file that a reader has open on NFS."""
+    (tmp_path / ".partial_removed_step_1").mkdir()
+    remove = checkpoint_module.discard
+
+    def refuse(path: Path) -> None:
+        if path.name == ".partial_removed_step_1":
+            raise OSError(errno.ENOTEMPTY, "Directory not empty")
+        remove(path)
+
+    monkeypatch.setattr(checkpoint_module, "discard", refuse)
+    Checkpointer(tmp_path, 2, {}).write(3, [])
+    assert newest_checkpoint(tmp_path) == tmp_path / "step_3"
 
 
 def test_the_newest_that_is_whole_is_found(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:

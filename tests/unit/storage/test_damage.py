@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from xxhash import xxh3_128
 
 from dlrm_overlap.checkpoint import manifest as manifest_module
@@ -30,7 +30,7 @@ from dlrm_overlap.checkpoint.tools import export, show, verify
 from dlrm_overlap.cli import main
 from dlrm_overlap.config import InputError
 from dlrm_overlap.train.evaluation import stored_config
-from tests.conftest import NO_FILES, configuration
+from tests.conftest import NO_FILES
 from tests.unit.storage.test_storage import make_table, write_table
 
 pytestmark = [pytest.mark.usefixtures("world_of_one"), pytest.mark.filterwarnings("ignore::FutureWarning")]
@@ -67,26 +67,18 @@ def _save(folder: Path, *steps: int) -> list[Path]:
 
 @pytest.mark.parametrize("file", FILES)
 def test_every_changed_bit_is_found(tmp_path: Path, small_pieces: None, file: str) -> None:
-    """All bits of the manifest and of the metadata, and some of each piece of the tensors."""
+    """Some bits of each file, and the first and last bytes of each piece of the tensors."""
     path = write_table(tmp_path, [0, 4])
     assert verify(path) == []
     assert len(read_manifest(path).files[DATA]) > 8
     size = (path / file).stat().st_size
-    bits = list(range(8 * size))
+    places = random.Random(0).sample(range(size), 60) + list(range(size - 60, size))
     if file == DATA:
-        bits = sorted(random.Random(0).sample(bits, 150))
-        bits += [8 * place for place in _first_and_last_bytes(read_manifest(path).files[DATA])]
-    else:
-        bits = bits[:: 1 if file == MANIFEST else 3]
-    manifest = read_manifest(path)
-    for bit in bits:
-        _flip(path / file, bit)
-        with pytest.raises(InputError) as error:
-            if file == DATA:
-                (fault,) = verify(path)
-                raise InputError(fault)
-            read_manifest(path) if file == MANIFEST else read_metadata(path, manifest)
-        assert str(path / file) in str(error.value), bit
+        places += _first_and_last_bytes(read_manifest(path).files[DATA])
+    for place in places:
+        _flip(path / file, bit := 8 * place + place % 8)
+        (fault,) = verify(path)
+        assert fault.startswith(str(path / file)), bit
         _flip(path / file, bit)
     assert verify(path) == []
 
@@ -175,11 +167,12 @@ class _Code:
         return os.mkdir, (str(self.folder),)
 
 
-def _replace(path: Path, file: str, content: bytes, has_checksums: bool) -> None:
-    """Forge `file`, with the sizes and checksums that it has in the manifest."""
-    manifest = read_manifest(path)
+def _replace(path: Path, file: str, content: bytes, has_checksums: bool = True) -> None:
+    """Forge `file`, or what it has after its first bytes, with the sizes and checksums that fit in the manifest."""
+    manifest, before = read_manifest(path), (path / file).read_bytes()
+    same, end = (manifest.files[file], len(before)) if content.startswith(before) else ([], 0)
+    forged = [*same, Piece(len(content) - end, xxh3_128(content[end:]).hexdigest())]
     (path / file).write_bytes(content)
-    forged = [Piece(len(content), xxh3_128(content).hexdigest())]
     write_manifest(path, replace(manifest, files=manifest.files | {file: forged}))
     if not has_checksums:
         _without_checksums(path)
@@ -190,22 +183,20 @@ def _replace(path: Path, file: str, content: bytes, has_checksums: bool) -> None
 def test_code_in_a_checkpoint_is_not_executed(tmp_path: Path, place: str, has_checksums: bool) -> None:
     made, path = tmp_path / "made", write_table(tmp_path / "run", [0, 4])
     metadata = read_metadata(path, read_manifest(path))
-    if place == "metadata":
-        _replace(path, METADATA, pickle.dumps(_Code(made)), has_checksums)
-    elif place == "within metadata":
+    if place == "within metadata":
         metadata.planner_data = _Code(made)
-        _replace(path, METADATA, pickle.dumps(metadata), has_checksums)
-    else:
-        index, info = next(iter(metadata.storage_data.items()))
+    elif place != "metadata":
         stream = io.BytesIO()
         torch.save(_Code(made), stream)
-        _replace(path, DATA, stream.getvalue(), True)
-        info.offset, info.length = 0, stream.tell()
-        metadata.storage_data = {index: info}
-        stored = metadata.state_dict_metadata
-        metadata.state_dict_metadata = {index.fqn: BytesStorageMetadata() if place == "bytes" else stored[index.fqn]}
-        _replace(path, METADATA, pickle.dumps(metadata), has_checksums)
-    assert len(verify(path)) == 1
+        before = (path / DATA).read_bytes()
+        _replace(path, DATA, before + stream.getvalue())
+        index, info = next(iter(metadata.storage_data.items()))
+        info.offset, info.length = len(before), stream.tell()
+        if place == "bytes":  # which DCP's tools unpickle with all that is in them
+            metadata.state_dict_metadata[index.fqn] = BytesStorageMetadata()
+    _replace(path, METADATA, pickle.dumps(_Code(made) if place == "metadata" else metadata), has_checksums)
+    (fault,) = verify(path)
+    assert "UnpicklingError" in fault
     with pytest.raises(InputError, match=r"export: .*; export another"):
         export(path, tmp_path / "x.pt")
     show(path)
@@ -218,25 +209,31 @@ def test_code_in_a_checkpoint_is_not_executed(tmp_path: Path, place: str, has_ch
 
 
 def test_a_pickle_does_not_change_the_classes_of_dcp(tmp_path: Path) -> None:
-    """It may name them, and pickle sets attributes of whatever a pickle names."""
-    path = write_table(tmp_path, [0, 4])
-    genuine = (path / METADATA).read_bytes()
-    name = b"ctorch.distributed.checkpoint.metadata\nMetadata\n"
-    _replace(path, METADATA, b"\x80\x02" + name + b"(N}X\x05\x00\x00\x00wrongK\x01sttb.", True)
+    """A pickle can set attributes of a class that it names, by the state of an instance with slots."""
+    path, content = write_table(tmp_path, [0, 4]), io.BytesIO()
+    pickle.dump(Metadata, content, protocol=2)
+    name = content.getvalue().removesuffix(b".")
+    content = io.BytesIO()
+    pickle.dump((None, {"changed": 1}), content, protocol=2)
+    state = content.getvalue().removeprefix(b"\x80\x02").removesuffix(b".")
+    changes = name + state + pickle.BUILD + pickle.STOP
+    _replace(path, METADATA, changes)
     assert len(verify(path)) == 1
-    assert not hasattr(type(read_metadata(write_table(tmp_path, [0, 4]), read_manifest(path))), "wrong")
-    assert genuine
+    assert not hasattr(Metadata, "changed")
+    pickle.loads(changes)
+    assert Metadata.changed == 1  # type: ignore[attr-defined]
+    del Metadata.changed  # type: ignore[attr-defined]
 
 
 def test_damaged_metadata_is_named_in_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Of equal size, and with a checksum that fits or none: pickles that raise whatever they like."""
     path = write_table(tmp_path, [0, 4])
     content, generator = (path / METADATA).read_bytes(), random.Random(0)
-    for _ in range(100):
+    for _ in range(50):
         damaged = bytearray(content)
         for _ in range(generator.choice([1, 5, 200])):
             damaged[generator.randrange(len(damaged))] = generator.randrange(256)
-        _replace(path, METADATA, bytes(damaged), True)
+        _replace(path, METADATA, bytes(damaged))
         for action in (lambda: verify(path), lambda: _resume(tmp_path, str(path)), lambda: export(path, path / "x")):
             with suppress(InputError):  # some damage changes a name that nobody reads
                 action()
@@ -271,7 +268,7 @@ WORDS: list[Any] = ["a word", "\ud800", 7, -1, 1.5, 2**70, None, True, [], {}, [
 def _places(content: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Yield the place of everything in a manifest, and for lists that of some elements."""
     items = content.items() if isinstance(content, dict) else enumerate(content) if isinstance(content, list) else ()
-    for key, value in islice(items, 40):
+    for key, value in islice(items, 20):
         yield (*place, key)
         yield from _places(value, (*place, key))
 
@@ -286,7 +283,7 @@ def test_a_forged_manifest_ends_in_one_line(tmp_path: Path, has_checksums: bool)
     """Each value in it is replaced by values of other types, or left out, and the checksum fits."""
     path = write_table(tmp_path, [0, 4])
     about = {
-        "config": configuration("--config", "configs/quickstart.yaml").as_dict(),
+        "config": {"embedding": {"backend": "pgas"}, "train": {"steps": 5}},
         "plan": {"t_0": {"sharding": "row_wise"}},
         "world_size": 2,
         "versions": {"torch": "2.13.0"},
@@ -327,9 +324,7 @@ def _is_refused(path: Path, place: tuple[Any, ...]) -> bool:
     try:
         read_manifest(path)
     except InputError as error:
-        assert len(str(error).splitlines()) == 1
-        assert str(path / MANIFEST) in str(error)
-        return True
+        return str(error).startswith(str(path / MANIFEST)) and "\n" not in str(error)
     show(path).encode()
     with suppress(InputError):
         stored_config(path)
