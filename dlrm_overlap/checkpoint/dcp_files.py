@@ -63,7 +63,8 @@ class Writer(FileSystemWriter):
         results = []
         with self.fs.create_stream(self.fs.concat_path(self.path, name), "wb") as file:
             for item in plan.items:
-                tensor = planner.resolve_data(item).detach().cpu()
+                found: Any = planner.resolve_data(item)
+                tensor = found.detach().cpu()
                 if tensor.untyped_storage().size() != tensor.nbytes:
                     tensor = tensor.clone()  # torch.save writes the whole storage
                 begin = file.tell()

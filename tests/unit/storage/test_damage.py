@@ -91,22 +91,29 @@ def _first_and_last_bytes(found: list[Piece]) -> Iterator[int]:
         yield end - 1
 
 
+DAMAGE: dict[str, Callable[[Path], None]] = {
+    "flipped": lambda file: _flip(file, 8 * (file.stat().st_size // 2)),
+    "cut": lambda file: os.truncate(file, file.stat().st_size - 1),
+    "gone": Path.unlink,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
 @pytest.mark.parametrize("file", FILES)
 def test_a_run_goes_on_from_the_checkpoint_before_with_one_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str], file: str
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str], file: str, damage: str
 ) -> None:
     before, newest = _save(tmp_path, 2, 4)
     assert _resume(tmp_path) == newest
-    _flip(newest / file, 8 * ((newest / file).stat().st_size // 2))
-    caplog.clear()
+    DAMAGE[damage](newest / file)
     assert _resume(tmp_path) == before
     (warning,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
-    assert warning.startswith(f"checkpoint.resume: {newest / file} is ")
+    assert warning.startswith(f"checkpoint.resume: {newest / file} ")
     assert warning.endswith(f"going on from {before}, the newest that is whole")
     assert "Traceback" not in "".join(capfd.readouterr())
-    with pytest.raises(InputError, match=rf"resume: {newest / file} is .*; name another checkpoint"):
+    with pytest.raises(InputError, match=rf"resume: {newest / file} .*; name another checkpoint"):
         _resume(tmp_path, str(newest))
-    shutil.copy(newest / file, before / file)
+    DAMAGE[damage](before / file)
     with pytest.raises(InputError, match="and no checkpoint before it is whole"):
         _resume(tmp_path)
 
