@@ -108,7 +108,7 @@ def agree_on(path: Path) -> Manifest:
                 f"checkpoint: rank {rank} does not see the same in {path} as rank 0; put it on a file system that all "
                 f"hosts see"
             )
-    if not isinstance(seen, Manifest):
+    if isinstance(seen, str):
         raise DamagedError(seen)
     if not seen.has_checksums and dist.get_rank() == 0:
         log.warning("checkpoint: %s", without_checksums(path))
@@ -127,6 +127,7 @@ class Checkpointer:
         self.keep = keep
         self.shape = shape
         self.settings = settings or {}
+        self._damaged: set[Path] = set()  # that `resume` has found
         self.about: dict[str, Any] = {}  # of this run, for readers of manifests
         self.tick: Callable[[], None] = lambda: None
         """called for every piece that is read or written: other ranks wait until all are"""
@@ -160,6 +161,7 @@ class Checkpointer:
                 loaded = load(path, manifest)
             except DamagedError as error:
                 faults.append(str(error))
+                self._damaged.add(path)
                 continue
             if faults and dist.get_rank() == 0:
                 log.warning("checkpoint.resume: %s; going on from %s, the newest that is whole", faults[0], path)
@@ -252,7 +254,9 @@ class Checkpointer:
             _remove(final)
         os.replace(temporary, final)
         sync_folder(self.folder)
+        self._damaged.discard(final)
         others = [path for path in (*manifests, *unreadable) if path != final]
+        others.sort(key=lambda path: path in self._damaged)  # the last ones go first
         for surplus in others[self.keep - 1 :]:
             _remove(surplus)
 

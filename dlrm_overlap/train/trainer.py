@@ -5,6 +5,7 @@
 
 import logging
 import math
+import os
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -124,8 +125,9 @@ class Trainer(Stepper):
         from_rank_0(lambda: check_folder(self.config))
         from_rank_0(self._set_aside)
         saves = self.config.checkpoint.every or self.config.checkpoint.last
-        # The folder of the checkpoints may be a link, and another run's may lead to the same folder.
-        with hold_run_folder(self.checkpointer.folder.resolve()) if saves else nullcontext():
+        # The folder of the checkpoints may be a link, and another run may have a link to the same folder.
+        folder = Path(os.path.realpath(self.checkpointer.folder))
+        with hold_run_folder(folder) if saves else nullcontext():
             return self._go_on()
 
     def _go_on(self) -> dict[str, Any]:

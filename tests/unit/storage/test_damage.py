@@ -53,12 +53,12 @@ def _flip(file: Path, bit: int) -> None:
 
 def _resume(folder: Path, resume: str = "auto") -> Path | None:
     """Load what a run in `folder` goes on from, and return its path."""
+    return Checkpointer(folder, 9, {"rows": [5]}).resume(resume, False, _load)
 
-    def load(path: Path, _: Manifest) -> Path:
-        load_extents(path, local_extents(*make_table([0, 4])))
-        return path
 
-    return Checkpointer(folder, 9, {"rows": [5]}).resume(resume, False, load)
+def _load(path: Path, _: Manifest) -> Path:
+    load_extents(path, local_extents(*make_table([0, 4])))
+    return path
 
 
 def _save(folder: Path, *steps: int) -> list[Path]:
@@ -116,6 +116,16 @@ def test_a_run_goes_on_from_the_checkpoint_before_with_one_warning(
     DAMAGE[damage](before / file)
     with pytest.raises(InputError, match="and no checkpoint before it is whole"):
         _resume(tmp_path)
+
+
+def test_a_damaged_checkpoint_is_removed_before_one_that_is_whole(tmp_path: Path) -> None:
+    _, _, damaged = _save(tmp_path, 1, 2, 3)
+    _flip(damaged / DATA, 9)
+    checkpointer = Checkpointer(tmp_path, 2, {"rows": [5]})
+    checkpointer.resume("auto", False, _load)
+    for step, kept in ((4, ["step_2", "step_4"]), (3, ["step_3", "step_4"]), (5, ["step_3", "step_5"])):
+        checkpointer.write(step, local_extents(*make_table([0, 4])))
+        assert sorted(os.listdir(tmp_path)) == kept
 
 
 @pytest.mark.parametrize("files", [[DATA], [METADATA], [DATA, METADATA]], ids="+".join)
