@@ -174,7 +174,7 @@ class Reader(FileSystemReader):
             if not manifest.has_checksums and 0 <= begin <= begin + size <= begins[-1]:
                 return [Piece(size, "")]
             first, end = (bisect_left(begins, at) for at in (begin, begin + size))
-            if begins[first : end + 1 : max(1, end - first)] == [begin, begin + size]:
+            if end < len(begins) and (begins[first], begins[end]) == (begin, begin + size):
                 return manifest.files[name][first:end]
         raise DamagedError(
             f"{self._folder / METADATA} is damaged: {MANIFEST} lists no {size} bytes at byte {begin} of {name!r:.80}"
@@ -192,8 +192,7 @@ def read_metadata(checkpoint: Path, manifest: Manifest) -> dcp.Metadata:
         with CheckedFile(file, 0, manifest.files[METADATA]) as pieces:
             data = pieces.readall()  # checked, before anything of it is used
         metadata = _Unpickler(io.BytesIO(data)).load()
-        assert isinstance(metadata, dcp.Metadata), "it holds something else"
-        step = _STEP.search(str(metadata.storage_meta.checkpoint_id))  # type: ignore[union-attr]
+        step = _STEP.search(str(metadata.storage_meta.checkpoint_id))
     except DamagedError:
         raise
     except Exception as error:  # a damaged pickle may raise anything; it has executed nothing

@@ -26,6 +26,7 @@ _WITHOUT_CHECKSUMS = 3  # the format before, which has the files' sizes alone
 MANIFEST = "checkpoint.json"
 _STEP = re.compile(r"step_(\d+)")
 _CHECKSUM = b',\n "checksum": "'
+_CHECKSUMS = {FORMAT: re.compile(r"[0-9a-f]{32}"), _WITHOUT_CHECKSUMS: re.compile("")}
 _FILE = re.compile(r"\.metadata|__[0-9]+_[0-9]+\.distcp")
 
 
@@ -126,7 +127,9 @@ def _check_types(manifest: Manifest) -> None:
         "versions": all(isinstance(version, str) for version in versions.values()),
         "trained_metrics": all(_is_count(place) and _is_number(value) for place, value in sums),
         "files": all(_FILE.fullmatch(name) for name in manifest.files),
-        "pieces": all(_is_count(piece.size) and isinstance(piece.checksum, str) for piece in pieces),
+        "pieces": all(
+            _is_count(piece.size) and _CHECKSUMS[manifest.format].fullmatch(piece.checksum) for piece in pieces
+        ),
     }
     if wrong := [name for name, is_right in checks.items() if not is_right]:
         raise ValueError(f"{wrong[0]} has a value of another type")

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from dlrm_overlap.config import InputError
 from dlrm_overlap.observe.metrics import RunningMetrics, StepTimer, evaluation_metrics
 from dlrm_overlap.observe.result_files import (
     MetricsFile,
@@ -71,6 +72,14 @@ def test_sums_over_steps_give_the_metrics_of_all_their_predictions(labels: int) 
     running.add(torch.full(shape, math.nan), torch.zeros(shape))
     assert math.isnan(running.take()["ne"])
     assert all(math.isnan(value) for key, value in running.take().items() if not key.startswith("lifetime")), "no step"
+
+
+def test_sums_that_a_run_does_not_have_are_refused() -> None:
+    running = RunningMetrics(["a"], 5, 3, torch.device("cpu"))
+    with pytest.raises(
+        InputError, match=r"has sum 1000000 of the training metrics, and this run has \d+; name another"
+    ):
+        running.load([[3, 1.0], [1_000_000, 2.0]])
 
 
 def test_metrics_of_several_labels_are_means_and_the_weighted_sum_of_losses() -> None:

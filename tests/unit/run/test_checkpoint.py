@@ -224,7 +224,7 @@ def test_what_cannot_be_removed_does_not_keep_a_save_from_being_written(
 
 def test_the_newest_that_is_whole_is_found(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
     manifest, newer = read_manifest(checkpoint), checkpoint.with_name("step_4")
-    files = {"__0_0.distcp": [Piece(7, "")]}
+    files = {"__0_0.distcp": [Piece(7, "0" * 32)]}
     _describe(newer, replace(manifest, step=4, saved=1, files=files))
     _describe(checkpoint.with_name("step_6"), manifest)
     (checkpoint.with_name("step_6") / MANIFEST).write_text("{")

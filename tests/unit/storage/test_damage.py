@@ -356,9 +356,17 @@ def test_a_manifest_names_files_of_its_folder_alone(tmp_path: Path) -> None:
     path = write_table(tmp_path, [0, 4])
     manifest = read_manifest(path)
     for name in ("../step_4/__0_0.distcp", "/dev/zero", "..", "", "a\0b", MANIFEST):
-        write_manifest(path, replace(manifest, files=manifest.files | {name: [Piece(1, "")]}))
+        write_manifest(path, replace(manifest, files=manifest.files | {name: manifest.files[DATA]}))
         with pytest.raises(DamagedError, match="files has a value of another type"):
             read_manifest(path)
+
+
+def test_a_manifest_lists_no_piece_without_its_checksum(tmp_path: Path) -> None:
+    path = write_table(tmp_path, [0, 4])
+    manifest = read_manifest(path)
+    write_manifest(path, replace(manifest, files=manifest.files | {DATA: [Piece(manifest.size_of(DATA), "")]}))
+    with pytest.raises(DamagedError, match="pieces has a value of another type"):
+        read_manifest(path)
 
 
 def test_checked_pieces_read_as_a_file_does(tmp_path: Path, small_pieces: None) -> None:
