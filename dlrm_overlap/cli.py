@@ -254,9 +254,9 @@ def checkpoint(argv: list[str]) -> int:
     path = Path(values.path)
     if (values.action == "export") != bool(values.output):
         raise InputError(f"checkpoint {values.action}: OUT is for export, which needs one: name a .pt")
-    if (path / "checkpoints").is_dir():
-        from dlrm_overlap.checkpoint.manifest import locate_checkpoint
+    from dlrm_overlap.checkpoint.manifest import locate_checkpoint, read_manifest, without_checksums
 
+    if (path / "checkpoints").is_dir():
         path = locate_checkpoint(path, "checkpoint")
     from dlrm_overlap.checkpoint.tools import export, show, verify
 
@@ -272,6 +272,8 @@ def checkpoint(argv: list[str]) -> int:
     if faults:
         return DAMAGED
     print(f"{path}: whole")
+    if not read_manifest(path).has_checksums:
+        print(f"dlrm-overlap: {plain(without_checksums(path))}", file=sys.stderr)
     return 0
 
 

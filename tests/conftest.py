@@ -6,6 +6,7 @@ import json
 import os
 import resource
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
@@ -57,6 +58,15 @@ def world_of_one() -> Iterator[dist.ProcessGroup]:
     assert dist.group.WORLD is not None
     yield dist.group.WORLD
     dist.destroy_process_group()
+
+
+NO_FILES: dict[str, Callable[[Path], Any]] = {
+    "a folder": Path.mkdir,
+    "a pipe": os.mkfifo,
+    "a socket": lambda path: os.mknod(path, stat.S_IFSOCK | 0o600),
+    "a device": lambda path: path.symlink_to("/dev/zero"),
+}
+"""each makes something at a path that is not a file: reading it fails, waits for ever or does not end"""
 
 
 def wait_until(condition: Callable[[], object], timeout_s: float, what: str) -> None:

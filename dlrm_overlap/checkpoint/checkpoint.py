@@ -11,10 +11,10 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import nn
@@ -29,19 +29,22 @@ from dlrm_overlap.checkpoint.manifest import (
     newest_first,
     read_manifest,
     read_whole,
+    without_checksums,
     write_manifest,
 )
+from dlrm_overlap.checkpoint.pieces import DamagedError
 from dlrm_overlap.checkpoint.storage import load_extents, save_extents
 from dlrm_overlap.comm.every_rank import gathered, on_every_rank
 from dlrm_overlap.config import Config, InputError, flatten
 from dlrm_overlap.dense.tensor_parallel import shards_of
-from dlrm_overlap.launching.files import make_folder, sync_folder
+from dlrm_overlap.launching.files import discard, make_folder, sync_folder
 
 log = logging.getLogger("dlrm_overlap")
 
 _SEEN_WITHIN_S = 60.0  # for a while, a network file system may still answer that a new folder is not there
 _PARTIAL = ".partial_"  # in front of the name of a folder that is being written or removed
 _FREE = ("workers", "prefetch")  # keys of `data` that change no sample
+Loaded = TypeVar("Loaded")
 
 
 def checkpoint_shape(config: Config, rows: list[int], dense_features: int) -> dict[str, Any]:
@@ -88,11 +91,12 @@ def world() -> dist.ProcessGroup:
     return dist.group.WORLD
 
 
-def agree_on(path: Path) -> Manifest | str:
-    """Return the manifest of the checkpoint `path`, or its fault, if it is not whole; a collective.
+def agree_on(path: Path) -> Manifest:
+    """Return the manifest of the checkpoint `path`, once its files are found; a collective.
 
     Raises:
-        InputError: if ranks see different checkpoints there.
+        DamagedError: on all ranks, if it is not whole.
+        InputError: on all ranks, if they see different checkpoints there.
     """
     try:
         seen = read_whole(path)
@@ -104,6 +108,10 @@ def agree_on(path: Path) -> Manifest | str:
                 f"checkpoint: rank {rank} does not see the same in {path} as rank 0; put it on a file system that all "
                 f"hosts see"
             )
+    if isinstance(seen, str):
+        raise DamagedError(seen)
+    if not seen.has_checksums and dist.get_rank() == 0:
+        log.warning("checkpoint: %s", without_checksums(path))
     return seen
 
 
@@ -119,18 +127,24 @@ class Checkpointer:
         self.keep = keep
         self.shape = shape
         self.settings = settings or {}
+        self._damaged: set[Path] = set()  # that `resume` has found
         self.about: dict[str, Any] = {}  # of this run, for readers of manifests
         self.tick: Callable[[], None] = lambda: None
         """called for every piece that is read or written: other ranks wait until all are"""
 
-    def find(self, resume: str, changed: bool = False) -> Path | None:
-        """Return the checkpoint that `checkpoint.resume` names, once its files were found; a collective.
+    def resume(self, resume: str, changed: bool, load: Callable[[Path, Manifest], Loaded]) -> Loaded | None:
+        """Return what `load` returns for the checkpoint that `checkpoint.resume` names; a collective.
 
-        For `auto` it is the one saved last, or, where that is not whole, the newest before it that is; None without
-        any, and for `never`.
+        For `auto` it is the checkpoint that was saved last or, if that one is damaged, the newest before it that is
+        not. None if there is none, and for `never`.
+
+        Args:
+            resume: the value of `checkpoint.resume`.
+            changed: the value of `checkpoint.resume_changed`.
+            load: raises a DamagedError on all ranks if it finds the checkpoint damaged.
 
         Raises:
-            InputError: if the checkpoint is not whole, if ranks see different ones, or if it does not fit this run, see
+            InputError: if the checkpoint is damaged, if ranks see different ones, or if it does not fit this run, see
                 `check_fits`.
         """
         if resume == "never":
@@ -141,13 +155,17 @@ class Checkpointer:
             paths = gathered([*unreadable, *manifests], world())[0]
         faults: list[str] = []
         for path in paths:
-            found = agree_on(path)
-            if isinstance(found, Manifest):
-                check_fits(path, found, self.shape, self.settings, changed)
-                if faults and dist.get_rank() == 0:
-                    log.warning("checkpoint.resume: %s; going on from %s, the newest that is whole", faults[0], path)
-                return path
-            faults.append(found)
+            try:
+                manifest = agree_on(path)
+                check_fits(path, manifest, self.shape, self.settings, changed)
+                loaded = load(path, manifest)
+            except DamagedError as error:
+                faults.append(str(error))
+                self._damaged.add(path)
+                continue
+            if faults and dist.get_rank() == 0:
+                log.warning("checkpoint.resume: %s; going on from %s, the newest that is whole", faults[0], path)
+            return loaded
         if not faults:
             return None
         others = ", and no checkpoint before it is whole" if resume == "auto" else ""
@@ -210,33 +228,35 @@ class Checkpointer:
             on_every_rank(lambda: guarded() if dist.get_rank() == 0 else None, ranks)
 
         try:
-            on_rank_0(self._remove_partial)
+            on_rank_0(lambda: self._remove_partial(temporary))
             with _writing(final):
-                save_extents(temporary, extents, group, self.tick)
-            on_rank_0(lambda: self._commit(temporary, final, manifest))
+                files = save_extents(temporary, extents, group, self.tick)
+            on_rank_0(lambda: self._commit(temporary, final, replace(manifest, files=files)))
         except Exception:
             if dist.get_rank() == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
             raise
         return final
 
-    def _remove_partial(self) -> None:
-        """Remove what a run that died has left."""
+    def _remove_partial(self, temporary: Path) -> None:
+        """Remove what a run that died has left, and whatever else has such a name; `temporary` must be gone."""
         for left in self.folder.glob(f"{_PARTIAL}*"):
-            shutil.rmtree(left)
+            with suppress(OSError) if left != temporary else nullcontext():
+                discard(left)
 
     def _commit(self, temporary: Path, final: Path, manifest: Manifest) -> None:
         """Write the manifest, give the folder its name, and remove surplus checkpoints."""
         manifests, unreadable = newest_first(self.folder)
-        files = {path.name: path.stat().st_size for path in sorted(temporary.iterdir())}
         saved = 1 + max((each.saved for each in manifests.values()), default=0)
-        write_manifest(temporary, replace(manifest, files=files, saved=saved))
+        write_manifest(temporary, replace(manifest, saved=saved))
         sync_folder(temporary)
-        if final.exists():  # abandoned or damaged, since it has this very step
+        if os.path.lexists(final):  # abandoned or damaged, since it has this very step
             _remove(final)
         os.replace(temporary, final)
         sync_folder(self.folder)
+        self._damaged.discard(final)
         others = [path for path in (*manifests, *unreadable) if path != final]
+        others.sort(key=lambda path: path in self._damaged)  # the last ones go first
         for surplus in others[self.keep - 1 :]:
             _remove(surplus)
 
@@ -244,6 +264,7 @@ class Checkpointer:
         """Load `path` on all ranks and return its step.
 
         Raises:
+            DamagedError: if it is damaged. The state is then in part that of `path`: load another checkpoint, or end.
             InputError: if it lacks a tensor of this model or its optimizers.
         """
         for _, each in optimizer.optimizers:
@@ -252,6 +273,8 @@ class Checkpointer:
         state = model.state_dict(), optimizer.state_dict()
         try:
             load_extents(path, local_extents(*state, cuts_of(model)), self.tick)
+        except DamagedError:
+            raise
         except InputError as error:
             raise InputError(f"checkpoint.resume: {error}; name another checkpoint") from None
         model.load_state_dict(state[0])  # type: ignore[arg-type]
@@ -273,10 +296,11 @@ def _writing(final: Path) -> Iterator[None]:
 
 
 def _remove(path: Path) -> None:
-    """Remove the checkpoint `path`, which is not found any more from the first moment on."""
+    """Remove the checkpoint `path`, or the link to it. From the first moment on nobody finds it."""
     removed = path.with_name(f"{_PARTIAL}removed_{path.name}")
     os.replace(path, removed)
-    shutil.rmtree(removed, ignore_errors=True)  # the next save tries again
+    with suppress(OSError):  # the next save tries again
+        discard(removed)
 
 
 def cuts_of(model: nn.Module) -> dict[str, Cut]:

@@ -1,7 +1,7 @@
 """The manifest of a checkpoint, `checkpoint.json`: what a run must know before it loads one. Loads no torch.
 
-It is written last. Each has the number of its save in its folder, so that of a run which went back to an earlier
-checkpoint and on from there, the one that was saved last is known.
+It is written last, and ends with a checksum of its own text. Each has the number of its save in its folder, so that of
+a run which went back to an earlier checkpoint and on from there, the one that was saved last is known.
 """
 
 import dataclasses
@@ -13,13 +13,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from xxhash import xxh3_128
+
+from dlrm_overlap.checkpoint.pieces import DamagedError, Piece
 from dlrm_overlap.config import InputError, in_one_line
+from dlrm_overlap.launching.files import open_file
 
 log = logging.getLogger("dlrm_overlap")
 
-FORMAT = 3
+FORMAT = 4
+_WITHOUT_CHECKSUMS = 3  # the format before, which has the files' sizes alone
 MANIFEST = "checkpoint.json"
 _STEP = re.compile(r"step_(\d+)")
+_CHECKSUM = b',\n "checksum": "'
+_CHECKSUMS = {FORMAT: re.compile(r"[0-9a-f]{32}"), _WITHOUT_CHECKSUMS: re.compile("")}
+_FILE = re.compile(r"\.metadata|__[0-9]+_[0-9]+\.distcp")
 
 
 @dataclass(frozen=True)
@@ -38,54 +46,126 @@ class Manifest:
     """of the evaluation after this step, if there was one"""
     about: dict[str, Any] = field(default_factory=dict)
     """for readers: the resolved configuration, the plan, the number of ranks"""
-    files: dict[str, int] = field(default_factory=dict)
-    """bytes of each other file"""
+    files: dict[str, list[Piece]] = field(default_factory=dict)
+    """the pieces of each other file, in order; of a format without checksums, all of it"""
     format: int = FORMAT
+
+    @property
+    def has_checksums(self) -> bool:
+        """Whether a changed bit is noticed. The format before this one has no checksums."""
+        return self.format == FORMAT
+
+    def size_of(self, file: str) -> int:
+        """Return the number of bytes of `file`."""
+        return sum(piece.size for piece in self.files[file])
 
 
 def write_manifest(checkpoint: Path, manifest: Manifest) -> None:
     """Write `manifest` to the folder `checkpoint`, and sync it."""
-    with (checkpoint / MANIFEST).open("w") as file:
-        json.dump(dataclasses.asdict(manifest), file, indent=1)
+    with (checkpoint / MANIFEST).open("wb") as file:
+        file.write(_sealed(json.dumps(dataclasses.asdict(manifest), indent=1).rstrip("}\n").encode()))
         file.flush()
         os.fsync(file.fileno())
+
+
+def _sealed(head: bytes) -> bytes:
+    """Return the text of a manifest: `head`, which has all other fields, and its checksum."""
+    return head + _CHECKSUM + xxh3_128(head).hexdigest().encode() + b'"\n}\n'
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
     """Return the manifest of the folder `checkpoint`.
 
     Raises:
-        InputError: if it cannot be read, or is of the format of another version of this program.
+        DamagedError: if it cannot be read or is not the one that was written.
+        InputError: if it is of the format of another version of this program.
     """
     path = checkpoint / MANIFEST
     try:
-        content = json.loads(path.read_text())
-        if content["format"] == FORMAT:
-            return Manifest(**content)
+        with open_file(path) as file:
+            data = file.read()
+        content = json.loads(data)
+        if (version := content["format"]) not in (FORMAT, _WITHOUT_CHECKSUMS):
+            raise InputError(
+                f"{path} has format {version!s:.80}, and this program knows {FORMAT}; use the one that wrote it"
+            )
+        if version == FORMAT:
+            if data != _sealed(data.rpartition(_CHECKSUM)[0]):
+                raise ValueError("its checksum differs")
+            del content["checksum"]
+        else:
+            content["files"] = {name: [[size, ""]] for name, size in content["files"].items()}
+        files = {name: [Piece(*piece) for piece in pieces] for name, pieces in content["files"].items()}
+        manifest = Manifest(**content | {"files": files})
+        _check_types(manifest)
+    except InputError:
+        raise
     except OSError as error:
-        raise InputError(f"{path} cannot be read ({error.strerror})") from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{path} is not what was written ({in_one_line(error):.80})") from None
-    raise InputError(
-        f"{path} has format {content['format']}, and this program knows {FORMAT}; use the one that wrote it"
-    )
+        raise DamagedError(f"{path} cannot be read ({error.strerror})") from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DamagedError(f"{path} is not what was written ({in_one_line(error):.80})") from None
+    return manifest
+
+
+def _check_types(manifest: Manifest) -> None:
+    """Check the types that readers rely on, since anyone can make a manifest with the right checksum.
+
+    Raises:
+        ValueError: naming a field of another type.
+    """
+    about, pieces = manifest.about, [piece for each in manifest.files.values() for piece in each]
+    groups, plan, versions, sums = (about.get(key, {}) for key in ("config", "plan", "versions", "trained_metrics"))
+    checks = {
+        "step": _is_count(manifest.step, below=1 << 31),
+        "saved": _is_count(manifest.saved),
+        "shape": isinstance(manifest.shape, dict),
+        "settings": isinstance(manifest.settings, dict),
+        "metrics": all(map(_is_number, manifest.metrics.values())),
+        "config": all(isinstance(group, dict) for group in groups.values()),
+        "plan": all(isinstance(table["sharding"], str) for table in plan.values()),
+        "world_size": _is_count(about.get("world_size", 0)),
+        "versions": all(isinstance(version, str) for version in versions.values()),
+        "trained_metrics": all(_is_count(place) and _is_number(value) for place, value in sums),
+        "files": all(_FILE.fullmatch(name) for name in manifest.files),
+        "pieces": all(
+            _is_count(piece.size) and _CHECKSUMS[manifest.format].fullmatch(piece.checksum) for piece in pieces
+        ),
+    }
+    if wrong := [name for name, is_right in checks.items() if not is_right]:
+        raise ValueError(f"{wrong[0]} has a value of another type")
+
+
+def _is_count(value: Any, below: int = 1 << 63) -> bool:
+    return type(value) is int and 0 <= value < below
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, float) or (type(value) is int and abs(value) < 1 << 63)
 
 
 def read_whole(checkpoint: Path) -> Manifest:
-    """Return the manifest of `checkpoint`, once its files were found.
+    """Return the manifest of `checkpoint`, once all its files are found and have their sizes.
 
     Raises:
-        InputError: as `read_manifest` does, or if a file is not there, or has another size.
+        DamagedError: if a file is not there, is not a regular file, or has another size.
+        InputError: as `read_manifest` does.
     """
     manifest = read_manifest(checkpoint)
-    for name, expected in manifest.files.items():
+    for name in manifest.files:
+        path, expected = checkpoint / name, manifest.size_of(name)
         try:
-            size = (checkpoint / name).stat().st_size
+            with open_file(path) as file:
+                size = os.fstat(file.fileno()).st_size
         except OSError as error:
-            raise InputError(f"{checkpoint / name} cannot be read ({error.strerror})") from None
+            raise DamagedError(f"{path} cannot be read ({error.strerror})") from None
         if size != expected:
-            raise InputError(f"{checkpoint / name} has {size} bytes, not {expected}")
+            raise DamagedError(f"{path} has {size} bytes, not {expected}")
     return manifest
+
+
+def without_checksums(checkpoint: Path) -> str:
+    """Return what to tell a user of a checkpoint that has no checksums."""
+    return f"{checkpoint} is of an earlier version and has no checksums, so changed bits in its tensors go unnoticed"
 
 
 def is_checkpoint(path: Path) -> bool:

@@ -14,8 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    _EmptyStateDictLoadPlanner,
+)
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -27,7 +30,6 @@ from torch.distributed.checkpoint.planner import (
     LoadPlan,
     ReadItem,
     SavePlan,
-    SavePlanner,
     TensorWriteData,
     WriteItem,
     WriteItemType,
@@ -36,7 +38,10 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from dlrm_overlap.checkpoint.dcp_files import Reader, Writer
 from dlrm_overlap.checkpoint.extents import Cut, Extent, is_finite, local_extents, sources
+from dlrm_overlap.checkpoint.pieces import DamagedError, Piece
+from dlrm_overlap.comm.every_rank import gathered
 from dlrm_overlap.config import InputError, PeerError, in_one_line
 
 _PIECE_BYTES = 1 << 26  # so much of a tensor is copied to the CPU and read at a time
@@ -47,7 +52,7 @@ def save_extents(
     extents: Sequence[Extent],
     group: dist.ProcessGroup | None = None,
     tick: Callable[[], None] = lambda: None,
-) -> None:
+) -> dict[str, list[Piece]]:
     """Write the extents of all ranks to `folder`, those that several ranks hold once; a collective.
 
     Args:
@@ -56,24 +61,32 @@ def save_extents(
         group: of all ranks, which nothing else uses meanwhile; None is the default group.
         tick: called for each piece.
 
+    Returns:
+        The pieces of each file of all ranks, for the manifest.
+
     Raises:
         OSError: on all ranks, if one of them cannot write.
         PeerError: on the other ranks, if one fails otherwise.
     """
+    writer = Writer(folder)
     try:
-        save({}, storage_writer=_Writer(folder), planner=_SavePlanner(extents, tick), process_group=group)
+        save({}, storage_writer=writer, planner=_SavePlanner(extents, tick), process_group=group)
     except CheckpointException as error:
         rank, cause = _first_failure(error)
         if isinstance(cause, OSError) or rank == dist.get_rank():
             raise cause from None
         raise PeerError(f"rank {rank} has failed: {type(cause).__name__}: {in_one_line(cause):.300}") from None
+    ranks = group or dist.group.WORLD
+    assert ranks is not None, "a checkpoint is written by all ranks"
+    return {name: pieces for each in gathered(writer.pieces, ranks) for name, pieces in each.items()}
 
 
 def load_extents(path: Path, extents: Sequence[Extent], tick: Callable[[], None] = lambda: None) -> None:
     """Fill `extents` from the checkpoint `path`; a collective where there is a process group.
 
     Raises:
-        InputError: on all ranks, if a tensor is not there, has another shape, or cannot be read.
+        DamagedError: on all ranks, if a file cannot be read or a checksum differs. Some extents are then filled.
+        InputError: on all ranks, if a tensor is not there or has another shape.
     """
     planner = _LoadPlanner(extents, tick)
     _read(path, planner)
@@ -100,9 +113,15 @@ def find_faults(path: Path) -> list[str]:
     return [f"{path}: {name} is nan or infinite" for name in dict.fromkeys(planner.not_finite)]
 
 
-def stored_dtypes(path: Path) -> dict[str, torch.dtype]:
-    """Return the names of the tensors of the checkpoint `path`, each with its type."""
-    return {name: each.properties.dtype for name, each in _tensors(FileSystemReader(path).read_metadata()).items()}
+def read_unsharded(path: Path) -> dict[str, Any]:
+    """Return the checkpoint `path` in memory: {"model": weights by name, "optimizer": states}.
+
+    Raises:
+        InputError: if a tensor cannot be read.
+    """
+    planner = _EmptyStateDictLoadPlanner()
+    _read(path, planner)
+    return planner.original_state_dict
 
 
 def _tensors(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
@@ -114,33 +133,20 @@ def _read(path: Path, planner: DefaultLoadPlanner) -> None:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-            load({}, storage_reader=FileSystemReader(path), planner=planner)
+            load({}, storage_reader=Reader(path), planner=planner)
     except CheckpointException as error:
         rank, cause = _first_failure(error)
+        if isinstance(cause, DamagedError):
+            raise DamagedError(str(cause)) from None
         if isinstance(cause, InputError):
             raise InputError(f"{path}: {cause}") from None
         text = f"{type(cause).__name__}: {in_one_line(cause):.200}"
-        raise InputError(f"{path} cannot be read by rank {rank} ({text})") from None
+        raise DamagedError(f"{path} cannot be read by rank {rank} ({text})") from None
 
 
 def _first_failure(error: CheckpointException) -> tuple[int, BaseException]:
     rank = min(error.failures)
     return rank, error.failures[rank][0]
-
-
-class _Writer(FileSystemWriter):
-    def __init__(self, folder: Path) -> None:
-        # Without copies ahead DCP calls CUDA for tensors on a GPU alone. With them the thread that writes a copy beside
-        # training would wait for the steps that are queued on the GPU, and fail with them.
-        super().__init__(folder, per_thread_copy_ahead=0)
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
-        try:
-            return super().write_data(plan, planner)
-        except RuntimeError as error:  # torch.save has another error in its end, once the disk was full
-            if isinstance(error.__context__, OSError):
-                raise error.__context__ from None
-            raise
 
 
 class _SavePlanner(DefaultSavePlanner):

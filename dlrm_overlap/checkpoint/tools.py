@@ -30,13 +30,13 @@ def show(path: Path) -> str:
         **manifest.metrics,
         **manifest.shape,
         **manifest.settings,
-        **{f"file {name}": f"{size} bytes" for name, size in manifest.files.items()},
+        **{f"file {name}": f"{manifest.size_of(name)} bytes" for name in manifest.files},
     }
     return "\n".join(plain(f"{key}: {value}") for key, value in facts.items())
 
 
 def verify(path: Path) -> list[str]:
-    """Return the faults of the checkpoint `path`, none if every tensor can be read and is finite.
+    """Return the faults of the checkpoint `path`, none if every file has its checksums and every tensor is finite.
 
     Raises:
         InputError: if it is no checkpoint.
@@ -65,15 +65,13 @@ def export(path: Path, output: Path) -> None:
     if faults := verify(path):
         raise InputError(f"export: {faults[0]}; export another checkpoint")
     import torch
-    from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
-    state: dict[str, Any] = {}
-    _load_state_dict(state, FileSystemReader(path), planner=_EmptyStateDictLoadPlanner(), no_dist=True)
+    from dlrm_overlap.checkpoint.storage import read_unsharded
+
+    content = _by_name(read_unsharded(path))
     try:
         with replacing(output) as stream:
-            torch.save(_by_name(state), stream.name)
+            torch.save(content, stream)
     except (OSError, RuntimeError) as error:  # torch's writer raises the latter
         raise InputError(f"export: {output} cannot be written ({in_one_line(error):.200}); name another file") from None
 

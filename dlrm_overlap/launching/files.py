@@ -6,7 +6,9 @@ import json
 import logging
 import os
 import secrets
+import shutil
 import socket
+import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,10 +22,54 @@ from dlrm_overlap.config import InputError
 log = logging.getLogger("dlrm_overlap")
 
 LOCK_NAME = ".lock"
+_RANDOM_BYTES = 8
+_TEMPORARIES = f".*.{'[0-9a-f]' * 2 * _RANDOM_BYTES}.tmp"
 _OWNER_CHARACTERS = 200
 _PATIENCE_S = 0.5  # its owner may be about to end
 # Errors of a file system without locks, such as Lustre mounted without `flock`.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+def open_file(path: Path) -> BinaryIO:
+    """Open the regular file `path`, or the one that it links to, for reading.
+
+    Opening a pipe would wait for a writer, and some devices never end.
+
+    Raises:
+        OSError: if it cannot be read or is not a regular file.
+    """
+
+    def fail_unless_regular(mode: int) -> None:
+        if kind := _KINDS.get(stat.S_IFMT(mode)):
+            raise OSError(errno.EINVAL, f"it is {kind}, not a file", str(path))
+
+    fail_unless_regular(os.stat(path).st_mode)  # opening a device can have effects, and a socket cannot be opened
+    file = open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")  # noqa: SIM115 - the caller closes it
+    try:
+        fail_unless_regular(os.fstat(file.fileno()).st_mode)  # it may have been replaced in between
+    except OSError:
+        file.close()
+        raise
+    return file
+
+
+def discard(path: Path) -> None:
+    """Remove a file, a link, or a folder with its content. What a link leads to stays.
+
+    Raises:
+        OSError: if it cannot be removed.
+    """
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def make_folder(folder: Path) -> None:
@@ -97,7 +143,7 @@ def _acquire(path: Path, key: str) -> FileLock:
 
 def temporary_of(file: Path) -> Path:
     """Return a name beside `file`, in part random; open it by "x", which neither follows a link nor takes a file."""
-    return file.with_name(f".{file.name}.{secrets.token_hex(8)}.tmp")
+    return file.with_name(f".{file.name}.{secrets.token_hex(_RANDOM_BYTES)}.tmp")
 
 
 @contextmanager
@@ -138,6 +184,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def remove_temporaries(folder: Path) -> None:
-    """Remove temporary files that killed processes have left of `replacing`. Hold the folder's lock meanwhile."""
-    for file in folder.glob(".*.tmp"):
-        file.unlink(missing_ok=True)
+    """Remove the temporary files in `folder` that a killed process has left. Hold the folder's lock meanwhile."""
+    for file in folder.glob(_TEMPORARIES):
+        with contextlib.suppress(OSError):
+            file.unlink()

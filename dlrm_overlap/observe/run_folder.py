@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from dlrm_overlap.comm.every_rank import on_every_rank
 from dlrm_overlap.config import InputError
-from dlrm_overlap.launching.files import hold_folder, make_folder
+from dlrm_overlap.launching.files import hold_folder, make_folder, remove_temporaries
 
 T = TypeVar("T")
 
@@ -36,6 +36,8 @@ def from_rank_0(find: Callable[[], T]) -> T:
 def hold_run_folder(folder: Path) -> Iterator[None]:
     """Have rank 0 make `folder` and hold its lock while the block runs; a collective at the beginning.
 
+    Rank 0 also removes the temporary files that a killed run has left in it.
+
     Raises:
         InputError: on all ranks, if the folder cannot be made or written to, or another process that is alive holds
             the lock.
@@ -44,7 +46,8 @@ def hold_run_folder(folder: Path) -> Iterator[None]:
     def hold() -> None:
         make_folder(folder)
         try:
-            stack.enter_context(hold_folder(folder, "log.dir"))
+            if stack.enter_context(hold_folder(folder, "log.dir")):
+                remove_temporaries(folder)
         except OSError as error:
             raise InputError(
                 f"log.dir: {folder} cannot be written to ({error.strerror}); give a folder that is yours"

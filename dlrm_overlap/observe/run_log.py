@@ -99,7 +99,7 @@ class RunLog:
         if start == 0:  # an earlier run's would contradict what this run writes beside them
             shutil.rmtree(folder / "traces", ignore_errors=True)
             for old in folder.glob("events.out.tfevents.*"):
-                if not old.is_dir():
+                if not old.is_dir():  # a user's folder is not TensorBoard's
                     remove(old)
         shown = config.as_dict()
         shown["log"]["replace"] = False  # a run of this file goes on with this one

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dlrm_overlap.checkpoint.manifest import differences, locate_checkpoint, read_manifest
+from dlrm_overlap.checkpoint.pieces import DamagedError
 from dlrm_overlap.config import Config, EmbeddingConfig, FullPath, InputError, TrainConfig
 from dlrm_overlap.launching.files import write_json
 from dlrm_overlap.launching.parsing import Parser, read_tree
@@ -90,11 +91,12 @@ def evaluate(ranks: Ranks, path: Path) -> dict[str, Any]:
             f"{_OPTION}: {path} has {parted}; leave --config and these keys out, which takes what it was trained with"
         )
     ranks.connect(eval_path=held_out.fingerprint())
-    manifest = agree_on(path)
-    if isinstance(manifest, str):
-        raise InputError(f"{_OPTION}: {manifest}; evaluate another checkpoint")
-    stepper = Stepper(config, ranks.world, ranks.device, held_out, held_out, progress=ranks.progress)
-    values = stepper.evaluate_checkpoint(path)
+    try:
+        manifest = agree_on(path)
+        stepper = Stepper(config, ranks.world, ranks.device, held_out, held_out, progress=ranks.progress)
+        values = stepper.evaluate_checkpoint(path)
+    except DamagedError as error:
+        raise InputError(f"{_OPTION}: {error}; evaluate another checkpoint") from None
     stepper.close()
     return {
         "checkpoint": str(path.absolute()),

@@ -5,13 +5,16 @@
 
 import logging
 import math
+import os
 from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
 from dlrm_overlap.checkpoint.checkpoint import Checkpointer, checkpoint_shape, trained_with
-from dlrm_overlap.checkpoint.manifest import newest_checkpoint, read_manifest
+from dlrm_overlap.checkpoint.manifest import Manifest, newest_checkpoint
 from dlrm_overlap.checkpoint.saving import Saves, require_finite
 from dlrm_overlap.config import Config
 from dlrm_overlap.data.batch import Batch, Dataset
@@ -121,6 +124,13 @@ class Trainer(Stepper):
     def _fit(self) -> dict[str, Any]:
         from_rank_0(lambda: check_folder(self.config))
         from_rank_0(self._set_aside)
+        saves = self.config.checkpoint.every or self.config.checkpoint.last
+        # The folder of the checkpoints may be a link, and another run may have a link to the same folder.
+        folder = Path(os.path.realpath(self.checkpointer.folder))
+        with hold_run_folder(folder) if saves else nullcontext():
+            return self._go_on()
+
+    def _go_on(self) -> dict[str, Any]:
         if (summary := self._resume()) is not None:
             return summary
         every_eval, every_save = self.config.train.eval_every, self.config.checkpoint.every
@@ -221,14 +231,14 @@ class Trainer(Stepper):
 
     def _resume(self) -> dict[str, Any] | None:
         """Return the folder's summary if its run is finished; otherwise load the checkpoint to go on from, if any."""
+        config = self.config.checkpoint
+        return self.checkpointer.resume(config.resume, config.resume_changed, self._go_on_from)
+
+    def _go_on_from(self, checkpoint: Path, manifest: Manifest) -> dict[str, Any] | None:
+        """Return the folder's summary if its run is finished, and otherwise load `checkpoint`; a collective."""
         config = self.config
-        checkpoint = self.checkpointer.find(config.checkpoint.resume, config.checkpoint.resume_changed)
-        if checkpoint is None:
-            return None
-        manifest = read_manifest(checkpoint)
-        self.start = self.saves.step = manifest.step
         summary, target = from_rank_0(lambda: read_summary(self.folder)), config.train.target_auroc
-        if summary is not None and (config.checkpoint.resume == "auto" or self.start >= summary["steps"]):
+        if summary is not None and (config.checkpoint.resume == "auto" or manifest.step >= summary["steps"]):
             reached = 0 < target <= summary["eval_auroc"]
             if reached or summary["steps"] >= self.steps:
                 why = f"train.target_auroc {target} is reached" if reached else f"train.steps is {self.steps}"
@@ -237,6 +247,7 @@ class Trainer(Stepper):
                 log.info(text, summary["steps"], why, place)
                 return summary
         self.checkpointer.load(checkpoint, self.model, self.optimizer)
+        self.start = self.saves.step = manifest.step
         self.optimizer.set_optimizer_step(self.start)  # FBGEMM's count, by which Adam's means are corrected
         for exchange in exchanges(self.model):
             exchange.counters.steps.value = self.start  # stochastic rounding depends on the step

@@ -1,7 +1,6 @@
 """A run that stops and goes on is the run that did not stop."""
 
 import json
-import os
 import shutil
 from pathlib import Path
 
@@ -38,12 +37,15 @@ def test_keeps_the_newest(whole: Path) -> None:
 def test_goes_on_from_the_newest_that_is_whole(whole: Path, tmp_path: Path) -> None:
     shutil.copytree(whole, tmp_path / "run")
     newest = tmp_path / "run" / "checkpoints" / "step_30"
-    os.truncate(newest / "__1_0.distcp", 1000)
+    file = newest / "__1_0.distcp"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 64
+    file.write_bytes(content)
     (tmp_path / "run" / "summary.json").unlink()
     result = run_quickstart(tmp_path, "run", 2, *SAVING, "--train.steps", "30")
     assert result.returncode == 0, result.stderr
-    (warning,) = [line for line in result.stderr.splitlines() if "1000 bytes" in line]
-    assert f"{newest}/__1_0.distcp has 1000 bytes, not" in warning
+    (warning,) = [line for line in result.stderr.splitlines() if "damaged" in line]
+    assert f"{file} is damaged: the checksum of bytes " in warning
     assert "step_20, the newest that is whole" in warning
     run = tmp_path / "run"
     assert list(read_metrics(run, "train/loss")) == list(range(1, 31)), "no step missing, none twice"

@@ -1,12 +1,17 @@
 """What a run goes on with, and what it refuses to, by the files of its folder alone."""
 
+import errno
+import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from dlrm_overlap.checkpoint import checkpoint as checkpoint_module
 from dlrm_overlap.checkpoint.checkpoint import Checkpointer, check_resume_fits, checkpoint_shape, trained_with
 from dlrm_overlap.checkpoint.manifest import MANIFEST, Manifest, newest_checkpoint, read_manifest, write_manifest
+from dlrm_overlap.checkpoint.pieces import Piece
+from dlrm_overlap.checkpoint.tools import verify
 from dlrm_overlap.config import Config, InputError
 from dlrm_overlap.observe.run_log import check_folder
 from tests.conftest import configuration
@@ -44,7 +49,12 @@ def _describe(checkpoint: Path, manifest: Manifest) -> None:
 
 
 def _find(checkpoint: Path, *options: str, world_size: int = 2, changed: bool = False) -> Path | None:
-    return _checkpointer(checkpoint.parent, _config(*options), world_size).find("auto", changed)
+    return _checkpointer(checkpoint.parent, _config(*options), world_size).resume("auto", changed, _path_of)
+
+
+def _path_of(path: Path, _: Manifest) -> Path:
+    """Stand in for loading."""
+    return path
 
 
 CHANGES = {
@@ -156,9 +166,65 @@ def test_the_last_saves_are_kept_and_the_last_one_is_gone_on_from(tmp_path: Path
     assert newest_checkpoint(tmp_path) == tmp_path / "step_30"
 
 
+def _names(folder: Path) -> list[str]:
+    return sorted(os.listdir(folder))
+
+
+def test_a_checkpoint_that_was_moved_and_linked_back_loses_its_link_alone(tmp_path: Path) -> None:
+    """It is pruned, or another one of its step takes its place."""
+    folder, archive = tmp_path / "checkpoints", tmp_path / "archive"
+    archive.mkdir()
+    for step in (1, 2, 2, 3, 4):
+        path = Checkpointer(folder, 2, {}).write(step, [])
+        if step < 3:
+            target = archive / f"{path.name}_{len(_names(archive))}"
+            path.rename(target)
+            path.symlink_to(target)
+    assert _names(folder) == ["step_3", "step_4"]
+    assert _names(archive) == ["step_1_0", "step_2_1", "step_2_2"]
+    assert all(verify(archive / name) == [] for name in _names(archive))
+
+
+def test_whatever_has_the_name_of_a_save_gives_way_to_it(tmp_path: Path) -> None:
+    folder, mine = tmp_path / "checkpoints", tmp_path / "mine"
+    mine.mkdir()
+    (mine / "notes").touch()
+    folder.mkdir()
+    (folder / ".partial_removed_step_1").touch()
+    (folder / ".partial_x").symlink_to(mine)
+    (folder / ".partial_gone").symlink_to(tmp_path / "gone")
+    (folder / ".partial_step_1").symlink_to(mine)
+    os.mkfifo(folder / ".partial_pipe")
+    (folder / "step_1").touch()
+    (folder / "step_2").symlink_to(tmp_path / "gone")
+    for step in (1, 2):
+        assert verify(Checkpointer(folder, 2, {}).write(step, [])) == []
+    (folder / ".partial_step_3").touch()
+    Checkpointer(folder, 2, {}).write(3, [])
+    assert _names(folder) == ["step_2", "step_3"]
+    assert _names(mine) == ["notes"]
+
+
+def test_what_cannot_be_removed_does_not_keep_a_save_from_being_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as a file that a reader has open on NFS."""
+    (tmp_path / ".partial_removed_step_1").mkdir()
+    remove = checkpoint_module.discard
+
+    def refuse(path: Path) -> None:
+        if path.name == ".partial_removed_step_1":
+            raise OSError(errno.ENOTEMPTY, "Directory not empty")
+        remove(path)
+
+    monkeypatch.setattr(checkpoint_module, "discard", refuse)
+    Checkpointer(tmp_path, 2, {}).write(3, [])
+    assert newest_checkpoint(tmp_path) == tmp_path / "step_3"
+
+
 def test_the_newest_that_is_whole_is_found(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
     manifest, newer = read_manifest(checkpoint), checkpoint.with_name("step_4")
-    files = {"__0_0.distcp": 7}
+    files = {"__0_0.distcp": [Piece(7, "0" * 32)]}
     _describe(newer, replace(manifest, step=4, saved=1, files=files))
     _describe(checkpoint.with_name("step_6"), manifest)
     (checkpoint.with_name("step_6") / MANIFEST).write_text("{")
@@ -168,12 +234,12 @@ def test_the_newest_that_is_whole_is_found(checkpoint: Path, caplog: pytest.LogC
     assert f"{checkpoint.with_name('step_6') / MANIFEST} is not what was written" in text
     assert text.endswith(f"going on from {checkpoint}, the newest that is whole")
     with pytest.raises(InputError, match=rf"resume: {newer}/__0_0.distcp cannot be read \(No such file"):
-        _checkpointer(checkpoint.parent, _config(), 2).find(str(newer))
+        _checkpointer(checkpoint.parent, _config(), 2).resume(str(newer), False, _path_of)
     _describe(checkpoint, replace(manifest, files=files))
     with pytest.raises(
         InputError, match="and no checkpoint before it is whole; name another checkpoint, or start anew"
     ):
         _find(checkpoint)
     _describe(newer, replace(manifest, format=2))
-    with pytest.raises(InputError, match=f"{newer}/{MANIFEST} has format 2, and this program knows 3"):
-        _checkpointer(checkpoint.parent, _config(), 2).find(str(newer))
+    with pytest.raises(InputError, match=f"{newer}/{MANIFEST} has format 2, and this program knows 4"):
+        _checkpointer(checkpoint.parent, _config(), 2).resume(str(newer), False, _path_of)

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from dlrm_overlap.config import InputError
-from dlrm_overlap.launching.files import LOCK_NAME, hold_folder, remove_temporaries, replacing
-from tests.conftest import ROOT
+from dlrm_overlap.launching.files import LOCK_NAME, hold_folder, open_file, replacing, temporary_of
+from dlrm_overlap.observe.run_folder import hold_run_folder
+from tests.conftest import NO_FILES, PYTHON_PATH, ROOT
 
 # Holds the lock of argv[1], forks a child that lives on, and waits to be killed; prints the child's process id.
 OWNER = """
@@ -69,6 +70,36 @@ def test_a_file_is_replaced_whole_or_stays(tmp_path: Path) -> None:
     with pytest.raises(TypeError), replacing(file) as stream:
         stream.write("two")  # type: ignore[arg-type]
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"file": b"one"}
-    (tmp_path / ".file.host.7.tmp").touch()
-    remove_temporaries(tmp_path)
-    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_what_a_killed_process_left_is_removed_and_nothing_else(tmp_path: Path, world_of_one: object) -> None:
+    """The process is killed between writing a file and giving it its name."""
+    program = """if True:
+        import os, signal, sys
+        from pathlib import Path
+        from dlrm_overlap.launching.files import replacing
+        with replacing(Path(sys.argv[1])) as stream:
+            os.kill(os.getpid(), signal.SIGKILL)
+    """
+    environment = os.environ | {"PYTHONPATH": PYTHON_PATH}
+    killed = subprocess.run([sys.executable, "-c", program, tmp_path / "summary.json"], env=environment, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    (left,) = tmp_path.iterdir()
+    mine = [tmp_path / ".notes.tmp", tmp_path / ".notes.0123456789abcdeg.tmp"]
+    for file in mine:
+        file.touch()
+    temporary_of(tmp_path / "folder").mkdir()
+    with hold_run_folder(tmp_path):
+        assert not left.exists()
+    assert all(file.exists() for file in mine)
+
+
+@pytest.mark.parametrize("kind", NO_FILES)
+def test_what_is_no_file_is_not_opened(tmp_path: Path, kind: str) -> None:
+    NO_FILES[kind](tmp_path / "it")
+    with pytest.raises(OSError, match=f"it is {kind}, not a file"):
+        open_file(tmp_path / "it")
+    (tmp_path / "file").write_bytes(b"content")
+    (tmp_path / "link").symlink_to("file")
+    with open_file(tmp_path / "link") as file:
+        assert file.read() == b"content"

@@ -94,10 +94,12 @@ def test_a_run_that_was_asked_to_end_says_how_it_goes_on(tmp_path: Path, options
 def test_a_folder_that_not_all_ranks_see_is_refused_before_the_first_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dlrm_overlap.checkpoint.checkpoint._SEEN_WITHIN_S", 0.0)
+    def with_a_blind_rank(seen: Any, _: Any) -> list[Any]:
+        return [seen, False] if seen is True else [seen]
+
     trainer = make_trainer(quickstart(tmp_path, "run", *SMALL, *SAVES))
-    monkeypatch.setattr(Path, "is_dir", lambda self: self.name != "checkpoints")
-    with pytest.raises(InputError, match=r"log\.dir: .*run/checkpoints is not seen by all ranks"):
+    monkeypatch.setattr("dlrm_overlap.checkpoint.checkpoint.gathered", with_a_blind_rank)
+    with pytest.raises(InputError, match=r"log\.dir: .*run/checkpoints is not seen by all ranks \(not by rank 1\)"):
         trainer.fit()
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
@@ -119,6 +121,43 @@ def test_a_run_keeps_a_second_one_out_of_its_folder(tmp_path: Path, monkeypatch:
     assert refused
     assert not (tmp_path / "run" / ".lock").exists()
     second.fit()
+
+
+def test_a_run_keeps_another_one_out_of_the_folder_of_its_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The `checkpoints` of two runs are links to one folder. A run that saves nothing needs no lock."""
+    (tmp_path / "shared").mkdir()
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "checkpoints").symlink_to(tmp_path / "shared")
+    first, second, reader = (
+        make_trainer(quickstart(tmp_path, name, *SMALL, "--checkpoint.last", last))
+        for name, last in (("a", "true"), ("b", "true"), ("b", "false"))
+    )
+    train, refused = first._train, []
+
+    def beside(*arguments: Any) -> int:
+        with pytest.raises(InputError, match=rf"log\.dir: {tmp_path}/shared is in use by process {os.getpid()} on "):
+            second.fit()
+        reader.fit()
+        refused.append(True)
+        return train(*arguments)
+
+    monkeypatch.setattr(first, "_train", beside)
+    first.fit()
+    assert refused
+    assert os.listdir(tmp_path / "shared") == ["step_4"]
+
+
+def test_folders_with_the_names_of_a_runs_files_do_not_end_it(tmp_path: Path) -> None:
+    folder = tmp_path / "run" / "events.out.tfevents.1"
+    folder.mkdir(parents=True)
+    (folder / "notes").touch()
+    (tmp_path / "run" / "events.out.tfevents.2").touch()
+    _fit(tmp_path)
+    assert os.listdir(folder) == ["notes"]
+    assert not (tmp_path / "run" / "events.out.tfevents.2").exists()
 
 
 def test_a_disk_that_was_full_while_logging_does_not_keep_a_run_from_going_on(

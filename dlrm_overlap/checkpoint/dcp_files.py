@@ -1,0 +1,254 @@
+"""The files of `torch.distributed.checkpoint` (DCP), with checksums, and read without executing what is in them.
+
+A rank writes one file, in which each tensor is what `torch.save` makes of it, of one piece or more: see `pieces`.
+`.metadata` is a pickle that says where each tensor is.
+"""
+
+import io
+import os
+import pickle
+import re
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch.distributed._shard._utils import narrow_tensor_by_index
+from torch.distributed.checkpoint import metadata as dcp
+from torch.distributed.checkpoint.filesystem import (
+    DEFAULT_SUFFIX,
+    FileSystem,
+    FileSystemReader,
+    FileSystemWriter,
+    _StorageInfo,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future as TorchFuture
+
+from dlrm_overlap.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from dlrm_overlap.checkpoint.pieces import CheckedFile, ChecksummedFile, DamagedError, Piece
+from dlrm_overlap.config import InputError, in_one_line
+
+METADATA = ".metadata"
+_STEP = re.compile(r"step_([0-9]+)$")  # the end of the name of the folder that was written
+_READERS = 2  # threads that read the next pieces and check them while this one is copied
+_Place = tuple[str, int, int]  # file, first byte, bytes
+
+
+class Writer(FileSystemWriter):
+    """Writes the file of this rank and, on rank 0, `.metadata`."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.fs = self._files = _ChecksummedFiles()
+
+    @property
+    def pieces(self) -> dict[str, list[Piece]]:
+        """The pieces of each file that this rank has written."""
+        return {name.removesuffix(".tmp"): pieces for name, pieces in self._files.pieces.items()}
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> TorchFuture[list[WriteResult]]:
+        """Write the tensors of `plan`, one at a time: no copy to the CPU is made ahead.
+
+        Copies ahead would use CUDA for tensors on the CPU too, and a thread that writes them while training goes on
+        would wait for the steps that are queued on the GPU, and fail with them.
+        """
+        name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
+        results = []
+        with self.fs.create_stream(self.fs.concat_path(self.path, name), "wb") as file:
+            for item in plan.items:
+                found: Any = planner.resolve_data(item)
+                tensor = found.detach().cpu()
+                if tensor.untyped_storage().size() != tensor.nbytes:
+                    tensor = tensor.clone()  # torch.save writes the whole storage
+                begin = file.tell()
+                _save(tensor, file)
+                file.end_piece()
+                size = file.tell() - begin
+                results.append(WriteResult(item.index, size, _StorageInfo(name, begin, size)))
+        done: TorchFuture[list[WriteResult]] = TorchFuture()
+        done.set_result(results)
+        return done
+
+
+class _ChecksummedFiles(FileSystem):
+    def __init__(self) -> None:
+        self.pieces: dict[str, list[Piece]] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        assert mode == "wb", "it is read by `Reader`"
+        with ChecksummedFile(Path(path)) as file:
+            yield file
+        self.pieces[Path(path).name] = file.pieces
+
+
+def _save(tensor: torch.Tensor, file: ChecksummedFile) -> None:
+    try:
+        torch.save(tensor, file)  # type: ignore[arg-type]
+    except RuntimeError as error:  # of torch.save's own end, after the operating system's
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
+
+
+class Reader(FileSystemReader):
+    """Reads a checkpoint, and checks each piece before it is used.
+
+    DCP would log an error of `read_metadata` with its traceback and look for other files. So `set_up_storage_reader`
+    raises that error.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._folder = path
+        self._begins: dict[str, list[int]] = {}  # of each file's pieces, and the file's end
+        self._fault: InputError | None = None
+        try:
+            self._manifest = read_manifest(path)
+            self._metadata = read_metadata(path, self._manifest)
+            for name, pieces in self._manifest.files.items():
+                self._begins[name] = list(accumulate((piece.size for piece in pieces), initial=0))
+        except InputError as error:
+            self._fault, self._metadata = error, dcp.Metadata({})
+
+    def read_metadata(self, *_: Any, **__: Any) -> dcp.Metadata:
+        """Return the metadata, without any tensor if it is damaged."""
+        return self._metadata
+
+    def set_up_storage_reader(self, metadata: dcp.Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Raise the fault of the metadata, if there is one."""
+        if self._fault is not None:
+            raise self._fault
+        super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> TorchFuture[None]:
+        """Read what `plan` asks for, each piece once."""
+        wanted: dict[_Place, list[ReadItem]] = {}
+        for item in plan.items:
+            info = self.storage_data[item.storage_index]
+            wanted.setdefault((info.relative_path, info.offset, info.length), []).append(item)
+        for place, tensor in self._load_ahead(sorted(wanted)):
+            for item in wanted[place]:
+                part = narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths)
+                target = planner.resolve_tensor(item).detach()
+                if target.size() != part.size():
+                    raise ValueError(f"a piece of {item.dest_index.fqn} has another shape than {METADATA} says")
+                target.copy_(part)
+                planner.commit_tensor(item, target)
+        done: TorchFuture[None] = TorchFuture()
+        done.set_result(None)
+        return done
+
+    def _load_ahead(self, places: Iterable[_Place]) -> Iterator[tuple[_Place, torch.Tensor]]:
+        """Yield the tensor at each of `places`, while threads read the next ones."""
+        loading: deque[tuple[_Place, Future[torch.Tensor]]] = deque()
+        with ThreadPoolExecutor(_READERS, "read") as threads:
+            for place in places:
+                loading.append((place, threads.submit(self._load, place)))
+                if len(loading) > _READERS:
+                    first, tensor = loading.popleft()
+                    yield first, tensor.result()
+            for first, tensor in loading:
+                yield first, tensor.result()
+
+    def _load(self, place: _Place) -> torch.Tensor:
+        name, begin, _ = place
+        with CheckedFile(self._folder / name, begin, self._pieces_at(place)) as file:
+            try:
+                return torch.load(file, map_location="cpu", weights_only=True)  # type: ignore[arg-type]
+            except Exception as error:
+                raise file.fault or error from None
+
+    def _pieces_at(self, place: _Place) -> list[Piece]:
+        """Return the pieces that the manifest has at `place`."""
+        (name, begin, size), manifest = place, self._manifest
+        if name in manifest.files:
+            begins = self._begins[name]
+            if not manifest.has_checksums and 0 <= begin <= begin + size <= begins[-1]:
+                return [Piece(size, "")]
+            first, end = (bisect_left(begins, at) for at in (begin, begin + size))
+            if end < len(begins) and (begins[first], begins[end]) == (begin, begin + size):
+                return manifest.files[name][first:end]
+        raise DamagedError(
+            f"{self._folder / METADATA} is damaged: {MANIFEST} lists no {size} bytes at byte {begin} of {name!r:.80}"
+        )
+
+
+def read_metadata(checkpoint: Path, manifest: Manifest) -> dcp.Metadata:
+    """Return what `.metadata` says of the tensors of `checkpoint`.
+
+    Raises:
+        DamagedError: if it cannot be read, or was not written with these files.
+    """
+    file = checkpoint / METADATA
+    try:
+        with CheckedFile(file, 0, manifest.files[METADATA]) as pieces:
+            data = pieces.readall()  # checked, before anything of it is used
+        metadata = _Unpickler(io.BytesIO(data)).load()
+        step = _STEP.search(str(metadata.storage_meta.checkpoint_id))
+    except DamagedError:
+        raise
+    except Exception as error:  # a damaged pickle may raise anything; it has executed nothing
+        raise DamagedError(f"{file} is damaged ({type(error).__name__}: {in_one_line(error):.120})") from None
+    if step and int(step[1]) != manifest.step:
+        raise DamagedError(f"{file} is of step {step[1]}, and {MANIFEST} of step {manifest.step}")
+    return metadata
+
+
+class _Unpickler(pickle.Unpickler):
+    """Makes DCP's metadata of a pickle, and nothing else.
+
+    A pickle can change the classes that it is given. So it gets subclasses that are made for it alone, and an instance
+    becomes one of the true class when it gets its fields.
+    """
+
+    _CLASSES: ClassVar = {
+        ("torch.distributed.checkpoint.metadata", each.__name__): each
+        for each in (
+            dcp.Metadata,
+            dcp.MetadataIndex,
+            dcp.TensorStorageMetadata,
+            dcp.ChunkStorageMetadata,
+            dcp.TensorProperties,
+            dcp.StorageMeta,
+        )
+    } | {("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _StorageInfo}
+    _FUNCTIONS: ClassVar = {
+        ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"): dcp._MEM_FORMAT_ENCODING,
+        ("torch.serialization", "_get_layout"): {"torch.strided": torch.strided}.__getitem__,
+        ("pathlib", "PosixPath"): os.path.join,
+    }
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return what stands for a name in the pickle.
+
+        Raises:
+            pickle.UnpicklingError: if no metadata of a checkpoint has that name in it.
+        """
+        if (true := self._CLASSES.get((module, name))) is not None:
+            return _fresh(true)
+        if (function := self._FUNCTIONS.get((module, name))) is not None:
+            return lambda *args: function(*args)
+        if (module, name) == ("torch", "Size"):
+            return torch.Size
+        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
+            return dtype
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which is no part of a checkpoint")
+
+
+def _fresh(true: type) -> type:
+    def set_state(self: Any, state: Any) -> None:
+        object.__setattr__(self, "__class__", true)
+        if hasattr(true, "__setstate__"):
+            self.__setstate__(state)
+        else:
+            vars(self).update(state)
+
+    return type(true.__name__, (true,), {"__setstate__": set_state})

@@ -1,0 +1,398 @@
+"""Damaged and forged checkpoints: every changed bit is found, nothing is executed, and nothing hangs."""
+
+import io
+import json
+import os
+import pickle
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+from xxhash import xxh3_128
+
+from dlrm_overlap.checkpoint import manifest as manifest_module
+from dlrm_overlap.checkpoint import pieces
+from dlrm_overlap.checkpoint.checkpoint import Checkpointer
+from dlrm_overlap.checkpoint.dcp_files import METADATA, read_metadata
+from dlrm_overlap.checkpoint.extents import local_extents
+from dlrm_overlap.checkpoint.manifest import MANIFEST, Manifest, read_manifest, write_manifest
+from dlrm_overlap.checkpoint.pieces import CheckedFile, ChecksummedFile, DamagedError, Piece
+from dlrm_overlap.checkpoint.storage import load_extents
+from dlrm_overlap.checkpoint.tools import export, show, verify
+from dlrm_overlap.cli import main
+from dlrm_overlap.config import InputError
+from dlrm_overlap.train.evaluation import stored_config
+from tests.conftest import NO_FILES
+from tests.unit.storage.test_storage import make_table, write_table
+
+pytestmark = [pytest.mark.usefixtures("world_of_one"), pytest.mark.filterwarnings("ignore::FutureWarning")]
+DATA = "__0_0.distcp"
+FILES = [DATA, METADATA, MANIFEST]
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tensors of a test are as many pieces, read in as many chunks, as large ones are."""
+    for name, size in {"_LARGE": 100, "_END": 30, "_CHUNK": 17}.items():
+        monkeypatch.setattr(pieces, name, size)
+
+
+def _flip(file: Path, bit: int) -> None:
+    content = bytearray(file.read_bytes())
+    content[bit // 8] ^= 1 << bit % 8
+    file.write_bytes(content)
+
+
+def _resume(folder: Path, resume: str = "auto") -> Path | None:
+    """Load what a run in `folder` goes on from, and return its path."""
+    return Checkpointer(folder, 9, {"rows": [5]}).resume(resume, False, _load)
+
+
+def _load(path: Path, _: Manifest) -> Path:
+    load_extents(path, local_extents(*make_table([0, 4])))
+    return path
+
+
+def _save(folder: Path, *steps: int) -> list[Path]:
+    return [Checkpointer(folder, 9, {"rows": [5]}).write(step, local_extents(*make_table([0, 4]))) for step in steps]
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_every_changed_bit_is_found(tmp_path: Path, small_pieces: None, file: str) -> None:
+    """Some bits of each file, and the first and last bytes of each piece of the tensors."""
+    path = write_table(tmp_path, [0, 4])
+    assert verify(path) == []
+    assert len(read_manifest(path).files[DATA]) > 8
+    size = (path / file).stat().st_size
+    places = random.Random(0).sample(range(size), 60) + list(range(size - 60, size))
+    if file == DATA:
+        places += _first_and_last_bytes(read_manifest(path).files[DATA])
+    for place in places:
+        _flip(path / file, bit := 8 * place + place % 8)
+        (fault,) = verify(path)
+        assert fault.startswith(str(path / file)), bit
+        _flip(path / file, bit)
+    assert verify(path) == []
+
+
+def _first_and_last_bytes(found: list[Piece]) -> Iterator[int]:
+    end = 0
+    for piece in found:
+        yield end
+        end += piece.size
+        yield end - 1
+
+
+DAMAGE: dict[str, Callable[[Path], None]] = {
+    "flipped": lambda file: _flip(file, 8 * (file.stat().st_size // 2)),
+    "cut": lambda file: os.truncate(file, file.stat().st_size - 1),
+    "gone": Path.unlink,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("file", FILES)
+def test_a_run_goes_on_from_the_checkpoint_before_with_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str], file: str, damage: str
+) -> None:
+    before, newest = _save(tmp_path, 2, 4)
+    assert _resume(tmp_path) == newest
+    DAMAGE[damage](newest / file)
+    assert _resume(tmp_path) == before
+    (warning,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
+    assert warning.startswith(f"checkpoint.resume: {newest / file} ")
+    assert warning.endswith(f"going on from {before}, the newest that is whole")
+    assert "Traceback" not in "".join(capfd.readouterr())
+    with pytest.raises(InputError, match=rf"resume: {newest / file} .*; name another checkpoint"):
+        _resume(tmp_path, str(newest))
+    DAMAGE[damage](before / file)
+    with pytest.raises(InputError, match="and no checkpoint before it is whole"):
+        _resume(tmp_path)
+
+
+def test_a_damaged_checkpoint_is_removed_before_one_that_is_whole(tmp_path: Path) -> None:
+    _, _, damaged = _save(tmp_path, 1, 2, 3)
+    _flip(damaged / DATA, 9)
+    checkpointer = Checkpointer(tmp_path, 2, {"rows": [5]})
+    checkpointer.resume("auto", False, _load)
+    for step, kept in ((4, ["step_2", "step_4"]), (3, ["step_3", "step_4"]), (5, ["step_3", "step_5"])):
+        checkpointer.write(step, local_extents(*make_table([0, 4])))
+        assert sorted(os.listdir(tmp_path)) == kept
+
+
+@pytest.mark.parametrize("files", [[DATA], [METADATA], [DATA, METADATA]], ids="+".join)
+def test_files_of_another_step_are_refused(tmp_path: Path, files: list[str]) -> None:
+    old, new = _save(tmp_path, 10, 20)
+    for file in files:
+        shutil.copy(old / file, new / file)
+    assert (old / DATA).stat().st_size == (new / DATA).stat().st_size
+    assert len(verify(new)) == 1
+    assert _resume(tmp_path) == old
+
+
+def test_metadata_of_another_step_is_refused_without_checksums_too(tmp_path: Path) -> None:
+    old, new = _save(tmp_path, 10, 20)
+    shutil.copy(old / METADATA, new / METADATA)
+    _without_checksums(new)
+    (fault,) = verify(new)
+    assert fault == f"{new / METADATA} is of step 10, and {MANIFEST} of step 20"
+
+
+def _without_checksums(path: Path) -> None:
+    """Make the manifest one of the format before this one."""
+    content = json.loads((path / MANIFEST).read_bytes())
+    del content["checksum"]
+    sizes = {name: (path / name).stat().st_size for name in content["files"]}
+    (path / MANIFEST).write_text(json.dumps(content | {"format": 3, "files": sizes}))
+
+
+def test_a_checkpoint_of_the_format_before_loads_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = make_table([0, 4])
+    path = Checkpointer(tmp_path, 9, {"rows": [5]}).write(3, local_extents(*state))
+    _without_checksums(path)
+    found = make_table([0, 4])
+    load_extents(path, local_extents(*found))
+    for expected, loaded in zip(local_extents(*state), local_extents(*found), strict=True):
+        assert torch.equal(expected.tensor, loaded.tensor)
+    text = f"{path} is of an earlier version and has no checksums, so changed bits in its tensors go unnoticed"
+    assert _resume(tmp_path) == path
+    assert [r.getMessage() for r in caplog.records if r.levelname == "WARNING"] == [f"checkpoint: {text}"]
+    assert main(["checkpoint", "verify", str(path)]) == 0
+    said = capsys.readouterr()
+    assert (said.out, said.err) == (f"{path}: whole\n", f"dlrm-overlap: {text}\n")
+    os.truncate(path / DATA, 100)
+    assert len(verify(path)) == 1
+
+
+class _Code:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.folder),)
+
+
+def _replace(path: Path, file: str, content: bytes, has_checksums: bool = True) -> None:
+    """Forge `file`, or what it has after its first bytes, with the sizes and checksums that fit in the manifest."""
+    manifest, before = read_manifest(path), (path / file).read_bytes()
+    same, end = (manifest.files[file], len(before)) if content.startswith(before) else ([], 0)
+    forged = [*same, Piece(len(content) - end, xxh3_128(content[end:]).hexdigest())]
+    (path / file).write_bytes(content)
+    write_manifest(path, replace(manifest, files=manifest.files | {file: forged}))
+    if not has_checksums:
+        _without_checksums(path)
+
+
+@pytest.mark.parametrize("has_checksums", [True, False])
+@pytest.mark.parametrize("place", ["metadata", "within metadata", "tensor", "bytes"])
+def test_code_in_a_checkpoint_is_not_executed(tmp_path: Path, place: str, has_checksums: bool) -> None:
+    made, path = tmp_path / "made", write_table(tmp_path / "run", [0, 4])
+    metadata = read_metadata(path, read_manifest(path))
+    if place == "within metadata":
+        metadata.planner_data = _Code(made)
+    elif place != "metadata":
+        stream = io.BytesIO()
+        torch.save(_Code(made), stream)
+        before = (path / DATA).read_bytes()
+        _replace(path, DATA, before + stream.getvalue())
+        index, info = next(iter(metadata.storage_data.items()))
+        info.offset, info.length = len(before), stream.tell()
+        if place == "bytes":  # which DCP's tools unpickle with all that is in them
+            metadata.state_dict_metadata[index.fqn] = BytesStorageMetadata()
+    _replace(path, METADATA, pickle.dumps(_Code(made) if place == "metadata" else metadata), has_checksums)
+    (fault,) = verify(path)
+    assert "UnpicklingError" in fault
+    with pytest.raises(InputError, match=r"export: .*; export another"):
+        export(path, tmp_path / "x.pt")
+    show(path)
+    for resume in ("auto", str(path)):
+        with pytest.raises(InputError, match=r"checkpoint\.resume: "):
+            _resume(path.parent, resume)
+    assert not made.exists()
+    pickle.loads(pickle.dumps(_Code(made)))
+    assert made.exists(), "the code does something"
+
+
+def test_a_pickle_does_not_change_the_classes_of_dcp(tmp_path: Path) -> None:
+    """A pickle can set attributes of a class that it names, by the state of an instance with slots."""
+    path, content = write_table(tmp_path, [0, 4]), io.BytesIO()
+    pickle.dump(Metadata, content, protocol=2)
+    name = content.getvalue().removesuffix(b".")
+    content = io.BytesIO()
+    pickle.dump((None, {"changed": 1}), content, protocol=2)
+    state = content.getvalue().removeprefix(b"\x80\x02").removesuffix(b".")
+    changes = name + state + pickle.BUILD + pickle.STOP
+    _replace(path, METADATA, changes)
+    assert len(verify(path)) == 1
+    assert not hasattr(Metadata, "changed")
+    pickle.loads(changes)
+    assert Metadata.changed == 1  # type: ignore[attr-defined]
+    del Metadata.changed  # type: ignore[attr-defined]
+
+
+def test_damaged_metadata_is_named_in_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Of equal size, and with a checksum that fits or none: pickles that raise whatever they like."""
+    path = write_table(tmp_path, [0, 4])
+    content, generator = (path / METADATA).read_bytes(), random.Random(0)
+    for _ in range(50):
+        damaged = bytearray(content)
+        for _ in range(generator.choice([1, 5, 200])):
+            damaged[generator.randrange(len(damaged))] = generator.randrange(256)
+        _replace(path, METADATA, bytes(damaged))
+        for action in (lambda: verify(path), lambda: _resume(tmp_path, str(path)), lambda: export(path, path / "x")):
+            with suppress(InputError):  # some damage changes a name that nobody reads
+                action()
+        (path / "x").unlink(missing_ok=True)
+    assert "Traceback" not in "".join(capfd.readouterr())
+
+
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("kind", NO_FILES)
+def test_what_is_no_file_is_named_at_once(tmp_path: Path, file: str, kind: str) -> None:
+    before, path = _save(tmp_path, 2, 4)
+    (path / file).unlink()
+    NO_FILES[kind](path / file)
+    (fault,) = verify(path)
+    assert fault == f"{path / file} cannot be read (it is {kind}, not a file)"
+    with pytest.raises(InputError, match=f"it is {kind}, not a file"):
+        export(path, tmp_path / "x.pt")
+    with pytest.raises(InputError, match=f"it is {kind}, not a file"):
+        _resume(tmp_path, str(path))
+    assert _resume(tmp_path) == before
+    if file == MANIFEST:
+        with pytest.raises(InputError, match=f"it is {kind}, not a file"):
+            show(path)
+    for _ in range(2):
+        assert _save(tmp_path, 4) == [path], "the next save takes its place"
+    assert verify(path) == []
+
+
+WORDS: list[Any] = ["a word", "\ud800", 7, -1, 1.5, 2**70, None, True, [], {}, [[]], [[1, 2]], {"a": {"b": None}}]
+
+
+def _places(content: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield the place of everything in a manifest, and for lists that of some elements."""
+    items = content.items() if isinstance(content, dict) else enumerate(content) if isinstance(content, list) else ()
+    for key, value in islice(items, 20):
+        yield (*place, key)
+        yield from _places(value, (*place, key))
+
+
+def _forge(path: Path, content: dict[str, Any]) -> None:
+    text = json.dumps(content, indent=1).rstrip("}\n").encode()
+    (path / MANIFEST).write_bytes(manifest_module._sealed(text))
+
+
+@pytest.mark.parametrize("has_checksums", [True, False])
+def test_a_forged_manifest_ends_in_one_line(tmp_path: Path, has_checksums: bool) -> None:
+    """Each value in it is replaced by values of other types, or left out, and the checksum fits."""
+    path = write_table(tmp_path, [0, 4])
+    about = {
+        "config": {"embedding": {"backend": "pgas"}, "train": {"steps": 5}},
+        "plan": {"t_0": {"sharding": "row_wise"}},
+        "world_size": 2,
+        "versions": {"torch": "2.13.0"},
+        "trained_metrics": [(0, 1.5), (7, 2)],
+    }
+    write_manifest(path, replace(read_manifest(path), about=about, metrics={"auroc": 0.5}, settings={"seed": 1}))
+    if not has_checksums:
+        _without_checksums(path)
+    genuine = json.loads((path / MANIFEST).read_bytes())
+    genuine.pop("checksum", None)
+    write: Callable[[dict[str, Any]], object] = lambda content: _forge(path, content)  # noqa: E731
+    if not has_checksums:
+        write = lambda content: (path / MANIFEST).write_text(json.dumps(content))  # noqa: E731
+    write(genuine)
+    assert verify(path) == []
+    refused = accepted = 0
+    for place in list(_places(genuine)):
+        for word in (*WORDS, ...):
+            content = json.loads(json.dumps(genuine))
+            at = content
+            for key in place[:-1]:
+                at = at[key]
+            if word is ...:
+                del at[place[-1]]
+            else:
+                at[place[-1]] = word
+            write(content)
+            if _is_refused(path, place):
+                refused += 1
+            else:
+                accepted += 1
+    assert refused > 100
+    assert accepted > 100
+
+
+def _is_refused(path: Path, place: tuple[Any, ...]) -> bool:
+    """Return whether the manifest is refused by name; where it is not, try what reads it."""
+    try:
+        read_manifest(path)
+    except InputError as error:
+        return str(error).startswith(str(path / MANIFEST)) and "\n" not in str(error)
+    show(path).encode()
+    with suppress(InputError):
+        stored_config(path)
+    if place[0] != "about":
+        verify(path)
+        with suppress(InputError):
+            _resume(path.parent)
+    return False
+
+
+def test_a_manifest_names_files_of_its_folder_alone(tmp_path: Path) -> None:
+    path = write_table(tmp_path, [0, 4])
+    manifest = read_manifest(path)
+    for name in ("../step_4/__0_0.distcp", "/dev/zero", "..", "", "a\0b", MANIFEST):
+        write_manifest(path, replace(manifest, files=manifest.files | {name: manifest.files[DATA]}))
+        with pytest.raises(DamagedError, match="files has a value of another type"):
+            read_manifest(path)
+
+
+def test_a_manifest_lists_no_piece_without_its_checksum(tmp_path: Path) -> None:
+    path = write_table(tmp_path, [0, 4])
+    manifest = read_manifest(path)
+    write_manifest(path, replace(manifest, files=manifest.files | {DATA: [Piece(manifest.size_of(DATA), "")]}))
+    with pytest.raises(DamagedError, match="pieces has a value of another type"):
+        read_manifest(path)
+
+
+def test_checked_pieces_read_as_a_file_does(tmp_path: Path, small_pieces: None) -> None:
+    generator, content = random.Random(0), os.urandom(5000)
+    with ChecksummedFile(tmp_path / "file") as written:
+        for begin, end in zip([0, 10, 20, 1500, 1510], [10, 20, 1500, 1510, 5000], strict=True):
+            assert written.write(memoryview(content)[begin:end]) == end - begin
+    assert (tmp_path / "file").read_bytes() == content
+    assert [piece.size for piece in written.pieces] == [20, 1450, 40, 3460, 30]
+    for first in (0, 1):
+        begin = sum(piece.size for piece in written.pieces[:first])
+        plain = io.BytesIO(content[begin:])
+        with CheckedFile(tmp_path / "file", begin, written.pieces[first:]) as checked:
+            for _ in range(300):
+                place, count = generator.randrange(5100), generator.choice([0, 1, 30, 200, 4000])
+                assert checked.seek(place) == plain.seek(place)
+                assert checked.read(count) == plain.read(count)
+                assert checked.tell() == max(place, plain.tell())
+
+
+def test_pieces_that_were_not_read_are_checked_at_the_end(tmp_path: Path, small_pieces: None) -> None:
+    with ChecksummedFile(tmp_path / "file") as written:
+        written.write(bytes(500))
+    _flip(tmp_path / "file", 8 * 490)
+    with (
+        pytest.raises(DamagedError, match=r"bytes 470 to 500 differs"),
+        CheckedFile(tmp_path / "file", 0, written.pieces) as checked,
+    ):
+        assert checked.read(400) == bytes(400)
