@@ -137,16 +137,17 @@ class Model(nn.Module):
 
 
 class _Pulled(torch.autograd.Function):
-    """0, with a gradient of 3 for all elements: that of the room behind the ids must reach no row."""
+    """0, with a gradient of 3 for the room behind `count` rows, which must reach no row of a table."""
 
     @staticmethod
-    def forward(ctx: Any, values: torch.Tensor) -> torch.Tensor:
-        ctx.like = torch.empty_like(values)
+    def forward(ctx: Any, values: torch.Tensor, count: int) -> torch.Tensor:
+        ctx.gradient = torch.zeros_like(values)
+        ctx.gradient[count:] = 3.0
         return values.new_zeros((), dtype=torch.float32)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        return torch.full_like(ctx.like, 3.0) * gradients[0]
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.gradient * gradients[0].to(ctx.gradient.dtype), None
 
 
 @torch.fx.wrap
@@ -165,7 +166,7 @@ def _loss_and_output(found: Any, scale: torch.Tensor, pooled: Any) -> tuple[torc
             given.append(ids[: len(sample)])
         weighed = values[: len(sample)].float() * scale[sample] * (1 + place / max(1, len(sample)))
         loss = loss + weighed.square().sum() / max(1, len(sample))
-        loss = loss + _Pulled.apply(values)
+        loss = loss + _Pulled.apply(values, len(sample))
     return loss, torch.cat([each.flatten().double() for each in given])
 
 
