@@ -11,6 +11,7 @@ import torch
 from dlrm_overlap.config import InputError
 from dlrm_overlap.kernels.compiled import INTERPRETED
 from dlrm_overlap.train.graphs.bounds import LearntBound
+from dlrm_overlap.train.graphs.read_ahead import ReadAhead
 from tests.distributed.captured import captures
 from tests.distributed.foreign import PROGRAMS, Plain, Program, compare, train
 from tests.distributed.models import CPU, world
@@ -51,6 +52,25 @@ class Twice(Plain):
 def test_a_second_call_is_refused_in_the_first_step() -> None:
     with pytest.raises(InputError, match="calls an embedding collection twice in a step"):
         train(Program(Twice), True, world(), CPU)
+
+
+@pytest.mark.usefixtures("world_of_one")
+def test_a_part_that_differs_in_every_batch_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Nor are places made for batches again and again, when each is unlike the one before."""
+    forget, forgotten = ReadAhead.forget_places, list[int]()
+
+    def count(ahead: ReadAhead) -> None:
+        forgotten.append(1)
+        forget(ahead)
+
+    with captures() as taken, patch.object(ReadAhead, "forget_places", count):
+        train(PROGRAMS["step_numbers"]._replace(part=lambda step, _: step, steps=30), True, world(), CPU)
+    assert tuple(taken.values()) == (0, 0)
+    assert len(forgotten) == 3, "after 3, 6 and 12 steps"
+    told = "part part is 1, and was 0 in the first batch; give it as a tensor to have such steps captured"
+    assert [message for message in caplog.messages if "part part is" in message] == [
+        f"train pipeline: the step of such a batch is eager: {told}"
+    ]
 
 
 # What every `make test` runs; the rest differs little from it.

@@ -45,7 +45,10 @@ def difference(given: Sequence[Constant], first: Sequence[Constant]) -> tuple[st
         if (ours.parent, ours.key) != (theirs.parent, theirs.key):
             return ours.parent, f"{_named(ours.parent)} has other parts than in the first batch"
         if not is_same(ours.value, theirs.value):
-            return ours.path, f"{_named(ours.path)} is {_shown(ours.value)}, and was {_shown(theirs.value)} at first"
+            return (
+                ours.path,
+                f"{_named(ours.path)} is {_shown(ours.value)}, and was {_shown(theirs.value)} in the first batch",
+            )
     if len(given) != len(first):
         return "", "the batch has more or fewer parts than the first one"
     return None

@@ -188,7 +188,7 @@ class ReadAhead:
             self._held[parity] = Held(None if lands else batch, place, answer)
             if unlike is not None and unlike.needs_word and unlike.path not in self._told:
                 self._told.add(unlike.path)
-                log.warning("train pipeline: steps of such batches are eager: %s", unlike.reason)
+                log.warning("train pipeline: the step of such a batch is eager: %s", unlike.reason)
 
     def _make_places(self, example: Leaves | None) -> bool:
         """Make places for batches like `example`, if every rank has one; return whether it has."""

@@ -138,10 +138,12 @@ class RoomProbe:
     def _replaying(self, fill: float | None) -> Iterator[None]:
         """Have the embedding modules return what they returned in the step."""
 
-        def replay(module: nn.Module, *_: Any, **__: Any) -> Any:
+        def result_of(module: nn.Module) -> Any:
             with torch.no_grad():
-                result = self._result(module, self._results[module], fill)
-            return Deferred(lambda: result)
+                return self._result(module, self._results[module], fill)
+
+        def replay(module: nn.Module, *_: Any, **__: Any) -> Any:
+            return Deferred(partial(result_of, module))
 
         for module in self._modules:
             module.forward = torch.compiler.disable(partial(replay, module))
@@ -153,7 +155,8 @@ class RoomProbe:
 
     @contextmanager
     def _state_kept(self) -> Iterator[None]:
-        """Leave parameters and buffers as they are, and keep dropout from depending on sizes."""
+        """Leave parameters, buffers and attributes as they are, and keep dropout from depending on sizes."""
+        attributes = [dict(vars(module)) for module in self._dense]
         dropping = [module for module in self._dense if isinstance(module, _DropoutNd) and module.training]
         held: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]] = [
             (tensors, name, tensor, tensor.detach().clone())
@@ -167,8 +170,8 @@ class RoomProbe:
         try:
             yield
         finally:
-            for module in dropping:
-                module.training = True
+            for module, before in zip(self._dense, attributes, strict=True):
+                vars(module).update(before)
             with torch.no_grad():
                 for tensors, name, tensor, before in held:
                     tensors[name] = tensor

@@ -146,7 +146,7 @@ class StaticBatch:
         found = [self._why_not(place, leaf) for place, leaf in leaves.items()]
         if changed := difference(leaves.constants, self._constants):
             path, reason = changed
-            found.append(Unlike(path, f"{reason}; a captured step would go on with that, a tensor is followed", True))
+            found.append(Unlike(path, f"{reason}; give it as a tensor to have such steps captured", True))
         return next((each for each in found if each is not None), None)
 
     def _why_not(self, place: str, leaf: Any) -> Unlike | None:
@@ -157,7 +157,7 @@ class StaticBatch:
         ours, first = Form.of(leaf), self._forms[place]
         if ours == first and not ours.requires_grad and ours.layout == torch.strided:
             return None
-        return Unlike(place, f"tensor {place} is {ours}, and was {first} at first", ours.shape == first.shape)
+        return Unlike(place, f"tensor {place} is {ours}, and was {first} in the first batch", ours.shape == first.shape)
 
     def fill(self, leaves: Leaves) -> None:
         """Copy a batch that `takes` accepts, from the host or from the device, on the current stream."""
@@ -333,10 +333,10 @@ class StaticIds:
         if ids.stride() != self._samples or _form(ids.inverse_indices_or_none()) != _form(self._inverse):
             return _SAMPLES
         if not _holds(self._values.dtype, ids.values().dtype):
-            return f"{ids.values().dtype}, and were {self._values.dtype} at first"
+            return f"{ids.values().dtype}, and were {self._values.dtype} in the first batch"
         theirs, ours = ids.weights_or_none(), self._weights
         if _type_of(theirs) != _type_of(ours):
-            return f"weights are {_type_of(theirs)}, and were {_type_of(ours)} at first"
+            return f"weights are {_type_of(theirs)}, and were {_type_of(ours)} in the first batch"
         return ""
 
     def fill(self, ids: KeyedJaggedTensor) -> None:

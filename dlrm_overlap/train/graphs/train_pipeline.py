@@ -291,13 +291,13 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
             following = self._ahead.is_captured(1 - parity)
             captures = self._captures and not self._ahead.made_in_model
             has_room = not self._bound.bound.known_lengths
-            if captures and self._warmup_steps >= _WARMUP_STEPS and following:
-                step = partial(self._step, parity, following=True, exact=False)
-                return self._launch(parity, partial(self._graphs.capture, parity, step, self._streams.main_stream))
             if not self._has_stepped:
                 output = self._first_step(parity, following)
             elif captures and has_room and not self._ignores_room:
                 output = self._probe_step(parity, following)
+            elif captures and self._warmup_steps >= _WARMUP_STEPS and following:
+                step = partial(self._step, parity, following=True, exact=False)
+                return self._launch(parity, partial(self._graphs.capture, parity, step, self._streams.main_stream))
             else:  # the last ones before a capture have its sizes
                 output = self._step(parity, following, exact=not captures)
             self._warmup_steps += 1
@@ -343,7 +343,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
             self._patience = _ODD_STEPS if self._replays >= _WORTH else 2 * self._patience
             self._forget_captured()
             self._ahead.forget_places()
-        if self._agreement.is_first:
+        if self._agreement.is_first and self._odd_steps <= 1:  # the first of several
             log.info("train pipeline: step %d is eager, since a batch is unlike those of captured steps", self._steps)
         loss, output = self._forward(self._ahead.batch(parity))
         self._backward(loss)

@@ -207,10 +207,10 @@ def test_tensors_of_another_type_are_not_cast() -> None:
     assert static.why_not(Leaves(first)) is None
     float64 = _weighted(FIRST, torch.ones(5).double())
     for changed, reason in (
-        ({"y": torch.tensor([0.5, 0.25])}, "tensor y is [2] torch.float32, and was [2] torch.int64 at first"),
-        ({"y": torch.tensor([0, 1], dtype=torch.int32)}, "tensor y is [2] torch.int32, and was [2] torch.int64 at"),
+        ({"y": torch.tensor([0.5, 0.25])}, "tensor y is [2] torch.float32, and was [2] torch.int64 in the first batch"),
+        ({"y": torch.tensor([0, 1], dtype=torch.int32)}, "tensor y is [2] torch.int32, and was [2] torch.int64 in"),
         ({"y": torch.tensor([0, 1]).to_sparse()}, "tensor y is [2] torch.int64 torch.sparse_coo, and was"),
-        ({"ids": float64}, "ids ids: weights are torch.float64, and were torch.float32 at first"),
+        ({"ids": float64}, "ids ids: weights are torch.float64, and were torch.float32 in the first batch"),
     ):
         unlike = static.why_not(Leaves(first | changed))
         assert unlike is not None
