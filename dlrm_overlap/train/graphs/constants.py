@@ -26,7 +26,13 @@ class Constant(NamedTuple):
 
 def frozen(constants: Sequence[Constant]) -> list[Constant]:
     """Return copies that stay as they are where a caller changes its values in place."""
-    return [each._replace(value=copy_of(each.value)) for each in constants]
+    return [each._replace(value=_frozen(each.value)) for each in constants]
+
+
+def _frozen(value: Any) -> Any:
+    copied = copy_of(value)
+    # A value that can change, and of which there is no copy, counts as changed: an object is equal to itself alone.
+    return object() if copied is value and type(value).__hash__ is None else copied
 
 
 def copy_of(value: Any) -> Any:

@@ -47,7 +47,7 @@ class Leaves(dict[str, Any]):
         elif (parts := _parts(value)) or isinstance(value, list | tuple | dict):
             self.constants.append(Constant(parent, key, type(value)))
             for name, each in parts:
-                if name != "lease" or not isinstance(each, Lease | None):  # which no model reads
+                if not isinstance(each, _UNREAD) and not (name == "lease" and each is None):
                     self._find(each, f"{path}.{name}" if path else str(name), path, name)
             own: Any = getattr(value, "__dict__", {})
             if isinstance(value, list | tuple | dict) and own is not value:
@@ -68,6 +68,8 @@ class Leaves(dict[str, Any]):
 _LEAVES = torch.Tensor, KeyedJaggedTensor
 # Types, modules and enumerations are shared by all batches.
 _WITHOUT_LEAVES = type(None), int, float, complex, str, bytes, type, ModuleType, Enum
+# No model computes with these, and each batch has its own.
+_UNREAD = Lease, torch.Event, torch.cuda.Event, torch.Stream
 
 
 def _parts(value: Any) -> Collection[tuple[Any, Any]]:

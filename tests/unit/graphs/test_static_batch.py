@@ -299,6 +299,29 @@ def test_a_value_that_nobody_can_compare_is_taken_for_a_changed_one() -> None:
     assert static.why_not(Leaves({"x": torch.zeros(1), "part": object()})) is not None
 
 
+class Stubborn(set[int]):
+    """A set that cannot be copied."""
+
+    def __deepcopy__(self, _: Any) -> Any:
+        raise TypeError
+
+
+def test_a_value_that_can_change_without_a_copy_is_taken_for_a_changed_one() -> None:
+    batch = {"x": torch.zeros(1), "part": Stubborn()}
+    assert StaticBatch(batch, CPU, RANGES).why_not(Leaves(batch)) is not None
+
+
+def test_events_and_leases_of_a_batch_do_not_count() -> None:
+    first, second = ({"x": torch.zeros(1), "event": torch.Event("cpu")} for _ in range(2))
+    assert StaticBatch(first, CPU, RANGES).why_not(Leaves(second)) is None
+    returned: deque[Lease] = deque()
+    first, second, third = (
+        replace(_batch(FIRST), lease=lease) for lease in (Lease(0, returned), Lease(1, returned), None)
+    )
+    for batch in (second, third):
+        assert StaticBatch(first, CPU, RANGES).why_not(Leaves(batch)) is None
+
+
 @pytest.mark.parametrize("change", ["array", "list", "set", "dict"])
 def test_values_that_are_changed_in_place_are_seen(change: str) -> None:
     parts: dict[str, Any] = {"array": np.zeros(2), "list": [1], "set": {1}, "dict": {"a": [1]}}
