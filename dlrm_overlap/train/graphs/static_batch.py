@@ -169,9 +169,8 @@ class StaticBatch:
                 static.fill(leaf)
             else:
                 static.copy_(leaf, non_blocking=True)
-        if isinstance(
-            lease := getattr(leaves.batch, "lease", None), Lease
-        ):  # of lent memory, which is free once copied
+        lease = getattr(leaves.batch, "lease", None)
+        if isinstance(lease, Lease):  # of lent memory, which is free once copied
             lease.copying()
 
     def take_over(self, other: "StaticBatch") -> None:
@@ -206,7 +205,7 @@ class Form(NamedTuple):
         return cls(tensor.shape, tensor.dtype, tensor.layout, tensor.requires_grad)
 
     def __str__(self) -> str:
-        """Return a text such as "[4, 3] float32"."""
+        """Return a text such as "[4, 3] torch.float32"."""
         layout = "" if self.layout == torch.strided else f" {self.layout}"
         return f"{list(self.shape)} {self.dtype}{layout}{' that requires a gradient' * self.requires_grad}"
 
