@@ -83,8 +83,7 @@ QUICK += [
     "longer_bags_than_fixed",
 ]
 QUICK += ["short_last_batch_fixed", "unlike_samples", "own_forward", "longer_bags" + LATE]
-QUICK += ["valid_samples", "nested_scale", "step_numbers", "other_types"]
-QUICK += ["rows", "rows" + EAGER, "rows_as_output", "ids_as_numbers", "counted_ids", "numbers_of_ids", "weights_of_ids"]
+QUICK += ["valid_samples", "other_types", "rows", "rows" + EAGER, "ids_as_numbers"]
 MORE = [name for name in PROGRAMS if name not in QUICK]
 ended, more_ended = cases_on_ranks(2, _compare, QUICK), cases_on_ranks(2, _compare, MORE)
 
