@@ -155,8 +155,8 @@ class DistinctIds:
         self._blocks = StepCache[SlotBlocks, _Blocks]()
 
     def _rooms_of(self, features: KeyedJaggedTensor, rooms: tuple[int, ...]) -> _Rooms:
-        """Return the rooms, kept where those of later batches are alike."""
-        if hasattr(features, "capacities"):
+        """Return the rooms, kept where those of later batches are the same: where ids have a bound."""
+        if hasattr(features, "capacities") and not getattr(features, "is_exact", False):
             return self._rooms.get(rooms, self._finished, self._make_rooms, rooms)
         return self._make_rooms(rooms)
 

@@ -36,7 +36,7 @@ from dlrm_overlap.embedding.layout import Layout
 from dlrm_overlap.embedding.opening import Halves, open_halves, reach_of
 from dlrm_overlap.embedding.options import ExchangeContext, ExchangeOptions, StepCounters
 from dlrm_overlap.embedding.replicated import ReplicatedTables
-from dlrm_overlap.embedding.steps import BatchSizes, Step
+from dlrm_overlap.embedding.steps import BatchSizes, Step, with_room
 from dlrm_overlap.embedding.tables import LocalTables
 from dlrm_overlap.embedding.windows import WindowHeldError
 
@@ -223,6 +223,7 @@ class Exchange:
         Raises:
             InputError: if ids of another step were sent before, for which a peer may wait; nothing has begun.
         """
+        features = with_room(features)
         if not self._sent:
             self.send_ids(features)
         sent, arrived = self._sent[0]

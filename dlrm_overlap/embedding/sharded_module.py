@@ -22,7 +22,7 @@ from dlrm_overlap.embedding.id_layout import BatchBound
 from dlrm_overlap.embedding.layout import Layout
 from dlrm_overlap.embedding.own_batches import InverseIndices, of_samples, with_even_batches
 from dlrm_overlap.embedding.shardings import in_rank_order, model_order, names_of, output_types
-from dlrm_overlap.embedding.steps import with_float_weights
+from dlrm_overlap.embedding.steps import weights_of, with_float_weights
 from dlrm_overlap.embedding.stock import StockTables
 
 
@@ -104,7 +104,7 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
         It is the bag's number of ids or, if they have weights, the sum of these, not quite 0; or 1 for features that
         are pooled to sums of partial sums.
         """
-        lengths, weights = features.lengths(), features.weights_or_none()
+        lengths, weights = features.lengths(), weights_of(features)
         if weights is not None:
             lengths = torch.ops.fbgemm.segment_sum_csr(1, features.offsets().int(), weights)
         lengths = lengths.view(len(features.keys()), -1)

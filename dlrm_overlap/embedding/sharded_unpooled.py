@@ -16,6 +16,7 @@ from dlrm_overlap.embedding.exchanging_module import Deferred, ExchangingModule
 from dlrm_overlap.embedding.id_layout import BatchBound
 from dlrm_overlap.embedding.own_batches import with_bags_of_samples
 from dlrm_overlap.embedding.shardings import table_names
+from dlrm_overlap.embedding.steps import with_room
 from dlrm_overlap.embedding.unpooled import UnpooledExchange
 
 
@@ -66,21 +67,29 @@ class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], Shar
             return super().forward(*input, **kwargs)
         features = with_bags_of_samples(*input, **kwargs)
         assert self.exchange is not None
-        rows, rooms = self.exchange.start_sent_rows(features), self.exchange.rooms_of(features)
+        sent = with_room(features)
+        rows, rooms = self.exchange.start_sent_rows(sent), self.exchange.rooms_of(sent)
         return Deferred(lambda: self._sequences(features, rooms, rows()))
 
     def _sequences(
         self, features: KeyedJaggedTensor, rooms: Sequence[int], rows: torch.Tensor
     ) -> dict[str, JaggedTensor]:
-        """Return the output by name in TorchRec's order, of the rows [P, D] in the rooms of all sequences."""
+        """Return the output by name in TorchRec's order, of the rows [P, D] in the rooms of all sequences.
+
+        Sequences have as many rows as `features` has room for, which in eager steps is none behind their ids.
+        """
         assert self.exchange is not None
-        distinct, keys = self.exchange.distinct, features.keys()
+        distinct, keys, sent = self.exchange.distinct, features.keys(), with_room(features)
         lengths = features.lengths().view(len(keys), features.stride())
         ids: Sequence[torch.Tensor | None] = [None] * len(rooms)
         if self._need_indices:
-            ids = distinct.padded(features, rooms).split(list(rooms))
+            ids = distinct.padded(sent, rooms).split(list(rooms))
         # The backward of a split copies gradients to one tensor, which that of a single sequence is.
-        each = rows.split(list(rooms)) if len(rooms) > 1 else [rows]
+        each: Sequence[torch.Tensor] = rows.split(list(rooms)) if len(rooms) > 1 else [rows]
+        if sent is not features:
+            counts = self.exchange.rooms_of(features)
+            each = [values[:count] for values, count in zip(each, counts, strict=True)]
+            ids = [None if of is None else of[:count] for of, count in zip(ids, counts, strict=True)]
         found = {
             sequence.name: JaggedTensor(values, weights, lengths=lengths[keys.index(sequence.feature)])
             for sequence, values, weights in zip(distinct.sequences, each, ids, strict=True)

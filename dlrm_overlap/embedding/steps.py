@@ -125,6 +125,12 @@ def weights_of(ids: KeyedJaggedTensor) -> torch.Tensor | None:
     return weights.float() if weights is not None and weights.is_floating_point() else None
 
 
+def with_room(ids: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """Return ids as they are sent: those of a captured step's size, if an eager step reads them without their room."""
+    given: Any = ids
+    return ids if (sent := getattr(given, "with_room", None)) is None else sent
+
+
 def with_float_weights(ids: KeyedJaggedTensor) -> KeyedJaggedTensor:
     """Return ids whose weights are float32, or that have none; those that are so already are not copied."""
     weights = ids.weights_or_none()

@@ -116,7 +116,7 @@ def explain(
         raise InputError("explain: no module of the model is sharded; give its plan, or shard it first")
     paths = tuple(f"{path}." for path in plan.plan) if plan is not None else ()
     dense = {name: each for name, each in dense_parameters(model).items() if not name.startswith(paths)}
-    uncaptured = _first_reason(collections, dense)
+    uncaptured = _first_reason(collections, dense) or getattr(model, _WHY_EAGER, None)
     tables = [
         _table(collection, name, sharding, uncaptured)
         for collection in collections
@@ -126,6 +126,14 @@ def explain(
         return Explanation(tuple(tables))
     reasons = {why_after_the_graph(each, dense) for each in dense_optimizers(optimizer)} - {None}
     return Explanation(tuple(tables), ", ".join(sorted(map(str, reasons))))
+
+
+_WHY_EAGER = "_graph_why_eager"  # attribute of a model
+
+
+def note_why_eager(model: nn.Module, reason: str) -> None:
+    """Note why a pipeline has found, in its first steps, that it cannot capture those of a model."""
+    setattr(model, _WHY_EAGER, reason)
 
 
 def why_not_captured(model: nn.Module) -> str | None:

@@ -7,10 +7,11 @@ losses all the same. Imports no pytest.
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
@@ -38,6 +39,7 @@ from torchrec.streamable import Pipelineable
 
 from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder, OverlapEmbeddingCollectionSharder
 from dlrm_overlap.embedding.weights import initialise_tables
+from dlrm_overlap.train.explain import explain
 from dlrm_overlap.train.graphs.train_pipeline import GraphTrainPipeline
 from tests.agreement import LOSS_TOLERANCE, assert_all_near
 from tests.distributed.models import local_tensors
@@ -85,6 +87,17 @@ class SlottedBatch(_Movable):
     dense: torch.Tensor
     ids: KeyedJaggedTensor
     others: KeyedJaggedTensor
+
+
+@dataclass
+class PartBatch(Batch):
+    """Has a part besides tensors, or a tensor, that differs from step to step."""
+
+    part: Any = None
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Any:
+        part = self.part.to(device) if isinstance(self.part, torch.Tensor) else self.part
+        return replace(super().to(device, non_blocking=non_blocking), part=part)
 
 
 def collection(keys: Sequence[str], weighted: bool = False) -> EmbeddingBagCollection:
@@ -300,6 +313,73 @@ class Sequences(Plain):
         return torch.cat(parts, dim=1)
 
 
+class Parted(Plain):
+    """Computes with a part of its batches."""
+
+    def hidden(self, batch: Any) -> torch.Tensor:
+        part = batch.part["scale"] if isinstance(batch.part, dict) else batch.part
+        return super().hidden(batch) * part
+
+
+class Rows(Plain):
+    """Has a table that is not pooled, of which it reads all rows, without their lengths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        config = EmbeddingConfig(name="s_k", num_embeddings=ROWS, embedding_dim=DIM, feature_names=["k"])
+        self.sequences = EmbeddingCollection([config], device=torch.device("meta"))
+        self.head = nn.Linear(DIM, 1, bias=False)
+        self.norm, self.drop = nn.BatchNorm1d(4 * DIM), nn.Dropout(0.3)
+
+    def hidden(self, batch: Any) -> torch.Tensor:
+        rows = self.head(self.sequences(batch.ids)["k"].values()).square().mean()
+        return self.drop(self.norm(super().hidden(batch))) * (1 + rows)
+
+
+class IdsAsNumbers(Plain):
+    """Reads the mean id of a feature."""
+
+    def hidden(self, batch: Any) -> torch.Tensor:
+        return super().hidden(batch) * (1 + batch.ids["k"].values().float().mean() / ROWS)
+
+
+class CountedIds(Plain):
+    """Reads how many ids a batch has, which ids with room do not say."""
+
+    def hidden(self, batch: Any) -> torch.Tensor:
+        return super().hidden(batch) * (batch.ids["h"].values().numel() / 10)
+
+
+class NumbersOfIds(Plain):
+    """Reads how many ids each feature has."""
+
+    def hidden(self, batch: Any) -> torch.Tensor:
+        return super().hidden(batch) * (batch.ids.length_per_key()[2] / 10)
+
+
+class WeightsOfIds(Plain):
+    """Reads the weights of ids."""
+
+    weighted = True
+
+    def hidden(self, batch: Any) -> torch.Tensor:
+        return super().hidden(batch) * batch.ids.weights().square().mean()
+
+
+class RowsAsOutput(Rows):
+    """Returns rows that are not pooled."""
+
+    def forward(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        loss, _ = Plain.forward(self, batch)
+        return loss, self.rows
+
+    def hidden(self, batch: Any) -> torch.Tensor:
+        found = self.sequences(batch.ids)["k"]
+        self.rows = found.values().detach()
+        padded = torch.ops.fbgemm.jagged_to_padded_dense(found.values(), [found.offsets()], [MOST["k"][1]])
+        return Plain.hidden(self, batch) * (1 + padded.square().mean())
+
+
 class WeightedInHostMemory(InHostMemory):
     """Has ids with weights besides."""
 
@@ -410,6 +490,10 @@ class Program(NamedTuple):
     """by step and rank: how many times as long its bags are"""
     samples: Callable[[int, int], int] = lambda step, rank: SAMPLES
     """of a step and a rank"""
+    part: Callable[[int, int], Any] | None = None
+    """of the batch of a step and a rank, a `PartBatch`"""
+    why_eager: str = ""
+    """what is found in the first steps, and keeps the others from being captured"""
     evaluated: Mapping[int, int] = {}
     """by step: samples of a batch of rank 0 that is evaluated before; that of rank 1 has one less"""
     arguments: Callable[[nn.Module], Mapping[str, Any]] = lambda model: {}
@@ -458,6 +542,26 @@ PROGRAMS: dict[str, Program] = {
     "unlike_samples_fixed": Program(Weighted, bags=FIXED, samples=lambda step, rank: SAMPLES - rank),
     "other_samples": Program(steps=14, samples=lambda step, rank: SAMPLES - 2 * (step > 2), captured=(2, 2)),
     "own_forward": Program(arguments=_halved),
+    # Parts that are not tensors: of the last batch of rank 1, and of every batch.
+    "valid_samples": Program(
+        Parted, PartBatch, part=lambda step, rank: SAMPLES - 2 * (step == STEPS - 1) * rank, captured=(2, 3)
+    ),
+    "nested_scale": Program(
+        Parted, PartBatch, part=lambda step, rank: {"scale": 1.0 + (step in (1, 6))}, steps=12, captured=(2, 4)
+    ),
+    "step_numbers": Program(Parted, PartBatch, part=lambda step, rank: np.float32(step % 5), steps=24, captured=(0, 0)),
+    "other_types": Program(
+        Parted,
+        PartBatch,
+        part=lambda step, rank: torch.tensor([[2]]) if step < STEPS - 1 else torch.tensor([[0.5]]),
+        captured=(2, 3),
+    ),
+    "rows": Program(Rows, captured=(0, 0), why_eager="the loss becomes NaN with NaN"),
+    "rows_as_output": Program(RowsAsOutput, captured=(0, 0), why_eager="an output has another size"),
+    "ids_as_numbers": Program(IdsAsNumbers, captured=(0, 0), why_eager="differs with room behind the ids"),
+    "counted_ids": Program(CountedIds, captured=(0, 0), why_eager="differs with room behind the ids"),
+    "numbers_of_ids": Program(NumbersOfIds, captured=(0, 0), why_eager="it fails (InputError: "),
+    "weights_of_ids": Program(WeightsOfIds, captured=(0, 0), why_eager="differs with room behind the ids"),
 }
 if find_spec("torchrec.distributed.train_pipeline.gradient_accumulation"):  # not in every release
     accumulated = Program(wrap=_accumulated, why_after=f"_GAOptimizerWrapper {_NONE}", scheduled=_all_of_them)
@@ -482,7 +586,10 @@ def _batches(program: Program, rank: int, only: int | None = None) -> Iterator[A
     for step in range(program.steps) if only is None else [only]:
         samples = program.samples(step, rank) if only is None else program.evaluated[step] - rank
         dense = torch.rand(samples, 3, generator=generator)
-        if issubclass(program.model, TwoSets):
+        if program.part is not None:
+            some = ids(KEYS, step, samples), ids(KEYS[:1], step, samples)
+            yield program.batch(dense, *some, part=program.part(step, rank))
+        elif issubclass(program.model, TwoSets):
             yield program.batch(dense, ids(KEYS[:2], step, samples), ids(KEYS[2:], step, samples))
         else:
             yield program.batch(dense, ids(KEYS, step, samples), ids(KEYS[:1], step, samples))
@@ -539,6 +646,7 @@ def train(
     scheduler = torch.optim.lr_scheduler.ExponentialLR(scheduled, 0.8) if scheduled else None
     kind: Any = GraphTrainPipeline if captured else TrainPipelineSparseDist
     pipeline = program.wrap(kind(sharded, optimizer, device, **program.arguments(sharded)), optimizer, sharded)
+    captures = captured and pipeline._captures
     batches = _batches(program, group.rank())
     if captured and isinstance(model, FailsAtFirst):
         model.fails = True
@@ -565,8 +673,9 @@ def train(
     }
     if captured:
         assert pipeline._dense.why_after == program.why_after
-        is_eager = isinstance(model, NormalisedOverRanks)  # whose model calls collectives
+        is_eager = isinstance(model, NormalisedOverRanks) or program.captured == (0, 0)
         assert device.type == "cpu" or all(pipeline._graphs.each) != is_eager, f"captured is {is_eager}"
+        assert (program.why_eager if captures else "") in str(explain(sharded)), explain(sharded)
         pipeline.close()
     return given
 

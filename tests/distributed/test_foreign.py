@@ -11,6 +11,7 @@ import torch
 from dlrm_overlap.config import InputError
 from dlrm_overlap.kernels.compiled import INTERPRETED
 from dlrm_overlap.train.graphs.bounds import LearntBound
+from dlrm_overlap.train.graphs.read_ahead import ReadAhead
 from tests.distributed.captured import captures
 from tests.distributed.foreign import PROGRAMS, Plain, Program, compare, train
 from tests.distributed.models import CPU, world
@@ -20,15 +21,24 @@ pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpre
 
 
 LATE = ", counted late"
+EAGER = ", uncaptured"
 
 
 def _compare(case: str) -> None:
-    """Compare a program; `LATE` with ids that are counted as those on a GPU, when the step before has been taken."""
-    name = case.removesuffix(LATE)
-    late = patch.object(LearntBound, "is_within", lambda *_: False) if name != case else nullcontext()
+    """Compare a program.
+
+    Args:
+        case: `LATE` with ids that are counted as those on a GPU, when the step before has been taken; `EAGER` as a
+            pipeline on a CPU trains.
+    """
+    name = case.removesuffix(LATE).removesuffix(EAGER)
+    if case.endswith(EAGER):
+        compare(name, world(), CPU)
+        return
+    late = patch.object(LearntBound, "is_within", lambda *_: False) if case.endswith(LATE) else nullcontext()
     with captures() as taken, late:
         compare(name, world(), CPU)
-    assert tuple(taken.values()) == PROGRAMS[name].captured
+    assert tuple(taken.values()) == PROGRAMS[name].captured, taken
 
 
 class Twice(Plain):
@@ -44,6 +54,25 @@ def test_a_second_call_is_refused_in_the_first_step() -> None:
         train(Program(Twice), True, world(), CPU)
 
 
+@pytest.mark.usefixtures("world_of_one")
+def test_a_part_that_differs_in_every_batch_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Nor are places made for batches again and again, when each is unlike the one before."""
+    forget, forgotten = ReadAhead.forget_places, list[int]()
+
+    def count(ahead: ReadAhead) -> None:
+        forgotten.append(1)
+        forget(ahead)
+
+    with captures() as taken, patch.object(ReadAhead, "forget_places", count):
+        train(PROGRAMS["step_numbers"]._replace(part=lambda step, _: step, steps=30), True, world(), CPU)
+    assert tuple(taken.values()) == (0, 0)
+    assert len(forgotten) == 3, "after 3, 6 and 12 steps"
+    told = "part part is 1, and was 0 in the first batch; give it as a tensor to have such steps captured"
+    assert [message for message in caplog.messages if "part part is" in message] == [
+        f"train pipeline: the step of such a batch is eager: {told}"
+    ]
+
+
 # What every `make test` runs; the rest differs little from it.
 QUICK = ["split", "two_sets_fixed", "one_feature", "slotted_batch", "clipped_adamw", "momentum", "in_host_memory"]
 QUICK += [
@@ -54,6 +83,7 @@ QUICK += [
     "longer_bags_than_fixed",
 ]
 QUICK += ["short_last_batch_fixed", "unlike_samples", "own_forward", "longer_bags" + LATE]
+QUICK += ["valid_samples", "other_types", "rows", "rows" + EAGER, "ids_as_numbers"]
 MORE = [name for name in PROGRAMS if name not in QUICK]
 ended, more_ended = cases_on_ranks(2, _compare, QUICK), cases_on_ranks(2, _compare, MORE)
 

@@ -136,6 +136,20 @@ class Model(nn.Module):
         return _loss_and_output(found, scale, pooled)
 
 
+class _Pulled(torch.autograd.Function):
+    """0, with a gradient of 3 for the room behind `count` rows, which must reach no row of a table."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, count: int) -> torch.Tensor:
+        ctx.gradient = torch.zeros_like(values)
+        ctx.gradient[count:] = 3.0
+        return values.new_zeros((), dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.gradient * gradients[0].to(ctx.gradient.dtype), None
+
+
 @torch.fx.wrap
 def _loss_and_output(found: Any, scale: torch.Tensor, pooled: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the loss, and all elements of the sequences, without room behind them."""
@@ -152,8 +166,7 @@ def _loss_and_output(found: Any, scale: torch.Tensor, pooled: Any) -> tuple[torc
             given.append(ids[: len(sample)])
         weighed = values[: len(sample)].float() * scale[sample] * (1 + place / max(1, len(sample)))
         loss = loss + weighed.square().sum() / max(1, len(sample))
-        # The room behind the ids has a gradient of its own, which must reach no row.
-        loss = loss + values[len(sample) :].float().sum() * 3
+        loss = loss + _Pulled.apply(values, len(sample))
     return loss, torch.cat([each.flatten().double() for each in given])
 
 

@@ -66,6 +66,8 @@ class ReadAhead:
         """whether the model itself makes ids of tables that stay with TorchRec, which it needs before a graph"""
         self.ids_are_sent = False
         """whether the ids of the next step are under way"""
+        self._told: set[str] = set()
+        """parts of batches that were found to differ"""
         self.reset()
 
     def reset(self) -> None:
@@ -101,17 +103,22 @@ class ReadAhead:
         """Return whether every rank has a batch of `parity` that a captured step takes; may wait for the ranks."""
         return (held := self.find(parity)) is not None and bool(held.is_captured)
 
-    def batch(self, parity: int) -> Any:
-        """Return the batch of `parity` on the device, made of tensors that stay if a captured step takes it."""
+    def batch(self, parity: int, exact: bool = True) -> Any:
+        """Return the batch of `parity` on the device.
+
+        Args:
+            exact: return ids without room behind them, as eager steps read them. Otherwise a batch that a captured step
+                takes is made of tensors that stay.
+        """
         held = self._held[parity]
         assert held is not None
         if held.is_captured:
-            return self._working[parity].batch
+            return self._working[parity].exact() if exact else self._working[parity].batch
         if held.batch is not None:
             return on_device(held.batch.batch, self._device)
         assert held.place is not None
         held.place.renew()
-        return held.place.batch
+        return held.place.exact() if exact else held.place.batch
 
     def make_room(self, numbers: np.ndarray) -> None:
         """Let the bound grow to batches of such greatest numbers; see `forget_places`."""
@@ -167,14 +174,21 @@ class ReadAhead:
                 self._held[parity] = Held(None, None, self._bound.ask(None))
                 return
             place = self._landing[parity]
-            like, described = place.takes(batch), self._bound.describe(batch)
-            lands = like and self._bound.is_within(described)
+            unlike, described = place.why_not(batch), self._bound.describe(batch)
+            lands = unlike is None and self._bound.is_within(described)
             if lands:
                 place.fill(batch)
             answer = self._bound.ask(
-                described, [each.tensor for each in place.ids.values()] if lands else batch.ids, unlike=not like
+                described,
+                [each.tensor for each in place.ids.values()] if lands else batch.ids,
+                unlike=unlike is not None,
             )
+            if not lands and not (unlike is None and described.are_pending):
+                batch = batch.kept()  # its step is eager
             self._held[parity] = Held(None if lands else batch, place, answer)
+            if unlike is not None and unlike.needs_word and unlike.path not in self._told:
+                self._told.add(unlike.path)
+                log.warning("train pipeline: the step of such a batch is eager: %s", unlike.reason)
 
     def _make_places(self, example: Leaves | None) -> bool:
         """Make places for batches like `example`, if every rank has one; return whether it has."""

@@ -5,52 +5,77 @@ Its ids have room for the most that a batch may have, and a model cuts them ther
 
 import copy
 import copyreg
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from enum import Enum
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate, pairwise
-from typing import Any
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import torch
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from dlrm_overlap.comm.order import uncompiled
 from dlrm_overlap.config import InputError
+from dlrm_overlap.data.batch import Lease
 from dlrm_overlap.embedding.id_layout import BatchBound
 from dlrm_overlap.embedding.own_batches import InverseIndices, with_bags_of_samples, with_even_batches
-from dlrm_overlap.embedding.steps import weights_of
+from dlrm_overlap.embedding.steps import weights_of, with_room
+from dlrm_overlap.train.graphs.constants import Constant, copy_of, difference, frozen
 
 
 class Leaves(dict[str, Any]):
     """The tensors and KeyedJaggedTensors of a batch by their places in it, found once for all that a step asks.
 
-    Example: of ({"a": t, "b": u}, v) they are "0.a": t, "0.b": u, "1": v.
+    Example: of ({"a": t, "b": u, "k": 3}, v) they are "0.a": t, "0.b": u, "1": v.
     """
 
     def __init__(self, batch: Any) -> None:
-        super().__init__(_walk(batch, ""))
+        super().__init__()
         self.batch = batch
+        self.constants: list[Constant] = []
+        """all other parts: numbers, text, arrays and the like, and the types of lists, dictionaries and objects"""
+        self._find(batch, "", "", "")
         self.ids = [leaf for leaf in self.values() if isinstance(leaf, KeyedJaggedTensor)]
+
+    def _find(self, value: Any, path: str, parent: str, key: Any) -> None:
+        if isinstance(value, _LEAVES):
+            self[path] = value
+        elif isinstance(value, _WITHOUT_LEAVES):
+            self.constants.append(Constant(parent, key, value))
+        elif (parts := _parts(value)) or isinstance(value, list | tuple | dict):
+            self.constants.append(Constant(parent, key, type(value)))
+            for name, each in parts:
+                if not isinstance(each, _UNREAD) and not (name == "lease" and each is None):
+                    self._find(each, f"{path}.{name}" if path else str(name), path, name)
+            own: Any = getattr(value, "__dict__", {})
+            if isinstance(value, list | tuple | dict) and own is not value:
+                self.constants += [Constant(path, f"attribute {name}", each) for name, each in own.items()]
+        else:
+            self.constants.append(Constant(parent, key, value))
+
+    @property
+    def forms(self) -> "dict[str, Form]":
+        """The forms of the tensors by their places."""
+        return {place: Form.of(leaf) for place, leaf in self.items() if isinstance(leaf, torch.Tensor)}
+
+    def kept(self) -> "Leaves":
+        """Return the same batch with lists and dictionaries of its own, which a caller may fill for its next batch."""
+        return Leaves(replace_leaves(self.batch, lambda leaf: leaf))
 
 
 _LEAVES = torch.Tensor, KeyedJaggedTensor
-_WITHOUT_LEAVES = type(None), int, float, str, type, Enum  # types and enumerations are shared by all batches
+# Types, modules and enumerations are shared by all batches.
+_WITHOUT_LEAVES = type(None), int, float, complex, str, bytes, type, ModuleType, Enum
+# No model computes with these, and each batch has its own.
+_UNREAD = Lease, torch.Event, torch.cuda.Event, torch.Stream
 
 
-def _walk(value: Any, place: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, _LEAVES):
-        yield place, value
-        return
-    for key, each in _parts(value):
-        if not isinstance(each, _WITHOUT_LEAVES):
-            yield from _walk(each, f"{place}.{key}" if place else str(key))
-
-
-def _parts(value: Any) -> Iterable[tuple[Any, Any]]:
+def _parts(value: Any) -> Collection[tuple[Any, Any]]:
     """Return the members of a batch, or of a part of it, by index, key or attribute."""
     if isinstance(value, list | tuple):
-        return enumerate(value)
+        return list(enumerate(value))
     if isinstance(value, dict):
         return value.items()
     slots = copyreg._slotnames(type(value))  # pyright: ignore[reportAttributeAccessIssue]  as copy.copy does
@@ -58,10 +83,21 @@ def _parts(value: Any) -> Iterable[tuple[Any, Any]]:
     return [(name, getattr(value, name)) for name in names if hasattr(value, name)]
 
 
+class Unlike(NamedTuple):
+    """Why a batch is not copied into a static one."""
+
+    path: str
+    """of the part that differs"""
+    reason: str
+    needs_word: bool
+    """whether the user should know: a captured step would otherwise take such batches"""
+
+
 class StaticBatch:
     """A batch like `example`, whose tensors keep their addresses.
 
-    They are an object's attributes, or in tuples, lists and dictionaries. Other attributes stay as `example` has them.
+    They are an object's attributes, or in tuples, lists and dictionaries. Its other parts are those of `example`: a
+    batch with other ones is not taken.
     """
 
     def __init__(self, example: Any, device: torch.device, bound: BatchBound) -> None:
@@ -72,6 +108,7 @@ class StaticBatch:
                 f"would train on the first one; give batches that hold tensors as attributes, or in tuples, lists and "
                 f"dictionaries"
             )
+        self._constants, self._forms = frozen(leaves.constants), leaves.forms
         self._leaves = {
             place: StaticIds(leaf, device, bound)
             if isinstance(leaf, KeyedJaggedTensor)
@@ -84,7 +121,7 @@ class StaticBatch:
         self._memory = _moved_together([tensor for tensors in each for tensor in tensors])
         self._example = example
         self.renew()
-        if getattr(self.batch, "lease", None) is not None:
+        if isinstance(getattr(self.batch, "lease", None), Lease):
             object.__setattr__(self.batch, "lease", None)  # which is the example's, and keeps its memory
         self._example = self.batch  # whose tensors stay, while the example's are somebody else's
         self.renew()
@@ -94,25 +131,35 @@ class StaticBatch:
         for leaf in self.ids.values():
             leaf.renew()
         tensors = iter([leaf.tensor if isinstance(leaf, StaticIds) else leaf for leaf in self._leaves.values()])
-        self.batch = _replace(self._example, lambda _: next(tensors))
+        self.batch = replace_leaves(self._example, lambda _: next(tensors))
         """a batch of the same class, of the static tensors"""
 
-    def takes(self, leaves: Leaves) -> bool:
-        """Return whether a batch has samples, shapes and types of ids like the first one.
+    def why_not(self, leaves: Leaves) -> Unlike | None:
+        """Return why a batch is not taken: it differs from the first one in samples, shapes, types or other parts.
 
         Raises:
-            InputError: if a tensor has another place than in the first batch; or see `StaticIds.takes`.
+            InputError: if a tensor has another place than in the first batch; or see `StaticIds.why_not`.
         """
         if leaves.keys() != self._leaves.keys():
             raise InputError(
                 f"GraphTrainPipeline: a batch of tensors {', '.join(leaves)}, but the first batch has "
                 f"{', '.join(self._leaves)}, and captured steps are all alike; give each batch the same tensors"
             )
-        is_like = True
-        for place, leaf in leaves.items():
-            static = self._leaves[place]
-            is_like &= static.takes(leaf) if isinstance(static, StaticIds) else leaf.shape == static.shape
-        return is_like
+        found = [self._why_not(place, leaf) for place, leaf in leaves.items()]
+        if changed := difference(leaves.constants, self._constants):
+            path, reason = changed
+            found.append(Unlike(path, f"{reason}; give it as a tensor to have such steps captured", True))
+        return next((each for each in found if each is not None), None)
+
+    def _why_not(self, place: str, leaf: Any) -> Unlike | None:
+        static = self._leaves[place]
+        if isinstance(static, StaticIds):
+            reason = static.why_not(leaf)
+            return Unlike(place, f"ids {place}: {reason}", reason != _SAMPLES) if reason else None
+        ours, first = Form.of(leaf), self._forms[place]
+        if ours == first and not ours.requires_grad and ours.layout == torch.strided:
+            return None
+        return Unlike(place, f"tensor {place} is {ours}, and was {first} in the first batch", ours.shape == first.shape)
 
     def fill(self, leaves: Leaves) -> None:
         """Copy a batch that `takes` accepts, from the host or from the device, on the current stream."""
@@ -122,7 +169,8 @@ class StaticBatch:
                 static.fill(leaf)
             else:
                 static.copy_(leaf, non_blocking=True)
-        if (lease := getattr(leaves.batch, "lease", None)) is not None:  # of lent memory, which is free once copied
+        lease = getattr(leaves.batch, "lease", None)
+        if isinstance(lease, Lease):  # of lent memory, which is free once copied
             lease.copying()
 
     def take_over(self, other: "StaticBatch") -> None:
@@ -132,9 +180,34 @@ class StaticBatch:
         torch.bitwise_or(other._memory, 0, out=self._memory)
         self.renew()
 
+    def exact(self) -> Any:
+        """Return the batch with ids that have no room behind them; reads their numbers from the device."""
+        tensors = iter([leaf.exact() if isinstance(leaf, StaticIds) else leaf for leaf in self._leaves.values()])
+        return replace_leaves(self._example, lambda _: next(tensors))
+
     def find(self, features: KeyedJaggedTensor) -> str | None:
-        """Return the place of `features` in the batch, or None if it is none of the leaves."""
-        return next((place for place, leaf in self.ids.items() if leaf.tensor is features), None)
+        """Return the place of `features` in the batch or in its `exact` form, or None if it is none of the leaves."""
+        given = with_room(features)
+        return next((place for place, leaf in self.ids.items() if leaf.tensor is given), None)
+
+
+class Form(NamedTuple):
+    """What a model may ask of a tensor besides its elements."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    layout: torch.layout
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> "Form":
+        """Return the form of a tensor."""
+        return cls(tensor.shape, tensor.dtype, tensor.layout, tensor.requires_grad)
+
+    def __str__(self) -> str:
+        """Return a text such as "[4, 3] torch.float32"."""
+        layout = "" if self.layout == torch.strided else f" {self.layout}"
+        return f"{list(self.shape)} {self.dtype}{layout}{' that requires a gradient' * self.requires_grad}"
 
 
 def _moved_together(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -151,7 +224,7 @@ def on_device(batch: Any, device: torch.device) -> Any:
     """Return a batch on `device`, by its own `to` if it has one."""
     if hasattr(batch, "to"):
         return batch.to(device, non_blocking=True)
-    return _replace(batch, lambda leaf: leaf.to(device, non_blocking=True))
+    return replace_leaves(batch, lambda leaf: leaf.to(device, non_blocking=True))
 
 
 def with_even_batches_of(batch: Any, unpooled: Collection[str] = ()) -> Leaves:
@@ -169,16 +242,21 @@ def with_even_batches_of(batch: Any, unpooled: Collection[str] = ()) -> Leaves:
             return leaf
         return with_even_batches(with_bags_of_samples(leaf) if {*unpooled} & {*leaf.keys()} else leaf)
 
-    return Leaves(_replace(batch, even))
+    return Leaves(replace_leaves(batch, even))
 
 
-def _replace(value: Any, replace: Callable[[Any], Any]) -> Any:
-    """Return a copy of `value` with `replace(leaf)` in place of each leaf, in the order of `Leaves`."""
+def replace_leaves(value: Any, replace: Callable[[Any], Any]) -> Any:
+    """Return a copy of `value` with `replace(leaf)` in place of each leaf, in the order of `Leaves`.
+
+    Of objects without leaves, those that no one can hash are copied, such as arrays; the others are shared.
+    """
     if isinstance(value, _LEAVES):
         return replace(value)
-    if isinstance(value, _WITHOUT_LEAVES) or not Leaves(value):
+    if isinstance(value, _WITHOUT_LEAVES):
         return value
-    replaced = {key: _replace(each, replace) for key, each in _parts(value)}
+    if type(value) not in (list, tuple, dict) and not Leaves(value):
+        return copy_of(value)
+    replaced = {key: replace_leaves(each, replace) for key, each in _parts(value)}
     if isinstance(value, dict):
         copied = copy.copy(value)  # of its own class
         copied.update(replaced)
@@ -204,7 +282,8 @@ class StaticIds:
         self._capacities = (replace(bound, samples=max(1, self._samples)) if self._known else bound).capacity(self.keys)
         self._room = sum(self._capacities)
         self._values = torch.zeros(self._room, dtype=example.values().dtype, device=device)
-        self._weights = torch.zeros(self._room, device=device) if self._weighted else None
+        weights = example.weights_or_none()
+        self._weights = None if weights is None else torch.zeros(self._room, dtype=weights.dtype, device=device)
         self._lengths = torch.zeros(example.lengths().numel(), dtype=example.lengths().dtype, device=device)
         if self._known:
             sizes = torch.tensor([bound.bag_sizes[key][1] for key in self.keys], device=device)
@@ -214,7 +293,7 @@ class StaticIds:
         self._count = self._room if self._known else 0  # of ids that are in the memory
         self._inverse: InverseIndices | None = None
         if (inverse := example.inverse_indices_or_none()) is not None:
-            self._inverse = inverse[0], torch.zeros(inverse[1].shape, dtype=torch.int64, device=device)
+            self._inverse = inverse[0], torch.zeros(inverse[1].shape, dtype=inverse[1].dtype, device=device)
         inverses = self._inverse and self._inverse[1]
         changing = self._values, self._weights, inverses, self.count if self._known else self._lengths
         self.changing = [tensor for tensor in changing if tensor is not None]
@@ -226,13 +305,25 @@ class StaticIds:
         about = self._samples, self._capacities, self._known, self._inverse
         self.tensor = BoundedIds(self.keys, self._values, self._weights, self._lengths, *about)
 
-    def takes(self, ids: KeyedJaggedTensor) -> bool:
-        """Return whether ids are of as many samples as the first batch's, and of a type that has room here.
+    def exact(self) -> KeyedJaggedTensor:
+        """Return these ids without room behind them, as TorchRec has them; reads their number from the device."""
+        if self._known:
+            return self.tensor
+        counts = self._lengths.view(len(self.keys), self._samples).sum(1).tolist()
+        if (total := sum(counts)) > self._room:
+            return self.tensor  # of a batch that has changed since it was counted: whoever sends it finds that
+        weights = None if self._weights is None else self._weights[:total]
+        tensors = self._values[:total], weights, self._lengths
+        found = BoundedIds(self.keys, *tensors, self._samples, counts, True, self._inverse)
+        found.with_room, found.is_exact = self.tensor, True
+        return found
+
+    def why_not(self, ids: KeyedJaggedTensor) -> str:
+        """Return why ids are not taken, empty if they are: in samples or types they differ from the first batch's.
 
         Raises:
             InputError: if they have other features, or weights where those have none or the other way round.
         """
-        alike = _form(ids.inverse_indices_or_none()) == _form(self._inverse) and ids.stride() == self._samples
         weighted = weights_of(ids) is not None
         if ids.keys() != self.keys or weighted != self._weighted:
             raise InputError(
@@ -240,7 +331,14 @@ class StaticIds:
                 f"are {_described(self.keys, self._weighted)}, and captured steps are all alike; give each batch the "
                 f"same, in the same order"
             )
-        return alike and ids.values().dtype.itemsize <= self._values.dtype.itemsize
+        if ids.stride() != self._samples or _form(ids.inverse_indices_or_none()) != _form(self._inverse):
+            return _SAMPLES
+        if not _holds(self._values.dtype, ids.values().dtype):
+            return f"{ids.values().dtype}, and were {self._values.dtype} in the first batch"
+        theirs, ours = ids.weights_or_none(), self._weights
+        if _type_of(theirs) != _type_of(ours):
+            return f"weights are {_type_of(theirs)}, and were {_type_of(ours)} in the first batch"
+        return ""
 
     def fill(self, ids: KeyedJaggedTensor) -> None:
         """Copy ids that `takes` accepts; too many are found, on every rank, where they are published."""
@@ -261,8 +359,21 @@ class StaticIds:
             self._count = count
 
 
+_SAMPLES = "another number of samples"
+
+
 def _form(inverse: InverseIndices | None) -> object:
-    return inverse and (list(inverse[0]), inverse[1].shape)
+    return inverse and (list(inverse[0]), inverse[1].shape, inverse[1].dtype)
+
+
+def _type_of(weights: torch.Tensor | None) -> torch.dtype | None:
+    return None if weights is None else weights.dtype
+
+
+def _holds(memory: torch.dtype, ids: torch.dtype) -> bool:
+    """Return whether memory of one type holds all ids of another: a wider integer type does."""
+    integers = torch.int8, torch.int16, torch.int32, torch.int64
+    return memory == ids or (memory in integers and ids in integers[: integers.index(memory)])
 
 
 def _described(keys: Sequence[str], weighted: bool) -> str:
@@ -286,6 +397,11 @@ class BoundedIds(KeyedJaggedTensor):
     Example: 2 samples, f of at most 1 and g of at most 2 ids a bag. f: [5] [], g: [7, 7] [1] has values 5 7 7 1 0 0 and
     lengths 1 0 2 1; `["g"]` has values 7 7 1 0 and lengths 2 1.
     """
+
+    with_room: KeyedJaggedTensor | None = None
+    """of ids without room, which eager steps read: those with room, which are sent to the owners of the rows"""
+    is_exact = False
+    """whether there is no room behind the ids, nor in what is cut from them"""
 
     def __init__(
         self,
@@ -344,13 +460,19 @@ class BoundedIds(KeyedJaggedTensor):
             lengths, room = counts.index_select(0, index).flatten(), sum(capacities)
             # Of such a batch no id is read: there may be none where its lengths say, nor room for it.
             safe = counts * ((counts.sum() <= sum(self.capacities)) & (lengths.sum() <= room))
-            arguments = index, safe, self.values(), self.weights_or_none(), room
-            _, values, weights = torch.ops.fbgemm.permute_2D_sparse_data(*arguments)
-            positions = torch.arange(room, device=values.device)
-            values = values.where(positions < safe.index_select(0, index).sum(), 0)
+            cut, given = partial(torch.ops.fbgemm.permute_2D_sparse_data, index, safe), self.weights_or_none()
+            has_id = torch.arange(room, device=index.device) < safe.index_select(0, index).sum()
+            # FBGEMM takes weights of these types alone, and others where it takes ids.
+            is_weight = given is not None and given.dtype in (torch.float32, torch.float64)
+            _, values, weights = cut(self.values(), given if is_weight else None, room)
+            if given is not None and not is_weight:
+                _, weights, _ = cut(given, None, room)
+            values, weights = values.where(has_id, 0), weights if weights is None else weights.where(has_id, 0)
         taken = [keys[i] for i in indices]
         inverse = self.inverse_indices_or_none()
-        return BoundedIds(taken, values, weights, lengths, samples, capacities, self._known, inverse)
+        cut = BoundedIds(taken, values, weights, lengths, samples, capacities, self._known, inverse)
+        cut.is_exact = self.is_exact
+        return cut
 
     def to(self, device: torch.device, *args: Any, **kwargs: Any) -> KeyedJaggedTensor:
         """Return these ids where they are on `device`, else see `KeyedJaggedTensor.to`."""

@@ -36,12 +36,13 @@ from dlrm_overlap.dense.tensor_parallel import divided_layers
 from dlrm_overlap.embedding.exchanging_module import ExchangingModule
 from dlrm_overlap.embedding.id_layout import BatchBound
 from dlrm_overlap.embedding.sharded_module import exchanges
-from dlrm_overlap.train.explain import explain, why_not_captured
+from dlrm_overlap.train.explain import explain, note_why_eager, why_not_captured
 from dlrm_overlap.train.graphs.bounds import Agreement, Answer, LearntBound
 from dlrm_overlap.train.graphs.captured import GraphPair
 from dlrm_overlap.train.graphs.dense_step import DenseStep, leave_ddp
 from dlrm_overlap.train.graphs.model_collectives import ModelCollectives
 from dlrm_overlap.train.graphs.read_ahead import ReadAhead
+from dlrm_overlap.train.graphs.room_probe import RoomProbe
 from dlrm_overlap.train.graphs.static_batch import Leaves, on_device, with_even_batches_of
 
 log = logging.getLogger("dlrm_overlap")
@@ -49,6 +50,7 @@ log = logging.getLogger("dlrm_overlap")
 _DENSE_REDUCE = ("auto", "collective", "stores")
 _WARMUP_STEPS = 3  # before a capture: they compile kernels, fill caches and learn which parameters get a gradient
 _ODD_STEPS = 3  # one after the other, until the next batch is taken for the first of others like it
+_WORTH = 100  # replays, after which a capture was worth its time
 
 
 class GraphTrainPipeline(TrainPipeline[Any, Any]):
@@ -130,6 +132,8 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         self._agreement = Agreement(ranks, self.check, device)
         self._bound = LearntBound(bound, self._agreement, self._modules, device)
         self._ahead = ReadAhead(self._modules, device, self._bound, self._streams, self._order)
+        self._patience = _ODD_STEPS  # doubled where graphs are released too soon
+        self._ignores_room = False  # whether the model is known to read no room behind ids of captured steps
         self._replicas = model if isinstance(model, DMPCollection) else None
         self._sync_interval = given.arguments["dmp_collection_sync_interval_batches"]
         self._steps = 0
@@ -153,7 +157,7 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         if self._captures and self._dense.why_after and group.rank() == 0:
             log.warning("train pipeline: a dense optimizer steps after the graph: %s", self._dense.why_after)
         self._graphs = GraphPair(self._ahead, self._dense, self._order, self._device)
-        self._warmup_steps = self._odd_steps = 0
+        self._warmup_steps = self._odd_steps = self._replays = 0
         self._has_stepped = False
         self._learning_rates: list[Any] = []
         setattr(self._model, _HOLDER, self)
@@ -282,13 +286,20 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
             graphs = self._graphs.each
             if (captured := graphs[parity]) is not None and graphs[1 - parity] is not None:
                 self._ahead.settle(1 - parity)
+                self._replays += 1
                 return self._launch(parity, captured.replay)
             following = self._ahead.is_captured(1 - parity)
             captures = self._captures and not self._ahead.made_in_model
-            if captures and self._warmup_steps >= _WARMUP_STEPS and following:
-                step = partial(self._step, parity, following=True)
+            has_room = not self._bound.bound.known_lengths
+            if not self._has_stepped:
+                output = self._first_step(parity, following)
+            elif captures and has_room and not self._ignores_room:
+                output = self._probe_step(parity, following)
+            elif captures and self._warmup_steps >= _WARMUP_STEPS and following:
+                step = partial(self._step, parity, following=True, exact=False)
                 return self._launch(parity, partial(self._graphs.capture, parity, step, self._streams.main_stream))
-            output = self._step(parity, following) if self._has_stepped else self._first_step(parity, following)
+            else:  # the last ones before a capture have its sizes
+                output = self._step(parity, following, exact=not captures)
             self._warmup_steps += 1
             return output
 
@@ -300,12 +311,27 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         self._dense.update()
         self._has_stepped = True
         if self._captures and collectives.called:
-            self._captures = False
-            if self._agreement.is_first:
-                log.warning("train pipeline: steps are eager: the model calls %s", collectives.called)
+            self._stay_eager(f"the model calls {collectives.called}")
         if following:
             self._ahead.bring_in(1 - parity)
         return output
+
+    def _probe_step(self, parity: int, following: bool) -> Any:
+        """Take an eager step, and learn whether the model reads the room behind the ids of captured ones."""
+        batch = self._ahead.batch(parity)
+        probe = RoomProbe(self._model, self._modules, self._bound.bound, batch)
+        with probe.recording():
+            output = self._step(parity, following, batch=batch)
+        if reason := probe.why_reads_room(self._model_fwd, self._agreement.any_is):
+            self._stay_eager(f"the model reads what is behind the ids of a captured step, or their number: {reason}")
+        self._ignores_room = not reason
+        return output
+
+    def _stay_eager(self, reason: str) -> None:
+        self._captures = False
+        note_why_eager(self._model, reason)
+        if self._agreement.is_first:
+            log.warning("train pipeline: steps are eager: %s", reason)
 
     def _take_odd_step(self, parity: int) -> Any:
         """Take the step of a batch that no captured step takes, with its ids within it, on all ranks alike."""
@@ -313,10 +339,11 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         self._odd_steps += 1
         odd = self._ahead.find(parity)
         assert odd is not None
-        if not self._make_room(odd.answer) and self._odd_steps == _ODD_STEPS:
+        if not self._make_room(odd.answer) and self._odd_steps == self._patience:
+            self._patience = _ODD_STEPS if self._replays >= _WORTH else 2 * self._patience
             self._forget_captured()
             self._ahead.forget_places()
-        if self._agreement.is_first:
+        if self._agreement.is_first and self._odd_steps <= 1:  # the first of several
             log.info("train pipeline: step %d is eager, since a batch is unlike those of captured steps", self._steps)
         loss, output = self._forward(self._ahead.batch(parity))
         self._backward(loss)
@@ -333,7 +360,8 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
     def _forget_captured(self) -> None:
         """Forget the graphs, and capture others after some eager steps."""
         self._graphs.release()
-        self._warmup_steps = self._odd_steps = 0
+        self._warmup_steps = self._odd_steps = self._replays = 0
+        self._ignores_room = False  # there may be room behind ids of other features
 
     def _launch(self, parity: int, take: Callable[[], Any]) -> Any:
         """Take a captured step by numbers as they are now, between lookup and update of tables of TorchRec's."""
@@ -348,10 +376,16 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
             tables.update()
         return output
 
-    def _step(self, parity: int, following: bool) -> Any:
-        """Issue the step on batch i, which is at `parity`; with `following`, batch i + 1 is brought in beside it."""
+    def _step(self, parity: int, following: bool, exact: bool = True, batch: Any = None) -> Any:
+        """Issue the step on batch i, which is at `parity`; with `following`, batch i + 1 is brought in beside it.
+
+        Args:
+            exact: whether there is no room behind ids, see `ReadAhead.batch`.
+            batch: batch i, if it has been made.
+        """
+        batch = self._ahead.batch(parity, exact) if batch is None else batch
         self._streams.fork_ids()
-        loss, output = self._forward(self._ahead.batch(parity))
+        loss, output = self._forward(batch)
         if following:  # whose ids take their turn among the waits here, and are found from the fork on
             with self._streams.ids():
                 self._ahead.bring_in(1 - parity)

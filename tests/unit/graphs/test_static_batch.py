@@ -3,9 +3,11 @@
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from datetime import date
 from enum import Enum
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -195,8 +197,148 @@ def test_one_static_batch_is_copied_from_another(bound: BatchBound) -> None:
 )
 def test_batches_unlike_the_first_one_are_not_taken(other: Any) -> None:
     static = StaticBatch(_batch(FIRST), CPU, RANGES)
-    assert static.takes(Leaves(_batch(FIRST)))
-    assert not static.takes(Leaves(other))
+    assert static.why_not(Leaves(_batch(FIRST))) is None
+    assert static.why_not(Leaves(other)) is not None
+
+
+def test_tensors_of_another_type_are_not_cast() -> None:
+    first = {"y": torch.tensor([0, 1]), "ids": _weighted(FIRST)}
+    static = StaticBatch(first, CPU, RANGES)
+    assert static.why_not(Leaves(first)) is None
+    float64 = _weighted(FIRST, torch.ones(5).double())
+    for changed, reason in (
+        ({"y": torch.tensor([0.5, 0.25])}, "tensor y is [2] torch.float32, and was [2] torch.int64 in the first batch"),
+        ({"y": torch.tensor([0, 1], dtype=torch.int32)}, "tensor y is [2] torch.int32, and was [2] torch.int64 in"),
+        ({"y": torch.tensor([0, 1]).to_sparse()}, "tensor y is [2] torch.int64 torch.sparse_coo, and was"),
+        ({"ids": float64}, "ids ids: weights are torch.float64, and were torch.float32 in the first batch"),
+    ):
+        unlike = static.why_not(Leaves(first | changed))
+        assert unlike is not None
+        assert unlike.needs_word
+        assert unlike.reason.startswith(reason)
+    trained = {"y": torch.zeros(2, requires_grad=True)}
+    assert StaticBatch(trained, CPU, RANGES).why_not(Leaves(trained)) is not None, "nobody would get its gradient"
+
+
+def test_ids_of_a_smaller_type_keep_their_values() -> None:
+    static = StaticBatch(_batch(_ids([1, 1, 0, 0], [7, 8], torch.int64)), CPU, RANGES)
+    for dtype, is_taken in ((torch.int32, True), (torch.int64, True), (torch.float32, False)):
+        ids = _ids([1, 1, 0, 0], [7, 8], dtype)
+        assert (static.why_not(Leaves(_batch(ids))) is None) == is_taken
+
+
+class Kind(Enum):
+    A = 1
+    B = 2
+
+
+class Slotted:
+    __slots__ = ("k",)
+
+    def __init__(self, k: Any) -> None:
+        self.k = k
+
+
+class Tagged(list[Any]):
+    """A list that has attributes, too."""
+
+    tag: Any = None
+
+
+def _tagged(tag: str) -> Tagged:
+    tagged = Tagged([1])
+    tagged.tag = tag
+    return tagged
+
+
+@pytest.mark.parametrize(
+    ("make", "other"),
+    [
+        (lambda: 1.0, lambda: 3.0),
+        (lambda: float("nan"), lambda: 1.0),
+        (lambda: 1, lambda: True),
+        (lambda: 0.0, lambda: -0.0),
+        (lambda: None, lambda: 0),
+        (lambda: np.float32(1), lambda: np.float32(2)),
+        (lambda: np.float64("nan"), lambda: np.float64(2)),
+        (lambda: np.arange(3), lambda: np.arange(3) + 1),
+        (lambda: np.array([1.0, np.nan]), lambda: np.array([1.0, 2.0])),
+        (lambda: np.arange(3), lambda: np.arange(3).astype(np.int32)),
+        (lambda: "train", lambda: "test"),
+        (lambda: b"a", lambda: b"b"),
+        (lambda: Kind.A, lambda: Kind.B),
+        (lambda: [1, 2, 3], lambda: [1, 2, 4]),
+        (lambda: [1, 2, 3], lambda: [1, 2]),
+        (lambda: [], lambda: ()),
+        (lambda: (1, "a"), lambda: (1, "b")),
+        (lambda: {"a": {"k": 1.0}}, lambda: {"a": {"k": 3.0}}),
+        (lambda: {"a": 1}, lambda: {"b": 1}),
+        (lambda: {1, 2}, lambda: {1, 3}),
+        (lambda: deque([1, 2]), lambda: deque([1, 3])),
+        (lambda: Slotted(1), lambda: Slotted(2)),
+        (lambda: Slotted([1]), lambda: Slotted([2])),
+        (lambda: _tagged("a"), lambda: _tagged("b")),
+        (lambda: date(2026, 1, 1), lambda: date(2026, 1, 2)),
+        (lambda: torch.float32, lambda: torch.float64),
+    ],
+)
+def test_a_batch_with_other_constants_is_not_taken(make: Callable[[], Any], other: Callable[[], Any]) -> None:
+    """Each value is made anew, as by whoever reads a batch."""
+    static = StaticBatch({"x": torch.zeros(1), "part": make()}, CPU, RANGES)
+    assert static.why_not(Leaves({"x": torch.ones(1), "part": make()})) is None
+    unlike = static.why_not(Leaves({"x": torch.ones(1), "part": other()}))
+    assert unlike is not None
+    assert unlike.needs_word
+    assert "part" in unlike.reason
+    assert static.why_not(Leaves({"x": torch.ones(1), "part": make()})) is None
+
+
+def test_a_value_that_nobody_can_compare_is_taken_for_a_changed_one() -> None:
+    static = StaticBatch({"x": torch.zeros(1), "part": (one := object())}, CPU, RANGES)
+    assert static.why_not(Leaves({"x": torch.zeros(1), "part": one})) is None
+    assert static.why_not(Leaves({"x": torch.zeros(1), "part": object()})) is not None
+
+
+class Stubborn(set[int]):
+    """A set that cannot be copied."""
+
+    def __deepcopy__(self, _: Any) -> Any:
+        raise TypeError
+
+
+def test_a_value_that_can_change_without_a_copy_is_taken_for_a_changed_one() -> None:
+    batch = {"x": torch.zeros(1), "part": Stubborn()}
+    assert StaticBatch(batch, CPU, RANGES).why_not(Leaves(batch)) is not None
+
+
+def test_events_and_leases_of_a_batch_do_not_count() -> None:
+    first, second = ({"x": torch.zeros(1), "event": torch.Event("cpu")} for _ in range(2))
+    assert StaticBatch(first, CPU, RANGES).why_not(Leaves(second)) is None
+    returned: deque[Lease] = deque()
+    first, second, third = (
+        replace(_batch(FIRST), lease=lease) for lease in (Lease(0, returned), Lease(1, returned), None)
+    )
+    for batch in (second, third):
+        assert StaticBatch(first, CPU, RANGES).why_not(Leaves(batch)) is None
+
+
+@pytest.mark.parametrize("change", ["array", "list", "set", "dict"])
+def test_values_that_are_changed_in_place_are_seen(change: str) -> None:
+    parts: dict[str, Any] = {"array": np.zeros(2), "list": [1], "set": {1}, "dict": {"a": [1]}}
+    batch = {"x": torch.zeros(1), "parts": parts}
+    static = StaticBatch(batch, CPU, RANGES)
+    held = Leaves(batch).kept()
+    assert static.why_not(Leaves(batch)) is None
+    changes: dict[str, Callable[[Any], Any]] = {
+        "array": lambda array: array.fill(1.0),
+        "list": lambda numbers: numbers.append(2),
+        "set": lambda numbers: numbers.add(2),
+        "dict": lambda lists: lists["a"].append(2),
+    }
+    changes[change](parts[change])
+    assert static.why_not(Leaves(batch)) is not None
+    assert static.why_not(held) is None, "a batch that waits for its step"
+    assert static.why_not(Leaves(static.batch)) is None, "what eager steps read"
 
 
 def _weighted(ids: KeyedJaggedTensor, weights: torch.Tensor | None = None) -> KeyedJaggedTensor:
@@ -204,17 +346,18 @@ def _weighted(ids: KeyedJaggedTensor, weights: torch.Tensor | None = None) -> Ke
     return KeyedJaggedTensor(ids.keys(), ids.values(), weights, lengths=ids.lengths())
 
 
-def test_weights_are_copied_and_cut_with_their_ids() -> None:
-    static = StaticBatch(_batch(_weighted(FIRST)), CPU, RANGES)
-    for weights in (torch.arange(5.0), torch.arange(5.0, dtype=torch.float64) + 7):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.int32])
+def test_weights_are_copied_and_cut_with_their_ids(dtype: torch.dtype) -> None:
+    static = StaticBatch(_batch(_weighted(FIRST, torch.ones(5).to(dtype))), CPU, RANGES)
+    for weights in (torch.arange(5).to(dtype), torch.arange(5).to(dtype) + 7):
         batch = _weighted(FIRST, weights)
+        assert static.why_not(Leaves(_batch(batch))) is None
         static.fill(Leaves(_batch(batch)))
         static.renew()
         ours = static.batch.sparse
-        assert_same(ours.weights()[:5], weights.float(), "weights")
-        assert_same(ours["g"].weights()[:3], batch["g"].weights().float(), "weights of g")
-    static = StaticBatch(_batch(_weighted(FIRST, torch.ones(5, dtype=torch.int32))), CPU, RANGES)
-    assert static.batch.sparse.weights_or_none() is None, "integers are no weights"
+        assert_same(ours.weights()[:5], weights, "weights")
+        assert_same(ours["g"].weights()[:3], batch["g"].weights(), "weights of g")
+        assert_same(ours["f"].weights()[2:], torch.zeros(0, dtype=dtype), "room behind those of f")
 
 
 @pytest.mark.parametrize(
@@ -231,7 +374,7 @@ def test_ids_that_no_step_could_take_are_refused(
     static = StaticBatch(_batch(first), CPU, RANGES)
     for batch in _batch(ids), replace(_batch(ids), dense=torch.zeros(1, 3)):
         with pytest.raises(InputError, match=f"GraphTrainPipeline: .*{refused}"):
-            static.takes(Leaves(batch))
+            static.why_not(Leaves(batch))
 
 
 def test_ids_with_other_inverse_indices_are_none_like_the_first() -> None:
@@ -241,7 +384,7 @@ def test_ids_with_other_inverse_indices_are_none_like_the_first() -> None:
 
     static = StaticBatch(ids(torch.zeros(2, 2).long()), CPU, RANGES)
     inverses = [torch.ones(2, 2).long(), torch.zeros(2, 3).long(), None]
-    assert [static.takes(Leaves(ids(each))) for each in inverses] == [True, False, False]
+    assert [static.why_not(Leaves(ids(each))) is None for each in inverses] == [True, False, False]
     static.fill(Leaves(ids(inverses[0])))
     assert_same(Leaves(static.batch)["sparse"].inverse_indices()[1], inverses[0], "inverse indices")
 
@@ -251,7 +394,7 @@ def test_tensors_are_told_apart_by_their_names() -> None:
     static.fill(Leaves({"b": torch.full((2,), 4.0), "a": torch.full((2,), 3.0)}))
     assert (static.batch["a"].tolist(), static.batch["b"].tolist()) == ([3.0, 3.0], [4.0, 4.0])
     with pytest.raises(InputError, match="a batch of tensors a, c, but the first batch has a, b"):
-        static.takes(Leaves({"a": torch.zeros(2), "c": torch.zeros(2)}))
+        static.why_not(Leaves({"a": torch.zeros(2), "c": torch.zeros(2)}))
 
 
 def test_what_has_no_method_of_its_own_is_brought_to_the_device() -> None:

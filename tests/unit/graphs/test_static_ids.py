@@ -59,6 +59,28 @@ def test_each_batch_is_cut_by_its_own_lengths(bound: BatchBound, batches: list[K
         assert [part.keys() for part in ours.split([0, 3])] == [[], ["f", "g", "h"]]
 
 
+@pytest.mark.parametrize("batch", BATCHES)
+def test_eager_steps_read_ids_without_room(batch: KeyedJaggedTensor) -> None:
+    static = _static(BATCHES[0])
+    static.fill(batch)
+    static.renew()
+    ours: Any = static.exact()
+    _assert_alike(ours, batch, batch.values().numel())
+    assert ours.length_per_key() == batch.length_per_key()
+    assert ours.offset_per_key() == batch.offset_per_key()
+    for part, theirs in zip(ours.split([1, 2]), batch.split([1, 2]), strict=True):
+        _assert_alike(part, theirs, theirs.values().numel())
+    for key in ("f", "g", "h"):
+        _assert_alike(ours[key], batch[key], batch[key].values().numel())
+    assert ours.with_room is static.tensor, "which is sent to the owners of the rows"
+    assert ours.to(CPU) is ours.split([3])[0] is ours
+
+
+def test_ids_of_known_lengths_have_no_room() -> None:
+    static = _static(OF_KNOWN[0], KNOWN)
+    assert static.exact() is static.tensor
+
+
 NUMBERS: dict[str, Callable[[KeyedJaggedTensor], Any]] = {
     "lengths": lambda ids: ids.length_per_key(),
     "offsets": lambda ids: ids.offset_per_key(),
