@@ -107,7 +107,7 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
         lengths, weights = features.lengths(), features.weights_or_none()
         if weights is not None:
             lengths = torch.ops.fbgemm.segment_sum_csr(1, features.offsets().int(), weights)
-        lengths = lengths.view(len(features.keys()), -1)
+        lengths = lengths.view(len(features.keys()), features.stride())
         return torch.cat([lengths, torch.ones_like(lengths[:1])]).index_select(0, self._divided_by).T + 1e-6
 
     def forward(self, *input: Any, **kwargs: Any) -> LazyAwaitable[KeyedTensor]:

@@ -5,7 +5,7 @@ losses all the same. Imports no pytest.
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -306,6 +306,23 @@ class WeightedInHostMemory(InHostMemory):
     weighted = True
 
 
+class Summed(Plain):
+    """Sums over its samples, so that its loss is a number without samples, too."""
+
+    def forward(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        output = self.over(torch.tanh(self.pooled(batch)) * self.hidden(batch))
+        return (output - 1).square().sum() / SAMPLES, output.detach()
+
+
+class SummedSets(Summed, TwoSets): ...
+
+
+class SummedSequences(Summed, Sequences): ...
+
+
+class SummedWeighted(Summed, WeightedInHostMemory): ...
+
+
 def _sgd(parameters: Mapping[str, Any]) -> Any:
     return KeyedOptimizerWrapper(dict(parameters), lambda each: torch.optim.SGD(each, lr=0.5))
 
@@ -411,18 +428,23 @@ class Program(NamedTuple):
     samples: Callable[[int, int], int] = lambda step, rank: SAMPLES
     """of a step and a rank"""
     evaluated: Mapping[int, int] = {}
-    """by step: samples of a batch of rank 0 that is evaluated before; that of rank 1 has one less"""
+    """by step: samples of a batch of rank 0 that is evaluated before; that of rank 1 has one less, if any"""
     arguments: Callable[[nn.Module], Mapping[str, Any]] = lambda model: {}
     """of the pipeline, for a model"""
     wrap: Callable[[Any, Any, nn.Module], Any] = lambda pipeline, *_: pipeline
     """gives what is progressed, for a pipeline, its optimizer and its model"""
     captured: tuple[int, int] = (2, STEPS - 3 - 2)
     """steps that are captured, and that are replayed"""
+    ours_alone: Collection[int] = ()
+    """steps that change nothing, and at which stock TorchRec fails"""
 
 
 _SHORT = lambda step, rank: SAMPLES if step < STEPS - 1 else 3 - rank  # noqa: E731
 # Step 6 is beyond the bound and 7 was read for it; after three of the warm-up, 11 and 12 are captured anew.
 _LONGER = {(6, 0): 4, (13, 1): 3}
+# No rank has a sample in steps 7 and 14, and rank 1 has none in step 10.
+_EMPTY = lambda step, rank: 0 if step in (7, 14) or (step, rank) == (10, 1) else SAMPLES  # noqa: E731
+_EMPTY_FIRST = lambda step, rank: SAMPLES if step > rank else 0  # noqa: E731
 _NONE = "is none of torch.optim's SGD, Adagrad, Adam and AdamW"
 PROGRAMS: dict[str, Program] = {
     "split": Program(Split),
@@ -457,6 +479,19 @@ PROGRAMS: dict[str, Program] = {
     "unlike_samples": Program(Offsets, samples=lambda step, rank: SAMPLES - rank),
     "unlike_samples_fixed": Program(Weighted, bags=FIXED, samples=lambda step, rank: SAMPLES - rank),
     "other_samples": Program(steps=14, samples=lambda step, rank: SAMPLES - 2 * (step > 2), captured=(2, 2)),
+    "no_samples": Program(Summed, samples=_EMPTY, steps=15, evaluated={0: 0, 5: 0, 11: 1}, captured=(2, 7)),
+    "no_samples_fixed": Program(SummedSets, bags=FIXED, samples=_EMPTY, steps=15, evaluated={5: 0}, captured=(2, 0)),
+    "no_samples_at_first": Program(Summed, samples=_EMPTY_FIRST, captured=(2, 1)),
+    "no_samples_fixed_at_first": Program(SummedSets, bags=FIXED, samples=_EMPTY_FIRST, captured=(2, 1)),
+    # Stock TorchRec's unpooled collections take no batch without samples.
+    "no_samples_of_sequences": Program(
+        SummedSequences,
+        samples=lambda step, _: 0 if step in (7, 14) else SAMPLES,
+        steps=15,
+        captured=(2, 8),
+        ours_alone=(7, 14),
+    ),
+    "no_samples_with_weights": Program(SummedWeighted, samples=_EMPTY, steps=15, captured=(2, 7)),
     "own_forward": Program(arguments=_halved),
 }
 if find_spec("torchrec.distributed.train_pipeline.gradient_accumulation"):  # not in every release
@@ -464,15 +499,15 @@ if find_spec("torchrec.distributed.train_pipeline.gradient_accumulation"):  # no
     PROGRAMS["accumulated"] = accumulated
 
 
-def _batches(program: Program, rank: int, only: int | None = None) -> Iterator[Any]:
-    """Yield the batches of all steps; or one to evaluate before the step `only`."""
+def _batches(program: Program, rank: int, only: int | None = None, skipped: Collection[int] = ()) -> Iterator[Any]:
+    """Yield the batches of all steps but some; or one to evaluate before the step `only`."""
     generator = torch.Generator().manual_seed(rank + 100 * (only or 0))
 
     def ids(keys: Sequence[str], step: int, samples: int) -> KeyedJaggedTensor:
         lengths, times = [], program.longer.get((step, rank), 1)
         for least, most in (program.bags[key] for key in keys):
             some = torch.randint(least, most + 1, (samples,), generator=generator)
-            if step == 0:  # from which the bound is learnt
+            if step == 0 and samples:  # from which the bound is learnt
                 some = torch.tensor([most] * (samples - 1) + [least])
             lengths.append(some * times)
         values = torch.randint(0, ROWS, (int(torch.cat(lengths).sum()),), generator=generator)
@@ -480,7 +515,9 @@ def _batches(program: Program, rank: int, only: int | None = None) -> Iterator[A
         return KeyedJaggedTensor(list(keys), values, weights, lengths=torch.cat(lengths))
 
     for step in range(program.steps) if only is None else [only]:
-        samples = program.samples(step, rank) if only is None else program.evaluated[step] - rank
+        samples = program.samples(step, rank) if only is None else max(0, program.evaluated[step] - rank)
+        if step in skipped:
+            continue
         dense = torch.rand(samples, 3, generator=generator)
         if issubclass(program.model, TwoSets):
             yield program.batch(dense, ids(KEYS[:2], step, samples), ids(KEYS[2:], step, samples))
@@ -539,7 +576,8 @@ def train(
     scheduler = torch.optim.lr_scheduler.ExponentialLR(scheduled, 0.8) if scheduled else None
     kind: Any = GraphTrainPipeline if captured else TrainPipelineSparseDist
     pipeline = program.wrap(kind(sharded, optimizer, device, **program.arguments(sharded)), optimizer, sharded)
-    batches = _batches(program, group.rank())
+    skipped = () if captured else program.ours_alone
+    batches = _batches(program, group.rank(), skipped=skipped)
     if captured and isinstance(model, FailsAtFirst):
         model.fails = True
         with suppress(ArithmeticError):
@@ -547,6 +585,8 @@ def train(
     given: dict[str, torch.Tensor] = {}
     with suppress(StopIteration):
         for step in range(program.steps + 1):
+            if step in skipped:
+                continue
             if step in program.evaluated:
                 given[f"evaluated before step {step}"] = _evaluate(pipeline, sharded, program, step)
             given[f"output of step {step}"] = pipeline.progress(batches).clone()
@@ -588,4 +628,6 @@ def _evaluate(pipeline: Any, sharded: DistributedModelParallel, program: Program
 def compare(name: str, group: dist.ProcessGroup, device: torch.device) -> None:
     """Check that captured steps give what TorchRec's pipeline gives, step for step."""
     stock, ours = (train(PROGRAMS[name], captured, group, device) for captured in (False, True))
+    for step in PROGRAMS[name].ours_alone:
+        assert not ours.pop(f"output of step {step}").numel()
     assert_all_near(ours, stock, LOSS_TOLERANCE["sgd"], f"{name}:")

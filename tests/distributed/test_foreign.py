@@ -54,6 +54,7 @@ QUICK += [
     "longer_bags_than_fixed",
 ]
 QUICK += ["short_last_batch_fixed", "unlike_samples", "own_forward", "longer_bags" + LATE]
+QUICK += ["no_samples"]
 MORE = [name for name in PROGRAMS if name not in QUICK]
 ended, more_ended = cases_on_ranks(2, _compare, QUICK), cases_on_ranks(2, _compare, MORE)
 
