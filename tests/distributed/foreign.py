@@ -14,6 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from tensordict import TensorDict
 from torch import nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -33,7 +34,7 @@ from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper, OptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from torchrec.streamable import Pipelineable
 
 from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder, OverlapEmbeddingCollectionSharder
@@ -85,6 +86,39 @@ class SlottedBatch(_Movable):
     dense: torch.Tensor
     ids: KeyedJaggedTensor
     others: KeyedJaggedTensor
+
+
+def with_tensor_dict(dense: torch.Tensor, ids: KeyedJaggedTensor, others: KeyedJaggedTensor) -> Batch:
+    """Return a batch whose ids are a TensorDict of nested tensors, in another order than the model's."""
+    nested = {
+        key: torch.nested.nested_tensor_from_jagged(each.values(), each.offsets())
+        for key, each in reversed(ids.to_dict().items())
+    }
+    return Batch(dense, TensorDict(nested), others)  # type: ignore[arg-type]
+
+
+def _with_jagged(dense: torch.Tensor, ids: KeyedJaggedTensor, others: KeyedJaggedTensor) -> Batch:
+    """Return a batch with a JaggedTensor besides its ids, which remembers its offsets in some batches."""
+    jagged = others.to_dict()["f"]
+    if len(dense) and dense[0, 0] > 0.5:
+        jagged.offsets()
+    else:
+        jagged = JaggedTensor(jagged.values(), lengths=jagged.lengths())
+    return Batch(dense, ids, jagged)  # type: ignore[arg-type]
+
+
+def _with_caches(dense: torch.Tensor, ids: KeyedJaggedTensor, others: KeyedJaggedTensor) -> Batch:
+    """Return a batch whose ids remember all that can be asked of them, and with a KeyedTensor besides."""
+    for ask in (ids.length_per_key, ids.offset_per_key, ids.to_dict, ids.offsets):
+        ask()
+    keyed = KeyedTensor(["f", "g"], [1, 1], torch.stack([others.lengths() + dense[:, 0], dense[:, 1]], dim=1))
+    keyed.to_dict()
+    return Batch(dense, ids, keyed)  # type: ignore[arg-type]
+
+
+def _with_sparse(dense: torch.Tensor, ids: KeyedJaggedTensor, others: KeyedJaggedTensor) -> Batch:
+    """Return a batch with a sparse tensor besides its ids."""
+    return Batch(dense, ids, dense.gt(0.5).float().to_sparse())  # type: ignore[arg-type]
 
 
 def collection(keys: Sequence[str], weighted: bool = False) -> EmbeddingBagCollection:
@@ -159,6 +193,28 @@ class Permuted(Plain):
     def pooled(self, batch: Any) -> torch.Tensor:
         by_key = self.embedding(batch.ids.permute([3, 1, 0, 2])).to_dict()
         return torch.cat([by_key[key] for key in KEYS], dim=1)
+
+
+class Jagged(Plain):
+    """Reads a JaggedTensor of its batch, see `_with_jagged`."""
+
+    def hidden(self, batch: Any) -> torch.Tensor:
+        lengths, ends = batch.others.lengths()[:, None], batch.others.offsets()[1:, None]
+        return super().hidden(batch) * (lengths + ends)
+
+
+class Keyed(Plain):
+    """Reads a KeyedTensor of its batch."""
+
+    def hidden(self, batch: Any) -> torch.Tensor:
+        return super().hidden(batch) * batch.others["f"] + batch.others.to_dict()["g"]
+
+
+class Sparse(Plain):
+    """Reads a sparse tensor of its batch."""
+
+    def hidden(self, batch: Any) -> torch.Tensor:
+        return super().hidden(batch) + torch.sparse.mm(batch.others, torch.ones(3, 4 * DIM, device=batch.dense.device))
 
 
 class Weighted(Permuted):
@@ -415,7 +471,7 @@ class Program(NamedTuple):
     """A training program: its model, what its batches are, and its dense optimizer."""
 
     model: type[Plain] = Plain
-    batch: type[Any] = Batch
+    batch: Callable[..., Any] = Batch
     optimizer: Callable[[Mapping[str, Any]], Any] = _sgd
     bags: Mapping[str, tuple[int, int]] = MOST
     scheduled: Callable[[Any, Any], Any] = lambda every, dense: None
@@ -435,6 +491,8 @@ class Program(NamedTuple):
     """gives what is progressed, for a pipeline, its optimizer and its model"""
     captured: tuple[int, int] = (2, STEPS - 3 - 2)
     """steps that are captured, and that are replayed"""
+    falls_back: bool = False
+    """whether TorchRec's pipeline takes the steps"""
     ours_alone: Collection[int] = ()
     """steps that change nothing, and at which stock TorchRec fails"""
 
@@ -483,6 +541,11 @@ PROGRAMS: dict[str, Program] = {
     "no_samples_fixed": Program(SummedSets, bags=FIXED, samples=_EMPTY, steps=15, evaluated={5: 0}, captured=(2, 0)),
     "no_samples_at_first": Program(Summed, samples=_EMPTY_FIRST, captured=(2, 1)),
     "no_samples_fixed_at_first": Program(SummedSets, bags=FIXED, samples=_EMPTY_FIRST, captured=(2, 1)),
+    "tensor_dict": Program(batch=with_tensor_dict, falls_back=True, evaluated={5: 4}, captured=(0, 0)),
+    "tensor_dict_of_sequences": Program(Sequences, batch=with_tensor_dict, falls_back=True, captured=(0, 0)),
+    "sparse_batch": Program(Sparse, batch=_with_sparse, falls_back=True, captured=(0, 0)),
+    "cached_ids": Program(Keyed, batch=_with_caches),
+    "jagged_batch": Program(Jagged, batch=_with_jagged, captured=(0, 0)),
     # Stock TorchRec's unpooled collections take no batch without samples.
     "no_samples_of_sequences": Program(
         SummedSequences,
@@ -550,9 +613,7 @@ def _plan(model: Plain, sharders: Sequence[ModuleSharder], world_size: int, devi
     return ShardingPlan(plan)
 
 
-def train(
-    program: Program, captured: bool, group: dist.ProcessGroup, device: torch.device
-) -> Mapping[str, torch.Tensor]:
+def train(program: Program, captured: bool, group: dist.ProcessGroup, device: torch.device) -> dict[str, torch.Tensor]:
     """Return this rank's outputs, by step, and its dense parameters and rows, of TorchRec's pipeline or ours."""
     torch.manual_seed(0)
     params = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.5}
@@ -603,10 +664,13 @@ def train(
         for name, state in own.state_dict()["state"].items()
         for key, value in state.items()
     }
-    if captured:
+    if captured and (pipeline._fallback is not None) != program.falls_back:
+        raise AssertionError("TorchRec's pipeline takes the steps" if pipeline._fallback else "captured")
+    if captured and not program.falls_back:
         assert pipeline._dense.why_after == program.why_after
         is_eager = isinstance(model, NormalisedOverRanks)  # whose model calls collectives
         assert device.type == "cpu" or all(pipeline._graphs.each) != is_eager, f"captured is {is_eager}"
+    if captured:
         pipeline.close()
     return given
 
@@ -615,7 +679,7 @@ def _evaluate(pipeline: Any, sharded: DistributedModelParallel, program: Program
     """Return the output of a batch of other sizes, while training batches wait for their steps."""
     batches = _batches(program, sharded._env.rank, only=step)
     sharded.eval()
-    is_ours = isinstance(pipeline, GraphTrainPipeline)
+    is_ours = isinstance(pipeline, GraphTrainPipeline) and not program.falls_back
     # FBGEMM's lookups on a CPU do without inference mode.
     with torch.inference_mode() if is_ours and program.model is not InHostMemory else torch.no_grad():
         output = (

@@ -58,6 +58,15 @@ def _parts(value: Any) -> Iterable[tuple[Any, Any]]:
     return [(name, getattr(value, name)) for name in names if hasattr(value, name)]
 
 
+def why_not_static(batch: Any) -> str | None:
+    """Return why memory at fixed addresses cannot hold such a batch, or None if it can."""
+    for place, leaf in Leaves(batch).items():
+        if isinstance(leaf, torch.Tensor) and (leaf.is_nested or leaf.layout is not torch.strided):
+            kind = "a nested tensor" if leaf.is_nested else f"a tensor of layout {leaf.layout}"
+            return f"a batch has {kind} at {place}"
+    return None
+
+
 class StaticBatch:
     """A batch like `example`, whose tensors keep their addresses.
 
@@ -98,15 +107,17 @@ class StaticBatch:
         """a batch of the same class, of the static tensors"""
 
     def takes(self, leaves: Leaves) -> bool:
-        """Return whether a batch has samples, shapes and types of ids like the first one.
+        """Return whether a batch has tensors, samples, shapes and types of ids like the first one.
 
         Raises:
-            InputError: if a tensor has another place than in the first batch; or see `StaticIds.takes`.
+            InputError: if ids have another place than in the first batch; or see `StaticIds.takes`.
         """
         if leaves.keys() != self._leaves.keys():
+            if [place for place, leaf in leaves.items() if isinstance(leaf, KeyedJaggedTensor)] == list(self.ids):
+                return False  # such as offsets that a JaggedTensor remembers or does not
             raise InputError(
                 f"GraphTrainPipeline: a batch of tensors {', '.join(leaves)}, but the first batch has "
-                f"{', '.join(self._leaves)}, and captured steps are all alike; give each batch the same tensors"
+                f"{', '.join(self._leaves)}; give each batch its ids in the same places"
             )
         is_like = True
         for place, leaf in leaves.items():
