@@ -204,11 +204,12 @@ class Exchange:
     def _most_samples(self, samples: int) -> int:
         """Return the samples of the rank that has most, to which the others add samples without ids; a collective.
 
-        Ids that ranks publish are found by the number of samples, which must be one number for all ranks.
+        Ids that ranks publish are found by the number of samples, which must be one number for all ranks. It is 1 if no
+        rank has a sample: the kernels need a bag.
         """
         if self.steady and self._steady_samples is not None:
             return self._steady_samples
-        agreed = max(gathered(samples, self._group))
+        agreed = max(1, *gathered(samples, self._group))
         if self.steady:
             self._steady_samples = agreed
         return agreed

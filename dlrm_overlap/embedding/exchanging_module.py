@@ -61,6 +61,8 @@ class ExchangingModule(nn.Module, Generic[Served]):
     exchange: Served | None
     takes_ids: bool
     """whether `take_ids` was called, so that ids are sent by the exchange"""
+    _ids_keys: list[str]
+    """the features that were given there"""
     stock: StockTables | None
     """the tables that stay with TorchRec, if there are any, where the exchange takes the ids of the others"""
     unpooled_features: Collection[str] = ()
@@ -156,7 +158,7 @@ class ExchangingModule(nn.Module, Generic[Served]):
         if self.exchange is not None and order is not None:
             self.exchange.order = order
         self._take_ids(keys, bound, weighted)
-        self.takes_ids = True
+        self.takes_ids, self._ids_keys = True, list(keys)
 
     def _take_ids(self, keys: Sequence[str], bound: BatchBound, weighted: bool) -> None:
         """Do so, once there is an exchange of the tables that one can take, if there are any."""

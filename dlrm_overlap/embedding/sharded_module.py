@@ -14,6 +14,7 @@ from torchrec.distributed.embeddingbag import (
 from torchrec.distributed.types import Awaitable, LazyAwaitable, NoWait
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from dlrm_overlap.backends import BACKENDS
 from dlrm_overlap.embedding.exchange import Exchange, PooledAwaitable
@@ -21,7 +22,7 @@ from dlrm_overlap.embedding.exchanging_module import Deferred, ExchangingModule
 from dlrm_overlap.embedding.id_layout import BatchBound
 from dlrm_overlap.embedding.layout import Layout
 from dlrm_overlap.embedding.own_batches import InverseIndices, of_samples, with_even_batches
-from dlrm_overlap.embedding.shardings import in_rank_order, model_order, names_of, output_types
+from dlrm_overlap.embedding.shardings import exchanging_group, in_rank_order, model_order, names_of, output_types
 from dlrm_overlap.embedding.steps import weights_of, with_float_weights
 from dlrm_overlap.embedding.stock import StockTables
 
@@ -107,7 +108,7 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
         lengths, weights = features.lengths(), weights_of(features)
         if weights is not None:
             lengths = torch.ops.fbgemm.segment_sum_csr(1, features.offsets().int(), weights)
-        lengths = lengths.view(len(features.keys()), -1)
+        lengths = lengths.view(len(features.keys()), features.stride())
         return torch.cat([lengths, torch.ones_like(lengths[:1])]).index_select(0, self._divided_by).T + 1e-6
 
     def forward(self, *input: Any, **kwargs: Any) -> LazyAwaitable[KeyedTensor]:
@@ -115,6 +116,7 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
         if not self.takes_ids:
             return super().forward(*input, **kwargs)
         (features,) = (*input, *kwargs.values())
+        features = maybe_td_to_kjt(features, self._ids_keys)
         if features.variable_stride_per_key():
             features = with_even_batches(features)
         exchanged, others = None, {}
@@ -146,6 +148,9 @@ class OverlapShardedEmbeddingBagCollection(ExchangingModule[Exchange], ShardedEm
             look_up = partial(super().compute_and_output_dist, ctx, input)
             return _of_samples(self._at_home(look_up), ctx.inverse_indices)
         batch_sizes = ctx.sharding_contexts[self._exchanged[0]].batch_size_per_rank
+        if not batch_sizes:  # TorchRec's pipeline leaves them out after `detach`, and takes the same for every rank
+            ranks = exchanging_group(self._env).size()
+            batch_sizes = [input[self._exchanged[0]].stride() // ranks] * ranks
         shardings = [(self._embedding_shardings[i], with_float_weights(input[i])) for i in self._exchanged]
         ids = [in_rank_order(each, sharding, tuple(batch_sizes)) for sharding, each in shardings]
         exchanged = self.exchange.start(ids, batch_sizes)

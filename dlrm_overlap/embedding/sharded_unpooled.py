@@ -10,6 +10,7 @@ from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.types import Awaitable, LazyAwaitable
 from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from dlrm_overlap.embedding.distinct import DistinctIds, NamedSequence
 from dlrm_overlap.embedding.exchanging_module import Deferred, ExchangingModule
@@ -65,7 +66,8 @@ class OverlapShardedEmbeddingCollection(ExchangingModule[UnpooledExchange], Shar
         """Look up and exchange, as TorchRec's sharded module does; where ids are taken, they are sent here at last."""
         if not self.takes_ids:
             return super().forward(*input, **kwargs)
-        features = with_bags_of_samples(*input, **kwargs)
+        (features,) = (*input, *kwargs.values())
+        features = with_bags_of_samples(maybe_td_to_kjt(features, self._ids_keys))
         assert self.exchange is not None
         sent = with_room(features)
         rows, rooms = self.exchange.start_sent_rows(sent), self.exchange.rooms_of(sent)

@@ -5,7 +5,7 @@ losses all the same. Imports no pytest.
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from tensordict import TensorDict
 from torch import nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -34,7 +35,7 @@ from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper, OptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from torchrec.streamable import Pipelineable
 
 from dlrm_overlap.embedding.sharder import OverlapEmbeddingBagCollectionSharder, OverlapEmbeddingCollectionSharder
@@ -98,6 +99,39 @@ class PartBatch(Batch):
     def to(self, device: torch.device, non_blocking: bool = False) -> Any:
         part = self.part.to(device) if isinstance(self.part, torch.Tensor) else self.part
         return replace(super().to(device, non_blocking=non_blocking), part=part)
+
+
+def with_tensor_dict(dense: torch.Tensor, ids: KeyedJaggedTensor, others: KeyedJaggedTensor) -> Batch:
+    """Return a batch whose ids are a TensorDict of nested tensors, in another order than the model's."""
+    nested = {
+        key: torch.nested.nested_tensor_from_jagged(each.values(), each.offsets())
+        for key, each in reversed(ids.to_dict().items())
+    }
+    return Batch(dense, TensorDict(nested), others)  # type: ignore[arg-type]
+
+
+def _with_jagged(dense: torch.Tensor, ids: KeyedJaggedTensor, others: KeyedJaggedTensor) -> Batch:
+    """Return a batch with a JaggedTensor besides its ids, which remembers its offsets in some batches."""
+    jagged = others.to_dict()["f"]
+    if len(dense) and dense[0, 0] > 0.5:
+        jagged.offsets()
+    else:
+        jagged = JaggedTensor(jagged.values(), lengths=jagged.lengths())
+    return Batch(dense, ids, jagged)  # type: ignore[arg-type]
+
+
+def _with_caches(dense: torch.Tensor, ids: KeyedJaggedTensor, others: KeyedJaggedTensor) -> Batch:
+    """Return a batch whose ids remember all that can be asked of them, and with a KeyedTensor besides."""
+    for ask in (ids.length_per_key, ids.offset_per_key, ids.to_dict, ids.offsets):
+        ask()
+    keyed = KeyedTensor(["f", "g"], [1, 1], torch.stack([others.lengths() + dense[:, 0], dense[:, 1]], dim=1))
+    keyed.to_dict()
+    return Batch(dense, ids, keyed)  # type: ignore[arg-type]
+
+
+def _with_sparse(dense: torch.Tensor, ids: KeyedJaggedTensor, others: KeyedJaggedTensor) -> Batch:
+    """Return a batch with a sparse tensor besides its ids."""
+    return Batch(dense, ids, dense.gt(0.5).float().to_sparse())  # type: ignore[arg-type]
 
 
 def collection(keys: Sequence[str], weighted: bool = False) -> EmbeddingBagCollection:
@@ -172,6 +206,28 @@ class Permuted(Plain):
     def pooled(self, batch: Any) -> torch.Tensor:
         by_key = self.embedding(batch.ids.permute([3, 1, 0, 2])).to_dict()
         return torch.cat([by_key[key] for key in KEYS], dim=1)
+
+
+class Jagged(Plain):
+    """Reads a JaggedTensor of its batch, see `_with_jagged`."""
+
+    def hidden(self, batch: Any) -> torch.Tensor:
+        lengths, ends = batch.others.lengths()[:, None], batch.others.offsets()[1:, None]
+        return super().hidden(batch) * (lengths + ends)
+
+
+class Keyed(Plain):
+    """Reads a KeyedTensor of its batch."""
+
+    def hidden(self, batch: Any) -> torch.Tensor:
+        return super().hidden(batch) * batch.others["f"] + batch.others.to_dict()["g"]
+
+
+class Sparse(Plain):
+    """Reads a sparse tensor of its batch."""
+
+    def hidden(self, batch: Any) -> torch.Tensor:
+        return super().hidden(batch) + torch.sparse.mm(batch.others, torch.ones(3, 4 * DIM, device=batch.dense.device))
 
 
 class Weighted(Permuted):
@@ -386,6 +442,23 @@ class WeightedInHostMemory(InHostMemory):
     weighted = True
 
 
+class Summed(Plain):
+    """Sums over its samples, so that its loss is a number without samples, too."""
+
+    def forward(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        output = self.over(torch.tanh(self.pooled(batch)) * self.hidden(batch))
+        return (output - 1).square().sum() / SAMPLES, output.detach()
+
+
+class SummedSets(Summed, TwoSets): ...
+
+
+class SummedSequences(Summed, Sequences): ...
+
+
+class SummedWeighted(Summed, WeightedInHostMemory): ...
+
+
 def _sgd(parameters: Mapping[str, Any]) -> Any:
     return KeyedOptimizerWrapper(dict(parameters), lambda each: torch.optim.SGD(each, lr=0.5))
 
@@ -478,7 +551,7 @@ class Program(NamedTuple):
     """A training program: its model, what its batches are, and its dense optimizer."""
 
     model: type[Plain] = Plain
-    batch: type[Any] = Batch
+    batch: Callable[..., Any] = Batch
     optimizer: Callable[[Mapping[str, Any]], Any] = _sgd
     bags: Mapping[str, tuple[int, int]] = MOST
     scheduled: Callable[[Any, Any], Any] = lambda every, dense: None
@@ -495,18 +568,25 @@ class Program(NamedTuple):
     why_eager: str = ""
     """what is found in the first steps, and keeps the others from being captured"""
     evaluated: Mapping[int, int] = {}
-    """by step: samples of a batch of rank 0 that is evaluated before; that of rank 1 has one less"""
+    """by step: samples of a batch of rank 0 that is evaluated before; that of rank 1 has one less, if any"""
     arguments: Callable[[nn.Module], Mapping[str, Any]] = lambda model: {}
     """of the pipeline, for a model"""
     wrap: Callable[[Any, Any, nn.Module], Any] = lambda pipeline, *_: pipeline
     """gives what is progressed, for a pipeline, its optimizer and its model"""
     captured: tuple[int, int] = (2, STEPS - 3 - 2)
     """steps that are captured, and that are replayed"""
+    falls_back: bool = False
+    """whether TorchRec's pipeline takes the steps"""
+    ours_alone: Collection[int] = ()
+    """steps that change nothing, and at which stock TorchRec fails"""
 
 
 _SHORT = lambda step, rank: SAMPLES if step < STEPS - 1 else 3 - rank  # noqa: E731
 # Step 6 is beyond the bound and 7 was read for it; after three of the warm-up, 11 and 12 are captured anew.
 _LONGER = {(6, 0): 4, (13, 1): 3}
+# No rank has a sample in steps 7 and 14, and rank 1 has none in step 10.
+_EMPTY = lambda step, rank: 0 if step in (7, 14) or (step, rank) == (10, 1) else SAMPLES  # noqa: E731
+_EMPTY_FIRST = lambda step, rank: SAMPLES if step > rank else 0  # noqa: E731
 _NONE = "is none of torch.optim's SGD, Adagrad, Adam and AdamW"
 PROGRAMS: dict[str, Program] = {
     "split": Program(Split),
@@ -541,6 +621,24 @@ PROGRAMS: dict[str, Program] = {
     "unlike_samples": Program(Offsets, samples=lambda step, rank: SAMPLES - rank),
     "unlike_samples_fixed": Program(Weighted, bags=FIXED, samples=lambda step, rank: SAMPLES - rank),
     "other_samples": Program(steps=14, samples=lambda step, rank: SAMPLES - 2 * (step > 2), captured=(2, 2)),
+    "no_samples": Program(Summed, samples=_EMPTY, steps=15, evaluated={0: 0, 5: 0, 11: 1}, captured=(2, 7)),
+    "no_samples_fixed": Program(SummedSets, bags=FIXED, samples=_EMPTY, steps=15, evaluated={5: 0}, captured=(2, 0)),
+    "no_samples_at_first": Program(Summed, samples=_EMPTY_FIRST, captured=(2, 1)),
+    "no_samples_fixed_at_first": Program(SummedSets, bags=FIXED, samples=_EMPTY_FIRST, captured=(2, 1)),
+    "tensor_dict": Program(batch=with_tensor_dict, falls_back=True, evaluated={5: 4}, captured=(0, 0)),
+    "tensor_dict_of_sequences": Program(Sequences, batch=with_tensor_dict, falls_back=True, captured=(0, 0)),
+    "sparse_batch": Program(Sparse, batch=_with_sparse, falls_back=True, captured=(0, 0)),
+    "cached_ids": Program(Keyed, batch=_with_caches),
+    "jagged_batch": Program(Jagged, batch=_with_jagged, captured=(0, 0)),
+    # Stock TorchRec's unpooled collections take no batch without samples.
+    "no_samples_of_sequences": Program(
+        SummedSequences,
+        samples=lambda step, _: 0 if step in (7, 14) else SAMPLES,
+        steps=15,
+        captured=(2, 8),
+        ours_alone=(7, 14),
+    ),
+    "no_samples_with_weights": Program(SummedWeighted, samples=_EMPTY, steps=15, captured=(2, 7)),
     "own_forward": Program(arguments=_halved),
     # Parts that are not tensors: of the last batch of rank 1, and of every batch.
     "valid_samples": Program(
@@ -568,15 +666,15 @@ if find_spec("torchrec.distributed.train_pipeline.gradient_accumulation"):  # no
     PROGRAMS["accumulated"] = accumulated
 
 
-def _batches(program: Program, rank: int, only: int | None = None) -> Iterator[Any]:
-    """Yield the batches of all steps; or one to evaluate before the step `only`."""
+def _batches(program: Program, rank: int, only: int | None = None, skipped: Collection[int] = ()) -> Iterator[Any]:
+    """Yield the batches of all steps but some; or one to evaluate before the step `only`."""
     generator = torch.Generator().manual_seed(rank + 100 * (only or 0))
 
     def ids(keys: Sequence[str], step: int, samples: int) -> KeyedJaggedTensor:
         lengths, times = [], program.longer.get((step, rank), 1)
         for least, most in (program.bags[key] for key in keys):
             some = torch.randint(least, most + 1, (samples,), generator=generator)
-            if step == 0:  # from which the bound is learnt
+            if step == 0 and samples:  # from which the bound is learnt
                 some = torch.tensor([most] * (samples - 1) + [least])
             lengths.append(some * times)
         values = torch.randint(0, ROWS, (int(torch.cat(lengths).sum()),), generator=generator)
@@ -584,7 +682,9 @@ def _batches(program: Program, rank: int, only: int | None = None) -> Iterator[A
         return KeyedJaggedTensor(list(keys), values, weights, lengths=torch.cat(lengths))
 
     for step in range(program.steps) if only is None else [only]:
-        samples = program.samples(step, rank) if only is None else program.evaluated[step] - rank
+        samples = program.samples(step, rank) if only is None else max(0, program.evaluated[step] - rank)
+        if step in skipped:
+            continue
         dense = torch.rand(samples, 3, generator=generator)
         if program.part is not None:
             some = ids(KEYS, step, samples), ids(KEYS[:1], step, samples)
@@ -620,9 +720,7 @@ def _plan(model: Plain, sharders: Sequence[ModuleSharder], world_size: int, devi
     return ShardingPlan(plan)
 
 
-def train(
-    program: Program, captured: bool, group: dist.ProcessGroup, device: torch.device
-) -> Mapping[str, torch.Tensor]:
+def train(program: Program, captured: bool, group: dist.ProcessGroup, device: torch.device) -> dict[str, torch.Tensor]:
     """Return this rank's outputs, by step, and its dense parameters and rows, of TorchRec's pipeline or ours."""
     torch.manual_seed(0)
     params = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.5}
@@ -646,8 +744,9 @@ def train(
     scheduler = torch.optim.lr_scheduler.ExponentialLR(scheduled, 0.8) if scheduled else None
     kind: Any = GraphTrainPipeline if captured else TrainPipelineSparseDist
     pipeline = program.wrap(kind(sharded, optimizer, device, **program.arguments(sharded)), optimizer, sharded)
-    captures = captured and pipeline._captures
-    batches = _batches(program, group.rank())
+    captures = captured and pipeline._fallback is None and pipeline._captures
+    skipped = () if captured else program.ours_alone
+    batches = _batches(program, group.rank(), skipped=skipped)
     if captured and isinstance(model, FailsAtFirst):
         model.fails = True
         with suppress(ArithmeticError):
@@ -655,6 +754,8 @@ def train(
     given: dict[str, torch.Tensor] = {}
     with suppress(StopIteration):
         for step in range(program.steps + 1):
+            if step in skipped:
+                continue
             if step in program.evaluated:
                 given[f"evaluated before step {step}"] = _evaluate(pipeline, sharded, program, step)
             given[f"output of step {step}"] = pipeline.progress(batches).clone()
@@ -671,11 +772,14 @@ def train(
         for name, state in own.state_dict()["state"].items()
         for key, value in state.items()
     }
-    if captured:
+    if captured and (pipeline._fallback is not None) != program.falls_back:
+        raise AssertionError("TorchRec's pipeline takes the steps" if pipeline._fallback else "captured")
+    if captured and not program.falls_back:
         assert pipeline._dense.why_after == program.why_after
         is_eager = isinstance(model, NormalisedOverRanks) or program.captured == (0, 0)
         assert device.type == "cpu" or all(pipeline._graphs.each) != is_eager, f"captured is {is_eager}"
         assert (program.why_eager if captures else "") in str(explain(sharded)), explain(sharded)
+    if captured:
         pipeline.close()
     return given
 
@@ -684,7 +788,7 @@ def _evaluate(pipeline: Any, sharded: DistributedModelParallel, program: Program
     """Return the output of a batch of other sizes, while training batches wait for their steps."""
     batches = _batches(program, sharded._env.rank, only=step)
     sharded.eval()
-    is_ours = isinstance(pipeline, GraphTrainPipeline)
+    is_ours = isinstance(pipeline, GraphTrainPipeline) and not program.falls_back
     # FBGEMM's lookups on a CPU do without inference mode.
     with torch.inference_mode() if is_ours and program.model is not InHostMemory else torch.no_grad():
         output = (
@@ -697,4 +801,6 @@ def _evaluate(pipeline: Any, sharded: DistributedModelParallel, program: Program
 def compare(name: str, group: dist.ProcessGroup, device: torch.device) -> None:
     """Check that captured steps give what TorchRec's pipeline gives, step for step."""
     stock, ours = (train(PROGRAMS[name], captured, group, device) for captured in (False, True))
+    for step in PROGRAMS[name].ours_alone:
+        assert not ours.pop(f"output of step {step}").numel()
     assert_all_near(ours, stock, LOSS_TOLERANCE["sgd"], f"{name}:")

@@ -83,6 +83,8 @@ class Drawn:
     ways: Sequence[Way]
     weighted: bool = False
     """whether ids have weights"""
+    empty: int | None = None
+    """the step in which no rank has a sample"""
 
     @property
     def wire(self) -> str:
@@ -128,6 +130,9 @@ def drawn_plans(draw_from: st.DrawFn, ranks: int, local: int) -> Drawn:
             {name: t._replace(cached=t.kind != "data_parallel" and happens(draw, 0.4)) for name, t in each.items()}
             for each in (tables, others)
         )
+    captured = any(way.pipeline == "captured" for way in ways)
+    # Stock TorchRec finds no divisor of means where there are no samples.
+    by_divisor = any(table.kind in BY_ROWS and table.mean for table in every)
     return Drawn(
         ranks,
         local,
@@ -137,7 +142,7 @@ def drawn_plans(draw_from: st.DrawFn, ranks: int, local: int) -> Drawn:
         planner=planner,
         bag_sizes={name: draw.choice(sizes) for name in features},
         samples=samples,
-        steps=7 if any(way.pipeline == "captured" for way in ways) else 3,
+        steps=7 if captured else 3,
         ids=draw.choice([torch.int32, torch.int64]),
         # Others would square what bfloat16 rounds.
         optimizer="sgd" if types == "bf16_wire" else draw.choice(list(OPTIMIZERS)),
@@ -145,6 +150,7 @@ def drawn_plans(draw_from: st.DrawFn, ranks: int, local: int) -> Drawn:
         ways=ways,
         # Weights of both signs would have little left of partial sums that bfloat16 rounds.
         weighted=types != "bf16_wire" and happens(draw, 0.5),
+        empty=1 if not (captured or by_divisor) and happens(draw, 0.25) else None,
     )
 
 
@@ -265,11 +271,11 @@ def _configs(tables: Mapping[str, Table], weighted: bool) -> Tables:
 
 def _batches(drawn: Drawn) -> list[Batch]:
     generator = torch.Generator().manual_seed(drawn.seed * drawn.ranks + dist.get_rank())
-    samples = drawn.samples[dist.get_rank()]
     tables = drawn.every_table.values()
     rows = {name: min([t.rows for t in tables if name in t.features], default=3) for name in drawn.bag_sizes}
     batches = []
-    for _ in range(drawn.steps):
+    for step in range(drawn.steps):
+        samples = 0 if step == drawn.empty else drawn.samples[dist.get_rank()]
         lengths = [
             torch.randint(least, most + 1, (samples,), generator=generator) for least, most in drawn.bag_sizes.values()
         ]

@@ -27,7 +27,8 @@ from tests.distributed.tiny_stage import CPU, LEARNING_RATE, Stage
 from tests.distributed.workers import cases_on_ranks, run_ranks
 
 OWNERS = [([8, 4], [4]), ([], []), ([8], [])]  # rank 1 holds no tables
-BATCH_SIZES = [(3, 2, 4), (3, 2, 4), (1, 1, 1), (9, 2, 5), (2, 7, 1), (2, 7, 1)]  # the windows grow once
+# The windows grow once.
+BATCH_SIZES = [(3, 2, 4), (3, 2, 4), (1, 1, 1), (9, 2, 5), (0, 0, 0), (2, 7, 1), (2, 7, 1)]
 
 
 def _group() -> dist.ProcessGroup:
@@ -171,7 +172,7 @@ def check_the_gpus_forward_under_the_interpreter(rank: int, world_size: int) -> 
     for backend, more in (("nccl", half), ("pgas", {}), ("pgas", half), ("fused", {}), ("fused", staged)):
         options = ExchangeOptions(backend=backend, slice_bags=4, wait_timeout_s=1e-4, **more)
         forward = interpreted_forward(stage, _group(), options, samples=9)
-        for number, sizes in enumerate(BATCH_SIZES[1:5]):
+        for number, sizes in enumerate(BATCH_SIZES[1:6]):
             inputs, expected = stage.inputs(number, sizes)
             step = Step(inputs, BatchSizes.of(sizes))
             forward.start(step)
@@ -218,7 +219,7 @@ def check_the_gpus_backward_under_the_interpreter(rank: int, world_size: int) ->
             assert push.gradients.parts > 1
             if captured:
                 push.order.begin()
-            for number, sizes in enumerate(BATCH_SIZES[1:5]):
+            for number, sizes in enumerate(BATCH_SIZES[1:6]):
                 inputs, _ = stage.inputs(number, sizes)
                 # Some columns of a wider tensor, whose rows begin at multiples of 16 bytes or do not.
                 columns = 8 + stage.layout.total_dim + (-stage.layout.total_dim % 8) * (number % 2)

@@ -7,13 +7,25 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_overlap.config import InputError
 from dlrm_overlap.kernels.compiled import INTERPRETED
 from dlrm_overlap.train.graphs.bounds import LearntBound
 from dlrm_overlap.train.graphs.read_ahead import ReadAhead
+from tests.agreement import assert_same
 from tests.distributed.captured import captures
-from tests.distributed.foreign import PROGRAMS, Plain, Program, compare, train
+from tests.distributed.foreign import (
+    KEYS,
+    PROGRAMS,
+    Batch,
+    Plain,
+    Program,
+    Sequences,
+    compare,
+    train,
+    with_tensor_dict,
+)
 from tests.distributed.models import CPU, world
 from tests.distributed.workers import cases_on_ranks
 
@@ -73,6 +85,17 @@ def test_a_part_that_differs_in_every_batch_is_named_once(caplog: pytest.LogCapt
     ]
 
 
+def test_a_model_that_was_trained_by_ids_takes_a_tensor_dict() -> None:
+    models = list[Any]()
+    for kind in (Plain, Sequences):
+        train(Program(kind, wrap=lambda pipeline, _, model: models.append(model) or pipeline), True, world(), CPU)
+        ids = KeyedJaggedTensor(KEYS, torch.arange(8), lengths=torch.ones(8, dtype=torch.int64))
+        batches = [make(torch.ones(2, 3), ids, ids) for make in (Batch, with_tensor_dict)]
+        with torch.no_grad():
+            expected, found = (models[-1](batch)[1] for batch in batches)
+        assert_same(found, expected, kind.__name__)
+
+
 # What every `make test` runs; the rest differs little from it.
 QUICK = ["split", "two_sets_fixed", "one_feature", "slotted_batch", "clipped_adamw", "momentum", "in_host_memory"]
 QUICK += [
@@ -84,6 +107,7 @@ QUICK += [
 ]
 QUICK += ["short_last_batch_fixed", "unlike_samples", "own_forward", "longer_bags" + LATE]
 QUICK += ["valid_samples", "other_types", "rows", "rows" + EAGER, "ids_as_numbers"]
+QUICK += ["no_samples", "tensor_dict", "jagged_batch"]
 MORE = [name for name in PROGRAMS if name not in QUICK]
 ended, more_ended = cases_on_ranks(2, _compare, QUICK), cases_on_ranks(2, _compare, MORE)
 

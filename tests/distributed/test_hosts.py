@@ -40,7 +40,7 @@ from tests.distributed.workers import cases_on_ranks, make_trainer, quickstart
 OWNERS = [([8, 4], [4]), ([], []), ([8], [12]), ([4], [])]  # rank 1 holds no tables
 CUT = [(8, (0, 1)), (4, (2, 3))]
 """tables cut by rows, of which one host or another has all shards: so the sums have the bits of one host"""
-BATCH_SIZES = [(3, 2, 4, 1), (1, 1, 1, 1), (9, 2, 5, 3), (2, 7, 0, 4), (0, 0, 3, 0), (3, 2, 4, 1)]
+BATCH_SIZES = [(3, 2, 4, 1), (1, 1, 1, 1), (9, 2, 5, 3), (2, 7, 0, 4), (0, 0, 3, 0), (0, 0, 0, 0), (3, 2, 4, 1)]
 HOSTS = {
     "2 of 2": (range(2), range(2, 4)),
     "4 of 1": tuple(range(rank, rank + 1) for rank in range(4)),

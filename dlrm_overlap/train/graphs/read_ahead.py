@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from dlrm_overlap.comm.order import CommunicationOrder, Streams
 from dlrm_overlap.config import InputError
@@ -264,7 +265,7 @@ class ReadAhead:
 
         def find(module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
             assert isinstance(module, ExchangingModule)
-            (features,) = (*inputs, *keywords.values())
+            features = maybe_td_to_kjt(*inputs, *keywords.values())
             if module in found:
                 raise InputError(
                     "GraphTrainPipeline: the model calls an embedding collection twice in a step, and captured steps "

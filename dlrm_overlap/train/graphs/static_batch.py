@@ -93,6 +93,15 @@ class Unlike(NamedTuple):
     """whether the user should know: a captured step would otherwise take such batches"""
 
 
+def why_not_static(batch: Any) -> str | None:
+    """Return why memory at fixed addresses cannot hold such a batch, or None if it can."""
+    for place, leaf in Leaves(batch).items():
+        if isinstance(leaf, torch.Tensor) and (leaf.is_nested or leaf.layout is not torch.strided):
+            kind = "a nested tensor" if leaf.is_nested else f"a tensor of layout {leaf.layout}"
+            return f"a batch has {kind} at {place}"
+    return None
+
+
 class StaticBatch:
     """A batch like `example`, whose tensors keep their addresses.
 
@@ -138,12 +147,16 @@ class StaticBatch:
         """Return why a batch is not taken: it differs from the first one in samples, shapes, types or other parts.
 
         Raises:
-            InputError: if a tensor has another place than in the first batch; or see `StaticIds.why_not`.
+            InputError: if ids have another place than in the first batch; or see `StaticIds.why_not`.
         """
         if leaves.keys() != self._leaves.keys():
+            if [place for place, leaf in leaves.items() if isinstance(leaf, KeyedJaggedTensor)] == list(self.ids):
+                # Such as offsets that a JaggedTensor remembers or does not.
+                places = " and ".join(sorted(set(leaves) ^ set(self._leaves)))
+                return Unlike(places, f"tensors at {places} are in one batch and not in another", True)
             raise InputError(
                 f"GraphTrainPipeline: a batch of tensors {', '.join(leaves)}, but the first batch has "
-                f"{', '.join(self._leaves)}, and captured steps are all alike; give each batch the same tensors"
+                f"{', '.join(self._leaves)}; give each batch its ids in the same places"
             )
         found = [self._why_not(place, leaf) for place, leaf in leaves.items()]
         if changed := difference(leaves.constants, self._constants):

@@ -19,6 +19,7 @@ import logging
 from collections.abc import Callable, Iterator
 from functools import partial
 from inspect import signature
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -43,7 +44,7 @@ from dlrm_overlap.train.graphs.dense_step import DenseStep, leave_ddp
 from dlrm_overlap.train.graphs.model_collectives import ModelCollectives
 from dlrm_overlap.train.graphs.read_ahead import ReadAhead
 from dlrm_overlap.train.graphs.room_probe import RoomProbe
-from dlrm_overlap.train.graphs.static_batch import Leaves, on_device, with_even_batches_of
+from dlrm_overlap.train.graphs.static_batch import Leaves, on_device, why_not_static, with_even_batches_of
 
 log = logging.getLogger("dlrm_overlap")
 
@@ -114,12 +115,9 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         reason = why_not_captured(model)
         if reason is None and not given.arguments["execute_all_batches"]:
             reason = "execute_all_batches is False"
+        self._given, self._is_first = given, dist.get_rank(group) == 0
         if reason is not None:
-            if dist.get_rank(group) == 0:
-                log.warning("train pipeline: TorchRec's, since the step cannot be captured: %s", reason)
-            if isinstance(model, DistributedModelParallel):
-                model.init_data_parallel()  # does nothing to a model that has been wrapped before
-            self._fallback = TrainPipelineSparseDist(*given.args, **given.kwargs)
+            self._fall_back(reason)
             return
         self._model_fwd = given.arguments["custom_model_fwd"] or model
         self._captures = device.type == "cuda" if capture is None else capture
@@ -134,9 +132,34 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
         self._ahead = ReadAhead(self._modules, device, self._bound, self._streams, self._order)
         self._patience = _ODD_STEPS  # doubled where graphs are released too soon
         self._ignores_room = False  # whether the model is known to read no room behind ids of captured steps
+        self._has_looked = False
+        """whether a first batch has been read"""
         self._replicas = model if isinstance(model, DMPCollection) else None
         self._sync_interval = given.arguments["dmp_collection_sync_interval_batches"]
         self._steps = 0
+
+    def _fall_back(self, reason: str) -> None:
+        """Leave all steps to TorchRec's pipeline."""
+        if self._is_first:
+            log.warning("train pipeline: TorchRec's, since the step cannot be captured: %s", reason)
+        if (before := _holder(self._model)) is not None:
+            before._let_go()
+        if isinstance(self._model, DistributedModelParallel):
+            self._model.init_data_parallel()  # does nothing to a model that has been wrapped before
+        self._fallback = TrainPipelineSparseDist(*self._given.args, **self._given.kwargs)
+
+    def _look_at_first(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Fall back if the first batch of some rank is none that a captured step can read; a collective.
+
+        Returns:
+            An iterator of the same batches.
+        """
+        self._has_looked = True
+        first = next(batches, None)
+        reason = why_not_static(first)
+        if self._agreement.any_is(reason is not None):
+            self._fall_back(reason or "another rank's batch has tensors that no memory at fixed addresses can hold")
+        return batches if first is None else chain([first], batches)
 
     @torch.inference_mode(False)  # parameters that an evaluation moves are trained, too
     def _open(self) -> None:
@@ -180,10 +203,12 @@ class GraphTrainPipeline(TrainPipeline[Any, Any]):
 
         Raises:
             StopIteration: if there is no batch left.
-            InputError: if a batch has other tensors or features than the first one, if other dense parameters get a
+            InputError: if a batch has other features than the first one, if other dense parameters get a
                 gradient than in the first step, or if rows or windows were moved or given back since a capture.
             RuntimeError: that kernels have recorded, such as of a wait for a peer that has expired.
         """
+        if self._fallback is None and not self._has_looked:
+            dataloader_iter = self._look_at_first(dataloader_iter)
         if self._fallback is not None:
             self._fallback._optimizer = self._optimizer
             return self._fallback.progress(dataloader_iter)

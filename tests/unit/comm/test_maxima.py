@@ -1,7 +1,11 @@
-"""The greatest numbers of ranks, found by sockets of one machine."""
+"""The greatest numbers of ranks, found through pipes of one machine."""
 
+import errno
+import itertools
+import os
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -42,7 +46,7 @@ def test_a_late_rank_can_be_waited_for_again_and_one_that_has_ended_cannot(monke
     assert not late.is_completed()
     other.begin(torch.tensor([3]))
     here.begin(torch.tensor([1]))  # which the other rank does not read
-    del other  # the sockets close
+    del other  # the pipes close
     late.wait(_SOON)
     assert numbers.tolist() == [3]
     lost = here.begin(torch.tensor([1]))
@@ -61,7 +65,7 @@ def test_a_later_question_fails_with_an_earlier_one_that_nobody_waits_for(monkey
 
 
 def test_a_peer_that_does_not_read_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A socket has room for few questions of many numbers, and for none of 30,000: gloo takes these."""
+    """A pipe has room for few questions of many numbers, and for none of 30,000: gloo takes these."""
     asked_gloo = list[int]()
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: range(group.size()))
     monkeypatch.setattr(dist, "new_group", lambda *_, **__: "gloo")
@@ -72,5 +76,30 @@ def test_a_peer_that_does_not_read_holds_nobody_up(monkeypatch: pytest.MonkeyPat
             work = here.begin(torch.zeros(size, dtype=torch.int64))
             if not asked_gloo:
                 with pytest.raises(RuntimeError, match="rank 1 has not answered"):
-                    work.wait(timedelta(seconds=0.01))  # and sends have the socket's bound from here on
+                    work.wait(timedelta(seconds=0.01))
     assert asked_gloo == [30_000] * 6
+
+
+@pytest.mark.parametrize("fault", ["a rank has no room for files", "a rank sees no other process", "pipes are small"])
+def test_without_pipes_all_ranks_ask_gloo_and_leave_no_file_open(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    calls = itertools.count()
+
+    def fails_once(owner: Any, name: str, code: int) -> None:
+        real = getattr(owner, name)
+
+        def call(*given: Any) -> Any:
+            if next(calls) == 2:
+                raise OSError(code, os.strerror(code))
+            return real(*given)
+
+        monkeypatch.setattr(owner, name, call)
+
+    if fault == "a rank has no room for files":
+        fails_once(os, "pipe2", errno.EMFILE)
+    elif fault == "a rank sees no other process":
+        fails_once(maxima, "_open", errno.ENOENT)
+    else:
+        monkeypatch.setattr(maxima, "_MOST_MESSAGES", 17)
+    before = os.listdir("/proc/self/fd")
+    assert [each._pipes for each in _opened(3, monkeypatch)] == [None] * 3
+    assert os.listdir("/proc/self/fd") == before

@@ -72,6 +72,7 @@ def _stress(place: Place, disturbed: bool, options: ExchangeOptions) -> tuple[to
     tables = [Table(rows, dim, owner, dtype) for rows, dim, dtype in kinds for owner in owners]
     agreed, own = random.Random(0), random.Random(1 + place.rank)
     sizes = [[agreed.choice((0, 1, 3, 64, 150, 333)) for _ in owners] for _ in range(8)]
+    sizes.append([0 for _ in owners])
     batches = [Batch(place, tables, each, seed) for seed, each in enumerate(sizes)]
     training = Training(place, tables, "rowwise_adagrad", options)
     pause: Callable[[], None] = partial(_pause, training, own) if disturbed else lambda: None

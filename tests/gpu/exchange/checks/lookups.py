@@ -120,13 +120,16 @@ def _check_in_place(place: Place, backend: str) -> None:
 
 
 def _check_sizes(place: Place, backend: str) -> None:
-    """Ranks with one sample, none, or many; batches that grow, so that windows are made anew; no id at all."""
+    """Ranks with one sample, none, or many, all of them with none; batches that grow, so that windows are made anew; no
+    id at all.
+    """
     stage = _stage(place)
     uneven = [(17, 1, 0, 5)[rank % 4] for rank in range(place.world_size)]
     grown = [(3, 700, 64, 333)[rank % 4] for rank in range(place.world_size)]
-    sizes = ([1] * place.world_size, uneven, uneven[::-1], grown, [_SAMPLES] * place.world_size, uneven)
+    one, none, many = ([samples] * place.world_size for samples in (1, 0, _SAMPLES))
+    sizes = (one, uneven, none, uneven[::-1], grown, many, uneven)
     batches = [Batch(place, stage.tables, each, seed) for seed, each in enumerate(sizes)]
-    batches.insert(4, Batch(place, stage.tables, grown, seed=9, empty=True))
+    batches.insert(5, Batch(place, stage.tables, grown, seed=9, empty=True))
     for options in _by_put(backend):
         _assert_lookups(stage, options, batches)
 
