@@ -44,7 +44,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip GPU tests where there is no GPU, but those that have a fixture decide where they run."""
     if not torch.cuda.is_available():
         for item in items:
-            if "gpu" in item.keywords and "schedule" not in getattr(item, "fixturenames", ()):
+            if item.get_closest_marker("gpu") and "schedule" not in getattr(item, "fixturenames", ()):
                 item.add_marker(pytest.mark.skip(reason="needs NVIDIA GPUs"))
 
 
