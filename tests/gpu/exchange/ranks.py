@@ -65,6 +65,7 @@ def _run_rank(rank: int, world_size: int, ranks_per_gpu: int, port: int, folder:
     warnings.filterwarnings("ignore", category=FutureWarning, module="torchrec|torch|dlrm_overlap")
     logging.getLogger("torchrec").setLevel(logging.ERROR)
     torch.set_num_threads(1)
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else each rank starts 32 processes to compile in
     # TorchRec places a rank's shards on the GPU whose number is the rank modulo the local world size. So ranks that
     # share GPUs take them in turns, in a world of as many ranks a host as there are GPUs.
     gpus = world_size // ranks_per_gpu
@@ -166,8 +167,11 @@ class RankSet:
         if not path.exists():
             return "ended before it began"
         text = path.read_text(errors="replace")
-        aborted = text.rfind("terminate called")  # a long list of frames follows
-        return text[aborted:][:2000] if aborted >= 0 else text[-2000:]
+        if (aborted := text.rfind("terminate called")) >= 0:  # a long list of frames follows
+            return text[aborted:][:2000]
+        written, _, stacks = text.partition("Thread 0x") if "most recent call first" in text else (text, "", "")
+        main = stacks.rpartition("most recent call first")[2]  # the main thread is the last, its innermost call first
+        return written[-2000:] + main[:2000]
 
     def close(self) -> None:
         """End the processes."""

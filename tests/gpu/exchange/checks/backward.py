@@ -85,10 +85,10 @@ class Training:
         self.exchange.close()
 
 
-def tables_of_all_kinds(owners: Sequence[int]) -> list[Table]:
+def tables_of_all_kinds(owners: Sequence[int], dims: Sequence[int] = _DIMS) -> list[Table]:
     """Return tables of each dim, sums and means, and what makes an update's work uneven, spread over `owners`."""
     tables: list[Table] = []
-    for i, dim in enumerate(_DIMS):
+    for i, dim in enumerate(dims):
         tables.append(Table(100 + i, dim, owners[i % len(owners)], longest=9))
         tables.append(Table(5 + i, dim, owners[i % len(owners)], mean=True, longest=9))  # rows twice in a bag
     first, second, third = owners[0], owners[1 % len(owners)], owners[2 % len(owners)]
