@@ -1,8 +1,8 @@
 """The embedding exchange on GPUs: checks that all ranks take together, on ranks that are started once for most.
 
 `--nproc` and `--ranks_per_gpu` say how many ranks there are. Where there is no GPU, `--nproc 2` runs the checks that
-need none on CPU processes. `--left FILE` goes on where a run has ended: it runs the checks that the file names, if it is
-there, and writes to it those that have not passed.
+need none on CPU processes. `--left FILE` continues a run that has ended early: it runs the checks that the file names,
+if the file is there, and writes the checks that have not passed to it.
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,6 @@ import torch
 
 from tests.gpu.conftest import REPORT
 from tests.gpu.exchange.checks import CHECKS
-from tests.gpu.exchange.pairs import why_all
 from tests.gpu.exchange.place import Check
 from tests.gpu.exchange.ranks import default_world
 from tests.gpu.exchange.schedule import Schedule
@@ -55,7 +54,7 @@ def _name_of(item: pytest.Item) -> str:
     return item.name.removeprefix(f"{test_exchange.__name__}[").removesuffix("]") if found else ""
 
 
-@pytest.mark.parametrize("name", sorted(CHECKS, key=lambda name: (bool(why_all(name)), CHECKS[name].alone)))
+@pytest.mark.parametrize("name", sorted(CHECKS, key=lambda name: CHECKS[name].alone))
 def test_exchange(schedule: Schedule, name: str) -> None:
     if name not in schedule.checks:
         pytest.skip(_why_not(CHECKS[name], name, schedule.ranks_per_gpu) or "has passed before, by --left")

@@ -12,11 +12,12 @@ from typing import NamedTuple
 
 import torch
 
-from tests.gpu.exchange.pairs import why_all
 from tests.gpu.exchange.place import Check
 from tests.gpu.exchange.ranks import Ranks
+from tests.gpu.exchange.room import why_all, why_exclusive
 
 PAIR = 2
+_SETS_OF_A_GPU = 2  # of pairs, and as many of all ranks
 
 
 class Result(NamedTuple):
@@ -38,9 +39,11 @@ class Lane:
 
 
 class Schedule:
-    """Runs checks in the background: those of two ranks at the same time on pairs of GPUs, then those of all ranks.
+    """Runs checks in the background, as many at the same time as they allow.
 
-    Four ranks or more, each with a GPU of its own, are divided into pairs. Otherwise all checks run on all ranks.
+    Four ranks or more, each with a GPU of its own, are divided into pairs. First several sets of ranks share each GPU,
+    some of pairs and some of all ranks; then checks that need GPUs for themselves run on pairs, then on all ranks.
+    Otherwise all checks run on all ranks, one after the other.
     """
 
     def __init__(
@@ -67,55 +70,73 @@ class Schedule:
         self._left, self._lock, self._make_folder = left, threading.Lock(), make_folder
         self._began, self._stopped = time.monotonic(), False
         self._deadline = self._began + budget_s
-        pairs = world_size // PAIR if ranks_per_gpu == 1 and world_size >= 2 * PAIR else 0
-        ordered = sorted(checks, key=lambda name: checks[name].alone)
-        paired = [name for name in ordered if pairs and not why_all(name)]
-        gpus = {f"ranks {PAIR * i} and {PAIR * i + 1}": range(PAIR * i, PAIR * (i + 1)) for i in range(pairs)}
-        self._phases = [
-            self._lanes(paired, gpus, PAIR),
-            self._lanes([name for name in ordered if name not in paired], {"all ranks": ()}, world_size),
-        ]
+        self._phases = self._plan(world_size, world_size // PAIR if world_size >= 2 * PAIR else 0)
         self._note_left()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def _lanes(self, names: Sequence[str], gpus: Mapping[str, Sequence[int]], size: int) -> list[Lane]:
-        """Return lanes of `size` ranks that share a queue of checks, on the GPUs that each one's name has."""
+    def _plan(self, world_size: int, pairs: int) -> list[list[Lane]]:
+        """Return the lanes that run at the same time, for each phase."""
+        names = sorted(self.checks, key=lambda name: self.checks[name].alone)
+        if not pairs or self.ranks_per_gpu > 1:
+            return [self._lanes({"all ranks": self._ranks(world_size, (), names)}, names)]
+        shared = [name for name in names if not self.checks[name].alone and not why_exclusive(name)]
+        exclusive = [name for name in names if name not in shared]
+        alone = [name for name in exclusive if not why_all(name)], [name for name in exclusive if why_all(name)]
+        sets = _SETS_OF_A_GPU if torch.cuda.is_available() else 1
+        of_pairs, of_all = dict[str, Ranks](), dict[str, Ranks]()
+        for number in range(sets):
+            for first in range(0, PAIR * pairs, PAIR):
+                name = f"ranks {first}, {first + 1} (set {number})"
+                of_pairs[name] = self._ranks(PAIR, range(first, first + PAIR), () if number else alone[0], pairs)
+            of_all[f"all ranks (set {number})"] = self._ranks(world_size, (), () if number else alone[1])
+        on_pairs = [name for name in shared if not why_all(name)]
+        first_of_pairs, first_of_all = dict(list(of_pairs.items())[:pairs]), dict(list(of_all.items())[:1])
+        return [
+            self._lanes(of_pairs, on_pairs) + self._lanes(of_all, [name for name in shared if why_all(name)]),
+            self._lanes(first_of_pairs, alone[0]),
+            self._lanes(first_of_all, alone[1]),
+        ]
+
+    def _ranks(self, size: int, gpus: Sequence[int], names: Sequence[str], lanes: int = 1) -> Ranks:
+        """Return ranks for a share of the checks `names` that run alone, of which there are so many `lanes`."""
+        alone = -(-sum(self.checks[name].alone for name in names) // lanes)
+        return Ranks(size, self.ranks_per_gpu, self._folder, self._deadline, alone, gpus)
+
+    @staticmethod
+    def _lanes(ranks: Mapping[str, Ranks], names: Sequence[str]) -> list[Lane]:
+        """Return lanes that share the checks `names`."""
         queue = SimpleQueue[str]()
         for name in names:
             queue.put(name)
-        alone = -(-sum(self.checks[name].alone for name in names) // max(1, len(gpus)))
-        given = size, self.ranks_per_gpu, self._folder, self._deadline, alone
-        return [Lane(lane, Ranks(*given, each), queue) for lane, each in gpus.items() if names]
+        return [Lane(lane, each, queue) for lane, each in list(ranks.items())[: len(names)]]
 
     def _folder(self) -> Path:
         with self._lock:
             return self._make_folder()
 
     def _run(self) -> None:
-        if torch.cuda.is_available() and any(not check.alone for check in self.checks.values()):
-            for lane in self._phases[-1]:  # its ranks start while those of the pairs do
-                lane.ranks.lasting()
-        for phase in self._phases:
+        for number, phase in enumerate(self._phases):
             lanes = [threading.Thread(target=self._run_lane, args=[lane], daemon=True) for lane in phase]
             for lane in lanes:
                 lane.start()
             for lane in lanes:
                 lane.join()
+            needed = [lane.ranks for later in self._phases[number + 1 :] for lane in later]
+            for lane in phase:
+                if lane.ranks not in needed:
+                    lane.ranks.close()
         for result in self._results.values():
             if not result.done():
                 result.set_result(Result(None))
 
     def _run_lane(self, lane: Lane) -> None:
-        try:
-            with suppress(Empty):
-                while not self._stopped:
-                    name, began = lane.queue.get_nowait(), time.monotonic()
-                    told = lane.ranks.run(name, self.checks[name])
-                    self._results[name].set_result(Result(told, time.monotonic() - began, lane.name))
-                    self._note_left()
-        finally:
-            lane.ranks.close()
+        with suppress(Empty):
+            while not self._stopped:
+                name, began = lane.queue.get_nowait(), time.monotonic()
+                told = lane.ranks.run(name, self.checks[name])
+                self._results[name].set_result(Result(told, time.monotonic() - began, lane.name))
+                self._note_left()
 
     def _note_left(self) -> None:
         if self._left is not None:

@@ -47,9 +47,7 @@ def _two(place: Place) -> int:
     return place.world_size if place.world_size % 2 else 2
 
 
-def _rows_after(
-    place: Place, optimizer: str, options: ExchangeOptions, dims: Sequence[int]
-) -> dict[str, torch.Tensor]:
+def _rows_after(place: Place, optimizer: str, options: ExchangeOptions, dims: Sequence[int]) -> dict[str, torch.Tensor]:
     """Return rows and states after a step a batch, by gradients that depend on the forward's output."""
     tables = tables_of_all_kinds(range(place.world_size - (place.world_size > 2)), dims)  # the last of several has none
     training = Training(place, tables, optimizer, options)
@@ -61,9 +59,7 @@ def _rows_after(
     return rows
 
 
-def _check_bits(
-    place: Place, run: tuple[ExchangeOptions, str], carrier: str, dims: Sequence[int] = _FEW_DIMS
-) -> None:
+def _check_bits(place: Place, run: tuple[ExchangeOptions, str], carrier: str, dims: Sequence[int] = _FEW_DIMS) -> None:
     options, optimizer = run
     expected = _rows_after(place, optimizer, replace(options, hosts=1), dims)
     for hosts in sorted({_two(place), place.world_size}):

@@ -1,4 +1,8 @@
-"""Which checks need all ranks. The others run on two, so that on four GPUs two of them run at the same time."""
+"""What checks need: all ranks, or GPUs for themselves.
+
+The others run on two ranks, and on GPUs that other checks use at the same time: most of their time goes to the CPU,
+which compiles kernels and prepares.
+"""
 
 from fnmatch import fnmatchcase
 
@@ -51,7 +55,34 @@ OF_ALL = {
 }
 """names of checks -> why two ranks do not show what they check"""
 
+_STEPS = "each of many steps would wait for its turn of the GPU"
+_BYTES = "it measures, or needs, most of the GPU's memory"
+_TIMES = "it measures times of the GPU"
+EXCLUSIVE = {
+    "stress_*": _STEPS,
+    "hosts_stress_*": _STEPS,
+    "hosts_puts_stress_*": _STEPS,
+    "update_stress": _STEPS,
+    "dense_float32_*": _STEPS,
+    "dense_bfloat16_*": _STEPS,
+    "gemm_delays_*": _STEPS,
+    "gathering_*": _STEPS,
+    "memory_*": _BYTES,
+    "update_memory": _BYTES,
+    "update_large": _BYTES,
+    "large_*": _BYTES,
+    "many_bags_*": _BYTES,
+    "update_overlaps": _TIMES,
+    "update_yields": _TIMES,
+}
+"""names of checks -> why they share their GPUs with no other"""
+
 
 def why_all(name: str) -> str:
     """Return why a check needs all ranks; empty if two ranks do."""
     return next((why for pattern, why in OF_ALL.items() if fnmatchcase(name, pattern)), "")
+
+
+def why_exclusive(name: str) -> str:
+    """Return why a check shares its GPUs with no other; empty if it can."""
+    return next((why for pattern, why in EXCLUSIVE.items() if fnmatchcase(name, pattern)), "")
