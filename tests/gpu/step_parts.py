@@ -111,9 +111,8 @@ def work(ranks: Ranks) -> int:
     """Time all variants at each number of samples; rank 0 prints and appends their rows."""
     config, rows = contender_configs(ranks, [_CONTENDER])[_CONTENDER], []
     for samples in ranks.values.samples:
-        rows += time_variants(
-            ranks, replace(config, train=replace(config.train, batch_size=samples)), ranks.values.seconds
-        )
+        train = replace(config.train, batch_size=samples, global_batch_size=None)
+        rows += time_variants(ranks, replace(config, train=train), ranks.values.seconds)
         collect_garbage(ranks.device)
     if ranks.world.rank == 0:
         print_table(rows, _SHOWN)

@@ -20,6 +20,8 @@ OF_ALL = {
     "update_sgd": _PEERS,
     "update_rowwise_adagrad": _PEERS,
     "update_deterministic": _PEERS,
+    "update_overlaps": _PEERS,
+    "update_yields": _PEERS,
     "update_stress": _PEERS,
     "dense_float32_*": _PEERS,
     "dense_bfloat16_*": _PEERS,

@@ -17,7 +17,7 @@ from tests.gpu.exchange.ranks import Ranks
 from tests.gpu.exchange.room import why_all, why_exclusive
 
 PAIR = 2
-_SETS_OF_A_GPU = 2  # of pairs, and as many of all ranks
+_SETS_OF_PAIRS, _SETS_OF_ALL = 2, 3  # of ranks on each GPU at the same time
 
 
 class Result(NamedTuple):
@@ -81,21 +81,21 @@ class Schedule:
         if not pairs or self.ranks_per_gpu > 1:
             return [self._lanes({"all ranks": self._ranks(world_size, (), names)}, names)]
         shared = [name for name in names if not self.checks[name].alone and not why_exclusive(name)]
-        exclusive = [name for name in names if name not in shared]
-        alone = [name for name in exclusive if not why_all(name)], [name for name in exclusive if why_all(name)]
-        sets = _SETS_OF_A_GPU if torch.cuda.is_available() else 1
+        on_pairs, on_all = _divided(shared)
+        later_on_pairs, later_on_all = _divided([name for name in names if name not in shared])
+        sets = (_SETS_OF_PAIRS, _SETS_OF_ALL) if torch.cuda.is_available() else (1, 1)
         of_pairs, of_all = dict[str, Ranks](), dict[str, Ranks]()
-        for number in range(sets):
+        for number in range(sets[0]):
             for first in range(0, PAIR * pairs, PAIR):
                 name = f"ranks {first}, {first + 1} (set {number})"
-                of_pairs[name] = self._ranks(PAIR, range(first, first + PAIR), () if number else alone[0], pairs)
-            of_all[f"all ranks (set {number})"] = self._ranks(world_size, (), () if number else alone[1])
-        on_pairs = [name for name in shared if not why_all(name)]
+                of_pairs[name] = self._ranks(PAIR, range(first, first + PAIR), () if number else later_on_pairs, pairs)
+        for number in range(sets[1]):
+            of_all[f"all ranks (set {number})"] = self._ranks(world_size, (), () if number else later_on_all)
         first_of_pairs, first_of_all = dict(list(of_pairs.items())[:pairs]), dict(list(of_all.items())[:1])
         return [
-            self._lanes(of_pairs, on_pairs) + self._lanes(of_all, [name for name in shared if why_all(name)]),
-            self._lanes(first_of_pairs, alone[0]),
-            self._lanes(first_of_all, alone[1]),
+            self._lanes(of_pairs, on_pairs) + self._lanes(of_all, on_all),
+            self._lanes(first_of_pairs, later_on_pairs),
+            self._lanes(first_of_all, later_on_all),
         ]
 
     def _ranks(self, size: int, gpus: Sequence[int], names: Sequence[str], lanes: int = 1) -> Ranks:
@@ -173,3 +173,8 @@ class Schedule:
             for lane in phase:
                 lane.ranks.close()
         self._thread.join(10.0)
+
+
+def _divided(names: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the checks that two ranks show, and those that need all."""
+    return [name for name in names if not why_all(name)], [name for name in names if why_all(name)]

@@ -40,7 +40,7 @@ from tests.gpu.exchange.place import Check, Place, every
 from tests.programs import two_lines
 
 _STEPS = 40
-BORDERS = (0, 5, 9, 10, 23, _STEPS)  # of segments: one that ends with a single graph captured, one of a single step
+_BORDERS = (0, 5, 9, 10, 23, _STEPS)  # of segments: one that ends with a single graph captured, one of a single step
 _BACKENDS = ("pgas", "fused")
 
 
@@ -60,6 +60,8 @@ class Run(NamedTuple):
     """losses of the evaluations between the segments"""
     rows: dict[Any, torch.Tensor]
     """at the end"""
+    before: dict[Any, torch.Tensor]
+    """rows at the begin"""
     joins_in_place: bool
     """whether pooled embeddings come where the dense features' output is joined with them"""
 
@@ -75,13 +77,14 @@ class Run(NamedTuple):
         assert_agree(self.evaluated, other.evaluated, tolerance, f"{what}, evaluated")
 
 
-def train_in_segments(place: Place, config: Config, delays: bool = False, borders: Sequence[int] = BORDERS) -> Run:
+def train_in_segments(place: Place, config: Config, delays: bool = False, borders: Sequence[int] = _BORDERS) -> Run:
     """Train in segments, with an evaluation behind each."""
     trainer = make_trainer(place, config)
     assert isinstance(trainer.pipeline, GraphTrainPipeline) == (config.train.pipeline == "graph")
     assert bool(shards_of(trainer.model)) == (config.model.top_parallel == "tensor" and place.world_size > 1)
     losses: list[float] = []
     evaluated: list[float] = []
+    before = rows_of(trainer)
     with delayed(place, trainer.pipeline, delays):
         for first, end in pairwise(borders):
             losses += train_steps(place, trainer, first, end)
@@ -89,7 +92,7 @@ def train_in_segments(place: Place, config: Config, delays: bool = False, border
     place.synchronize()
     trainer.check()
     models = [module for module in trainer.model.modules() if isinstance(module, DLRM)]
-    run = Run(losses, evaluated, rows_of(trainer), models[0].joins_in_place)
+    run = Run(losses, evaluated, rows_of(trainer), before, models[0].joins_in_place)
     place.meet()
     trainer.close()
     return run

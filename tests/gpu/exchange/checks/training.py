@@ -132,18 +132,29 @@ def assert_agree(losses: Sequence[float], expected: Sequence[float], tolerance: 
     )
 
 
+def assert_rows_agree(
+    rows: _Rows, expected: _Rows, before: _Rows, what: str, tolerance: float = _ROWS_TOLERANCE
+) -> None:
+    """Compare the rows of two runs that round differently, by the norm of their difference over that of their change.
+
+    Single elements say little: with the samples of each batch in another order, the rows of one run on a CPU differ by
+    up to 1e-5 of an element under row-wise Adagrad and 5e-3 under Adagrad, and by 2e-6 and 3e-5 in this norm.
+    """
+    assert rows.keys() == expected.keys()
+    for (name, column), shard in expected.items():
+        change = (shard - before[name, column]).norm()
+        error = (rows[name, column] - shard).norm() / change
+        assert change > 0
+        assert error <= tolerance, f"{what}, {name} from column {column}: relative error {error:.1e}"
+
+
 def _check_losses(place: Place, optimizer: str, plan: str) -> None:
     expected, before, expected_rows = _run(place, "torchrec", optimizer, plan)
     assert min(expected) < 0.95 * expected[0], "a run that learns nothing agrees with anything"
     for backend in _BACKENDS:
         losses, _, rows = _run(place, backend, optimizer, plan)
         assert_agree(losses, expected, LOSS_TOLERANCE.get(optimizer, LOSS_TOLERANCE["adagrad"]), backend)
-        assert rows.keys() == expected_rows.keys()
-        for (name, column), shard in expected_rows.items():
-            change = (shard - before[name, column]).norm()
-            error = (rows[name, column] - shard).norm() / change
-            assert change > 0
-            assert error <= _ROWS_TOLERANCE, f"{backend}, {name} from column {column}: relative error {error:.1e}"
+        assert_rows_agree(rows, expected_rows, before, backend)
 
 
 def _check_graphed(place: Place) -> None:
