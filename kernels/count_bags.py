@@ -18,7 +18,7 @@ def _count_bags(lengths, numbers: tl.int64, features: tl.int64, samples: tl.int6
 
     Memory: `lengths` [T * b] are feature after feature. At the address `numbers` begin three rows of `features` int64,
     in page-locked memory of the CPU, which the kernel writes to itself: the ids of each feature, the most ids of a bag,
-    and the least with a minus. The program writes element t of each row; all 0 without samples.
+    and the least with a minus. The program writes element t of each row: 0, -2^31, -2^31 without samples.
 
     Order: no two programs share an element. The CPU may read them once an event after the kernel is done.
 
@@ -26,8 +26,8 @@ def _count_bags(lengths, numbers: tl.int64, features: tl.int64, samples: tl.int6
     """
     feature = tl.program_id(0).to(tl.int64)
     ids = tl.zeros([BLOCK], tl.int64)
-    most = tl.full([BLOCK], -(2**62), tl.int64)
-    least = tl.full([BLOCK], -(2**62), tl.int64)
+    most = tl.full([BLOCK], -(2**31), tl.int64)
+    least = tl.full([BLOCK], -(2**31), tl.int64)
     for first in range(0, samples, BLOCK):
         bag = first + tl.arange(0, BLOCK)
         mask = bag < samples
@@ -37,8 +37,8 @@ def _count_bags(lengths, numbers: tl.int64, features: tl.int64, samples: tl.int6
         least = tl.where(mask, tl.maximum(least, -length), least)
     row = numbers.to(tl.pointer_type(tl.int64)) + feature
     tl.store(row, tl.sum(ids))
-    tl.store(row + features, tl.where(samples > 0, tl.max(most), 0))
-    tl.store(row + 2 * features, tl.where(samples > 0, tl.max(least), 0))
+    tl.store(row + features, tl.max(most))
+    tl.store(row + 2 * features, tl.max(least))
 
 
 def count_bags(lengths: torch.Tensor, numbers: torch.Tensor) -> None:

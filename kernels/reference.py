@@ -123,7 +123,9 @@ def pull_ids(
 
 
 def count_bags(lengths: torch.Tensor) -> torch.Tensor:
-    """Return the ids of each feature, the most ids of a bag, and the least with a minus; all 0 without samples.
+    """Return the ids of each feature, the most ids of a bag, and the least with a minus.
+
+    Without samples there are no ids, and the others are -2^31: less than those of any bag.
 
     Args:
         lengths: [T, b] int: the ids of each bag; those of a feature add up to a number of this type.
@@ -135,7 +137,8 @@ def count_bags(lengths: torch.Tensor) -> torch.Tensor:
         bags f: [5] [], g: [7, 7] [1] are lengths [1, 0], [2, 1], and give [1, 3], [1, 2], [0, -1].
     """
     if not lengths.shape[1]:
-        lengths = lengths.new_zeros(len(lengths), 1)
+        none = lengths.new_full((len(lengths),), -(2**31))
+        return torch.stack([torch.zeros_like(none), none, none])
     least = lengths.neg().amax(dim=1)  # in a tenth of the time of `amin`
     ids = lengths.sum(dim=1, dtype=lengths.dtype)  # of int32 in a quarter of the time of a sum in int64
     return torch.stack([ids, lengths.amax(dim=1), least])

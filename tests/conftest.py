@@ -39,6 +39,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Take the options of `tests/gpu/test_exchange.py`."""
     parser.addoption("--nproc", type=int, help="ranks, a GPU each where there are any")
     parser.addoption("--ranks_per_gpu", type=int, help="ranks that share a GPU, which times nothing")
+    parser.addoption("--left", help="file of the checks to run, if it is there, which takes those that do not pass")
     parser.addoption("--budget_s", type=float, help="seconds for all checks; by default 540 for each rank of a GPU")
 
 
@@ -46,7 +47,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip GPU tests where there is no GPU, but those that have a fixture decide where they run."""
     if not torch.cuda.is_available():
         for item in items:
-            if "gpu" in item.keywords and "ranks" not in getattr(item, "fixturenames", ()):
+            if item.get_closest_marker("gpu") and "schedule" not in getattr(item, "fixturenames", ()):
                 item.add_marker(pytest.mark.skip(reason="needs NVIDIA GPUs"))
 
 

@@ -215,6 +215,21 @@ def check_where_a_captured_step_sends_from_stays_under_the_interpreter(rank: int
         halves.close()
 
 
+def check_tables_that_are_all_cut_by_rows_put_no_rows_under_the_interpreter(rank: int) -> None:
+    """Their sums go by a collective, so messages of puts are empty, and their signals go alone."""
+    stage = Stage([([], [])] * 4, rank, cut=CUT)
+    with without_streams():
+        options = ExchangeOptions("pgas", between_hosts="puts", wait_timeout_s=1e-4)
+        halves: Any = interpreted_halves(stage, _group(), options, 4, Reach(rank, HOSTS["2 of 2"], "emulated"))
+        for number, sizes in enumerate(((3, 2, 4, 1), (1, 1, 1, 1), (4, 4, 4, 4))):
+            inputs, expected = stage.inputs(number, sizes)
+            step = Step(inputs, BatchSizes.of(sizes))
+            halves.forward.start(step)
+            assert_same(halves.forward.finish(step), expected, f"step {number}")
+            halves.forward.check()
+        halves.close()
+
+
 def _ids_of(rank: int, step: int, keys: Sequence[str], samples: int) -> KeyedJaggedTensor:
     """Return the ids of a rank's samples in a step, which every rank knows."""
     generator = torch.Generator().manual_seed(100 * step + rank)

@@ -113,6 +113,14 @@ class Sums(Tower):
     pooling = PoolingType.SUM
 
 
+class ByName(Tower):
+    """Takes the pooled embeddings by name, so that the loss is the same for any plan."""
+
+    def pooled(self, ids: KeyedJaggedTensor) -> torch.Tensor:
+        by_name = self.embedding(ids).to_dict()
+        return torch.cat([by_name[f"feature{i}"] for i in range(FEATURES)], dim=1)
+
+
 class InPlace(Tower):
     """Changes the output in place."""
 
@@ -316,17 +324,20 @@ USAGES: dict[str, tuple[type[Tower], Take]] = {
     "autograd_grad": (Tower, _take_gradients),
     "learning_rate_between": (Tower, _take_with_a_learning_rate_that_changes),
     "weight_decay_later": (Tower, _take_with_weight_decay_from_step_1),
-    "frozen_tables": (Tower, _take_with_frozen_tables),
+    "frozen_tables": (ByName, _take_with_frozen_tables),
     "default_device": (Tower, _take_under_a_default_device),
     "weights_unasked": (Sums, _take_weighted),
 }
 
 
-def _plan(tower: Tower, sharder: ModuleSharder, group: dist.ProcessGroup, device: torch.device) -> ShardingPlan:
-    """Tables on ranks in turn, the last one's columns on several."""
-    world_size = group.size()
-    ways = {f"table{i}": table_wise((i + 1) % world_size, compute_kernel="fused") for i in range(FEATURES - 1)}
-    ways[f"table{FEATURES - 1}"] = column_wise([i % world_size for i in range(4)], compute_kernel="fused")
+def _plan(
+    tower: Tower, sharder: ModuleSharder, group: dist.ProcessGroup, device: torch.device, cut: bool
+) -> ShardingPlan:
+    """Return whole tables on ranks in turn, and the last one's columns on several; with `cut` those of all tables."""
+    world_size, first_cut = group.size(), 0 if cut else FEATURES - 1
+    ways = {f"table{i}": table_wise((i + 1) % world_size, compute_kernel="fused") for i in range(first_cut)}
+    columns = column_wise([i % world_size for i in range(4)], compute_kernel="fused")
+    ways |= {f"table{i}": columns for i in range(first_cut, FEATURES)}
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))  # fewer where ranks share a GPU
     plan = construct_module_sharding_plan(tower.embedding, ways, sharder, local_size, world_size, device.type)
     return ShardingPlan({"embedding": plan})
@@ -345,7 +356,11 @@ def _batches(rank: int, device: torch.device) -> Iterator[Batch]:
 
 
 def _shard(
-    kind: type[Tower], sharder: ModuleSharder, group: dist.ProcessGroup, device: torch.device
+    kind: type[Tower],
+    sharder: ModuleSharder,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    cut: bool = False,
 ) -> tuple[Tower, DistributedModelParallel]:
     torch.manual_seed(0)
     tower = kind()
@@ -353,7 +368,7 @@ def _shard(
         tower,
         env=ShardingEnv.from_process_group(group),
         device=device,
-        plan=_plan(tower, sharder, group, device),
+        plan=_plan(tower, sharder, group, device, cut),
         sharders=[sharder],
         init_data_parallel=False,
     )
@@ -363,11 +378,16 @@ def _shard(
 
 
 def train(
-    kind: type[Tower], take: Take, sharder: ModuleSharder, group: dist.ProcessGroup, device: torch.device
+    kind: type[Tower],
+    take: Take,
+    sharder: ModuleSharder,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    cut: bool = False,
 ) -> Mapping[str, torch.Tensor]:
     """Return this rank's losses, by step, and its rows and their state."""
     torch.compiler.reset()
-    tower, model = _shard(kind, sharder, group, device)
+    tower, model = _shard(kind, sharder, group, device, cut)
     parameters = dict(in_backward_optimizer_filter(model.named_parameters()))
     dense = torch.optim.SGD(parameters.values(), lr=0.1)
     given = {
@@ -395,19 +415,27 @@ def compare(
     kind, take = USAGES[usage]
     # Stock's own losses differ from step 1 on where a model is traced on GPUs (torch 2.11): here it is not compiled.
     expected = _take if take is _take_compiled else take
-    stock = train(kind, expected, EmbeddingBagCollectionSharder(dict(params)), group, device)
+    # Where all tables of one kind of sharding are frozen on some ranks alone, these leave out its all-to-all in the
+    # backward of stock TorchRec, which hangs. Cut by columns, some tables of each pooling are on every rank.
+    cut = usage == "frozen_tables" and group.size() > 2
+    stock = train(kind, expected, EmbeddingBagCollectionSharder(dict(params)), group, device, cut)
+    loss_tolerance = LOSS_TOLERANCE.get(optimizer, LOSS_TOLERANCE["adagrad"])
     for chosen in options:
         sharder = OverlapEmbeddingBagCollectionSharder(dict(params), slice_bags=4, **chosen)
-        ours = train(kind, take, sharder, group, device)
+        ours = train(kind, take, sharder, group, device, cut)
         what = f"{usage}, {optimizer}, {chosen}:"
         assert list(ours) == list(stock), what
         for name, tensor in stock.items():
             if name.startswith("loss"):
-                tolerance = LOSS_TOLERANCE.get(optimizer, LOSS_TOLERANCE["adagrad"])
+                tolerance = loss_tolerance
             else:
                 has_moments = "momentum1" in name and ("adam" in optimizer or "lamb" in optimizer)
                 tolerance = WEIGHT_TOLERANCE["first_moments" if has_moments else "fp32"]
             assert_near(ours[name], tensor, tolerance, f"{what} {name}")
+        if cut and optimizer == "sgd":  # a row-wise state is another one where columns are cut
+            losses = train(kind, take, sharder, group, device)
+            for name in (name for name in stock if name.startswith("loss")):
+                assert_near(losses[name], stock[name], loss_tolerance, f"{what} whole tables, {name}")
 
 
 class Evaluated(Tower):

@@ -10,6 +10,7 @@ no order.
 """
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -17,20 +18,24 @@ import torch
 
 
 def main() -> int:
-    """Let tests make their tensors on the GPU, and run them."""
+    """Run the tests on the GPU; return pytest's exit code."""
     if not torch.cuda.is_available():
         sys.exit(
             "tests.gpu.kernels_alone: needs an NVIDIA GPU; without one, pytest tests/kernels interprets the kernels"
         )
-    gpu = torch.device("cuda")
-    torch.set_default_device(gpu)
+    return run_on(torch.device("cuda"), sys.argv[1:])
+
+
+def run_on(device: torch.device, argv: Sequence[str]) -> int:
+    """Let tests make their tensors on `device`, and run those that `argv` names."""
+    torch.set_default_device(device)
     for name in ("rand", "randint", "randn", "randperm"):
-        setattr(torch, name, _moved(getattr(torch, name), gpu))
+        setattr(torch, name, _moved(getattr(torch, name), device))
     from tests.kernels import emulation  # which makes tensors, too
 
-    emulation.interpreted, emulation.CPU = pytest.mark.filterwarnings("default"), gpu
+    emulation.interpreted, emulation.CPU = pytest.mark.filterwarnings("default"), device
     emulation.to_wire = lambda pooled, wire: pooled.to(wire)  # a GPU rounds to the nearest
-    return pytest.main(["-q", "-m", "not slow", *sys.argv[1:]])
+    return pytest.main(["-q", "-m", "not slow", *argv])
 
 
 def _moved(draw: Any, device: torch.device) -> Any:

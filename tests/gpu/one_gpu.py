@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 
 
-def capture(step: Callable[[], Any]) -> torch.cuda.CUDAGraph:
-    """Return a graph of the step, which is taken three times before."""
+def capture(step: Callable[[], Any], warmup: int = 3) -> torch.cuda.CUDAGraph:
+    """Return a graph of the step, which is taken `warmup` times before."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        for _ in range(3):
+        for _ in range(warmup):
             step()
     torch.cuda.current_stream().wait_stream(side)
     torch.cuda.synchronize()

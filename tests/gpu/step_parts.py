@@ -65,10 +65,7 @@ def time_variant(run: TrainingRun, name: str, seconds: float) -> dict[str, Any]:
     """Return the row of one variant, as the methods of `Push` are now: its steps are captured anew."""
     pipeline = run.trainer.pipeline
     assert isinstance(pipeline, GraphTrainPipeline), "steps are captured"
-    captures, pipeline._captures = pipeline._captures, False
-    pipeline._graphs.release()
-    run.losses(3)  # eager
-    pipeline._captures = captures
+    pipeline._forget_captured()
     first_ms = torch.tensor(quantile(run.time(_FIRST_STEPS)[0], 0.5))
     dist.broadcast(first_ms := first_ms.to(run.trainer.device), 0)
     steps = max(_FIRST_STEPS, round(seconds * 1e3 / float(first_ms)))
@@ -85,6 +82,7 @@ def time_variants(ranks: Ranks, config: Config, seconds: float) -> list[dict[str
     torch._dynamo.reset()  # or a second number of samples would be compiled for any
     trainer = build(ranks, _CONTENDER, config)
     run = TrainingRun(_CONTENDER, trainer, read_batches(trainer, _BATCHES))
+    run.losses(1)  # the first step opens the pipeline
     prepare, update = Push.prepare, Push.update_range
     sorted_once: dict[int, Any] = {}
 
@@ -113,9 +111,8 @@ def work(ranks: Ranks) -> int:
     """Time all variants at each number of samples; rank 0 prints and appends their rows."""
     config, rows = contender_configs(ranks, [_CONTENDER])[_CONTENDER], []
     for samples in ranks.values.samples:
-        rows += time_variants(
-            ranks, replace(config, train=replace(config.train, batch_size=samples)), ranks.values.seconds
-        )
+        train = replace(config.train, batch_size=samples, global_batch_size=None)
+        rows += time_variants(ranks, replace(config, train=train), ranks.values.seconds)
         collect_garbage(ranks.device)
     if ranks.world.rank == 0:
         print_table(rows, _SHOWN)

@@ -49,7 +49,8 @@ class PooledByPuts:
         most, ranks = context.samples_per_rank, max(len(host) for host in reach.hosts)
         pitches = [crossing.pitch(columns) for columns in crossing.pooled_columns]
         self._most_groups = max(ranks * self._groups(most, pitch).each for pitch in pitches)
-        self._message_bytes = _aligned(ranks * most * max(pitches) * context.options.wire_dtype.itemsize)
+        # Also where no message has rows, so that the memory of each begins at a multiple of the alignment.
+        self._message_bytes = _aligned(max(1, ranks * most * max(pitches) * context.options.wire_dtype.itemsize))
         signals_bytes = 2 * self._slots * self._most_groups * 8
         sizes = [_aligned(signals_bytes), *(2 * count * self._message_bytes for count in (self._staged, self._slots))]
         self._heap = NvshmemHeap(sum(sizes), context.group, context.device)

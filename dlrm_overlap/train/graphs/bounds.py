@@ -115,7 +115,8 @@ class LearntBound:
     """The bound of captured steps, which is learnt from a first batch, and grows with later ones; alike on all ranks.
 
     A batch is described by [3 + 3 * T] int64: whether there is none, whether it is unlike the first one, its samples;
-    then of T features the ids of the batch, the most ids of a bag, and the least ids of a bag with a minus.
+    then of T features the ids of the batch, the most ids of a bag, and the least ids of a bag with a minus. A rank
+    without samples says nothing about bags: see `reference.count_bags`.
 
     Example: bags f: [5] [], g: [7, 7] [1] give 0 0 2, then 1 3, 1 2, 0 -1. The bound of 2 samples has room for 2 ids of
     f, since the largest bag has 1, and for a quarter more than 3 of g, that is 4. A batch with 5 ids of g makes it 8.
@@ -237,8 +238,9 @@ class LearntBound:
         columns = numbers[_HEADER : self._distinct_from].reshape(3, len(self._features)).tolist()
         for key, count, most, least in zip(self._features, *columns, strict=True):
             room = old.capacity([key])[0] if key in old.bag_sizes else 0
-            before = sizes.get(key, (-least, most))
-            sizes[key] = min(before[0], -least), max(before[1], most)
+            seen = (-least, most) if most >= 0 else sizes.get(key, (0, 0))  # no rank has a sample
+            before = sizes.get(key, seen)
+            sizes[key] = min(before[0], seen[0]), max(before[1], seen[1])
             is_new = count > room or sizes[key] != old.bag_sizes.get(key)
             if is_new and sizes[key][0] < sizes[key][1]:  # else as many ids as bags of this size have
                 ids[key] = _room_for(count, room)

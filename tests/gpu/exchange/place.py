@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -53,6 +53,15 @@ def every(
         full = "_".join([name, *(key for key, _ in chosen)])
         found[full] = Check(partial(run, **arguments), timeout_s, gpu_only, alone)
     return found
+
+
+class Report(NamedTuple):
+    """How a check went on a rank."""
+
+    error: str | None
+    """its traceback"""
+    is_last: bool = True
+    """whether the rank is ready for the next check"""
 
 
 @dataclass
@@ -119,7 +128,11 @@ class Place:
 
     def report(self, error: BaseException | None) -> None:
         """Report to the parent how the check went on this rank."""
-        self.parent.send("".join(traceback.format_exception(error)) if error else None)
+        self.parent.send(Report("".join(traceback.format_exception(error)) if error else None))
+
+    def report_failing(self, error: BaseException) -> None:
+        """Report an error before the GPU is waited for, which may wait for a peer; `report` follows."""
+        self.parent.send(Report("".join(traceback.format_exception(error)), is_last=False))
 
     def leave(self) -> NoReturn:
         """Report that all is well and end this process at once, as if killed: nothing is closed or destroyed."""

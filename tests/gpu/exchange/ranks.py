@@ -7,9 +7,11 @@ import logging
 import multiprocessing
 import os
 import signal
+import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -19,13 +21,14 @@ import torch.distributed as dist
 
 from dlrm_overlap.launching.launcher import LOOPBACK, World, free_port
 from dlrm_overlap.launching.process_group import find_device, init_process_group
-from tests.gpu.exchange.place import Check, Place
+from tests.gpu.exchange.place import Check, Place, Report
 from tests.gpu.exchange.sharing import init_shared
 from tests.warm import START_METHOD
 
 _START_TIMEOUT_S = 120.0
-_GRACE_S = 10.0  # that the other ranks have once one has failed or ended
+_GRACE_S = 5.0  # that the other ranks have once one has failed or ended
 _COLLECTIVE_TIMEOUT_S = 120.0
+_STARTING = threading.Lock()  # a started process takes over this one's environment, of which there is one
 
 
 def _run_checks(place: Place) -> None:
@@ -39,6 +42,7 @@ def _run_checks(place: Place) -> None:
             check.run(place)
         except Exception as raised:
             error = place.why(raised)
+            place.report_failing(error)
         try:
             gc.collect()  # sharded modules refer to themselves
             place.synchronize()
@@ -61,6 +65,7 @@ def _run_rank(rank: int, world_size: int, ranks_per_gpu: int, port: int, folder:
     warnings.filterwarnings("ignore", category=FutureWarning, module="torchrec|torch|dlrm_overlap")
     logging.getLogger("torchrec").setLevel(logging.ERROR)
     torch.set_num_threads(1)
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else each rank starts 32 processes to compile in
     # TorchRec places a rank's shards on the GPU whose number is the rank modulo the local world size. So ranks that
     # share GPUs take them in turns, in a world of as many ranks a host as there are GPUs.
     gpus = world_size // ranks_per_gpu
@@ -78,8 +83,15 @@ def _run_rank(rank: int, world_size: int, ranks_per_gpu: int, port: int, folder:
 class RankSet:
     """Processes of one world that run the checks they are asked for."""
 
-    def __init__(self, world_size: int, folder: Path, ranks_per_gpu: int = 1) -> None:
-        """Start them; `folder`, which is new, takes their logs."""
+    def __init__(self, world_size: int, folder: Path, ranks_per_gpu: int = 1, gpus: Sequence[int] = ()) -> None:
+        """Start them.
+
+        Args:
+            world_size: number of ranks.
+            folder: new folder for their logs.
+            ranks_per_gpu: ranks that share a GPU.
+            gpus: numbers of the GPUs that they see; all if empty.
+        """
         self.closed, self._started, self._folder = False, False, folder
         folder.mkdir(parents=True, exist_ok=True)
         method: Any = "spawn" if torch.cuda.is_available() else START_METHOD
@@ -90,8 +102,9 @@ class RankSet:
             context.Process(target=_run_rank, args=(rank, world_size, ranks_per_gpu, port, folder, theirs), daemon=True)
             for rank, (_, theirs) in enumerate(pipes)
         ]
-        for process in self._processes:
-            process.start()
+        with _visible(gpus):
+            for process in self._processes:
+                process.start()
         for _, theirs in pipes:
             theirs.close()  # so that a rank that ends is heard of
 
@@ -114,11 +127,16 @@ class RankSet:
         waiting, lost = {each: rank for rank, each in enumerate(self._ranks)}, list[int]()
         while waiting and (ready := wait(list(waiting), max(0.0, end - time.monotonic()))):
             for pipe in ready:
-                rank = waiting.pop(pipe)  # type: ignore[arg-type]
+                rank = waiting[pipe]  # type: ignore[index]
                 try:
-                    reports[rank] = pipe.recv()  # type: ignore[union-attr]
+                    report: Report | None = pipe.recv()  # type: ignore[union-attr]
                 except (EOFError, ConnectionError):
+                    report = None
                     lost.append(rank)
+                if report is None or report.is_last:
+                    del waiting[pipe]  # type: ignore[arg-type]
+                if report is not None:
+                    reports[rank] = report.error or reports.get(rank)
                 if hangs and (lost or reports.get(rank)):
                     end, hangs = time.monotonic() + _GRACE_S, False
         missing, told = sorted([*lost, *waiting.values()]), list[str]()
@@ -149,8 +167,11 @@ class RankSet:
         if not path.exists():
             return "ended before it began"
         text = path.read_text(errors="replace")
-        aborted = text.rfind("terminate called")  # a long list of frames follows
-        return text[aborted:][:2000] if aborted >= 0 else text[-2000:]
+        if (aborted := text.rfind("terminate called")) >= 0:  # a long list of frames follows
+            return text[aborted:][:2000]
+        written, _, stacks = text.partition("Thread 0x") if "most recent call first" in text else (text, "", "")
+        main = stacks.rpartition("most recent call first")[2]  # the main thread is the last, its innermost call first
+        return written[-2000:] + main[:2000]
 
     def close(self) -> None:
         """End the processes."""
@@ -161,14 +182,37 @@ class RankSet:
             process.join()
 
 
+@contextmanager
+def _visible(gpus: Sequence[int]) -> Iterator[None]:
+    """Let processes that are started within see these GPUs alone; all if there are none."""
+    name = "CUDA_VISIBLE_DEVICES"
+    with _STARTING:
+        before = os.environ.get(name)
+        all_of_them = before.split(",") if before else [str(gpu) for gpu in range(torch.cuda.device_count())]
+        try:
+            if gpus and all_of_them:
+                os.environ[name] = ",".join(all_of_them[gpu] for gpu in gpus)
+            yield
+        finally:
+            os.environ.pop(name, None)
+            if before is not None:
+                os.environ[name] = before
+
+
 class Ranks:
-    """The ranks of a test session: one set that lasts, and a new one for each check that runs alone.
+    """The ranks of a test session on some GPUs: one set that lasts, and a new one for each check that runs alone.
 
     Sets for the latter are started ahead, while the check before runs: to start one takes longer than most checks.
     """
 
     def __init__(
-        self, world_size: int, ranks_per_gpu: int, make_folder: Callable[[], Path], budget_s: float, alone: int
+        self,
+        world_size: int,
+        ranks_per_gpu: int,
+        make_folder: Callable[[], Path],
+        deadline: float,
+        alone: int,
+        gpus: Sequence[int] = (),
     ) -> None:
         """Start nothing yet.
 
@@ -176,12 +220,13 @@ class Ranks:
             world_size: ranks of a set.
             ranks_per_gpu: ranks that share a GPU; each check may take as many times as long.
             make_folder: makes a new folder for a set's logs.
-            budget_s: seconds for all checks.
+            deadline: end of all checks, by `time.monotonic`.
             alone: how many checks that run alone may be asked for.
+            gpus: numbers of the GPUs that the ranks see; all if empty.
         """
         self.ranks_per_gpu = ranks_per_gpu
-        self._world_size, self._make_folder = world_size, make_folder
-        self._deadline = time.monotonic() + budget_s
+        self._world_size, self._make_folder, self._gpus = world_size, make_folder, gpus
+        self._deadline = deadline
         self._lasting: RankSet | None = None
         self._ahead: list[RankSet] = []
         self._to_start = alone
@@ -192,13 +237,14 @@ class Ranks:
         left_s = self._deadline - time.monotonic()
         if left_s < 0:
             return None
-        ranks = self._of_its_own() if check.alone else self._of_all()
+        ranks = self._of_its_own() if check.alone else self.lasting()
         text = ranks.run(name, check, min(left_s, self.ranks_per_gpu * check.timeout_s))
         if check.alone and not ranks.closed:
             ranks.close()
         return None if text != "ok" and time.monotonic() > self._deadline else text
 
-    def _of_all(self) -> RankSet:
+    def lasting(self) -> RankSet:
+        """Return the set that lasts, which is started if there is none."""
         if self._lasting is None or self._lasting.closed:
             self._lasting = self._start()
         return self._lasting
@@ -212,7 +258,7 @@ class Ranks:
         return self._ahead.pop(0)
 
     def _start(self) -> RankSet:
-        return RankSet(self._world_size, self._make_folder(), self.ranks_per_gpu)
+        return RankSet(self._world_size, self._make_folder(), self.ranks_per_gpu, self._gpus)
 
     def close(self) -> None:
         """End all processes."""

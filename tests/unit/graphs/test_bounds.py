@@ -84,8 +84,11 @@ def test_a_batch_unlike_the_first_and_the_end_are_not_captured(world_of_one: dis
     assert not learnt.learn(None)
 
 
-def test_a_batch_of_no_sample_is_described(world_of_one: dist.ProcessGroup) -> None:
-    assert _learnt(world_of_one, empty := _batch([], [])).describe(empty).numbers.tolist() == [0] * 9
+def test_a_batch_of_no_sample_says_nothing_about_bags(world_of_one: dist.ProcessGroup) -> None:
+    empty, fixed = _batch([], []), _learnt(world_of_one, _batch([1, 1], [2, 2]))
+    assert fixed.describe(empty).numbers.tolist() == [0, 0, 0, *(0, 0), *[-(2**31)] * 4]
+    assert fixed.are_captured(fixed.ask(fixed.describe(empty)).wait())
+    assert _learnt(world_of_one, empty).bound == BatchBound(1, {"f": (0, 0), "g": (0, 0)})
 
 
 def test_an_answer_waits_for_no_later_question(world_of_one: dist.ProcessGroup) -> None:

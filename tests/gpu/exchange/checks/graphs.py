@@ -28,7 +28,6 @@ from tests.agreement import LOSS_TOLERANCE, assert_all_near
 from tests.distributed.foreign import PROGRAMS, compare
 from tests.gpu.exchange.checks.faults import CULPRIT, TIMEOUT_S, told_in_time
 from tests.gpu.exchange.checks.training import (
-    COUNTING,
     SAMPLES,
     assert_agree,
     check_goes_on,
@@ -61,6 +60,8 @@ class Run(NamedTuple):
     """losses of the evaluations between the segments"""
     rows: dict[Any, torch.Tensor]
     """at the end"""
+    before: dict[Any, torch.Tensor]
+    """rows at the begin"""
     joins_in_place: bool
     """whether pooled embeddings come where the dense features' output is joined with them"""
 
@@ -83,6 +84,7 @@ def train_in_segments(place: Place, config: Config, delays: bool = False, border
     assert bool(shards_of(trainer.model)) == (config.model.top_parallel == "tensor" and place.world_size > 1)
     losses: list[float] = []
     evaluated: list[float] = []
+    before = rows_of(trainer)
     with delayed(place, trainer.pipeline, delays):
         for first, end in pairwise(borders):
             losses += train_steps(place, trainer, first, end)
@@ -90,7 +92,7 @@ def train_in_segments(place: Place, config: Config, delays: bool = False, border
     place.synchronize()
     trainer.check()
     models = [module for module in trainer.model.modules() if isinstance(module, DLRM)]
-    run = Run(losses, evaluated, rows_of(trainer), models[0].joins_in_place)
+    run = Run(losses, evaluated, rows_of(trainer), before, models[0].joins_in_place)
     place.meet()
     trainer.close()
     return run
@@ -300,18 +302,22 @@ def _check_foreign(place: Place, name: str, least_block: int = distinct._LEAST_B
         compare(name, place.group, place.device)
 
 
-_KNOWN = {"ranges": False, "known": True}
+_RANGES = {"ranges": False}
+_KNOWN = _RANGES | {"known": True}
 _PIPELINES = (("torchrec", "graph"), ("graph", "torchrec"))
 _resumed = {f"{writer}_{reader}": (writer, reader) for writer, reader in _PIPELINES}
 CHECKS = (
-    every("graph_losses", _check_losses, optimizer=("sgd", "adagrad"), known=_KNOWN)
-    | every("graph_losses", _check_losses, optimizer=COUNTING, known={"known": True}, gpu_only=True)
+    every("graph_losses", _check_losses, optimizer=["sgd"], known=_RANGES)
+    | every("graph_losses", _check_losses, optimizer=["adagrad"], known={"known": True})
+    | every("graph_losses", _check_losses, optimizer=("adam", "partial_rowwise_lamb"), known=_RANGES, gpu_only=True)
     | every("graph_rows", _check_row_shards, known=_KNOWN, gpu_only=True)
-    | every("graph_losses", _check_bf16, arch={"dot_bf16": "dot", "dcn_bf16": "dcn"}, backend=_BACKENDS)
-    | every("graph_delays", _check_delays, backend=_BACKENDS, known=_KNOWN)
+    | every("graph_losses", _check_bf16, arch={"dot_bf16": "dot"}, backend=["pgas"])
+    | every("graph_losses", _check_bf16, arch={"dcn_bf16": "dcn"}, backend=["fused"])
+    | every("graph_delays", _check_delays, backend=["pgas"], known=_RANGES)
+    | every("graph_delays", _check_delays, backend=["fused"], known={"known": True})
     | every("graph_checkpoint", _check_checkpoint, pipelines=_resumed)
     | {"graph_learning_rates": Check(_check_learning_rates)}
-    | every("program", _check_program, name=list(two_lines.PROGRAMS), timeout_s=240.0)
+    | every("program", _check_program, name=list(two_lines.PROGRAMS), timeout_s=150.0)
     | every("foreign", _check_foreign, name=list(PROGRAMS))
     | {"foreign_sequences_in_blocks": Check(partial(_check_foreign, name="longer_sequences", least_block=1))}
 )

@@ -132,18 +132,29 @@ def assert_agree(losses: Sequence[float], expected: Sequence[float], tolerance: 
     )
 
 
+def assert_rows_agree(
+    rows: _Rows, expected: _Rows, before: _Rows, what: str, tolerance: float = _ROWS_TOLERANCE
+) -> None:
+    """Compare the rows of two runs that round differently, by the norm of their difference over that of their change.
+
+    Single elements say little: with the samples of each batch in another order, the rows of one run on a CPU differ by
+    up to 1e-5 of an element under row-wise Adagrad and 5e-3 under Adagrad, and by 2e-6 and 3e-5 in this norm.
+    """
+    assert rows.keys() == expected.keys()
+    for (name, column), shard in expected.items():
+        change = (shard - before[name, column]).norm()
+        error = (rows[name, column] - shard).norm() / change
+        assert change > 0
+        assert error <= tolerance, f"{what}, {name} from column {column}: relative error {error:.1e}"
+
+
 def _check_losses(place: Place, optimizer: str, plan: str) -> None:
     expected, before, expected_rows = _run(place, "torchrec", optimizer, plan)
     assert min(expected) < 0.95 * expected[0], "a run that learns nothing agrees with anything"
     for backend in _BACKENDS:
         losses, _, rows = _run(place, backend, optimizer, plan)
         assert_agree(losses, expected, LOSS_TOLERANCE.get(optimizer, LOSS_TOLERANCE["adagrad"]), backend)
-        assert rows.keys() == expected_rows.keys()
-        for (name, column), shard in expected_rows.items():
-            change = (shard - before[name, column]).norm()
-            error = (rows[name, column] - shard).norm() / change
-            assert change > 0
-            assert error <= _ROWS_TOLERANCE, f"{backend}, {name} from column {column}: relative error {error:.1e}"
+        assert_rows_agree(rows, expected_rows, before, backend)
 
 
 def _check_graphed(place: Place) -> None:
@@ -250,8 +261,10 @@ def _check_collections(place: Place, case: _Case) -> None:
     assert not torch.equal(stock[0]["f0"][:SAMPLES], stock[1]["f0"][:SAMPLES]), "the batches are all the same"
 
 
-def _collections(name: str, gpu_only: bool = False, **case: Any) -> dict[str, Check]:
-    cases = {backend: _Case(backend, **case) for backend in _BACKENDS}
+def _collections(
+    name: str, backends: Sequence[str] = _BACKENDS, gpu_only: bool = False, **case: Any
+) -> dict[str, Check]:
+    cases = {backend: _Case(backend, **case) for backend in backends}
     return every(name, _check_collections, case=cases, gpu_only=gpu_only)
 
 
@@ -265,7 +278,7 @@ CHECKS = (
     | every("checkpoint", _check_checkpoint, writer=["pgas"], reader=["torchrec"])
     | _collections("collections")
     | _collections("collections_rows", gpu_only=True, row_wise=True)
-    | _collections("collections_bf16", gpu_only=True, output=SparseType.BF16)
-    | _collections("collections_fp16", output=SparseType.FP16)
+    | _collections("collections_bf16", _BACKENDS[1:], gpu_only=True, output=SparseType.BF16)
+    | _collections("collections_fp16", _BACKENDS[1:], output=SparseType.FP16)
     | _collections("collections_weighted", weighted=True)
 )

@@ -1,0 +1,128 @@
+"""The scripts of `tests/gpu` that are run by hand, rehearsed on CPU ranks: each runs to its end, and gives its rows.
+
+What they say about time means nothing here. Steps are captured by stand-ins, and products are not compiled.
+"""
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from dlrm_overlap.bench.step_contenders import STEP_CONTENDERS
+from dlrm_overlap.kernels.compiled import INTERPRETED
+from tests.conftest import configuration, read_rows
+from tests.distributed.captured import captures
+from tests.distributed.models import CPU
+from tests.distributed.workers import ranks_here, run_ranks
+from tests.gpu import caching, cross, dense, kernels_alone, stages, step_parts
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter")]
+_TINY = ["--config", "configs/bench/tiny.yaml", "--train.device", "cpu"]
+
+
+def _ranks(argv: list[str], **values: Any) -> Any:
+    ranks = ranks_here(configuration(*argv))
+    return replace(ranks, values=SimpleNamespace(**values))
+
+
+def _run_stages(folder: Path) -> None:
+    with patch.multiple(stages, _BAGS=(2,), _REPETITIONS=2):
+        assert stages.work(_ranks(_TINY, output=folder / "stages.csv")) == 0
+
+
+def test_stages(tmp_path: Path) -> None:
+    run_ranks(_run_stages, 2, tmp_path)
+    rows = read_rows(tmp_path / "stages.csv")
+    assert [row["part"] for row in rows] == ["forward"] * 3 + ["both"] * 3
+    assert [row["contender"] for row in rows] == ["torchrec", "pgas", "fused"] * 2
+
+
+def _run_step_parts(folder: Path) -> None:
+    keys = {"pgas_graph": {**STEP_CONTENDERS["pgas_graph"], "train.compile_dense": False}}
+    options = {"samples": [4], "seconds": 0.01, "output": folder / "parts.csv"}
+    with patch.dict(STEP_CONTENDERS, keys), patch.object(step_parts, "_FIRST_STEPS", 4), captures() as taken:
+        assert step_parts.work(_ranks(_TINY, **options)) == 0
+    assert taken["captured"] == 3 * 2, "each variant is captured anew"
+    assert taken["replayed"] > 0
+
+
+def test_step_parts(tmp_path: Path) -> None:
+    run_ranks(_run_step_parts, 2, tmp_path)
+    rows = read_rows(tmp_path / "parts.csv")
+    assert [row["variant"] for row in rows] == ["whole", "no_sort", "no_update"]
+    assert [row["global_batch"] for row in rows] == ["8"] * 3
+
+
+def _run_caching(_: Path) -> None:
+    options = [*caching._CHECK, "--train.device", "cpu", "--log.tensorboard", "false"]
+    with patch.object(caching, "_ON_CPUS", ["adagrad"]):
+        assert caching.work(_ranks(options)) == 0
+
+
+def test_caching(tmp_path: Path) -> None:
+    run_ranks(_run_caching, 1, tmp_path)
+
+
+def _captured(step: Callable[[], Any], warmup: int = 3) -> Any:
+    """Return a stand-in for a graph of a step, whose replay takes the step."""
+    for _ in range(warmup):
+        step()
+    return SimpleNamespace(replay=step)
+
+
+def _times(graphs: Any) -> list[float]:
+    """Replay each graph, and return a time of each."""
+    for graph in graphs:
+        graph.replay()
+    return [1.0 for _ in graphs]
+
+
+_GRAPHS = {"capture": _captured, "times_us": _times}
+
+
+@pytest.mark.parametrize("form", dense._FORMS)
+def test_dense_checks(form: str) -> None:
+    with patch.multiple(dense, **_GRAPHS, STEPS=5):
+        dense.check_taken_over(form, CPU)
+
+
+def test_dense_times() -> None:
+    with patch.multiple(dense, **_GRAPHS, TIMED_ELEMENTS=1 << 10):
+        assert dense.time_update("adam", torch.bfloat16, CPU).startswith("adam     bfloat16 shadow")
+
+
+def test_cross(capsys: pytest.CaptureFixture[str]) -> None:
+    with (
+        patch.multiple(cross, **_GRAPHS, DEVICE=CPU, RANK=16, LAYERS=1),
+        patch.object(torch, "compile", lambda function, **_: function),
+    ):
+        cross.time_head(8)
+    assert capsys.readouterr().out.count("head, 8 samples") == 4
+
+
+def _run_kernels_alone(folder: Path) -> None:
+    os.chdir(folder)
+    sys.argv = ["tests.gpu.kernels_alone"]
+    assert (
+        kernels_alone.run_on(CPU, ["-p", "no:cacheprovider", str(Path(__file__).parents[1] / "kernels/test_flags.py")])
+        == 0
+    )
+
+
+def test_kernels_alone(tmp_path: Path) -> None:
+    run_ranks(_run_kernels_alone, 1, tmp_path)
+
+
+def test_every_script_is_rehearsed() -> None:
+    folder = Path(kernels_alone.__file__).parent
+    scripts = {path.stem for path in folder.glob("*.py") if "__main__" in path.read_text()}
+    assert scripts == {
+        each.__name__.rpartition(".")[2] for each in (caching, cross, dense, kernels_alone, stages, step_parts)
+    }
