@@ -70,7 +70,7 @@ def test_a_check_that_fails_leaves_the_ranks_to_the_next(ranks: Ranks) -> None:
 def test_a_check_ends_in_seconds_on_all_ranks_where_one_fails(ranks: Ranks) -> None:
     assert ranks.run("meets", Check(_meet)) == "ok"
     began = time.monotonic()
-    told = str(ranks.run("raises", Check(_raise_while_others_wait)))
+    told = str(ranks.run("raises", Check(_raise_while_others_wait, timeout_s=30.0)))
     assert time.monotonic() - began < 20
     assert told.startswith("ranks [1] failed, rank 1 first: ValueError: no such thing")
     assert "ranks [0, 1] did not report\nrank 0, exit code None:\n" in told

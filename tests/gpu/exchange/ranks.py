@@ -35,7 +35,9 @@ def _run_checks(place: Place) -> None:
     """Run the checks that the parent asks for, reporting each; end the process where its GPU has become unusable."""
     place.report(None)  # it has started
     while True:
-        place.name, check = place.parent.recv()
+        place.name, check, timeout_s = place.parent.recv()
+        # A process in which CUDA hangs may not heed the parent's signal for the stacks of its threads.
+        faulthandler.dump_traceback_later(0.95 * timeout_s, file=2)
         place.recorded.clear()
         error: BaseException | None = None
         try:
@@ -52,6 +54,7 @@ def _run_checks(place: Place) -> None:
         except RuntimeError as raised:
             place.report(error or place.why(raised))
             os._exit(1)
+        faulthandler.cancel_dump_traceback_later()
         place.report(error)
         del error  # its traceback holds the frames of the check, and so its windows
         place.meet()
@@ -65,7 +68,8 @@ def _run_rank(rank: int, world_size: int, ranks_per_gpu: int, port: int, folder:
     warnings.filterwarnings("ignore", category=FutureWarning, module="torchrec|torch|dlrm_overlap")
     logging.getLogger("torchrec").setLevel(logging.ERROR)
     torch.set_num_threads(1)
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else each rank starts 32 processes to compile in
+    # Else each rank's Inductor starts 32 processes to compile in, and ranks build tests of the CPU one after the other.
+    os.environ |= {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_VEC_ISA_OK": "0"}
     # TorchRec places a rank's shards on the GPU whose number is the rank modulo the local world size. So ranks that
     # share GPUs take them in turns, in a world of as many ranks a host as there are GPUs.
     gpus = world_size // ranks_per_gpu
@@ -118,7 +122,7 @@ class RankSet:
         self._started = True
         for rank in self._ranks:
             with contextlib.suppress(BrokenPipeError):  # it has ended, which is found below
-                rank.send((name, check))
+                rank.send((name, check, timeout_s))
         return self._await_reports(timeout_s)
 
     def _await_reports(self, timeout_s: float) -> str:

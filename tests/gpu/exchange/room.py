@@ -41,7 +41,6 @@ OF_ALL = {
     "graph_rows_*": _CUTS,
     "graph_delays_*": _PEERS,
     "usage_frozen_tables_*": _EMPTY,
-    "usage_compiled_*": _EMPTY,
     "program_dlrm_main": _PEERS,
     "foreign_normalised": _EMPTY,
     "foreign_short_last_batch*": _EMPTY,

@@ -119,7 +119,7 @@ CHECKS = (
     | every("shared_gradient_while_pushed", _check_shared_gradient, gpu_only=True)
     | every("capture", _check_capture, backend=("pgas", "fused"), gpu_only=True)
     # A row that is updated twice, or too late, shows under an optimizer with a state alone; a scale under SGD.
-    | every("usage", _check_usage, usage=list(USAGES), optimizer=["rowwise_adagrad"])
+    | every("usage", _check_usage, usage=list(USAGES), optimizer=["rowwise_adagrad"], timeout_s=150.0)
     | every("usage", _check_usage, usage=("accumulation", "shared_gradient", "frozen_tables"), optimizer=["sgd"])
     | every("usage", _check_usage, usage=["accumulation"], optimizer=_WITH_COUNTERS)
     | every("usage", _check_usage, usage=["accumulation"], optimizer=ON_GPUS_ALONE, gpu_only=True)
