@@ -53,6 +53,18 @@ MOST = {"f": (1, 1), "g": (0, 2), "h": (0, 5), "k": (0, 3)}
 FIXED = {"f": (1, 1), "g": (2, 2), "h": (4, 4), "k": (3, 3)}
 
 
+def _parts(value: Any) -> Sequence[Any]:
+    """Return the parts of a tensor or of ids for which a stream can be recorded."""
+    if isinstance(value, TensorDict):  # takes one stream only
+        return [part for each in value.values() for part in _parts(each)]
+    if isinstance(value, torch.Tensor) and value.is_nested:
+        nested: Any = value
+        return [nested.values(), nested.offsets()]
+    if isinstance(value, torch.Tensor) and value.is_sparse:
+        return [value._indices(), value._values()]
+    return [value]
+
+
 class _Movable(Pipelineable):
     """What TorchRec's pipelines ask of a batch."""
 
@@ -63,7 +75,8 @@ class _Movable(Pipelineable):
 
     def record_stream(self, stream: Any) -> None:
         for each in self._tensors():
-            each.record_stream(stream)
+            for part in _parts(each):
+                part.record_stream(stream)
 
     def _tensors(self) -> list[Any]:
         return [getattr(self, name) for name in ("dense", "ids", "others")]

@@ -85,6 +85,7 @@ def test_a_part_that_differs_in_every_batch_is_named_once(caplog: pytest.LogCapt
     ]
 
 
+@pytest.mark.usefixtures("world_of_one")
 def test_a_model_that_was_trained_by_ids_takes_a_tensor_dict() -> None:
     models = list[Any]()
     for kind in (Plain, Sequences):
